@@ -1,0 +1,161 @@
+"""Settings: small frozen dataclasses, validated once, where a default is written once.
+
+`SamplingConfig` and the seed belong to one request; `MethodConfig` to a whole engine, because it fixes tensor shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from dsbd_cli.errors import UsageError
+
+__all__ = ["RULES", "WIDTHS", "MethodConfig", "ModelSpec", "SamplingConfig"]
+
+RuleName = Literal["coupled", "rejection", "with-replacement", "search"]
+WidthName = Literal["fixed", "threshold"]
+WarpScope = Literal["pool", "beam"]
+Exactness = Literal["same-text", "same-law", "dynamic-width", "lossy"]
+
+RULES: tuple[str, ...] = ("coupled", "rejection", "with-replacement", "search")
+WIDTHS: tuple[str, ...] = ("fixed", "threshold")
+WARP_SCOPES: tuple[str, ...] = ("pool", "beam")
+DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
+
+
+def _require(condition: bool, field: str, value: object, expected: str) -> None:
+    if not condition:
+        raise UsageError(f"{field} is {value!r}, but must be {expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """What one request asks for.
+
+    Attributes:
+        temperature: divides log-probabilities; above 0. Temperature 0 is beam search, which is the rule `search`.
+        top_k: keep the k most probable pairs of the pool (or tokens of a row, see warp_scope); 0 keeps all.
+        top_p: keep the smallest set of most probable pairs whose mass reaches top_p; 1 keeps all.
+        min_p: drop pairs less probable than min_p times the most probable; 0 keeps all.
+        max_new_tokens: generated tokens at most, the end token included.
+        stop: strings that end a text; the text is cut before the string.
+        length_penalty: score = logprob / num_tokens ** length_penalty.
+        early_stopping: end as soon as num_beams hypotheses are finished.
+        n_best: hypotheses reported, best first.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    n_best: int = 1
+
+    def __post_init__(self) -> None:
+        _require(
+            math.isfinite(self.temperature) and self.temperature > 0,
+            "temperature",
+            self.temperature,
+            "above 0 (temperature 0 is beam search: use the rule search)",
+        )
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (keep all) or more")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "1 or more")
+        _require(all(self.stop), "stop", self.stop, "a list of non-empty strings")
+        _require(math.isfinite(self.length_penalty), "length_penalty", self.length_penalty, "a finite number")
+        _require(self.n_best >= 1, "n_best", self.n_best, "1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class MethodConfig:
+    """How an engine decodes; one per engine.
+
+    Attributes:
+        rule: verification rule: coupled, rejection, with-replacement or search.
+        num_beams: W, live beams at most.
+        drafts_per_layer: K, drafted nodes per layer.
+        depth: D, drafted layers; 0 is plain beam sampling (or beam search) without a draft.
+        width: width policy of a layer, fixed (always W) or threshold.
+        width_threshold: t, wanted chance that a layer yields its width (threshold only).
+        min_width: W_min, least width a layer may pass with (threshold only).
+        warp_scope: `pool` warps the joint law over (beam, token); `beam` warps each beam's row.
+        memory_saving: keep only the best beam between iterations.
+    """
+
+    rule: RuleName = "coupled"
+    num_beams: int = 4
+    drafts_per_layer: int = 8
+    depth: int = 4
+    width: WidthName = "fixed"
+    width_threshold: float = 0.7
+    min_width: int = 1
+    warp_scope: WarpScope = "pool"
+    memory_saving: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.rule in RULES, "rule", self.rule, f"one of {', '.join(RULES)}")
+        _require(self.width in WIDTHS, "width", self.width, f"one of {', '.join(WIDTHS)}")
+        _require(self.warp_scope in WARP_SCOPES, "warp_scope", self.warp_scope, f"one of {', '.join(WARP_SCOPES)}")
+        _require(self.num_beams >= 1, "num_beams", self.num_beams, "1 or more")
+        _require(self.depth >= 0, "depth", self.depth, "0 (no draft) or more")
+        _require(self.drafts_per_layer >= 1, "drafts_per_layer", self.drafts_per_layer, "1 or more")
+        _require(0 < self.width_threshold <= 1, "width_threshold", self.width_threshold, "above 0 and at most 1")
+        _require(
+            1 <= self.min_width <= self.num_beams, "min_width", self.min_width, f"between 1 and {self.num_beams} (num_beams)"
+        )
+        if self.rule == "search" and self.width != "fixed":
+            raise UsageError("rule search is deterministic beam search; width threshold would change it: use width fixed")
+        if self.rule == "search" and self.warp_scope != "pool":
+            raise UsageError("rule search takes no warping; warp_scope beam does nothing with it")
+        if self.depth and self.drafts_per_layer < self.required_width:
+            raise UsageError(
+                f"drafts_per_layer is {self.drafts_per_layer}, but a layer needs {self.required_width} drafted nodes to pass: "
+                "raise it, or use width threshold"
+            )
+
+    @property
+    def required_width(self) -> int:
+        """Live beams a layer needs to pass: W, or W_min where the width is dynamic."""
+        return self.num_beams if self.width == "fixed" else self.min_width
+
+    @property
+    def exactness(self) -> Exactness:
+        """What the output shares with plain decoding at the same num_beams and seed."""
+        if self.depth and self.width == "threshold":
+            return "dynamic-width"
+        if self.memory_saving:
+            return "dynamic-width"
+        return "same-text" if self.rule in ("coupled", "search") else "same-law"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Where a checkpoint is and how to load it.
+
+    Attributes:
+        source: alias, folder or hub id, as the user wrote it; `builtin:target` and `builtin:draft` are the shipped pair.
+        role: `target` or `draft`; named in errors.
+        dtype: auto, float32, bfloat16 or float16.
+        device: torch device string, or `auto`.
+        device_map: accelerate's device map (`auto`, ...), exclusive with device.
+        trust_remote_code: run code from the checkpoint's repository.
+        allow_pickle: load .bin weights where there are no safetensors.
+    """
+
+    source: str
+    role: Literal["target", "draft"] = "target"
+    dtype: str = "auto"
+    device: str = "auto"
+    device_map: str | None = None
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in DTYPES, f"{self.role} dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        if self.device_map is not None and self.device != "auto":
+            raise UsageError("device and device_map cannot be used together: give one of them")

@@ -1,0 +1,137 @@
+"""Live beams between iterations, and the best finished hypotheses. Device tensors only; one row per request.
+
+Letters: R requests, W beams, F = W finished hypotheses kept, T tail window, L history length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.core.probs import NEVER
+
+__all__ = ["Beams", "Finished", "fit_window", "select_rows"]
+
+T = TypeVar("T", "Beams", "Finished")
+
+
+@dataclass(slots=True)
+class Beams:
+    """Live beams of every row. All live beams of a row have the same length.
+
+    Attributes:
+        valid: [R, W] bool. token: [R, W] int64, the pending token (not yet run through the models).
+        weight, logprob: [R, W] float32, s and l. path: [R, W] int64 path keys. stop_state: [R, W] int64.
+        ancestors: [R, W, T] bool, ancestors among the tail slots.
+        parent_slot, parent_token: [R, W] int64, the token before the pending one; catch_up: [R, W] bool, the draft has not run it yet.
+        history: [R, W, L] int64, generated tokens.
+        length: [R] int64, generated tokens (the pending one included). depth: [R] int64, position of the pending tokens.
+    """
+
+    valid: Tensor
+    token: Tensor
+    weight: Tensor
+    logprob: Tensor
+    path: Tensor
+    stop_state: Tensor
+    ancestors: Tensor
+    parent_slot: Tensor
+    parent_token: Tensor
+    catch_up: Tensor
+    history: Tensor
+    length: Tensor
+    depth: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, beams: int, window: int, history: int, device: torch.device) -> Beams:
+        """No live beam anywhere."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(rows, *shape, dtype=dtype, device=device)
+
+        return cls(
+            valid=zeros(beams, dtype=torch.bool),
+            token=zeros(beams),
+            weight=zeros(beams, dtype=torch.float32),
+            logprob=zeros(beams, dtype=torch.float32),
+            path=zeros(beams),
+            stop_state=zeros(beams) + 1,
+            ancestors=zeros(beams, window, dtype=torch.bool),
+            parent_slot=zeros(beams),
+            parent_token=zeros(beams),
+            catch_up=zeros(beams, dtype=torch.bool),
+            history=zeros(beams, history),
+            length=zeros(),
+            depth=zeros(),
+        )
+
+
+@dataclass(slots=True)
+class Finished:
+    """The best `num_beams` finished hypotheses of every row, best first.
+
+    Attributes:
+        score, logprob: [R, F] float32 (score -inf: none). length: [R, F] int64. by_length: [R, F] bool, ended by the length limit.
+        source: [R, F] int64, where the tokens are while a forest is walked: an older entry (>= 0) or a new pair (-1).
+        node, token: [R, F] int64, parent node and last token of a new pair.
+        tokens: [R, F, L] int64.
+    """
+
+    score: Tensor
+    logprob: Tensor
+    length: Tensor
+    by_length: Tensor
+    source: Tensor
+    node: Tensor
+    token: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, kept: int, history: int, device: torch.device) -> Finished:
+        """Nothing finished anywhere."""
+        number = torch.zeros(rows, kept, dtype=torch.int64, device=device)
+        score = torch.full((rows, kept), NEVER, dtype=torch.float32, device=device)
+        return cls(
+            score=score,
+            logprob=score.clone(),
+            length=number,
+            by_length=torch.zeros_like(number, dtype=torch.bool),
+            source=torch.arange(kept, device=device).expand(rows, kept).clone(),
+            node=number.clone(),
+            token=number.clone(),
+            tokens=torch.zeros(rows, kept, history, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def full(self) -> Tensor:
+        """[R] bool, as many finished as beams."""
+        return (self.score > NEVER).all(1)
+
+    def merge(self, new: Finished, rows: Tensor) -> None:
+        """Take new entries (their `tokens` field unused) into the best F of the given rows. rows [R] bool."""
+        kept = self.score.shape[1]
+        score = torch.cat((self.score, new.score.masked_fill(~rows.unsqueeze(1), NEVER)), dim=1)
+        self.score, best = torch.topk(score, kept, dim=1)
+        for name in ("logprob", "length", "by_length", "source", "node", "token"):
+            both = torch.cat((getattr(self, name), getattr(new, name)), dim=1)
+            setattr(self, name, both.gather(1, best))
+
+    def settle(self, tokens: Tensor) -> None:
+        """Give every entry its tokens: older entries keep theirs, new ones take tokens [R, F, L]. Forgets the sources."""
+        index = self.source.clamp(min=0).unsqueeze(-1).expand_as(self.tokens)
+        old = self.tokens.gather(1, index)
+        self.tokens = torch.where((self.source >= 0).unsqueeze(-1), old, tokens)
+        self.source = torch.arange(self.score.shape[1], device=self.score.device).expand_as(self.source).clone()
+
+
+def fit_window(ancestors: Tensor, window: int) -> Tensor:
+    """Ancestors [R, W, T] in a tail window of another size; what is cut off must be empty."""
+    return torch.nn.functional.pad(ancestors, (0, window - ancestors.shape[-1]))
+
+
+def select_rows(value: T, rows: Tensor) -> T:
+    """A dataclass of tensors with only these rows, in this order."""
+    return type(value)(**{field.name: getattr(value, field.name)[rows] for field in fields(value)})

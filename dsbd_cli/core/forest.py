@@ -1,0 +1,80 @@
+"""The forest of one iteration: flat arrays over nodes, layer after layer.
+
+Node order in a target forward is fixed: W roots (the beams' pending tokens), then K nodes for each of D layers; N = W + D*K. Absent nodes
+are invalid, never compacted away. T is the tail window, Vd the candidates of a draft node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.core.probs import Candidates
+
+__all__ = ["DraftLaw", "Forest", "LayerNodes"]
+
+
+@dataclass(slots=True)
+class DraftLaw:
+    """The law Q that one layer was really sampled from, over (node of the layer above, token).
+
+    Attributes:
+        candidates: the tokens of each parent node, [R, n, Cq].
+        log_q: [R, n, Cq] float32, normalised over the pool.
+        drawn: [R, K] float64, Q of each drafted pair.
+        rest: [R, K] float64, mass of Q not drawn before each draw (1 for the first).
+    """
+
+    candidates: Candidates
+    log_q: Tensor
+    drawn: Tensor
+    rest: Tensor
+
+
+@dataclass(slots=True)
+class LayerNodes:
+    """Nodes of one layer: W roots or K drafts, in draw order.
+
+    Attributes:
+        token, parent (node index in the forest), root (beam index), path (path key), stop_state: [R, n] int64.
+        valid, ends: [R, n] bool; an ending node is never extended.
+        weight: [R, n] float32, running weight under the draft.
+        path_tokens: [R, n, D] int64, tokens from layer 1 down to the node.
+        ancestors: [R, n, T] bool over the tail window, the node itself included.
+    """
+
+    token: Tensor
+    parent: Tensor
+    root: Tensor
+    path: Tensor
+    stop_state: Tensor
+    valid: Tensor
+    ends: Tensor
+    weight: Tensor
+    path_tokens: Tensor
+    ancestors: Tensor
+
+
+@dataclass(slots=True)
+class Forest:
+    """Layers 0 (roots) to D, and the law each drafted layer came from (laws[l] is the law of layer l + 1)."""
+
+    num_beams: int
+    drafts_per_layer: int
+    layers: list[LayerNodes]
+    laws: list[DraftLaw | None] = field(default_factory=list)
+
+    @property
+    def depth(self) -> int:
+        """D, drafted layers."""
+        return len(self.layers) - 1
+
+    def offset(self, layer: int) -> int:
+        """Index of the first node of a layer."""
+        return 0 if layer == 0 else self.num_beams + (layer - 1) * self.drafts_per_layer
+
+    def flat(self, name: str) -> Tensor:
+        """One field of all layers: [R, N] or [R, N, ...]."""
+        return torch.cat([getattr(layer, name) for layer in self.layers], dim=1)

@@ -1,0 +1,67 @@
+"""Random numbers as pure functions of what they are for: a counter-based hash, no state, no global generator.
+
+A value belongs to (request seed, token path, token), or to (request seed, iteration, layer, stream, index). So it is the same in any batch,
+on any row, with any draft. The mixer is the finaliser of SplitMix64 (Steele, Lea, Flood 2014); int64 arithmetic wraps as uint64 does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["DRAFT", "RESIDUAL", "ACCEPT", "CLOCK", "COMPLETION", "extend_path", "gumbel", "path_gumbel", "seed_key", "stream_key", "uniform"]
+
+# Streams: one purpose each, so that no random number is used twice.
+DRAFT, ACCEPT, RESIDUAL, COMPLETION, CLOCK = 1, 2, 3, 4, 5
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_A = _signed(0xBF58476D1CE4E5B9)
+_MIX_B = _signed(0x94D049BB133111EB)
+_TOKEN = _signed(0xD1342543DE82EF95)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _MIX_A
+    x = (x ^ _shift(x, 27)) * _MIX_B
+    return x ^ _shift(x, 31)
+
+
+def seed_key(seeds: Tensor) -> Tensor:
+    """Key of the empty path of requests with these seeds. [...] int64 -> [...] int64."""
+    return _mix(seeds + _GOLDEN)
+
+
+def extend_path(path: Tensor, token: Tensor) -> Tensor:
+    """Key of a path with one more token; both broadcast. int64."""
+    return _mix(path * _TOKEN + token + _GOLDEN)
+
+
+def stream_key(row_key: Tensor, iteration: Tensor, layer: int, stream: int) -> Tensor:
+    """Key of one stream of one layer of one iteration. row_key, iteration [R] int64 -> [R] int64."""
+    return _mix(_mix(row_key + iteration * _TOKEN) + _signed((layer * 8 + stream) * _GOLDEN % (1 << 64)))
+
+
+def uniform(key: Tensor, index: Tensor) -> Tensor:
+    """Uniform numbers strictly inside (0, 1), 53 bits. key and index broadcast. float64."""
+    bits = _shift(_mix(key + index * _GOLDEN), 11)
+    return (bits.to(torch.float64) + 0.5) * 2.0**-53
+
+
+def gumbel(key: Tensor, index: Tensor) -> Tensor:
+    """Standard Gumbel numbers, -log(-log1p(-u)), which resolves both tails. float64."""
+    return -torch.log(-torch.log1p(-uniform(key, index)))
+
+
+def path_gumbel(path: Tensor, tokens: Tensor) -> Tensor:
+    """G(x, v): the noise of token v after path x. path [R, n], tokens [R, n, C] -> [R, n, C] float32."""
+    return gumbel(path.unsqueeze(-1), tokens + 1).to(torch.float32)

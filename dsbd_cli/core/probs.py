@@ -1,0 +1,132 @@
+"""The only place where logits become probabilities: candidates of a node, the pool law, warping.
+
+Letters: R requests, n nodes, C candidates per node, V vocabulary. Natural logs, float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Candidates", "PoolLaw", "Warp", "log_normalise", "pool_law", "top_candidates"]
+
+NEVER = float("-inf")
+
+
+@dataclass(slots=True)
+class Candidates:
+    """Tokens a node can go on with. `full` means every token in order (C = V); otherwise the C most probable ones.
+
+    Attributes:
+        tokens: [R, n, C] int64.
+        logprobs: [R, n, C] float32, raw log-probabilities (normalised over the whole vocabulary).
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    full: bool
+
+    def at(self, index: Tensor) -> Candidates:
+        """Candidates of the nodes `index` [R, m]."""
+        wide = index.unsqueeze(-1).expand(-1, -1, self.tokens.shape[-1])
+        return Candidates(self.tokens.gather(1, wide), self.logprobs.gather(1, wide), self.full)
+
+
+@dataclass(slots=True)
+class Warp:
+    """Sampling settings of the rows of a batch. The flags say on the host which cuts any row asks for.
+
+    Attributes:
+        temperature, top_p, min_p: [R] float32. top_k: [R] int64, 0 = no cut.
+        scope: `pool` warps the joint law over (beam, token), `beam` each beam's row.
+        max_top_k: largest top_k of the batch when every row has one, else 0.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    scope: str
+    max_top_k: int
+    any_top_k: bool
+    any_top_p: bool
+    any_min_p: bool
+
+
+@dataclass(slots=True)
+class PoolLaw:
+    """Joint law over (node, token).
+
+    Attributes:
+        log_p: [R, n, C] float32, normalised over n and C together; -inf outside the support.
+        weight: [R, n, C] float32, running weight s of each child.
+    """
+
+    log_p: Tensor
+    weight: Tensor
+
+
+def top_candidates(logits: Tensor, count: int) -> Candidates:
+    """The `count` most probable tokens of every node; all of them in order when count reaches V. logits [R, n, V]."""
+    vocabulary = logits.shape[-1]
+    values = logits.to(torch.float32)
+    total = torch.logsumexp(values, dim=-1, keepdim=True)
+    if count >= vocabulary:
+        tokens = torch.arange(vocabulary, device=logits.device).expand(values.shape)
+        return Candidates(tokens, values - total, full=True)
+    best, tokens = torch.topk(values, count, dim=-1)
+    return Candidates(tokens, best - total, full=False)
+
+
+def log_normalise(x: Tensor) -> Tensor:
+    """x - logsumexp(x) over the last dimension; all -inf stays all -inf."""
+    total = torch.logsumexp(x, dim=-1, keepdim=True)
+    return torch.where(torch.isfinite(total), x - total, NEVER)
+
+
+def pool_law(candidates: Candidates, weight: Tensor, live: Tensor, warp: Warp) -> PoolLaw:
+    """P(i, v) = warp(exp(s_i) p(v | x_i)), normalised over the pool. weight [R, n] float32, live [R, n] bool."""
+    weight = torch.where(live, weight, NEVER).unsqueeze(-1)
+    if warp.scope == "pool":
+        joint = weight + candidates.logprobs
+        scaled = joint / warp.temperature[:, None, None]
+        return PoolLaw(_cut(scaled.flatten(1), warp).view_as(joint), joint)
+    scaled = candidates.logprobs / warp.temperature[:, None, None]
+    rows = _cut(scaled.flatten(0, 1), _repeat(warp, scaled.shape[1])).view_as(scaled)
+    joint = weight + rows
+    return PoolLaw(log_normalise(joint.flatten(1)).view_as(joint), joint)
+
+
+def _repeat(warp: Warp, times: int) -> Warp:
+    """The settings of each row for each of its nodes."""
+    fields = (warp.temperature, warp.top_k, warp.top_p, warp.min_p)
+    temperature, top_k, top_p, min_p = (field.repeat_interleave(times) for field in fields)
+    return Warp(
+        temperature, top_k, top_p, min_p, warp.scope, warp.max_top_k, warp.any_top_k, warp.any_top_p, warp.any_min_p
+    )
+
+
+def _cut(x: Tensor, warp: Warp) -> Tensor:
+    """top-k, top-p, min-p of log-weights x [rows, M], then normalise. Cuts go by value, so ties at a cut all stay."""
+    best: Tensor | None = None
+    if warp.any_top_k:
+        count = min(warp.max_top_k or x.shape[-1], x.shape[-1])
+        best = torch.topk(x, count, dim=-1).values
+        kth = best.gather(1, (warp.top_k - 1).clamp(0, count - 1).unsqueeze(1))
+        lowest = torch.where(warp.top_k.unsqueeze(1) > 0, kth, NEVER)
+        x = torch.where(x >= lowest, x, NEVER)
+        best = torch.where(best >= lowest, best, NEVER)
+    if warp.any_top_p:
+        if best is None or not warp.max_top_k:
+            best = torch.sort(x, dim=-1, descending=True).values
+        mass = torch.softmax(best, dim=-1).nan_to_num().cumsum(-1)
+        # the entry at which the mass first reaches top_p is the last one kept
+        last = (mass < warp.top_p.unsqueeze(1)).sum(-1, keepdim=True).clamp(max=best.shape[-1] - 1)
+        lowest = torch.where(warp.top_p.unsqueeze(1) < 1, best.gather(1, last), NEVER)
+        x = torch.where(x >= lowest, x, NEVER)
+    if warp.any_min_p:
+        lowest = x.amax(-1, keepdim=True) + torch.log(warp.min_p).unsqueeze(1)
+        x = torch.where(x >= lowest, x, NEVER)
+    return log_normalise(x)

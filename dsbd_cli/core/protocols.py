@@ -1,0 +1,106 @@
+"""What the decoding loop asks of a model and of a tokenizer. Pure types: any model that fits may be decoded with.
+
+Shape letters: R requests (rows), n nodes in one forward, S active cache slots, V vocabulary, T moved slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["ForestInput", "ForestModel", "TextCodec"]
+
+
+@dataclass(slots=True)
+class ForestInput:
+    """One forward over nodes of several rows. An absent node is written to the trash slot (the last one reserved), which it alone sees.
+
+    Attributes:
+        tokens: [R, n] int64.
+        positions: [R, n] int64, depth of each node counted from the start of the prompt.
+        slots: [R, n] int64, cache slot that each node's key and value are written to.
+        mask: [R, n, S] bool, True where the node sees the slot (itself included). No row is all False.
+        slot_positions: [R, S] int64, depth of the token in each slot; sliding windows go by it.
+        rows: [R] int64 cache rows when this forward covers only some rows (prefill); None for all rows in order.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    mask: Tensor
+    slot_positions: Tensor
+    rows: Tensor | None = None
+
+
+class ForestModel(Protocol):
+    """A causal language model over a packed forest: one cache row per request, a slot per token, visibility by mask."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V, width of the logits that forward returns."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs are expected and logits returned."""
+        ...
+
+    @property
+    def max_positions(self) -> int | None:
+        """Depths at or past this cannot be embedded; None when unbounded."""
+        ...
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Own cache memory for `rows` x `slots` (the last slot is the trash slot). Called again with more slots, it keeps the
+        contents of all slots except the old trash slot."""
+        ...
+
+    def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
+        """Write the nodes' keys and values, return logits [R, n, V] in the model's dtype (None with logits=False, when the
+        output head must not be run)."""
+        ...
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy cache contents slot by slot within each row: source, target [R, T] int64. All reads happen before any write.
+        Pairs with source == target are no-ops; several padding pairs may aim at the trash slot."""
+        ...
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep only these cache rows, in this order: rows [n] int64 on the model's device."""
+        ...
+
+    def clear(self, row: int) -> None:
+        """Zero a cache row, so that NaN a failed request left there cannot reach the next one."""
+        ...
+
+    def kv_bytes_per_slot(self) -> int:
+        """Bytes of keys and values that one token holds over all layers; 0 for models without a cache."""
+        ...
+
+
+class TextCodec(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sequence."""
+        ...
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of a plain prompt, with the special tokens the tokenizer adds by itself."""
+        ...
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation through the tokenizer's chat template. Raises InvalidRowError without a template."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of generated ids, special tokens left out."""
+        ...
+
+    def token_bytes(self) -> list[bytes]:
+        """For every token id the bytes it adds to the text in mid-sentence; empty for special tokens."""
+        ...

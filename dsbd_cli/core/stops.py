@@ -1,0 +1,98 @@
+"""Stop strings on the device: an Aho-Corasick automaton over the bytes that tokens add, folded into one table per token.
+
+A beam carries one state; `table[state, token]` is its next state, and state 0 means that a stop string is complete. So a stop ends a beam
+exactly where an end-of-sequence token would, inside any layer, and nothing is read back to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["StopTable", "find_stop"]
+
+STOPPED = 0
+
+
+def _automaton(stops: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Goto table [states, 256] of the trie with failure links followed, and which states complete a stop. State 0 is the root."""
+    children: list[dict[int, int]] = [{}]
+    complete = [False]
+    for stop in stops:
+        state = 0
+        for byte in stop:
+            if byte not in children[state]:
+                children.append({})
+                complete.append(False)
+                children[state][byte] = len(children) - 1
+            state = children[state][byte]
+        complete[state] = True
+    goto = np.zeros((len(children), 256), dtype=np.int64)
+    failure = [0] * len(children)
+    queue = list(children[0].values())
+    for byte, child in children[0].items():
+        goto[0, byte] = child
+    for state in queue:  # breadth first: a failure link is always shorter
+        goto[state] = goto[failure[state]]
+        complete[state] |= complete[failure[state]]
+        for byte, child in children[state].items():
+            failure[child] = int(goto[failure[state], byte])
+            goto[state, byte] = child
+            queue.append(child)
+    return goto, np.array(complete)
+
+
+class StopTable:
+    """Transition tables of all stop sets in use, side by side in one tensor.
+
+    `start(stops)` returns the state in which a request with these stop strings begins; sets are remembered.
+    """
+
+    def __init__(self, token_bytes: Sequence[bytes], vocab_size: int, device: torch.device) -> None:
+        padded = list(token_bytes[:vocab_size]) + [b""] * max(0, vocab_size - len(token_bytes))
+        longest = max((len(item) for item in padded), default=0)
+        self._bytes = np.full((vocab_size, max(longest, 1)), -1, dtype=np.int16)
+        for token, item in enumerate(padded):
+            self._bytes[token, : len(item)] = list(item)
+        # State 0: stopped; state 1: a request without stop strings.
+        self.table = torch.stack((torch.zeros(vocab_size), torch.ones(vocab_size))).to(device=device, dtype=torch.int32)
+        self._starts: dict[tuple[str, ...], int] = {(): 1}
+
+    @property
+    def used(self) -> bool:
+        """True once any request has stop strings."""
+        return len(self._starts) > 1
+
+    def start(self, stops: tuple[str, ...]) -> int:
+        """First state for these stop strings; adds their states to the table when they are new."""
+        if stops not in self._starts:
+            goto, complete = _automaton([stop.encode() for stop in stops])
+            offset = self.table.shape[0]
+            block = self._fold(goto, complete)
+            block = np.where(block >= 0, block + offset, STOPPED).astype(np.int32)
+            self.table = torch.cat((self.table, torch.from_numpy(block).to(self.table.device)))
+            self._starts[stops] = offset
+        return self._starts[stops]
+
+    def _fold(self, goto: np.ndarray, complete: np.ndarray) -> np.ndarray:
+        """Next state of every (state, token), -1 where a stop string completes inside the token."""
+        states = np.repeat(np.arange(len(goto))[:, None], len(self._bytes), axis=1)
+        for column in self._bytes.T:
+            stepped = goto[np.maximum(states, 0), np.maximum(column, 0)[None, :]]
+            stepped = np.where(complete[stepped], -1, stepped)
+            states = np.where((column[None, :] < 0) | (states < 0), states, stepped)
+        return states
+
+    def step(self, state: Tensor, tokens: Tensor) -> Tensor:
+        """Next states: state [R, n] with tokens [R, n, C] (or [R, n] with [R, n]) -> shape of tokens, int64."""
+        wide = state.unsqueeze(-1).expand_as(tokens) if tokens.dim() > state.dim() else state
+        return self.table[wide, tokens].to(torch.int64)
+
+
+def find_stop(text: str, stops: Sequence[str]) -> int:
+    """Where the text is to be cut: start of the stop string that is complete first; len(text) when there is none."""
+    found = [(position + len(stop), position) for stop in stops if (position := text.find(stop)) >= 0]
+    return min(found)[1] if found else len(text)

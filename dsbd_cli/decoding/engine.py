@@ -1,0 +1,224 @@
+"""The engine: requests in, results out, in input order. Rows of one batch run together and are refilled as they finish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dsbd_cli.config import MethodConfig
+from dsbd_cli.core.beams import fit_window
+from dsbd_cli.core.protocols import ForestModel, TextCodec
+from dsbd_cli.core.stops import StopTable
+from dsbd_cli.decoding.outcome import collect, record_iteration
+from dsbd_cli.decoding.prefill import prefill
+from dsbd_cli.decoding.scheduler import Job, ResultOrder, Scheduler, Source, bucket
+from dsbd_cli.decoding.state import BatchState
+from dsbd_cli.decoding.step import Stepper
+from dsbd_cli.decoding.timing import PhaseTimer
+from dsbd_cli.drafting import BeamDrafter, Drafter, Endings, NoDrafter
+from dsbd_cli.errors import InvalidRowError, NumericalError, PromptTooLongError, RowError, UsageError
+from dsbd_cli.requests import Request, RequestResult
+from dsbd_cli.stats import RequestStats
+from dsbd_cli.verify import RULES
+
+__all__ = ["Engine", "EngineInfo"]
+
+SLOT_STEP = 32
+WINDOW_STEP = 16
+READ_AHEAD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What runs: names, dtypes and devices of the models, for records and reports."""
+
+    target: str
+    draft: str | None
+    dtype: str
+    device: str
+    draft_dtype: str | None = None
+    draft_device: str | None = None
+
+
+class Engine:
+    """Speculative beam decoding of many requests with one pair of models.
+
+    Without a draft the method must have depth 0: plain beam sampling or beam search by the same code.
+    """
+
+    def __init__(
+        self,
+        target: ForestModel,
+        draft: ForestModel | None,
+        codec: TextCodec,
+        method: MethodConfig | None = None,
+        *,
+        batch_size: int = 8,
+        info: EngineInfo | None = None,
+        log_steps: bool = False,
+    ) -> None:
+        """batch_size: requests decoded together at most. log_steps: keep a StepStats per iteration in each result."""
+        self.method = method or MethodConfig(depth=4 if draft is not None else 0)
+        if (draft is None) != (self.method.depth == 0):
+            raise UsageError("a draft model goes with depth 1 or more, no draft model with depth 0")
+        if batch_size < 1:
+            raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
+        self.target, self.draft, self.codec = target, draft, codec
+        self.batch_size, self.info, self.log_steps = batch_size, info, log_steps
+        device = target.device
+        eos = torch.zeros(target.vocab_size, dtype=torch.bool)
+        eos[[token for token in codec.eos_ids if token < target.vocab_size]] = True
+        self._stops = StopTable(codec.token_bytes(), target.vocab_size, device)
+        drafter: Drafter = NoDrafter() if draft is None else BeamDrafter(draft, target.vocab_size)
+        event = (lambda: torch.cuda.Event(enable_timing=True)) if device.type == "cuda" else None
+        rule = RULES[self.method.rule]()
+        self._stepper = Stepper(target, draft, drafter, rule, Endings(eos.to(device), self._stops), PhaseTimer(event))
+        self._drafter = drafter
+        self._nodes = self.method.num_beams + self.method.depth * self.method.drafts_per_layer
+        self._slots = 0
+        self._late = False
+
+    @torch.inference_mode()
+    def run(self, requests: Iterable[Request]) -> Iterator[RequestResult]:
+        """Decode requests; yield one result each, in input order, as soon as its turn has come.
+
+        A request that fails yields a result with `error`; the others go on. The input is read lazily, a few batches ahead at most.
+        """
+        source, order = Source(requests), ResultOrder()
+        while not source.exhausted:
+            waiting = self._read(source, self.batch_size, order)
+            yield from order.ready()
+            scheduler, state = Scheduler(len(waiting)), None
+            while waiting or scheduler.running:
+                state = self._admit(state, scheduler, waiting, order)
+                if scheduler.running:
+                    self._iterate(state, scheduler, order)
+                yield from order.ready()
+                room = len(scheduler.free) if order.held < READ_AHEAD * self.batch_size else 0
+                waiting = self._read(source, room, order)
+                yield from order.ready()
+                kept = scheduler.shrink() if source.exhausted and not waiting else None
+                if kept is not None:
+                    self._shrink(state, kept)
+
+    def _read(self, source: Source, count: int, order: ResultOrder) -> list[Job]:
+        """Up to `count` requests that can be decoded; results of those that cannot go straight out."""
+        jobs: list[Job] = []
+        while len(jobs) < count and (item := source.next()) is not None:
+            number, request = item
+            try:
+                jobs.append(Job(number, request, self._encode(request), started=time.perf_counter()))
+            except RowError as error:
+                order.put(number, RequestResult(request, (), 0, RequestStats(), error))
+        return jobs
+
+    def _encode(self, request: Request) -> list[int]:
+        """Token ids of the prompt. Raises RowError where the request cannot be decoded."""
+        if request.prompt_ids is not None:
+            ids = list(request.prompt_ids)
+        elif request.messages is not None:
+            ids = self.codec.encode_chat([dict(message) for message in request.messages])
+        else:
+            ids = self.codec.encode(request.prompt or "")
+        if not ids:
+            raise InvalidRowError("prompt is empty: there is no token to start from")
+        if request.sampling.n_best > self.method.num_beams:
+            raise InvalidRowError(
+                f"n_best is {request.sampling.n_best}, but num_beams is {self.method.num_beams}: there are no more hypotheses"
+            )
+        needed = len(ids) + request.sampling.max_new_tokens
+        for role, model in (("target", self.target), ("draft", self.draft)):
+            limit = model.max_positions if model is not None else None
+            if limit is not None and needed > limit:
+                raise PromptTooLongError(
+                    f"prompt has {len(ids)} tokens and max_new_tokens is {request.sampling.max_new_tokens}, "
+                    f"but the {role} has {limit} positions"
+                )
+        return ids
+
+    def _admit(
+        self, state: BatchState | None, scheduler: Scheduler, waiting: list[Job], order: ResultOrder
+    ) -> BatchState:
+        """Prefill waiting requests and put them into free rows; makes or grows the batch's memory where needed."""
+        new = list(zip(scheduler.free, waiting, strict=False))
+        jobs = [job for _, job in scheduler.running] + [job for _, job in new]
+        history = max((job.request.sampling.max_new_tokens for job in jobs), default=1) + self.method.depth + 2
+        slots = max((len(job.prompt) + job.request.sampling.max_new_tokens for job in jobs), default=1)
+        if state is None:
+            state = self._allocate(len(scheduler.jobs), bucket(slots + 2 * self._nodes, SLOT_STEP), history)
+        state.grow_history(history)
+        if not new:
+            return state
+        self._reserve(state, slots + self._nodes + 1)
+        for row, job in new:
+            scheduler.place(row, job)
+        rows, prompts = [row for row, _ in new], [job.prompt for _, job in new]
+        for model in (self.target, self.draft):
+            if model is not None:
+                prefill(model, rows, prompts, trash=self._slots - 1)
+        for row, job in new:
+            sampling = job.request.sampling
+            state.admit(row, job.prompt, job.request.seed, self._stops.start(sampling.stop), sampling)
+        return state
+
+    def _allocate(self, rows: int, slots: int, history: int) -> BatchState:
+        self._slots, self._late = slots, False
+        for model in (self.target, self.draft):
+            if model is not None:
+                model.reserve(rows, slots)
+        window = bucket(self._nodes, WINDOW_STEP)
+        return BatchState.empty(self.method, rows, slots, window, history, self.target.device)
+
+    def _reserve(self, state: BatchState, slots: int) -> None:
+        """At least `slots` cache slots per row."""
+        if slots > self._slots:
+            self._slots = bucket(max(slots, self._slots * 5 // 4), SLOT_STEP)
+            for model in (self.target, self.draft):
+                if model is not None:
+                    model.reserve(state.rows, self._slots)
+            state.table.grow(self._slots)
+
+    def _iterate(self, state: BatchState, scheduler: Scheduler, order: ResultOrder) -> None:
+        """One iteration of all rows; finished ones hand in their results."""
+        busy = scheduler.most_used() + self._nodes
+        self._reserve(state, busy + 1)
+        window = bucket(scheduler.longest_tail() + self._nodes, WINDOW_STEP)
+        state.beams.ancestors = fit_window(state.beams.ancestors, window)
+        active = min(bucket(busy, SLOT_STEP), self._slots - 1)
+        report = self._stepper.step(state, active, self._late)
+        seconds = self._stepper.timer.seconds()
+        running = scheduler.running
+        self._late = False
+        for row, job in running:
+            counters = report.rows[row]
+            record_iteration(job, counters, report.layers[row], seconds, len(running), self._nodes, self.log_steps)
+            job.stats.draft_calls += self._drafter.calls
+            job.used, job.trunk = counters["used"], counters["trunk"]
+            self._late |= bool(counters["late"])
+            if counters["invalid"]:
+                self._fail(state, scheduler, row, order)
+            elif counters["done"]:
+                order.put(job.number, collect(state.finished, row, scheduler.remove(row), self.codec))
+                state.release(row)
+
+    def _fail(self, state: BatchState, scheduler: Scheduler, row: int, order: ResultOrder) -> None:
+        """A row whose model returned NaN: an error result, and clean memory for the next request."""
+        job = scheduler.remove(row)
+        error = NumericalError(
+            f"the target returned NaN after {job.stats.steps} tokens: the checkpoint may need another dtype (try float32)"
+        )
+        order.put(job.number, RequestResult(job.request, (), len(job.prompt), job.stats, error))
+        for model in (self.target, self.draft):
+            if model is not None:
+                model.clear(row)
+        state.release(row)
+
+    def _shrink(self, state: BatchState, kept: list[int]) -> None:
+        """Drop free rows, so that the last requests do not pay for empty ones."""
+        state.select(kept)
+        for model in (self.target, self.draft):
+            if model is not None:
+                model.select_rows(torch.tensor(kept, device=model.device))

@@ -1,0 +1,56 @@
+"""From names to an engine: the one call that puts models, codec and engine together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dsbd_cli.config import MethodConfig, ModelSpec
+from dsbd_cli.decoding.engine import Engine, EngineInfo
+from dsbd_cli.models.pair import load_pair
+
+__all__ = ["load"]
+
+
+def load(
+    target: str = "builtin:target",
+    draft: str | None = "builtin:draft",
+    *,
+    method: MethodConfig | None = None,
+    batch_size: int = 8,
+    log_steps: bool = False,
+    dtype: str = "auto",
+    device: str = "auto",
+    device_map: str | None = None,
+    draft_device: str | None = None,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+) -> Engine:
+    """Load a target and a draft checkpoint (alias, folder or hub id; draft None for plain beams) into an engine.
+
+    Raises ModelNotFoundError, UnsupportedModelError, PairError or ModelError where the checkpoints cannot be used.
+    """
+    if method is None:
+        method = MethodConfig() if draft is not None else MethodConfig(depth=0)
+    spec = ModelSpec(
+        source=target,
+        role="target",
+        dtype=dtype,
+        device=device,
+        device_map=device_map,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+    )
+    draft_spec = None
+    if draft is not None:
+        own_device = draft_device or (device if device_map is None else "auto")
+        draft_spec = replace(spec, source=draft, role="draft", device=own_device, device_map=None)
+    pair = load_pair(spec, draft_spec)
+    info = EngineInfo(
+        target=target,
+        draft=draft,
+        dtype=pair.target_dtype,
+        device=str(pair.target.device),
+        draft_dtype=pair.draft_dtype,
+        draft_device=str(pair.draft.device) if pair.draft is not None else None,
+    )
+    return Engine(pair.target, pair.draft, pair.codec, method, batch_size=batch_size, info=info, log_steps=log_steps)

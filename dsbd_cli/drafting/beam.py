@@ -1,0 +1,136 @@
+"""The drafter of the paper: beam sampling with a small model, K pairs of the draft's pool per layer (Qin et al. 2025, section 3.1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.core.forest import DraftLaw, Forest, LayerNodes
+from dsbd_cli.core.noise import DRAFT, extend_path, stream_key
+from dsbd_cli.core.probs import NEVER, Candidates, pool_law, top_candidates
+from dsbd_cli.core.protocols import ForestInput, ForestModel
+from dsbd_cli.core.slots import node_slots, visible
+from dsbd_cli.drafting.base import DraftContext, own_bit, roots
+
+__all__ = ["BeamDrafter", "NoDrafter"]
+
+
+class NoDrafter:
+    """No drafts: the forest is the roots alone, and decoding is plain beam sampling or beam search."""
+
+    calls = 0
+
+    def propose(self, context: DraftContext) -> Forest:
+        """Only layer 0."""
+        beams = context.beams
+        return Forest(beams.token.shape[1], 0, [roots(beams, context.table, 0)])
+
+
+class BeamDrafter:
+    """Drafts with a model over the same slots as the target's."""
+
+    def __init__(self, model: ForestModel, vocab_size: int) -> None:
+        """vocab_size: V of the target; draft logits past it are cut."""
+        self.model = model
+        self.vocab_size = vocab_size
+        self.calls = 0
+
+    def propose(self, context: DraftContext) -> Forest:
+        """D draft forwards: the first takes the roots (and parents the draft has not run), each further one a layer."""
+        forest = Forest(context.beams.token.shape[1], context.drafts_per_layer, [roots(context.beams, context.table, context.depth)])
+        for layer in range(context.depth):
+            logits = self._forward(context, forest, layer)
+            self._extend(context, forest, layer, logits)
+        self.calls = context.depth
+        return forest
+
+    def _forward(self, context: DraftContext, forest: Forest, layer: int) -> Tensor:
+        """Draft logits of one layer's nodes: [R, n, V]."""
+        nodes, table, beams = forest.layers[layer], context.table, context.beams
+        count = nodes.token.shape[1]
+        tokens, ancestors = nodes.token, nodes.ancestors
+        slots = node_slots(table, count, forest.offset(layer))
+        positions = table.positions.gather(1, slots)
+        late = layer == 0 and context.catch_up
+        if late:
+            tokens = torch.cat((beams.parent_token, tokens), 1)
+            slots = torch.cat((torch.where(beams.catch_up, beams.parent_slot, context.trash), slots), 1)
+            positions = torch.cat((table.positions.gather(1, beams.parent_slot), positions), 1)
+            ancestors = torch.cat((beams.ancestors, ancestors), 1)
+        mask = visible(table, ancestors, context.slots)
+        if late:
+            # an absent parent sees slot 0, so that no row of the mask is empty
+            mask[:, : beams.token.shape[1], 0] |= ~beams.catch_up
+        batch = ForestInput(tokens, positions, slots, mask, table.positions[:, : context.slots])
+        logits = run(self.model, batch, tokens.device)
+        return logits[:, -count:, : self.vocab_size]
+
+    def _extend(self, context: DraftContext, forest: Forest, layer: int, logits: Tensor) -> None:
+        """Draw the next layer from the draft's pool and record the law it was drawn from."""
+        nodes, rule = forest.layers[layer], context.rule
+        size = rule.candidates(forest.num_beams, 1, context.warp.max_top_k, logits.shape[-1])
+        candidates = top_candidates(logits, max(size, min(context.drafts_per_layer + 8, logits.shape[-1])))
+        # a draft that returns NaN proposes nothing; the target decides alone
+        candidates.logprobs = candidates.logprobs.nan_to_num(nan=NEVER)
+        live = nodes.valid & ~nodes.ends
+        if rule.warps:
+            law = pool_law(candidates, nodes.weight, live, context.warp)
+            log_q, weight = law.log_p, law.weight
+        else:
+            weight = torch.where(live, nodes.weight, NEVER).unsqueeze(-1) + candidates.logprobs
+            log_q = weight
+        ends = context.endings.ends(nodes.stop_state, candidates.tokens)
+        allowed = log_q if rule.drafts_end else log_q.masked_fill(ends, NEVER)
+        stream = stream_key(context.row_key, context.iteration, layer, DRAFT)
+        index, valid = rule.draft(allowed, candidates.tokens, nodes.path, stream, context.drafts_per_layer)
+        forest.layers.append(_children(context, forest, layer, candidates, weight, ends, index, valid))
+        forest.laws.append(_record(candidates, log_q, index, valid) if context.record_law else None)
+
+
+def run(model: ForestModel, batch: ForestInput, device: torch.device) -> Tensor:
+    """Logits of a model that may live on another device."""
+    if model.device != device:
+        names = ("tokens", "positions", "slots", "mask", "slot_positions")
+        batch = ForestInput(*(getattr(batch, name).to(model.device) for name in names))
+    logits = model.forward(batch)
+    assert logits is not None
+    return logits.to(device)
+
+
+def _children(
+    context: DraftContext, forest: Forest, layer: int, candidates: Candidates, weight: Tensor, ends: Tensor, index: Tensor, valid: Tensor
+) -> LayerNodes:
+    nodes = forest.layers[layer]
+    above = index // candidates.tokens.shape[2]
+    token = candidates.tokens.flatten(1).gather(1, index)
+    path_tokens = _rows(nodes.path_tokens, above)
+    path_tokens[:, :, layer] = token
+    window = nodes.ancestors.shape[-1]
+    bit = own_bit(context.table, forest.offset(layer + 1), index.shape[1], window)
+    return LayerNodes(
+        token=token,
+        parent=above + forest.offset(layer),
+        root=nodes.root.gather(1, above),
+        path=extend_path(nodes.path.gather(1, above), token),
+        stop_state=context.endings.step(nodes.stop_state.gather(1, above), token),
+        valid=valid,
+        ends=ends.flatten(1).gather(1, index),
+        weight=weight.flatten(1).gather(1, index),
+        path_tokens=path_tokens,
+        ancestors=_rows(nodes.ancestors, above) | bit,
+    )
+
+
+def _rows(value: Tensor, index: Tensor) -> Tensor:
+    """value [R, n, X] at index [R, m] -> [R, m, X]."""
+    return value.gather(1, index.unsqueeze(-1).expand(-1, -1, value.shape[-1]))
+
+
+def _record(candidates: Candidates, log_q: Tensor, index: Tensor, valid: Tensor) -> DraftLaw:
+    """Q of the drawn pairs and the mass left before each draw, summed from what is left so that nothing cancels."""
+    q = log_q.flatten(1).to(torch.float64).exp()
+    drawn = torch.where(valid, q.gather(1, index), 0.0)
+    # with replacement an index can occur twice; `rest` is not used there
+    left = q.scatter(1, index, 0.0).sum(1, keepdim=True)
+    rest = drawn.flip(1).cumsum(1).flip(1) + left
+    return DraftLaw(candidates, log_q, drawn, rest)

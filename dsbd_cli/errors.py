@@ -1,0 +1,82 @@
+"""The exception tree of dsbd.
+
+DsbdError                       exit 1: the run failed
+├── UsageError                  exit 2: options or configuration that cannot be used
+├── ModelError                  a checkpoint cannot be used (missing, unfit, mismatched)
+│   ├── ModelNotFoundError      no such alias, folder or cached hub id
+│   ├── UnsupportedModelError   loads, but cannot hold a tree of nodes
+│   └── PairError               target and draft do not fit together
+├── RowError                    one input row cannot be answered; the others go on (exit 3)
+│   ├── InvalidRowError         the row is not valid JSON or has a bad field
+│   ├── PromptTooLongError      prompt + new tokens exceed what the model can position
+│   └── NumericalError          the model produced NaN for this row
+└── OutputError                 a result could not be written
+
+Every message is one line, names the offending value and says what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "DsbdError",
+    "InvalidRowError",
+    "ModelError",
+    "ModelNotFoundError",
+    "NumericalError",
+    "OutputError",
+    "PairError",
+    "PromptTooLongError",
+    "RowError",
+    "UnsupportedModelError",
+    "UsageError",
+]
+
+
+class DsbdError(Exception):
+    """Base of every error a user can cause; `exit_code` is what the command returns."""
+
+    exit_code = 1
+
+
+class UsageError(DsbdError):
+    """Options that are malformed, out of range or contradict each other."""
+
+    exit_code = 2
+
+
+class ModelError(DsbdError):
+    """A checkpoint cannot be used."""
+
+
+class ModelNotFoundError(ModelError):
+    """No alias, folder or cached hub repository has this name."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model cannot verify a forest: its attention or positions go by slot, not by depth."""
+
+
+class PairError(ModelError):
+    """Target and draft do not share a vocabulary."""
+
+
+class RowError(DsbdError):
+    """One input row failed; the run goes on and ends with exit code 3."""
+
+    exit_code = 3
+
+
+class InvalidRowError(RowError):
+    """The line is not JSON, or a field has a wrong type, a wrong value or an unknown name."""
+
+
+class PromptTooLongError(RowError):
+    """Prompt plus new tokens do not fit the model's positions."""
+
+
+class NumericalError(RowError):
+    """The model returned NaN or infinite logits for this row."""
+
+
+class OutputError(DsbdError):
+    """A record could not be written; what was written before stays valid."""

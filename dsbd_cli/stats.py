@@ -1,0 +1,69 @@
+"""Counters of one layer, one iteration and one request. Units stand in the names: _s seconds, _bytes, _slots cache slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["LayerStats", "RequestStats", "StepStats"]
+
+
+@dataclass(slots=True)
+class LayerStats:
+    """One drafted layer as the verifier met it: `accepted` of `drafted` nodes became live beams (or finished hypotheses)."""
+
+    layer: int
+    drafted: int
+    live_parents: int
+    width: int
+    accepted: int
+    passed: bool
+
+
+@dataclass(slots=True)
+class StepStats:
+    """One iteration (one target forward) of one request. Times are the iteration's, divided by the requests that shared it."""
+
+    id: str
+    iteration: int
+    passed_layers: int
+    steps: int
+    nodes: int
+    kv_slots: int
+    trunk: int
+    layers: list[LayerStats]
+    draft_s: float
+    target_s: float
+    verify_s: float
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Sums over the iterations of one request."""
+
+    target_calls: int = 0
+    draft_calls: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    width_sum: int = 0
+    kv_peak_slots: int = 0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    verify_s: float = 0.0
+    total_s: float = 0.0
+    step_log: list[StepStats] = field(default_factory=list)
+
+    @property
+    def steps_per_call(self) -> float:
+        """Beam-sampling steps that one target call yields."""
+        return self.steps / self.target_calls if self.target_calls else 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of the drafted nodes that were accepted; None where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def mean_width(self) -> float:
+        """Live beams per step."""
+        return self.width_sum / self.steps if self.steps else 0.0

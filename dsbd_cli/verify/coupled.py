@@ -1,0 +1,34 @@
+"""Common random numbers: target and draft draw with the same noise, a pure function of (seed, token path, token).
+
+The target's draws are the largest of log P + G, whatever was drafted; drafts only decide how many of them one forward yields. So with a
+fixed width the text does not depend on the draft at all. Law: drawing w times without replacement (Gumbel top-w, Kool et al. 2019).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dsbd_cli.core.noise import path_gumbel
+from dsbd_cli.verify.base import LayerDraws, LayerView, largest, membership
+
+__all__ = ["Coupled"]
+
+
+class Coupled:
+    """Rule `coupled`."""
+
+    needs_law = False
+    drafts_end = False
+    warps = True
+
+    def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
+        """The warped support: top_k pairs of one beam at most, with room for ties."""
+        return min(vocab_size, max_top_k + 8) if max_top_k else vocab_size
+
+    def draft(self, log_q: Tensor, tokens: Tensor, path: Tensor, stream: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The largest of log Q + G, with the target's own noise."""
+        return largest(log_q + path_gumbel(path, tokens), count)
+
+    def verify(self, view: LayerView) -> LayerDraws:
+        """Draw by log P + G, then ask which draws were drafted."""
+        return membership(view, view.log_p + path_gumbel(view.path, view.tokens), rank_limit=False)

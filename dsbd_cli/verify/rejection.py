@@ -1,0 +1,241 @@
+"""Rejection rules: drafts sampled from a recorded law Q are accepted one after another against the target's law P.
+
+`Rejection` draws without replacement and is exact for the joint law of w such draws (recursive rejection sampling: Leviathan et al. 2023 for
+the identity, Jeon et al. 2024 (arXiv 2402.14160) for several drafts; docs/algorithm.md for beams). `WithReplacement` is the i.i.d. law of
+Qin et al. 2025, kept for comparison; duplicate beams are part of it.
+
+Everything here is float64 over the support of P: Q matters only there, since a residual max(0, P' - Q') lives on the support of P.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.core.noise import ACCEPT, CLOCK, COMPLETION, RESIDUAL, gumbel, stream_key, uniform
+from dsbd_cli.core.pool import ends_before, live_draws
+from dsbd_cli.core.probs import NEVER
+from dsbd_cli.verify.base import DraftedLayer, LayerDraws, LayerView, entry_index, largest
+
+__all__ = ["Rejection", "WithReplacement", "draft_law_at"]
+
+TINY = 1e-300
+
+
+@dataclass(slots=True)
+class _Tests:
+    """State of the sequential tests of one layer.
+
+    Attributes:
+        p: [R, M] float64, law of the next exact draw given what is taken. residual: [R, M], P'.
+        q: [R, M] float64, Q (not renormalised) without the drafts already looked at.
+        live, accepted: [R] int64, live and all accepted drafts. order: [R, K] int64, place among the live draws, or -1.
+        ends: [R, M] bool.
+    """
+
+    p: Tensor
+    residual: Tensor
+    q: Tensor
+    live: Tensor
+    accepted: Tensor
+    order: list[Tensor]
+    ends: Tensor
+
+
+def draft_law_at(view: LayerView, drafts: DraftedLayer, layer_offset: int) -> Tensor:
+    """Q at the pairs of the target's pool: [R, M] float64. layer_offset: forest index of the first node of the live beams' layer."""
+    assert drafts.law is not None
+    law = drafts.law
+    local = (view.node - layer_offset).clamp(min=0).unsqueeze(-1)
+    log_q = law.log_q.gather(1, local.expand(-1, -1, law.log_q.shape[-1]))
+    if law.candidates.full:
+        width = log_q.shape[-1]
+        found = log_q.gather(2, view.tokens.clamp(max=width - 1))
+        at = torch.where(view.tokens < width, found.to(torch.float64).exp(), 0.0)
+    else:
+        tokens = law.candidates.tokens.gather(1, local.expand(-1, -1, law.log_q.shape[-1]))
+        at = torch.zeros_like(view.log_p, dtype=torch.float64)
+        same = view.tokens.unsqueeze(-1) == tokens.unsqueeze(-2)  # [R, W, C, Cq]
+        at = torch.where(same, log_q.to(torch.float64).exp().unsqueeze(-2), 0.0).sum(-1)
+    return torch.where(view.valid.unsqueeze(-1), at, 0.0).flatten(1)
+
+
+def _locate(view: LayerView, drafts: DraftedLayer) -> tuple[Tensor, Tensor]:
+    """Flat pool index of every draft [R, K] and whether its parent is live and its token a candidate [R, K]."""
+    same = (drafts.parent.unsqueeze(2) == view.node.unsqueeze(1)) & view.valid.unsqueeze(1)  # [R, K, W]
+    beam = same.to(torch.int8).argmax(-1)
+    width = view.tokens.shape[2]
+    if view.full:
+        column = drafts.token.clamp(max=width - 1)
+        known = drafts.token < width
+    else:
+        tokens = view.tokens.gather(1, beam.unsqueeze(-1).expand(-1, -1, width))
+        hit = tokens == drafts.token.unsqueeze(-1)
+        column, known = hit.to(torch.int8).argmax(-1), hit.any(-1)
+    return beam * width + column, same.any(-1) & known & drafts.valid
+
+
+def _normalise(law: Tensor, otherwise: Tensor | None = None) -> Tensor:
+    """law / sum(law); where the sum underflows, `otherwise` (or zeros)."""
+    total = law.sum(-1, keepdim=True)
+    return torch.where(total > TINY, law / total.clamp(min=TINY), torch.zeros_like(law) if otherwise is None else otherwise)
+
+
+class Rejection:
+    """Rule `rejection`: the ordered live beams follow sequential draws without replacement from P."""
+
+    needs_law = True
+    drafts_end = True
+    warps = True
+    replacement = False
+
+    def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
+        """The warped support, with room for ties."""
+        return min(vocab_size, max_top_k + 8) if max_top_k else vocab_size
+
+    def draft(self, log_q: Tensor, tokens: Tensor, path: Tensor, stream: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """K draws without replacement (Gumbel top-K)."""
+        return largest(log_q + gumbel(stream.view(-1, 1, 1), entry_index(tokens)), count)
+
+    def verify(self, view: LayerView) -> LayerDraws:
+        """Test the drafts in order, then complete the layer where it stopped."""
+        p = view.log_p.flatten(1).to(torch.float64).exp()
+        tests = _Tests(
+            p=p,
+            residual=p,
+            q=torch.zeros_like(p),
+            live=torch.zeros_like(view.width),
+            accepted=torch.zeros_like(view.width),
+            order=[],
+            ends=torch.zeros_like(p, dtype=torch.bool),
+        )
+        if view.drafts is None:
+            passed = torch.zeros_like(view.width, dtype=torch.bool)
+            place = index = torch.zeros_like(view.node[:, :0])
+        else:
+            index, known = _locate(view, view.drafts)
+            self._test_drafts(view, view.drafts, tests, index, known)
+            passed = tests.live >= view.width
+            place = torch.stack(tests.order, dim=1)
+        return self._finish(view, tests, index, place, passed)
+
+    def _test_drafts(
+        self, view: LayerView, drafts: DraftedLayer, tests: _Tests, index: Tensor, known: Tensor
+    ) -> None:
+        assert drafts.law is not None
+        tests.q = draft_law_at(view, drafts, drafts_layer_offset(view, drafts))
+        key = stream_key(view.row_key, view.iteration, view.layer, ACCEPT)
+        ends = view.ends.flatten(1)
+        for j in range(index.shape[1]):
+            at = index[:, j : j + 1]
+            rest = torch.ones_like(drafts.law.rest[:, j]) if self.replacement else drafts.law.rest[:, j]
+            u = uniform(key, torch.full_like(key, j))
+            ratio_ok = u * drafts.law.drawn[:, j] < tests.residual.gather(1, at).squeeze(1) * rest
+            open_ = drafts.valid[:, j] & (tests.live < view.width)
+            accept = open_ & known[:, j] & ratio_ok
+            self._update(tests, at, known[:, j], accept, open_, rest)
+            ending = ends.gather(1, at).squeeze(1)
+            tests.order.append(torch.where(accept & ~ending, tests.live, -1))
+            tests.live = tests.live + (accept & ~ending)
+            tests.accepted = tests.accepted + accept
+            tests.ends |= torch.zeros_like(ends).scatter(1, at, (accept & ending).unsqueeze(1))
+
+    def _update(self, tests: _Tests, at: Tensor, known: Tensor, accept: Tensor, open_: Tensor, rest: Tensor) -> None:
+        """P, P' and Q' after one test; rows whose tests are over stay as they are."""
+        residual = _normalise((tests.residual - tests.q / rest.clamp(min=TINY).unsqueeze(1)).clamp(min=0), tests.residual)
+        if self.replacement:
+            taken = tests.p
+        else:
+            taken = _normalise(tests.p.scatter(1, at, 0.0))
+            tests.q = torch.where(known.unsqueeze(1), tests.q.scatter(1, at, 0.0), tests.q)
+        tests.p = torch.where(accept.unsqueeze(1), taken, tests.p)
+        after = torch.where(accept.unsqueeze(1), taken, residual)
+        tests.residual = torch.where(open_.unsqueeze(1), after, tests.residual)
+
+    def _finish(self, view: LayerView, tests: _Tests, index: Tensor, place: Tensor, passed: Tensor) -> LayerDraws:
+        """Put accepted drafts and, where the layer did not pass, the completing draws in order."""
+        beams = view.num_beams
+        first, first_real = largest(self._noisy(view, tests.residual, RESIDUAL).unsqueeze(1), 1)
+        first_real = first_real.squeeze(1) & ~passed
+        first_ends = view.ends.flatten(1).gather(1, first).squeeze(1)
+        first_live = first_real & ~first_ends
+        missing = torch.where(passed, 0, (beams - tests.live - first_live.to(torch.int64)).clamp(min=0))
+        more, more_valid, more_ends = self._complete(view, tests, first, first_real, missing)
+        slots = torch.zeros_like(view.node).new_zeros(view.node.shape[0], beams + 1)
+        nodes, valid = slots - 1, torch.zeros_like(slots, dtype=torch.bool)
+        if view.drafts is not None and place.shape[1]:
+            draft_nodes = torch.arange(place.shape[1], device=place.device).expand_as(place) + view.drafts.offset
+            at = torch.where(place >= 0, place, beams)
+            slots, nodes = slots.scatter(1, at, index), nodes.scatter(1, at, draft_nodes)
+            valid = valid.scatter(1, at, place >= 0)
+        at = torch.where(first_live, tests.live, beams).unsqueeze(1)
+        slots, valid = slots.scatter(1, at, first), valid.scatter(1, at, first_live.unsqueeze(1))
+        nodes = nodes.scatter(1, at, -1)
+        start = (tests.live + first_live).unsqueeze(1) + torch.arange(more.shape[1], device=more.device)
+        at = torch.where(more_valid, start, beams)
+        slots, nodes = slots.scatter(1, at, more), nodes.scatter(1, at, -1)
+        valid = valid.scatter(1, at, more_valid)[:, :beams]
+        ends = tests.ends | more_ends
+        ends |= torch.zeros_like(ends).scatter(1, first, (first_real & first_ends).unsqueeze(1))
+        return LayerDraws(slots[:, :beams], valid, nodes[:, :beams], ends, valid, passed, tests.accepted)
+
+    def _noisy(self, view: LayerView, law: Tensor, stream: int) -> Tensor:
+        """log law + Gumbel noise of a stream: [R, M] float64."""
+        key = stream_key(view.row_key, view.iteration, view.layer, stream).unsqueeze(1)
+        return torch.log(law) + gumbel(key, entry_index(view.tokens).flatten(1))
+
+    def _complete(
+        self, view: LayerView, tests: _Tests, first: Tensor, first_real: Tensor, missing: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Further draws from P without what is taken, until `missing` more are live."""
+        law = torch.where(first_real.unsqueeze(1), tests.p.scatter(1, first, 0.0), tests.p)
+        keys, ends = self._noisy(view, law, COMPLETION), view.ends.flatten(1)
+        draws = live_draws(keys, ends, view.num_beams)
+        steps = torch.arange(view.num_beams, device=keys.device).unsqueeze(0)
+        return draws.index, draws.valid & (steps < missing.unsqueeze(1)), ends_before(keys, ends, draws, missing)
+
+
+class WithReplacement(Rejection):
+    """Rule `with-replacement`: independent draws, duplicates kept (the law of Qin et al. 2025)."""
+
+    replacement = True
+
+    def draft(self, log_q: Tensor, tokens: Tensor, path: Tensor, stream: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """K independent draws."""
+        flat, entries = log_q.flatten(1), entry_index(tokens).flatten(1)
+        draws = [
+            largest((flat + gumbel(stream.unsqueeze(1) + (j << 48), entries)).unsqueeze(1), 1) for j in range(count)
+        ]
+        return torch.cat([index for index, _ in draws], 1), torch.cat([real for _, real in draws], 1)
+
+    def _complete(
+        self, view: LayerView, tests: _Tests, first: Tensor, first_real: Tensor, missing: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Independent draws until `missing` more are live.
+
+        Independent draws are the events of one Poisson clock per pair with rate P: the live ones are independent draws from P given live,
+        and an ending pair was drawn if its clock rings before the last live one, at a time that is Gamma(missing) / P(live).
+        """
+        ends = view.ends.flatten(1)
+        law = tests.p.masked_fill(ends, 0.0)
+        key = stream_key(view.row_key, view.iteration, view.layer, COMPLETION).unsqueeze(1)
+        entries = entry_index(view.tokens).flatten(1)
+        picks = [
+            largest((torch.log(law) + gumbel(key + (j << 48), entries)).unsqueeze(1), 1)
+            for j in range(view.num_beams)
+        ]
+        index, real = torch.cat([pick for pick, _ in picks], 1), torch.cat([real for _, real in picks], 1)
+        steps = torch.arange(view.num_beams, device=index.device).unsqueeze(0)
+        wanted = steps < missing.unsqueeze(1)
+        clock = stream_key(view.row_key, view.iteration, view.layer, CLOCK).unsqueeze(1)
+        waits = torch.where(wanted, -torch.log(uniform(clock, -1 - steps)), 0.0).sum(1, keepdim=True)
+        last = waits / law.sum(1, keepdim=True)
+        rings = -torch.log(uniform(clock, entries)) / tests.p
+        return index, real & wanted, ends & (rings < last) & (tests.p > 0) & (missing > 0).unsqueeze(1)
+
+
+def drafts_layer_offset(view: LayerView, drafts: DraftedLayer) -> int:
+    """Forest index of the first node of the live beams' own layer, which the law's parents are counted from."""
+    return 0 if view.layer == 0 else drafts.offset - drafts.parent.shape[1]

@@ -1,0 +1,29 @@
+"""Deterministic beam search with a draft: the same text as transformers' `generate(num_beams=W, do_sample=False)`, in fewer target calls."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dsbd_cli.verify.base import LayerDraws, LayerView, largest, membership
+
+__all__ = ["Search"]
+
+
+class Search:
+    """Rule `search`: the W best live pairs by raw score; an end finishes when it is among the W best of all pairs."""
+
+    needs_law = False
+    drafts_end = False
+    warps = False
+
+    def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
+        """As many as transformers looks at: W live ones remain when every end token ranks before them."""
+        return min(vocab_size, max(2, 1 + num_eos) * num_beams)
+
+    def draft(self, log_q: Tensor, tokens: Tensor, path: Tensor, stream: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The K best pairs by the draft's own scores."""
+        return largest(log_q, count)
+
+    def verify(self, view: LayerView) -> LayerDraws:
+        """Rank the pool; pass if the W best live pairs were drafted."""
+        return membership(view, view.log_p, rank_limit=True)
