@@ -23,14 +23,14 @@ class DraftLaw:
     Attributes:
         candidates: the tokens of each parent node, [R, n, Cq].
         log_q: [R, n, Cq] float32, normalised over the pool.
-        drawn: [R, K] float64, Q of each drafted pair.
-        rest: [R, K] float64, mass of Q not drawn before each draw (1 for the first).
+        log_drawn: [R, K] float64, log Q of each drafted pair.
+        log_rest: [R, K] float64, log of the mass of Q not drawn before each draw (0 for the first).
     """
 
     candidates: Candidates
     log_q: Tensor
-    drawn: Tensor
-    rest: Tensor
+    log_drawn: Tensor
+    log_rest: Tensor
 
 
 @dataclass(slots=True)

@@ -120,7 +120,7 @@ def _view(
     )
     method = state.method
     if method.width == "threshold" and view.drafts is not None:
-        q = draft_law_at(view, view.drafts, forest.offset(layer))
+        q = draft_law_at(view, view.drafts, forest.offset(layer)).exp()
         p = view.log_p.flatten(1).to(torch.float64).exp()
         view.width = expected_width(
             p, q, method.drafts_per_layer, method.width_threshold, method.min_width, method.num_beams

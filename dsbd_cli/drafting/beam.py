@@ -128,9 +128,9 @@ def _rows(value: Tensor, index: Tensor) -> Tensor:
 
 def _record(candidates: Candidates, log_q: Tensor, index: Tensor, valid: Tensor) -> DraftLaw:
     """Q of the drawn pairs and the mass left before each draw, summed from what is left so that nothing cancels."""
-    q = log_q.flatten(1).to(torch.float64).exp()
-    drawn = torch.where(valid, q.gather(1, index), 0.0)
-    # with replacement an index can occur twice; `rest` is not used there
-    left = q.scatter(1, index, 0.0).sum(1, keepdim=True)
-    rest = drawn.flip(1).cumsum(1).flip(1) + left
-    return DraftLaw(candidates, log_q, drawn, rest)
+    law = log_q.flatten(1).to(torch.float64)
+    drawn = torch.where(valid, law.gather(1, index), NEVER)
+    # with replacement an index can occur twice; `log_rest` is not used there
+    left = torch.logsumexp(law.scatter(1, index, NEVER), 1, keepdim=True)
+    tail = torch.logcumsumexp(drawn.flip(1), 1).flip(1)
+    return DraftLaw(candidates, log_q, drawn, torch.logaddexp(tail, left))

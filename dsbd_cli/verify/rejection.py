@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsbd_cli.core.noise import ACCEPT, CLOCK, COMPLETION, RESIDUAL, gumbel, stream_key, uniform
 from dsbd_cli.core.pool import ends_before, live_draws
-from dsbd_cli.core.probs import NEVER
+from dsbd_cli.core.probs import NEVER, log_normalise
 from dsbd_cli.verify.base import DraftedLayer, LayerDraws, LayerView, entry_index, largest
 
 __all__ = ["Rejection", "WithReplacement", "draft_law_at"]
@@ -29,15 +29,15 @@ class _Tests:
     """State of the sequential tests of one layer.
 
     Attributes:
-        p: [R, M] float64, law of the next exact draw given what is taken. residual: [R, M], P'.
-        q: [R, M] float64, Q (not renormalised) without the drafts already looked at.
+        log_p: [R, M] float64, P (not renormalised) without what is taken. residual: [R, M] float64, P'.
+        log_q: [R, M] float64, Q (not renormalised) without the drafts already looked at.
         live, accepted: [R] int64, live and all accepted drafts. order: [R, K] int64, place among the live draws, or -1.
         ends: [R, M] bool.
     """
 
-    p: Tensor
+    log_p: Tensor
     residual: Tensor
-    q: Tensor
+    log_q: Tensor
     live: Tensor
     accepted: Tensor
     order: list[Tensor]
@@ -45,7 +45,7 @@ class _Tests:
 
 
 def draft_law_at(view: LayerView, drafts: DraftedLayer, layer_offset: int) -> Tensor:
-    """Q at the pairs of the target's pool: [R, M] float64. layer_offset: forest index of the first node of the live beams' layer."""
+    """log Q at the pairs of the target's pool: [R, M] float64. layer_offset: forest index of the first node of the live beams' layer."""
     assert drafts.law is not None
     law = drafts.law
     local = (view.node - layer_offset).clamp(min=0).unsqueeze(-1)
@@ -53,13 +53,12 @@ def draft_law_at(view: LayerView, drafts: DraftedLayer, layer_offset: int) -> Te
     if law.candidates.full:
         width = log_q.shape[-1]
         found = log_q.gather(2, view.tokens.clamp(max=width - 1))
-        at = torch.where(view.tokens < width, found.to(torch.float64).exp(), 0.0)
+        at = torch.where(view.tokens < width, found, NEVER)
     else:
         tokens = law.candidates.tokens.gather(1, local.expand(-1, -1, law.log_q.shape[-1]))
-        at = torch.zeros_like(view.log_p, dtype=torch.float64)
         same = view.tokens.unsqueeze(-1) == tokens.unsqueeze(-2)  # [R, W, C, Cq]
-        at = torch.where(same, log_q.to(torch.float64).exp().unsqueeze(-2), 0.0).sum(-1)
-    return torch.where(view.valid.unsqueeze(-1), at, 0.0).flatten(1)
+        at = torch.where(same, log_q.unsqueeze(-2), NEVER).amax(-1)
+    return torch.where(view.valid.unsqueeze(-1), at, NEVER).flatten(1).to(torch.float64)
 
 
 def _locate(view: LayerView, drafts: DraftedLayer) -> tuple[Tensor, Tensor]:
@@ -77,10 +76,10 @@ def _locate(view: LayerView, drafts: DraftedLayer) -> tuple[Tensor, Tensor]:
     return beam * width + column, same.any(-1) & known & drafts.valid
 
 
-def _normalise(law: Tensor, otherwise: Tensor | None = None) -> Tensor:
-    """law / sum(law); where the sum underflows, `otherwise` (or zeros)."""
+def _normalise(law: Tensor, otherwise: Tensor) -> Tensor:
+    """law / sum(law); where the sum underflows, `otherwise`."""
     total = law.sum(-1, keepdim=True)
-    return torch.where(total > TINY, law / total.clamp(min=TINY), torch.zeros_like(law) if otherwise is None else otherwise)
+    return torch.where(total > TINY, law / total.clamp(min=TINY), otherwise)
 
 
 class Rejection:
@@ -101,15 +100,15 @@ class Rejection:
 
     def verify(self, view: LayerView) -> LayerDraws:
         """Test the drafts in order, then complete the layer where it stopped."""
-        p = view.log_p.flatten(1).to(torch.float64).exp()
+        log_p = view.log_p.flatten(1).to(torch.float64)
         tests = _Tests(
-            p=p,
-            residual=p,
-            q=torch.zeros_like(p),
+            log_p=log_p,
+            residual=log_p.exp(),
+            log_q=log_p,
             live=torch.zeros_like(view.width),
             accepted=torch.zeros_like(view.width),
             order=[],
-            ends=torch.zeros_like(p, dtype=torch.bool),
+            ends=torch.zeros_like(log_p, dtype=torch.bool),
         )
         if view.drafts is None:
             passed = torch.zeros_like(view.width, dtype=torch.bool)
@@ -125,14 +124,15 @@ class Rejection:
         self, view: LayerView, drafts: DraftedLayer, tests: _Tests, index: Tensor, known: Tensor
     ) -> None:
         assert drafts.law is not None
-        tests.q = draft_law_at(view, drafts, drafts_layer_offset(view, drafts))
+        tests.log_q = draft_law_at(view, drafts, drafts_layer_offset(view, drafts))
         key = stream_key(view.row_key, view.iteration, view.layer, ACCEPT)
         ends = view.ends.flatten(1)
         for j in range(index.shape[1]):
             at = index[:, j : j + 1]
-            rest = torch.ones_like(drafts.law.rest[:, j]) if self.replacement else drafts.law.rest[:, j]
+            rest = torch.zeros_like(drafts.law.log_rest[:, j]) if self.replacement else drafts.law.log_rest[:, j]
             u = uniform(key, torch.full_like(key, j))
-            ratio_ok = u * drafts.law.drawn[:, j] < tests.residual.gather(1, at).squeeze(1) * rest
+            chance = torch.exp(drafts.law.log_drawn[:, j] - rest)
+            ratio_ok = u * chance < tests.residual.gather(1, at).squeeze(1)
             open_ = drafts.valid[:, j] & (tests.live < view.width)
             accept = open_ & known[:, j] & ratio_ok
             self._update(tests, at, known[:, j], accept, open_, rest)
@@ -143,21 +143,28 @@ class Rejection:
             tests.ends |= torch.zeros_like(ends).scatter(1, at, (accept & ending).unsqueeze(1))
 
     def _update(self, tests: _Tests, at: Tensor, known: Tensor, accept: Tensor, open_: Tensor, rest: Tensor) -> None:
-        """P, P' and Q' after one test; rows whose tests are over stay as they are."""
-        residual = _normalise((tests.residual - tests.q / rest.clamp(min=TINY).unsqueeze(1)).clamp(min=0), tests.residual)
-        if self.replacement:
-            taken = tests.p
-        else:
-            taken = _normalise(tests.p.scatter(1, at, 0.0))
-            tests.q = torch.where(known.unsqueeze(1), tests.q.scatter(1, at, 0.0), tests.q)
-        tests.p = torch.where(accept.unsqueeze(1), taken, tests.p)
-        after = torch.where(accept.unsqueeze(1), taken, residual)
+        """P, P' and Q' after one test; rows whose tests are over stay as they are.
+
+        What is left of P and Q is renormalised in logs: at a low temperature the rest of a law is far below the smallest number.
+        """
+        q = torch.exp(tests.log_q - rest.unsqueeze(1)).nan_to_num(nan=0.0)
+        residual = _normalise((tests.residual - q).clamp(min=0), self._rest(tests.log_p))
+        taken = tests.log_p if self.replacement else tests.log_p.scatter(1, at, NEVER)
+        if not self.replacement:
+            tests.log_q = torch.where(known.unsqueeze(1), tests.log_q.scatter(1, at, NEVER), tests.log_q)
+        tests.log_p = torch.where(accept.unsqueeze(1), taken, tests.log_p)
+        after = torch.where(accept.unsqueeze(1), self._rest(taken), residual)
         tests.residual = torch.where(open_.unsqueeze(1), after, tests.residual)
+
+    @staticmethod
+    def _rest(log_p: Tensor) -> Tensor:
+        """The law of what is left: [R, M] probabilities; zeros when nothing is left."""
+        return log_normalise(log_p).exp()
 
     def _finish(self, view: LayerView, tests: _Tests, index: Tensor, place: Tensor, passed: Tensor) -> LayerDraws:
         """Put accepted drafts and, where the layer did not pass, the completing draws in order."""
         beams = view.num_beams
-        first, first_real = largest(self._noisy(view, tests.residual, RESIDUAL).unsqueeze(1), 1)
+        first, first_real = largest(self._noisy(view, torch.log(tests.residual), RESIDUAL).unsqueeze(1), 1)
         first_real = first_real.squeeze(1) & ~passed
         first_ends = view.ends.flatten(1).gather(1, first).squeeze(1)
         first_live = first_real & ~first_ends
@@ -182,15 +189,15 @@ class Rejection:
         return LayerDraws(slots[:, :beams], valid, nodes[:, :beams], ends, valid, passed, tests.accepted)
 
     def _noisy(self, view: LayerView, law: Tensor, stream: int) -> Tensor:
-        """log law + Gumbel noise of a stream: [R, M] float64."""
+        """A log law + Gumbel noise of a stream: [R, M] float64."""
         key = stream_key(view.row_key, view.iteration, view.layer, stream).unsqueeze(1)
-        return torch.log(law) + gumbel(key, entry_index(view.tokens).flatten(1))
+        return law + gumbel(key, entry_index(view.tokens).flatten(1))
 
     def _complete(
         self, view: LayerView, tests: _Tests, first: Tensor, first_real: Tensor, missing: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Further draws from P without what is taken, until `missing` more are live."""
-        law = torch.where(first_real.unsqueeze(1), tests.p.scatter(1, first, 0.0), tests.p)
+        law = torch.where(first_real.unsqueeze(1), tests.log_p.scatter(1, first, NEVER), tests.log_p)
         keys, ends = self._noisy(view, law, COMPLETION), view.ends.flatten(1)
         draws = live_draws(keys, ends, view.num_beams)
         steps = torch.arange(view.num_beams, device=keys.device).unsqueeze(0)
@@ -219,11 +226,11 @@ class WithReplacement(Rejection):
         and an ending pair was drawn if its clock rings before the last live one, at a time that is Gamma(missing) / P(live).
         """
         ends = view.ends.flatten(1)
-        law = tests.p.masked_fill(ends, 0.0)
+        law = tests.log_p.masked_fill(ends, NEVER)
         key = stream_key(view.row_key, view.iteration, view.layer, COMPLETION).unsqueeze(1)
         entries = entry_index(view.tokens).flatten(1)
         picks = [
-            largest((torch.log(law) + gumbel(key + (j << 48), entries)).unsqueeze(1), 1)
+            largest((law + gumbel(key + (j << 48), entries)).unsqueeze(1), 1)
             for j in range(view.num_beams)
         ]
         index, real = torch.cat([pick for pick, _ in picks], 1), torch.cat([real for _, real in picks], 1)
@@ -231,9 +238,10 @@ class WithReplacement(Rejection):
         wanted = steps < missing.unsqueeze(1)
         clock = stream_key(view.row_key, view.iteration, view.layer, CLOCK).unsqueeze(1)
         waits = torch.where(wanted, -torch.log(uniform(clock, -1 - steps)), 0.0).sum(1, keepdim=True)
-        last = waits / law.sum(1, keepdim=True)
-        rings = -torch.log(uniform(clock, entries)) / tests.p
-        return index, real & wanted, ends & (rings < last) & (tests.p > 0) & (missing > 0).unsqueeze(1)
+        last = waits / law.exp().sum(1, keepdim=True)
+        p = tests.log_p.exp()
+        rings = -torch.log(uniform(clock, entries)) / p
+        return index, real & wanted, ends & (rings < last) & (p > 0) & (missing > 0).unsqueeze(1)
 
 
 def drafts_layer_offset(view: LayerView, drafts: DraftedLayer) -> int:

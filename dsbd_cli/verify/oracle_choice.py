@@ -1,0 +1,124 @@
+"""Laws over pairs, and who makes the random choices of the oracles: given noise, or every possibility in turn."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+__all__ = ["Chooser", "Law", "NoiseChooser", "Pair", "enumerate_law", "normalise", "total_variation", "without"]
+
+Pair = tuple[int, int]
+"""(beam, token): a beam's index in its layer and its next token."""
+
+Law = Mapping[Pair, float]
+"""Masses over pairs. A pair outside the support is absent or 0."""
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+OutcomeT = TypeVar("OutcomeT", bound=Hashable)
+
+
+def normalise(masses: Mapping[KeyT, float]) -> dict[KeyT, float]:
+    """The support only, summing to 1; empty when there is no mass."""
+    total = math.fsum(masses.values())
+    if total <= 0.0:
+        return {}
+    return {key: mass / total for key, mass in masses.items() if mass > 0.0}
+
+
+def without(law: Law, pair: Pair) -> dict[Pair, float]:
+    """The law of the next draw once `pair` is taken."""
+    return normalise({other: mass for other, mass in law.items() if other != pair})
+
+
+def total_variation(a: Mapping[KeyT, float], b: Mapping[KeyT, float]) -> float:
+    """Half the summed absolute difference: the largest error in the probability of any event."""
+    return 0.5 * math.fsum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in a.keys() | b.keys())
+
+
+class Chooser(Protocol):
+    """Every random decision of an oracle goes through one of these two calls.
+
+    Streams are `draft`, `residual` and `completion`. Draws with replacement carry their number in the layer, as in
+    `completion/2`, because a Gumbel array serves one draw, or one run of draws without replacement.
+    """
+
+    def accept(self, probability: float, index: int) -> bool:
+        """The test of draft number `index`."""
+        ...
+
+    def draw(self, law: Law, stream: str) -> Pair:
+        """One pair of a law that need not be normalised."""
+        ...
+
+
+@dataclass(slots=True)
+class NoiseChooser:
+    """Decides by given noise: the slow twin of a verifier that is handed the same numbers.
+
+    Attributes:
+        uniforms: uniforms[j] tests draft j.
+        gumbels: stream -> pair -> Gumbel number. Reusing an array for successive draws without replacement is
+            Gumbel-top-k (Kool et al. 2019, arXiv 1903.06059).
+    """
+
+    uniforms: Sequence[float]
+    gumbels: Mapping[str, Mapping[Pair, float]]
+
+    def accept(self, probability: float, index: int) -> bool:
+        return self.uniforms[index] < probability
+
+    def draw(self, law: Law, stream: str) -> Pair:
+        noise = self.gumbels[stream]
+        return max((pair for pair in law if law[pair] > 0.0), key=lambda pair: math.log(law[pair]) + noise[pair])
+
+
+@dataclass(slots=True)
+class _Replay:
+    """Follows the decisions of `prefix`, then always the first option, and notes the options not taken."""
+
+    prefix: tuple[int, ...]
+    taken: list[int] = field(default_factory=list)
+    untried: list[tuple[int, ...]] = field(default_factory=list)
+    probability: float = 1.0
+
+    def accept(self, probability: float, index: int) -> bool:
+        probability = min(max(probability, 0.0), 1.0)
+        return self._choose([probability, 1.0 - probability]) == 0
+
+    def draw(self, law: Law, stream: str) -> Pair:
+        pairs = list(law)
+        total = math.fsum(law.values())
+        return pairs[self._choose([law[pair] / total for pair in pairs])]
+
+    def _choose(self, chances: Sequence[float]) -> int:
+        """Index of an option of non-zero chance."""
+        at = len(self.taken)
+        if at < len(self.prefix):
+            choice = self.prefix[at]
+        else:
+            options = [number for number, chance in enumerate(chances) if chance > 0.0]
+            choice = options[0]
+            self.untried.extend((*self.taken, other) for other in options[1:])
+        self.taken.append(choice)
+        self.probability *= chances[choice]
+        return choice
+
+
+def enumerate_law(run: Callable[[Chooser], OutcomeT]) -> dict[OutcomeT, float]:
+    """Exact law of the outcome of `run`, which must be deterministic given its choices and make finitely many of them.
+
+    Runs it once for every sequence of choices of non-zero probability (depth first, replaying prefixes of decisions).
+    """
+    parts: defaultdict[OutcomeT, list[float]] = defaultdict(list)
+    stack: list[tuple[int, ...]] = [()]
+    while stack:
+        chooser = _Replay(stack.pop())
+        parts[run(chooser)].append(chooser.probability)
+        stack.extend(chooser.untried)
+    law = {outcome: math.fsum(chances) for outcome, chances in parts.items()}
+    total = math.fsum(law.values())
+    assert abs(total - 1.0) < 1e-12, f"choices sum to {total!r}"
+    return law
