@@ -5,7 +5,7 @@ Nothing is read back to the host except one small tensor of counters at the end 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from dsbd_cli.core.probs import NEVER, top_candidates
 from dsbd_cli.core.protocols import ForestInput, ForestModel
 from dsbd_cli.core.slots import compact, node_slots, visible
 from dsbd_cli.decoding.state import BatchState
-from dsbd_cli.decoding.walk import Walk, walk
+from dsbd_cli.decoding.walk import Live, Walk, walk
 from dsbd_cli.drafting.base import DraftContext, Drafter, Endings
 from dsbd_cli.drafting.beam import run
 from dsbd_cli.decoding.timing import PhaseTimer
@@ -105,9 +105,7 @@ class Stepper:
         beams, live, table = state.beams, outcome.live, state.table
         _settle(state, forest, outcome)
         if state.method.memory_saving:
-            best = torch.where(live.valid, live.logprob, NEVER).argmax(1, keepdim=True)
-            live = type(live)(*(getattr(live, name).gather(1, best).expand_as(live.valid) for name in live.__slots__))
-            live.valid = live.valid & (torch.arange(live.valid.shape[1], device=best.device) == 0)
+            live = _best_only(live)
         going = state.active & ~outcome.done
         live.valid = live.valid & going.unsqueeze(1)
         beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, outcome.steps)
@@ -127,6 +125,15 @@ class Stepper:
         beams.depth = beams.depth + outcome.steps
         state.iteration = state.iteration + 1
         return beams.catch_up.any(1)
+
+
+def _best_only(live: Live) -> Live:
+    """The best beam alone, in the first place."""
+    best = torch.where(live.valid, live.logprob, NEVER).argmax(1, keepdim=True)
+    width = live.valid.shape[1]
+    only = Live(*(getattr(live, item.name).gather(1, best).repeat(1, width) for item in fields(live)))
+    only.valid &= torch.arange(width, device=best.device) == 0
+    return only
 
 
 def _rows(value: Tensor, index: Tensor) -> Tensor:
