@@ -71,8 +71,10 @@ def markdown_table(rows: Sequence[dict[str, str]]) -> str:
     widths = [max(len(name), *(len(row[name]) for row in rows)) for name in names]
 
     def line(cells: Sequence[str]) -> str:
-        padded = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))]
+        padded = [
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+        ]
         return "| " + " | ".join(padded) + " |"
 
     rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
-    return "\n".join([line(names), rule, *(line([row[name] for name in names]) for name in names and rows)]) + "\n"
+    return "\n".join([line(names), rule, *(line([row[name] for name in names]) for row in rows)]) + "\n"

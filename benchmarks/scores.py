@@ -12,7 +12,6 @@ import itertools
 from dataclasses import asdict
 from typing import Any
 
-
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 from dsbd_cli import Engine, MethodConfig, Request, RequestResult, SamplingConfig, load
 from dsbd_cli.requests import derive_seed
@@ -86,7 +85,9 @@ def main() -> None:
             print(name, task, f"{runs[-1]['right']:.3f}", f"{runs[-1]['steps_per_call']:.2f}", flush=True)
     table = markdown_table([row for name in arguments.methods for row in [_row(name, runs)]])
     env = environment()
-    report = f"# Scores of the built-in pair\n\n`{env['command']}` on {env['device']}, commit {env['commit']}.\n\n{table}"
+    report = (
+        f"# Scores of the built-in pair\n\n`{env['command']}` on {env['device']}, commit {env['commit']}.\n\n{table}"
+    )
     write_results(results_folder("scores"), runs, report)
     print(report)
 

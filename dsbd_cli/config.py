@@ -23,6 +23,10 @@ WIDTHS: tuple[str, ...] = ("fixed", "threshold")
 WARP_SCOPES: tuple[str, ...] = ("pool", "beam")
 DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
 
+BUILTIN_TARGET = "builtin:target"
+BUILTIN_DRAFT = "builtin:draft"
+DEFAULT_BATCH_SIZE = 8
+
 
 def _require(condition: bool, field: str, value: object, expected: str) -> None:
     if not condition:
@@ -106,16 +110,21 @@ class MethodConfig:
         _require(self.drafts_per_layer >= 1, "drafts_per_layer", self.drafts_per_layer, "1 or more")
         _require(0 < self.width_threshold <= 1, "width_threshold", self.width_threshold, "above 0 and at most 1")
         _require(
-            1 <= self.min_width <= self.num_beams, "min_width", self.min_width, f"between 1 and {self.num_beams} (num_beams)"
+            1 <= self.min_width <= self.num_beams,
+            "min_width",
+            self.min_width,
+            f"between 1 and {self.num_beams} (num_beams)",
         )
         if self.rule == "search" and self.width != "fixed":
-            raise UsageError("rule search is deterministic beam search; width threshold would change it: use width fixed")
+            raise UsageError(
+                "rule search is deterministic beam search; width threshold would change it: use width fixed"
+            )
         if self.rule == "search" and self.warp_scope != "pool":
             raise UsageError("rule search takes no warping; warp_scope beam does nothing with it")
         if self.depth and self.drafts_per_layer < self.required_width:
             raise UsageError(
-                f"drafts_per_layer is {self.drafts_per_layer}, but a layer needs {self.required_width} drafted nodes to pass: "
-                "raise it, or use width threshold"
+                f"drafts_per_layer is {self.drafts_per_layer}, but a layer needs {self.required_width} drafted nodes "
+                "to pass: raise it, or use width threshold"
             )
 
     @property
@@ -138,7 +147,8 @@ class ModelSpec:
     """Where a checkpoint is and how to load it.
 
     Attributes:
-        source: alias, folder or hub id, as the user wrote it; `builtin:target` and `builtin:draft` are the shipped pair.
+        source: alias, folder or hub id, as the user wrote it; `builtin:target` and `builtin:draft` are the shipped
+            pair.
         role: `target` or `draft`; named in errors.
         dtype: auto, float32, bfloat16 or float16.
         device: torch device string, or `auto`.

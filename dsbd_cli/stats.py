@@ -1,4 +1,5 @@
-"""Counters of one layer, one iteration and one request. Units stand in the names: _s seconds, _bytes, _slots cache slots."""
+"""Counters of one layer, one iteration and one request. Units stand in the names: _s seconds, _bytes, _slots cache
+slots."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ __all__ = ["LayerStats", "RequestStats", "StepStats"]
 
 @dataclass(slots=True)
 class LayerStats:
-    """One drafted layer as the verifier met it: `accepted` of `drafted` nodes became live beams (or finished hypotheses)."""
+    """One drafted layer as the verifier met it: `accepted` of `drafted` nodes became live beams (or finished
+    hypotheses)."""
 
     layer: int
     drafted: int
@@ -21,7 +23,8 @@ class LayerStats:
 
 @dataclass(slots=True)
 class StepStats:
-    """One iteration (one target forward) of one request. Times are the iteration's, divided by the requests that shared it."""
+    """One iteration (one target forward) of one request. Times are the iteration's, divided by the requests that
+    shared it."""
 
     id: str
     iteration: int

@@ -26,9 +26,11 @@ class Beams:
         valid: [R, W] bool. token: [R, W] int64, the pending token (not yet run through the models).
         weight, logprob: [R, W] float32, s and l. path: [R, W] int64 path keys. stop_state: [R, W] int64.
         ancestors: [R, W, T] bool, ancestors among the tail slots.
-        parent_slot, parent_token: [R, W] int64, the token before the pending one; catch_up: [R, W] bool, the draft has not run it yet.
+        parent_slot, parent_token: [R, W] int64, the token before the pending one; catch_up: [R, W] bool, the draft
+            has not run it yet.
         history: [R, W, L] int64, generated tokens.
-        length: [R] int64, generated tokens (the pending one included). depth: [R] int64, position of the pending tokens.
+        length: [R] int64, generated tokens (the pending one included). depth: [R] int64, position of the pending
+            tokens.
     """
 
     valid: Tensor
@@ -74,7 +76,8 @@ class Finished:
     """The best `num_beams` finished hypotheses of every row, best first.
 
     Attributes:
-        score, logprob: [R, F] float32 (score -inf: none). length: [R, F] int64. by_length: [R, F] bool, ended by the length limit.
+        score, logprob: [R, F] float32 (score -inf: none). length: [R, F] int64. by_length: [R, F] bool, ended by the
+            length limit.
         source: [R, F] int64, where the tokens are while a forest is walked: an older entry (>= 0) or a new pair (-1).
         node, token: [R, F] int64, parent node and last token of a new pair.
         tokens: [R, F, L] int64.
@@ -120,7 +123,8 @@ class Finished:
             setattr(self, name, both.gather(1, best))
 
     def settle(self, tokens: Tensor) -> None:
-        """Give every entry its tokens: older entries keep theirs, new ones take tokens [R, F, L]. Forgets the sources."""
+        """Give every entry its tokens: older entries keep theirs, new ones take tokens [R, F, L]. Forgets the
+        sources."""
         index = self.source.clamp(min=0).unsqueeze(-1).expand_as(self.tokens)
         old = self.tokens.gather(1, index)
         self.tokens = torch.where((self.source >= 0).unsqueeze(-1), old, tokens)

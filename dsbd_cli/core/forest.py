@@ -1,6 +1,7 @@
 """The forest of one iteration: flat arrays over nodes, layer after layer.
 
-Node order in a target forward is fixed: W roots (the beams' pending tokens), then K nodes for each of D layers; N = W + D*K. Absent nodes
+Node order in a target forward is fixed: W roots (the beams' pending tokens), then K nodes for each of D layers; N = W
++ D*K. Absent nodes
 are invalid, never compacted away. T is the tail window, Vd the candidates of a draft node.
 """
 
@@ -40,6 +41,7 @@ class LayerNodes:
     Attributes:
         token, parent (node index in the forest), root (beam index), path (path key), stop_state: [R, n] int64.
         valid, ends: [R, n] bool; an ending node is never extended.
+        core: [R, n] bool, would be live beams if the target agreed with the draft.
         weight: [R, n] float32, running weight under the draft.
         path_tokens: [R, n, D] int64, tokens from layer 1 down to the node.
         ancestors: [R, n, T] bool over the tail window, the node itself included.
@@ -52,6 +54,7 @@ class LayerNodes:
     stop_state: Tensor
     valid: Tensor
     ends: Tensor
+    core: Tensor
     weight: Tensor
     path_tokens: Tensor
     ancestors: Tensor

@@ -1,7 +1,9 @@
 """Random numbers as pure functions of what they are for: a counter-based hash, no state, no global generator.
 
-A value belongs to (request seed, token path, token), or to (request seed, iteration, layer, stream, index). So it is the same in any batch,
-on any row, with any draft. The mixer is the finaliser of SplitMix64 (Steele, Lea, Flood 2014); int64 arithmetic wraps as uint64 does.
+A value belongs to (request seed, token path, token), or to (request seed, iteration, layer, stream, index). So it is
+the same in any batch,
+on any row, with any draft. The mixer is the finaliser of SplitMix64 (Steele, Lea, Flood 2014); int64 arithmetic wraps
+as uint64 does.
 """
 
 from __future__ import annotations
@@ -9,7 +11,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["DRAFT", "RESIDUAL", "ACCEPT", "CLOCK", "COMPLETION", "extend_path", "gumbel", "path_gumbel", "seed_key", "stream_key", "uniform"]
+__all__ = [
+    "ACCEPT",
+    "CLOCK",
+    "COMPLETION",
+    "DRAFT",
+    "RESIDUAL",
+    "extend_path",
+    "gumbel",
+    "path_gumbel",
+    "seed_key",
+    "stream_key",
+    "uniform",
+]
 
 # Streams: one purpose each, so that no random number is used twice.
 DRAFT, ACCEPT, RESIDUAL, COMPLETION, CLOCK = 1, 2, 3, 4, 5

@@ -1,4 +1,5 @@
-"""Draws from a pool law. Drawing without replacement = taking the largest of log-probability + Gumbel noise, in that order.
+"""Draws from a pool law. Drawing without replacement = taking the largest of log-probability + Gumbel noise, in that
+order.
 
 M = n * C entries of a pool (node-major), W live beams wanted.
 """
@@ -12,7 +13,27 @@ from torch import Tensor
 
 from dsbd_cli.core.probs import NEVER
 
-__all__ = ["LiveDraws", "ends_before", "live_draws", "match_pairs"]
+__all__ = ["DraftRequest", "LiveDraws", "ends_before", "live_draws", "match_pairs"]
+
+
+@dataclass(slots=True)
+class DraftRequest:
+    """Pairs to be drafted below one layer of n nodes.
+
+    Attributes:
+        log_q: [R, n, C] float32, the draft's pool law, -inf where a pair must not be drafted. tokens: [R, n, C] int64.
+        path: [R, n] int64 path keys. stream: [R] int64, key of the layer's own draft noise.
+        core: [R, n] bool, nodes that would be live beams if the target agreed with the draft.
+        count: K. num_beams: W.
+    """
+
+    log_q: Tensor
+    tokens: Tensor
+    path: Tensor
+    stream: Tensor
+    core: Tensor
+    count: int
+    num_beams: int
 
 
 @dataclass(slots=True)

@@ -16,7 +16,8 @@ __all__ = ["ForestInput", "ForestModel", "TextCodec"]
 
 @dataclass(slots=True)
 class ForestInput:
-    """One forward over nodes of several rows. An absent node is written to the trash slot (the last one reserved), which it alone sees.
+    """One forward over nodes of several rows. An absent node is written to the trash slot (the last one reserved),
+    which it alone sees.
 
     Attributes:
         tokens: [R, n] int64.
@@ -54,17 +55,20 @@ class ForestModel(Protocol):
         ...
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Own cache memory for `rows` x `slots` (the last slot is the trash slot). Called again with more slots, it keeps the
+        """Own cache memory for `rows` x `slots` (the last slot is the trash slot). Called again with more slots, it
+        keeps the
         contents of all slots except the old trash slot."""
         ...
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        """Write the nodes' keys and values, return logits [R, n, V] in the model's dtype (None with logits=False, when the
+        """Write the nodes' keys and values, return logits [R, n, V] in the model's dtype (None with logits=False,
+        when the
         output head must not be run)."""
         ...
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy cache contents slot by slot within each row: source, target [R, T] int64. All reads happen before any write.
+        """Copy cache contents slot by slot within each row: source, target [R, T] int64. All reads happen before any
+        write.
         Pairs with source == target are no-ops; several padding pairs may aim at the trash slot."""
         ...
 
@@ -94,7 +98,8 @@ class TextCodec(Protocol):
         ...
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation through the tokenizer's chat template. Raises InvalidRowError without a template."""
+        """Token ids of a conversation through the tokenizer's chat template. Raises InvalidRowError without a
+        template."""
         ...
 
     def decode(self, ids: list[int]) -> str:

@@ -1,7 +1,9 @@
 """Where tokens stand in a packed cache row, apart from the cache tensors themselves.
 
-A row holds `used` slots. The first `trunk` of them are common to all live beams; the others are the tail, in which a beam sees only its
-ancestors. A beam's ancestors are a row of bools over the tail window (T slots from the trunk on). Slots stand in order of depth, so what is
+A row holds `used` slots. The first `trunk` of them are common to all live beams; the others are the tail, in which a
+beam sees only its
+ancestors. A beam's ancestors are a row of bools over the tail window (T slots from the trunk on). Slots stand in
+order of depth, so what is
 common to all beams is always a prefix of the tail, and the trunk only grows.
 """
 
@@ -46,7 +48,8 @@ def node_slots(table: SlotTable, count: int, offset: int = 0) -> Tensor:
 
 
 def visible(table: SlotTable, ancestors: Tensor, slots: int) -> Tensor:
-    """Attention mask of nodes from their ancestors in the tail: [R, n, T] bool -> [R, n, S] bool over the first `slots` slots."""
+    """Attention mask of nodes from their ancestors in the tail: [R, n, T] bool -> [R, n, S] bool over the first
+    `slots` slots."""
     window = ancestors.shape[-1]
     index = torch.arange(slots, device=ancestors.device)
     relative = index.unsqueeze(0) - table.trunk.unsqueeze(1)

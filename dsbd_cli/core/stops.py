@@ -1,6 +1,8 @@
-"""Stop strings on the device: an Aho-Corasick automaton over the bytes that tokens add, folded into one table per token.
+"""Stop strings on the device: an Aho-Corasick automaton over the bytes that tokens add, folded into one table per
+token.
 
-A beam carries one state; `table[state, token]` is its next state, and state 0 means that a stop string is complete. So a stop ends a beam
+A beam carries one state; `table[state, token]` is its next state, and state 0 means that a stop string is complete.
+So a stop ends a beam
 exactly where an end-of-sequence token would, inside any layer, and nothing is read back to the host.
 """
 
@@ -18,7 +20,8 @@ STOPPED = 0
 
 
 def _automaton(stops: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Goto table [states, 256] of the trie with failure links followed, and which states complete a stop. State 0 is the root."""
+    """Goto table [states, 256] of the trie with failure links followed, and which states complete a stop. State 0 is
+    the root."""
     children: list[dict[int, int]] = [{}]
     complete = [False]
     for stop in stops:

@@ -1,10 +1,12 @@
-"""The engine: requests in, results out, in input order. Rows of one batch run together and are refilled as they finish."""
+"""The engine: requests in, results out, in input order. Rows of one batch run together and are refilled as they
+finish."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -17,7 +19,7 @@ from dsbd_cli.decoding.prefill import prefill
 from dsbd_cli.decoding.scheduler import Job, ResultOrder, Scheduler, Source, bucket
 from dsbd_cli.decoding.state import BatchState
 from dsbd_cli.decoding.step import Stepper
-from dsbd_cli.decoding.timing import PhaseTimer
+from dsbd_cli.decoding.timing import Event, PhaseTimer
 from dsbd_cli.drafting import BeamDrafter, Drafter, Endings, NoDrafter
 from dsbd_cli.errors import InvalidRowError, NumericalError, PromptTooLongError, RowError, UsageError
 from dsbd_cli.requests import Request, RequestResult
@@ -29,6 +31,13 @@ __all__ = ["Engine", "EngineInfo"]
 SLOT_STEP = 32
 WINDOW_STEP = 16
 READ_AHEAD = 4
+
+
+def _events(device: torch.device) -> Callable[[], Event] | None:
+    """Marks on the device's own time line; None for the wall clock."""
+    if device.type != "cuda":
+        return None
+    return partial(torch.cuda.Event, enable_timing=True)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +82,10 @@ class Engine:
         eos[[token for token in codec.eos_ids if token < target.vocab_size]] = True
         self._stops = StopTable(codec.token_bytes(), target.vocab_size, device)
         drafter: Drafter = NoDrafter() if draft is None else BeamDrafter(draft, target.vocab_size)
-        event = (lambda: torch.cuda.Event(enable_timing=True)) if device.type == "cuda" else None
         rule = RULES[self.method.rule]()
-        self._stepper = Stepper(target, draft, drafter, rule, Endings(eos.to(device), self._stops), PhaseTimer(event))
+        self._stepper = Stepper(
+            target, draft, drafter, rule, Endings(eos.to(device), self._stops), PhaseTimer(_events(device))
+        )
         self._drafter = drafter
         self._nodes = self.method.num_beams + self.method.depth * self.method.drafts_per_layer
         self._slots = 0
@@ -85,22 +95,23 @@ class Engine:
     def run(self, requests: Iterable[Request]) -> Iterator[RequestResult]:
         """Decode requests; yield one result each, in input order, as soon as its turn has come.
 
-        A request that fails yields a result with `error`; the others go on. The input is read lazily, a few batches ahead at most.
+        A request that fails yields a result with `error`; the others go on. The input is read lazily, a few batches
+        ahead at most.
         """
         source, order = Source(requests), ResultOrder()
-        while not source.exhausted:
+        while not source.exhausted():
             waiting = self._read(source, self.batch_size, order)
             yield from order.ready()
             scheduler, state = Scheduler(len(waiting)), None
             while waiting or scheduler.running:
-                state = self._admit(state, scheduler, waiting, order)
+                state = self._admit(state, scheduler, waiting)
                 if scheduler.running:
                     self._iterate(state, scheduler, order)
                 yield from order.ready()
                 room = len(scheduler.free) if order.held < READ_AHEAD * self.batch_size else 0
                 waiting = self._read(source, room, order)
                 yield from order.ready()
-                kept = scheduler.shrink() if source.exhausted and not waiting else None
+                kept = scheduler.shrink() if source.exhausted() and not waiting else None
                 if kept is not None:
                     self._shrink(state, kept)
 
@@ -127,7 +138,8 @@ class Engine:
             raise InvalidRowError("prompt is empty: there is no token to start from")
         if request.sampling.n_best > self.method.num_beams:
             raise InvalidRowError(
-                f"n_best is {request.sampling.n_best}, but num_beams is {self.method.num_beams}: there are no more hypotheses"
+                f"n_best is {request.sampling.n_best}, but num_beams is {self.method.num_beams}: "
+                "there are no more hypotheses"
             )
         needed = len(ids) + request.sampling.max_new_tokens
         for role, model in (("target", self.target), ("draft", self.draft)):
@@ -139,9 +151,7 @@ class Engine:
                 )
         return ids
 
-    def _admit(
-        self, state: BatchState | None, scheduler: Scheduler, waiting: list[Job], order: ResultOrder
-    ) -> BatchState:
+    def _admit(self, state: BatchState | None, scheduler: Scheduler, waiting: list[Job]) -> BatchState:
         """Prefill waiting requests and put them into free rows; makes or grows the batch's memory where needed."""
         new = list(zip(scheduler.free, waiting, strict=False))
         jobs = [job for _, job in scheduler.running] + [job for _, job in new]
@@ -208,7 +218,8 @@ class Engine:
         """A row whose model returned NaN: an error result, and clean memory for the next request."""
         job = scheduler.remove(row)
         error = NumericalError(
-            f"the target returned NaN after {job.stats.steps} tokens: the checkpoint may need another dtype (try float32)"
+            f"the target returned NaN after {job.stats.steps} tokens: "
+            "the checkpoint may need another dtype (try float32)"
         )
         order.put(job.number, RequestResult(job.request, (), len(job.prompt), job.stats, error))
         for model in (self.target, self.draft):

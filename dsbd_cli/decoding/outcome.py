@@ -10,7 +10,7 @@ from dsbd_cli.core.beams import Finished
 from dsbd_cli.core.protocols import TextCodec
 from dsbd_cli.core.stops import find_stop
 from dsbd_cli.decoding.scheduler import Job
-from dsbd_cli.requests import Hypothesis, RequestResult
+from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult
 from dsbd_cli.stats import LayerStats, StepStats
 
 __all__ = ["collect", "record_iteration"]
@@ -29,7 +29,7 @@ def collect(finished: Finished, row: int, job: Job, codec: TextCodec) -> Request
         ids = tokens[rank][: length[rank]]
         text = codec.decode(ids[:-1] if ids[-1] in eos else ids)
         cut = find_stop(text, sampling.stop)
-        reason = "length" if by_length[rank] else "stop"
+        reason: FinishReason = "length" if by_length[rank] else "stop"
         hypotheses.append(Hypothesis(text[:cut], tuple(ids), reason, logprob[rank], score[rank]))
     return RequestResult(job.request, tuple(hypotheses), len(job.prompt), job.stats)
 

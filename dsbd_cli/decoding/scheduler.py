@@ -35,12 +35,16 @@ class Source:
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self._requests = enumerate(requests)
-        self.exhausted = False
+        self._exhausted = False
+
+    def exhausted(self) -> bool:
+        """The end of the input has been seen."""
+        return self._exhausted
 
     def next(self) -> tuple[int, Request] | None:
         """The next request and its number; None at the end."""
         item = next(self._requests, None)
-        self.exhausted = item is None
+        self._exhausted = item is None
         return item
 
 

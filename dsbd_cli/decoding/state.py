@@ -45,7 +45,9 @@ class BatchState:
     sampling: list[SamplingConfig | None]
 
     @classmethod
-    def empty(cls, method: MethodConfig, rows: int, slots: int, window: int, history: int, device: torch.device) -> BatchState:
+    def empty(
+        cls, method: MethodConfig, rows: int, slots: int, window: int, history: int, device: torch.device
+    ) -> BatchState:
         """A batch without requests. slots: S, window: T, history: L."""
         number = torch.zeros(rows, dtype=torch.int64, device=device)
         real = torch.ones(rows, dtype=torch.float32, device=device)
@@ -68,7 +70,8 @@ class BatchState:
         return len(self.sampling)
 
     def admit(self, row: int, prompt: Sequence[int], seed: int, stop_state: int, sampling: SamplingConfig) -> None:
-        """Put a request whose prompt (but its last token) is in the caches into a free row: one live beam of weight 0."""
+        """Put a request whose prompt (but its last token) is in the caches into a free row: one live beam of weight
+        0."""
         beams, table, known = self.beams, self.table, len(prompt) - 1
         device = self.active.device
         key = seed_key(torch.tensor(seed, dtype=torch.int64)).to(device)

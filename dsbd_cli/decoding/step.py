@@ -1,6 +1,7 @@
 """One iteration: draft a forest, run the target once over it, walk it, commit what survives. Device tensors in and out.
 
-Nothing is read back to the host except one small tensor of counters at the end (`Report`), the iteration's only synchronisation.
+Nothing is read back to the host except one small tensor of counters at the end (`Report`), the iteration's only
+synchronisation.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from dsbd_cli.core.probs import NEVER, top_candidates
 from dsbd_cli.core.protocols import ForestInput, ForestModel
 from dsbd_cli.core.slots import compact, node_slots, visible
 from dsbd_cli.decoding.state import BatchState
+from dsbd_cli.decoding.timing import PhaseTimer
 from dsbd_cli.decoding.walk import Live, Walk, walk
 from dsbd_cli.drafting.base import DraftContext, Drafter, Endings
 from dsbd_cli.drafting.beam import run
-from dsbd_cli.decoding.timing import PhaseTimer
 from dsbd_cli.verify.base import Rule
 
 __all__ = ["Report", "Stepper"]
@@ -39,7 +40,13 @@ class Stepper:
     """Runs iterations of one batch."""
 
     def __init__(
-        self, target: ForestModel, draft: ForestModel | None, drafter: Drafter, rule: Rule, endings: Endings, timer: PhaseTimer
+        self,
+        target: ForestModel,
+        draft: ForestModel | None,
+        drafter: Drafter,
+        rule: Rule,
+        endings: Endings,
+        timer: PhaseTimer,
     ) -> None:
         self.target, self.draft, self.drafter = target, draft, drafter
         self.rule, self.endings, self.timer = rule, endings, timer
@@ -56,10 +63,9 @@ class Stepper:
         self.timer.lap("target")
         size = self.rule.candidates(state.method.num_beams, self.num_eos, state.warp.max_top_k, logits.shape[-1])
         outcome = walk(state, forest, top_candidates(logits, size), self.rule, self.endings)
-        late_rows = self._commit(state, forest, outcome)
-        report = _report(state, outcome, late_rows)
+        counters = _pack(state, outcome, self._commit(state, forest, outcome))
         self.timer.lap("verify")
-        return report
+        return _report(counters)
 
     def _context(self, state: BatchState, slots: int, late: bool) -> DraftContext:
         method, table = state.method, state.table
@@ -101,7 +107,8 @@ class Stepper:
         return run(self.target, batch, table.used.device)
 
     def _commit(self, state: BatchState, forest: Forest, outcome: Walk) -> Tensor:
-        """Final beams become the live beams; both caches keep only their ancestors. Returns rows where the draft lags: [R] bool."""
+        """Final beams become the live beams; both caches keep only their ancestors. Returns rows where the draft
+        lags: [R] bool."""
         beams, live, table = state.beams, outcome.live, state.table
         _settle(state, forest, outcome)
         if state.method.memory_saving:
@@ -166,22 +173,26 @@ def _settle(state: BatchState, forest: Forest, outcome: Walk) -> None:
     finished.settle(_history(beams.history, beams.length, forest, parent, finished.token, steps))
 
 
-def _report(state: BatchState, outcome: Walk, late: Tensor) -> Report:
-    """All counters in one transfer."""
+def _pack(state: BatchState, outcome: Walk, late: Tensor) -> Tensor:
+    """All counters of an iteration in one tensor: [R, ROW_FIELDS + D * LAYER_FIELDS] int64."""
     rows = [outcome.done, outcome.invalid, outcome.steps, outcome.width_sum, state.table.used, state.table.trunk, late]
     columns = [value.to(torch.int64) for value in rows]
     for counts in outcome.layers:
         columns += [getattr(counts, name) for name in LAYER_FIELDS]
-    table = torch.stack(columns, 1).tolist()
-    width = len(LAYER_FIELDS)
+    return torch.stack(columns, 1)
+
+
+def _report(counters: Tensor) -> Report:
+    """The iteration's only transfer to the host."""
+    table = counters.tolist()
+    first, width = len(ROW_FIELDS), len(LAYER_FIELDS)
     return Report(
-        rows=[dict(zip(ROW_FIELDS, line, strict=False)) for line in table],
+        rows=[dict(zip(ROW_FIELDS, line[:first], strict=True)) for line in table],
         layers=[
             [
                 dict(zip(LAYER_FIELDS, line[start : start + width], strict=True))
-                for start in range(len(ROW_FIELDS), len(line), width)
+                for start in range(first, len(line), width)
             ]
             for line in table
         ],
     )
-

@@ -38,7 +38,8 @@ class _Clock:
 
 
 class PhaseTimer:
-    """Laps of one iteration. `seconds()` may be read once the device has reached the last lap (after the iteration's one transfer)."""
+    """Laps of one iteration. `seconds()` may be read once the device has reached the last lap (after the iteration's
+    one transfer)."""
 
     def __init__(self, event: Callable[[], Event] | None = None) -> None:
         self._event: Callable[[], Event] = event or _Clock  # type: ignore[assignment]

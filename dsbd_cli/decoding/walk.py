@@ -25,7 +25,8 @@ __all__ = ["LayerCounts", "Live", "Walk", "walk"]
 
 @dataclass(slots=True)
 class Live:
-    """Live beams of one step: the pair (parent node, token) of each, its forest node if it was drafted, and its scores. All [R, W]."""
+    """Live beams of one step: the pair (parent node, token) of each, its forest node if it was drafted, and its
+    scores. All [R, W]."""
 
     parent: Tensor
     token: Tensor
@@ -56,7 +57,8 @@ class LayerCounts:
 
 @dataclass(slots=True)
 class Walk:
-    """Outcome: final beams (pairs to be committed), steps taken [R], sum of widths [R], requests done [R], NaN rows [R], layer counts."""
+    """Outcome: final beams (pairs to be committed), steps taken [R], sum of widths [R], requests done [R], NaN rows
+    [R], layer counts."""
 
     live: Live
     steps: Tensor
@@ -70,9 +72,7 @@ def walk(state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, 
     """Verify all layers in turn. candidates: of all N nodes. Updates `state.finished`."""
     beams = state.beams
     index = torch.arange(beams.token.shape[1], device=beams.token.device).expand_as(beams.token)
-    live = Live(
-        index, beams.token, index, beams.valid, beams.weight, beams.logprob, beams.path, beams.stop_state
-    )
+    live = Live(index, beams.token, index, beams.valid, beams.weight, beams.logprob, beams.path, beams.stop_state)
     broken = torch.isnan(candidates.logprobs).any(-1) & forest.flat("valid")
     invalid = broken.any(1) & state.active
     active = state.active & ~invalid
@@ -117,6 +117,7 @@ def _view(
         full=own.full,
         drafts=_drafts(forest, layer),
         width=torch.full_like(state.row_key, state.method.num_beams),
+        dynamic=state.method.width == "threshold",
     )
     method = state.method
     if method.width == "threshold" and view.drafts is not None:
@@ -153,7 +154,8 @@ def _advance(view: LayerView, weight: Tensor, draws: LayerDraws, live: Live, end
 def _finish(state: BatchState, view: LayerView, draws: LayerDraws, live: Live, steps: Tensor, active: Tensor) -> Tensor:
     """Take new hypotheses into the best finished ones and say which rows are done: [R] bool.
 
-    The end test is transformers': no live beam, scored at its present length, beats the worst of the best `num_beams` finished ones.
+    The end test is transformers': no live beam, scored at its present length, beats the worst of the best `num_beams`
+    finished ones.
     """
     finished, limits = state.finished, state.limits
     length = state.beams.length + steps

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from dsbd_cli.core.beams import Beams
 from dsbd_cli.core.forest import Forest, LayerNodes
+from dsbd_cli.core.pool import DraftRequest
 from dsbd_cli.core.probs import Warp
 from dsbd_cli.core.slots import SlotTable
 from dsbd_cli.core.stops import StopTable
 
-__all__ = ["DraftContext", "DrawRule", "Drafter", "Endings", "own_bit", "roots"]
+__all__ = ["DraftContext", "Drafter", "DrawRule", "Endings", "own_bit", "roots"]
 
 
 class DrawRule(Protocol):
@@ -27,8 +28,8 @@ class DrawRule(Protocol):
         """Candidates per node that are enough to find every draw."""
         ...
 
-    def draft(self, log_q: Tensor, tokens: Tensor, path: Tensor, stream: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Draw pairs of the draft's pool."""
+    def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
+        """Draw pairs of the draft's pool: flat index [R, K] and which are real."""
         ...
 
 
@@ -57,7 +58,8 @@ class DraftContext:
 
     Attributes:
         beams, table: live beams and slots. rule: how drafts are drawn. warp, endings: the rows' settings.
-        depth: D. drafts_per_layer: K. window: T, tail window. slots: S, active cache slots. trash: slot absent nodes write to.
+        depth: D. drafts_per_layer: K. window: T, tail window. slots: S, active cache slots. trash: slot absent nodes
+            write to.
         row_key, iteration: [R] int64. catch_up: some beam's parent is missing in the draft's cache.
         record_law: the layer laws Q are needed.
     """
@@ -105,6 +107,7 @@ def roots(beams: Beams, table: SlotTable, depth: int) -> LayerNodes:
         stop_state=beams.stop_state,
         valid=beams.valid,
         ends=torch.zeros_like(beams.valid),
+        core=beams.valid,
         weight=beams.weight,
         path_tokens=torch.zeros(rows, width, depth, dtype=torch.int64, device=beams.token.device),
         ancestors=beams.ancestors | own_bit(table, 0, width, beams.ancestors.shape[-1]),

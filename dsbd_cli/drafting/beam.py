@@ -1,4 +1,5 @@
-"""The drafter of the paper: beam sampling with a small model, K pairs of the draft's pool per layer (Qin et al. 2025, section 3.1)."""
+"""The drafter of the paper: beam sampling with a small model, K pairs of the draft's pool per layer (Qin et al. 2025,
+section 3.1)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from dsbd_cli.core.forest import DraftLaw, Forest, LayerNodes
 from dsbd_cli.core.noise import DRAFT, extend_path, stream_key
+from dsbd_cli.core.pool import DraftRequest
 from dsbd_cli.core.probs import NEVER, Candidates, pool_law, top_candidates
 from dsbd_cli.core.protocols import ForestInput, ForestModel
 from dsbd_cli.core.slots import node_slots, visible
@@ -37,7 +39,9 @@ class BeamDrafter:
 
     def propose(self, context: DraftContext) -> Forest:
         """D draft forwards: the first takes the roots (and parents the draft has not run), each further one a layer."""
-        forest = Forest(context.beams.token.shape[1], context.drafts_per_layer, [roots(context.beams, context.table, context.depth)])
+        forest = Forest(
+            context.beams.token.shape[1], context.drafts_per_layer, [roots(context.beams, context.table, context.depth)]
+        )
         for layer in range(context.depth):
             logits = self._forward(context, forest, layer)
             self._extend(context, forest, layer, logits)
@@ -82,7 +86,10 @@ class BeamDrafter:
         ends = context.endings.ends(nodes.stop_state, candidates.tokens)
         allowed = log_q if rule.drafts_end else log_q.masked_fill(ends, NEVER)
         stream = stream_key(context.row_key, context.iteration, layer, DRAFT)
-        index, valid = rule.draft(allowed, candidates.tokens, nodes.path, stream, context.drafts_per_layer)
+        count = context.drafts_per_layer
+        index, valid = rule.draft(
+            DraftRequest(allowed, candidates.tokens, nodes.path, stream, nodes.core, count, forest.num_beams)
+        )
         forest.layers.append(_children(context, forest, layer, candidates, weight, ends, index, valid))
         forest.laws.append(_record(candidates, log_q, index, valid) if context.record_law else None)
 
@@ -98,7 +105,14 @@ def run(model: ForestModel, batch: ForestInput, device: torch.device) -> Tensor:
 
 
 def _children(
-    context: DraftContext, forest: Forest, layer: int, candidates: Candidates, weight: Tensor, ends: Tensor, index: Tensor, valid: Tensor
+    context: DraftContext,
+    forest: Forest,
+    layer: int,
+    candidates: Candidates,
+    weight: Tensor,
+    ends: Tensor,
+    index: Tensor,
+    valid: Tensor,
 ) -> LayerNodes:
     nodes = forest.layers[layer]
     above = index // candidates.tokens.shape[2]
@@ -115,6 +129,7 @@ def _children(
         stop_state=context.endings.step(nodes.stop_state.gather(1, above), token),
         valid=valid,
         ends=ends.flatten(1).gather(1, index),
+        core=valid & (torch.arange(index.shape[1], device=index.device) < forest.num_beams),
         weight=weight.flatten(1).gather(1, index),
         path_tokens=path_tokens,
         ancestors=_rows(nodes.ancestors, above) | bit,

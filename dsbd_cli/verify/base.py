@@ -1,4 +1,5 @@
-"""What a verification rule sees of one layer, and what it returns. Pure tensors; the noise is drawn from keys, never from a global state.
+"""What a verification rule sees of one layer, and what it returns. Pure tensors; the noise is drawn from keys, never
+from a global state.
 
 Letters: R requests, W beams, K drafts per layer, C candidates per beam, M = W*C pairs of the pool.
 """
@@ -12,9 +13,21 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.core.forest import DraftLaw
-from dsbd_cli.core.pool import LiveDraws, ends_before, live_draws, match_pairs
+from dsbd_cli.core.pool import DraftRequest, LiveDraws, ends_before, live_draws, match_pairs
+from dsbd_cli.core.probs import NEVER
 
-__all__ = ["DraftedLayer", "LayerDraws", "LayerView", "Rule", "entry_index", "largest", "membership"]
+__all__ = [
+    "DraftedLayer",
+    "LayerDraws",
+    "LayerView",
+    "Rule",
+    "append",
+    "complete_afresh",
+    "entry_index",
+    "largest",
+    "membership",
+    "survivors_first",
+]
 
 
 @dataclass(slots=True)
@@ -46,7 +59,7 @@ class LayerView:
         row_key, iteration: [R] int64, for per-step noise. layer: 0 for the step below the roots.
         full: the candidates are the whole vocabulary, in order.
         drafts: None for the bonus layer.
-        width: [R] int64, w_l: live beams the layer needs to pass.
+        width: [R] int64, w_l: live beams the layer needs to pass. dynamic: it may be less than W.
     """
 
     log_p: Tensor
@@ -62,6 +75,7 @@ class LayerView:
     full: bool
     drafts: DraftedLayer | None
     width: Tensor
+    dynamic: bool
 
     @property
     def num_beams(self) -> int:
@@ -112,11 +126,8 @@ class Rule(Protocol):
         """Candidates per beam that are enough to find every draw."""
         ...
 
-    def draft(self, log_q: Tensor, tokens: Tensor, path: Tensor, stream: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Draw `count` pairs of the draft's pool: flat index [R, K] in draw order and which are real [R, K].
-
-        log_q, tokens [R, n, C]; path [R, n] path keys; stream [R] key of this layer's draft stream.
-        """
+    def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
+        """Draw pairs of the draft's pool: flat index [R, K] in draw order and which are real [R, K]."""
         ...
 
     def verify(self, view: LayerView) -> LayerDraws:
@@ -136,11 +147,29 @@ def entry_index(tokens: Tensor) -> Tensor:
     return (nodes << 32) + tokens + 1
 
 
-def membership(view: LayerView, keys: Tensor, rank_limit: bool) -> LayerDraws:
-    """Layer whose draws do not depend on the drafts: the largest keys are drawn, and it passes if the first w_l live ones are drafted.
+def survivors_first(keys: Tensor, count: int, num_beams: int, core: Tensor) -> tuple[Tensor, Tensor]:
+    """`count` pairs to draft, for rules that take any node: first the W best among the children of `core` nodes, which
+    are the beams the target would keep if it agreed with the draft; then the best of all others.
 
-    keys: [R, W, C] float. With `rank_limit` an end counts only among the W best pairs (transformers' beam search), not until the last
-    live draw.
+    keys [R, n, C]; core [R, n] bool -> flat index [R, K] and which are real.
+    """
+    flat = keys.flatten(1)
+    best = min(num_beams, count)
+    index, real = largest(keys.masked_fill(~core.unsqueeze(-1), NEVER), best)
+    if best == count:
+        return index, real
+    # unreal entries all point at pair 0, which must not be hidden by them
+    taken = torch.zeros_like(flat, dtype=torch.int8).scatter_reduce(1, index, real.to(torch.int8), "amax")
+    others, more = largest(flat.masked_fill(taken.bool(), NEVER).view_as(keys), count - best)
+    return torch.cat((index, others), 1), torch.cat((real, more), 1)
+
+
+def membership(view: LayerView, keys: Tensor, rank_limit: bool) -> tuple[LayerDraws, Tensor]:
+    """Layer whose draws do not depend on the drafts: the largest keys are drawn, and it passes if the first w_l live
+    ones are drafted. Second result: the end-token draws before the w_l-th live one, [R, M] bool.
+
+    keys: [R, W, C] float. With `rank_limit` an end counts only among the W best pairs (transformers' beam search), not
+    until the last live draw.
     """
     beams = view.num_beams
     flat, ends = keys.flatten(1), view.ends.flatten(1)
@@ -160,7 +189,54 @@ def membership(view: LayerView, keys: Tensor, rank_limit: bool) -> LayerDraws:
     valid = draws.valid & (steps < width.unsqueeze(1))
     finished, countable = _ends(view, flat, ends, draws, width, rank_limit)
     accepted = ((node >= 0) & valid).sum(1)
-    return LayerDraws(draws.index, valid, node, finished, countable & valid, passed, accepted)
+    early = finished if rank_limit else ends_before(flat, ends, draws, view.width)
+    return LayerDraws(draws.index, valid, node, finished, countable & valid, passed, accepted), early
+
+
+def complete_afresh(view: LayerView, draws: LayerDraws, early: Tensor, keys: Tensor) -> LayerDraws:
+    """Where a layer with w_l < W did not pass, draw what lies beyond the w_l-th live draw again, with other noise.
+
+    That the layer stopped says something about the noise of the pairs that were not drawn (drafts were chosen by the
+    same noise), so going on with it would bias the law. keys: [R, W, C], log P with fresh noise.
+    """
+    beams = view.num_beams
+    steps = torch.arange(beams, device=keys.device).unsqueeze(0)
+    again = ~draws.passed & (view.width < beams)
+    first = draws.valid & (steps < view.width.unsqueeze(1))
+    taken = early.to(torch.int8).scatter_reduce(1, draws.index, first.to(torch.int8), "amax").bool()
+    fresh, ends = keys.flatten(1).masked_fill(taken, NEVER), view.ends.flatten(1)
+    more = live_draws(fresh, ends, beams)
+    count = first.sum(1)
+    missing = torch.where(count == view.width, beams - count, 0)  # fewer: nothing is left to draw
+    index, valid, node = append(
+        (draws.index, first, draws.node), (more.index, more.valid & (steps < missing.unsqueeze(1))), count
+    )
+    keep = again.unsqueeze(1)
+    valid = torch.where(keep, valid, draws.valid)
+    return LayerDraws(
+        index=torch.where(keep, index, draws.index),
+        valid=valid,
+        node=torch.where(keep, node, draws.node),
+        ends=torch.where(keep, early | ends_before(fresh, ends, more, missing), draws.ends),
+        countable=valid,
+        passed=draws.passed,
+        accepted=torch.where(again, ((draws.node >= 0) & first).sum(1), draws.accepted),
+    )
+
+
+def append(
+    first: tuple[Tensor, Tensor, Tensor], more: tuple[Tensor, Tensor], start: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put further draws (index, valid) [R, m] behind the first ones (index, valid, node) [R, W], from `start` [R] on.
+
+    Returns index, valid and node [R, W]; what does not fit is dropped, and further draws have node -1.
+    """
+    beams = first[0].shape[1]
+    index, valid, node = (torch.nn.functional.pad(item, (0, 1)) for item in first)
+    at = start.unsqueeze(1) + torch.arange(more[0].shape[1], device=start.device)
+    at = torch.where(more[1], at, beams).clamp(max=beams)
+    index, valid, node = index.scatter(1, at, more[0]), valid.scatter(1, at, more[1]), node.scatter(1, at, -1)
+    return index[:, :beams], valid[:, :beams], node[:, :beams]
 
 
 def _ends(

@@ -1,15 +1,18 @@
 """Common random numbers: target and draft draw with the same noise, a pure function of (seed, token path, token).
 
-The target's draws are the largest of log P + G, whatever was drafted; drafts only decide how many of them one forward yields. So with a
-fixed width the text does not depend on the draft at all. Law: drawing w times without replacement (Gumbel top-w, Kool et al. 2019).
+The target's draws are the largest of log P + G, whatever was drafted; drafts only decide how many of them one forward
+yields. So with a
+fixed width the text does not depend on the draft at all. Law: drawing w times without replacement (Gumbel top-w, Kool
+et al. 2019).
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from dsbd_cli.core.noise import path_gumbel
-from dsbd_cli.verify.base import LayerDraws, LayerView, largest, membership
+from dsbd_cli.core.noise import COMPLETION, gumbel, path_gumbel, stream_key
+from dsbd_cli.core.pool import DraftRequest
+from dsbd_cli.verify.base import LayerDraws, LayerView, complete_afresh, entry_index, membership, survivors_first
 
 __all__ = ["Coupled"]
 
@@ -25,10 +28,15 @@ class Coupled:
         """The warped support: top_k pairs of one beam at most, with room for ties."""
         return min(vocab_size, max_top_k + 8) if max_top_k else vocab_size
 
-    def draft(self, log_q: Tensor, tokens: Tensor, path: Tensor, stream: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The largest of log Q + G, with the target's own noise."""
-        return largest(log_q + path_gumbel(path, tokens), count)
+    def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
+        """The largest of log Q + G, with the target's own noise; children of likely survivors first."""
+        keys = request.log_q + path_gumbel(request.path, request.tokens)
+        return survivors_first(keys, request.count, request.num_beams, request.core)
 
     def verify(self, view: LayerView) -> LayerDraws:
         """Draw by log P + G, then ask which draws were drafted."""
-        return membership(view, view.log_p + path_gumbel(view.path, view.tokens), rank_limit=False)
+        draws, early = membership(view, view.log_p + path_gumbel(view.path, view.tokens), rank_limit=False)
+        if not view.dynamic:
+            return draws
+        key = stream_key(view.row_key, view.iteration, view.layer, COMPLETION).view(-1, 1, 1)
+        return complete_afresh(view, draws, early, view.log_p + gumbel(key, entry_index(view.tokens)))

@@ -237,7 +237,10 @@ class RejectionRule:
         chooser: Chooser,
         limit: int | None = None,
     ) -> LayerResult:
-        """Test the drafts until `width` live ones are accepted; if they run out, complete to `full_width` live."""
+        """Test the drafts until `width` live ones are accepted; if they run out, complete to `full_width` live.
+
+        A support with fewer than `width` live pairs passes once all of it is accepted.
+        """
         draws: list[Draw] = []
         target = normalise(target)
         residual: Law = target
@@ -252,7 +255,8 @@ class RejectionRule:
             else:
                 residual = self.after_rejection(target, residual, draft_law)
             draft_law = self.next_draft_law(draft_law, draft)
-        passed = _count_live(draws) == width
+        exhausted = not target and _count_live(draws) > 0
+        passed = _count_live(draws) == width or exhausted
         if not passed:
             law, stream = self.first_missing_law(target, residual, draft_law), "residual"
             while law and _count_live(draws) < full_width and len(draws) != limit:
@@ -307,17 +311,29 @@ def verify_layer_with_replacement(
 
 
 def coupled_layer(
-    target: Law, noise: Law, drafts: Sequence[Pair], ends: Collection[int], width: int, full_width: int
+    target: Law,
+    noise: Law,
+    drafts: Sequence[Pair],
+    ends: Collection[int],
+    width: int,
+    full_width: int,
+    fresh: Law | None = None,
 ) -> LayerResult:
     """Common random numbers: the draws are the leading entries of log P + G until `width` are live.
 
-    Passes if all live ones among them are drafted; otherwise goes on to `full_width` live. `noise` is G(x^i, v).
+    Passes if all live ones among them are drafted; otherwise goes on to `full_width` live with `fresh` noise, because
+    the stop says something about the noise of what was not drawn. `noise` is G(x^i, v).
     """
     law = normalise(target)
     ranked = sorted(law, key=lambda pair: math.log(law[pair]) + noise[pair], reverse=True)
     draws = _leading(ranked, drafts, ends, width)
-    passed = all(draw.source is not None for draw in draws if not draw.ends)
-    return LayerResult(draws if passed else _leading(ranked, drafts, ends, full_width), passed)
+    live = [draw for draw in draws if not draw.ends]
+    if live and all(draw.source is not None for draw in live):
+        return LayerResult(draws, True)
+    rest = ranked[len(draws) :]
+    if fresh is not None and width < full_width:
+        rest = sorted(rest, key=lambda pair: math.log(law[pair]) + fresh[pair], reverse=True)
+    return LayerResult(draws + _leading(rest, drafts, ends, full_width - len(live)), False)
 
 
 def _leading(ranked: Iterable[Pair], drafts: Sequence[Pair], ends: Collection[int], width: int) -> tuple[Draw, ...]:

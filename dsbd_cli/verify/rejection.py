@@ -1,10 +1,13 @@
 """Rejection rules: drafts sampled from a recorded law Q are accepted one after another against the target's law P.
 
-`Rejection` draws without replacement and is exact for the joint law of w such draws (recursive rejection sampling: Leviathan et al. 2023 for
-the identity, Jeon et al. 2024 (arXiv 2402.14160) for several drafts; docs/algorithm.md for beams). `WithReplacement` is the i.i.d. law of
+`Rejection` draws without replacement and is exact for the joint law of w such draws (recursive rejection sampling:
+Leviathan et al. 2023 for
+the identity, Jeon et al. 2024 (arXiv 2402.14160) for several drafts; docs/algorithm.md for beams). `WithReplacement`
+is the i.i.d. law of
 Qin et al. 2025, kept for comparison; duplicate beams are part of it.
 
-Everything here is float64 over the support of P: Q matters only there, since a residual max(0, P' - Q') lives on the support of P.
+Everything here is float64 over the support of P: Q matters only there, since a residual max(0, P' - Q') lives on the
+support of P.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.core.noise import ACCEPT, CLOCK, COMPLETION, RESIDUAL, gumbel, stream_key, uniform
-from dsbd_cli.core.pool import ends_before, live_draws
+from dsbd_cli.core.pool import DraftRequest, ends_before, live_draws
 from dsbd_cli.core.probs import NEVER, log_normalise
 from dsbd_cli.verify.base import DraftedLayer, LayerDraws, LayerView, entry_index, largest
 
@@ -45,7 +48,8 @@ class _Tests:
 
 
 def draft_law_at(view: LayerView, drafts: DraftedLayer, layer_offset: int) -> Tensor:
-    """log Q at the pairs of the target's pool: [R, M] float64. layer_offset: forest index of the first node of the live beams' layer."""
+    """log Q at the pairs of the target's pool: [R, M] float64. layer_offset: forest index of the first node of the
+    live beams' layer."""
     assert drafts.law is not None
     law = drafts.law
     local = (view.node - layer_offset).clamp(min=0).unsqueeze(-1)
@@ -94,9 +98,10 @@ class Rejection:
         """The warped support, with room for ties."""
         return min(vocab_size, max_top_k + 8) if max_top_k else vocab_size
 
-    def draft(self, log_q: Tensor, tokens: Tensor, path: Tensor, stream: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
         """K draws without replacement (Gumbel top-K)."""
-        return largest(log_q + gumbel(stream.view(-1, 1, 1), entry_index(tokens)), count)
+        noise = gumbel(request.stream.view(-1, 1, 1), entry_index(request.tokens))
+        return largest(request.log_q + noise, request.count)
 
     def verify(self, view: LayerView) -> LayerDraws:
         """Test the drafts in order, then complete the layer where it stopped."""
@@ -116,13 +121,13 @@ class Rejection:
         else:
             index, known = _locate(view, view.drafts)
             self._test_drafts(view, view.drafts, tests, index, known)
-            passed = tests.live >= view.width
+            # a support with fewer live pairs than the layer needs passes once all of it is accepted
+            exhausted = (tests.log_p == NEVER).all(1) & (tests.live > 0)
+            passed = (tests.live >= view.width) | exhausted
             place = torch.stack(tests.order, dim=1)
         return self._finish(view, tests, index, place, passed)
 
-    def _test_drafts(
-        self, view: LayerView, drafts: DraftedLayer, tests: _Tests, index: Tensor, known: Tensor
-    ) -> None:
+    def _test_drafts(self, view: LayerView, drafts: DraftedLayer, tests: _Tests, index: Tensor, known: Tensor) -> None:
         assert drafts.law is not None
         tests.log_q = draft_law_at(view, drafts, drafts_layer_offset(view, drafts))
         key = stream_key(view.row_key, view.iteration, view.layer, ACCEPT)
@@ -145,7 +150,8 @@ class Rejection:
     def _update(self, tests: _Tests, at: Tensor, known: Tensor, accept: Tensor, open_: Tensor, rest: Tensor) -> None:
         """P, P' and Q' after one test; rows whose tests are over stay as they are.
 
-        What is left of P and Q is renormalised in logs: at a low temperature the rest of a law is far below the smallest number.
+        What is left of P and Q is renormalised in logs: at a low temperature the rest of a law is far below the
+        smallest number.
         """
         q = torch.exp(tests.log_q - rest.unsqueeze(1)).nan_to_num(nan=0.0)
         residual = _normalise((tests.residual - q).clamp(min=0), self._rest(tests.log_p))
@@ -209,12 +215,11 @@ class WithReplacement(Rejection):
 
     replacement = True
 
-    def draft(self, log_q: Tensor, tokens: Tensor, path: Tensor, stream: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
         """K independent draws."""
-        flat, entries = log_q.flatten(1), entry_index(tokens).flatten(1)
-        draws = [
-            largest((flat + gumbel(stream.unsqueeze(1) + (j << 48), entries)).unsqueeze(1), 1) for j in range(count)
-        ]
+        flat, entries = request.log_q.flatten(1), entry_index(request.tokens).flatten(1)
+        keys = request.stream.unsqueeze(1)
+        draws = [largest((flat + gumbel(keys + (j << 48), entries)).unsqueeze(1), 1) for j in range(request.count)]
         return torch.cat([index for index, _ in draws], 1), torch.cat([real for _, real in draws], 1)
 
     def _complete(
@@ -222,17 +227,16 @@ class WithReplacement(Rejection):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Independent draws until `missing` more are live.
 
-        Independent draws are the events of one Poisson clock per pair with rate P: the live ones are independent draws from P given live,
-        and an ending pair was drawn if its clock rings before the last live one, at a time that is Gamma(missing) / P(live).
+        Independent draws are the events of one Poisson clock per pair with rate P: the live ones are independent
+        draws from P given live,
+        and an ending pair was drawn if its clock rings before the last live one, at a time that is Gamma(missing) /
+        P(live).
         """
         ends = view.ends.flatten(1)
         law = tests.log_p.masked_fill(ends, NEVER)
         key = stream_key(view.row_key, view.iteration, view.layer, COMPLETION).unsqueeze(1)
         entries = entry_index(view.tokens).flatten(1)
-        picks = [
-            largest((law + gumbel(key + (j << 48), entries)).unsqueeze(1), 1)
-            for j in range(view.num_beams)
-        ]
+        picks = [largest((law + gumbel(key + (j << 48), entries)).unsqueeze(1), 1) for j in range(view.num_beams)]
         index, real = torch.cat([pick for pick, _ in picks], 1), torch.cat([real for _, real in picks], 1)
         steps = torch.arange(view.num_beams, device=index.device).unsqueeze(0)
         wanted = steps < missing.unsqueeze(1)

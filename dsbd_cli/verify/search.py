@@ -1,10 +1,12 @@
-"""Deterministic beam search with a draft: the same text as transformers' `generate(num_beams=W, do_sample=False)`, in fewer target calls."""
+"""Deterministic beam search with a draft: the same text as transformers' `generate(num_beams=W, do_sample=False)`, in
+fewer target calls."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from dsbd_cli.verify.base import LayerDraws, LayerView, largest, membership
+from dsbd_cli.core.pool import DraftRequest
+from dsbd_cli.verify.base import LayerDraws, LayerView, membership, survivors_first
 
 __all__ = ["Search"]
 
@@ -20,10 +22,10 @@ class Search:
         """As many as transformers looks at: W live ones remain when every end token ranks before them."""
         return min(vocab_size, max(2, 1 + num_eos) * num_beams)
 
-    def draft(self, log_q: Tensor, tokens: Tensor, path: Tensor, stream: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The K best pairs by the draft's own scores."""
-        return largest(log_q, count)
+    def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
+        """The K best pairs by the draft's own scores; children of likely survivors first."""
+        return survivors_first(request.log_q, request.count, request.num_beams, request.core)
 
     def verify(self, view: LayerView) -> LayerDraws:
         """Rank the pool; pass if the W best live pairs were drafted."""
-        return membership(view, view.log_p, rank_limit=True)
+        return membership(view, view.log_p, rank_limit=True)[0]

@@ -1,6 +1,7 @@
 """Width policies: how many live beams a layer must yield to pass (Qin et al. 2025, section 3.2; docs/algorithm.md).
 
-A policy looks at P, Q and earlier layers only, never at the layer's own draws or uniforms: otherwise the law would change.
+A policy looks at P, Q and earlier layers only, never at the layer's own draws or uniforms: otherwise the law would
+change.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ TINY = 1e-300
 def expected_width(p: Tensor, q: Tensor, drafts: int, threshold: float, min_width: int, num_beams: int) -> Tensor:
     """Largest w with Pr[at least w of K drafts accepted] >= t, clamped to W_min .. W. p, q [R, M] float64 -> [R] int64.
 
-    alpha_1 = sum min(P, Q); after a rejection P becomes the normalised residual max(0, P - Q). An acceptance starts again from P.
+    alpha_1 = sum min(P, Q); after a rejection P becomes the normalised residual max(0, P - Q). An acceptance starts
+    again from P.
     """
     alphas = []
     law = p
@@ -34,7 +36,8 @@ def expected_width(p: Tensor, q: Tensor, drafts: int, threshold: float, min_widt
 def _accepted_law(alpha: Tensor, most: int) -> Tensor:
     """Pr[k of m accepted] for k = 0 .. most (the last entry: `most` or more). alpha [R, m] -> [R, most + 1].
 
-    State: (accepted so far, rejections since the last acceptance). One draft at a time; equal to the sum over first acceptances.
+    State: (accepted so far, rejections since the last acceptance). One draft at a time; equal to the sum over first
+    acceptances.
     """
     rows, drafts = alpha.shape
     state = torch.zeros(rows, most + 1, drafts + 1, dtype=alpha.dtype, device=alpha.device)

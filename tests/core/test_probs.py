@@ -1,4 +1,5 @@
-"""Laws, warps and noise. Guards: a warp in the wrong order or scope, ties that split, noise that is not Gumbel or not reproducible."""
+"""Laws, warps and noise. Guards: a warp in the wrong order or scope, ties that split, noise that is not Gumbel or not
+reproducible."""
 
 from __future__ import annotations
 
@@ -39,7 +40,12 @@ def test_pool_law_equals_its_oracle(scope: str, settings: tuple[float, int, floa
         )
         found = law.log_p[row].double().exp()
         tokens = candidates.tokens[row]
-        pairs = {(b, int(tokens[b, c])): float(found[b, c]) for b in range(3) for c in range(tokens.shape[1]) if found[b, c] > 0}
+        pairs = {
+            (b, int(tokens[b, c])): float(found[b, c])
+            for b in range(3)
+            for c in range(tokens.shape[1])
+            if found[b, c] > 0
+        }
         assert pairs.keys() == {pair for pair, mass in expected.law.items() if mass > 1e-40}
         for pair, mass in pairs.items():
             assert mass == pytest.approx(expected.law[pair], rel=1e-4)
@@ -62,23 +68,31 @@ def test_a_row_has_the_same_law_beside_rows_with_other_settings() -> None:
 
 def test_ties_at_the_cut_all_stay() -> None:
     logits = torch.tensor([[[1.0, 1.0, 1.0, 0.0]]])
-    law = pool_law(top_candidates(logits, 4), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), warp_of(1, (1.0, 2, 1.0, 0.0), "pool"))
+    law = pool_law(
+        top_candidates(logits, 4),
+        torch.zeros(1, 1),
+        torch.ones(1, 1, dtype=torch.bool),
+        warp_of(1, (1.0, 2, 1.0, 0.0), "pool"),
+    )
     assert (law.log_p[0, 0] > -math.inf).tolist() == [True, True, True, False]
 
 
 def test_uniforms_are_uniform() -> None:
-    """Kolmogorov-Smirnov at alpha 1e-6 on 200,000 numbers: the largest gap of the empirical law stays under 2.7 / sqrt(n)."""
+    """Kolmogorov-Smirnov at alpha 1e-6 on 200,000 numbers: the largest gap of the empirical law stays under 2.7 /
+    sqrt(n)."""
     count = 200_000
     values = uniform(seed_key(torch.tensor([5])), torch.arange(count)).sort().values
     grid = (torch.arange(count) + 0.5) / count
     assert float((values - grid).abs().max()) < 2.7 / math.sqrt(count)
-    assert float(values.min()) > 0 and float(values.max()) < 1
+    assert float(values.min()) > 0
+    assert float(values.max()) < 1
 
 
 def test_gumbel_tails_are_finite_and_wide() -> None:
     values = gumbel(seed_key(torch.tensor([1])), torch.arange(2_000_000))
     assert torch.isfinite(values).all()
-    assert float(values.max()) > 12 and float(values.min()) < -2.4
+    assert float(values.max()) > 12
+    assert float(values.min()) < -2.4
 
 
 def test_neighbouring_keys_do_not_correlate() -> None:
@@ -89,7 +103,10 @@ def test_neighbouring_keys_do_not_correlate() -> None:
         (uniform(key, index), uniform(key, index + 1)),
         (uniform(seed_key(index), torch.tensor([3])), uniform(seed_key(index + 1), torch.tensor([3]))),
         (uniform(extend_path(seed_key(index), index), index), uniform(extend_path(seed_key(index), index + 1), index)),
-        (uniform(stream_key(seed_key(index), index, 0, 1), index), uniform(stream_key(seed_key(index), index, 1, 1), index)),
+        (
+            uniform(stream_key(seed_key(index), index, 0, 1), index),
+            uniform(stream_key(seed_key(index), index, 1, 1), index),
+        ),
     ]
     for a, b in pairs:
         r = torch.corrcoef(torch.stack((a, b)))[0, 1]

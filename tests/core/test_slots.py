@@ -1,4 +1,5 @@
-"""Slot bookkeeping with integers alone: after any sequence of iterations every beam sees exactly its own path, in a row kept compact.
+"""Slot bookkeeping with integers alone: after any sequence of iterations every beam sees exactly its own path, in a
+row kept compact.
 
 Guards: a slot moved to the wrong place, an ancestor lost or a stranger kept, a trunk that grows too far or not at all.
 """

@@ -1,4 +1,5 @@
-"""Stop strings as an automaton over token bytes. Guards: a stop that spans tokens, overlaps itself or hides inside one token."""
+"""Stop strings as an automaton over token bytes. Guards: a stop that spans tokens, overlaps itself or hides inside
+one token."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def test_random_texts_stop_where_a_search_finds_them() -> None:
     draw = random.Random(0)
     found = 0
     for _ in range(400):
-        stops = tuple({"".join(draw.choice("abc") for _ in range(draw.randint(1, 4))) for _ in range(draw.randint(1, 3))})
+        stops = tuple(
+            {"".join(draw.choice("abc") for _ in range(draw.randint(1, 4))) for _ in range(draw.randint(1, 3))}
+        )
         ids = [draw.randrange(len(TOKENS)) for _ in range(8)]
         expected, text = None, b""
         for number, token in enumerate(ids):

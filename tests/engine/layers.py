@@ -1,4 +1,5 @@
-"""Random layers for the twin tests: the same target rows, draft rows and drafts for the tensors and for the scalar oracle."""
+"""Random layers for the twin tests: the same target rows, draft rows and drafts for the tensors and for the scalar
+oracle."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from dsbd_cli.core.forest import DraftLaw
 from dsbd_cli.core.noise import DRAFT, seed_key, stream_key
+from dsbd_cli.core.pool import DraftRequest
 from dsbd_cli.core.probs import Candidates, PoolLaw, Warp, pool_law, top_candidates
 from dsbd_cli.drafting.beam import _record
 from dsbd_cli.verify.base import DraftedLayer, LayerView, Rule
@@ -81,7 +83,12 @@ def _as_dict(log_law: Tensor, tokens: Tensor) -> dict[Pair, float]:
 
 
 def random_layer(
-    rule: Rule, rows: int, seed: int, settings: tuple[float, int, float, float], closeness: float = 0.7, scope: str = "pool"
+    rule: Rule,
+    rows: int,
+    seed: int,
+    settings: tuple[float, int, float, float],
+    closeness: float = 0.7,
+    scope: str = "pool",
 ) -> Layer:
     """Layer 1 of a forest with W=3, K=5, V=7: parents are nodes 3..7, the live beams are some of them."""
     beams, drafts, vocabulary, ends = 3, 5, 7, (6,)
@@ -105,7 +112,15 @@ def random_layer(
     key = seed_key(torch.arange(rows) + seed * 100_003)
     iteration = torch.full((rows,), 3)
     index, real = rule.draft(
-        draft.log_p, draft_candidates.tokens, key.unsqueeze(1).expand(-1, drafts), stream_key(key, iteration, 1, DRAFT), drafts
+        DraftRequest(
+            log_q=draft.log_p,
+            tokens=draft_candidates.tokens,
+            path=key.unsqueeze(1).expand(-1, drafts),
+            stream=stream_key(key, iteration, 1, DRAFT),
+            core=torch.ones(rows, drafts, dtype=torch.bool),
+            count=drafts,
+            num_beams=beams,
+        )
     )
     law: DraftLaw = _record(draft_candidates, draft.log_p, index, real)
     drafted = DraftedLayer(
@@ -129,5 +144,6 @@ def random_layer(
         full=own.full,
         drafts=drafted,
         width=torch.randint(1, beams + 1, (rows,), generator=generator),
+        dynamic=True,
     )
     return Layer(view, target, draft, draft_candidates, torch.arange(beams, beams + drafts))

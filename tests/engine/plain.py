@@ -1,4 +1,5 @@
-"""The plain decoder: scalar beam sampling and beam search over a function path -> log-probabilities, no draft, no forest, no cache.
+"""The plain decoder: scalar beam sampling and beam search over a function path -> log-probabilities, no draft, no
+forest, no cache.
 
 Slow twin of the whole engine. Random choices go through a chooser, so the law of its results can be enumerated exactly.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from dsbd_cli.verify.oracle import Chooser, Pair, beam_step, pool_law, search_layer
 
@@ -26,7 +28,7 @@ class Settings:
     top_k: int = 0
     length_penalty: float = 1.0
     early: bool = False
-    scope: str = "pool"
+    scope: Literal["pool", "beam"] = "pool"
     search: bool = False
 
 
@@ -77,15 +79,14 @@ def decode(rows: Rows, settings: Settings, step: Step | None = None) -> tuple[Te
             counted = {pair for pair in drawn if pair in best}
             child = raw
         else:
-            pool = pool_law(weights, table, settings.scope, settings.temperature, settings.top_k)  # type: ignore[arg-type]
+            pool = pool_law(weights, table, settings.scope, settings.temperature, settings.top_k)  # type:
+            ignore[arg - type]
             drawn = step(paths, pool.law)
             counted, child = set(drawn), pool.weights
         live = [pair for pair in drawn if pair[1] not in settings.ends]
         scale = length**settings.length_penalty
         new = [pair for pair in drawn if pair in counted and (pair[1] in settings.ends or last)]
-        finished += [
-            Text((*paths[b], v), raw[b, v], v not in settings.ends, raw[b, v] / scale) for b, v in new
-        ]
+        finished += [Text((*paths[b], v), raw[b, v], v not in settings.ends, raw[b, v] / scale) for b, v in new]
         finished = sorted(finished, key=lambda text: text.score, reverse=True)[: settings.width]
         full = len(finished) == settings.width
         hopeless = full and live and max(raw[pair] for pair in live) / scale <= finished[-1].score

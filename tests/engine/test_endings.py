@@ -1,7 +1,9 @@
-"""How requests end, fail and share a batch. Guards: tokens past an end, a lost row, a row that changes its neighbours."""
+"""How requests end, fail and share a batch. Guards: tokens past an end, a lost row, a row that changes its
+neighbours."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -66,7 +68,8 @@ def test_stop_strings_end_beams_inside_an_iteration(rule: str) -> None:
     stopped = list(engine(rule).run(requests(30, stop=("3 ", "8 4"))))
     for result in stopped:
         best = result.hypotheses[0]
-        assert "3 " not in best.text and "8 4" not in best.text
+        assert "3 " not in best.text
+        assert "8 4" not in best.text
         if 2 not in best.token_ids and best.finish_reason == "stop":
             assert best.token_ids[-1] == 3 or best.token_ids[-2:] == (8, 4)
     assert any(2 not in r.hypotheses[0].token_ids and r.hypotheses[0].finish_reason == "stop" for r in stopped)
@@ -92,7 +95,7 @@ def test_memory_saving_keeps_one_path() -> None:
                 # the row holds one path: everything but the nodes in flight is trunk
                 assert step.kv_slots - step.nodes <= step.trunk + 3
             ends = result.stats.step_log[:-1]
-            assert all(after.trunk == before.trunk + before.steps for before, after in zip(ends, ends[1:], strict=False))
+            assert all(after.trunk == before.trunk + before.steps for before, after in itertools.pairwise(ends))
 
 
 def test_rows_do_not_change_their_neighbours() -> None:
@@ -169,7 +172,8 @@ def test_prompts_past_the_positions_are_refused() -> None:
     decoder.target.max_positions = 12  # type: ignore[misc]
     result = next(decoder.run([Request("a", 1, prompt_ids=(1, 2, 3), sampling=SamplingConfig(max_new_tokens=10))]))
     assert isinstance(result.error, PromptTooLongError)
-    assert "3 tokens" in str(result.error) and "12 positions" in str(result.error)
+    assert "3 tokens" in str(result.error)
+    assert "12 positions" in str(result.error)
 
 
 def test_a_long_prompt_is_prefilled_in_chunks() -> None:

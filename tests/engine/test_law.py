@@ -1,7 +1,10 @@
-"""The law of whole results through the whole engine, against the exact law of the plain decoder (enumerated, not sampled).
+"""The law of whole results through the whole engine, against the exact law of the plain decoder (enumerated, not
+sampled).
 
-Chi-square over complete results (all hypotheses in order), bins of expectation under 5 pooled, alpha = 1e-5 per case with fixed seeds: a
-false alarm needs a new seed and then has odds of about 1e-4 over the file. Power: at 6,000 requests a total-variation error of 0.04 is
+Chi-square over complete results (all hypotheses in order), bins of expectation under 5 pooled, alpha = 1e-5 per case
+with fixed seeds: a
+false alarm needs a new seed and then has odds of about 1e-4 over the file. Power: at 6,000 requests a total-variation
+error of 0.04 is
 found with more than 99 % probability; two wrong engines at the end of the file must be found.
 """
 
@@ -47,7 +50,8 @@ def run_engine(engine: Engine, settings: Settings, requests: int = REQUESTS) -> 
 
 
 def excess(counts: Counter[Results], law: dict[Results, float]) -> float:
-    """Chi-square statistic over its critical value at alpha = 1e-5 (Wilson-Hilferty); above 1 rejects. Impossible results are infinite."""
+    """Chi-square statistic over its critical value at alpha = 1e-5 (Wilson-Hilferty); above 1 rejects. Impossible
+    results are infinite."""
     total = sum(counts.values())
     if set(counts) - set(law):
         return math.inf
@@ -76,7 +80,9 @@ BEAM = Settings(width=2, max_new=3, ends=(2,), temperature=1.5, scope="beam")
 
 
 @pytest.mark.parametrize(
-    ("settings", "vocabulary"), [(ENDING, 3), (WARPED, 3), (PLAIN, 4), (BEAM, 3)], ids=["ending", "warped", "plain", "beam-scope"]
+    ("settings", "vocabulary"),
+    [(ENDING, 3), (WARPED, 3), (PLAIN, 4), (BEAM, 3)],
+    ids=["ending", "warped", "plain", "beam-scope"],
 )
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 @pytest.mark.parametrize("depth", [0, 2])

@@ -1,6 +1,8 @@
-"""`coupled` and `search` give the very text of plain decoding, whatever the draft, K, D and batch size; compared with the scalar plain decoder.
+"""`coupled` and `search` give the very text of plain decoding, whatever the draft, K, D and batch size; compared with
+the scalar plain decoder.
 
-Guards: noise that depends on the row, the batch or the draft; a commit that mixes up beams; an end test that runs at the wrong step.
+Guards: noise that depends on the row, the batch or the draft; a commit that mixes up beams; an end test that runs at
+the wrong step.
 """
 
 from __future__ import annotations
@@ -21,11 +23,17 @@ VOCABULARY = 12
 
 
 def run(
-    settings: Settings, rule: str, count: int, batch_size: int = 8, drafted: bool = True, noise: float = 0.7, **method: Any
+    settings: Settings,
+    rule: str,
+    count: int,
+    batch_size: int = 8,
+    drafted: bool = True,
+    noise: float = 0.7,
+    **method: Any,
 ) -> list[RequestResult]:
     target, draft = table_pair(1, VOCABULARY, noise)
     depth = method.pop("depth", 3) if drafted else 0
-    config = MethodConfig(rule=rule, num_beams=settings.width, depth=depth, warp_scope=settings.scope, **method)  # type: ignore[arg-type]
+    config = MethodConfig(rule=rule, num_beams=settings.width, depth=depth, warp_scope=settings.scope, **method)
     codec = NumberCodec(VOCABULARY, tuple(settings.ends))
     engine = Engine(target, draft if depth else None, codec, config, batch_size=batch_size)
     sampling = SamplingConfig(
@@ -64,7 +72,7 @@ def test_coupled_equals_the_plain_decoder(settings: Settings, drafted: bool) -> 
     results = run(settings, "coupled", 24, drafted=drafted)
     for i, found in enumerate(texts(results)):
         rows = table_rows(1, VOCABULARY, (i % 5, i % 7))
-        expected = decode(rows, settings, coupled(lambda path, token, i=i: path_noise(i, path, token), settings))  # type: ignore[misc]
+        expected = decode(rows, settings, coupled(lambda path, token, i=i: path_noise(i, path, token), settings))
         assert found == [text.tokens for text in expected]
         for hypothesis, text in zip(results[i].hypotheses, expected, strict=True):
             assert hypothesis.logprob == pytest.approx(text.logprob, abs=1e-4)

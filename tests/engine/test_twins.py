@@ -1,7 +1,9 @@
 """The tensor rules against the scalar oracles under the same noise: thousands of random layers, every decision equal.
 
-Guards: a tensor rule that has the right law on average but takes another path (wrong order, wrong node, wrong stop) on some layer.
-Near-ties could differ between float32 and float64; none occurs with these seeds, so equality is exact and there are no false alarms.
+Guards: a tensor rule that has the right law on average but takes another path (wrong order, wrong node, wrong stop)
+on some layer.
+Near-ties could differ between float32 and float64; none occurs with these seeds, so equality is exact and there are
+no false alarms.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class LayerNoise:
         return float(uniform(self._key(ACCEPT), torch.tensor([index]))) < probability
 
     def draw(self, law: Law, stream: str) -> Pair:
-        name = stream.split("/")[0]
+        name = stream.split("/", maxsplit=1)[0]
         key = self._key(RESIDUAL if name == "residual" else COMPLETION)
         if stream.startswith("completion/"):  # with replacement every draw has noise of its own
             key = key + (self.completions << 48)
@@ -107,7 +109,8 @@ def test_rejection_equals_its_oracle(settings: tuple[float, int, float, float], 
 @pytest.mark.parametrize("settings", WARPED)
 @pytest.mark.parametrize("seed", range(4))
 def test_with_replacement_equals_its_oracle(settings: tuple[float, int, float, float], seed: int) -> None:
-    """Without end tokens: completing draws then have one noise array each on both sides (ends have a test of their law)."""
+    """Without end tokens: completing draws then have one noise array each on both sides (ends have a test of their
+    law)."""
     layer = random_layer(RULES["with-replacement"](), ROWS, seed, settings)
     layer.view.ends = torch.zeros_like(layer.view.ends)
     draws = RULES["with-replacement"]().verify(layer.view)
@@ -124,11 +127,11 @@ def test_with_replacement_equals_its_oracle(settings: tuple[float, int, float, f
         assert_same(layer, row, draws, expected)
 
 
-def _noise(layer: Layer, row: int) -> Mapping[Pair, float]:
-    view = layer.view
-    values = path_gumbel(view.path[row : row + 1], view.tokens[row : row + 1])[0]
+def _named(layer: Layer, row: int, values: torch.Tensor) -> Mapping[Pair, float]:
+    """Noise [W, C] of one row by pair."""
+    tokens = layer.view.tokens[row]
     return {
-        (beam, int(view.tokens[row, beam, column])): float(values[beam, column])
+        (beam, int(tokens[beam, column])): float(values[beam, column])
         for beam in range(values.shape[0])
         for column in range(values.shape[1])
     }
@@ -138,10 +141,15 @@ def _noise(layer: Layer, row: int) -> Mapping[Pair, float]:
 @pytest.mark.parametrize("seed", range(4))
 def test_coupled_equals_its_oracle(settings: tuple[float, int, float, float], seed: int) -> None:
     layer = random_layer(RULES["coupled"](), ROWS, seed, settings)
-    draws = RULES["coupled"]().verify(layer.view)
+    view = layer.view
+    draws = RULES["coupled"]().verify(view)
+    shared = path_gumbel(view.path, view.tokens)
+    key = stream_key(view.row_key, view.iteration, view.layer, COMPLETION).view(-1, 1, 1)
+    fresh = gumbel(key, entry_index(view.tokens))
     for row in range(ROWS):
-        width = int(layer.view.width[row])
-        expected = coupled_layer(layer.law(row), _noise(layer, row), layer.drafts(row), layer.ends(), width, 3)
+        noise, other = _named(layer, row, shared[row]), _named(layer, row, fresh[row])
+        width = int(view.width[row])
+        expected = coupled_layer(layer.law(row), noise, layer.drafts(row), layer.ends(), width, 3, other)
         assert_same(layer, row, draws, expected)
 
 

@@ -12,7 +12,8 @@ from tests.engine.plain import Rows
 
 
 class TableLM:
-    """Logits are table[token before, token], where the token before is found through mask and depth alone, so a wrong mask or a wrong
+    """Logits are table[token before, token], where the token before is found through mask and depth alone, so a wrong
+    mask or a wrong
     move shows."""
 
     max_positions = None
@@ -56,7 +57,9 @@ def _table(seed: int, vocabulary: int, scale: float = 1.5) -> Tensor:
     return torch.randn(vocabulary, vocabulary, vocabulary, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def table_pair(seed: int, vocabulary: int, noise: float, ends: Mapping[int, float] | None = None) -> tuple[TableLM, TableLM]:
+def table_pair(
+    seed: int, vocabulary: int, noise: float, ends: Mapping[int, float] | None = None
+) -> tuple[TableLM, TableLM]:
     """A target and a draft that is a perturbed copy. ends: what is added to the logits of some tokens."""
     table = _table(seed, vocabulary)
     draft = table + noise * _table(seed + 1, vocabulary, 1.0)

@@ -1,0 +1,161 @@
+"""Small decoders over table models, for laws of several steps: plain beam sampling and speculative decoding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dsbd_cli.verify.oracle import (
+    Chooser,
+    Law,
+    Pair,
+    Pool,
+    RejectionRule,
+    WithReplacementRule,
+    beam_step,
+    draft_layer,
+    pool_law,
+)
+
+from .cases import random_row
+
+Path = tuple[int, ...]
+WidthPolicy = Callable[[Law, Law], int]
+
+
+class Beam(NamedTuple):
+    path: Path
+    weight: float
+
+
+class Step(NamedTuple):
+    """One beam-sampling step: w of its layer, the drawn beams in order (ended ones too), whether the layer passed."""
+
+    width: int
+    drawn: tuple[Beam, ...]
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Model:
+    """A language model given by a random table, with the warp that its laws go through."""
+
+    seed: int
+    tokens: int
+    zeros: int = 0
+    warp: dict[str, object] = field(default_factory=dict)
+    rows: dict[Path, dict[int, float]] = field(default_factory=dict, compare=False)
+    pools: dict[tuple[tuple[int, Beam], ...], Pool] = field(default_factory=dict, compare=False)
+
+    def row(self, path: Path) -> dict[int, float]:
+        if path not in self.rows:
+            self.rows[path] = random_row(random.Random(f"{self.seed} {path}"), self.tokens, self.zeros)
+        return self.rows[path]
+
+    def pool(self, beams: dict[int, Beam]) -> Pool:
+        key = tuple(beams.items())
+        if key not in self.pools:
+            rows = {index: self.row(beam.path) for index, beam in beams.items()}
+            weights = {index: beam.weight for index, beam in beams.items()}
+            self.pools[key] = pool_law(weights, rows, **self.warp)  # type: ignore[arg-type]
+        return self.pools[key]
+
+
+def child(beams: dict[int, Beam], pool: Pool, pair: Pair) -> Beam:
+    return Beam((*beams[pair[0]].path, pair[1]), pool.weights[pair])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`drafts` is K, `depth` D, `full_width` W. `eager` drafts all layers before the first test, as an engine does."""
+
+    target: Model
+    draft: Model
+    full_width: int
+    drafts: int
+    depth: int
+    ends: frozenset[int] = frozenset()
+    rule: RejectionRule = field(default_factory=RejectionRule)
+    policy: WidthPolicy | None = None
+    eager: bool = False
+    limit: int | None = None
+
+    @property
+    def replacement(self) -> bool:
+        return isinstance(self.rule, WithReplacementRule)
+
+
+ROOT = {0: Beam((), 0.0)}
+
+
+def plain_steps(setting: Setting, steps: int, chooser: Chooser) -> tuple[Step, ...]:
+    """`steps` steps of beam sampling, nothing drafted."""
+    live, record = ROOT, []
+    for _ in range(steps):
+        pool = setting.target.pool(live)
+        pairs = beam_step(pool.law, setting.ends, setting.full_width, chooser, setting.replacement, setting.limit)
+        children = [child(live, pool, pair) for pair in pairs]
+        record.append(Step(setting.full_width, tuple(children), False))
+        live = dict(enumerate(beam for beam in children if beam.path[-1] not in setting.ends))
+    return tuple(record)
+
+
+@dataclass
+class Forest:
+    """Draft layers grown from the live beams on demand: nodes of each layer and the law they were drawn from."""
+
+    setting: Setting
+    chooser: Chooser
+    layers: list[dict[int, Beam]]
+    laws: list[Law] = field(default_factory=list)
+    drawn: list[tuple[Pair, ...]] = field(default_factory=list)
+
+    def layer(self, number: int) -> tuple[Law, tuple[Pair, ...]]:
+        while len(self.laws) <= number:
+            nodes = {index: beam for index, beam in self.layers[-1].items() if self._extends(beam)}
+            pool = self.setting.draft.pool(nodes)
+            pairs = draft_layer(pool.law, self.setting.drafts, self.chooser, self.setting.replacement)
+            self.laws.append(pool.law)
+            self.drawn.append(pairs)
+            self.layers.append({index: child(nodes, pool, pair) for index, pair in enumerate(pairs)})
+        return self.laws[number], self.drawn[number]
+
+    def _extends(self, beam: Beam) -> bool:
+        return not beam.path or beam.path[-1] not in self.setting.ends
+
+
+def speculative_steps(setting: Setting, steps: int, chooser: Chooser) -> tuple[Step, ...]:
+    """The first `steps` steps, whichever iterations they come from; an iteration drafts from the committed beams."""
+    live, record = ROOT, []
+    while len(record) < steps:
+        forest = Forest(setting, chooser, [live])
+        if setting.eager and setting.depth:
+            forest.layer(setting.depth - 1)
+        for layer in range(setting.depth + 1):
+            step, live = _verify_layer(setting, forest, layer, live, chooser)
+            record.append(step)
+            if not step.passed or len(record) == steps:
+                break
+        live = dict(enumerate(live.values()))
+    return tuple(record)
+
+
+def _verify_layer(
+    setting: Setting, forest: Forest, layer: int, live: dict[int, Beam], chooser: Chooser
+) -> tuple[Step, dict[int, Beam]]:
+    """One step, and the live beams after it, keyed by draft node if the layer passed. After D layers, the bonus."""
+    pool = setting.target.pool(live)
+    law, drafts = forest.layer(layer) if layer < setting.depth else ({}, ())
+    bonus = layer == setting.depth
+    width = setting.full_width if bonus or setting.policy is None else setting.policy(pool.law, law)
+    result = setting.rule.verify(pool.law, law, drafts, setting.ends, width, setting.full_width, chooser, setting.limit)
+    children = [(draw, child(live, pool, draw.pair)) for draw in result.draws]
+    assert not (bonus and result.passed)
+    survivors = {
+        draw.source if result.passed and draw.source is not None else number: beam
+        for number, (draw, beam) in enumerate(children)
+        if not draw.ends
+    }
+    return Step(width, tuple(beam for _, beam in children), result.passed), survivors

@@ -1,0 +1,73 @@
+"""Text, chats and the bytes behind tokens, on small tokenizers of each kind."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from dsbd_cli.errors import InvalidRowError
+from dsbd_cli.models.tokenize import HFCodec, byte_alphabet
+from tests.models.conftest import CHAT, KINDS, TEXTS, wrap
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    made = wrap(KINDS[request.param](), chat_template=CHAT)
+    made.add_tokens(["<extra word>"])
+    return made
+
+
+def test_bytes_join_to_the_text(tokenizer: Any) -> None:
+    """Guards stop strings and streaming, which go by bytes: joined bytes of ids are their text up to a leading space.
+
+    For real texts and random ids, special and added tokens included. Runs of byte tokens that are no text are left out:
+    how many marks stand for one is the decoder's taste."""
+    codec = HFCodec(tokenizer, (2,))
+    table = codec.token_bytes()
+    rng = random.Random(0)
+    samples = [codec.encode(text) for text in [*TEXTS, "wholly unseen: Ωµ漢字 <extra word>!"]]
+    ascii_ids = [i for i, piece in enumerate(table) if piece.isascii()]
+    samples += [rng.choices(ascii_ids, k=30) for _ in range(200)]
+    for ids in samples:
+        joined = b"".join(table[i] for i in ids).decode()
+        assert codec.decode(ids) in (joined, joined.removeprefix(" "))
+
+
+def test_special_and_added_tokens(tokenizer: Any) -> None:
+    """Guards markers that leak into texts, and added words that vanish from them."""
+    table = HFCodec(tokenizer, ()).token_bytes()
+    assert table[tokenizer.convert_tokens_to_ids("</s>")] == b""
+    assert table[tokenizer.convert_tokens_to_ids("<extra word>")].strip() == b"<extra word>"
+    assert len(table) == len(tokenizer)
+
+
+def test_every_byte_has_a_character() -> None:
+    """Guards the table of the byte alphabet: GPT-2's known entries, one character per byte."""
+    table = byte_alphabet()
+    assert sorted(table.values()) == list(range(256))
+    assert (table["Ġ"], table["Ċ"], table["ĉ"], table["A"], table["Ń"]) == (32, 10, 9, 65, 173)
+
+
+def test_no_clean_up() -> None:
+    """Guards texts against the clean-up that joins " ." and " n't" (old default of some checkpoints)."""
+    codec = HFCodec(wrap(KINDS["byte-level"](), clean_up_tokenization_spaces=True), ())
+    text = "do n't , x ."
+    assert codec.decode(codec.encode(text)) == text
+
+
+def test_chat(tokenizer: Any) -> None:
+    """Guards chat prompts: the template's special tokens are single ids and stand once, the answer is opened."""
+    codec = HFCodec(tokenizer, ())
+    ids = codec.encode_chat([{"role": "user", "content": "hi"}])
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.decode(ids, skip_special_tokens=True).rstrip().endswith("assistant:")
+
+
+def test_chat_refusals(tokenizer: Any) -> None:
+    """Guards the other rows of a file: a refused conversation is an error of its row, in one line."""
+    with pytest.raises(InvalidRowError, match="no such role"):
+        HFCodec(tokenizer, ()).encode_chat([{"role": "system", "content": "x"}])
+    with pytest.raises(InvalidRowError, match="no chat template"):
+        HFCodec(wrap(KINDS["byte-level"]()), ()).encode_chat([{"role": "user", "content": "x"}])

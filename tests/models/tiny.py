@@ -1,0 +1,183 @@
+"""Tiny random models of many architectures, built in code; forests and their slow twins."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from dsbd_cli.core.protocols import ForestInput, ForestModel
+
+V = 97
+
+SIZES = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+GPT2 = {
+    "vocab_size": V,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+HEAD = {**GROUPED, "head_dim": 8}
+SLIDING = ["sliding_attention", "full_attention"]
+
+# name -> (config class, settings). Windows of 4 are shorter than every test sequence.
+FIT: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", GROUPED),
+    "llama one kv head": ("LlamaConfig", {**SIZES, "num_key_value_heads": 1}),
+    "opt": ("OPTConfig", {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "gpt2": ("GPT2Config", GPT2),
+    "qwen2": ("Qwen2Config", GROUPED),
+    "qwen2 window": (
+        "Qwen2Config",
+        {**GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "qwen2 window unused": ("Qwen2Config", {**GROUPED, "use_sliding_window": False, "sliding_window": 4}),
+    "qwen3": ("Qwen3Config", HEAD),
+    "qwen3 moe window unused": (
+        "Qwen3MoeConfig",
+        {**HEAD, "sliding_window": 4, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "mistral": ("MistralConfig", {**GROUPED, "sliding_window": None}),
+    "mistral window": ("MistralConfig", {**GROUPED, "sliding_window": 4}),
+    "gemma2 window": (
+        "Gemma2Config",
+        {**HEAD, "sliding_window": 4, "layer_types": SLIDING, "query_pre_attn_scalar": 8},
+    ),
+    "gemma3 window": ("Gemma3TextConfig", {**HEAD, "sliding_window": 4, "layer_types": SLIDING}),
+    "gpt-neox": ("GPTNeoXConfig", SIZES),
+    "phi": ("PhiConfig", SIZES),
+    "phi3": ("Phi3Config", {**GROUPED, "sliding_window": None}),
+    "phi3 window": ("Phi3Config", {**GROUPED, "sliding_window": 4}),
+    "falcon rotary": ("FalconConfig", {**SIZES, "alibi": False, "new_decoder_architecture": False}),
+    "gptj": ("GPTJConfig", {**GPT2, "rotary_dim": 4}),
+    "gpt-oss window": (
+        "GptOssConfig",
+        {**HEAD, "sliding_window": 4, "layer_types": SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "smollm3": ("SmolLM3Config", GROUPED),
+    "cohere": ("CohereConfig", GROUPED),
+}
+
+UNFIT: dict[str, tuple[str, dict[str, Any]]] = {
+    "mpt": ("MptConfig", {"vocab_size": V, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}),
+    "bloom": ("BloomConfig", {"vocab_size": V, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "falcon alibi": ("FalconConfig", {**SIZES, "alibi": True, "new_decoder_architecture": False}),
+    "gpt-neo": (
+        "GPTNeoConfig",
+        {
+            "vocab_size": V,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 256,
+            "max_position_embeddings": 2048,
+        },
+    ),
+    "mamba": ("MambaConfig", {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+    "jamba": (
+        "JambaConfig",
+        {
+            **GROUPED,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+        },
+    ),
+    "qwen3-next": ("Qwen3NextConfig", {**HEAD, "layer_types": ["linear_attention", "full_attention"]}),
+}
+
+
+def build(name: str, *, attention: str | None = None, seed: int = 0, **changes: Any) -> Any:
+    """A random model of a family in evaluation mode, with weights large enough that a wrong mask shows."""
+    kind, settings = {**FIT, **UNFIT}[name]
+    config = getattr(transformers, kind)(**{**settings, **changes})
+    torch.manual_seed(seed)
+    wants = {} if attention is None else {"attn_implementation": attention}
+    model = transformers.AutoModelForCausalLM.from_config(config, **wants).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0, 0.15)
+    return model.requires_grad_(False)
+
+
+@dataclass
+class Row:
+    """One row of a packed forest as plain Python: what each slot holds, by hand."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)  # of each node, an index into this row's nodes; -1 for the first
+    slots: list[int] = field(default_factory=list)
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the start of the prompt to `node`."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def add(self, rng: random.Random, parent: int, free: list[int]) -> int:
+        """A new node with a random token in a free slot."""
+        self.tokens.append(rng.randrange(3, V))
+        self.parents.append(parent)
+        self.slots.append(free.pop(rng.randrange(len(free))))
+        return len(self.tokens) - 1
+
+
+def forest_input(
+    rows: list[Row], nodes: list[list[int]], active: int, trash: int, chosen: list[int] | None = None
+) -> ForestInput:
+    """Nodes of each row as one forward; rows with fewer nodes are filled with absent ones in the trash slot."""
+    width = max(map(len, nodes))
+    tokens = torch.zeros(len(rows), width, dtype=torch.int64)
+    positions, slots = torch.zeros_like(tokens), torch.full_like(tokens, trash)
+    mask = torch.zeros(len(rows), width, active, dtype=torch.bool)
+    slot_positions = torch.zeros(len(rows), active, dtype=torch.int64)
+    for r, (row, present) in enumerate(zip(rows, nodes, strict=True)):
+        for node, slot in enumerate(row.slots):
+            slot_positions[r, slot] = len(row.path(node)) - 1
+        mask[r, len(present) :, trash] = True
+        for i, node in enumerate(present):
+            path = row.path(node)
+            tokens[r, i], positions[r, i], slots[r, i] = row.tokens[node], len(path) - 1, row.slots[node]
+            mask[r, i, [row.slots[other] for other in path]] = True
+    return ForestInput(tokens, positions, slots, mask, slot_positions, None if chosen is None else torch.tensor(chosen))
+
+
+def plain_logits(model: Any, row: Row, node: int) -> Tensor:
+    """[V] logits of a node by running its path alone, without cache or mask."""
+    tokens = torch.tensor([[row.tokens[other] for other in row.path(node)]])
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits[0, -1]
+    return logits
+
+
+def worst(forest: ForestModel, model: Any, rows: list[Row], nodes: list[list[int]], batch: ForestInput) -> float:
+    """Largest absolute logit error of a forward against the separate paths."""
+    logits = forest.forward(batch)
+    assert logits is not None
+    errors = [
+        (logits[r, i].cpu() - plain_logits(model, row, node)).abs().max().item()
+        for r, (row, present) in enumerate(zip(rows, nodes, strict=True))
+        for i, node in enumerate(present)
+    ]
+    return max(errors)
