@@ -79,8 +79,7 @@ def decode(rows: Rows, settings: Settings, step: Step | None = None) -> tuple[Te
             counted = {pair for pair in drawn if pair in best}
             child = raw
         else:
-            pool = pool_law(weights, table, settings.scope, settings.temperature, settings.top_k)  # type:
-            ignore[arg - type]
+            pool = pool_law(weights, table, settings.scope, settings.temperature, settings.top_k)
             drawn = step(paths, pool.law)
             counted, child = set(drawn), pool.weights
         live = [pair for pair in drawn if pair[1] not in settings.ends]

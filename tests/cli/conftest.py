@@ -1,0 +1,85 @@
+"""Running `dsbd` in this process or in another one, with a fake engine."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import dsbd_cli.decoding
+from dsbd_cli.cli.app import run
+from tests.cli import fake
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Outcome:
+    """What a command returned and wrote."""
+
+    code: int
+    out: str
+    err: str
+    loads: list[dict[str, object]] = field(default_factory=list)
+
+    @property
+    def records(self) -> list[dict[str, object]]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+class _Stream(io.TextIOWrapper):
+    """A standard stream in memory; `tty` says what isatty answers."""
+
+    def __init__(self, data: bytes = b"", *, tty: bool = False) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8", write_through=True)
+        self.tty = tty
+
+    def isatty(self) -> bool:
+        return self.tty
+
+    def text(self) -> str:
+        buffer = self.buffer
+        assert isinstance(buffer, io.BytesIO)
+        return buffer.getvalue().decode()
+
+
+@pytest.fixture
+def dsbd(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """dsbd("generate", "--num-beams", "2", lines=[...]) in this process; terminals as named."""
+    loads: list[dict[str, object]] = []
+    module = fake.module(fake.fake_load(loads))
+    monkeypatch.setitem(sys.modules, fake.MODULE, module)
+    monkeypatch.setattr(dsbd_cli.decoding, "load", module, raising=False)
+    monkeypatch.delenv("DSBD_DEBUG", raising=False)
+
+    def call(*arguments: str, lines: list[object] | bytes = b"", terminals: tuple[str, ...] = ()) -> Outcome:
+        data = lines if isinstance(lines, bytes) else "".join(json.dumps(line) + "\n" for line in lines).encode()
+        streams = {
+            name: _Stream(data if name == "stdin" else b"", tty=name in terminals)
+            for name in ("stdin", "stdout", "stderr")
+        }
+        with monkeypatch.context() as patch:
+            for name, stream in streams.items():
+                patch.setattr(sys, name, stream)
+            code = run(arguments)
+        return Outcome(code, streams["stdout"].text(), streams["stderr"].text(), list(loads))
+
+    return call
+
+
+@pytest.fixture
+def start() -> Callable[..., subprocess.Popen[bytes]]:
+    """A real `dsbd` process with the fake engine."""
+
+    def begin(*arguments: str, **options: object) -> subprocess.Popen[bytes]:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+        command = [sys.executable, "-W", "error", "-m", "tests.cli.fake", *arguments]
+        return subprocess.Popen(command, cwd=ROOT, **pipes)
+
+    return begin

@@ -1,0 +1,100 @@
+"""An engine without a model: prompts say what happens to them. Nothing here imports torch.
+
+`fail` gives an error result, `nan` a broken score, `slow` takes half a minute, `stubborn` survives one Ctrl-C,
+`crash` and `no memory` end the run.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+import dsbd_cli.decoding
+from dsbd_cli.config import MethodConfig
+from dsbd_cli.errors import ModelError, PromptTooLongError
+from dsbd_cli.requests import Hypothesis, Request, RequestResult
+from dsbd_cli.stats import LayerStats, RequestStats, StepStats
+
+MODULE = "dsbd_cli.decoding.load"
+
+
+class FakeEngine:
+    """Answers in input order and reads `batch_size` requests ahead, as the real one does."""
+
+    def __init__(self, method: MethodConfig, batch_size: int, log_steps: bool) -> None:
+        self.method, self.batch_size, self.log_steps = method, batch_size, log_steps
+
+    def run(self, requests: Iterable[Request]) -> Iterator[RequestResult]:
+        source = iter(requests)
+        while batch := list(islice(source, self.batch_size)):
+            for request in batch:
+                yield self._answer(request)
+
+    def _answer(self, request: Request) -> RequestResult:
+        prompt = request.prompt or " ".join(message["content"] for message in request.messages or ())
+        if prompt == "fail":
+            error = PromptTooLongError("prompt has 900 tokens, but the target has 512 positions")
+            return RequestResult(request, (), 0, RequestStats(), error)
+        if prompt == "crash":
+            raise RuntimeError("a bug\nin two lines")
+        if prompt == "no memory":
+            raise ModelError("the device is out of memory")
+        if prompt == "slow":
+            time.sleep(30)
+        if prompt == "stubborn":
+            _sleep_through_an_interrupt()
+        logprob = float("nan") if prompt == "nan" else -1.25
+        beams = tuple(
+            Hypothesis(f"{prompt}!{rank}", (5, 6, 2), "stop", logprob - rank, (logprob - rank) / 3)
+            for rank in range(request.sampling.n_best)
+        )
+        return RequestResult(request, beams, 7, self._stats(request))
+
+    def _stats(self, request: Request) -> RequestStats:
+        stats = RequestStats(2, 8, 3, 16, 4, 12, 40, 0.1234567, 0.2, 0.3, 0.7)
+        if self.log_steps:
+            layer = LayerStats(1, 8, 4, 4, 4, True)
+            stats.step_log = [StepStats(request.id, 1, 1, 2, 12, 40, 7, [layer], 0.1234567, 0.2, 0.3)]
+        return stats
+
+
+def _sleep_through_an_interrupt() -> None:
+    try:
+        time.sleep(30)
+    except KeyboardInterrupt:
+        sys.stderr.write("still here\n")
+        sys.stderr.flush()
+        time.sleep(30)
+
+
+def fake_load(calls: list[dict[str, object]] | None = None) -> Callable[..., FakeEngine]:
+    """A stand-in for dsbd_cli.decoding.load.load that notes what it was called with."""
+
+    def load(target: str, draft: str | None, **options: object) -> FakeEngine:
+        if calls is not None:
+            calls.append({"target": target, "draft": draft, **options})
+        method, batch_size = options["method"], options["batch_size"]
+        assert isinstance(method, MethodConfig)
+        assert isinstance(batch_size, int)
+        return FakeEngine(method, batch_size, bool(options["log_steps"]))
+
+    return load
+
+
+def module(load: Callable[..., FakeEngine]) -> types.ModuleType:
+    """A module with this `load`, to stand in the place of the real one."""
+    made = types.ModuleType(MODULE)
+    made.__dict__["load"] = load
+    return made
+
+
+if __name__ == "__main__":
+    from dsbd_cli.cli.app import main
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.modules[MODULE] = dsbd_cli.decoding.__dict__["load"] = module(fake_load())
+    main()

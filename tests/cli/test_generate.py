@@ -1,0 +1,183 @@
+"""`dsbd generate` over a fake engine: what is written, in which order, and what the command returns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Outcome
+
+Dsbd = Callable[..., Outcome]
+
+RECORD = "schema index id text finish_reason logprob score num_tokens beams usage seed exactness method stats".split()
+
+
+def prompts(*texts: str) -> list[object]:
+    return [{"id": f"r{place}", "prompt": text} for place, text in enumerate(texts)]
+
+
+def test_a_record_has_the_documented_fields_in_order(dsbd: Dsbd) -> None:
+    outcome = dsbd("generate", "--n-best", "2", lines=prompts("hello"))
+    assert (outcome.code, outcome.err) == (0, "")
+    [record] = outcome.records
+    assert list(record) == RECORD
+    assert record["schema"] == "dsbd.output/1"
+    assert (record["index"], record["id"], record["text"]) == (0, "r0", "hello!0")
+    assert [list(beam) for beam in record["beams"]] == [RECORD[3:8]] * 2
+    assert record["usage"] == {"prompt_tokens": 7, "completion_tokens": 6, "total_tokens": 13}
+    assert list(record["method"])[:5] == ["rule", "num_beams", "drafts_per_layer", "depth", "width"]
+    assert record["exactness"] == "same-text"
+    assert record["stats"] == {
+        "target_calls": 2,
+        "draft_calls": 8,
+        "steps": 3,
+        "steps_per_call": 1.5,
+        "drafted": 16,
+        "accepted": 4,
+        "acceptance_rate": 0.25,
+        "mean_width": 4.0,
+        "kv_peak_slots": 40,
+        "draft_s": 0.123457,
+        "target_s": 0.2,
+        "verify_s": 0.3,
+        "total_s": 0.7,
+    }
+
+
+@pytest.mark.parametrize("batch", ["1", "3", "8"])
+def test_bad_rows_stay_in_input_order_and_the_others_go_on(dsbd: Dsbd, batch: str) -> None:
+    lines = b'{"prompt": "a"}\n\nnot json\n{"prompt": "fail", "id": "f"}\n[1]\n{"prompt": 3}\n\xff\n{"prompt": "b"}\n'
+    outcome = dsbd("generate", "--batch-size", batch, lines=lines)
+    assert outcome.code == 3
+    records = outcome.records
+    assert [record["index"] for record in records] == list(range(7))
+    assert [record.get("text") for record in records] == ["a!0", None, None, None, None, None, "b!0"]
+    kinds = [record.get("error", {}).get("type") for record in records]
+    assert kinds[1:6] == ["InvalidRowError", "PromptTooLongError", *["InvalidRowError"] * 3]
+    assert list(records[1]) == ["schema", "index", "id", "error"]
+    assert list(records[1]["error"]) == ["type", "message"]
+    assert records[2]["id"] == "f"
+    assert records[1]["error"]["message"].startswith("line 3: not valid JSON")
+    assert outcome.err == "dsbd: 7 rows, 6 tokens, " + outcome.err.split("tokens, ")[1]
+    assert "5 failed" in outcome.err
+
+
+def test_a_score_that_is_no_number_is_an_error_record(dsbd: Dsbd) -> None:
+    outcome = dsbd("generate", lines=prompts("nan", "ok"))
+    assert outcome.code == 3
+    assert outcome.records[0]["error"]["type"] == "NumericalError"
+    assert "null" not in outcome.out.splitlines()[0]
+
+
+def test_no_rows_are_no_error(dsbd: Dsbd) -> None:
+    assert dsbd("generate", lines=b"\n \n").code == 0
+
+
+def test_an_error_of_the_run_keeps_what_was_written(dsbd: Dsbd) -> None:
+    outcome = dsbd("generate", "--batch-size", "1", lines=prompts("a", "no memory", "b"))
+    assert outcome.code == 1
+    assert [record["text"] for record in outcome.records] == ["a!0"]
+    assert outcome.err == "dsbd: error: the device is out of memory\n"
+
+
+def test_a_bug_is_one_line_and_a_traceback_only_on_demand(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = dsbd("generate", lines=prompts("crash"))
+    assert outcome.code == 1
+    assert outcome.err == "dsbd: error: RuntimeError: a bug in two lines (unexpected; --debug shows the traceback)\n"
+    assert "Traceback" in dsbd("generate", "--debug", lines=prompts("crash")).err
+    assert "Traceback" in dsbd("--debug", "generate", lines=prompts("crash")).err
+    monkeypatch.setenv("DSBD_DEBUG", "1")
+    assert "Traceback" in dsbd("generate", lines=prompts("crash")).err
+
+
+def test_options_reach_the_library(dsbd: Dsbd) -> None:
+    outcome = dsbd(
+        *"generate --target t --draft d --dtype bfloat16 --device cuda:1 --draft-device cpu --batch-size 3".split(),
+        *"--trust-remote-code --allow-pickle --num-beams 6".split(),
+    )
+    [call] = outcome.loads
+    method = call.pop("method")
+    assert (method.num_beams, method.drafts_per_layer) == (6, 12)
+    assert call == {
+        "target": "t",
+        "draft": "d",
+        "dtype": "bfloat16",
+        "device": "cuda:1",
+        "draft_device": "cpu",
+        "device_map": None,
+        "batch_size": 3,
+        "log_steps": False,
+        "trust_remote_code": True,
+        "allow_pickle": True,
+    }
+
+
+def test_sampling_options_and_row_overrides_reach_the_request(dsbd: Dsbd) -> None:
+    outcome = dsbd("generate", "--n-best", "3", lines=[{"prompt": "a"}, {"prompt": "b", "n": 1, "seed": 9}])
+    assert [len(record["beams"]) for record in outcome.records] == [3, 1]
+    assert outcome.records[1]["seed"] == 9
+
+
+def test_files_are_written_and_never_replaced_by_accident(dsbd: Dsbd, tmp_path: Path) -> None:
+    source, output, stats = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "steps.jsonl"))
+    source.write_text('{"prompt": "a"}\n{"prompt": "fail"}\n')
+    arguments = ("generate", "-i", str(source), "-o", str(output), "--stats", str(stats))
+    assert dsbd(*arguments).code == 3
+    assert [json.loads(line)["index"] for line in output.read_text().splitlines()] == [0, 1]
+    [step] = [json.loads(line) for line in stats.read_text().splitlines()]
+    assert list(step) == (
+        "schema id iteration passed_layers steps nodes kv_slots trunk layers draft_s target_s verify_s".split()
+    )
+    assert step["schema"] == "dsbd.step/1"
+    assert list(step["layers"][0]) == ["layer", "drafted", "live_parents", "width", "accepted", "passed"]
+    before = output.read_bytes()
+    refused = dsbd(*arguments)
+    assert (refused.code, output.read_bytes(), len(refused.loads)) == (2, before, 1)
+    assert "exists" in refused.err
+    assert dsbd(*arguments, "--overwrite").code == 3
+
+
+def test_a_failed_load_leaves_no_output_file(dsbd: Dsbd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import dsbd_cli.decoding
+
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr(dsbd_cli.decoding.__dict__["load"], "load", broken)
+    output = tmp_path / "out.jsonl"
+    assert dsbd("generate", "-o", str(output), lines=prompts("a")).code == 1
+    assert not output.exists()
+
+
+def test_standard_error_is_silent_unless_somebody_watches(dsbd: Dsbd) -> None:
+    rows = prompts("a", "fail")
+    assert dsbd("generate", lines=prompts("a")).err == ""
+    assert dsbd("generate", "--quiet", lines=rows).err == ""
+    assert "1 failed" in dsbd("generate", lines=rows).err
+    verbose = dsbd("generate", "--verbose", lines=rows).err
+    assert "rule coupled, 4 beams" in verbose
+    assert "row 1 (id r1): line 2: prompt has 900 tokens" in verbose
+    assert "1.50 steps per call, 25% accepted" in verbose
+
+
+def test_a_terminal_gets_a_live_line_and_a_summary(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    shown = dsbd("generate", lines=prompts("a"), terminals=("stderr",))
+    assert shown.code == 0
+    assert "dsbd: 1 row, 3 tokens" in shown.err
+    assert "\x1b[?25l" in shown.err, "the live line hides the cursor"
+    assert len(shown.records) == 1
+    mixed = dsbd("generate", lines=prompts("a"), terminals=("stderr", "stdout"))
+    assert "\x1b" not in mixed.err, "records scroll by on the same terminal"
+    assert dsbd("generate", "-q", lines=prompts("a"), terminals=("stderr",)).err == ""
+
+
+def test_a_terminal_without_input_is_told_what_to_do(dsbd: Dsbd) -> None:
+    outcome = dsbd("generate", terminals=("stdin",))
+    assert outcome.code == 2
+    assert "dsbd generate < prompts.jsonl" in outcome.err
+    assert dsbd("generate", "-i", "-", lines=prompts("a"), terminals=("stdin",)).code == 0

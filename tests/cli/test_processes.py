@@ -1,0 +1,156 @@
+"""`dsbd` as a process: pipes, signals, full disks, start-up."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from dsbd_cli import __version__
+
+Start = Callable[..., subprocess.Popen[bytes]]
+
+ROOT = Path(__file__).parents[2]
+ROW = b'{"prompt": "a"}\n'
+DEADLINE = 30
+
+
+def finish(process: subprocess.Popen[bytes], data: bytes | None = None) -> tuple[int, bytes, bytes]:
+    out, err = process.communicate(data, timeout=DEADLINE)
+    return process.returncode, out, err
+
+
+def pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None
+    return stream
+
+
+def test_a_pipe_through_another_program(start: Start) -> None:
+    code, out, err = finish(start("generate"), ROW * 3)
+    assert (code, err) == (0, b"")
+    assert [json.loads(line)["index"] for line in out.splitlines()] == [0, 1, 2]
+
+
+def test_every_record_is_written_as_soon_as_it_is_done(start: Start) -> None:
+    """Guards against buffering: the producer waits for each answer before it sends the next line."""
+    process = start("generate", "--batch-size", "1")
+    for line, expected in ((ROW, "text"), (b"broken\n", "error"), (ROW, "text")):
+        pipe(process.stdin).write(line)
+        pipe(process.stdin).flush()
+        assert expected in json.loads(pipe(process.stdout).readline())
+    code, out, err = finish(process)
+    assert (code, out) == (3, b"")
+    assert b"1 failed" in err
+
+
+def test_a_closed_output_ends_quietly(start: Start) -> None:
+    """`dsbd generate | head -1`: far more rows than a pipe holds, and a reader that leaves."""
+    process = start("generate", stdin=subprocess.DEVNULL)
+    assert finish(process)[0] == 0
+    process = start("generate")
+    feeder = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.stdout.buffer.write({ROW!r} * 2000)"], stdout=process.stdin
+    )
+    pipe(process.stdin).close()
+    process.stdin = None
+    assert json.loads(pipe(process.stdout).readline())["index"] == 0
+    pipe(process.stdout).close()
+    process.stdout = None
+    code, _, err = finish(process)
+    assert (code, err) == (0, b"")
+    assert feeder.wait(DEADLINE) in (0, 1, 120)
+
+
+def test_an_interrupt_keeps_what_is_written(start: Start) -> None:
+    process = start("generate", "--batch-size", "1", "--verbose")
+    pipe(process.stdin).write(ROW + b'{"prompt": "slow"}\n')
+    pipe(process.stdin).flush()
+    first = pipe(process.stdout).readline()
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process)
+    assert (code, out) == (130, b"")
+    assert json.loads(first)["index"] == 0
+    assert b"interrupted: 1 row," in err
+    assert b"Traceback" not in err
+
+
+def test_a_second_interrupt_ends_at_once(start: Start) -> None:
+    process = start("generate", "--batch-size", "1")
+    pipe(process.stdin).write(ROW + b'{"prompt": "stubborn"}\n')
+    pipe(process.stdin).flush()
+    pipe(process.stdout).readline()
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    assert pipe(process.stderr).readline() == b"still here\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(5) == -signal.SIGINT
+    finish(process)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("way", ["stdout", "--output"])
+def test_a_full_device_is_an_error_of_the_run(start: Start, way: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        process = start("generate", stdout=full) if way == "stdout" else start("generate", "-o", "/dev/full")
+        code, _, err = finish(process, ROW)
+    assert code == 1
+    assert err.startswith(b"dsbd: error: cannot write ")
+    assert b"No space left on device" in err
+    assert err.count(b"\n") == 1
+
+
+def test_a_full_disk_leaves_whole_lines(start: Start, tmp_path: Path) -> None:
+    """The limit cuts the second record in the middle; its half must not stay in the file."""
+    output = tmp_path / "out.jsonl"
+    _, record, _ = finish(start("generate"), ROW)
+    limit = len(record) + 50
+    process = start(
+        "generate",
+        "-o",
+        str(output),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    code, _, err = finish(process, ROW * 3)
+    assert code == 1
+    assert b"File too large; the lines before are complete" in err
+    assert output.read_bytes().count(b"\n") == 1
+    assert json.loads(output.read_bytes())["index"] == 0
+
+
+@pytest.mark.parametrize("arguments", ["--help", "generate --help", "--version", "generate --top-p 2"])
+def test_start_up_imports_neither_torch_nor_transformers(arguments: str) -> None:
+    code = (
+        "import sys, runpy\n"
+        "try: runpy.run_module('dsbd_cli', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'dsbd_cli.decoding.engine'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    command = [sys.executable, "-c", code, *arguments.split()]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version_and_bare_command(start: Start) -> None:
+    assert finish(start("--version"))[:2] == (0, f"dsbd {__version__}\n".encode())
+    code, out, _ = finish(start())
+    assert code == 2
+    assert b"generate" in out
+
+
+def test_closed_standard_streams_are_named(start: Start) -> None:
+    shell = "exec {python} -m tests.cli.fake generate {redirect}"
+    for redirect, message in (("<&-", b"standard input is closed"), (">&- </dev/null", b"standard output is closed")):
+        command = shell.format(python=sys.executable, redirect=redirect)
+        done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, check=False, cwd=ROOT)
+        assert done.returncode in (1, 2)
+        assert message in done.stderr

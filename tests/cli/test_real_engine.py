@@ -1,0 +1,95 @@
+"""From a line to a record through real checkpoints on disk: tiny random ones, so the texts are noise."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsbd_cli.cli.app import run
+from tests.models.conftest import byte_level, save, wrap
+
+LINES = [
+    '{"id": "a", "prompt": "The quick"}',
+    "not json",
+    '{"id": "b", "prompt": "select name", "max_new_tokens": 5, "n_best": 2}',
+    '{"id": "too long", "prompt": "def", "max_new_tokens": 100000}',
+    '{"id": "chat", "messages": [{"role": "user", "content": "hi"}]}',
+    '{"id": "c", "prompt": "fox", "stop": ["e", "a"]}',
+]
+
+Call = Callable[..., list[dict[str, object]]]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("pair")
+    tokenizer = wrap(byte_level())
+    models = (
+        save(folder / name, tokenizer=tokenizer, vocab_size=len(tokenizer), seed=seed)
+        for seed, name in enumerate(("target", "draft"))
+    )
+    target, draft = (str(path) for path in models)
+    return target, draft
+
+
+@pytest.fixture
+def generate(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    target, draft = pair
+
+    def call(*options: str, draft_name: str = draft) -> list[dict[str, object]]:
+        written = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+        given = io.TextIOWrapper(io.BytesIO("\n".join(LINES).encode()), encoding="utf-8")
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", written)
+            patch.setattr(sys, "stdin", given)
+            models = ["--target", target, "--draft", draft_name, "--max-new-tokens", "8", "--dtype", "float32"]
+            assert run(["generate", *models, *options]) == 3
+        buffer = written.buffer
+        assert isinstance(buffer, io.BytesIO)
+        return [json.loads(line) for line in buffer.getvalue().splitlines()]
+
+    return call
+
+
+def texts(records: list[dict[str, object]]) -> list[object]:
+    return [(record["id"], record.get("text"), record.get("num_tokens")) for record in records]
+
+
+def test_the_text_depends_on_neither_draft_nor_batch_nor_shape(generate: Call) -> None:
+    plain = texts(generate(draft_name="none"))
+    assert [text is None for _, text, _ in plain] == [False, True, False, True, True, False]
+    for options in ("", "--batch-size 1", "--depth 2 --drafts-per-layer 5", "--seed 0"):
+        assert texts(generate(*options.split())) == plain
+    assert texts(generate("--seed", "1")) != plain
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--rule search --early-stopping",
+        "--rule rejection",
+        "--rule with-replacement --min-width 2",
+        "--width threshold --memory-saving",
+        "--warp-scope beam --top-p 0.9",
+        "--num-beams 2 --n-best 2 --length-penalty 0 --min-p 0.01",
+    ],
+)
+def test_every_method_answers(generate: Call, options: str, tmp_path: Path) -> None:
+    stats = tmp_path / "steps.jsonl"
+    records = generate(*options.split(), "--stats", str(stats))
+    assert [record["index"] for record in records] == list(range(6))
+    assert [record["id"] for record in records if "error" in record] == ["1", "too long", "chat"]
+    errors = [record["error"]["type"] for record in records if "error" in record]
+    assert errors == ["InvalidRowError", "PromptTooLongError", "InvalidRowError"]
+    assert all(str(record["error"]["message"]).startswith("line ") for record in records if "error" in record)
+    steps = [json.loads(line) for line in stats.read_text().splitlines()]
+    for record in records:
+        if "stats" in record:
+            own = [step for step in steps if step["id"] == record["id"]]
+            assert len(own) == record["stats"]["target_calls"]
+            assert sum(step["steps"] for step in own) == record["stats"]["steps"]

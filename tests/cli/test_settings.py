@@ -1,0 +1,120 @@
+"""Options either act or are refused, with one line that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Outcome
+
+Dsbd = Callable[..., Outcome]
+
+REFUSED = {
+    "--temperature 0": "--temperature 0 is beam search: use --rule search",
+    "--temperature -1": "--temperature is -1.0",
+    "--temperature nan": "--temperature is nan",
+    "--top-p 2": "--top-p is 2.0",
+    "--max-new-tokens 0": "--max-new-tokens is 0",
+    "--num-beams 0": "--num-beams is 0",
+    "--seed -1": "--seed is -1",
+    "--n-best 5": "--n-best is 5, but --num-beams is 4",
+    "--batch-size 0": "--batch-size is 0",
+    "--drafts-per-layer 3": "--drafts-per-layer is 3, but a layer needs 4",
+    "--min-width 2": "--min-width would do nothing, because the width is fixed",
+    "--width-threshold 0.9": "--width-threshold would do nothing",
+    "--rule rejection --width fixed --min-width 2": "--min-width would do nothing",
+    "--min-width 5 --width threshold": "--min-width is 5",
+    "--rule search --temperature 2": "--temperature would do nothing, because rule search",
+    "--rule search --top-k 5 --top-p 0.5": "--top-k, --top-p would do nothing",
+    "--rule search --min-p 0.1": "--min-p would do nothing",
+    "--rule search --seed 3": "--seed would do nothing",
+    "--rule search --warp-scope beam": "--warp-scope would do nothing",
+    "--rule search --width threshold": "--width threshold would do nothing",
+    "--draft none --depth 3": "--depth 3 needs a draft",
+    "--draft none --drafts-per-layer 8": "--drafts-per-layer would do nothing, because there is no draft",
+    "--draft none --width threshold": "--width threshold would do nothing",
+    "--draft none --rule rejection --min-width 2": "--min-width would do nothing",
+    "--draft none --draft-device cpu": "--draft-device would do nothing",
+    "--depth 0 --draft d": "--depth 0 drafts nothing, but --draft is d: use --draft none",
+    "--depth 0 --drafts-per-layer 8": "--drafts-per-layer would do nothing",
+    "--target t": "--target is t, but --draft is missing",
+    "--num-beams 1 --memory-saving": "--memory-saving keeps one beam of several",
+    "--device cpu --device-map auto": "--device and --device-map cannot be used together",
+    "--quiet --verbose": "--quiet and --verbose cannot be used together",
+    "--input no-such-file": "--input no-such-file cannot be read: No such file",
+    "--input .": "--input . cannot be read",
+    "--overwrite": "--overwrite replaces the --output and --stats files",
+    "--output .": "--output . is a folder",
+    "--output no-such-folder/x": "the folder no-such-folder does not exist",
+    "--stats -": "--stats needs a file",
+    "--output x --stats x": "--output and --stats are both x",
+    "--input README.md --output README.md --overwrite": "--output README.md is the input",
+    "--rule fast": "Invalid value for '--rule': 'fast' is not one of",
+    "--num-beams four": "Invalid value for '--num-beams'",
+    "--no-such-option": "No such option: --no-such-option",
+    "file.jsonl": "unexpected extra argument",
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.items(), ids=list(REFUSED))
+def test_refused(dsbd: Dsbd, options: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "README.md").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    outcome = dsbd("generate", *options.split())
+    assert outcome.code == 2
+    assert message in outcome.err
+    assert outcome.err.startswith("dsbd: error: ")
+    assert outcome.err.count("\n") == 1
+    assert (outcome.out, outcome.loads) == ("", [])
+    assert (tmp_path / "README.md").read_text() == "x"
+
+
+# options -> draft, and fields of the method
+SETTLED: list[tuple[str, str | None, dict[str, object]]] = [
+    ("", "builtin:draft", {"rule": "coupled", "num_beams": 4, "drafts_per_layer": 8, "depth": 4, "width": "fixed"}),
+    ("--num-beams 6", "builtin:draft", {"drafts_per_layer": 12}),
+    ("--num-beams 6 --drafts-per-layer 7", "builtin:draft", {"drafts_per_layer": 7}),
+    ("--rule search", "builtin:draft", {"width": "fixed"}),
+    ("--rule rejection", "builtin:draft", {"width": "threshold", "width_threshold": 0.7, "min_width": 1}),
+    ("--rule with-replacement --min-width 2", "builtin:draft", {"width": "threshold", "min_width": 2}),
+    ("--rule rejection --width fixed", "builtin:draft", {"width": "fixed"}),
+    ("--width threshold --width-threshold 0.9", "builtin:draft", {"width": "threshold", "width_threshold": 0.9}),
+    ("--draft none", None, {"depth": 0, "width": "fixed"}),
+    ("--draft none --depth 0", None, {"depth": 0}),
+    ("--depth 0", None, {"depth": 0}),
+    ("--depth 0 --target t", None, {"depth": 0}),
+    ("--draft none --rule rejection", None, {"depth": 0, "width": "fixed"}),
+    ("--target builtin:target --depth 2", "builtin:draft", {"depth": 2}),
+    ("--memory-saving --warp-scope beam", "builtin:draft", {"memory_saving": True, "warp_scope": "beam"}),
+]
+
+
+@pytest.mark.parametrize(("options", "draft", "fields"), SETTLED, ids=[case[0] or "defaults" for case in SETTLED])
+def test_settled(dsbd: Dsbd, options: str, draft: str | None, fields: dict[str, object]) -> None:
+    outcome = dsbd("generate", *options.split())
+    assert (outcome.code, outcome.err) == (0, "")
+    [call] = outcome.loads
+    assert call["draft"] == draft
+    assert {name: getattr(call["method"], name) for name in fields} == fields
+
+
+def test_what_does_not_act_is_null_in_the_record(dsbd: Dsbd) -> None:
+    [plain] = dsbd("generate", "--draft", "none", lines=[{"prompt": "a"}]).records
+    assert plain["method"] == {
+        "rule": "coupled",
+        "num_beams": 4,
+        "drafts_per_layer": None,
+        "depth": 0,
+        "width": "fixed",
+        "width_threshold": None,
+        "min_width": None,
+        "warp_scope": "pool",
+        "memory_saving": False,
+        "target": "builtin:target",
+        "draft": None,
+    }
+    [dynamic] = dsbd("generate", "--rule", "rejection", lines=[{"prompt": "a"}]).records
+    assert dynamic["method"]["width_threshold"] == 0.7
+    assert dynamic["exactness"] == "dynamic-width"

@@ -1,0 +1,61 @@
+"""Generators are deterministic and their splits share no names."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from itertools import islice
+
+import pytest
+
+from dsbd_cli.tasks import SPLITS, TASKS
+from dsbd_cli.tasks.words import split_of
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_same_seed_same_records(name: str) -> None:
+    first, again, other = (list(islice(TASKS[name].records("dev", seed), 20)) for seed in (5, 5, 6))
+    assert first == again
+    assert [r.prompt for r in first] != [r.prompt for r in other]
+    assert len({r.id for r in first}) == 20
+
+
+def test_records_do_not_depend_on_the_process() -> None:
+    """Hash randomisation or set order must not reach the records."""
+    code = "from dsbd_cli.tasks import TASKS; print([next(t.records('test', 1)).prompt for t in TASKS.values()])"
+    here = str([next(task.records("test", 1)).prompt for task in TASKS.values()])
+    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert there == here
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_unknown_split(name: str) -> None:
+    with pytest.raises(ValueError, match="split is 'validation'"):
+        next(TASKS[name].records("validation", 0))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_schema_names_belong_to_the_split(split: str) -> None:
+    for record in islice(TASKS["sql"].records(split, 0), 100):
+        for table, content in record.meta["tables"].items():
+            assert split_of(table) == split
+            assert all(split_of(column) == split for column in content["columns"] if not column.endswith("_id"))
+            values = {value for row in content["rows"] for value in row if isinstance(value, str)}
+            assert all(split_of(value) == split for value in values)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_people_belong_to_the_split(split: str) -> None:
+    seen = set()
+    for record in islice(TASKS["qa"].records(split, 0), 100):
+        for sentence in re.findall(r"([A-Z][a-z]+) ([A-Z][a-z]+) was a", record.prompt):
+            seen.update(sentence)
+    assert len(seen) > 200
+    assert all(split_of(name) == split for name in seen)
+
+
+def test_tasks_do_not_import_torch() -> None:
+    code = "import sys; import dsbd_cli.tasks; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["False", "False"]

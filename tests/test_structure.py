@@ -1,0 +1,226 @@
+"""The shape of the house, read from the code itself: layers, sizes, what may be imported where, what is public."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import quantiles
+
+import pytest
+
+import dsbd_cli
+from dsbd_cli import config
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "dsbd_cli"
+
+LAYERS = {
+    0: ("errors", "config", "records", "stats", "requests", "_version"),
+    1: ("core",),
+    2: ("drafting", "verify"),
+    3: ("models",),
+    4: ("decoding",),
+    5: ("metrics", "data", "tasks", "reports", "peers"),
+    6: ("cli",),
+    7: ("__main__", "__init__"),
+}
+LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
+TORCH = ("torch",)
+TRANSFORMERS = ("transformers", "tokenizers", "huggingface_hub", "accelerate", "safetensors")
+WITHOUT_TORCH = {"cli", "data", "tasks", "__init__", "__main__", *LAYERS[0]}
+MAY_USE_TRANSFORMERS = {"models", "peers"}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+P95_FUNCTION_LINES = 50
+
+
+def sources(package: Path = PACKAGE) -> list[Path]:
+    return sorted(package.rglob("*.py"))
+
+
+def house(path: Path, package: Path = PACKAGE) -> str:
+    """`core` for dsbd_cli/core/pool.py, `errors` for dsbd_cli/errors.py."""
+    return path.relative_to(package).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of every import, inside functions too; of `from x import y` both x and x.y."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield node.lineno, base
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def layer_faults(package: Path) -> list[str]:
+    """Imports from a higher layer, from a neighbour on the same layer, or relative ones."""
+    faults = []
+    for path in sources(package):
+        own = house(path, package)
+        if own not in LAYER_OF:
+            faults.append(f"{path}: {own} has no layer")
+            continue
+        for line, name in imports(path):
+            if name.startswith("."):
+                faults.append(f"{path}:{line} relative import")
+            parts = name.split(".")
+            if parts[0] != "dsbd_cli" or len(parts) < 2 or parts[1] in (own, "__version__"):
+                continue
+            allowed = LAYER_OF.get(parts[1], 99) < LAYER_OF[own] or LAYER_OF[own] == LAYER_OF.get(parts[1]) == 0
+            if not allowed:
+                faults.append(f"{path}:{line} {own} imports {name}")
+    return faults
+
+
+def foreign_faults(package: Path) -> list[str]:
+    """torch outside the layers that compute, transformers outside the layer that knows it."""
+    faults = []
+    for path in sources(package):
+        own = house(path, package)
+        for line, name in imports(path):
+            top = name.split(".")[0]
+            if (top in TORCH and own in WITHOUT_TORCH) or (top in TRANSFORMERS and own not in MAY_USE_TRANSFORMERS):
+                faults.append(f"{path}:{line} {own} imports {name}")
+    return faults
+
+
+def any_faults(package: Path) -> list[str]:
+    """typing.Any outside the seam to transformers."""
+    return [
+        f"{path}:{line} imports Any"
+        for path in sources(package)
+        if house(path, package) != "models"
+        for line, name in imports(path)
+        if name == "typing.Any"
+    ]
+
+
+def print_faults(package: Path) -> list[str]:
+    """print() in a library writes into somebody's records."""
+    return [
+        f"{path}:{node.lineno} print"
+        for path in sources(package)
+        if house(path, package) != "cli"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+
+
+def function_lengths(package: Path) -> dict[str, int]:
+    lengths = {}
+    for path in sources(package):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                lengths[f"{path}:{node.lineno} {node.name}"] = node.end_lineno - node.lineno + 1
+    return lengths
+
+
+def size_faults(package: Path) -> list[str]:
+    files = {str(path): len(path.read_text(encoding="utf-8").splitlines()) for path in sources(package)}
+    long_files = [f"{name}: {lines} lines" for name, lines in files.items() if lines > MAX_FILE_LINES]
+    functions = function_lengths(package)
+    return long_files + [f"{name}: {lines} lines" for name, lines in functions.items() if lines > MAX_FUNCTION_LINES]
+
+
+CHECKS = [layer_faults, foreign_faults, any_faults, print_faults, size_faults]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_package_has_no_faults(check: object) -> None:
+    assert callable(check)
+    assert check(PACKAGE) == []
+
+
+PLANTED = [
+    (layer_faults, "core/pool.py", "from dsbd_cli.models import toy"),
+    (layer_faults, "core/pool.py", "def f():\n    import dsbd_cli.decoding.engine"),
+    (layer_faults, "verify/base.py", "from dsbd_cli.drafting.base import Drafter"),
+    (layer_faults, "errors.py", "from dsbd_cli import core"),
+    (layer_faults, "data/jsonl.py", "from dsbd_cli.tasks import sql"),
+    (layer_faults, "decoding/engine.py", "from dsbd_cli.cli.app import main"),
+    (layer_faults, "core/pool.py", "from . import mask"),
+    (layer_faults, "unknown/x.py", ""),
+    (foreign_faults, "records.py", "import torch"),
+    (foreign_faults, "cli/generate.py", "def f():\n    from torch import nn"),
+    (foreign_faults, "decoding/engine.py", "from transformers import AutoModel"),
+    (foreign_faults, "core/pool.py", "import tokenizers.models"),
+    (any_faults, "core/pool.py", "from typing import Any"),
+    (print_faults, "decoding/engine.py", "def f():\n    print(1)"),
+    (size_faults, "core/pool.py", "x = 1\n" * 401),
+    (size_faults, "core/pool.py", "def f():\n" + "    x = 1\n" * 80),
+]
+
+
+@pytest.mark.parametrize(("check", "name", "code"), PLANTED, ids=[f"{c.__name__}-{n}" for c, n, _ in PLANTED])
+def test_a_planted_fault_is_found(check: object, name: str, code: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(code)
+    assert callable(check)
+    assert len(check(tmp_path)) >= 1
+    path.write_text("from dsbd_cli.errors import UsageError\nx = 1\n")
+    assert check(tmp_path) == [] or name.startswith("unknown")
+
+
+def test_most_functions_are_short() -> None:
+    lengths = list(function_lengths(PACKAGE).values())
+    assert quantiles(lengths, n=20)[-1] <= P95_FUNCTION_LINES
+
+
+def test_changelog_and_version_agree() -> None:
+    found = re.search(r"^## \[(\d+\.\d+\.\d+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None
+    assert found[1] == dsbd_cli.__version__
+
+
+def test_the_public_names() -> None:
+    assert sorted(dsbd_cli.__all__) == [
+        "DsbdError",
+        "Engine",
+        "Hypothesis",
+        "InvalidRowError",
+        "MethodConfig",
+        "ModelError",
+        "ModelNotFoundError",
+        "ModelSpec",
+        "NumericalError",
+        "OutputError",
+        "PairError",
+        "PromptTooLongError",
+        "Request",
+        "RequestResult",
+        "RowError",
+        "SamplingConfig",
+        "UnsupportedModelError",
+        "UsageError",
+        "__version__",
+        "load",
+    ]
+    assert set(dir(dsbd_cli)) >= set(dsbd_cli.__all__)
+    for name in dsbd_cli.__all__:
+        assert getattr(dsbd_cli, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        dsbd_cli.nothing  # noqa: B018
+
+
+def test_load_has_the_defaults_of_the_command() -> None:
+    parameters = inspect.signature(dsbd_cli.load).parameters
+    assert parameters["target"].default == config.BUILTIN_TARGET
+    assert parameters["draft"].default == config.BUILTIN_DRAFT
+    assert parameters["batch_size"].default == config.DEFAULT_BATCH_SIZE
+
+
+def test_every_module_says_what_is_in_it() -> None:
+    silent = [
+        str(path)
+        for path in sources()
+        if (text := path.read_text(encoding="utf-8")).strip() and ast.get_docstring(ast.parse(text)) is None
+    ]
+    assert silent == []
