@@ -1,0 +1,47 @@
+# Needs Python >= 3.11 and make. Every target makes its own environment in .venv, once.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types docs docs-check clean
+
+# The first Python that is new enough; another one with: make PYTHON=/path/to/python
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+JOBS ?= 2
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "dsbd needs Python 3.11 or newer: make PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+demo: $(READY) ## answer sample_inputs/prompts.jsonl with the built-in pair
+	$(BIN)/dsbd generate --quiet < sample_inputs/prompts.jsonl | $(BIN)/python sample_inputs/show.py sample_inputs/prompts.jsonl
+
+test: $(READY) ## run the whole suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q
+
+lint: $(READY) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY) ## mypy
+	$(BIN)/mypy
+
+docs: $(READY) ## write docs/cli.md from the commands
+	$(BIN)/python docs/generate_cli.py
+
+docs-check: $(READY) ## fail if docs/cli.md is not what the commands say
+	$(BIN)/python docs/generate_cli.py --check
+
+clean: ## remove the environment and all caches
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

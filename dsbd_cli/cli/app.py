@@ -1,0 +1,106 @@
+"""The command `dsbd`, and the one place where an error becomes a line on standard error and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from dsbd_cli._version import __version__
+from dsbd_cli.cli.generate import generate
+from dsbd_cli.cli.output import error_line
+from dsbd_cli.data.jsonl import ClosedOutputError
+from dsbd_cli.errors import DsbdError, OutputError
+
+__all__ = ["app", "main", "run"]
+
+INTERRUPTED = 130
+
+app = typer.Typer(name="dsbd", add_completion=False, pretty_exceptions_enable=False)
+app.command("generate")(generate)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dsbd {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    ctx: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="show the version", callback=_version, is_eager=True, metavar=""),
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="show the traceback of an error; also DSBD_DEBUG=1", metavar="")
+    ] = False,
+) -> None:
+    """Beam search and beam sampling from language models, sped up by a draft model, with unchanged output.
+
+    Exit codes: 0 all rows answered, 1 the run failed, 2 wrong usage, 3 some rows failed, 130 interrupted.
+    """
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+        raise typer.Exit(2)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code. Errors end here."""
+    debug = "--debug" in arguments or os.environ.get("DSBD_DEBUG", "") not in ("", "0")
+    try:
+        code = typer.main.get_command(app).main(list(arguments), prog_name="dsbd", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except (ClosedOutputError, BrokenPipeError):
+        _drop_output()
+        return 0
+    except DsbdError as error:
+        if isinstance(error, OutputError):
+            _drop_output()
+        return _report(str(error), error.exit_code, debug=debug)
+    except typer.TyperException as error:
+        hint = " (dsbd generate --help lists the options)" if error.exit_code == 2 else ""
+        message = error.format_message().replace("Value error, ", "")
+        return _report(f"{message}{hint}", error.exit_code, debug=debug)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except Exception as error:
+        detail = f"{type(error).__name__}: {error}".rstrip(": ")
+        return _report(f"{detail} (unexpected; --debug shows the traceback)", 1, debug=debug)
+
+
+def _report(message: str, code: int, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    error_line(message)
+    return code
+
+
+def _drop_output() -> None:
+    """The interpreter flushes standard output as it ends; let that go nowhere instead of failing once more."""
+    with contextlib.suppress(OSError, AttributeError):
+        number = sys.stdout.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """The first Ctrl-C unwinds and flushes; the second kills at once."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise KeyboardInterrupt
+
+
+def main() -> NoReturn:
+    """Entry point of the script `dsbd`."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+    sys.exit(run(sys.argv[1:]))

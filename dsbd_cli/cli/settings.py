@@ -1,0 +1,169 @@
+"""From given options to settings. An option that could not act is refused with one line, never ignored."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dsbd_cli.cli.options import DeviceOptions, MethodOptions, PairOptions, SamplingOptions
+from dsbd_cli.config import (
+    BUILTIN_DRAFT,
+    BUILTIN_TARGET,
+    DEFAULT_BATCH_SIZE,
+    MethodConfig,
+    RuleName,
+    SamplingConfig,
+    WidthName,
+)
+from dsbd_cli.errors import UsageError
+from dsbd_cli.records import RowReader
+
+__all__ = ["RunSettings", "run_settings"]
+
+T = TypeVar("T")
+
+DYNAMIC_RULES: tuple[RuleName, ...] = ("rejection", "with-replacement")
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """All that a run needs to know; `draft` is None where nothing is drafted."""
+
+    target: str
+    draft: str | None
+    method: MethodConfig
+    rows: RowReader
+    batch_size: int
+
+
+def run_settings(
+    pair: PairOptions, method: MethodOptions, sampling: SamplingOptions, devices: DeviceOptions
+) -> RunSettings:
+    """Settle defaults and refuse what contradicts itself. Raises UsageError."""
+    target, draft = _pair(pair, method)
+    _check_devices(devices, draft)
+    if draft is None:
+        _refuse(
+            "there is no draft",
+            ("--drafts-per-layer", method.drafts_per_layer),
+            ("--width threshold", method.width == "threshold" or None),
+            ("--width-threshold", method.width_threshold),
+            ("--min-width", method.min_width),
+        )
+    if method.rule == "search":
+        _refuse(
+            "rule search is deterministic beam search",
+            ("--temperature", sampling.temperature),
+            ("--top-k", sampling.top_k),
+            ("--top-p", sampling.top_p),
+            ("--min-p", sampling.min_p),
+            ("--warp-scope", method.warp_scope),
+            ("--width threshold", method.width == "threshold" or None),
+            ("--seed", sampling.seed),
+        )
+    try:
+        config = _method(method, drafting=draft is not None)
+        rows = _rows(sampling, config)
+    except UsageError as error:
+        raise UsageError(_named_as_option(str(error))) from None
+    batch_size = _given(devices.batch_size, DEFAULT_BATCH_SIZE)
+    if batch_size < 1:
+        raise UsageError(f"--batch-size is {batch_size}, but must be 1 or more")
+    return RunSettings(target, draft, config, rows, batch_size)
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _refuse(reason: str, *options: tuple[str, object]) -> None:
+    """Options that were given although they could not act."""
+    if given := [name for name, value in options if value is not None]:
+        drop = "drop it" if len(given) == 1 else "drop them"
+        raise UsageError(f"{', '.join(given)} would do nothing, because {reason}: {drop}")
+
+
+def _pair(pair: PairOptions, method: MethodOptions) -> tuple[str, str | None]:
+    """Names of target and draft. --depth 0 alone means no draft; with a draft named it is a contradiction."""
+    target = _given(pair.target, BUILTIN_TARGET)
+    if not target or pair.draft == "":
+        raise UsageError("--target and --draft need a name: an alias, a folder or a hub id")
+    if pair.draft == "none":
+        if method.depth:
+            raise UsageError(f"--depth {method.depth} needs a draft, but --draft is none: use --depth 0 or drop it")
+        return target, None
+    if method.depth == 0:
+        if pair.draft is not None:
+            raise UsageError(f"--depth 0 drafts nothing, but --draft is {pair.draft}: use --draft none")
+        return target, None
+    if pair.draft is None and not target.startswith("builtin:"):
+        raise UsageError(
+            f"--target is {target}, but --draft is missing and the built-in draft fits only the built-in target: "
+            "name a draft, or use --draft none"
+        )
+    return target, _given(pair.draft, BUILTIN_DRAFT)
+
+
+def _check_devices(devices: DeviceOptions, draft: str | None) -> None:
+    if devices.device is not None and devices.device_map is not None:
+        raise UsageError("--device and --device-map cannot be used together: give one of them")
+    if draft is None:
+        _refuse("there is no draft", ("--draft-device", devices.draft_device))
+
+
+def _method(given: MethodOptions, *, drafting: bool) -> MethodConfig:
+    default = MethodConfig()
+    rule = _given(given.rule, default.rule)
+    width: WidthName = "threshold" if drafting and rule in DYNAMIC_RULES else "fixed"
+    width = _given(given.width, width)
+    if width != "threshold":
+        _refuse(
+            f"the width is {width} (--width threshold would use it)",
+            ("--width-threshold", given.width_threshold),
+            ("--min-width", given.min_width),
+        )
+    num_beams = _given(given.num_beams, default.num_beams)
+    if given.memory_saving and num_beams == 1:
+        raise UsageError("--memory-saving keeps one beam of several, but --num-beams is 1: drop it")
+    return MethodConfig(
+        rule=rule,
+        num_beams=num_beams,
+        drafts_per_layer=_given(given.drafts_per_layer, max(default.drafts_per_layer, 2 * num_beams)),
+        depth=_given(given.depth, default.depth) if drafting else 0,
+        width=width,
+        width_threshold=_given(given.width_threshold, default.width_threshold),
+        min_width=_given(given.min_width, default.min_width),
+        warp_scope=_given(given.warp_scope, default.warp_scope),
+        memory_saving=given.memory_saving,
+    )
+
+
+def _rows(given: SamplingOptions, method: MethodConfig) -> RowReader:
+    if given.temperature == 0:
+        raise UsageError("--temperature 0 is beam search: use --rule search")
+    default = SamplingConfig()
+    sampling = SamplingConfig(
+        temperature=_given(given.temperature, default.temperature),
+        top_k=_given(given.top_k, default.top_k),
+        top_p=_given(given.top_p, default.top_p),
+        min_p=_given(given.min_p, default.min_p),
+        max_new_tokens=_given(given.max_new_tokens, default.max_new_tokens),
+        stop=tuple(given.stop or default.stop),
+        length_penalty=_given(given.length_penalty, default.length_penalty),
+        early_stopping=given.early_stopping or default.early_stopping,
+        n_best=_given(given.n_best, default.n_best),
+    )
+    if sampling.n_best > method.num_beams:
+        raise UsageError(
+            f"--n-best is {sampling.n_best}, but --num-beams is {method.num_beams}: lower it, or raise that"
+        )
+    seed = _given(given.seed, RowReader().seed)
+    if not 0 <= seed < 2**63:
+        raise UsageError(f"--seed is {seed}, but must be from 0 to 2**63 - 1")
+    return RowReader(sampling, seed, method.rule, method.num_beams)
+
+
+def _named_as_option(message: str) -> str:
+    """`min_width is 5, ...` of the library, as the user typed it: `--min-width is 5, ...`."""
+    return re.sub(r"^([a-z][a-z_]*)(?= is )", lambda found: "--" + found[0].replace("_", "-"), message)

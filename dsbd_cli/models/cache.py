@@ -1,0 +1,214 @@
+"""Keys and values of a packed forest: one row per request, one slot per token, written and moved by slot.
+
+Shape letters: R rows, S slots, n nodes of a forward, H kv heads, E head dim, T moved slots, P planes (keys and values
+of all layers that look alike). Layers of one shape and device share one slab [P, R, S, H * E]: a move is one gather and
+one scatter for all of them; a layer sees its own keys as a view [R, S, H, E].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+__all__ = ["ForestCache", "PlaneSpec", "Write"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSpec:
+    """What the keys (or the values) of one layer look like, learnt from the first forward."""
+
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one token's keys (or values) in one layer."""
+        return self.heads * self.dim * self.dtype.itemsize
+
+
+class Write:
+    """Where the nodes of the forward that is under way go; made once, used by every layer on its own device."""
+
+    def __init__(self, slots: Tensor, rows: Tensor | None, active: int, capacity: int) -> None:
+        # slots: [R, n] int64; rows: [R] int64 or None
+        count = slots.shape[0]
+        base = torch.arange(count, device=slots.device) if rows is None else rows
+        self.flat = (base[:, None] * capacity + slots).flatten()  # [R * n] into rows x slots
+        self.rows = rows
+        self.count = count
+        self.active = active
+        self._moved: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """(flat, rows) on the device of a layer: with a device map layers live apart."""
+        if device == self.flat.device:
+            return self.flat, self.rows
+        if device not in self._moved:
+            rows = None if self.rows is None else self.rows.to(device)
+            self._moved[device] = (self.flat.to(device), rows)
+        return self._moved[device]
+
+
+class ForestLayer(CacheLayerMixin):
+    """One model layer's view of the cache, in the form that transformers asks for."""
+
+    is_sliding = False
+
+    def __init__(self, owner: ForestCache, index: int) -> None:
+        super().__init__()
+        self.owner = owner
+        self.index = index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        # key_states: [R, H, n, E]
+        self.owner.learn(self.index, key_states, value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the nodes' states [R, H, n, E] to their slots; return all active slots [R, H, S, E], not copied."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None, "reserve() comes before a forward"
+        assert self.values is not None
+        keys = self.owner.write(self.keys, key_states)
+        return keys, self.owner.write(self.values, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.active, 0
+
+    def get_seq_length(self) -> int:
+        return 0  # positions are always given, so nothing may be counted from the cache's length
+
+    def get_max_length(self) -> int:
+        return self.owner.slots
+
+
+class ForestCache(Cache):
+    """All layers of one model. Layers appear and tell their shapes in the first forward; reserve takes the memory."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.rows = 0
+        self.slots = 0
+        self._plane_specs: dict[tuple[int, int], PlaneSpec] = {}  # (layer, 0 keys / 1 values)
+        self._slabs: dict[PlaneSpec, Tensor] = {}  # [P, R, S, H * E]
+        self._write: Write | None = None
+
+    @property
+    def active(self) -> int:
+        """S of the forward that is under way."""
+        return self._write.active if self._write else 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys, and so of attention scores; known after the first forward."""
+        return next(iter(self._plane_specs.values())).dtype
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of keys and values of one token over all layers; 0 before the first forward."""
+        return sum(spec.bytes_per_slot for spec in self._plane_specs.values())
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Own at least rows x slots; grows only, keeps contents. Shapes not known yet follow in the first forward."""
+        rows, slots = max(rows, self.rows), max(slots, self.slots)
+        if (rows, slots) == (self.rows, self.slots):
+            return
+        self.rows, self.slots = rows, slots
+        for spec in dict.fromkeys(self._plane_specs.values()):
+            self._grow(spec)
+        self._bind()
+
+    def release(self) -> None:
+        """Give all memory back; the shapes of the layers stay known."""
+        self.rows = self.slots = 0
+        self._slabs.clear()
+        self._write = None
+        self._bind()
+
+    def begin(self, slots: Tensor, rows: Tensor | None, active: int) -> None:
+        """Say where the next forward writes: slots [R, n], rows [R] or None, and how many slots its mask covers."""
+        assert slots.shape[0] <= self.rows, "more rows than reserved"
+        assert active <= self.slots, "more slots than reserved"
+        self._write = Write(slots, rows, active, self.slots)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots within each row: source, target [R, T] int64. All reads happen before any write."""
+        base = torch.arange(source.shape[0], device=source.device)[:, None] * self.slots
+        source, target = (base + source).flatten(), (base + target).flatten()
+        for spec, slab in self._slabs.items():
+            flat = slab.flatten(1, 2)  # [P, R * S, H * E], a view
+            read = flat.index_select(1, source.to(spec.device))
+            flat.index_copy_(1, target.to(spec.device), read)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Put these rows [n] int64 first, in this order; plane by plane, so that little memory is needed for it."""
+        for spec, slab in self._slabs.items():
+            index = rows.to(spec.device)
+            for plane in slab:
+                plane[: len(index)] = plane.index_select(0, index)
+
+    def clear(self, row: int) -> None:
+        """Zero one row."""
+        for slab in self._slabs.values():
+            slab[:, row].zero_()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        while len(self.layers) <= layer_idx:
+            self.layers.append(ForestLayer(self, len(self.layers)))
+        layer: Any = self.layers[layer_idx]
+        return layer.update(key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.active, 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def learn(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Remember the shapes of a layer's states [R, H, n, E] and take its memory."""
+        for side, states in enumerate((keys, values)):
+            spec = PlaneSpec(states.shape[1], states.shape[3], states.dtype, states.device)
+            self._plane_specs[(layer, side)] = spec
+            self._grow(spec)
+        self._bind()
+
+    def write(self, plane: Tensor, states: Tensor) -> Tensor:
+        """Put states [R, H, n, E] into a plane [R', S', H, E]; return what is active (a view if rows is None)."""
+        step = self._write
+        assert step is not None, "begin() comes before a forward"
+        flat, rows = step.on(plane.device)
+        plane.flatten(0, 1).index_copy_(0, flat, states.transpose(1, 2).flatten(0, 1))
+        seen = plane[:, : step.active]
+        seen = seen[: step.count] if rows is None else seen.index_select(0, rows)
+        return seen.transpose(1, 2)
+
+    def _members(self, spec: PlaneSpec) -> list[tuple[int, int]]:
+        return [key for key, value in self._plane_specs.items() if value == spec]
+
+    def _grow(self, spec: PlaneSpec) -> None:
+        """Make the slab of one kind of plane cover all its planes, rows and slots. Zeros, because 0 * NaN is NaN."""
+        width = spec.heads * spec.dim
+        shape = (len(self._members(spec)), self.rows, self.slots, width)
+        fresh = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+        old = self._slabs.pop(spec, None)
+        if old is not None:
+            planes, rows, slots, _ = old.shape
+            fresh[:planes, :rows, :slots] = old
+        self._slabs[spec] = fresh
+
+    def _bind(self) -> None:
+        """Point every layer at its planes."""
+        for spec in dict.fromkeys(self._plane_specs.values()):
+            slab = self._slabs.get(spec)
+            for plane, (layer, side) in enumerate(self._members(spec)):
+                view = None if slab is None else slab[plane].unflatten(-1, (spec.heads, spec.dim))
+                setattr(self.layers[layer], "values" if side else "keys", view)

@@ -1,0 +1,116 @@
+"""Target and draft together: one vocabulary, each loaded and self-tested."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dsbd_cli.config import ModelSpec
+from dsbd_cli.core.protocols import ForestModel, TextCodec
+from dsbd_cli.errors import PairError, UnsupportedModelError
+from dsbd_cli.models.adapter import CausalForestModel
+from dsbd_cli.models.loader import eos_ids, load
+from dsbd_cli.models.selftest import self_test
+from dsbd_cli.models.tokenize import HFCodec
+
+__all__ = ["LoadedPair", "check_pair", "load_model", "load_pair"]
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPair:
+    """A target, its draft (None without one) and the codec of the target.
+
+    Attributes:
+        target_dtype: torch's name without prefix: float32, bfloat16, float16.
+        draft_dtype: the same, None without a draft.
+        notes: differences that do not matter for the result, for the user to read.
+    """
+
+    target: ForestModel
+    draft: ForestModel | None
+    codec: TextCodec
+    target_dtype: str
+    draft_dtype: str | None
+    notes: tuple[str, ...] = ()
+
+
+def check_pair(target: HFCodec, draft: HFCodec, target_width: int, draft_width: int) -> tuple[str, ...]:
+    """Require one vocabulary: every id that both tokenizers name, and both models can emit, is the same token.
+
+    Widths of the logits may differ by padding ids, and one side may lack added tokens. Returns notes on differences
+    that are harmless. Raises PairError with the first few differing tokens.
+    """
+    ours, theirs = _tokens(target), _tokens(draft)
+    spare = _added(target) | _added(draft)
+    excused = {i for i in spare if i not in ours or i not in theirs}
+    named = sorted(ours.keys() | theirs.keys())
+    wrong = [i for i in named if ours.get(i) != theirs.get(i) and i not in excused]
+    if wrong:
+        raise PairError(_differing(wrong, ours, theirs))
+    notes = _width_notes(ours, spare, target_width, draft_width)
+    if target.eos_ids != draft.eos_ids:
+        used, left = _ids(target.eos_ids), _ids(draft.eos_ids)
+        notes += (f"end tokens differ: the target's ({used}) are used, not the draft's ({left})",)
+    return notes
+
+
+def load_pair(target: ModelSpec, draft: ModelSpec | None) -> LoadedPair:
+    """Load and self-test a target and, unless None, its draft, whose logits are made as wide as the target's.
+
+    Raises the ModelError family and UsageError of loader, selftest and check_pair.
+    """
+    model, codec = load_model(target)
+    if draft is None:
+        return LoadedPair(model, None, codec, _dtype_name(model), None)
+    small, small_codec = load_model(draft)
+    notes = check_pair(codec, small_codec, model.vocab_size, small.vocab_size)
+    small.fit_width(model.vocab_size)
+    return LoadedPair(model, small, codec, _dtype_name(model), _dtype_name(small), notes)
+
+
+def _dtype_name(model: CausalForestModel) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def load_model(spec: ModelSpec) -> tuple[CausalForestModel, HFCodec]:
+    """One model, self-tested, and its codec."""
+    model, tokenizer = load(spec)
+    try:
+        forest = CausalForestModel(model, spec.source)
+        self_test(forest)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{spec.role} model {spec.source!r}: {error}") from error
+    return forest, HFCodec(tokenizer, eos_ids(model, tokenizer))
+
+
+def _tokens(codec: HFCodec) -> dict[int, str]:
+    return {index: token for token, index in codec.tokenizer.get_vocab().items()}
+
+
+def _added(codec: HFCodec) -> set[int]:
+    return set(codec.tokenizer.added_tokens_decoder)
+
+
+def _differing(wrong: list[int], ours: dict[int, str], theirs: dict[int, str]) -> str:
+    def name(token: str | None, role: str) -> str:
+        return f"nothing in the {role}" if token is None else f"{token!r} in the {role}"
+
+    shown = "; ".join(f"id {i}: {name(ours.get(i), 'target')}, {name(theirs.get(i), 'draft')}" for i in wrong[:_SHOWN])
+    return f"target and draft have different vocabularies: {shown}; {len(wrong)} differ; choose a draft of its family"
+
+
+def _width_notes(named: dict[int, str], spare: set[int], target_width: int, draft_width: int) -> tuple[str, ...]:
+    """Raises PairError when ordinary tokens of the target lie beyond one model's logits."""
+    needed = max((i for i in named if i not in spare), default=-1) + 1
+    for role, width in (("target", target_width), ("draft", draft_width)):
+        if width < needed:
+            raise PairError(f"the {role} has {width} logits for a vocabulary of {needed} tokens: choose another {role}")
+    if target_width == draft_width:
+        return ()
+    return (f"logits differ in padding only: {target_width} in the target, {draft_width} in the draft",)
+
+
+def _ids(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids)) or "none"

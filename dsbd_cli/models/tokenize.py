@@ -1,0 +1,157 @@
+"""A transformers tokenizer as a TextCodec. Chat templates and the bytes behind tokens are known only here."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Protocol
+
+from dsbd_cli.errors import InvalidRowError
+
+__all__ = ["HFCodec", "Tokenizer", "byte_alphabet"]
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE_MARK = "\u2581"
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Printable characters that stand for bytes in byte-level vocabularies (GPT-2's table): character -> byte."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in set(shown)]
+    return {chr(byte): byte for byte in shown} | {chr(256 + rank): byte for rank, byte in enumerate(hidden)}
+
+
+class AddedToken(Protocol):
+    """A token outside the trained vocabulary."""
+
+    content: str
+    special: bool
+
+
+class Tokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    @property
+    def all_special_ids(self) -> list[int]: ...
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+    def convert_ids_to_tokens(self, ids: int) -> str: ...
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, list[int]]: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str: ...
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
+
+
+class HFCodec:
+    """Text to ids and back through one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._eos_ids = eos_ids
+        self._bytes: list[bytes] | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The transformers tokenizer, for comparators and pair checks."""
+        return self._tokenizer
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sequence."""
+        return self._eos_ids
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of a plain prompt, with the special tokens the tokenizer adds by itself."""
+        return list(self._tokenizer(prompt)["input_ids"])
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer.
+
+        Raises InvalidRowError when the tokenizer has no chat template, or the template refuses the conversation.
+        """
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise InvalidRowError(
+                "the model's tokenizer has no chat template: give a plain prompt, or use an instruct model"
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs of the checkpoint and raise what they like
+            said = " ".join(str(error).split())[:200]
+            raise InvalidRowError(f"the model's chat template refuses these messages: {said}") from None
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of generated ids, special tokens left out."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def token_bytes(self) -> list[bytes]:
+        """For every id of the tokenizer the bytes it adds in mid-sentence; b"" for special tokens and unused ids.
+
+        One list is made and kept: do not change it. Model logits may be wider than this list (padding ids).
+        """
+        if self._bytes is None:
+            self._bytes = _token_bytes(self._tokenizer)
+        return self._bytes
+
+
+def _token_bytes(tokenizer: Tokenizer) -> list[bytes]:
+    vocabulary = tokenizer.get_vocab()
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    added = tokenizer.added_tokens_decoder
+    special = set(tokenizer.all_special_ids) | {index for index, token in added.items() if token.special}
+    style = _style(tokenizer, vocabulary)
+    alphabet, shown = byte_alphabet(), tokenizer.convert_ids_to_tokens
+    for token, index in vocabulary.items():
+        if index in special:
+            continue
+        if index in added:
+            # a normalized added token is kept, and decoded, in its normalized form
+            table[index] = _marked(shown(index)) if style == "marked" else added[index].content.encode()
+        elif style == "byte-level" and all(char in alphabet for char in token):
+            table[index] = bytes(alphabet[char] for char in token)
+        elif style == "marked":
+            table[index] = _marked(token)
+        elif style == "wordpiece":
+            table[index] = token[2:].encode() if token.startswith("##") else b" " + token.encode()
+        else:
+            table[index] = token.encode()
+    return table
+
+
+def _marked(token: str) -> bytes:
+    """Bytes of a sentencepiece-style token: a mark is a space, <0xAB> is one byte."""
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte.group(1), 16)]) if byte else token.replace(_SPACE_MARK, " ").encode()
+
+
+def _style(tokenizer: Tokenizer, vocabulary: dict[str, int]) -> str:
+    """How tokens stand for text: told by the decoder of a fast tokenizer, else by what the vocabulary looks like."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        kinds = _decoder_kinds(json.loads(backend.to_str()).get("decoder"))
+        if "ByteLevel" in kinds:
+            return "byte-level"
+        if kinds & {"Metaspace", "ByteFallback", "Replace"}:
+            return "marked"
+        if "WordPiece" in kinds:
+            return "wordpiece"
+    if any(token.startswith(_SPACE_MARK) for token in vocabulary):
+        return "marked"
+    return "byte-level" if any(token.startswith("\u0120") for token in vocabulary) else "plain"
+
+
+def _decoder_kinds(decoder: object) -> set[str]:
+    """Types of a decoder as tokenizers serialises it: one, or a sequence of several."""
+    if not isinstance(decoder, dict):
+        return set()
+    inner = decoder.get("decoders") or []
+    return {str(decoder.get("type"))}.union(*(_decoder_kinds(part) for part in inner))
