@@ -9,7 +9,8 @@ DsbdError                       exit 1: the run failed
 ├── RowError                    one input row cannot be answered; the others go on (exit 3)
 │   ├── InvalidRowError         the row is not valid JSON or has a bad field
 │   ├── PromptTooLongError      prompt + new tokens exceed what the model can position
-│   └── NumericalError          the model produced NaN for this row
+│   ├── NumericalError          the model produced NaN for this row
+│   └── OutOfMemoryRowError     the row does not fit into memory even alone
 └── OutputError                 a result could not be written
 
 Every message is one line, names the offending value and says what to do.
@@ -23,6 +24,7 @@ __all__ = [
     "ModelError",
     "ModelNotFoundError",
     "NumericalError",
+    "OutOfMemoryRowError",
     "OutputError",
     "PairError",
     "PromptTooLongError",
@@ -76,6 +78,10 @@ class PromptTooLongError(RowError):
 
 class NumericalError(RowError):
     """The model returned NaN or infinite logits for this row."""
+
+
+class OutOfMemoryRowError(RowError):
+    """The row does not fit into the device's memory even alone."""
 
 
 class OutputError(DsbdError):

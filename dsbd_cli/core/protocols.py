@@ -80,6 +80,10 @@ class ForestModel(Protocol):
         """Zero a cache row, so that NaN a failed request left there cannot reach the next one."""
         ...
 
+    def release(self) -> None:
+        """Give all cache memory back; reserve comes before the next forward."""
+        ...
+
     def kv_bytes_per_slot(self) -> int:
         """Bytes of keys and values that one token holds over all layers; 0 for models without a cache."""
         ...

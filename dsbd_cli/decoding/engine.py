@@ -4,6 +4,7 @@ finish."""
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,14 @@ from dsbd_cli.decoding.state import BatchState
 from dsbd_cli.decoding.step import Stepper
 from dsbd_cli.decoding.timing import Event, PhaseTimer
 from dsbd_cli.drafting import BeamDrafter, Drafter, Endings, NoDrafter
-from dsbd_cli.errors import InvalidRowError, NumericalError, PromptTooLongError, RowError, UsageError
+from dsbd_cli.errors import (
+    InvalidRowError,
+    NumericalError,
+    OutOfMemoryRowError,
+    PromptTooLongError,
+    RowError,
+    UsageError,
+)
 from dsbd_cli.requests import Request, RequestResult
 from dsbd_cli.stats import RequestStats
 from dsbd_cli.verify import RULES
@@ -88,43 +96,75 @@ class Engine:
         )
         self._drafter = drafter
         self._nodes = self.method.num_beams + self.method.depth * self.method.drafts_per_layer
+        self._rows = batch_size  # out of memory lowers it
+        self._proven = 1  # most rows that have run
         self._slots = 0
         self._late = False
 
     @torch.inference_mode()
-    def run(self, requests: Iterable[Request]) -> Iterator[RequestResult]:
+    def run(self, requests: Iterable[Request | None]) -> Iterator[RequestResult]:
         """Decode requests; yield one result each, in input order, as soon as its turn has come.
 
         A request that fails yields a result with `error`; the others go on. The input is read lazily, a few batches
-        ahead at most.
+        ahead at most. An item None says that nothing is ready yet: the engine goes on with what it has. Out of memory
+        halves the batch and decodes its requests again, which gives the same results; a request that does not fit
+        alone fails.
         """
-        source, order = Source(requests), ResultOrder()
-        while not source.exhausted():
-            waiting = self._read(source, self.batch_size, order)
+        source, order, backlog = Source(requests), ResultOrder(), deque[Job]()
+        while not source.exhausted() or backlog:
+            self._read(source, self._rows - len(backlog), order, backlog)
             yield from order.ready()
-            scheduler, state = Scheduler(len(waiting)), None
-            while waiting or scheduler.running:
-                state = self._admit(state, scheduler, waiting)
-                if scheduler.running:
-                    self._iterate(state, scheduler, order)
-                yield from order.ready()
-                room = len(scheduler.free) if order.held < READ_AHEAD * self.batch_size else 0
-                waiting = self._read(source, room, order)
-                yield from order.ready()
-                kept = scheduler.shrink() if source.exhausted() and not waiting else None
-                if kept is not None:
-                    self._shrink(state, kept)
+            if backlog:
+                yield from self._decode(source, order, backlog)
 
-    def _read(self, source: Source, count: int, order: ResultOrder) -> list[Job]:
+    def _decode(self, source: Source, order: ResultOrder, backlog: deque[Job]) -> Iterator[RequestResult]:
+        """One batch, refilled from the source as its rows finish, until it is empty or out of memory."""
+        scheduler, state = Scheduler(min(len(backlog), self._rows)), None
+        while backlog or scheduler.running:
+            try:
+                state = self._admit(state, scheduler, backlog)
+                self._iterate(state, scheduler, order)
+                self._proven = max(self._proven, len(scheduler.jobs))
+            except torch.OutOfMemoryError:
+                self._recover(scheduler, order, backlog)
+                yield from order.ready()
+                return
+            yield from order.ready()
+            # a batch that began small, because little was ready, ends so that a larger one can begin
+            growing = len(scheduler.jobs) < self._rows and not source.exhausted()
+            if not growing and order.held < READ_AHEAD * self.batch_size:
+                self._read(source, len(scheduler.free) - len(backlog), order, backlog)
+                yield from order.ready()
+            kept = scheduler.shrink() if source.exhausted() and not backlog else None
+            if kept is not None:
+                self._shrink(state, kept)
+
+    def _recover(self, scheduler: Scheduler, order: ResultOrder, backlog: deque[Job]) -> None:
+        """After out of memory: the running requests wait again, for half as many rows."""
+        running = [job for _, job in scheduler.running]
+        for model in (self.target, self.draft):
+            if model is not None:
+                model.release()
+        if len(running) == 1:
+            job = running.pop()
+            tokens = len(job.prompt) + job.request.sampling.max_new_tokens
+            error = OutOfMemoryRowError(f"out of memory with this row alone ({tokens} tokens): shorten it")
+            order.put(job.number, RequestResult(job.request, (), len(job.prompt), job.stats, error))
+        # a row that fails alone says nothing about how many others fit
+        self._rows = max(1, len(running) // 2) if running else self._proven
+        for job in running:
+            job.stats = RequestStats()
+        backlog.extendleft(reversed(running))
+
+    def _read(self, source: Source, count: int, order: ResultOrder, backlog: deque[Job]) -> None:
         """Up to `count` requests that can be decoded; results of those that cannot go straight out."""
-        jobs: list[Job] = []
-        while len(jobs) < count and (item := source.next()) is not None:
+        while count > 0 and (item := source.next()) is not None:
             number, request = item
             try:
-                jobs.append(Job(number, request, self._encode(request), started=time.perf_counter()))
+                backlog.append(Job(number, request, self._encode(request), started=time.perf_counter()))
+                count -= 1
             except RowError as error:
                 order.put(number, RequestResult(request, (), 0, RequestStats(), error))
-        return jobs
 
     def _encode(self, request: Request) -> list[int]:
         """Token ids of the prompt. Raises RowError where the request cannot be decoded."""
@@ -151,20 +191,20 @@ class Engine:
                 )
         return ids
 
-    def _admit(self, state: BatchState | None, scheduler: Scheduler, waiting: list[Job]) -> BatchState:
+    def _admit(self, state: BatchState | None, scheduler: Scheduler, backlog: deque[Job]) -> BatchState:
         """Prefill waiting requests and put them into free rows; makes or grows the batch's memory where needed."""
-        new = list(zip(scheduler.free, waiting, strict=False))
-        jobs = [job for _, job in scheduler.running] + [job for _, job in new]
-        history = max((job.request.sampling.max_new_tokens for job in jobs), default=1) + self.method.depth + 2
-        slots = max((len(job.prompt) + job.request.sampling.max_new_tokens for job in jobs), default=1)
-        if state is None:
-            state = self._allocate(len(scheduler.jobs), bucket(slots + 2 * self._nodes, SLOT_STEP), history)
-        state.grow_history(history)
-        if not new:
-            return state
-        self._reserve(state, slots + self._nodes + 1)
+        new = [(row, backlog.popleft()) for row in scheduler.free[: len(backlog)]]
         for row, job in new:
             scheduler.place(row, job)
+        jobs = [job for _, job in scheduler.running]
+        history = max(job.request.sampling.max_new_tokens for job in jobs) + self.method.depth + 2
+        slots = max(len(job.prompt) + job.request.sampling.max_new_tokens for job in jobs)
+        if state is None:
+            state = self._allocate(len(scheduler.jobs), bucket(slots + 2 * self._nodes, SLOT_STEP), history)
+        if not new:
+            return state
+        state.grow_history(history)
+        self._reserve(state, slots + self._nodes + 1)
         rows, prompts = [row for row, _ in new], [job.prompt for _, job in new]
         for model in (self.target, self.draft):
             if model is not None:

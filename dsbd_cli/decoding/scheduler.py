@@ -31,10 +31,11 @@ class Job:
 
 
 class Source:
-    """Numbered requests, read one at a time."""
+    """Numbered requests, read one at a time. An item None says that nothing is ready yet."""
 
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self._requests = enumerate(requests)
+    def __init__(self, requests: Iterable[Request | None]) -> None:
+        self._requests = iter(requests)
+        self._number = 0
         self._exhausted = False
 
     def exhausted(self) -> bool:
@@ -42,10 +43,18 @@ class Source:
         return self._exhausted
 
     def next(self) -> tuple[int, Request] | None:
-        """The next request and its number; None at the end."""
-        item = next(self._requests, None)
-        self._exhausted = item is None
-        return item
+        """The next request and its number; None at the end, or where nothing is ready."""
+        if self._exhausted:
+            return None
+        try:
+            request = next(self._requests)
+        except StopIteration:
+            self._exhausted = True
+            return None
+        if request is None:
+            return None
+        self._number += 1
+        return self._number - 1, request
 
 
 class Scheduler:

@@ -13,7 +13,13 @@ from torch import Tensor
 from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.core.protocols import ForestInput
 from dsbd_cli.decoding.engine import Engine
-from dsbd_cli.errors import InvalidRowError, NumericalError, PromptTooLongError, UsageError
+from dsbd_cli.errors import (
+    InvalidRowError,
+    NumericalError,
+    OutOfMemoryRowError,
+    PromptTooLongError,
+    UsageError,
+)
 from dsbd_cli.requests import Request
 from tests.engine.toys import NumberCodec, TableLM, table_pair
 
@@ -165,6 +171,48 @@ def test_failing_rows_leave_the_others_alone() -> None:
     expected = {r.request.id: r.hypotheses for r in engine().run(good)}
     for key, hypotheses in expected.items():
         assert [h.token_ids for h in results[key].hypotheses] == [h.token_ids for h in hypotheses]
+
+
+class Cramped(TableLM):
+    """Runs out of memory with more than `room` rows, or with a prompt that starts with token 9."""
+
+    room = 2
+
+    def reserve(self, rows: int, slots: int) -> None:
+        if rows > self.room:
+            raise torch.OutOfMemoryError
+        super().reserve(rows, slots)
+
+    def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
+        if not logits and (batch.tokens[:, 0] == 9).any():
+            raise torch.OutOfMemoryError
+        return super().forward(batch, logits=logits)
+
+
+def test_out_of_memory_halves_the_batch_and_goes_on() -> None:
+    table, draft = table_pair(1, VOCABULARY, 0.5)
+    decoder = Engine(Cramped(table.table), draft, NumberCodec(VOCABULARY, (2,)), MethodConfig(), batch_size=9)
+    good = requests(14)
+    heavy = Request("heavy", 1, prompt_ids=(9, 1), sampling=good[0].sampling)
+    results = list(decoder.run([*good[:5], heavy, *good[5:]]))
+    assert [r.request.id for r in results] == [*map(str, range(5)), "heavy", *map(str, range(5, 14))]
+    assert isinstance(results.pop(5).error, OutOfMemoryRowError)
+    for result, expected in zip(results, engine().run(good), strict=True):
+        assert result.hypotheses == expected.hypotheses
+
+
+def test_a_slow_producer_gets_its_answers_before_the_next_row_is_ready() -> None:
+    done: list[str] = []
+
+    def source() -> Iterator[Request | None]:
+        for request in requests(4):
+            yield request
+            while len(done) <= int(request.id):
+                yield None
+
+    for result in engine().run(source()):
+        done.append(result.request.id)
+    assert done == ["0", "1", "2", "3"]
 
 
 def test_prompts_past_the_positions_are_refused() -> None:

@@ -49,6 +49,9 @@ class TableLM:
     def clear(self, row: int) -> None:
         self.tokens[row] = 0
 
+    def release(self) -> None:
+        self.tokens = torch.zeros(0, 0, dtype=torch.int64)
+
     def kv_bytes_per_slot(self) -> int:
         return 0
 
