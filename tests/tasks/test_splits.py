@@ -49,9 +49,8 @@ def test_schema_names_belong_to_the_split(split: str) -> None:
 def test_people_belong_to_the_split(split: str) -> None:
     seen = set()
     for record in islice(TASKS["qa"].records(split, 0), 100):
-        for sentence in re.findall(r"([A-Z][a-z]+) ([A-Z][a-z]+) was a", record.prompt):
-            seen.update(sentence)
-    assert len(seen) > 200
+        seen.update(re.findall(r"([A-Z][a-z]+) was a ", record.prompt))
+    assert len(seen) > 60
     assert all(split_of(name) == split for name in seen)
 
 

@@ -1,0 +1,85 @@
+"""The built-in pair through the public API. Guards: shipped weights that do not fit together, or drafts that are of
+no use."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import dsbd_cli
+from dsbd_cli.requests import Request, RequestResult, derive_seed
+from dsbd_cli.tasks import TASKS, TaskRecord
+
+NEW = 48
+
+
+def records(count: int) -> list[TaskRecord]:
+    return [record for task in TASKS.values() for record in itertools.islice(task.records("test", 5), count // 2)]
+
+
+def run(count: int, batch_size: int = 8, sampling: dict[str, Any] | None = None, **method: Any) -> list[RequestResult]:
+    config = dsbd_cli.MethodConfig(**method)
+    engine = dsbd_cli.load(draft="builtin:draft" if config.depth else None, method=config, batch_size=batch_size)
+    settings = dsbd_cli.SamplingConfig(**{"max_new_tokens": NEW, **(sampling or {})})
+    rows = [Request(r.id, derive_seed(0, r.id), prompt=r.prompt, sampling=settings) for r in records(count)]
+    return list(engine.run(rows))
+
+
+def ids(results: list[RequestResult]) -> list[list[tuple[int, ...]]]:
+    return [[hypothesis.token_ids for hypothesis in result.hypotheses] for result in results]
+
+
+@pytest.mark.parametrize(
+    ("beams", "penalty", "early"), [(1, 1.0, False), (4, 1.0, False), (4, 0.0, True), (8, 2.0, False)]
+)
+def test_search_is_transformers_beam_search(beams: int, penalty: float, early: bool) -> None:
+    settings = {"length_penalty": penalty, "early_stopping": early, "n_best": beams}
+    found = run(10, sampling=settings, rule="search", num_beams=beams, drafts_per_layer=2 * beams)
+    engine = dsbd_cli.load(draft=None, method=dsbd_cli.MethodConfig(depth=0))
+    model: Any = engine.target.module  # type: ignore[attr-defined]
+    beam_options = {"length_penalty": penalty, "early_stopping": early} if beams > 1 else {}
+    for record, result in zip(records(10), found, strict=True):
+        prompt = torch.tensor([engine.codec.encode(record.prompt)])
+        out = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            num_beams=beams,
+            num_return_sequences=beams,
+            do_sample=False,
+            max_new_tokens=NEW,
+            **beam_options,
+        )
+        eos = engine.codec.eos_ids
+        for row, hypothesis in zip(out[:, prompt.shape[1] :].tolist(), result.hypotheses, strict=True):
+            end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
+            assert tuple(row[:end]) == hypothesis.token_ids
+
+
+def test_coupled_gives_the_same_text_with_any_draft_and_batch() -> None:
+    plain = ids(run(12, batch_size=1, sampling={"n_best": 4}, depth=0))
+    assert ids(run(12, batch_size=12, sampling={"n_best": 4})) == plain
+    assert ids(run(12, batch_size=5, sampling={"n_best": 4}, drafts_per_layer=12, depth=2)) == plain
+
+
+def test_drafts_are_of_use() -> None:
+    """Steps per target call well above one, or the pair is not a pair."""
+    for rule, least in (("coupled", 1.3), ("search", 1.3), ("rejection", 1.2)):
+        results = run(16, rule=rule)
+        steps = sum(result.stats.steps for result in results)
+        assert steps / sum(result.stats.target_calls for result in results) > least
+
+
+def test_one_row_of_cache_per_request() -> None:
+    """Slots kept between iterations stay close to one sequence at W=4 (sampling), trunk and tail together."""
+    config = dsbd_cli.MethodConfig()
+    engine = dsbd_cli.load(method=config, batch_size=8)
+    engine.log_steps = True
+    settings = dsbd_cli.SamplingConfig(max_new_tokens=NEW)
+    kept = single = 0
+    for result in engine.run(Request(r.id, 1, prompt=r.prompt, sampling=settings) for r in records(16)):
+        kept += max(step.kv_slots - step.nodes for step in result.stats.step_log)
+        single += result.prompt_tokens + result.hypotheses[0].num_tokens
+    assert kept < 1.3 * single
