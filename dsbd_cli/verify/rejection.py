@@ -32,18 +32,22 @@ class _Tests:
     """State of the sequential tests of one layer.
 
     Attributes:
-        log_p: [R, M] float64, P (not renormalised) without what is taken. residual: [R, M] float64, P'.
-        log_q: [R, M] float64, Q (not renormalised) without the drafts already looked at.
-        live, accepted: [R] int64, live and all accepted drafts. order: [R, K] int64, place among the live draws, or -1.
+        log_p: [R, M] float64, P without what is taken, not renormalised. p: [R, M] float64, the same as probabilities.
+        residual: [R, M] float64, P'.
+        log_q: [R, M] float64, Q without the drafts already looked at, not renormalised.
+        live, accepted: [R] int64, live and all accepted drafts.
+        order: for every draft [R] int64, its place among the live draws, or -1. taken: for every draft [R] bool.
         ends: [R, M] bool.
     """
 
     log_p: Tensor
+    p: Tensor
     residual: Tensor
     log_q: Tensor
     live: Tensor
     accepted: Tensor
     order: list[Tensor]
+    taken: list[Tensor]
     ends: Tensor
 
 
@@ -108,11 +112,13 @@ class Rejection:
         log_p = view.log_p.flatten(1).to(torch.float64)
         tests = _Tests(
             log_p=log_p,
+            p=log_p.exp(),
             residual=log_p.exp(),
             log_q=log_p,
             live=torch.zeros_like(view.width),
             accepted=torch.zeros_like(view.width),
             order=[],
+            taken=[],
             ends=torch.zeros_like(log_p, dtype=torch.bool),
         )
         if view.drafts is None:
@@ -130,22 +136,26 @@ class Rejection:
     def _test_drafts(self, view: LayerView, drafts: DraftedLayer, tests: _Tests, index: Tensor, known: Tensor) -> None:
         assert drafts.law is not None
         tests.log_q = draft_law_at(view, drafts, drafts_layer_offset(view, drafts))
+        count = index.shape[1]
+        log_rest = torch.zeros_like(drafts.law.log_rest) if self.replacement else drafts.law.log_rest
         key = stream_key(view.row_key, view.iteration, view.layer, ACCEPT)
-        ends = view.ends.flatten(1)
-        for j in range(index.shape[1]):
+        u = uniform(key.unsqueeze(1), torch.arange(count, device=key.device))
+        bound = u * torch.exp(drafts.law.log_drawn - log_rest)  # accepted below P'(d)
+        ending = view.ends.flatten(1).gather(1, index)
+        for j in range(count):
             at = index[:, j : j + 1]
-            rest = torch.zeros_like(drafts.law.log_rest[:, j]) if self.replacement else drafts.law.log_rest[:, j]
-            u = uniform(key, torch.full_like(key, j))
-            chance = torch.exp(drafts.law.log_drawn[:, j] - rest)
-            ratio_ok = u * chance < tests.residual.gather(1, at).squeeze(1)
             open_ = drafts.valid[:, j] & (tests.live < view.width)
-            accept = open_ & known[:, j] & ratio_ok
-            self._update(tests, at, known[:, j], accept, open_, rest)
-            ending = ends.gather(1, at).squeeze(1)
-            tests.order.append(torch.where(accept & ~ending, tests.live, -1))
-            tests.live = tests.live + (accept & ~ending)
-            tests.accepted = tests.accepted + accept
-            tests.ends |= torch.zeros_like(ends).scatter(1, at, (accept & ending).unsqueeze(1))
+            likely = bound[:, j] < tests.residual.gather(1, at).squeeze(1)
+            accept = open_ & known[:, j] & likely
+            self._update(tests, at, known[:, j], accept, open_, log_rest[:, j])
+            lives = accept & ~ending[:, j]
+            tests.order.append(torch.where(lives, tests.live, -1))
+            tests.taken.append(accept)
+            tests.live = tests.live + lives
+        taken = torch.stack(tests.taken, 1)
+        tests.accepted = taken.sum(1)
+        ends = tests.ends.to(torch.int8).scatter_reduce(1, index, (taken & ending).to(torch.int8), "amax")
+        tests.ends = ends.bool()
 
     def _update(self, tests: _Tests, at: Tensor, known: Tensor, accept: Tensor, open_: Tensor, rest: Tensor) -> None:
         """P, P' and Q' after one test; rows whose tests are over stay as they are.
@@ -154,18 +164,14 @@ class Rejection:
         smallest number.
         """
         q = torch.exp(tests.log_q - rest.unsqueeze(1)).nan_to_num(nan=0.0)
-        residual = _normalise((tests.residual - q).clamp(min=0), self._rest(tests.log_p))
-        taken = tests.log_p if self.replacement else tests.log_p.scatter(1, at, NEVER)
+        rejected = _normalise((tests.residual - q).clamp(min=0), tests.p)
+        accepted = accept.unsqueeze(1)
         if not self.replacement:
             tests.log_q = torch.where(known.unsqueeze(1), tests.log_q.scatter(1, at, NEVER), tests.log_q)
-        tests.log_p = torch.where(accept.unsqueeze(1), taken, tests.log_p)
-        after = torch.where(accept.unsqueeze(1), self._rest(taken), residual)
+            tests.log_p = torch.where(accepted, tests.log_p.scatter(1, at, NEVER), tests.log_p)
+            tests.p = log_normalise(tests.log_p).exp()
+        after = torch.where(accepted, tests.p, rejected)
         tests.residual = torch.where(open_.unsqueeze(1), after, tests.residual)
-
-    @staticmethod
-    def _rest(log_p: Tensor) -> Tensor:
-        """The law of what is left: [R, M] probabilities; zeros when nothing is left."""
-        return log_normalise(log_p).exp()
 
     def _finish(self, view: LayerView, tests: _Tests, index: Tensor, place: Tensor, passed: Tensor) -> LayerDraws:
         """Put accepted drafts and, where the layer did not pass, the completing draws in order."""
