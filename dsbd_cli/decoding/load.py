@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from dsbd_cli.config import MethodConfig, ModelSpec
-from dsbd_cli.decoding.engine import Engine, EngineInfo
-from dsbd_cli.models.pair import load_pair
+from dsbd_cli.config import BUILTIN_DRAFT, BUILTIN_TARGET, DEFAULT_BATCH_SIZE, MethodConfig, ModelSpec
+from dsbd_cli.models.hub import locate
+
+if TYPE_CHECKING:
+    from dsbd_cli.decoding.engine import Engine
 
 __all__ = ["load"]
 
 
 def load(
-    target: str = "builtin:target",
-    draft: str | None = "builtin:draft",
+    target: str = BUILTIN_TARGET,
+    draft: str | None = BUILTIN_DRAFT,
     *,
     method: MethodConfig | None = None,
-    batch_size: int = 8,
+    batch_size: int = DEFAULT_BATCH_SIZE,
     log_steps: bool = False,
     dtype: str = "auto",
     device: str = "auto",
@@ -44,6 +47,13 @@ def load(
     if draft is not None:
         own_device = draft_device or (device if device_map is None else "auto")
         draft_spec = replace(spec, source=draft, role="draft", device=own_device, device_map=None)
+    for wanted in (spec, draft_spec):
+        if wanted is not None:
+            locate(wanted)
+    # heavy imports only now, so that a wrong name is told at once
+    from dsbd_cli.decoding.engine import Engine, EngineInfo
+    from dsbd_cli.models.pair import load_pair
+
     pair = load_pair(spec, draft_spec)
     info = EngineInfo(
         target=target,

@@ -1,4 +1,4 @@
-"""Hub ids -> a folder on disk: the local hub cache first, the network only when files are missing and it answers."""
+"""Names -> a folder on disk: for hub ids the local cache first, the network only when files are missing."""
 
 from __future__ import annotations
 
@@ -18,15 +18,31 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from dsbd_cli.config import ModelSpec
 from dsbd_cli.errors import ModelError, ModelNotFoundError
+from dsbd_cli.models.registry import resolve
 
-__all__ = ["CONNECT_TIMEOUT_S", "cached_folder", "folder_of", "has_weights", "reachable"]
+__all__ = ["CONNECT_TIMEOUT_S", "cached_folder", "folder_of", "has_weights", "locate", "reachable"]
 
 CONNECT_TIMEOUT_S = 2.0
 
 _COMMON = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 _SAFE = ["model.safetensors", "model-*.safetensors"]
 _PICKLE = ["pytorch_model.bin", "pytorch_model-*.bin"]
+
+
+def locate(spec: ModelSpec) -> Path:
+    """Folder with the checkpoint's files, fetched from the hub if they are not here yet. Imports no tensor library, so
+    that a wrong name is told at once."""
+    location = resolve(spec.source, spec.role)
+    if location.kind == "hub":
+        return folder_of(location.path, spec.role, spec.allow_pickle)
+    folder = Path(location.path)
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{spec.role} model {spec.source!r}: {folder} holds no config.json, so it is no checkpoint folder"
+        )
+    return folder
 
 
 def folder_of(repo: str, role: str, allow_pickle: bool) -> Path:

@@ -14,10 +14,9 @@ import torch
 
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
-from dsbd_cli.models.hub import folder_of
-from dsbd_cli.models.registry import resolve
+from dsbd_cli.models.hub import locate
 
-__all__ = ["Checkpoint", "eos_ids", "load", "load_tokenizer", "locate"]
+__all__ = ["Checkpoint", "eos_ids", "load", "load_tokenizer"]
 
 Checkpoint = tuple[Any, Any]
 
@@ -40,17 +39,6 @@ def load(spec: ModelSpec) -> Checkpoint:
     model.eval()
     model.requires_grad_(False)
     return model, tokenizer
-
-
-def locate(spec: ModelSpec) -> Path:
-    """Folder with the checkpoint's files, fetched from the hub if they are not here yet."""
-    location = resolve(spec.source, spec.role)
-    if location.kind == "hub":
-        return folder_of(location.path, spec.role, spec.allow_pickle)
-    folder = Path(location.path)
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{_name(spec)}: {folder} holds no config.json, so it is no checkpoint folder")
-    return folder
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
