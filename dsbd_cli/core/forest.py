@@ -41,7 +41,6 @@ class LayerNodes:
     Attributes:
         token, parent (node index in the forest), root (beam index), path (path key), stop_state: [R, n] int64.
         valid, ends: [R, n] bool; an ending node is never extended.
-        core: [R, n] bool, would be live beams if the target agreed with the draft.
         weight: [R, n] float32, running weight under the draft.
         path_tokens: [R, n, D] int64, tokens from layer 1 down to the node.
         ancestors: [R, n, T] bool over the tail window, the node itself included.
@@ -54,7 +53,6 @@ class LayerNodes:
     stop_state: Tensor
     valid: Tensor
     ends: Tensor
-    core: Tensor
     weight: Tensor
     path_tokens: Tensor
     ancestors: Tensor

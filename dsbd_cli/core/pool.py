@@ -23,17 +23,14 @@ class DraftRequest:
     Attributes:
         log_q: [R, n, C] float32, the draft's pool law, -inf where a pair must not be drafted. tokens: [R, n, C] int64.
         path: [R, n] int64 path keys. stream: [R] int64, key of the layer's own draft noise.
-        core: [R, n] bool, nodes that would be live beams if the target agreed with the draft.
-        count: K. num_beams: W.
+        count: K.
     """
 
     log_q: Tensor
     tokens: Tensor
     path: Tensor
     stream: Tensor
-    core: Tensor
     count: int
-    num_beams: int
 
 
 @dataclass(slots=True)

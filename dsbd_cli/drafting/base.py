@@ -107,7 +107,6 @@ def roots(beams: Beams, table: SlotTable, depth: int) -> LayerNodes:
         stop_state=beams.stop_state,
         valid=beams.valid,
         ends=torch.zeros_like(beams.valid),
-        core=beams.valid,
         weight=beams.weight,
         path_tokens=torch.zeros(rows, width, depth, dtype=torch.int64, device=beams.token.device),
         ancestors=beams.ancestors | own_bit(table, 0, width, beams.ancestors.shape[-1]),

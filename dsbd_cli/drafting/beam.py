@@ -87,9 +87,7 @@ class BeamDrafter:
         allowed = log_q if rule.drafts_end else log_q.masked_fill(ends, NEVER)
         stream = stream_key(context.row_key, context.iteration, layer, DRAFT)
         count = context.drafts_per_layer
-        index, valid = rule.draft(
-            DraftRequest(allowed, candidates.tokens, nodes.path, stream, nodes.core, count, forest.num_beams)
-        )
+        index, valid = rule.draft(DraftRequest(allowed, candidates.tokens, nodes.path, stream, count))
         forest.layers.append(_children(context, forest, layer, candidates, weight, ends, index, valid))
         forest.laws.append(_record(candidates, log_q, index, valid) if context.record_law else None)
 
@@ -129,7 +127,6 @@ def _children(
         stop_state=context.endings.step(nodes.stop_state.gather(1, above), token),
         valid=valid,
         ends=ends.flatten(1).gather(1, index),
-        core=valid & (torch.arange(index.shape[1], device=index.device) < forest.num_beams),
         weight=weight.flatten(1).gather(1, index),
         path_tokens=path_tokens,
         ancestors=_rows(nodes.ancestors, above) | bit,

@@ -26,7 +26,6 @@ __all__ = [
     "entry_index",
     "largest",
     "membership",
-    "survivors_first",
 ]
 
 
@@ -145,23 +144,6 @@ def entry_index(tokens: Tensor) -> Tensor:
     """A number of its own for every pair of a pool, whatever the candidates: [R, n, C] int64 from tokens."""
     nodes = torch.arange(tokens.shape[1], device=tokens.device).view(1, -1, 1)
     return (nodes << 32) + tokens + 1
-
-
-def survivors_first(keys: Tensor, count: int, num_beams: int, core: Tensor) -> tuple[Tensor, Tensor]:
-    """`count` pairs to draft, for rules that take any node: first the W best among the children of `core` nodes, which
-    are the beams the target would keep if it agreed with the draft; then the best of all others.
-
-    keys [R, n, C]; core [R, n] bool -> flat index [R, K] and which are real.
-    """
-    flat = keys.flatten(1)
-    best = min(num_beams, count)
-    index, real = largest(keys.masked_fill(~core.unsqueeze(-1), NEVER), best)
-    if best == count:
-        return index, real
-    # unreal entries all point at pair 0, which must not be hidden by them
-    taken = torch.zeros_like(flat, dtype=torch.int8).scatter_reduce(1, index, real.to(torch.int8), "amax")
-    others, more = largest(flat.masked_fill(taken.bool(), NEVER).view_as(keys), count - best)
-    return torch.cat((index, others), 1), torch.cat((real, more), 1)
 
 
 def membership(view: LayerView, keys: Tensor, rank_limit: bool) -> tuple[LayerDraws, Tensor]:

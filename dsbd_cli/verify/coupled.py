@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsbd_cli.core.noise import COMPLETION, gumbel, path_gumbel, stream_key
 from dsbd_cli.core.pool import DraftRequest
-from dsbd_cli.verify.base import LayerDraws, LayerView, complete_afresh, entry_index, membership, survivors_first
+from dsbd_cli.verify.base import LayerDraws, LayerView, complete_afresh, entry_index, membership, largest
 
 __all__ = ["Coupled"]
 
@@ -29,9 +29,9 @@ class Coupled:
         return min(vocab_size, max_top_k + 8) if max_top_k else vocab_size
 
     def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
-        """The largest of log Q + G, with the target's own noise; children of likely survivors first."""
+        """The largest of log Q + G, with the target's own noise."""
         keys = request.log_q + path_gumbel(request.path, request.tokens)
-        return survivors_first(keys, request.count, request.num_beams, request.core)
+        return largest(keys, request.count)
 
     def verify(self, view: LayerView) -> LayerDraws:
         """Draw by log P + G, then ask which draws were drafted."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from dsbd_cli.core.pool import DraftRequest
-from dsbd_cli.verify.base import LayerDraws, LayerView, membership, survivors_first
+from dsbd_cli.verify.base import LayerDraws, LayerView, membership, largest
 
 __all__ = ["Search"]
 
@@ -23,8 +23,8 @@ class Search:
         return min(vocab_size, max(2, 1 + num_eos) * num_beams)
 
     def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
-        """The K best pairs by the draft's own scores; children of likely survivors first."""
-        return survivors_first(request.log_q, request.count, request.num_beams, request.core)
+        """The K best pairs by the draft's own scores."""
+        return largest(request.log_q, request.count)
 
     def verify(self, view: LayerView) -> LayerDraws:
         """Rank the pool; pass if the W best live pairs were drafted."""

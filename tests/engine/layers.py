@@ -117,9 +117,7 @@ def random_layer(
             tokens=draft_candidates.tokens,
             path=key.unsqueeze(1).expand(-1, drafts),
             stream=stream_key(key, iteration, 1, DRAFT),
-            core=torch.ones(rows, drafts, dtype=torch.bool),
             count=drafts,
-            num_beams=beams,
         )
     )
     law: DraftLaw = _record(draft_candidates, draft.log_p, index, real)
