@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsbd_cli.core.noise import COMPLETION, gumbel, path_gumbel, stream_key
 from dsbd_cli.core.pool import DraftRequest
-from dsbd_cli.verify.base import LayerDraws, LayerView, complete_afresh, entry_index, membership, largest
+from dsbd_cli.verify.base import LayerDraws, LayerView, complete_afresh, entry_index, largest, membership
 
 __all__ = ["Coupled"]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from dsbd_cli.core.pool import DraftRequest
-from dsbd_cli.verify.base import LayerDraws, LayerView, membership, largest
+from dsbd_cli.verify.base import LayerDraws, LayerView, largest, membership
 
 __all__ = ["Search"]
 
