@@ -71,7 +71,7 @@ class SamplingConfig:
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "1 or more")
         _require(all(self.stop), "stop", self.stop, "a list of non-empty strings")
-        _require(math.isfinite(self.length_penalty), "length_penalty", self.length_penalty, "a finite number")
+        _require(-10 <= self.length_penalty <= 10, "length_penalty", self.length_penalty, "between -10 and 10")
         _require(self.n_best >= 1, "n_best", self.n_best, "1 or more")
 
 

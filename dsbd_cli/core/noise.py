@@ -66,9 +66,9 @@ def stream_key(row_key: Tensor, iteration: Tensor, layer: int, stream: int) -> T
 
 
 def uniform(key: Tensor, index: Tensor) -> Tensor:
-    """Uniform numbers strictly inside (0, 1), 53 bits. key and index broadcast. float64."""
-    bits = _shift(_mix(key + index * _GOLDEN), 11)
-    return (bits.to(torch.float64) + 0.5) * 2.0**-53
+    """Uniform numbers strictly inside (0, 1), 52 bits. key and index broadcast. float64."""
+    bits = _shift(_mix(key + index * _GOLDEN), 12)
+    return (bits.to(torch.float64) + 0.5) * 2.0**-52
 
 
 def gumbel(key: Tensor, index: Tensor) -> Tensor:

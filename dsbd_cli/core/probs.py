@@ -80,9 +80,9 @@ def top_candidates(logits: Tensor, count: int) -> Candidates:
     return Candidates(tokens, best - total, full=False)
 
 
-def log_normalise(x: Tensor) -> Tensor:
-    """x - logsumexp(x) over the last dimension; all -inf stays all -inf."""
-    total = torch.logsumexp(x, dim=-1, keepdim=True)
+def log_normalise(x: Tensor, of: Tensor | None = None) -> Tensor:
+    """x - logsumexp(of, by default x) over the last dimension; all -inf stays all -inf."""
+    total = torch.logsumexp(x if of is None else of, dim=-1, keepdim=True)
     return torch.where(torch.isfinite(total), x - total, NEVER)
 
 
@@ -91,12 +91,18 @@ def pool_law(candidates: Candidates, weight: Tensor, live: Tensor, warp: Warp) -
     weight = torch.where(live, weight, NEVER).unsqueeze(-1)
     if warp.scope == "pool":
         joint = weight + candidates.logprobs
-        scaled = joint / warp.temperature[:, None, None]
-        return PoolLaw(_cut(scaled.flatten(1), warp).view_as(joint), joint)
-    scaled = candidates.logprobs / warp.temperature[:, None, None]
+        scaled = _from_best(joint.flatten(1)) / warp.temperature.unsqueeze(1)
+        return PoolLaw(_cut(scaled, warp).view_as(joint), joint)
+    scaled = _from_best(candidates.logprobs) / warp.temperature[:, None, None]
     rows = _cut(scaled.flatten(0, 1), _repeat(warp, scaled.shape[1])).view_as(scaled)
     joint = weight + rows
     return PoolLaw(log_normalise(joint.flatten(1)).view_as(joint), joint)
+
+
+def _from_best(x: Tensor) -> Tensor:
+    """x less its largest value over the last dimension, so that a low temperature cannot overflow."""
+    best = x.amax(-1, keepdim=True)
+    return torch.where(torch.isfinite(best), x - best, x)
 
 
 def _repeat(warp: Warp, times: int) -> Warp:
@@ -121,7 +127,8 @@ def _cut(x: Tensor, warp: Warp) -> Tensor:
     if warp.any_top_p:
         if best is None or not warp.max_top_k:
             best = torch.sort(x, dim=-1, descending=True).values
-        mass = torch.softmax(best, dim=-1).nan_to_num().cumsum(-1)
+        # of all that is left, not of `best`: how many entries tie with the last one must not matter
+        mass = torch.exp(log_normalise(best, of=x)).cumsum(-1)
         # the entry at which the mass first reaches top_p is the last one kept
         last = (mass < warp.top_p.unsqueeze(1)).sum(-1, keepdim=True).clamp(max=best.shape[-1] - 1)
         lowest = torch.where(warp.top_p.unsqueeze(1) < 1, best.gather(1, last), NEVER)

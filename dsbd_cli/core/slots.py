@@ -92,7 +92,7 @@ def compact(table: SlotTable, ancestors: Tensor, valid: Tensor) -> Compaction:
     last = table.positions.shape[1] - 1
     source, target = source.clamp(max=last), target.clamp(max=last)
     table.positions.scatter_(1, target, table.positions.gather(1, source))
-    where = table.trunk.unsqueeze(1) + keep.cumsum(1) - 1
+    where = (table.trunk.unsqueeze(1) + keep.cumsum(1) - 1).clamp(min=0)
     packed = ancestors.gather(2, order.unsqueeze(1).expand_as(ancestors)) & moved.unsqueeze(1)
     common = ((packed | ~valid.unsqueeze(-1)).all(1) & moved).to(torch.int64).cumprod(1).sum(1)
     shifted = (steps + common.unsqueeze(1)).clamp(max=window - 1)

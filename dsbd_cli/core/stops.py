@@ -17,6 +17,7 @@ from torch import Tensor
 __all__ = ["StopTable", "find_stop"]
 
 STOPPED = 0
+MOST_SETS = 64
 
 
 def _automaton(stops: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
@@ -64,6 +65,12 @@ class StopTable:
         self.table = torch.stack((torch.zeros(vocab_size), torch.ones(vocab_size))).to(device=device, dtype=torch.int32)
         self._starts: dict[tuple[str, ...], int] = {(): 1}
 
+    def forget(self) -> None:
+        """Drop sets when many have gathered; only while no request holds a state."""
+        if len(self._starts) > MOST_SETS:
+            self._starts = {(): 1}
+            self.table = self.table[:2].clone()
+
     @property
     def used(self) -> bool:
         """True once any request has stop strings."""
@@ -84,9 +91,11 @@ class StopTable:
         """Next state of every (state, token), -1 where a stop string completes inside the token."""
         states = np.repeat(np.arange(len(goto))[:, None], len(self._bytes), axis=1)
         for column in self._bytes.T:
-            stepped = goto[np.maximum(states, 0), np.maximum(column, 0)[None, :]]
+            longer = np.flatnonzero(column >= 0)  # most tokens are short
+            before = states[:, longer]
+            stepped = goto[np.maximum(before, 0), column[longer][None, :]]
             stepped = np.where(complete[stepped], -1, stepped)
-            states = np.where((column[None, :] < 0) | (states < 0), states, stepped)
+            states[:, longer] = np.where(before < 0, before, stepped)
         return states
 
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:

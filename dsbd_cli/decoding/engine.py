@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,6 +47,11 @@ def _events(device: torch.device) -> Callable[[], Event] | None:
     if device.type != "cuda":
         return None
     return partial(torch.cuda.Event, enable_timing=True)  # type: ignore[return-value]
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one: events go to its stream."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,7 @@ class Engine:
         self._proven = 1  # most rows that have run
         self._slots = 0
         self._late = False
+        self._running = False
 
     @torch.inference_mode()
     def run(self, requests: Iterable[Request | None]) -> Iterator[RequestResult]:
@@ -110,12 +117,18 @@ class Engine:
         halves the batch and decodes its requests again, which gives the same results; a request that does not fit
         alone fails.
         """
+        if self._running:
+            raise UsageError("this engine is in use by another run: finish that one first, or load a second engine")
+        self._running = True
         source, order, backlog = Source(requests), ResultOrder(), deque[Job]()
-        while not source.exhausted() or backlog:
-            self._read(source, self._rows - len(backlog), order, backlog)
-            yield from order.ready()
-            if backlog:
-                yield from self._decode(source, order, backlog)
+        try:
+            while not source.exhausted() or backlog:
+                self._read(source, self._rows - len(backlog), order, backlog)
+                yield from order.ready()
+                if backlog:
+                    yield from self._decode(source, order, backlog)
+        finally:
+            self._running = False
 
     def _decode(self, source: Source, order: ResultOrder, backlog: deque[Job]) -> Iterator[RequestResult]:
         """One batch, refilled from the source as its rows finish, until it is empty or out of memory."""
@@ -145,7 +158,9 @@ class Engine:
         for model in (self.target, self.draft):
             if model is not None:
                 model.release()
-        if len(running) == 1:
+        if len(running) == 1 and not running[0].retried:
+            running[0].retried = True  # once more, with all memory given back
+        elif len(running) == 1:
             job = running.pop()
             tokens = len(job.prompt) + job.request.sampling.max_new_tokens
             error = OutOfMemoryRowError(f"out of memory with this row alone ({tokens} tokens): shorten it")
@@ -174,8 +189,22 @@ class Engine:
             ids = self.codec.encode_chat([dict(message) for message in request.messages])
         else:
             ids = self.codec.encode(request.prompt or "")
+        self._check(request, ids)
+        return ids
+
+    def _check(self, request: Request, ids: list[int]) -> None:
+        """Everything that makes one request impossible to decode. Raises RowError."""
         if not ids:
             raise InvalidRowError("prompt is empty: there is no token to start from")
+        if foreign := [token for token in ids if not 0 <= token < self.target.vocab_size]:
+            raise InvalidRowError(
+                f"prompt holds token id {foreign[0]}, but the target has {self.target.vocab_size} ids"
+            )
+        if not 0 <= request.seed < 2**63:
+            raise InvalidRowError(f"seed is {request.seed}, but must be from 0 to 2**63 - 1")
+        for stop in request.sampling.stop:
+            if any("\ud800" <= letter <= "\udfff" for letter in stop):
+                raise InvalidRowError(f"stop is {stop!r}, which is no valid text: it holds half a surrogate pair")
         if request.sampling.n_best > self.method.num_beams:
             raise InvalidRowError(
                 f"n_best is {request.sampling.n_best}, but num_beams is {self.method.num_beams}: "
@@ -189,7 +218,6 @@ class Engine:
                     f"prompt has {len(ids)} tokens and max_new_tokens is {request.sampling.max_new_tokens}, "
                     f"but the {role} has {limit} positions"
                 )
-        return ids
 
     def _admit(self, state: BatchState | None, scheduler: Scheduler, backlog: deque[Job]) -> BatchState:
         """Prefill waiting requests and put them into free rows; makes or grows the batch's memory where needed."""
@@ -208,6 +236,8 @@ class Engine:
         rows, prompts = [row for row, _ in new], [job.prompt for _, job in new]
         for model in (self.target, self.draft):
             if model is not None:
+                for row in rows:
+                    model.clear(row)  # 0 times a NaN of an earlier request would be NaN
                 prefill(model, rows, prompts, trash=self._slots - 1)
         for row, job in new:
             sampling = job.request.sampling
@@ -216,8 +246,10 @@ class Engine:
 
     def _allocate(self, rows: int, slots: int, history: int) -> BatchState:
         self._slots, self._late = slots, False
+        self._stops.forget()
         for model in (self.target, self.draft):
             if model is not None:
+                model.release()  # else rows of one batch would multiply with slots of another
                 model.reserve(rows, slots)
         window = bucket(self._nodes, WINDOW_STEP)
         return BatchState.empty(self.method, rows, slots, window, history, self.target.device)
@@ -238,8 +270,9 @@ class Engine:
         window = bucket(scheduler.longest_tail() + self._nodes, WINDOW_STEP)
         state.beams.ancestors = fit_window(state.beams.ancestors, window)
         active = min(bucket(busy, SLOT_STEP), self._slots - 1)
-        report = self._stepper.step(state, active, self._late)
-        seconds = self._stepper.timer.seconds()
+        with _current(self.target.device):
+            report = self._stepper.step(state, active, self._late)
+            seconds = self._stepper.timer.seconds()
         running = scheduler.running
         self._late = False
         for row, job in running:
@@ -258,13 +291,10 @@ class Engine:
         """A row whose model returned NaN: an error result, and clean memory for the next request."""
         job = scheduler.remove(row)
         error = NumericalError(
-            f"the target returned NaN after {job.stats.steps} tokens: "
+            f"the target returned NaN after {job.stats.steps} steps: "
             "the checkpoint may need another dtype (try float32)"
         )
         order.put(job.number, RequestResult(job.request, (), len(job.prompt), job.stats, error))
-        for model in (self.target, self.draft):
-            if model is not None:
-                model.clear(row)
         state.release(row)
 
     def _shrink(self, state: BatchState, kept: list[int]) -> None:

@@ -10,6 +10,7 @@ from dsbd_cli.core.beams import Finished
 from dsbd_cli.core.protocols import TextCodec
 from dsbd_cli.core.stops import find_stop
 from dsbd_cli.decoding.scheduler import Job
+from dsbd_cli.errors import NumericalError
 from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult
 from dsbd_cli.stats import LayerStats, StepStats
 
@@ -31,7 +32,12 @@ def collect(finished: Finished, row: int, job: Job, codec: TextCodec) -> Request
         cut = find_stop(text, sampling.stop)
         reason: FinishReason = "length" if by_length[rank] else "stop"
         hypotheses.append(Hypothesis(text[:cut], tuple(ids), reason, logprob[rank], score[rank]))
-    return RequestResult(job.request, tuple(hypotheses), len(job.prompt), job.stats)
+    error = (
+        None
+        if hypotheses
+        else NumericalError("no hypothesis has a finite score: the settings of this row are too extreme")
+    )
+    return RequestResult(job.request, tuple(hypotheses), len(job.prompt), job.stats, error)
 
 
 def record_iteration(

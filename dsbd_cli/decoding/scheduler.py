@@ -19,7 +19,8 @@ def bucket(size: int, step: int) -> int:
 
 @dataclass(slots=True)
 class Job:
-    """A request on its way through the engine. `used` and `trunk` are the row's slots after the last iteration."""
+    """A request on its way through the engine. `used` and `trunk` are the row's slots after the last iteration;
+    `retried`: it ran out of memory alone once."""
 
     number: int
     request: Request
@@ -28,6 +29,7 @@ class Job:
     started: float = 0.0
     used: int = 0
     trunk: int = 0
+    retried: bool = False
 
 
 class Source:

@@ -75,7 +75,16 @@ class BatchState:
         beams, table, known = self.beams, self.table, len(prompt) - 1
         device = self.active.device
         key = seed_key(torch.tensor(seed, dtype=torch.int64)).to(device)
-        for tensor in (beams.valid, beams.weight, beams.logprob, beams.ancestors, beams.catch_up, beams.length):
+        fresh = (
+            beams.valid,
+            beams.weight,
+            beams.logprob,
+            beams.ancestors,
+            beams.parent_slot,
+            beams.catch_up,
+            beams.length,
+        )
+        for tensor in fresh:
             tensor[row] = 0
         beams.valid[row, 0] = True
         beams.token[row], beams.path[row], beams.stop_state[row] = prompt[-1], key, stop_state

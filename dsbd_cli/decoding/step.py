@@ -62,6 +62,8 @@ class Stepper:
         logits = self._target(state, forest, slots)
         self.timer.lap("target")
         size = self.rule.candidates(state.method.num_beams, self.num_eos, state.warp.max_top_k, logits.shape[-1])
+        if self.endings.stops.used and not self.rule.warps:
+            size = logits.shape[-1]  # any number of tokens may complete a stop string
         outcome = walk(state, forest, top_candidates(logits, size), self.rule, self.endings)
         counters = _pack(state, outcome, self._commit(state, forest, outcome))
         self.timer.lap("verify")

@@ -75,7 +75,7 @@ class BeamDrafter:
         size = rule.candidates(forest.num_beams, 1, context.warp.max_top_k, logits.shape[-1])
         candidates = top_candidates(logits, max(size, min(context.drafts_per_layer + 8, logits.shape[-1])))
         # a draft that returns NaN proposes nothing; the target decides alone
-        candidates.logprobs = candidates.logprobs.nan_to_num(nan=NEVER)
+        candidates.logprobs = candidates.logprobs.nan_to_num(nan=NEVER, neginf=NEVER)
         live = nodes.valid & ~nodes.ends
         if rule.warps:
             law = pool_law(candidates, nodes.weight, live, context.warp)

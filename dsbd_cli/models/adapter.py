@@ -78,6 +78,7 @@ class CausalForestModel:
         self._plan = MaskPlan.of(self._config)
         self._cache = ForestCache()
         self._device = _input_device(model)
+        self._embeddings = int(model.get_input_embeddings().weight.shape[0])
         self._mask_dtype = model.dtype
         use_grouped_attention(model)
         logits = self._probe()
@@ -104,6 +105,10 @@ class CausalForestModel:
     def max_positions(self) -> int | None:
         """Positions the model was made for; a learned table cannot go past it, a rotary model gets worse there."""
         limit = getattr(self._config, "max_position_embeddings", None)
+        rope = getattr(self._config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            # past this length transformers changes the frequencies of the whole batch, whatever the others' lengths
+            limit = rope.get("original_max_position_embeddings") or limit
         return int(limit) if limit else None
 
     @property
@@ -118,7 +123,7 @@ class CausalForestModel:
         return type(self._model).__name__
 
     def fit_width(self, width: int) -> None:
-        """Return logits of this width: more columns are cut off, missing ones are the dtype's lowest number.
+        """Return logits of this width: more columns are cut off, missing ones are -inf.
 
         For drafts whose padding ids differ from the target's; that the ids mean the same is checked by check_pair.
         """
@@ -166,7 +171,8 @@ class CausalForestModel:
     def _run(self, runner: Any, batch: ForestInput) -> Any:
         self._cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
         return runner(
-            input_ids=batch.tokens,
+            # a narrower draft knows no id of its target's extra ones: any legal id will do, only acceptance suffers
+            input_ids=batch.tokens.clamp(max=self._embeddings - 1),
             position_ids=batch.positions,
             attention_mask=self._masks(batch),
             past_key_values=self._cache,
@@ -188,8 +194,7 @@ class CausalForestModel:
     def _fitted(self, logits: Tensor) -> Tensor:
         if self._width <= logits.shape[-1]:
             return logits[..., : self._width]
-        lowest = torch.finfo(logits.dtype).min
-        return nn.functional.pad(logits, (0, self._width - logits.shape[-1]), value=lowest)
+        return nn.functional.pad(logits, (0, self._width - logits.shape[-1]), value=float("-inf"))
 
     def _probe(self) -> Tensor:
         """Logits of one token; makes the cache learn the shapes of all layers, then gives its memory back."""

@@ -65,6 +65,10 @@ class _SlotModel:
         """Forget one row."""
         self._tokens[row] = -1
 
+    def release(self) -> None:
+        """Give the memory back."""
+        self._tokens = self._tokens[:0, :0]
+
     def kv_bytes_per_slot(self) -> int:
         """Eight: one int64 token."""
         return self._tokens.element_size()
@@ -146,7 +150,7 @@ class HashModel(_SlotModel):
         tokens = torch.arange(self._vocab_size, device=self._device)
         words = _mix(_mix(path + _word(seed * _STEP))[..., None] + tokens * _STEP)
         uniform = ((words & 0xFFFFFF).float() + 0.5) / (1 << 24)
-        return torch.erfinv(2 * uniform - 1) * 2**0.5
+        return torch.erfinv((2 * uniform - 1).clamp(-1 + 2**-23, 1 - 2**-23)) * 2**0.5
 
 
 def _word(number: int) -> int:
