@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dsbd_cli.config import MethodConfig, ModelSpec
+from dsbd_cli.config import MethodConfig, ModelSpec, OnTooLong
 from dsbd_cli.decoding.engine import Engine, EngineInfo
 from dsbd_cli.models.pair import load_pair
 
@@ -18,6 +18,7 @@ def load(
     method: MethodConfig | None = None,
     batch_size: int = 8,
     log_steps: bool = False,
+    on_too_long: OnTooLong = "error",
     dtype: str = "auto",
     device: str = "auto",
     device_map: str | None = None,
@@ -53,4 +54,13 @@ def load(
         draft_dtype=pair.draft_dtype,
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
     )
-    return Engine(pair.target, pair.draft, pair.codec, method, batch_size=batch_size, info=info, log_steps=log_steps)
+    return Engine(
+        pair.target,
+        pair.draft,
+        pair.codec,
+        method,
+        batch_size=batch_size,
+        info=info,
+        log_steps=log_steps,
+        on_too_long=on_too_long,
+    )

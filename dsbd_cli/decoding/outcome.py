@@ -31,7 +31,7 @@ def collect(finished: Finished, row: int, job: Job, codec: TextCodec) -> Request
         cut = find_stop(text, sampling.stop)
         reason: FinishReason = "length" if by_length[rank] else "stop"
         hypotheses.append(Hypothesis(text[:cut], tuple(ids), reason, logprob[rank], score[rank]))
-    return RequestResult(job.request, tuple(hypotheses), len(job.prompt), job.stats)
+    return RequestResult(job.request, tuple(hypotheses), len(job.prompt), job.stats, truncated_tokens=job.truncated)
 
 
 def record_iteration(

@@ -19,7 +19,8 @@ def bucket(size: int, step: int) -> int:
 
 @dataclass(slots=True)
 class Job:
-    """A request on its way through the engine. `used` and `trunk` are the row's slots after the last iteration."""
+    """A request on its way through the engine. `used` and `trunk` are the row's slots after the last iteration;
+    `truncated` tokens of the prompt were dropped."""
 
     number: int
     request: Request
@@ -28,6 +29,7 @@ class Job:
     started: float = 0.0
     used: int = 0
     trunk: int = 0
+    truncated: int = 0
 
 
 class Source:

@@ -17,7 +17,7 @@ from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 from dsbd_cli.models.hub import folder_of
 from dsbd_cli.models.registry import resolve
 
-__all__ = ["Checkpoint", "eos_ids", "load", "load_tokenizer", "locate"]
+__all__ = ["Checkpoint", "eos_ids", "load", "load_config", "load_tokenizer", "locate"]
 
 Checkpoint = tuple[Any, Any]
 
@@ -34,7 +34,7 @@ def load(spec: ModelSpec) -> Checkpoint:
     placement = _placement(spec)
     with _quiet():
         folder = locate(spec)
-        config = _config(folder, spec)
+        config = load_config(folder, spec)
         model = _model(folder, spec, config, placement)
         tokenizer = load_tokenizer(folder, spec)
     model.eval()
@@ -98,7 +98,8 @@ def _device_map(spec: ModelSpec) -> Any:
         raise UsageError(f"{spec.role} device map {given!r} is not JSON: {error}") from None
 
 
-def _config(folder: Path, spec: ModelSpec) -> Any:
+def load_config(folder: Path, spec: ModelSpec) -> Any:
+    """The config in a checkpoint folder."""
     from transformers import AutoConfig
 
     try:
