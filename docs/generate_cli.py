@@ -10,31 +10,50 @@ import typer
 from dsbd_cli.cli.app import app
 
 PAGE = Path(__file__).parent / "cli.md"
-HEAD = "# Command line\n\nMade by `make docs` from the commands themselves; do not edit.\n"
+HEAD = """# Command line
+
+Made by `make docs` from the commands themselves; do not edit. Jobs and pipes: [cookbook](cookbook.md).
+
+Every option of `dsbd generate` may also stand in a file (`--config job.toml`, by its long name with - or _) or in a
+variable (`DSBD_NUM_BEAMS=6`; a switch takes 1 or 0). The command line wins over the file, the file over the
+environment, the environment over the default. A switch `--x` has a `--no-x` that takes it back.
+"""
 
 
 def page() -> str:
     """The whole page as markdown."""
     root = typer.main.get_command(app)
     parts = [HEAD, _section("dsbd", root)]
-    parts += [_section(f"dsbd {name}", command) for name, command in sorted(root.commands.items())]
+    parts += _commands("dsbd", root)
     return "\n".join(parts)
+
+
+def _commands(title: str, group) -> list[str]:
+    """Sections of the commands of a group, and of theirs."""
+    parts = []
+    for name, command in sorted(group.commands.items()):
+        parts.append(_section(f"{title} {name}", command))
+        parts += _commands(f"{title} {name}", command) if hasattr(command, "commands") else []
+    return parts
 
 
 def _section(title: str, command) -> str:
     """One command: its text, then a table of options per panel."""
     panels: dict[str, list[str]] = {}
     for option in command.params:
-        panels.setdefault(option.rich_help_panel or "Options", []).append(_row(option))
+        panel = "Arguments" if option.param_type_name == "argument" else option.rich_help_panel or "Options"
+        panels.setdefault(panel, []).append(_row(option))
     lines = [f"## {title}", "", *_paragraphs(command.help or ""), ""]
     for panel, rows in panels.items():
-        lines += [f"### {panel}", "", "| option | meaning |", "|---|---|", *rows, ""]
+        kind = "argument" if panel == "Arguments" else "option"
+        lines += [f"### {panel}", "", f"| {kind} | meaning |", "|---|---|", *rows, ""]
     return "\n".join(lines)
 
 
 def _row(option) -> str:
-    names = ", ".join(f"`{name}`" for name in option.opts)
-    value = f" {option.metavar}" if option.metavar else ""
+    argument = option.param_type_name == "argument"
+    names = f"`{option.metavar}`" if argument else ", ".join(f"`{name}`" for name in option.opts)
+    value = f" {option.metavar}" if option.metavar and not argument else ""
     help_text = (option.help or "").replace("|", "\\|")
     return f"| {names}{value} | {help_text} |"
 

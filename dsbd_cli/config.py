@@ -17,10 +17,12 @@ RuleName = Literal["coupled", "rejection", "with-replacement", "search"]
 WidthName = Literal["fixed", "threshold"]
 WarpScope = Literal["pool", "beam"]
 Exactness = Literal["same-text", "same-law", "dynamic-width", "lossy"]
+OnTooLong = Literal["error", "truncate-left"]
 
 RULES: tuple[str, ...] = ("coupled", "rejection", "with-replacement", "search")
 WIDTHS: tuple[str, ...] = ("fixed", "threshold")
 WARP_SCOPES: tuple[str, ...] = ("pool", "beam")
+ON_TOO_LONG: tuple[str, ...] = ("error", "truncate-left")
 DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
 
 BUILTIN_TARGET = "builtin:target"

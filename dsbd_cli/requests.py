@@ -52,10 +52,12 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """Hypotheses of one request, best first, or the error that stopped this one request."""
+    """Hypotheses of one request, best first, or the error that stopped this one request. `truncated_tokens` of the
+    prompt were dropped on its left; `prompt_tokens` counts what is left."""
 
     request: Request
     hypotheses: tuple[Hypothesis, ...]
     prompt_tokens: int
     stats: RequestStats
     error: RowError | None = None
+    truncated_tokens: int = 0

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 
 from dsbd_cli._version import __version__
 from dsbd_cli.cli.generate import generate
-from dsbd_cli.cli.output import error_line
+from dsbd_cli.cli.messages import error_line, set_style, tracebacks_wanted
+from dsbd_cli.cli.models import app as models_app
+from dsbd_cli.cli.signals import StoppedError
 from dsbd_cli.data.jsonl import ClosedOutputError
 from dsbd_cli.errors import DsbdError, OutputError
 
@@ -23,8 +23,9 @@ __all__ = ["app", "main", "run"]
 
 INTERRUPTED = 130
 
-app = typer.Typer(name="dsbd", add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(name="dsbd", pretty_exceptions_enable=False)
 app.command("generate")(generate)
+app.add_typer(models_app, name="models")
 
 
 def _version(wanted: bool) -> None:
@@ -46,7 +47,7 @@ def _root(
 ) -> None:
     """Beam search and beam sampling from language models, sped up by a draft model, with unchanged output.
 
-    Exit codes: 0 all rows answered, 1 the run failed, 2 wrong usage, 3 some rows failed, 130 interrupted.
+    Exit codes: 0 all rows answered, 1 the run failed, 2 wrong usage, 3 some rows failed, 130 or 143 stopped.
     """
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
@@ -55,9 +56,11 @@ def _root(
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code. Errors end here."""
-    debug = "--debug" in arguments or os.environ.get("DSBD_DEBUG", "") not in ("", "0")
+    set_style(json_lines=False, tracebacks="--debug" in arguments or os.environ.get("DSBD_DEBUG", "") not in ("", "0"))
     try:
-        code = typer.main.get_command(app).main(list(arguments), prog_name="dsbd", standalone_mode=False)
+        code = typer.main.get_command(app).main(
+            list(arguments), prog_name="dsbd", standalone_mode=False, obj=list(arguments)
+        )
         return code if isinstance(code, int) else 0
     except (ClosedOutputError, BrokenPipeError):
         _drop_output()
@@ -65,20 +68,22 @@ def run(arguments: Sequence[str]) -> int:
     except DsbdError as error:
         if isinstance(error, OutputError):
             _drop_output()
-        return _report(str(error), error.exit_code, debug=debug)
+        return _report(str(error), error.exit_code)
     except typer.TyperException as error:
         hint = " (dsbd generate --help lists the options)" if error.exit_code == 2 else ""
         message = error.format_message().replace("Value error, ", "")
-        return _report(f"{message}{hint}", error.exit_code, debug=debug)
+        return _report(f"{message}{hint}", error.exit_code)
+    except StoppedError as stopped:
+        return stopped.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except Exception as error:
         detail = f"{type(error).__name__}: {error}".rstrip(": ")
-        return _report(f"{detail} (unexpected; --debug shows the traceback)", 1, debug=debug)
+        return _report(f"{detail} (unexpected; --debug shows the traceback)", 1)
 
 
-def _report(message: str, code: int, *, debug: bool) -> int:
-    if debug:
+def _report(message: str, code: int) -> int:
+    if tracebacks_wanted():
         traceback.print_exc()
     error_line(message)
     return code
@@ -93,14 +98,6 @@ def _drop_output() -> None:
         os.close(nowhere)
 
 
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """The first Ctrl-C unwinds and flushes; the second kills at once."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    raise KeyboardInterrupt
-
-
 def main() -> NoReturn:
     """Entry point of the script `dsbd`."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
     sys.exit(run(sys.argv[1:]))

@@ -2,191 +2,202 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import typer
 
+from dsbd_cli._version import __version__
+from dsbd_cli.cli.declare import grouped, help_texts
+from dsbd_cli.cli.files import STANDARD, can_resume, check_files, open_source
+from dsbd_cli.cli.flow import MakeRecord, RowFlow, TooManyErrorsError
+from dsbd_cli.cli.layers import job_text, unknown_variables
+from dsbd_cli.cli.messages import set_style, tracebacks_wanted
 from dsbd_cli.cli.options import (
     DeviceOptions,
     FileOptions,
+    JobOptions,
     MethodOptions,
     PairOptions,
+    RowOptions,
     SamplingOptions,
     TalkOptions,
-    grouped,
 )
-from dsbd_cli.cli.output import STANDARD, Reporter, open_writer
+from dsbd_cli.cli.outputs import Outputs
+from dsbd_cli.cli.progress import Reporter
 from dsbd_cli.cli.settings import RunSettings, run_settings
-from dsbd_cli.data.jsonl import LineWriter, check_new, read_lines
+from dsbd_cli.cli.signals import StoppedError, StopSignals
+from dsbd_cli.cli.summary import Summary, rows_exit_code
+from dsbd_cli.data.source import LineSource
 from dsbd_cli.errors import UsageError
-from dsbd_cli.records import FailedRow, MethodRecord, RowReader, checked, error_record, output_record, step_records
-from dsbd_cli.requests import Request, RequestResult
+from dsbd_cli.records import MethodRecord, native_record, openai_record, run_fingerprint, text_record
 
 if TYPE_CHECKING:
     from dsbd_cli.decoding.engine import Engine
 
-__all__ = ["RowFlow", "generate"]
-
-ROWS_FAILED = 3
+__all__ = ["generate"]
 
 
 @grouped
 def generate(
     files: FileOptions,
+    failing: RowOptions,
     pair: PairOptions,
     method: MethodOptions,
     sampling: SamplingOptions,
     devices: DeviceOptions,
     talk: TalkOptions,
+    job: JobOptions,
+    arguments: Sequence[str],
 ) -> None:
     """Answer prompts with speculative beam decoding: JSON lines in, one JSON line per input line out.
 
-    A line is an object with prompt (or messages), an id if you like, and any of the sampling options for that row.
+    A line is an object with prompt (or messages), an id and sampling options of its own, or a line of an OpenAI batch.
+
+    Every option may also stand in --config FILE or in a variable such as DSBD_NUM_BEAMS.
+
+    The command line wins over the file, the file over the environment.
     """
+    set_style(json_lines=bool(talk.log_json), tracebacks=bool(talk.debug) or tracebacks_wanted())
     if talk.quiet and talk.verbose:
         raise UsageError("--quiet and --verbose cannot be used together: give one of them")
-    settings = run_settings(pair, method, sampling, devices)
-    with ExitStack() as stack:
-        source = _open_input(files, stack)
-        _check_outputs(files)
-        engine = _load(settings, devices, log_steps=files.stats is not None)
-        writer = stack.enter_context(open_writer(files.output, overwrite=files.overwrite))
-        steps = _open_steps(files, stack)
-        on_terminal = files.output in (None, STANDARD) and sys.stdout.isatty()
-        reporter = Reporter(quiet=talk.quiet, verbose=talk.verbose, records_on_terminal=on_terminal)
-        stack.callback(reporter.stop)
-        record = MethodRecord(settings.method, settings.target, settings.draft)
-        flow = RowFlow(settings.rows, record, writer, steps, reporter)
-        reporter.begin(_describe(settings))
-        try:
-            flow.run(engine, source)
-        except KeyboardInterrupt:
-            reporter.summary(f"interrupted: {reporter.totals.line()}; what is written is complete")
-            raise
-        reporter.summary(reporter.totals.line())
-    if reporter.totals.failed:
-        raise typer.Exit(ROWS_FAILED)
+    settings = run_settings(pair, method, sampling, devices, failing)
+    if files.input_format == "text" and failing.strict:
+        raise UsageError("--strict would do nothing, because lines of text have no fields: drop it")
+    groups = (files, failing, pair, method, sampling, devices, talk)
+    if job.print_config:
+        typer.echo(job_text(groups, help_texts(groups)))
+        return
+    check_files(files)
+    run = _Run(files, settings, devices, talk, arguments)
+    for line in unknown_variables((*map(type, groups), JobOptions)):
+        run.reporter.warn(line)
+    if code := run.answer():
+        raise typer.Exit(code)
 
 
-class RowFlow:
-    """Keeps rows in input order: requests go to the engine as it asks for them, failed rows wait for their turn."""
+class _Run:
+    """One run over one input."""
 
     def __init__(
         self,
-        rows: RowReader,
-        method: MethodRecord,
-        writer: LineWriter,
-        steps: LineWriter | None,
-        reporter: Reporter,
+        files: FileOptions,
+        settings: RunSettings,
+        devices: DeviceOptions,
+        talk: TalkOptions,
+        arguments: Sequence[str],
     ) -> None:
-        self._rows, self._method = rows, method
-        self._writer, self._steps, self._reporter = writer, steps, reporter
-        self._pending: deque[tuple[int, int, Request | FailedRow]] = deque()
+        self._files, self._settings, self._devices, self._arguments = files, settings, devices, arguments
+        self._method = MethodRecord(settings.method, settings.target, settings.draft)
+        self._fingerprint = run_fingerprint(
+            self._method,
+            settings.rows,
+            dtype=devices.dtype or "auto",
+            on_too_long=settings.on_too_long,
+            strict=settings.rows.strict,
+            input_format=files.input_format or "auto",
+            output_format=files.output_format or "native",
+            dsbd=__version__,
+        )
+        self._signals = StopSignals(quiet=bool(talk.quiet))
+        on_terminal = files.output in (None, STANDARD) and sys.stdout is not None and sys.stdout.isatty()
+        self.reporter = Reporter(talk, records_on_terminal=on_terminal)
 
-    def run(self, engine: Engine, source: BinaryIO) -> None:
-        """Answer every line of the source. What was written stays, whatever ends this early."""
-        for result in engine.run(self._requests(source)):
-            index, number, request = self._pending.popleft()
-            assert request is result.request, "the engine answers in input order"
-            self._write(index, number, checked(result))
-            self._write_failed()
-        self._write_failed()
-        assert not self._pending, "the engine answers every request"
+    def answer(self) -> int:
+        """Answer the rows; returns the exit code of a run that came to its end."""
+        with ExitStack() as stack:
+            stack.enter_context(self._signals)
+            stream, name, size = open_source(self._files, stack)
+            self.reporter.input_bytes = size
+            outputs = stack.enter_context(Outputs(self._files, self._fingerprint))
+            for line in outputs.notes:
+                self.reporter.warn(line)
+            settings = {**self._fingerprint, "batch_size": self._settings.batch_size}
+            summary = stack.enter_context(Summary(self._files.summary, self.reporter.totals, settings))
+            stack.callback(self.reporter.stop)
+            flow = self._flow(stack.enter_context(LineSource(stream, name)), outputs)
+            self._answer(flow, outputs, summary)
+        return rows_exit_code(self.reporter.totals)
 
-    def _requests(self, source: BinaryIO) -> Iterator[Request]:
-        for index, (number, line) in enumerate(read_lines(source)):
-            row = self._rows.read(line, index=index, number=number)
-            self._pending.append((index, number, row))
-            if isinstance(row, Request):
-                yield row
-            else:
-                self._write_failed()
+    def _flow(self, source: LineSource, outputs: Outputs) -> RowFlow:
+        rows, totals = self._settings.rows, self.reporter.totals
+        if outputs.done is not None:
+            totals.skipped_failed, totals.retried = outputs.done.failed, outputs.retried
+        return RowFlow(
+            source,
+            rows.read_text if self._files.input_format == "text" else rows.read,
+            self.reporter,
+            done=outputs.done,
+            max_errors=self._settings.max_errors,
+            stopping=lambda: self._signals.number is not None,
+        )
 
-    def _write_failed(self) -> None:
-        """Failed rows at the front need not wait for anybody."""
-        while self._pending and isinstance(row := self._pending[0][2], FailedRow):
-            index, _, _ = self._pending.popleft()
-            self._writer.write(error_record(index, row.id, row.error))
-            self._reporter.row(error=f"row {index} (id {row.id}): {row.error}")
-
-    def _write(self, index: int, number: int, result: RequestResult) -> None:
-        row_id, told = result.request.id, None
-        if result.error is not None:
-            error = type(result.error)(f"line {number}: {result.error}")
-            told = f"row {index} (id {row_id}): {error}"
-            self._writer.write(error_record(index, row_id, error))
-        else:
-            self._writer.write(output_record(index, result, self._method))
-        if self._steps is not None:
-            for line in step_records(result.stats.step_log):
-                self._steps.write(line)
-        self._reporter.totals.add(result)
-        self._reporter.row(error=told)
-
-
-def _open_input(files: FileOptions, stack: ExitStack) -> BinaryIO:
-    if files.input is not None and files.input != STANDARD:
+    def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
+        totals = self.reporter.totals
         try:
-            return stack.enter_context(files.input.open("rb"))
-        except OSError as error:
-            raise UsageError(f"--input {files.input} cannot be read: {error.strerror}") from None
-    if sys.stdin is None:
-        raise UsageError("standard input is closed: name a file with --input")
-    if files.input is None and sys.stdin.isatty():
-        raise UsageError("no input: use dsbd generate < prompts.jsonl, or --input FILE (--input - reads the terminal)")
-    return sys.stdin.buffer
+            engine = self._load() if outputs.done is None or flow.anything_left() or outputs.is_empty else None
+        except StoppedError:
+            self.reporter.summary("stopped before a row was answered", always=True)
+            raise
+        if engine is not None:
+            summary.info = engine.info
+            writer, steps = outputs.begin()
+            self.reporter.begin(_describe(self._settings))
+            self._signals.on_stop = engine.stop
+            try:
+                flow.run(engine, self._maker(outputs.created), writer, steps)
+            except TooManyErrorsError as error:
+                raise TooManyErrorsError(f"{error}; {self._how_to_resume()}") from None
+        if (number := self._signals.number) is not None:
+            self.reporter.summary(f"stopped: {totals.line()}; {self._how_to_resume()}", always=True)
+            raise StoppedError(number)
+        if outputs.done is not None and outputs.done.left:
+            self.reporter.warn(
+                f"{self._files.output} holds {outputs.done.left} records of rows that are not in the input any more"
+            )
+        self.reporter.summary(totals.line())
 
+    def _maker(self, created: int) -> MakeRecord:
+        """How this run writes a row."""
+        method, form = self._method, self._files.output_format
+        if form == "openai":
+            return lambda row, result: openai_record(row, result, method, created)
+        if form == "text":
+            return text_record
+        return lambda row, result: native_record(row, result, method)
 
-def _check_outputs(files: FileOptions) -> None:
-    named = [
-        (option, path)
-        for option, path in (("--output", files.output), ("--stats", files.stats))
-        if path is not None and path != STANDARD
-    ]
-    if files.stats == STANDARD:
-        raise UsageError("--stats needs a file: on standard output its lines would mix with the records")
-    if files.overwrite and not named:
-        raise UsageError("--overwrite replaces the --output and --stats files, but neither is given: drop it")
-    for option, path in named:
-        if files.input is not None and _same(path, files.input):
-            raise UsageError(f"{option} {path} is the input: name another file")
-        check_new(path, option=option, overwrite=files.overwrite)
-    if len(named) == 2 and _same(named[0][1], named[1][1]):
-        raise UsageError(f"--output and --stats are both {named[0][1]}: name two files")
+    def _how_to_resume(self) -> str:
+        """The command that goes on with this run."""
+        if not can_resume(self._files):
+            return "what is written is complete, but only a plain native or openai --output FILE can be resumed"
+        arguments = [one for one in self._arguments if one not in ("--overwrite", "--resume")]
+        undo = ["--no-overwrite"] if self._files.overwrite and "--overwrite" not in self._arguments else []
+        command = shlex.join(["dsbd", *arguments, *undo, "--resume"])
+        again = " with the same input" if self._files.input in (None, STANDARD) else ""
+        return f"what is written is complete; go on{again} with: {command}"
 
+    def _load(self) -> Engine:
+        """Where torch is imported."""
+        from dsbd_cli.decoding import load as loading
 
-def _same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve() and not (one.exists() and not one.is_file())
-
-
-def _open_steps(files: FileOptions, stack: ExitStack) -> LineWriter | None:
-    if files.stats is None:
-        return None
-    return stack.enter_context(LineWriter.create(files.stats, overwrite=files.overwrite))
-
-
-def _load(settings: RunSettings, devices: DeviceOptions, *, log_steps: bool) -> Engine:
-    """Where torch is imported."""
-    from dsbd_cli.decoding import load as loading
-
-    return loading.load(
-        settings.target,
-        settings.draft,
-        method=settings.method,
-        batch_size=settings.batch_size,
-        log_steps=log_steps,
-        dtype=devices.dtype or "auto",
-        device=devices.device or "auto",
-        device_map=devices.device_map,
-        draft_device=devices.draft_device,
-        trust_remote_code=devices.trust_remote_code,
-        allow_pickle=devices.allow_pickle,
-    )
+        settings, devices = self._settings, self._devices
+        return loading.load(
+            settings.target,
+            settings.draft,
+            method=settings.method,
+            batch_size=settings.batch_size,
+            log_steps=self._files.stats is not None,
+            on_too_long=settings.on_too_long,
+            dtype=devices.dtype or "auto",
+            device=devices.device or "auto",
+            device_map=devices.device_map,
+            draft_device=devices.draft_device,
+            trust_remote_code=bool(devices.trust_remote_code),
+            allow_pickle=bool(devices.allow_pickle),
+        )
 
 
 def _describe(settings: RunSettings) -> str:

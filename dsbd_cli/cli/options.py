@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-import typing
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
-
+from dsbd_cli.cli.declare import flag, option, switch
 from dsbd_cli.config import (
     BUILTIN_DRAFT,
     BUILTIN_TARGET,
     DEFAULT_BATCH_SIZE,
     DTYPES,
+    ON_TOO_LONG,
     RULES,
     MethodConfig,
+    OnTooLong,
     RuleName,
     SamplingConfig,
     WarpScope,
@@ -29,28 +26,22 @@ from dsbd_cli.records import RowReader
 __all__ = [
     "DeviceOptions",
     "FileOptions",
+    "JobOptions",
     "MethodOptions",
     "PairOptions",
+    "RowOptions",
     "SamplingOptions",
     "TalkOptions",
-    "grouped",
 ]
 
-FILES, MODELS, METHOD = "Input and output", "Models", "Method"
-SAMPLING, ENDING, DEVICES, TALK = "Sampling", "Ending and ranking", "Devices", "Messages"
+FILES, ROWS, MODELS, METHOD = "Input and output", "Rows that fail", "Models", "Method"
+SAMPLING, ENDING, DEVICES = "Sampling", "Ending and ranking", "Devices"
+TALK, JOB = "Messages", "Options from a file"
 
+InputFormat = Literal["auto", "text"]
+OutputFormat = Literal["native", "openai", "text"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 _METHOD, _SAMPLING = MethodConfig(), SamplingConfig()
-
-
-def _option(panel: str, *names: str, text: str, metavar: str | None = None, default: object = None) -> object:
-    """A declaration; `default` is only shown, because the library fills it in."""
-    shown = text if default is None else f"{text} (default: {default})"
-    return typer.Option(*names, help=shown, rich_help_panel=panel, show_default=False, metavar=metavar)
-
-
-def _flag(panel: str, *names: str, text: str) -> object:
-    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, metavar="")
 
 
 @dataclass(frozen=True)
@@ -59,15 +50,104 @@ class FileOptions:
 
     input: Annotated[
         Path | None,
-        _option(FILES, "--input", "-i", text="JSONL file to read; - is standard input", default="-", metavar="FILE"),
+        option(
+            FILES,
+            "--input",
+            "-i",
+            text="file to read, compressed if it ends in .gz or .zst; - is standard input",
+            default="-",
+            metavar="FILE",
+        ),
+    ] = None
+    input_format: Annotated[
+        InputFormat | None,
+        option(
+            FILES,
+            "--input-format",
+            text="auto: JSON lines, flat or of the OpenAI batch form, told apart line by line; "
+            "text: every line is a prompt",
+            default="auto",
+            metavar="FORM",
+        ),
     ] = None
     output: Annotated[
         Path | None,
-        _option(FILES, "--output", "-o", text="file to write; - is standard output", default="-", metavar="FILE"),
+        option(
+            FILES,
+            "--output",
+            "-o",
+            text="file to write, compressed if it ends in .gz or .zst; - is standard output",
+            default="-",
+            metavar="FILE",
+        ),
     ] = None
-    overwrite: Annotated[bool, _flag(FILES, "--overwrite", text="replace the --output and --stats files")] = False
+    output_format: Annotated[
+        OutputFormat | None,
+        option(
+            FILES,
+            "--output-format",
+            text="native: records with scores and counters; openai: lines of the OpenAI batch form; "
+            "text: the text alone, escaped as in JSON; an empty line for a row that failed",
+            default="native",
+            metavar="FORM",
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool | None, flag(FILES, "--overwrite", text="replace the --output, --stats and --summary files")
+    ] = None
+    resume: Annotated[
+        bool | None,
+        flag(
+            FILES,
+            "--resume",
+            text="go on with the --output file: rows that it holds are not done again; without one, begin",
+        ),
+    ] = None
+    retry_errors: Annotated[
+        bool | None,
+        flag(FILES, "--retry-errors", text="with --resume: drop the failed rows from --output and answer them again"),
+    ] = None
     stats: Annotated[
-        Path | None, _option(FILES, "--stats", text="write one line per iteration to this file", metavar="FILE")
+        Path | None, option(FILES, "--stats", text="write one line per iteration to this file", metavar="FILE")
+    ] = None
+    summary: Annotated[
+        Path | None,
+        option(FILES, "--summary", text="write counts, times, versions and settings as JSON here", metavar="FILE"),
+    ] = None
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """What happens to rows that cannot be answered as they stand."""
+
+    on_too_long: Annotated[
+        OnTooLong | None,
+        option(
+            ROWS,
+            "--on-too-long",
+            text=f"a prompt that does not fit the models: {' or '.join(ON_TOO_LONG)}",
+            default="error",
+            metavar="WHAT",
+        ),
+    ] = None
+    strict: Annotated[bool | None, flag(ROWS, "--strict", text="a row with an unknown field fails")] = None
+    max_errors: Annotated[
+        int | None,
+        option(ROWS, "--max-errors", text="end the run with exit code 1 when N rows have failed", metavar="N"),
+    ] = None
+    fail_fast: Annotated[bool | None, flag(ROWS, "--fail-fast", text="the same as --max-errors 1")] = None
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Options from a file."""
+
+    config: Annotated[
+        Path | None,
+        option(JOB, "--config", text="TOML file with any of these options by their long names", metavar="FILE"),
+    ] = None
+    print_config: Annotated[
+        bool | None, switch(JOB, "--print-config", text="print the options as such a file, and answer nothing")
     ] = None
 
 
@@ -77,11 +157,11 @@ class PairOptions:
 
     target: Annotated[
         str | None,
-        _option(MODELS, "--target", text="alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL"),
+        option(MODELS, "--target", text="alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL"),
     ] = None
     draft: Annotated[
         str | None,
-        _option(
+        option(
             MODELS, "--draft", text="alias, folder or hub id; none: no draft", default=BUILTIN_DRAFT, metavar="MODEL"
         ),
     ] = None
@@ -93,11 +173,11 @@ class MethodOptions:
 
     num_beams: Annotated[
         int | None,
-        _option(METHOD, "--num-beams", text="W, live beams at most", default=_METHOD.num_beams, metavar="W"),
+        option(METHOD, "--num-beams", text="W, live beams at most", default=_METHOD.num_beams, metavar="W"),
     ] = None
     drafts_per_layer: Annotated[
         int | None,
-        _option(
+        option(
             METHOD,
             "--drafts-per-layer",
             text="K, drafted nodes per layer",
@@ -107,15 +187,15 @@ class MethodOptions:
     ] = None
     depth: Annotated[
         int | None,
-        _option(METHOD, "--depth", text="D, drafted layers; 0: no draft", default=_METHOD.depth, metavar="D"),
+        option(METHOD, "--depth", text="D, drafted layers; 0: no draft", default=_METHOD.depth, metavar="D"),
     ] = None
     rule: Annotated[
         RuleName | None,
-        _option(METHOD, "--rule", text=f"verification: {', '.join(RULES)}", default=_METHOD.rule, metavar="RULE"),
+        option(METHOD, "--rule", text=f"verification: {', '.join(RULES)}", default=_METHOD.rule, metavar="RULE"),
     ] = None
     width: Annotated[
         WidthName | None,
-        _option(
+        option(
             METHOD,
             "--width",
             text="live beams a layer must yield: fixed (W), or threshold (as many as are likely)",
@@ -125,7 +205,7 @@ class MethodOptions:
     ] = None
     width_threshold: Annotated[
         float | None,
-        _option(
+        option(
             METHOD,
             "--width-threshold",
             text="wanted chance that a layer yields its width",
@@ -135,11 +215,11 @@ class MethodOptions:
     ] = None
     min_width: Annotated[
         int | None,
-        _option(METHOD, "--min-width", text="least width of a threshold layer", default=_METHOD.min_width, metavar="W"),
+        option(METHOD, "--min-width", text="least width of a threshold layer", default=_METHOD.min_width, metavar="W"),
     ] = None
     warp_scope: Annotated[
         WarpScope | None,
-        _option(
+        option(
             METHOD,
             "--warp-scope",
             text="warp the joint law of the beams (pool), or each beam's row (beam)",
@@ -148,8 +228,8 @@ class MethodOptions:
         ),
     ] = None
     memory_saving: Annotated[
-        bool, _flag(METHOD, "--memory-saving", text="keep only the best beam between iterations")
-    ] = False
+        bool | None, flag(METHOD, "--memory-saving", text="keep only the best beam between iterations")
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -158,23 +238,23 @@ class SamplingOptions:
 
     temperature: Annotated[
         float | None,
-        _option(SAMPLING, "--temperature", text="above 0", default=_SAMPLING.temperature, metavar="X"),
+        option(SAMPLING, "--temperature", text="above 0", default=_SAMPLING.temperature, metavar="X"),
     ] = None
     top_k: Annotated[
         int | None,
-        _option(SAMPLING, "--top-k", text="keep the N likeliest; 0: all", default=_SAMPLING.top_k, metavar="N"),
+        option(SAMPLING, "--top-k", text="keep the N likeliest; 0: all", default=_SAMPLING.top_k, metavar="N"),
     ] = None
     top_p: Annotated[
         float | None,
-        _option(SAMPLING, "--top-p", text="keep the likeliest of this mass", default=_SAMPLING.top_p, metavar="X"),
+        option(SAMPLING, "--top-p", text="keep the likeliest of this mass", default=_SAMPLING.top_p, metavar="X"),
     ] = None
     min_p: Annotated[
         float | None,
-        _option(SAMPLING, "--min-p", text="drop below X times the likeliest", default=_SAMPLING.min_p, metavar="X"),
+        option(SAMPLING, "--min-p", text="drop below X times the likeliest", default=_SAMPLING.min_p, metavar="X"),
     ] = None
     seed: Annotated[
         int | None,
-        _option(
+        option(
             SAMPLING,
             "--seed",
             text="a row's seed comes from this one and its id",
@@ -184,17 +264,17 @@ class SamplingOptions:
     ] = None
     max_new_tokens: Annotated[
         int | None,
-        _option(
+        option(
             ENDING, "--max-new-tokens", text="generated tokens at most", default=_SAMPLING.max_new_tokens, metavar="N"
         ),
     ] = None
     stop: Annotated[
         list[str] | None,
-        _option(ENDING, "--stop", text="end a text before this string; may be repeated", metavar="TEXT"),
+        option(ENDING, "--stop", text="end a text before this string; may be repeated", metavar="TEXT"),
     ] = None
     length_penalty: Annotated[
         float | None,
-        _option(
+        option(
             ENDING,
             "--length-penalty",
             text="score = logprob / num_tokens ** X",
@@ -203,11 +283,11 @@ class SamplingOptions:
         ),
     ] = None
     early_stopping: Annotated[
-        bool, _flag(ENDING, "--early-stopping", text="end a row as soon as W hypotheses are finished")
-    ] = False
+        bool | None, flag(ENDING, "--early-stopping", text="end a row as soon as W hypotheses are finished")
+    ] = None
     n_best: Annotated[
         int | None,
-        _option(ENDING, "--n-best", text="hypotheses to report per row", default=_SAMPLING.n_best, metavar="N"),
+        option(ENDING, "--n-best", text="hypotheses to report per row", default=_SAMPLING.n_best, metavar="N"),
     ] = None
 
 
@@ -217,28 +297,28 @@ class DeviceOptions:
 
     batch_size: Annotated[
         int | None,
-        _option(DEVICES, "--batch-size", text="rows decoded together", default=DEFAULT_BATCH_SIZE, metavar="N"),
+        option(DEVICES, "--batch-size", text="rows decoded together", default=DEFAULT_BATCH_SIZE, metavar="N"),
     ] = None
     dtype: Annotated[
         DtypeName | None,
-        _option(DEVICES, "--dtype", text=f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE"),
+        option(DEVICES, "--dtype", text=f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE"),
     ] = None
     device: Annotated[
-        str | None, _option(DEVICES, "--device", text="cpu, cuda, cuda:1, ...", default="auto", metavar="DEVICE")
+        str | None, option(DEVICES, "--device", text="cpu, cuda, cuda:1, ...", default="auto", metavar="DEVICE")
     ] = None
     device_map: Annotated[
-        str | None, _option(DEVICES, "--device-map", text="spread the target over devices, as in auto", metavar="MAP")
+        str | None, option(DEVICES, "--device-map", text="spread the target over devices, as in auto", metavar="MAP")
     ] = None
     draft_device: Annotated[
         str | None,
-        _option(DEVICES, "--draft-device", text="of the draft", default="the target's", metavar="DEVICE"),
+        option(DEVICES, "--draft-device", text="of the draft", default="the target's", metavar="DEVICE"),
     ] = None
     trust_remote_code: Annotated[
-        bool, _flag(DEVICES, "--trust-remote-code", text="run code that a checkpoint brings with it")
-    ] = False
+        bool | None, flag(DEVICES, "--trust-remote-code", text="run code that a checkpoint brings with it")
+    ] = None
     allow_pickle: Annotated[
-        bool, _flag(DEVICES, "--allow-pickle", text="load .bin weights where there are no safetensors")
-    ] = False
+        bool | None, flag(DEVICES, "--allow-pickle", text="load .bin weights where there are no safetensors")
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -246,31 +326,10 @@ class TalkOptions:
     """What is said on standard error."""
 
     quiet: Annotated[
-        bool, _flag(TALK, "--quiet", "-q", text="nothing on standard error but errors that end the run")
-    ] = False
-    verbose: Annotated[bool, _flag(TALK, "--verbose", "-v", text="settings, failed rows and a summary")] = False
-    debug: Annotated[bool, _flag(TALK, "--debug", text="show the traceback of an error; also DSBD_DEBUG=1")] = False
-
-
-def grouped(function: Callable[..., None]) -> Callable[..., None]:
-    """Make `f(files: FileOptions, pair: PairOptions, ...)` a command whose options are the fields of its groups."""
-    groups = {name: kind for name, kind in typing.get_type_hints(function).items() if name != "return"}
-    parameters = [
-        inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=hints[item.name])
-        for kind in groups.values()
-        for hints in [typing.get_type_hints(kind, include_extras=True)]
-        for item in dataclasses.fields(kind)
-    ]
-
-    def command(**given: object) -> None:
-        function(
-            **{
-                name: kind(**{item.name: given[item.name] for item in dataclasses.fields(kind)})
-                for name, kind in groups.items()
-            }
-        )
-
-    command.__name__, command.__doc__ = function.__name__, function.__doc__
-    command.__annotations__ = {item.name: item.annotation for item in parameters}
-    command.__dict__["__signature__"] = inspect.Signature(parameters)
-    return command
+        bool | None, flag(TALK, "--quiet", "-q", text="nothing on standard error but errors that end the run")
+    ] = None
+    verbose: Annotated[bool | None, flag(TALK, "--verbose", "-v", text="settings, failed rows and a summary")] = None
+    log_json: Annotated[bool | None, flag(TALK, "--log-json", text="JSON lines on standard error, one a minute")] = None
+    debug: Annotated[bool | None, flag(TALK, "--debug", text="show the traceback of an error; also DSBD_DEBUG=1")] = (
+        None
+    )

@@ -6,12 +6,13 @@ import re
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dsbd_cli.cli.options import DeviceOptions, MethodOptions, PairOptions, SamplingOptions
+from dsbd_cli.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.config import (
     BUILTIN_DRAFT,
     BUILTIN_TARGET,
     DEFAULT_BATCH_SIZE,
     MethodConfig,
+    OnTooLong,
     RuleName,
     SamplingConfig,
     WidthName,
@@ -35,10 +36,12 @@ class RunSettings:
     method: MethodConfig
     rows: RowReader
     batch_size: int
+    on_too_long: OnTooLong
+    max_errors: int | None
 
 
 def run_settings(
-    pair: PairOptions, method: MethodOptions, sampling: SamplingOptions, devices: DeviceOptions
+    pair: PairOptions, method: MethodOptions, sampling: SamplingOptions, devices: DeviceOptions, failing: RowOptions
 ) -> RunSettings:
     """Settle defaults and refuse what contradicts itself. Raises UsageError."""
     target, draft = _pair(pair, method)
@@ -64,13 +67,14 @@ def run_settings(
         )
     try:
         config = _method(method, drafting=draft is not None)
-        rows = _rows(sampling, config)
+        rows = _rows(sampling, config, strict=bool(failing.strict))
     except UsageError as error:
         raise UsageError(_named_as_option(str(error))) from None
     batch_size = _given(devices.batch_size, DEFAULT_BATCH_SIZE)
     if batch_size < 1:
         raise UsageError(f"--batch-size is {batch_size}, but must be 1 or more")
-    return RunSettings(target, draft, config, rows, batch_size)
+    on_too_long: OnTooLong = failing.on_too_long or "error"
+    return RunSettings(target, draft, config, rows, batch_size, on_too_long, _max_errors(failing))
 
 
 def _given(value: T | None, default: T) -> T:
@@ -135,13 +139,16 @@ def _method(given: MethodOptions, *, drafting: bool) -> MethodConfig:
         width_threshold=_given(given.width_threshold, default.width_threshold),
         min_width=_given(given.min_width, default.min_width),
         warp_scope=_given(given.warp_scope, default.warp_scope),
-        memory_saving=given.memory_saving,
+        memory_saving=bool(given.memory_saving),
     )
 
 
-def _rows(given: SamplingOptions, method: MethodConfig) -> RowReader:
+def _rows(given: SamplingOptions, method: MethodConfig, *, strict: bool) -> RowReader:
     if given.temperature == 0:
         raise UsageError("--temperature 0 is beam search: use --rule search")
+    for text in given.stop or ():
+        if not text.isprintable() and any("\ud800" <= char <= "\udfff" for char in text):
+            raise UsageError(f"--stop is {text!r}, which is not UTF-8")
     default = SamplingConfig()
     sampling = SamplingConfig(
         temperature=_given(given.temperature, default.temperature),
@@ -151,7 +158,7 @@ def _rows(given: SamplingOptions, method: MethodConfig) -> RowReader:
         max_new_tokens=_given(given.max_new_tokens, default.max_new_tokens),
         stop=tuple(given.stop or default.stop),
         length_penalty=_given(given.length_penalty, default.length_penalty),
-        early_stopping=given.early_stopping or default.early_stopping,
+        early_stopping=_given(given.early_stopping, default.early_stopping),
         n_best=_given(given.n_best, default.n_best),
     )
     if sampling.n_best > method.num_beams:
@@ -161,7 +168,15 @@ def _rows(given: SamplingOptions, method: MethodConfig) -> RowReader:
     seed = _given(given.seed, RowReader().seed)
     if not 0 <= seed < 2**63:
         raise UsageError(f"--seed is {seed}, but must be from 0 to 2**63 - 1")
-    return RowReader(sampling, seed, method.rule, method.num_beams)
+    return RowReader(sampling, seed, method.rule, method.num_beams, strict)
+
+
+def _max_errors(given: RowOptions) -> int | None:
+    if given.fail_fast and given.max_errors is not None:
+        raise UsageError("--fail-fast and --max-errors cannot be used together: give one of them")
+    if given.max_errors is not None and given.max_errors < 1:
+        raise UsageError(f"--max-errors is {given.max_errors}, but must be 1 or more")
+    return 1 if given.fail_fast else given.max_errors
 
 
 def _named_as_option(message: str) -> str:

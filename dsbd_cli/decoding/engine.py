@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 import torch
 
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config import MethodConfig, OnTooLong
 from dsbd_cli.core.beams import fit_window
 from dsbd_cli.core.protocols import ForestModel, TextCodec
 from dsbd_cli.core.stops import StopTable
@@ -82,8 +83,12 @@ class Engine:
         batch_size: int = 8,
         info: EngineInfo | None = None,
         log_steps: bool = False,
+        on_too_long: OnTooLong = "error",
     ) -> None:
-        """batch_size: requests decoded together at most. log_steps: keep a StepStats per iteration in each result."""
+        """batch_size: requests decoded together at most. log_steps: keep a StepStats per iteration in each result.
+
+        on_too_long: a prompt that does not fit the models' positions fails, or loses tokens on its left.
+        """
         self.method = method or MethodConfig(depth=4 if draft is not None else 0)
         if (draft is None) != (self.method.depth == 0):
             raise UsageError("a draft model goes with depth 1 or more, no draft model with depth 0")
@@ -91,6 +96,7 @@ class Engine:
             raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
         self.target, self.draft, self.codec = target, draft, codec
         self.batch_size, self.info, self.log_steps = batch_size, info, log_steps
+        self._on_too_long, self._stopping = on_too_long, False
         device = target.device
         eos = torch.zeros(target.vocab_size, dtype=torch.bool)
         eos[[token for token in codec.eos_ids if token < target.vocab_size]] = True
@@ -108,6 +114,13 @@ class Engine:
         self._late = False
         self._running = False
 
+    def stop(self) -> None:
+        """Ask `run` to end after the iteration it is in, for good; requests that are not done give no result.
+
+        May be called from a signal handler or another thread.
+        """
+        self._stopping = True
+
     @torch.inference_mode()
     def run(self, requests: Iterable[Request | None]) -> Iterator[RequestResult]:
         """Decode requests; yield one result each, in input order, as soon as its turn has come.
@@ -122,7 +135,7 @@ class Engine:
         self._running = True
         source, order, backlog = Source(requests), ResultOrder(), deque[Job]()
         try:
-            while not source.exhausted() or backlog:
+            while not self._stopping and (backlog or not source.exhausted()):
                 self._read(source, self._rows - len(backlog), order, backlog)
                 yield from order.ready()
                 if backlog:
@@ -133,7 +146,7 @@ class Engine:
     def _decode(self, source: Source, order: ResultOrder, backlog: deque[Job]) -> Iterator[RequestResult]:
         """One batch, refilled from the source as its rows finish, until it is empty or out of memory."""
         scheduler, state = Scheduler(min(len(backlog), self._rows)), None
-        while backlog or scheduler.running:
+        while not self._stopping and (backlog or scheduler.running):
             try:
                 state = self._admit(state, scheduler, backlog)
                 self._iterate(state, scheduler, order)
@@ -176,13 +189,14 @@ class Engine:
         while count > 0 and (item := source.next()) is not None:
             number, request = item
             try:
-                backlog.append(Job(number, request, self._encode(request), started=time.perf_counter()))
+                ids, truncated = self._encode(request)
+                backlog.append(Job(number, request, ids, started=time.perf_counter(), truncated=truncated))
                 count -= 1
             except RowError as error:
                 order.put(number, RequestResult(request, (), 0, RequestStats(), error))
 
-    def _encode(self, request: Request) -> list[int]:
-        """Token ids of the prompt. Raises RowError where the request cannot be decoded."""
+    def _encode(self, request: Request) -> tuple[list[int], int]:
+        """Token ids of the prompt, and how many were dropped. Raises RowError where it cannot be decoded."""
         if request.prompt_ids is not None:
             ids = list(request.prompt_ids)
         elif request.messages is not None:
@@ -190,7 +204,7 @@ class Engine:
         else:
             ids = self.codec.encode(request.prompt or "")
         self._check(request, ids)
-        return ids
+        return self._fit(request, ids)
 
     def _check(self, request: Request, ids: list[int]) -> None:
         """Everything that makes one request impossible to decode. Raises RowError."""
@@ -210,14 +224,29 @@ class Engine:
                 f"n_best is {request.sampling.n_best}, but num_beams is {self.method.num_beams}: "
                 "there are no more hypotheses"
             )
-        needed = len(ids) + request.sampling.max_new_tokens
-        for role, model in (("target", self.target), ("draft", self.draft)):
-            limit = model.max_positions if model is not None else None
-            if limit is not None and needed > limit:
-                raise PromptTooLongError(
-                    f"prompt has {len(ids)} tokens and max_new_tokens is {request.sampling.max_new_tokens}, "
-                    f"but the {role} has {limit} positions"
-                )
+
+    def _fit(self, request: Request, ids: list[int]) -> tuple[list[int], int]:
+        """The prompt as the models' positions allow it, and how many tokens were dropped. Raises PromptTooLongError."""
+        new = request.sampling.max_new_tokens
+        limits = [
+            (model.max_positions, role)
+            for role, model in (("target", self.target), ("draft", self.draft))
+            if model is not None and model.max_positions is not None
+        ]
+        limit, role = min(limits, key=lambda pair: pair[0], default=(len(ids) + new, ""))
+        if len(ids) + new <= limit:
+            return ids, 0
+        if self._on_too_long == "truncate-left" and (kept := self._cut(ids, limit - new)):
+            return kept, len(ids) - len(kept)
+        raise PromptTooLongError(
+            f"prompt has {len(ids)} tokens and max_new_tokens is {new}, but the {role} has {limit} positions"
+        )
+
+    def _cut(self, ids: list[int], room: int) -> list[int]:
+        """The last ids that fit into the room, after the tokens that the tokenizer begins every text with."""
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(ids, self.codec.encode(""), strict=False))
+        begin = len(list(same))
+        return ids[:begin] + ids[len(ids) - room + begin :] if room > begin else []
 
     def _admit(self, state: BatchState | None, scheduler: Scheduler, backlog: deque[Job]) -> BatchState:
         """Prefill waiting requests and put them into free rows; makes or grows the batch's memory where needed."""

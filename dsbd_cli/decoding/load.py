@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dsbd_cli.config import BUILTIN_DRAFT, BUILTIN_TARGET, DEFAULT_BATCH_SIZE, MethodConfig, ModelSpec
+from dsbd_cli.config import (
+    BUILTIN_DRAFT,
+    BUILTIN_TARGET,
+    DEFAULT_BATCH_SIZE,
+    MethodConfig,
+    ModelSpec,
+    OnTooLong,
+)
 from dsbd_cli.models.hub import locate
 
 if TYPE_CHECKING:
@@ -21,6 +28,7 @@ def load(
     method: MethodConfig | None = None,
     batch_size: int = DEFAULT_BATCH_SIZE,
     log_steps: bool = False,
+    on_too_long: OnTooLong = "error",
     dtype: str = "auto",
     device: str = "auto",
     device_map: str | None = None,
@@ -63,4 +71,13 @@ def load(
         draft_dtype=pair.draft_dtype,
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
     )
-    return Engine(pair.target, pair.draft, pair.codec, method, batch_size=batch_size, info=info, log_steps=log_steps)
+    return Engine(
+        pair.target,
+        pair.draft,
+        pair.codec,
+        method,
+        batch_size=batch_size,
+        info=info,
+        log_steps=log_steps,
+        on_too_long=on_too_long,
+    )

@@ -32,12 +32,12 @@ def collect(finished: Finished, row: int, job: Job, codec: TextCodec) -> Request
         cut = find_stop(text, sampling.stop)
         reason: FinishReason = "length" if by_length[rank] else "stop"
         hypotheses.append(Hypothesis(text[:cut], tuple(ids), reason, logprob[rank], score[rank]))
-    error = (
-        None
-        if hypotheses
-        else NumericalError("no hypothesis has a finite score: the settings of this row are too extreme")
+    error = None
+    if not hypotheses:
+        error = NumericalError("no hypothesis has a finite score: the settings of this row are too extreme")
+    return RequestResult(
+        job.request, tuple(hypotheses), len(job.prompt), job.stats, error, truncated_tokens=job.truncated
     )
-    return RequestResult(job.request, tuple(hypotheses), len(job.prompt), job.stats, error)
 
 
 def record_iteration(

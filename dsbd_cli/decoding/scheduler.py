@@ -20,7 +20,7 @@ def bucket(size: int, step: int) -> int:
 @dataclass(slots=True)
 class Job:
     """A request on its way through the engine. `used` and `trunk` are the row's slots after the last iteration;
-    `retried`: it ran out of memory alone once."""
+    `truncated` tokens of the prompt were dropped; `retried`: it ran out of memory alone once."""
 
     number: int
     request: Request
@@ -29,6 +29,7 @@ class Job:
     started: float = 0.0
     used: int = 0
     trunk: int = 0
+    truncated: int = 0
     retried: bool = False
 
 

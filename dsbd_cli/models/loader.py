@@ -16,7 +16,7 @@ from dsbd_cli.config import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 from dsbd_cli.models.hub import locate
 
-__all__ = ["Checkpoint", "eos_ids", "load", "load_tokenizer"]
+__all__ = ["Checkpoint", "eos_ids", "load", "load_config", "load_tokenizer"]
 
 Checkpoint = tuple[Any, Any]
 
@@ -33,7 +33,7 @@ def load(spec: ModelSpec) -> Checkpoint:
     placement = _placement(spec)
     with _quiet():
         folder = locate(spec)
-        config = _config(folder, spec)
+        config = load_config(folder, spec)
         model = _model(folder, spec, config, placement)
         tokenizer = load_tokenizer(folder, spec)
     model.eval()
@@ -86,7 +86,8 @@ def _device_map(spec: ModelSpec) -> Any:
         raise UsageError(f"{spec.role} device map {given!r} is not JSON: {error}") from None
 
 
-def _config(folder: Path, spec: ModelSpec) -> Any:
+def load_config(folder: Path, spec: ModelSpec) -> Any:
+    """The config in a checkpoint folder."""
     from transformers import AutoConfig
 
     try:

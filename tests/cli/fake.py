@@ -1,17 +1,19 @@
 """An engine without a model: prompts say what happens to them. Nothing here imports torch.
 
-`fail` gives an error result, `nan` a broken score, `slow` takes half a minute, `stubborn` survives one Ctrl-C,
-`crash` and `no memory` end the run.
+`fail` gives an error result, `nan` a broken score, `slow` takes half a minute of short iterations, `stubborn` a single
+iteration as long, `crash` and `no memory` end the run. FAKE_ROW_S says how long any other row takes,
+FAKE_LOG_S how often a log line is due, and with FAKE_CLOCK=backwards the time of day loses an hour at every look.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import count
 
 import dsbd_cli.decoding
 from dsbd_cli.config import MethodConfig
@@ -20,6 +22,7 @@ from dsbd_cli.requests import Hypothesis, Request, RequestResult
 from dsbd_cli.stats import LayerStats, RequestStats, StepStats
 
 MODULE = "dsbd_cli.decoding.load"
+FAILING = "fail"
 
 
 class FakeEngine:
@@ -27,26 +30,49 @@ class FakeEngine:
 
     def __init__(self, method: MethodConfig, batch_size: int, log_steps: bool) -> None:
         self.method, self.batch_size, self.log_steps = method, batch_size, log_steps
+        self.info, self.stopping = None, False
 
-    def run(self, requests: Iterable[Request]) -> Iterator[RequestResult]:
-        source = iter(requests)
-        while batch := list(islice(source, self.batch_size)):
-            for request in batch:
-                yield self._answer(request)
+    def stop(self) -> None:
+        self.stopping = True
+
+    def run(self, requests: Iterable[Request | None]) -> Iterator[RequestResult]:
+        batch: list[Request] = []
+        for request in requests:
+            if request is not None:
+                batch.append(request)
+            if len(batch) == self.batch_size or request is None:
+                yield from self._iteration(batch)
+            if self.stopping:
+                return
+        yield from self._iteration(batch)
+
+    def _iteration(self, batch: list[Request]) -> Iterator[RequestResult]:
+        while batch and not self.stopping:
+            request = batch.pop(0)
+            if request.prompt == "slow" and self._slow():
+                return
+            yield self._answer(request)
+
+    def _slow(self) -> bool:
+        """Whether it was stopped."""
+        for _ in range(600):
+            time.sleep(0.05)
+            if self.stopping:
+                return True
+        return False
 
     def _answer(self, request: Request) -> RequestResult:
         prompt = request.prompt or " ".join(message["content"] for message in request.messages or ())
-        if prompt == "fail":
+        if prompt == FAILING:
             error = PromptTooLongError("prompt has 900 tokens, but the target has 512 positions")
             return RequestResult(request, (), 0, RequestStats(), error)
         if prompt == "crash":
             raise RuntimeError("a bug\nin two lines")
         if prompt == "no memory":
             raise ModelError("the device is out of memory")
-        if prompt == "slow":
-            time.sleep(30)
         if prompt == "stubborn":
-            _sleep_through_an_interrupt()
+            time.sleep(30)
+        time.sleep(float(os.environ.get("FAKE_ROW_S", "0")))
         logprob = float("nan") if prompt == "nan" else -1.25
         beams = tuple(
             Hypothesis(f"{prompt}!{rank}", (5, 6, 2), "stop", logprob - rank, (logprob - rank) / 3)
@@ -60,15 +86,6 @@ class FakeEngine:
             layer = LayerStats(1, 8, 4, 4, 4, True)
             stats.step_log = [StepStats(request.id, 1, 1, 2, 12, 40, 7, [layer], 0.1234567, 0.2, 0.3)]
         return stats
-
-
-def _sleep_through_an_interrupt() -> None:
-    try:
-        time.sleep(30)
-    except KeyboardInterrupt:
-        sys.stderr.write("still here\n")
-        sys.stderr.flush()
-        time.sleep(30)
 
 
 def fake_load(calls: list[dict[str, object]] | None = None) -> Callable[..., FakeEngine]:
@@ -93,8 +110,13 @@ def module(load: Callable[..., FakeEngine]) -> types.ModuleType:
 
 
 if __name__ == "__main__":
+    from dsbd_cli.cli import progress
     from dsbd_cli.cli.app import main
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    progress.LOG_INTERVAL_S = float(os.environ.get("FAKE_LOG_S", "60"))
+    if os.environ.get("FAKE_CLOCK") == "backwards":
+        moments = count(2_000_000_000, -3600)
+        time.time = lambda: float(next(moments))
     sys.modules[MODULE] = dsbd_cli.decoding.__dict__["load"] = module(fake_load())
     main()

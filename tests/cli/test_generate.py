@@ -12,7 +12,9 @@ from tests.cli.conftest import Outcome
 
 Dsbd = Callable[..., Outcome]
 
-RECORD = "schema index id text finish_reason logprob score num_tokens beams usage seed exactness method stats".split()
+RECORD = (
+    "schema index id key text finish_reason logprob score num_tokens beams usage seed exactness method stats".split()
+)
 
 
 def prompts(*texts: str) -> list[object]:
@@ -26,7 +28,7 @@ def test_a_record_has_the_documented_fields_in_order(dsbd: Dsbd) -> None:
     assert list(record) == RECORD
     assert record["schema"] == "dsbd.output/1"
     assert (record["index"], record["id"], record["text"]) == (0, "r0", "hello!0")
-    assert [list(beam) for beam in record["beams"]] == [RECORD[3:8]] * 2
+    assert [list(beam) for beam in record["beams"]] == [RECORD[4:9]] * 2
     assert record["usage"] == {"prompt_tokens": 7, "completion_tokens": 6, "total_tokens": 13}
     assert list(record["method"])[:5] == ["rule", "num_beams", "drafts_per_layer", "depth", "width"]
     assert record["exactness"] == "same-text"
@@ -57,8 +59,8 @@ def test_bad_rows_stay_in_input_order_and_the_others_go_on(dsbd: Dsbd, batch: st
     assert [record.get("text") for record in records] == ["a!0", None, None, None, None, None, "b!0"]
     kinds = [record.get("error", {}).get("type") for record in records]
     assert kinds[1:6] == ["InvalidRowError", "PromptTooLongError", *["InvalidRowError"] * 3]
-    assert list(records[1]) == ["schema", "index", "id", "error"]
-    assert list(records[1]["error"]) == ["type", "message"]
+    assert list(records[1]) == ["schema", "index", "id", "key", "error"]
+    assert list(records[1]["error"]) == ["type", "message", "line"]
     assert records[2]["id"] == "f"
     assert records[1]["error"]["message"].startswith("line 3: not valid JSON")
     assert outcome.err == "dsbd: 7 rows, 6 tokens, " + outcome.err.split("tokens, ")[1]
@@ -110,6 +112,7 @@ def test_options_reach_the_library(dsbd: Dsbd) -> None:
         "device_map": None,
         "batch_size": 3,
         "log_steps": False,
+        "on_too_long": "error",
         "trust_remote_code": True,
         "allow_pickle": True,
     }

@@ -69,17 +69,22 @@ def test_a_closed_output_ends_quietly(start: Start) -> None:
     assert feeder.wait(DEADLINE) in (0, 1, 120)
 
 
-def test_an_interrupt_keeps_what_is_written(start: Start) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_what_is_written(start: Start, number: signal.Signals) -> None:
+    """The slow row has many iterations: guards against a run that ends a row or a batch first."""
     process = start("generate", "--batch-size", "1", "--verbose")
     pipe(process.stdin).write(ROW + b'{"prompt": "slow"}\n')
     pipe(process.stdin).flush()
     first = pipe(process.stdout).readline()
     time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
+    begun = time.monotonic()
     code, out, err = finish(process)
-    assert (code, out) == (130, b"")
+    assert (code, out) == (128 + number, b"")
+    assert time.monotonic() - begun < 15
     assert json.loads(first)["index"] == 0
-    assert b"interrupted: 1 row," in err
+    assert b"dsbd: stopping after this iteration; the same once more stops at once\n" in err
+    assert b"dsbd: stopped: 1 row," in err
     assert b"Traceback" not in err
 
 
@@ -90,7 +95,8 @@ def test_a_second_interrupt_ends_at_once(start: Start) -> None:
     pipe(process.stdout).readline()
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    assert pipe(process.stderr).readline() == b"still here\n"
+    assert pipe(process.stderr).readline().startswith(b"dsbd: stopping after this iteration")
+    assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert process.wait(5) == -signal.SIGINT
     finish(process)
@@ -126,7 +132,18 @@ def test_a_full_disk_leaves_whole_lines(start: Start, tmp_path: Path) -> None:
     assert json.loads(output.read_bytes())["index"] == 0
 
 
-@pytest.mark.parametrize("arguments", ["--help", "generate --help", "--version", "generate --top-p 2"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--help",
+        "generate --help",
+        "--version",
+        "generate --top-p 2",
+        "generate --print-config",
+        "models",
+        "models --help",
+    ],
+)
 def test_start_up_imports_neither_torch_nor_transformers(arguments: str) -> None:
     code = (
         "import sys, runpy\n"

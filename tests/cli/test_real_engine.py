@@ -41,14 +41,16 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def generate(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Call:
     target, draft = pair
 
-    def call(*options: str, draft_name: str = draft) -> list[dict[str, object]]:
+    def call(
+        *options: str, draft_name: str = draft, lines: list[str] = LINES, code: int = 3
+    ) -> list[dict[str, object]]:
         written = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
-        given = io.TextIOWrapper(io.BytesIO("\n".join(LINES).encode()), encoding="utf-8")
+        given = io.TextIOWrapper(io.BytesIO("\n".join(lines).encode()), encoding="utf-8")
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", written)
             patch.setattr(sys, "stdin", given)
             models = ["--target", target, "--draft", draft_name, "--max-new-tokens", "8", "--dtype", "float32"]
-            assert run(["generate", *models, *options]) == 3
+            assert run(["generate", *models, *options]) == code
         buffer = written.buffer
         assert isinstance(buffer, io.BytesIO)
         return [json.loads(line) for line in buffer.getvalue().splitlines()]
@@ -93,3 +95,35 @@ def test_every_method_answers(generate: Call, options: str, tmp_path: Path) -> N
             own = [step for step in steps if step["id"] == record["id"]]
             assert len(own) == record["stats"]["target_calls"]
             assert sum(step["steps"] for step in own) == record["stats"]["steps"]
+
+
+def test_a_long_prompt_may_lose_its_beginning(generate: Call) -> None:
+    """The tiny models have 512 positions. What is left is answered as if it stood alone."""
+    words = " ".join(str(number) for number in range(1000, 1400))
+    line = json.dumps({"id": "a", "prompt": words})
+    [refused] = generate(lines=[line])
+    assert refused["error"]["type"] == "PromptTooLongError"
+    [cut] = generate("--on-too-long", "truncate-left", lines=[line], code=0)
+    usage = cut["usage"]
+    assert usage["prompt_tokens"] == 512 - 8
+    assert usage["truncated_tokens"] > 0
+    [openai] = generate("--on-too-long", "truncate-left", "--output-format", "openai", lines=[line], code=0)
+    assert openai["response"]["body"]["usage"] == usage
+
+
+def test_a_resumed_file_equals_an_undisturbed_one(generate: Call, tmp_path: Path) -> None:
+    """Other rows share the batch after a resume: texts are the same, scores up to rounding; counters need not be."""
+    output = tmp_path / "out.jsonl"
+    lines = [json.dumps({"id": str(n), "prompt": "the fox " * (1 + n % 5), "max_new_tokens": 3 + n}) for n in range(12)]
+    generate("-o", str(output), lines=lines, code=0)
+    whole = output.read_text().splitlines(keepends=True)
+    for kept in (0, 1, 5, 11):
+        output.write_text("".join(whole[:kept]) + whole[kept][:50])
+        generate("-o", str(output), "--resume", lines=lines, code=0)
+        again = output.read_text().splitlines(keepends=True)
+        assert again[:kept] == whole[:kept]
+        for ours, other in zip(map(json.loads, again), map(json.loads, whole), strict=True):
+            assert ours["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
+            assert ours["score"] == pytest.approx(other["score"], abs=1e-4)
+            names = ("id", "index", "key", "text", "num_tokens", "usage", "seed", "method")
+            assert [ours[name] for name in names] == [other[name] for name in names]

@@ -1,0 +1,185 @@
+"""Where an option's value comes from: the command line, else the job file, else the environment, else the default."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+
+from dsbd_cli.errors import UsageError
+
+__all__ = ["PREFIX", "Values", "job_text", "settle", "unknown_variables"]
+
+PREFIX = "DSBD_"
+OTHER_VARIABLES = ("DSBD_MODELS_FILE",)
+NOT_IN_A_FILE = ("config", "print_config")
+YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+Values = dict[str, object]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Field:
+    """An option as far as its value goes."""
+
+    name: str
+    kind: type
+    choices: tuple[str, ...] = ()
+
+    @property
+    def expected(self) -> str:
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        return {int: "an integer", float: "a number", bool: "true or false", list: "a list of strings"}.get(
+            self.kind, "a string"
+        )
+
+
+def settle(groups: tuple[type, ...], given: Mapping[str, object]) -> Values:
+    """Values of all options of the groups. `given` is the command line, where None and [] mean not given."""
+    table = _fields(groups)
+    environment = dict(_from_environment(table))
+    config = given.get("config") or environment.get("config")
+    job = _from_file(Path(str(config)), table) if config is not None else {}
+    layers = ({name: value for name, value in given.items() if value not in (None, [])}, job, environment)
+    return {name: next((layer[name] for layer in layers if name in layer), given[name]) for name in given}
+
+
+def _fields(groups: tuple[type, ...]) -> dict[str, _Field]:
+    return {name: _field(name, hint) for kind in groups for name, hint in typing.get_type_hints(kind).items()}
+
+
+def _field(name: str, hint: object) -> _Field:
+    """`int | None` is an integer; so are the others."""
+    if isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union:
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    origin = typing.get_origin(hint)
+    if origin is typing.Literal:
+        return _Field(name, str, typing.get_args(hint))
+    if origin is list:
+        return _Field(name, list)
+    assert isinstance(hint, type)
+    return _Field(name, hint)
+
+
+# The job file
+
+
+def _from_file(path: Path, table: dict[str, _Field]) -> Values:
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"--config {path} cannot be read: {reason}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"--config {path} is not TOML: {error}") from None
+    values: Values = {}
+    for key, value in raw.items():
+        name = key.replace("-", "_")
+        if name not in table or name in NOT_IN_A_FILE:
+            raise UsageError(f"--config {path}: {key} is no option of a job{_near(name, table)}")
+        if name in values:
+            raise UsageError(f"--config {path}: {key} is given twice, once with _ and once with -: drop one")
+        values[name] = _checked(table[name], value, f"--config {path}: {key}")
+    return values
+
+
+def _near(name: str, table: Mapping[str, object]) -> str:
+    near = difflib.get_close_matches(name, [key for key in table if key not in NOT_IN_A_FILE], n=3)
+    return f": did you mean {', '.join(near)}?" if near else ": dsbd generate --print-config lists them"
+
+
+def _checked(field: _Field, value: object, place: str) -> object:
+    """The value of a TOML key as its option takes it."""
+    if field.kind is float and type(value) is int:
+        value = float(value)
+    if field.kind is list and isinstance(value, str):
+        value = [value]
+    if field.kind is Path and isinstance(value, str):
+        return Path(value)
+    fits = type(value) is field.kind
+    if isinstance(value, list):
+        fits = fits and bool(value) and all(isinstance(item, str) for item in value)
+    if not fits or (field.choices and value not in field.choices):
+        raise UsageError(f"{place} is {_shown(value)}, but must be {field.expected}")
+    return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+# The environment
+
+
+def _from_environment(table: dict[str, _Field]) -> Iterator[tuple[str, object]]:
+    for name, field in table.items():
+        text = os.environ.get(variable(name))
+        if text is not None and (text or field.kind is bool) and name != "print_config":
+            yield name, _read(field, text)
+
+
+def variable(name: str) -> str:
+    """DSBD_NUM_BEAMS for num_beams."""
+    return PREFIX + name.upper()
+
+
+def _read(field: _Field, text: str) -> object:
+    place = variable(field.name)
+    if field.kind is bool and text.strip().lower() in (*YES, *NO):
+        return text.strip().lower() in YES
+    value: object = text
+    if field.kind in (int, float):
+        try:
+            value = field.kind(text)
+        except ValueError:
+            raise UsageError(f"{place} is {_shown(text)}, but must be {field.expected}") from None
+    return _checked(field, value, place)
+
+
+def unknown_variables(groups: tuple[type, ...]) -> list[str]:
+    """One line for every DSBD_ variable that means nothing, which is most likely a misspelt one."""
+    known = {variable(name) for name in _fields(groups)}.difference({variable("print_config")}).union(OTHER_VARIABLES)
+    lines = []
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            lines.append(f"{name} is set, but no option has this name" + (f": did you mean {near[0]}?" if near else ""))
+    return lines
+
+
+# Out
+
+
+def job_text(groups: Sequence[object], help_of: Mapping[str, tuple[str, str]]) -> str:
+    """TOML that --config accepts: what is set, and as comments what is not. help_of: option -> panel and text."""
+    lines = ["# dsbd generate --config FILE; the command line wins over it, it wins over DSBD_ variables"]
+    before = None
+    for group in groups:
+        assert dataclasses.is_dataclass(group)
+        for item in dataclasses.fields(group):
+            panel, told = help_of[item.name]
+            if panel != before:
+                lines += ["", f"# {panel}"]
+                before = panel
+            value = getattr(group, item.name)
+            lines.append(f"# {item.name}: {told}" if value in (None, []) else f"{item.name} = {_toml(value)}")
+    return "\n".join(lines)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, int | float):
+        return repr(value)
+    # a JSON string is a TOML string, but for DEL
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

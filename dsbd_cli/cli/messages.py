@@ -1,0 +1,78 @@
+"""Everything for people goes through here: lines on standard error, plain or as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Literal
+
+__all__ = ["error_line", "log", "say", "set_style", "tracebacks_wanted", "utc_now", "warn", "write_from_signal"]
+
+Level = Literal["info", "warning", "error"]
+
+_json = _tracebacks = False
+
+
+def set_style(*, json_lines: bool, tracebacks: bool) -> None:
+    """From now on every line is a JSON object (--log-json), an error comes with its traceback (--debug)."""
+    global _json, _tracebacks
+    _json, _tracebacks = json_lines, tracebacks
+
+
+def tracebacks_wanted() -> bool:
+    """Whether an error shall come with its traceback."""
+    return _tracebacks
+
+
+def utc_now() -> str:
+    """The time of day, for people. Intervals come from the monotonic clock, which nobody sets back."""
+    return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def say(
+    message: str, *, level: Level = "info", event: str = "message", fields: Mapping[str, object] | None = None
+) -> None:
+    """One line on standard error, even where a message holds line ends. Nobody listening is no error."""
+    _write(_line(message, level, event, fields or {}))
+
+
+def warn(message: str) -> None:
+    """Something to know about that does not end the run."""
+    say(message if _json else f"warning: {message}", level="warning", event="warning")
+
+
+def log(message: str, fields: Mapping[str, object]) -> None:
+    """A line of a log: with the time of day."""
+    say(message if _json else f"{utc_now()} {message}", event="progress", fields=fields)
+
+
+def error_line(message: str) -> None:
+    """What the error boundary says."""
+    say(message if _json else f"error: {message}", level="error", event="error")
+
+
+def write_from_signal(message: str) -> None:
+    """A line from a signal handler, which may have interrupted a write of the same stream."""
+    try:
+        os.write(sys.stderr.fileno(), _line(message, "info", "signal", {}).encode())
+    except (AttributeError, OSError, ValueError):
+        return
+
+
+def _line(message: str, level: Level, event: str, fields: Mapping[str, object]) -> str:
+    text = " ".join(message.split())
+    if not _json:
+        return f"dsbd: {text}\n"
+    return json.dumps({"time": utc_now(), "level": level, "event": event, "message": text, **fields}) + "\n"
+
+
+def _write(line: str) -> None:
+    try:
+        sys.stderr.write(line)
+        sys.stderr.flush()
+    except (AttributeError, OSError, ValueError):
+        return

@@ -1,0 +1,113 @@
+"""Compressed files by their suffix: .gz and .zst, in and out. Both formats are sequences of independent frames."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Protocol
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+__all__ = ["DecompressionError", "frame_maker", "open_input"]
+
+PIECE_BYTES = 1 << 10  # of compressed input at a time: bounds what it can swell to (32 MiB at worst)
+GZIP_FORMAT = 31  # zlib's number for a gzip header and trailer
+
+
+class DecompressionError(OSError):
+    """The compressed data is damaged or ends in the middle."""
+
+
+class Frame(Protocol):
+    """A decompressor of one frame (gzip: member)."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes, /) -> bytes: ...
+
+
+def open_input(path: Path) -> BinaryIO:
+    """A file to read bytes from, decompressed if its name ends in .gz or .zst. Raises OSError."""
+    if path.suffix not in (".gz", ".zst"):
+        return path.open("rb")
+    make = _zstd_frame if path.suffix == ".zst" else _gzip_frame
+    return io.BufferedReader(_Decompressing(path.open("rb"), make))
+
+
+def frame_maker(path: Path) -> Callable[[bytes], bytes] | None:
+    """What makes one whole frame of some bytes, for an output of this name; None where it is not compressed.
+
+    The same bytes give the same frame.
+    """
+    if path.suffix == ".gz":
+        return lambda data: gzip.compress(data, compresslevel=6, mtime=0)
+    if path.suffix == ".zst":
+        import zstandard
+
+        return zstandard.ZstdCompressor(level=3, write_checksum=True).compress
+    return None
+
+
+def _gzip_frame() -> Frame:
+    return zlib.decompressobj(GZIP_FORMAT)
+
+
+def _zstd_frame() -> Frame:
+    import zstandard
+
+    return zstandard.ZstdDecompressor().decompressobj()
+
+
+class _Decompressing(io.RawIOBase):
+    """The content of all frames of a file, one after the other. Unlike gzip and zstandard's own readers it is
+    frugal with a frame that swells, and an end in the middle of a frame is an error for both formats."""
+
+    def __init__(self, source: BinaryIO, make: Callable[[], Frame]) -> None:
+        self._source, self._make = source, make
+        self._frame: Frame | None = None
+        self._data, self._given = b"", 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        """Raises DecompressionError."""
+        while self._given == len(self._data):
+            piece = self._left() or self._source.read(PIECE_BYTES)
+            if not piece:
+                if self._frame is not None:
+                    raise DecompressionError("the compressed data ends in the middle")
+                return 0
+            if self._frame is None:
+                self._frame = self._make()
+            self._data, self._given = self._decompressed(self._frame, piece), 0
+        view = memoryview(buffer).cast("B")
+        size = min(len(view), len(self._data) - self._given)
+        view[:size] = self._data[self._given : self._given + size]
+        self._given += size
+        return size
+
+    def _left(self) -> bytes:
+        """What stands behind a frame that has just ended."""
+        if self._frame is None or not self._frame.eof:
+            return b""
+        left, self._frame = self._frame.unused_data, None
+        return left
+
+    def _decompressed(self, frame: Frame, piece: bytes) -> bytes:
+        try:
+            return frame.decompress(piece)
+        except Exception as error:  # zlib.error and ZstdError have no common base but this
+            raise DecompressionError(f"the compressed data is damaged ({error})") from None
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()

@@ -1,0 +1,58 @@
+"""One writer per file: an advisory lock that ends with the process, however it ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+from pathlib import Path
+
+from dsbd_cli.errors import OutputError
+
+__all__ = ["lock", "open_locked"]
+
+_TRIES = 5
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def open_locked(path: Path, *, create_only: bool) -> io.FileIO:
+    """The file, locked and open for reading and writing at its start; nothing in it is changed.
+
+    create_only: refuse a file that has come into being meanwhile. Raises OutputError where it cannot be written, or
+    another process has locked it.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if create_only else 0)
+    for _ in range(_TRIES):
+        try:
+            stream = io.FileIO(os.open(path, flags, 0o666), "rb+")
+        except OSError as error:
+            raise OutputError(f"cannot write {path}: {error.strerror}") from error
+        try:
+            lock(stream, path)
+            if _still_named(stream, path):
+                return stream
+        except BaseException:
+            stream.close()
+            raise
+        stream.close()  # a resumed run has just put a new file in its place
+    raise OutputError(f"cannot write {path}: it is replaced again and again by somebody else")
+
+
+def lock(stream: io.FileIO, path: Path) -> None:
+    """Take the lock or raise OutputError at once. A file system that has no locks is taken as it is."""
+    try:
+        fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OutputError(f"{path} is being written by another process: wait for it, or name another file") from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS_HERE:
+            raise OutputError(f"cannot lock {path}: {error.strerror}") from error
+
+
+def _still_named(stream: io.FileIO, path: Path) -> bool:
+    try:
+        there, here = path.stat(), os.fstat(stream.fileno())
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)

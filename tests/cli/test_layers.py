@@ -1,0 +1,143 @@
+"""Options from the command line, a job file and the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Outcome
+
+Dsbd = Callable[..., Outcome]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        path = tmp_path / "job.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def beams(outcome: Outcome) -> int:
+    assert (outcome.code, outcome.err) == (0, "")
+    method = outcome.loads[-1]["method"]
+    return method.num_beams  # type: ignore[attr-defined, no-any-return]
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_environment(
+    dsbd: Dsbd, job: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = job("num-beams = 6\n")
+    assert beams(dsbd("generate")) == 4
+    monkeypatch.setenv("DSBD_NUM_BEAMS", "5")
+    assert beams(dsbd("generate")) == 5
+    assert beams(dsbd("generate", "--config", path)) == 6
+    assert beams(dsbd("generate", "--config", path, "--num-beams", "7")) == 7
+    monkeypatch.setenv("DSBD_CONFIG", path)
+    assert beams(dsbd("generate")) == 6
+
+
+def test_a_switch_can_be_taken_back(dsbd: Dsbd, job: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = job("memory_saving = true\nstop = ['x']\n")
+
+    def saving(*options: str) -> bool:
+        outcome = dsbd("generate", *options)
+        assert outcome.code == 0
+        return outcome.loads[-1]["method"].memory_saving  # type: ignore[attr-defined, no-any-return]
+
+    assert saving("--config", path)
+    assert not saving("--config", path, "--no-memory-saving")
+    monkeypatch.setenv("DSBD_MEMORY_SAVING", "yes")
+    assert saving()
+    monkeypatch.setenv("DSBD_MEMORY_SAVING", "0")
+    assert not saving()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_beam = 3", "num_beam is no option of a job: did you mean num_beams"),
+        ("zzz = 3", "zzz is no option of a job: dsbd generate --print-config lists them"),
+        ("[models]\na = 1", "models is no option"),
+        ("config = 'x'", "config is no option"),
+        ("num_beams = '3'", "num_beams is '3', but must be an integer"),
+        ("num_beams = true", "num_beams is True, but must be an integer"),
+        ("num_beams = 3.5", "num_beams is 3.5, but must be an integer"),
+        ("top_p = 'x'", "top_p is 'x', but must be a number"),
+        ("resume = 1", "resume is 1, but must be true or false"),
+        ("rule = 'fast'", "rule is 'fast', but must be one of coupled, "),
+        ("target = 3", "target is 3, but must be a string"),
+        ("stop = [1]", "stop is [1], but must be a list of strings"),
+        ("num_beams = 3\nnum-beams = 3", "is given twice"),
+        ("num_beams = ", "is not TOML"),
+        ("num_beams = 0", "--num-beams is 0"),
+        ("quiet = true\nverbose = true", "--quiet and --verbose cannot be used together"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_one_line(dsbd: Dsbd, job: Callable[[str], str], text: str, message: str) -> None:
+    outcome = dsbd("generate", "--config", job(text))
+    assert (outcome.code, outcome.loads) == (2, [])
+    assert message in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_wrong_variables(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSBD_NUM_BEAM", "3")
+    outcome = dsbd("generate")
+    assert outcome.code == 0
+    assert outcome.err == (
+        "dsbd: warning: DSBD_NUM_BEAM is set, but no option has this name: did you mean DSBD_NUM_BEAMS?\n"
+    )
+    for name, value, message in (
+        ("DSBD_TOP_P", "much", "DSBD_TOP_P is 'much', but must be a number"),
+        ("DSBD_RESUME", "maybe", "DSBD_RESUME is 'maybe', but must be true or false"),
+        ("DSBD_RULE", "fast", "DSBD_RULE is 'fast', but must be one of"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            refused = dsbd("generate")
+            assert refused.code == 2
+            assert message in refused.err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--rule", "search", "--n-best", "2", "--early-stopping"],
+        ["--stop", 'a"\\b\n\x7f', "--stop", "é🙂", "--top-p", "0.5", "--temperature", "1e-3", "--no-strict"],
+        ["--input", "my prompts.jsonl", "--output-format", "openai", "--max-errors", "3", "--quiet"],
+    ],
+)
+def test_what_is_printed_is_accepted_and_means_the_same(
+    dsbd: Dsbd, job: Callable[[str], str], options: list[str]
+) -> None:
+    printed = dsbd("generate", "--print-config", *options)
+    assert (printed.code, printed.err, printed.loads) == (0, "", [])
+    again = dsbd("generate", "--print-config", "--config", job(printed.out))
+    assert again.out == printed.out
+    assert all(line.startswith("#") or " = " in line for line in printed.out.splitlines() if line)
+
+
+def test_print_config_refuses_what_a_run_would_refuse(dsbd: Dsbd) -> None:
+    assert dsbd("generate", "--print-config", "--top-p", "2").code == 2
+
+
+def test_every_option_can_stand_in_a_file(dsbd: Dsbd) -> None:
+    """Guards against an option of a type that the file cannot hold."""
+    import dataclasses
+
+    from dsbd_cli.cli import options
+    from dsbd_cli.cli.layers import _fields
+
+    groups = tuple(getattr(options, name) for name in options.__all__)
+    table = _fields(groups)
+    assert {item.name for group in groups for item in dataclasses.fields(group)} == set(table)
+    assert {field.kind.__name__ for field in table.values()} == {"Path", "str", "int", "float", "bool", "list"}
+    printed = dsbd("generate", "--print-config").out
+    for name in set(table) - {"config", "print_config"}:
+        assert f"# {name}: " in printed

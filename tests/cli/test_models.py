@@ -1,0 +1,116 @@
+"""`dsbd models`, and completion."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import ROOT, Outcome
+from tests.models.conftest import byte_fallback, byte_level, save, wrap
+
+Dsbd = Callable[..., Outcome]
+
+
+@pytest.fixture(autouse=True)
+def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("DSBD_MODELS_FILE", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config" / "dsbd" / "models.toml"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
+    """A target, a draft that fits, and one that does not; without weights."""
+    place = tmp_path_factory.mktemp("models")
+    alike, other = wrap(byte_level()), wrap(byte_fallback())
+    made = [
+        save(place / name, tokenizer=tokenizer, vocab_size=len(tokenizer) + more, seed=1)
+        for name, tokenizer, more in (("target", alike, 0), ("draft", alike, 5), ("stranger", other, 0))
+    ]
+    for folder in made:
+        for weights in Path(folder).glob("*.safetensors"):
+            weights.unlink()
+    target, draft, stranger = (str(folder) for folder in made)
+    return target, draft, stranger
+
+
+def test_the_list(dsbd: Dsbd, folders: tuple[str, str, str]) -> None:
+    assert dsbd("models", "add", "mine", folders[0]).code == 0
+    outcome = dsbd("models")
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = {line.split()[0]: line.split() for line in outcome.out.splitlines()}
+    assert lines["builtin:target"][-1] == "built-in"
+    assert lines["mine"][1:] == [folders[0], "partly", "here", "yours"]
+    assert lines["gpt2"][1:2] == ["openai-community/gpt2"]
+
+
+def test_a_pair_is_checked_without_weights(dsbd: Dsbd, folders: tuple[str, str, str]) -> None:
+    target, draft, stranger = folders
+    fits = dsbd("models", "check", target, draft)
+    assert (fits.code, fits.err) == (0, "")
+    assert fits.out.startswith(f"{target} and {draft} fit: ")
+    assert "logits differ in padding only" in fits.out
+    differs = dsbd("models", "check", target, stranger)
+    assert (differs.code, differs.out) == (1, "")
+    assert "target and draft have different vocabularies" in differs.err
+    assert dsbd("models", "check", target, "nothing-like-it").code == 1
+    absent = dsbd("models", "check", target, "org/absent")
+    assert absent.code == 1
+    assert "is not on this machine" in absent.err
+
+
+def test_names_are_added_to_the_users_file(dsbd: Dsbd, folders: tuple[str, str, str], own_file: Path) -> None:
+    own_file.parent.mkdir(parents=True)
+    own_file.write_text('# mine\n[models]  # names\nold = "org/old"\n\n[other]\nx = 1')
+    assert dsbd("models", "add", "a.b-1", "org/new").out == f"a.b-1 = org/new, in {own_file}\n"
+    assert dsbd("models", "add", "here", folders[0]).code == 0
+    assert own_file.read_text() == (
+        f'# mine\n[models]  # names\nhere = "{folders[0]}"\n"a.b-1" = "org/new"\nold = "org/old"\n\n[other]\nx = 1'
+    )
+    for name, source, message in (
+        ("old", "org/x", "old is there already and means org/old"),
+        ("a/b", "org/x", "NAME is 'a/b'"),
+        ("builtin:x", "org/x", "NAME is 'builtin:x'"),
+        ("new", "no such thing", "is not known"),
+        ("new", "./no-such-folder", "there is no such folder"),
+    ):
+        refused = dsbd("models", "add", name, source)
+        assert refused.code in (1, 2)
+        assert message in refused.err
+
+
+def test_the_first_name_makes_the_file(
+    dsbd: Dsbd, own_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert dsbd("models", "add", "x", "org/x").code == 0
+    assert own_file.read_text() == '[models]\nx = "org/x"\n'
+    monkeypatch.setenv("DSBD_MODELS_FILE", str(tmp_path / "named.toml"))
+    assert dsbd("models", "add", "y", "org/y").code == 0
+    assert (tmp_path / "named.toml").read_text() == '[models]\ny = "org/y"\n'
+
+
+def test_a_file_that_cannot_take_a_line_is_left_alone(dsbd: Dsbd, own_file: Path) -> None:
+    own_file.parent.mkdir(parents=True)
+    own_file.write_text('models = {old = "org/old"}\n')
+    refused = dsbd("models", "add", "new", "org/new")
+    assert refused.code == 2
+    assert "by hand" in refused.err
+    assert own_file.read_text() == 'models = {old = "org/old"}\n'
+
+
+def test_the_shell_completes() -> None:
+    environment = {
+        **os.environ,
+        "_DSBD_COMPLETE": "complete_bash",
+        "COMP_WORDS": "dsbd generate --num",
+        "COMP_CWORD": "2",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "dsbd_cli"], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["--num-beams"]

@@ -1,0 +1,221 @@
+"""Output records of all forms, and what identifies a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.errors import InvalidRowError, NumericalError, OutOfMemoryRowError, PromptTooLongError, RowError
+from dsbd_cli.records import (
+    MethodRecord,
+    Row,
+    RowReader,
+    fingerprint_difference,
+    native_record,
+    openai_record,
+    row_error,
+    run_fingerprint,
+    step_records,
+    text_record,
+)
+from dsbd_cli.requests import Hypothesis, RequestResult
+from dsbd_cli.stats import LayerStats, RequestStats, StepStats
+
+METHOD = MethodRecord(MethodConfig(), "t", "d")
+HOSTILE = 'a\n\r\x00\x1b[31m\x7f\x85\x9b0m\u2028\u2029 "\\" \ud7ff\ue000\U0010ffff </s>\t{}'
+CONTROLS = [*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), "\u2028", "\u2029"]
+
+
+def row_of(**fields: object) -> Row:
+    return RowReader().read(json.dumps({"id": "x", "prompt": "p", **fields}).encode(), index=3, number=7)
+
+
+def answered(row: Row, error: RowError | None = None, **beam: object) -> RequestResult:
+    assert row.request is not None
+    best = {"text": "t", "token_ids": (1, 2), "finish_reason": "stop", "logprob": -1.0, "score": -0.5, **beam}
+    second = {**best, "token_ids": (1,), "finish_reason": "length"}
+    beams = () if error else (Hypothesis(**best), Hypothesis(**second))  # type: ignore[arg-type]
+    return RequestResult(row.request, beams, 3, RequestStats(), error)
+
+
+def test_the_fields_of_a_native_record_in_their_order() -> None:
+    row = row_of(metadata={"b": 1, "a": [None]})
+    record = orjson.loads(native_record(row, answered(row), METHOD))
+    first = ["schema", "index", "id", "metadata", "key", "text", "finish_reason", "logprob", "score", "num_tokens"]
+    assert list(record) == [*first, "beams", "usage", "seed", "exactness", "method", "stats"]
+    assert record["metadata"] == {"b": 1, "a": [None]}
+    assert (record["index"], record["id"], record["key"], record["text"]) == (3, "x", row.key, "t")
+    assert record["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert record["method"] == METHOD.fields()
+    assert record["stats"]["acceptance_rate"] is None
+    assert "metadata" not in orjson.loads(native_record(row_of(), answered(row_of()), METHOD))
+    shortened = replace(answered(row), truncated_tokens=4)
+    assert orjson.loads(native_record(row, shortened, METHOD))["usage"]["truncated_tokens"] == 4
+
+
+def test_an_error_is_a_record() -> None:
+    row = row_of(metadata="m", top_k=-1)
+    record = orjson.loads(native_record(row, None, METHOD))
+    assert list(record) == ["schema", "index", "id", "metadata", "key", "error"]
+    assert record["error"] == {"type": "InvalidRowError", "message": str(row.error), "line": 7}
+    assert text_record(row, None) == b""
+    row = row_of()
+    failed = answered(row, PromptTooLongError("prompt has 9 tokens"))
+    record = orjson.loads(native_record(row, failed, METHOD))
+    assert record["error"] == {"type": "PromptTooLongError", "message": "line 7: prompt has 9 tokens", "line": 7}
+
+
+@pytest.mark.parametrize("broken", [{"logprob": float("nan")}, {"score": float("-inf")}])
+def test_nan_is_never_written(broken: dict[str, float]) -> None:
+    row = row_of()
+    result = answered(row, **broken)
+    assert type(row_error(row, result)) is NumericalError
+    assert orjson.loads(native_record(row, result, METHOD))["error"]["type"] == "NumericalError"
+    assert orjson.loads(openai_record(row, result, METHOD, 0))["response"]["status_code"] == 500
+    assert row_error(row, answered(row)) is None
+
+
+def contained(record: bytes) -> bool:
+    text = record.decode()
+    return len(text.splitlines()) <= 1 and not any(control in text for control in CONTROLS)
+
+
+def test_a_text_cannot_write_outside_its_record() -> None:
+    row = row_of(id=HOSTILE, metadata={HOSTILE: HOSTILE})
+    result = answered(row, text=HOSTILE)
+    native, openai = native_record(row, result, METHOD), openai_record(row, result, METHOD, 0)
+    step = StepStats(HOSTILE, 1, 1, 2, 12, 40, 7, [LayerStats(1, 8, 4, 4, 4, True)], 0.1234567, 0.2, 0.3)
+    text = text_record(row, result)
+    assert all(contained(record) for record in (native, openai, text, *step_records([step])))
+    assert orjson.loads(native)["text"] == HOSTILE
+    assert orjson.loads(native)["metadata"] == {HOSTILE: HOSTILE}
+    assert orjson.loads(openai)["response"]["body"]["choices"][0]["text"] == HOSTILE
+    assert orjson.loads(b'"' + text + b'"') == HOSTILE
+    failed = row_of(id=HOSTILE, metadata=HOSTILE, prompt=3, stop=HOSTILE)
+    assert contained(native_record(failed, None, METHOD))
+    assert contained(openai_record(failed, None, METHOD, 0))
+
+
+@given(st.text())
+def test_any_text_comes_back(text: str) -> None:
+    row = row_of()
+    result = answered(row, text=text)
+    for record in (native_record(row, result, METHOD), text_record(row, result)):
+        assert contained(record)
+    assert orjson.loads(native_record(row, result, METHOD))["text"] == text
+    assert json.loads(b'"' + text_record(row, result) + b'"') == text
+
+
+def test_a_folder_with_a_name_that_is_no_text() -> None:
+    method = MethodRecord(MethodConfig(), "folder\udcff", None)
+    assert orjson.loads(native_record(row_of(), answered(row_of()), method))["method"]["target"] == "folder\\udcff"
+    assert orjson.loads(openai_record(row_of(), answered(row_of()), method, 0))["response"]["body"]["model"]
+
+
+# OpenAI batch output lines
+
+
+def response(line: bytes) -> dict[str, object]:
+    """The line as a client takes it apart."""
+    record = orjson.loads(line)
+    assert {"id", "custom_id", "response", "error"} <= set(record)
+    assert record["custom_id"] == "x"
+    assert record["id"].startswith("batch_req_")
+    assert set(record["response"]) == {"status_code", "request_id", "body"}
+    assert (record["response"]["status_code"] == 200) is (record["error"] is None)
+    found: dict[str, object] = record["response"]
+    return found
+
+
+def test_completions_are_read_by_the_types_of_the_client() -> None:
+    row = row_of(metadata={"k": "v"})
+    line = openai_record(row, answered(row), METHOD, 1_700_000_000)
+    completion = Completion.model_validate(response(line)["body"], strict=True)
+    assert [choice.text for choice in completion.choices] == ["t", "t"]
+    assert [choice.finish_reason for choice in completion.choices] == ["stop", "length"]
+    assert [choice.index for choice in completion.choices] == [0, 1]
+    assert completion.id.startswith("cmpl-")
+    assert (completion.model, completion.created) == ("t", 1_700_000_000)
+    assert completion.usage is not None
+    assert completion.usage.total_tokens == 6
+
+
+@pytest.mark.parametrize("metadata", [None, {"k": "v"}, {"k": 1, "l": [True]}, ["a"], "text", 0])
+def test_chats_are_read_by_the_types_of_the_client(metadata: object) -> None:
+    row = row_of(prompt=None, messages=[{"role": "user", "content": "hi"}], metadata=metadata)
+    chat = ChatCompletion.model_validate(response(openai_record(row, answered(row), METHOD, 5))["body"], strict=True)
+    assert chat.choices[0].message.content == "t"
+    assert chat.choices[0].message.role == "assistant"
+    assert chat.id.startswith("chatcmpl-")
+    expected = {"k": "1", "l": "[true]"} if metadata == {"k": 1, "l": [True]} else metadata
+    assert chat.metadata == (expected if isinstance(expected, dict | None) else {"metadata": chat.metadata["metadata"]})
+
+
+FAILURES = [
+    (InvalidRowError("i"), 400, "invalid_request", "invalid_request_error"),
+    (PromptTooLongError("p"), 400, "context_length_exceeded", "invalid_request_error"),
+    (NumericalError("n"), 500, "model_error", "server_error"),
+    (OutOfMemoryRowError("o"), 500, "out_of_memory", "server_error"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "code", "kind"), FAILURES, ids=[code for _, _, code, _ in FAILURES])
+def test_a_failed_row_has_a_status_code_and_an_error(error: RowError, status: int, code: str, kind: str) -> None:
+    row = row_of()
+    line = openai_record(row, answered(row, error), METHOD, 0)
+    message = f"line 7: {error}"
+    assert response(line)["status_code"] == status
+    assert response(line)["body"] == {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    assert orjson.loads(line)["error"] == {"code": code, "message": message}
+    assert response(openai_record(row_of(top_k=-1), None, METHOD, 0))["status_code"] == 400
+
+
+def test_the_same_row_gives_the_same_line() -> None:
+    row = row_of()
+    line = openai_record(row, answered(row), METHOD, 5)
+    again = RowReader().read(b'{"custom_id": "x", "prompt": "p"}', index=99, number=100)
+    assert openai_record(again, answered(again), METHOD, 5) == line
+    other = openai_record(row_of(prompt="q"), answered(row_of(prompt="q")), METHOD, 5)
+    assert orjson.loads(other)["id"] != orjson.loads(line)["id"]
+    changed = MethodRecord(MethodConfig(num_beams=2), "t", "d")
+    assert (
+        orjson.loads(openai_record(row, answered(row), changed, 5))["response"]["body"]["system_fingerprint"]
+        != (orjson.loads(line)["response"]["body"]["system_fingerprint"])
+    )
+
+
+# What identifies a run
+
+
+def test_a_fingerprint_tells_what_differs() -> None:
+    rows = RowReader(SamplingConfig(temperature=0.7, stop=("a",)), seed=3)
+    old = run_fingerprint(METHOD, rows, dtype="float32")
+    stored = orjson.loads(orjson.dumps(old))
+    assert stored == old
+    assert fingerprint_difference(stored, old) is None
+    new = run_fingerprint(
+        MethodRecord(MethodConfig(num_beams=2), "t", None),
+        RowReader(SamplingConfig(temperature=0.7, stop=("b",)), seed=4),
+        dtype="float32",
+    )
+    assert fingerprint_difference(stored, new) == (
+        "num_beams was 4 and is 2, draft was 'd' and is None, stop was ['a'] and is ['b'], seed was 3 and is 4"
+    )
+    assert fingerprint_difference({**old, "x\n": 1}, old) == "'x\\n' was 1 and is None"
+    assert fingerprint_difference({**old, "seed": True}, {**old, "seed": 1}) == "seed was True and is 1"
+
+
+def test_what_does_not_act_does_not_count() -> None:
+    method = MethodRecord(MethodConfig(rule="search"), "t", "d")
+    first = run_fingerprint(method, RowReader(SamplingConfig(), 1, "search"))
+    second = run_fingerprint(method, RowReader(SamplingConfig(temperature=2, top_k=3), 2, "search", strict=True))
+    assert fingerprint_difference(first, second) is None
+    assert first["temperature"] is None

@@ -1,0 +1,77 @@
+"""Prompts that are too long for the positions, and a run that is asked to stop."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.decoding.engine import Engine
+from dsbd_cli.errors import PromptTooLongError
+from dsbd_cli.requests import Request
+from tests.engine.toys import NumberCodec, table_pair
+
+VOCABULARY = 12
+SAMPLING = SamplingConfig(max_new_tokens=4)
+
+
+class BeginningCodec(NumberCodec):
+    """Begins every text with token 1, as Llama's tokenizer does."""
+
+    def encode(self, prompt: str) -> list[int]:
+        return [1, *super().encode(prompt)]
+
+
+def engine(positions: int, codec: NumberCodec | None = None, draft_positions: int | None = None) -> Engine:
+    target, draft = table_pair(1, VOCABULARY, 0.5)
+    target.max_positions, draft.max_positions = positions, draft_positions  # type: ignore[misc, assignment]
+    codec = codec or NumberCodec(VOCABULARY)
+    return Engine(target, draft, codec, MethodConfig(), on_too_long="truncate-left")
+
+
+@pytest.mark.parametrize("form", ["prompt", "messages", "prompt_ids"])
+@pytest.mark.parametrize(("target", "draft"), [(7, None), (9, 7)])
+def test_the_left_of_a_long_prompt_is_dropped(form: str, target: int, draft: int | None) -> None:
+    """Guards against one of the ways into the engine that is not cut, or is cut on the wrong side."""
+    text = "3 4 5 6 7 8 9"
+    given = {
+        "prompt": text,
+        "messages": ({"role": "user", "content": text},),
+        "prompt_ids": tuple(map(int, text.split())),
+    }
+    request = Request("a", 1, sampling=SAMPLING, **{form: given[form]})  # type: ignore[arg-type]
+    [cut] = engine(target, draft_positions=draft).run([request])
+    assert (cut.error, cut.prompt_tokens, cut.truncated_tokens) == (None, 3, 4)
+    [short] = engine(target).run([Request("a", 1, prompt="7 8 9", sampling=SAMPLING)])
+    assert short.truncated_tokens == 0
+    assert cut.hypotheses == short.hypotheses
+
+
+def test_the_token_that_begins_a_text_is_kept() -> None:
+    decoder = engine(7, BeginningCodec(VOCABULARY))
+    assert decoder._encode(Request("a", 1, prompt="3 4 5 6", sampling=SAMPLING)) == ([1, 5, 6], 2)
+    assert decoder._encode(Request("a", 1, prompt="3 4", sampling=SAMPLING)) == ([1, 3, 4], 0)
+    assert decoder._encode(Request("a", 1, prompt_ids=(3, 4, 5, 6), sampling=SAMPLING)) == ([4, 5, 6], 1)
+
+
+def test_no_room_for_a_prompt_is_an_error_even_so() -> None:
+    [result] = engine(4).run([Request("a", 1, prompt="3 4", sampling=SAMPLING)])
+    assert isinstance(result.error, PromptTooLongError)
+    assert "4 positions" in str(result.error)
+
+
+def test_a_stopped_run_hands_out_what_is_done_and_ends() -> None:
+    target, draft = table_pair(1, VOCABULARY, 0.5)
+    decoder = Engine(target, draft, NumberCodec(VOCABULARY), MethodConfig(), batch_size=1)
+    asked = []
+
+    def source():  # type: ignore[no-untyped-def]
+        for place in range(100):
+            asked.append(place)
+            if place == 3:
+                decoder.stop()
+            yield Request(str(place), place, prompt="3 4", sampling=SAMPLING)
+
+    done = [result.request.id for result in decoder.run(source())]
+    assert done == ["0", "1", "2"]
+    assert len(asked) < 8
+    assert list(decoder.run([Request("a", 1, prompt="3", sampling=SAMPLING)])) == []
