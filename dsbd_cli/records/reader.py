@@ -23,7 +23,6 @@ SAMPLING_FIELDS = frozenset(SamplingConfig.__dataclass_fields__)
 MAX_NEW_TOKENS = 1 << 20
 MAX_TOP_K = (1 << 31) - 1
 MAX_TEMPERATURE = 1e6
-MAX_LENGTH_PENALTY = 100.0
 MAX_STOPS, MAX_STOP_BYTES = 16, 256
 MAX_WARNED = 100
 
@@ -158,7 +157,6 @@ def _check_limits(row: Fields, sampling: SamplingConfig) -> None:
         ("max_new_tokens", sampling.max_new_tokens, MAX_NEW_TOKENS),
         ("top_k", sampling.top_k, MAX_TOP_K),
         ("temperature", sampling.temperature, MAX_TEMPERATURE),
-        ("length_penalty", abs(sampling.length_penalty), MAX_LENGTH_PENALTY),
     ):
         if name in row and value > limit:
             raise InvalidRowError(f"{name} is {shorten(row[name])}, but must be at most {limit:.0f}")

@@ -131,7 +131,7 @@ REFUSED: list[tuple[object, str]] = [
     ({"prompt": "p", "stop": ["a", 1]}, "stop is ['a', 1]"),
     ({"prompt": "p", "stop": ["a"] * 17}, "stop is a list of 17 strings, but must be of at most 16"),
     ({"prompt": "p", "stop": "a" * 300}, "stop is ['aaa"),
-    ({"prompt": "p", "length_penalty": -1e9}, "length_penalty is -1000000000.0, but must be at most 100"),
+    ({"prompt": "p", "length_penalty": -1e9}, "length_penalty is -1000000000.0, but must be between -10 and 10"),
     ({"prompt": "p", "early_stopping": 1}, "early_stopping is 1, but must be true or false"),
     ({"prompt": "p", "seed": -1}, "seed is -1, but must be from 0"),
     ({"prompt": "p", "seed": 2**63}, "seed is 9223372036854775808"),
