@@ -16,14 +16,16 @@ __all__ = ["ForestInput", "ForestModel", "TextCodec"]
 
 @dataclass(slots=True)
 class ForestInput:
-    """One forward over nodes of several rows. An absent node is written to the trash slot (the last one reserved),
-    which it alone sees.
+    """One forward over nodes of several rows.
+
+    Padding and absent parents are written to the trash slot (the last one reserved, never seen) and see slot 0. Drafts that
+    are not real stand in ordinary slots that no live node sees.
 
     Attributes:
         tokens: [R, n] int64.
         positions: [R, n] int64, depth of each node counted from the start of the prompt.
         slots: [R, n] int64, cache slot that each node's key and value are written to.
-        mask: [R, n, S] bool, True where the node sees the slot (itself included). No row is all False.
+        mask: [R, n, S] bool, True where the node sees the slot (a real node sees itself). No row is all False.
         slot_positions: [R, S] int64, depth of the token in each slot; sliding windows go by it.
         rows: [R] int64 cache rows when this forward covers only some rows (prefill); None for all rows in order.
     """
