@@ -18,8 +18,8 @@ __all__ = ["ForestInput", "ForestModel", "TextCodec"]
 class ForestInput:
     """One forward over nodes of several rows.
 
-    Padding and absent parents are written to the trash slot (the last one reserved, never seen) and see slot 0. Drafts that
-    are not real stand in ordinary slots that no live node sees.
+    Padding and absent parents are written to the trash slot (the last one reserved, never seen) and see slot 0. Drafts
+    that are not real stand in ordinary slots that no live node sees.
 
     Attributes:
         tokens: [R, n] int64.
