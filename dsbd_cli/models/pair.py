@@ -10,6 +10,7 @@ from dsbd_cli.core.protocols import ForestModel, TextCodec
 from dsbd_cli.errors import PairError, UnsupportedModelError
 from dsbd_cli.models.adapter import CausalForestModel
 from dsbd_cli.models.loader import eos_ids, load
+from dsbd_cli.models.packing import pack
 from dsbd_cli.models.selftest import self_test
 from dsbd_cli.models.tokenize import HFCodec
 
@@ -75,9 +76,10 @@ def _dtype_name(model: CausalForestModel) -> str:
 
 
 def load_model(spec: ModelSpec) -> tuple[CausalForestModel, HFCodec]:
-    """One model, self-tested, and its codec."""
+    """One model, its weights packed where it runs on the CPU, self-tested, and its codec."""
     model, tokenizer = load(spec)
     try:
+        pack(model)
         forest = CausalForestModel(model, spec.source)
         self_test(forest)
     except UnsupportedModelError as error:
