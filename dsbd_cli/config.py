@@ -86,6 +86,7 @@ class MethodConfig:
         num_beams: W, live beams at most.
         drafts_per_layer: K, drafted nodes per layer.
         depth: D, drafted layers; 0 is plain beam sampling (or beam search) without a draft.
+        adaptive_depth: D and K are upper bounds, and every iteration takes what measured fastest below them.
         width: width policy of a layer, fixed (always W) or threshold.
         width_threshold: t, wanted chance that a layer yields its width (threshold only).
         min_width: W_min, least width a layer may pass with (threshold only).
@@ -102,6 +103,7 @@ class MethodConfig:
     min_width: int = 1
     warp_scope: WarpScope = "pool"
     memory_saving: bool = False
+    adaptive_depth: bool = False
 
     def __post_init__(self) -> None:
         _require(self.rule in RULES, "rule", self.rule, f"one of {', '.join(RULES)}")
@@ -123,6 +125,8 @@ class MethodConfig:
             )
         if self.rule == "search" and self.warp_scope != "pool":
             raise UsageError("rule search takes no warping; warp_scope beam does nothing with it")
+        if self.adaptive_depth and not self.depth:
+            raise UsageError("adaptive_depth needs a depth of 1 or more to choose below")
         if self.depth and self.drafts_per_layer < self.required_width:
             raise UsageError(
                 f"drafts_per_layer is {self.drafts_per_layer}, but a layer needs {self.required_width} drafted nodes "

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.core.probs import NEVER
+from dsbd_cli.core.slots import SlotTable
 
 __all__ = ["Beams", "Finished", "fit_window", "select_rows"]
 
-T = TypeVar("T", "Beams", "Finished")
+T = TypeVar("T", "Beams", "Finished", SlotTable)
 
 
 @dataclass(slots=True)
@@ -26,8 +27,6 @@ class Beams:
         valid: [R, W] bool. token: [R, W] int64, the pending token (not yet run through the models).
         weight, logprob: [R, W] float32, s and l. path: [R, W] int64 path keys. stop_state: [R, W] int64.
         ancestors: [R, W, T] bool, ancestors among the tail slots.
-        parent_slot, parent_token: [R, W] int64, the token before the pending one; catch_up: [R, W] bool, the draft
-            has not run it yet.
         history: [R, W, L] int64, generated tokens.
         length: [R] int64, generated tokens (the pending one included). depth: [R] int64, position of the pending
             tokens.
@@ -40,9 +39,6 @@ class Beams:
     path: Tensor
     stop_state: Tensor
     ancestors: Tensor
-    parent_slot: Tensor
-    parent_token: Tensor
-    catch_up: Tensor
     history: Tensor
     length: Tensor
     depth: Tensor
@@ -62,9 +58,6 @@ class Beams:
             path=zeros(beams),
             stop_state=zeros(beams) + 1,
             ancestors=zeros(beams, window, dtype=torch.bool),
-            parent_slot=zeros(beams),
-            parent_token=zeros(beams),
-            catch_up=zeros(beams, dtype=torch.bool),
             history=zeros(beams, history),
             length=zeros(),
             depth=zeros(),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Compaction", "SlotTable", "compact", "node_slots", "visible"]
+__all__ = ["Compaction", "SlotTable", "compact", "lagging", "node_slots", "visible"]
 
 
 @dataclass(slots=True)
@@ -23,23 +23,29 @@ class SlotTable:
 
     Attributes:
         used: [R] int64, slots taken. trunk: [R] int64, slots common to all live beams.
-        positions: [R, S] int64, depth of the token in each slot.
+        drafted: [R] int64, leading slots that the draft's cache holds too; the draft runs the others when it is next
+            asked.
+        positions, tokens: [R, S] int64, depth and id of the token in each slot.
     """
 
     used: Tensor
     trunk: Tensor
+    drafted: Tensor
     positions: Tensor
+    tokens: Tensor
 
     @classmethod
     def empty(cls, rows: int, slots: int, device: torch.device) -> SlotTable:
         """A table without tokens."""
         zero = torch.zeros(rows, dtype=torch.int64, device=device)
-        return cls(zero, zero.clone(), torch.zeros(rows, slots, dtype=torch.int64, device=device))
+        wide = torch.zeros(rows, slots, dtype=torch.int64, device=device)
+        return cls(zero, zero.clone(), zero.clone(), wide, wide.clone())
 
     def grow(self, slots: int) -> None:
         """More slots per row; contents stay."""
         more = slots - self.positions.shape[1]
         self.positions = torch.nn.functional.pad(self.positions, (0, more))
+        self.tokens = torch.nn.functional.pad(self.tokens, (0, more))
 
 
 def node_slots(table: SlotTable, count: int, offset: int = 0) -> Tensor:
@@ -59,6 +65,23 @@ def visible(table: SlotTable, ancestors: Tensor, slots: int) -> Tensor:
     return tail | (relative < 0).unsqueeze(1)
 
 
+def lagging(table: SlotTable, ancestors: Tensor, count: int, slots: int) -> tuple[Tensor, Tensor]:
+    """The last `count` slots in use, [R, count], and what the tokens in them see, [R, count, S] bool.
+
+    A tail slot is an ancestor of some live beam, and sees that beam's ancestors up to itself. Slots before the row's
+    first one come out negative and see slot 0 alone. ancestors: [R, W, T], of the live beams.
+    """
+    window = ancestors.shape[-1]
+    wanted = node_slots(table, count, -count)
+    relative = (wanted - table.trunk.unsqueeze(1)).clamp(0, window - 1)
+    holds = ancestors.gather(2, relative.unsqueeze(1).expand(-1, ancestors.shape[1], -1))  # [R, W, count]
+    owner = holds.to(torch.int8).argmax(1).unsqueeze(-1).expand(-1, -1, window)
+    seen = visible(table, ancestors.gather(1, owner), slots)
+    index = torch.arange(slots, device=ancestors.device)
+    at = wanted.clamp(min=0).unsqueeze(-1)
+    return wanted, (seen & (index <= at)) | (index == at)
+
+
 @dataclass(slots=True)
 class Compaction:
     """Result of a commit.
@@ -66,19 +89,18 @@ class Compaction:
     Attributes:
         source, target: [R, T] int64 absolute slots to copy; equal where nothing moves.
         ancestors: [R, W, T] bool, the beams' ancestors in the new tail window.
-        where: [R, T] int64, for each slot of the old window its new absolute slot (meaningless for dropped ones).
     """
 
     source: Tensor
     target: Tensor
     ancestors: Tensor
-    where: Tensor
 
 
-def compact(table: SlotTable, ancestors: Tensor, valid: Tensor) -> Compaction:
+def compact(table: SlotTable, ancestors: Tensor, valid: Tensor, drafted: Tensor) -> Compaction:
     """Keep the ancestors of the live beams, in order, and advance the trunk. Updates the table in place.
 
-    ancestors: [R, W, T] bool over the tail window; valid: [R, W] bool.
+    ancestors: [R, W, T] bool over the tail window; valid: [R, W] bool. drafted: [R] int64, leading slots, before
+    anything moves, that the draft has run.
     """
     window = ancestors.shape[-1]
     ancestors = ancestors & valid.unsqueeze(-1)
@@ -91,8 +113,10 @@ def compact(table: SlotTable, ancestors: Tensor, valid: Tensor) -> Compaction:
     source = torch.where(moved, table.trunk.unsqueeze(1) + order, target)
     last = table.positions.shape[1] - 1
     source, target = source.clamp(max=last), target.clamp(max=last)
-    table.positions.scatter_(1, target, table.positions.gather(1, source))
-    where = (table.trunk.unsqueeze(1) + keep.cumsum(1) - 1).clamp(min=0)
+    for contents in (table.positions, table.tokens):
+        contents.scatter_(1, target, contents.gather(1, source))
+    run = keep & (table.trunk.unsqueeze(1) + steps < drafted.unsqueeze(1))
+    table.drafted = torch.minimum(drafted, table.trunk) + run.sum(1)
     packed = ancestors.gather(2, order.unsqueeze(1).expand_as(ancestors)) & moved.unsqueeze(1)
     common = ((packed | ~valid.unsqueeze(-1)).all(1) & moved).to(torch.int64).cumprod(1).sum(1)
     shifted = (steps + common.unsqueeze(1)).clamp(max=window - 1)
@@ -100,4 +124,4 @@ def compact(table: SlotTable, ancestors: Tensor, valid: Tensor) -> Compaction:
     packed = packed.gather(2, shifted.unsqueeze(1).expand_as(packed)) & inside.unsqueeze(1)
     table.used = table.trunk + count
     table.trunk = table.trunk + common
-    return Compaction(source, target, packed, where)
+    return Compaction(source, target, packed)

@@ -18,10 +18,11 @@ from dsbd_cli.core.beams import fit_window
 from dsbd_cli.core.protocols import ForestModel, TextCodec
 from dsbd_cli.core.stops import StopTable
 from dsbd_cli.decoding.outcome import collect, record_iteration
+from dsbd_cli.decoding.planner import planner_for
 from dsbd_cli.decoding.prefill import prefill
 from dsbd_cli.decoding.scheduler import Job, ResultOrder, Scheduler, Source, bucket
 from dsbd_cli.decoding.state import BatchState
-from dsbd_cli.decoding.step import Stepper
+from dsbd_cli.decoding.step import Plan, Stepper
 from dsbd_cli.decoding.timing import Event, PhaseTimer
 from dsbd_cli.drafting import BeamDrafter, Drafter, Endings, NoDrafter
 from dsbd_cli.errors import (
@@ -106,12 +107,11 @@ class Engine:
         self._stepper = Stepper(
             target, draft, drafter, rule, Endings(eos.to(device), self._stops), PhaseTimer(_events(device))
         )
-        self._drafter = drafter
+        self._drafter, self._planner = drafter, planner_for(self.method)
         self._nodes = self.method.num_beams + self.method.depth * self.method.drafts_per_layer
         self._rows = batch_size  # out of memory lowers it
         self._proven = 1  # most rows that have run
         self._slots = 0
-        self._late = False
         self._running = False
 
     def stop(self) -> None:
@@ -274,7 +274,7 @@ class Engine:
         return state
 
     def _allocate(self, rows: int, slots: int, history: int) -> BatchState:
-        self._slots, self._late = slots, False
+        self._slots = slots
         self._stops.forget()
         for model in (self.target, self.draft):
             if model is not None:
@@ -294,27 +294,36 @@ class Engine:
 
     def _iterate(self, state: BatchState, scheduler: Scheduler, order: ResultOrder) -> None:
         """One iteration of all rows; finished ones hand in their results."""
-        busy = scheduler.most_used() + self._nodes
+        running = scheduler.running
+        shape = self._planner.choose(len(running))
+        nodes = shape.nodes(self.method.num_beams)
+        busy = scheduler.most_used() + nodes
         self._reserve(state, busy + 1)
-        window = bucket(scheduler.longest_tail() + self._nodes, WINDOW_STEP)
+        window = bucket(scheduler.longest_tail() + nodes, WINDOW_STEP)
         state.beams.ancestors = fit_window(state.beams.ancestors, window)
         active = min(bucket(busy, SLOT_STEP), self._slots - 1)
+        lag = self._lag(scheduler) if shape.depth and self.draft is not None else 0
         with _current(self.target.device):
-            report = self._stepper.step(state, active, self._late)
+            report = self._stepper.step(state, Plan(active, shape, lag))
             seconds = self._stepper.timer.seconds()
-        running = scheduler.running
-        self._late = False
+        self._planner.observe(shape, [report.layers[row] for row, _ in running], seconds)
         for row, job in running:
             counters = report.rows[row]
-            record_iteration(job, counters, report.layers[row], seconds, len(running), self._nodes, self.log_steps)
+            record_iteration(job, counters, report.layers[row], seconds, len(running), nodes, self.log_steps)
             job.stats.draft_calls += self._drafter.calls
-            job.used, job.trunk = counters["used"], counters["trunk"]
-            self._late |= bool(counters["late"])
+            job.used, job.trunk, job.drafted = counters["used"], counters["trunk"], counters["drafted"]
             if counters["invalid"]:
                 self._fail(state, scheduler, row, order)
             elif counters["done"]:
                 order.put(job.number, collect(state.finished, row, scheduler.remove(row), self.codec))
                 state.release(row)
+
+    def _lag(self, scheduler: Scheduler) -> int:
+        """Slots that the draft must run before it drafts: W times a power of two, so that shapes repeat; 0 if none."""
+        lag, size = scheduler.longest_lag(), self.method.num_beams
+        while size < lag:
+            size *= 2
+        return size if lag else 0
 
     def _fail(self, state: BatchState, scheduler: Scheduler, row: int, order: ResultOrder) -> None:
         """A row whose model returned NaN: an error result, and clean memory for the next request."""

@@ -19,8 +19,8 @@ def bucket(size: int, step: int) -> int:
 
 @dataclass(slots=True)
 class Job:
-    """A request on its way through the engine. `used` and `trunk` are the row's slots after the last iteration;
-    `truncated` tokens of the prompt were dropped; `retried`: it ran out of memory alone once."""
+    """A request on its way through the engine. `used`, `trunk` and `drafted` are the row's slots after the last
+    iteration; `truncated` tokens of the prompt were dropped; `retried`: it ran out of memory alone once."""
 
     number: int
     request: Request
@@ -29,6 +29,7 @@ class Job:
     started: float = 0.0
     used: int = 0
     trunk: int = 0
+    drafted: int = 0
     truncated: int = 0
     retried: bool = False
 
@@ -80,7 +81,7 @@ class Scheduler:
         """Give a free row to a job."""
         assert self.jobs[row] is None
         self.jobs[row] = job
-        job.used = job.trunk = len(job.prompt) - 1
+        job.used = job.trunk = job.drafted = len(job.prompt) - 1
 
     def remove(self, row: int) -> Job:
         """Free a row."""
@@ -100,6 +101,10 @@ class Scheduler:
     def most_used(self) -> int:
         """Largest number of used slots over the rows."""
         return max((job.used for _, job in self.running), default=0)
+
+    def longest_lag(self) -> int:
+        """Largest number of slots that the draft has not run, over the rows."""
+        return max((job.used - job.drafted for _, job in self.running), default=0)
 
     def longest_tail(self) -> int:
         """Largest number of tail slots over the rows."""

@@ -75,22 +75,14 @@ class BatchState:
         beams, table, known = self.beams, self.table, len(prompt) - 1
         device = self.active.device
         key = seed_key(torch.tensor(seed, dtype=torch.int64)).to(device)
-        fresh = (
-            beams.valid,
-            beams.weight,
-            beams.logprob,
-            beams.ancestors,
-            beams.parent_slot,
-            beams.catch_up,
-            beams.length,
-        )
-        for tensor in fresh:
+        for tensor in (beams.valid, beams.weight, beams.logprob, beams.ancestors, beams.length):
             tensor[row] = 0
         beams.valid[row, 0] = True
         beams.token[row], beams.path[row], beams.stop_state[row] = prompt[-1], key, stop_state
         beams.depth[row] = known
-        table.used[row] = table.trunk[row] = known
+        table.used[row] = table.trunk[row] = table.drafted[row] = known
         table.positions[row] = torch.arange(table.positions.shape[1], device=device)
+        table.tokens[row, :known] = torch.tensor(prompt[:-1], dtype=torch.int64, device=device)
         self.finished.score[row] = NEVER
         self.active[row], self.row_key[row], self.iteration[row] = True, key, 0
         self.limits.max_new[row] = sampling.max_new_tokens
@@ -123,7 +115,7 @@ class BatchState:
         self.beams = select_rows(self.beams, index)
         self.finished = select_rows(self.finished, index)
         table, limits, warp = self.table, self.limits, self.warp
-        self.table = SlotTable(table.used[index], table.trunk[index], table.positions[index])
+        self.table = select_rows(table, index)
         self.active, self.row_key, self.iteration = self.active[index], self.row_key[index], self.iteration[index]
         self.limits = Limits(limits.max_new[index], limits.length_penalty[index], limits.early[index])
         warp.temperature, warp.top_k = warp.temperature[index], warp.top_k[index]

@@ -15,6 +15,7 @@ from dsbd_cli.core.forest import Forest
 from dsbd_cli.core.probs import NEVER, top_candidates
 from dsbd_cli.core.protocols import ForestInput, ForestModel
 from dsbd_cli.core.slots import compact, node_slots, visible
+from dsbd_cli.decoding.planner import Shape
 from dsbd_cli.decoding.state import BatchState
 from dsbd_cli.decoding.timing import PhaseTimer
 from dsbd_cli.decoding.walk import Live, Walk, walk
@@ -22,10 +23,10 @@ from dsbd_cli.drafting.base import DraftContext, Drafter, Endings
 from dsbd_cli.drafting.beam import run
 from dsbd_cli.verify.base import Rule
 
-__all__ = ["Report", "Stepper"]
+__all__ = ["Plan", "Report", "Stepper"]
 
-ROW_FIELDS = ("done", "invalid", "steps", "width_sum", "used", "trunk", "late")
-LAYER_FIELDS = ("reached", "drafted", "live_parents", "width", "accepted", "passed")
+ROW_FIELDS = ("done", "invalid", "steps", "width_sum", "used", "trunk", "drafted")
+LAYER_FIELDS = ("reached", "drafted", "live_parents", "width", "accepted", "passed", "needed")
 
 
 @dataclass(slots=True)
@@ -34,6 +35,20 @@ class Report:
 
     rows: list[dict[str, int]]
     layers: list[list[dict[str, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Shapes of one iteration, chosen on the host.
+
+    Attributes:
+        slots: S, active cache slots. shape: D and K.
+        lag: most used slots of a row that the draft has not run, or more.
+    """
+
+    slots: int
+    shape: Shape
+    lag: int
 
 
 class Stepper:
@@ -54,26 +69,27 @@ class Stepper:
         limits = [model.max_positions for model in (target, draft) if model is not None and model.max_positions]
         self.last_position = min(limits, default=2**31) - 1
 
-    def step(self, state: BatchState, slots: int, late: bool) -> Report:
-        """One iteration. slots: S active cache slots; late: the draft misses some beam's parent."""
+    def step(self, state: BatchState, plan: Plan) -> Report:
+        """One iteration."""
         self.timer.start()
-        forest = self.drafter.propose(self._context(state, slots, late))
+        forest = self.drafter.propose(self._context(state, plan))
         self.timer.lap("draft")
-        logits = self._target(state, forest, slots)
+        logits = self._target(state, forest, plan.slots)
         self.timer.lap("target")
         size = self.rule.candidates(state.method.num_beams, self.num_eos, state.warp.max_top_k, logits.shape[-1])
         if self.endings.stops.used and not self.rule.warps:
             size = logits.shape[-1]  # any number of tokens may complete a stop string
         outcome = walk(state, forest, top_candidates(logits, size), self.rule, self.endings)
-        counters = _pack(state, outcome, self._commit(state, forest, outcome))
+        self._commit(state, forest, outcome)
+        counters = _pack(state, outcome)
         self.timer.lap("verify")
         return _report(counters)
 
-    def _context(self, state: BatchState, slots: int, late: bool) -> DraftContext:
-        method, table = state.method, state.table
-        nodes = method.num_beams + method.depth * method.drafts_per_layer
+    def _context(self, state: BatchState, plan: Plan) -> DraftContext:
+        method, table, shape = state.method, state.table, plan.shape
+        nodes = shape.nodes(method.num_beams)
         layer_of = torch.arange(nodes, device=table.used.device) - method.num_beams
-        layer_of = torch.div(layer_of, method.drafts_per_layer, rounding_mode="floor") + 1
+        layer_of = torch.div(layer_of, shape.drafts_per_layer, rounding_mode="floor") + 1
         layer_of[: method.num_beams] = 0
         # drafts past the last position can never be taken, but must be embeddable
         positions = (state.beams.depth.unsqueeze(1) + layer_of).clamp(max=self.last_position)
@@ -84,33 +100,35 @@ class Stepper:
             rule=self.rule,
             warp=state.warp,
             endings=self.endings,
-            depth=method.depth,
-            drafts_per_layer=method.drafts_per_layer,
-            slots=slots,
+            depth=shape.depth,
+            drafts_per_layer=shape.drafts_per_layer,
+            slots=plan.slots,
             trash=table.positions.shape[1] - 1,
             row_key=state.row_key,
             iteration=state.iteration,
-            catch_up=late,
+            lag=plan.lag,
             record_law=self.rule.needs_law or method.width == "threshold",
         )
 
     def _target(self, state: BatchState, forest: Forest, slots: int) -> Tensor:
         """Target logits of all nodes: [R, N, V]."""
         table = state.table
-        ancestors = forest.flat("ancestors")
+        ancestors, tokens = forest.flat("ancestors"), forest.flat("token")
         at = node_slots(table, ancestors.shape[1])
+        table.tokens.scatter_(1, at, tokens)
         batch = ForestInput(
-            tokens=forest.flat("token"),
+            tokens=tokens,
             positions=table.positions.gather(1, at),
             slots=at,
             mask=visible(table, ancestors, slots),
             slot_positions=table.positions[:, :slots],
         )
-        return run(self.target, batch, table.used.device)
+        logits = run(self.target, batch, table.used.device)
+        assert logits is not None
+        return logits
 
-    def _commit(self, state: BatchState, forest: Forest, outcome: Walk) -> Tensor:
-        """Final beams become the live beams; both caches keep only their ancestors. Returns rows where the draft
-        lags: [R] bool."""
+    def _commit(self, state: BatchState, forest: Forest, outcome: Walk) -> None:
+        """Final beams become the live beams; both caches keep only their ancestors."""
         beams, live, table = state.beams, outcome.live, state.table
         _settle(state, forest, outcome)
         if state.method.memory_saving:
@@ -118,22 +136,18 @@ class Stepper:
         going = state.active & ~outcome.done
         live.valid = live.valid & going.unsqueeze(1)
         beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, outcome.steps)
-        relative = (table.used - table.trunk).unsqueeze(1) + live.parent
         ancestors = _rows(forest.flat("ancestors"), live.parent)
-        moved = compact(table, ancestors, live.valid)
+        # the draft has run all layers but the last; without a draft layer it has run nothing new
+        run_by_draft = table.used + forest.offset(forest.depth) if forest.depth else table.drafted
+        moved = compact(table, ancestors, live.valid, run_by_draft)
         for model in (self.target, self.draft):
             if model is not None:
                 model.move(moved.source.to(model.device), moved.target.to(model.device))
         beams.valid, beams.token, beams.weight, beams.logprob = live.valid, live.token, live.weight, live.logprob
         beams.path, beams.stop_state, beams.ancestors = live.path, live.stop_state, moved.ancestors
-        beams.parent_slot = moved.where.gather(1, relative)
-        beams.parent_token = forest.flat("token").gather(1, live.parent)
-        last = forest.offset(forest.depth) if forest.depth else forest.num_beams
-        beams.catch_up = live.valid & (live.parent >= last)
         beams.length = beams.length + outcome.steps
         beams.depth = beams.depth + outcome.steps
         state.iteration = state.iteration + 1
-        return beams.catch_up.any(1)
 
 
 def _best_only(live: Live) -> Live:
@@ -171,13 +185,15 @@ def _settle(state: BatchState, forest: Forest, outcome: Walk) -> None:
     finished, beams = state.finished, state.beams
     steps = finished.length - beams.length.unsqueeze(1)
     steps = steps.clamp(1, forest.depth + 1)
-    parent = finished.node.clamp(min=0)  # entries without a hypothesis have none
+    # older entries were nodes of another forest, perhaps a larger one; what they would take is not used
+    parent = finished.node.clamp(0, forest.offset(forest.depth + 1) - 1)
     finished.settle(_history(beams.history, beams.length, forest, parent, finished.token, steps))
 
 
-def _pack(state: BatchState, outcome: Walk, late: Tensor) -> Tensor:
+def _pack(state: BatchState, outcome: Walk) -> Tensor:
     """All counters of an iteration in one tensor: [R, ROW_FIELDS + D * LAYER_FIELDS] int64."""
-    rows = [outcome.done, outcome.invalid, outcome.steps, outcome.width_sum, state.table.used, state.table.trunk, late]
+    table = state.table
+    rows = [outcome.done, outcome.invalid, outcome.steps, outcome.width_sum, table.used, table.trunk, table.drafted]
     columns = [value.to(torch.int64) for value in rows]
     for counts in outcome.layers:
         columns += [getattr(counts, name) for name in LAYER_FIELDS]

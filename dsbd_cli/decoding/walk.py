@@ -45,7 +45,8 @@ class Live:
 
 @dataclass(slots=True)
 class LayerCounts:
-    """Counters of one drafted layer, [R] int64 each; `reached` is 0 where the walk stopped above."""
+    """Counters of one drafted layer, [R] int64 each; `reached` is 0 where the walk stopped above, `needed` the drafts
+    it took, in draw order, to fill the layer (0 where it did not pass)."""
 
     reached: Tensor
     drafted: Tensor
@@ -53,6 +54,7 @@ class LayerCounts:
     width: Tensor
     accepted: Tensor
     passed: Tensor
+    needed: Tensor
 
 
 @dataclass(slots=True)
@@ -124,7 +126,7 @@ def _view(
         q = draft_law_at(view, view.drafts, forest.offset(layer)).exp()
         p = view.log_p.flatten(1).to(torch.float64).exp()
         view.width = expected_width(
-            p, q, method.drafts_per_layer, method.width_threshold, method.min_width, method.num_beams
+            p, q, forest.drafts_per_layer, method.width_threshold, method.min_width, method.num_beams
         )
     return view, weight
 
@@ -194,4 +196,6 @@ def _count(view: LayerView, draws: LayerDraws, active: Tensor) -> LayerCounts:
         width=view.width,
         accepted=draws.accepted,
         passed=(draws.passed & active).to(torch.int64),
+        needed=torch.where(draws.valid & (draws.node >= 0), draws.node - view.drafts.offset + 1, 0).amax(1)
+        * draws.passed,
     )

@@ -60,7 +60,7 @@ class DraftContext:
         beams, table: live beams and slots. rule: how drafts are drawn. warp, endings: the rows' settings.
         depth: D. drafts_per_layer: K. window: T, tail window. slots: S, active cache slots. trash: slot absent nodes
             write to.
-        row_key, iteration: [R] int64. catch_up: some beam's parent is missing in the draft's cache.
+        row_key, iteration: [R] int64. lag: most used slots of a row that the draft has not run, or more.
         record_law: the layer laws Q are needed.
     """
 
@@ -75,7 +75,7 @@ class DraftContext:
     trash: int
     row_key: Tensor
     iteration: Tensor
-    catch_up: bool
+    lag: int
     record_law: bool
 
 

@@ -11,10 +11,12 @@ from dsbd_cli.core.noise import DRAFT, extend_path, stream_key
 from dsbd_cli.core.pool import DraftRequest
 from dsbd_cli.core.probs import NEVER, Candidates, pool_law, top_candidates
 from dsbd_cli.core.protocols import ForestInput, ForestModel
-from dsbd_cli.core.slots import node_slots, visible
+from dsbd_cli.core.slots import lagging, node_slots, visible
 from dsbd_cli.drafting.base import DraftContext, own_bit, roots
 
-__all__ = ["BeamDrafter", "NoDrafter"]
+__all__ = ["BeamDrafter", "NoDrafter", "run"]
+
+MERGED_LAG = 16  # more late tokens than this get a forward of their own, without the output head
 
 
 class NoDrafter:
@@ -38,35 +40,32 @@ class BeamDrafter:
         self.calls = 0
 
     def propose(self, context: DraftContext) -> Forest:
-        """D draft forwards: the first takes the roots (and parents the draft has not run), each further one a layer."""
+        """D draft forwards: the first takes the roots (and tokens the draft has not run), each further one a layer."""
         forest = Forest(
             context.beams.token.shape[1], context.drafts_per_layer, [roots(context.beams, context.table, context.depth)]
         )
         for layer in range(context.depth):
             logits = self._forward(context, forest, layer)
             self._extend(context, forest, layer, logits)
-        self.calls = context.depth
+        self.calls = context.depth + (context.depth > 0 and context.lag > MERGED_LAG)
         return forest
 
     def _forward(self, context: DraftContext, forest: Forest, layer: int) -> Tensor:
         """Draft logits of one layer's nodes: [R, n, V]."""
-        nodes, table, beams = forest.layers[layer], context.table, context.beams
+        nodes, table = forest.layers[layer], context.table
         count = nodes.token.shape[1]
-        tokens, ancestors = nodes.token, nodes.ancestors
         slots = node_slots(table, count, forest.offset(layer))
-        positions = table.positions.gather(1, slots)
-        late = layer == 0 and context.catch_up
-        if late:
-            tokens = torch.cat((beams.parent_token, tokens), 1)
-            slots = torch.cat((torch.where(beams.catch_up, beams.parent_slot, context.trash), slots), 1)
-            positions = torch.cat((table.positions.gather(1, beams.parent_slot), positions), 1)
-            ancestors = torch.cat((beams.ancestors, ancestors), 1)
-        mask = visible(table, ancestors, context.slots)
-        if late:
-            # an absent parent sees slot 0, so that no row of the mask is empty
-            mask[:, : beams.token.shape[1], 0] |= ~beams.catch_up
-        batch = ForestInput(tokens, positions, slots, mask, table.positions[:, : context.slots])
-        logits = run(self.model, batch, tokens.device)
+        mask = visible(table, nodes.ancestors, context.slots)
+        here = table.positions[:, : context.slots]
+        batch = ForestInput(nodes.token, table.positions.gather(1, slots), slots, mask, here)
+        if layer == 0 and context.lag:
+            late = _late(context)
+            if context.lag > MERGED_LAG:
+                run(self.model, late, nodes.token.device, logits=False)
+            else:
+                batch = _joined(late, batch)
+        logits = run(self.model, batch, nodes.token.device)
+        assert logits is not None
         return logits[:, -count:, : self.vocab_size]
 
     def _extend(self, context: DraftContext, forest: Forest, layer: int, logits: Tensor) -> None:
@@ -92,14 +91,35 @@ class BeamDrafter:
         forest.laws.append(_record(candidates, log_q, index, valid) if context.record_law else None)
 
 
-def run(model: ForestModel, batch: ForestInput, device: torch.device) -> Tensor:
-    """Logits of a model that may live on another device."""
+def _late(context: DraftContext) -> ForestInput:
+    """The slots in use that the draft has not run (and a few that it has, to fill the shape)."""
+    table = context.table
+    behind, mask = lagging(table, context.beams.ancestors, context.lag, context.slots)
+    known = behind.clamp(min=0)
+    return ForestInput(
+        tokens=table.tokens.gather(1, known),
+        positions=table.positions.gather(1, known),
+        slots=torch.where(behind >= 0, behind, context.trash),
+        mask=mask,
+        slot_positions=table.positions[:, : context.slots],
+    )
+
+
+def _joined(first: ForestInput, then: ForestInput) -> ForestInput:
+    """Both in one forward."""
+    tokens, positions, slots, mask = (
+        torch.cat((getattr(first, name), getattr(then, name)), 1) for name in ("tokens", "positions", "slots", "mask")
+    )
+    return ForestInput(tokens, positions, slots, mask, then.slot_positions)
+
+
+def run(model: ForestModel, batch: ForestInput, device: torch.device, *, logits: bool = True) -> Tensor | None:
+    """Logits of a model that may live on another device; None with logits=False."""
     if model.device != device:
         names = ("tokens", "positions", "slots", "mask", "slot_positions")
         batch = ForestInput(*(getattr(batch, name).to(model.device) for name in names))
-    logits = model.forward(batch)
-    assert logits is not None
-    return logits.to(device)
+    result = model.forward(batch, logits=logits)
+    return None if result is None else result.to(device)
 
 
 def _children(

@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 
-from dsbd_cli.core.slots import SlotTable, compact, node_slots, visible
+from dsbd_cli.core.slots import SlotTable, compact, lagging, node_slots, visible
 
 
 class Simulation:
@@ -63,11 +63,15 @@ class Simulation:
         parents = [self.random.choice(choices) for _ in range(self.beams)]
         self.valid = torch.tensor([[self.random.random() < 0.8 for _ in range(self.beams)]])
         self.valid[0, 0] = True
-        moved = compact(self.table, seen[:, parents], self.valid)
+        run = start + self.table.used if layer else self.table.drafted
+        known = {self.held[slot] for slot in range(int(run[0]))}
+        moved = compact(self.table, seen[:, parents], self.valid, run)
         before = list(self.held)
         for source, target in zip(moved.source[0].tolist(), moved.target[0].tolist(), strict=True):
             self.held[target] = before[source]
         self.ancestors = moved.ancestors
+        drafted, used = int(self.table.drafted[0]), int(self.table.used[0])
+        assert set(self.held[:drafted]) == known & set(self.held[:used])
         self.paths = [paths[parent] for parent in parents]
 
     def _pick_parent(self, start: int, layer: int) -> int:
@@ -83,6 +87,20 @@ class Simulation:
             slots = mask[node].nonzero().flatten().tolist()
             assert [self.held[slot] for slot in slots] == path
             assert self.table.positions[0, slots].tolist() == list(range(len(path)))
+
+    def check_lagging(self, count: int) -> None:
+        """The last slots in use see their own path; slots before the first see slot 0 alone."""
+        live = [path for path, valid in zip(self.paths, self.valid[0].tolist(), strict=True) if valid]
+        wanted, mask = lagging(self.table, self.ancestors, count, 400)
+        assert wanted[0, -1] == self.table.used[0] - 1
+        for slot, row in zip(wanted[0].tolist(), mask[0], strict=True):
+            slots = row.nonzero().flatten().tolist()
+            if slot < 0:
+                assert slots == [0]
+                continue
+            token = self.held[slot]
+            path = next(path for path in live if token in path)
+            assert [self.held[seen] for seen in slots] == path[: path.index(token) + 1]
 
     def check_compact(self) -> None:
         """Slots hold the union of the live paths and nothing else; the trunk is their common prefix."""
@@ -103,18 +121,25 @@ def test_beams_see_their_own_path_and_nothing_else(shape: tuple[int, int, int]) 
         for _ in range(12):
             row.iterate()
             row.check_compact()
+            for count in (1, 4, 40):
+                row.check_lagging(count)
+
+
+def small_table() -> SlotTable:
+    index = torch.arange(20).unsqueeze(0)
+    return SlotTable(torch.tensor([7]), torch.tensor([2]), torch.tensor([7]), index, index.clone())
 
 
 def test_trunk_swallows_the_tail_when_one_beam_is_left() -> None:
-    table = SlotTable(torch.tensor([7]), torch.tensor([2]), torch.arange(20).unsqueeze(0))
+    table = small_table()
     ancestors = torch.tensor([[[1, 0, 1, 1, 0], [1, 1, 0, 0, 1]]], dtype=torch.bool)
-    moved = compact(table, ancestors, torch.tensor([[True, False]]))
+    moved = compact(table, ancestors, torch.tensor([[True, False]]), table.used)
     assert (int(table.used), int(table.trunk)) == (5, 5)
     assert moved.source[0, :3].tolist() == [2, 4, 5]
     assert not moved.ancestors.any()
 
 
 def test_a_row_without_live_beams_keeps_its_trunk_only() -> None:
-    table = SlotTable(torch.tensor([7]), torch.tensor([2]), torch.arange(20).unsqueeze(0))
-    compact(table, torch.ones(1, 2, 5, dtype=torch.bool), torch.zeros(1, 2, dtype=torch.bool))
+    table = small_table()
+    compact(table, torch.ones(1, 2, 5, dtype=torch.bool), torch.zeros(1, 2, dtype=torch.bool), table.used)
     assert (int(table.used), int(table.trunk)) == (2, 2)
