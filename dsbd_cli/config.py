@@ -28,6 +28,7 @@ DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
 BUILTIN_TARGET = "builtin:target"
 BUILTIN_DRAFT = "builtin:draft"
 DEFAULT_BATCH_SIZE = 8
+MAX_AUTO_DEPTH = 8
 
 
 def _require(condition: bool, field: str, value: object, expected: str) -> None:

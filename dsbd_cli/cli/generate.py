@@ -36,7 +36,7 @@ from dsbd_cli.errors import UsageError
 from dsbd_cli.records import MethodRecord, native_record, openai_record, run_fingerprint, text_record
 
 if TYPE_CHECKING:
-    from dsbd_cli.decoding.engine import Engine
+    from dsbd_cli.decoding.engine import Engine, EngineInfo
 
 __all__ = ["generate"]
 
@@ -145,7 +145,7 @@ class _Run:
         if engine is not None:
             summary.info = engine.info
             writer, steps = outputs.begin()
-            self.reporter.begin(_describe(self._settings))
+            self.reporter.begin(_describe(self._settings, engine.info))
             self._signals.on_stop = engine.stop
             try:
                 flow.run(engine, self._maker(outputs.created), writer, steps)
@@ -200,10 +200,12 @@ class _Run:
         )
 
 
-def _describe(settings: RunSettings) -> str:
+def _describe(settings: RunSettings, info: EngineInfo | None) -> str:
     method = settings.method
-    drafts = f"{method.depth} layers of {method.drafts_per_layer} drafts" if method.depth else "no draft"
+    most = "up to " if method.adaptive_depth else ""
+    drafts = f"{most}{method.depth} layers of {method.drafts_per_layer} drafts" if method.depth else "no draft"
     models = f"target {settings.target}" + (f", draft {settings.draft}" if settings.draft else "")
+    models += f" ({info.dtype}, {info.device})" if info is not None else ""
     return (
         f"{models}; rule {method.rule}, {method.num_beams} beams, {drafts}, width {method.width} ({method.exactness})"
     )

@@ -18,6 +18,7 @@ __all__ = ["PREFIX", "Values", "job_text", "settle", "unknown_variables"]
 
 PREFIX = "DSBD_"
 OTHER_VARIABLES = ("DSBD_MODELS_FILE",)
+OR_AUTO = ("depth", "batch_size")  # numbers that may also be the word auto
 NOT_IN_A_FILE = ("config", "print_config")
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
@@ -103,6 +104,8 @@ def _checked(field: _Field, value: object, place: str) -> object:
         value = [value]
     if field.kind is Path and isinstance(value, str):
         return Path(value)
+    if field.name in OR_AUTO and type(value) is int:
+        value = str(value)
     fits = type(value) is field.kind
     if isinstance(value, list):
         fits = fits and bool(value) and all(isinstance(item, str) for item in value)

@@ -186,8 +186,14 @@ class MethodOptions:
         ),
     ] = None
     depth: Annotated[
-        int | None,
-        option(METHOD, "--depth", text="D, drafted layers; 0: no draft", default=_METHOD.depth, metavar="D"),
+        str | None,
+        option(
+            METHOD,
+            "--depth",
+            text="D, drafted layers; 0: no draft; auto: what measures fastest, with K as upper bound",
+            default=_METHOD.depth,
+            metavar="D",
+        ),
     ] = None
     rule: Annotated[
         RuleName | None,
@@ -296,8 +302,14 @@ class DeviceOptions:
     """How the models are loaded and run."""
 
     batch_size: Annotated[
-        int | None,
-        option(DEVICES, "--batch-size", text="rows decoded together", default=DEFAULT_BATCH_SIZE, metavar="N"),
+        str | None,
+        option(
+            DEVICES,
+            "--batch-size",
+            text="rows decoded together; auto: what fits in memory",
+            default=DEFAULT_BATCH_SIZE,
+            metavar="N",
+        ),
     ] = None
     dtype: Annotated[
         DtypeName | None,

@@ -11,6 +11,7 @@ from dsbd_cli.config import (
     BUILTIN_DRAFT,
     BUILTIN_TARGET,
     DEFAULT_BATCH_SIZE,
+    MAX_AUTO_DEPTH,
     MethodConfig,
     OnTooLong,
     RuleName,
@@ -29,13 +30,13 @@ DYNAMIC_RULES: tuple[RuleName, ...] = ("rejection", "with-replacement")
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """All that a run needs to know; `draft` is None where nothing is drafted."""
+    """All that a run needs to know; `draft` is None where nothing is drafted, `batch_size` where memory decides."""
 
     target: str
     draft: str | None
     method: MethodConfig
     rows: RowReader
-    batch_size: int
+    batch_size: int | None
     on_too_long: OnTooLong
     max_errors: int | None
 
@@ -70,15 +71,27 @@ def run_settings(
         rows = _rows(sampling, config, strict=bool(failing.strict))
     except UsageError as error:
         raise UsageError(_named_as_option(str(error))) from None
-    batch_size = _given(devices.batch_size, DEFAULT_BATCH_SIZE)
-    if batch_size < 1:
-        raise UsageError(f"--batch-size is {batch_size}, but must be 1 or more")
+    batch_size: int | None = None
+    if devices.batch_size != "auto":
+        batch_size = _given(_number("--batch-size", devices.batch_size, 0), DEFAULT_BATCH_SIZE)
+        if batch_size < 1:
+            raise UsageError(f"--batch-size is {batch_size}, but must be 1 or more")
     on_too_long: OnTooLong = failing.on_too_long or "error"
     return RunSettings(target, draft, config, rows, batch_size, on_too_long, _max_errors(failing))
 
 
 def _given(value: T | None, default: T) -> T:
     return default if value is None else value
+
+
+def _number(option: str, given: str | None, auto: int) -> int | None:
+    """A number that may also be `auto`."""
+    if given is None or given == "auto":
+        return None if given is None else auto
+    try:
+        return int(given)
+    except ValueError:
+        raise UsageError(f"{option} is {given!r}, but must be a number or auto") from None
 
 
 def _refuse(reason: str, *options: tuple[str, object]) -> None:
@@ -90,14 +103,14 @@ def _refuse(reason: str, *options: tuple[str, object]) -> None:
 
 def _pair(pair: PairOptions, method: MethodOptions) -> tuple[str, str | None]:
     """Names of target and draft. --depth 0 alone means no draft; with a draft named it is a contradiction."""
-    target = _given(pair.target, BUILTIN_TARGET)
+    target, depth = _given(pair.target, BUILTIN_TARGET), _number("--depth", method.depth, MAX_AUTO_DEPTH)
     if not target or pair.draft == "":
         raise UsageError("--target and --draft need a name: an alias, a folder or a hub id")
     if pair.draft == "none":
-        if method.depth:
+        if method.depth is not None and depth:
             raise UsageError(f"--depth {method.depth} needs a draft, but --draft is none: use --depth 0 or drop it")
         return target, None
-    if method.depth == 0:
+    if depth == 0:
         if pair.draft is not None:
             raise UsageError(f"--depth 0 drafts nothing, but --draft is {pair.draft}: use --draft none")
         return target, None
@@ -134,7 +147,8 @@ def _method(given: MethodOptions, *, drafting: bool) -> MethodConfig:
         rule=rule,
         num_beams=num_beams,
         drafts_per_layer=_given(given.drafts_per_layer, max(default.drafts_per_layer, 2 * num_beams)),
-        depth=_given(given.depth, default.depth) if drafting else 0,
+        depth=_given(_number("--depth", given.depth, MAX_AUTO_DEPTH), default.depth) if drafting else 0,
+        adaptive_depth=given.depth == "auto",
         width=width,
         width_threshold=_given(given.width_threshold, default.width_threshold),
         min_width=_given(given.min_width, default.min_width),

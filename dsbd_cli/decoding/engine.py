@@ -17,6 +17,7 @@ from dsbd_cli.config import MethodConfig, OnTooLong
 from dsbd_cli.core.beams import fit_window
 from dsbd_cli.core.protocols import ForestModel, TextCodec
 from dsbd_cli.core.stops import StopTable
+from dsbd_cli.decoding.budget import PEEK, fitting_rows
 from dsbd_cli.decoding.outcome import collect, record_iteration
 from dsbd_cli.decoding.planner import planner_for
 from dsbd_cli.decoding.prefill import prefill
@@ -81,22 +82,25 @@ class Engine:
         codec: TextCodec,
         method: MethodConfig | None = None,
         *,
-        batch_size: int = 8,
+        batch_size: int | None = 8,
         info: EngineInfo | None = None,
         log_steps: bool = False,
         on_too_long: OnTooLong = "error",
     ) -> None:
-        """batch_size: requests decoded together at most. log_steps: keep a StepStats per iteration in each result.
+        """batch_size: requests decoded together at most; None for as many as fit in memory.
+
+        log_steps: keep a StepStats per iteration in each result.
 
         on_too_long: a prompt that does not fit the models' positions fails, or loses tokens on its left.
         """
         self.method = method or MethodConfig(depth=4 if draft is not None else 0)
         if (draft is None) != (self.method.depth == 0):
             raise UsageError("a draft model goes with depth 1 or more, no draft model with depth 0")
-        if batch_size < 1:
+        if batch_size is not None and batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
         self.target, self.draft, self.codec = target, draft, codec
-        self.batch_size, self.info, self.log_steps = batch_size, info, log_steps
+        self.batch_size, self.info, self.log_steps = batch_size or 1, info, log_steps
+        self._fit_batch = batch_size is None
         self._on_too_long, self._stopping = on_too_long, False
         device = target.device
         eos = torch.zeros(target.vocab_size, dtype=torch.bool)
@@ -109,7 +113,7 @@ class Engine:
         )
         self._drafter, self._planner = drafter, planner_for(self.method)
         self._nodes = self.method.num_beams + self.method.depth * self.method.drafts_per_layer
-        self._rows = batch_size  # out of memory lowers it
+        self._rows = self.batch_size  # out of memory lowers it
         self._proven = 1  # most rows that have run
         self._slots = 0
         self._running = False
@@ -136,12 +140,23 @@ class Engine:
         source, order, backlog = Source(requests), ResultOrder(), deque[Job]()
         try:
             while not self._stopping and (backlog or not source.exhausted()):
+                if self._fit_batch:
+                    self._read(source, PEEK, order, backlog)
+                    self._choose_rows(backlog)
                 self._read(source, self._rows - len(backlog), order, backlog)
                 yield from order.ready()
                 if backlog:
                     yield from self._decode(source, order, backlog)
         finally:
             self._running = False
+
+    def _choose_rows(self, backlog: deque[Job]) -> None:
+        """The batch size that memory allows, from the requests seen first."""
+        if backlog:
+            slots = max(len(job.prompt) + job.request.sampling.max_new_tokens for job in backlog) + 2 * self._nodes
+            models = [model for model in (self.target, self.draft) if model is not None]
+            self.batch_size = self._rows = fitting_rows(models, bucket(slots, SLOT_STEP), self._nodes)
+            self._fit_batch = False
 
     def _decode(self, source: Source, order: ResultOrder, backlog: deque[Job]) -> Iterator[RequestResult]:
         """One batch, refilled from the source as its rows finish, until it is empty or out of memory."""

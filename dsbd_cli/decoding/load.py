@@ -26,7 +26,7 @@ def load(
     draft: str | None = BUILTIN_DRAFT,
     *,
     method: MethodConfig | None = None,
-    batch_size: int = DEFAULT_BATCH_SIZE,
+    batch_size: int | None = DEFAULT_BATCH_SIZE,
     log_steps: bool = False,
     on_too_long: OnTooLong = "error",
     dtype: str = "auto",
@@ -37,6 +37,8 @@ def load(
     allow_pickle: bool = False,
 ) -> Engine:
     """Load a target and a draft checkpoint (alias, folder or hub id; draft None for plain beams) into an engine.
+
+    batch_size None: as many requests together as fit in memory.
 
     Raises ModelNotFoundError, UnsupportedModelError, PairError or ModelError where the checkpoints cannot be used.
     """

@@ -110,8 +110,8 @@ class _Layer:
 class AdaptivePlanner:
     """Maximises expected steps per second over depths 0 .. D and a few numbers of drafts up to K.
 
-    Steps of a shape: 1 + sum over its layers of the chance that all layers down to it pass. Seconds: lines fitted to the
-    draft's, the target's and the remaining time against the nodes each had to run. A layer that passed with its j-th
+    Steps of a shape: 1 + sum over its layers of the chance that all layers down to it pass. Seconds: lines fitted
+    to draft, target and remaining time against the nodes each had to run. A layer that passed with its j-th
     draft as the last one needed would have passed with j drafts, so every iteration informs on all smaller K.
     """
 

@@ -15,6 +15,7 @@ import torch
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 from dsbd_cli.models.hub import locate
+from dsbd_cli.models.packing import packing_works
 
 __all__ = ["Checkpoint", "eos_ids", "load", "load_config", "load_tokenizer"]
 
@@ -26,7 +27,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def load(spec: ModelSpec) -> Checkpoint:
     """(model, tokenizer) of a spec, weights frozen, in evaluation mode, nothing printed.
 
-    dtype auto is the checkpoint's own on CUDA and float32 on the CPU, where half precision is slow. Raises
+    dtype auto is the checkpoint's own on CUDA; on the CPU bfloat16 for a bfloat16 checkpoint where the processor
+    multiplies bfloat16 itself, else float32, so that no weight is rounded that was not already. Raises
     ModelNotFoundError, ModelError (unfit files, missing weights), UnsupportedModelError (no causal language model) and
     UsageError (device).
     """
@@ -160,7 +162,10 @@ def _dtype(spec: ModelSpec, config: Any) -> Any:
         return "auto"
     places = spec.device if spec.device_map is None else _device_map(spec)
     named = set(places.values()) if isinstance(places, dict) else {places}
-    return torch.float32 if named <= {"cpu", "disk"} or not torch.cuda.is_available() else "auto"
+    if not named <= {"cpu", "disk"} and torch.cuda.is_available():
+        return "auto"
+    stored = getattr(config.get_text_config(decoder=True), "dtype", None)
+    return torch.bfloat16 if stored in (torch.bfloat16, "bfloat16") and packing_works(torch.bfloat16) else torch.float32
 
 
 def _attention(config: Any) -> str | None:

@@ -1,7 +1,7 @@
 """Linear layers whose weights lie in the processor's own blocked order, so that no call has to reorder them first.
 
-torch hands a plain weight matrix to oneDNN, which copies it into blocks at every call; for a few tokens that copy costs as
-much as the product (docs/experiments.md). Packed once, the same product reads the weights once.
+torch hands a plain weight matrix to oneDNN, which copies it into blocks at every call; for a few tokens that copy costs
+as much as the product (docs/experiments.md). Packed once, the same product reads the weights once.
 
 The two operators used are torch's, but not documented: `packing_works` tries them against a plain product, and where
 they are missing or differ the layers stay as they are.

@@ -19,6 +19,7 @@ from dsbd_cli.config import ModelSpec
 from dsbd_cli.errors import ModelError, ModelNotFoundError, UnsupportedModelError, UsageError
 from dsbd_cli.models import hub
 from dsbd_cli.models.loader import eos_ids, load
+from dsbd_cli.models.packing import packing_works
 from tests.models.conftest import save
 
 DEAD = "http://127.0.0.1:9"  # nothing listens there
@@ -44,9 +45,9 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_folder_loads_quietly(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Guards half precision on the CPU, training mode, gradients, and progress bars on stderr."""
+    """Guards half precision that the processor does not have, training mode, gradients, and progress bars on stderr."""
     model, tokenizer = load(ModelSpec(str(checkpoint), device="cpu"))
-    assert model.dtype == torch.float32
+    assert model.dtype == (torch.bfloat16 if packing_works(torch.bfloat16) else torch.float32)
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert len(tokenizer) == 97
@@ -57,6 +58,18 @@ def test_dtype_as_asked(checkpoint: Path) -> None:
     """Guards --dtype."""
     model, _ = load(ModelSpec(str(checkpoint), device="cpu", dtype="bfloat16"))
     assert model.dtype == torch.bfloat16
+
+
+def test_dtype_auto_on_the_cpu_rounds_nothing(tmp_path: Path, checkpoint: Path) -> None:
+    """bfloat16 weights stay bfloat16 where the processor has it; wider ones are never made narrower."""
+    for stored in (torch.float32, torch.bfloat16, torch.float16):
+        model, tokenizer = load(ModelSpec(str(checkpoint), device="cpu"))
+        folder = tmp_path / str(stored)
+        model.to(stored).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        kept = stored == torch.bfloat16 and packing_works(torch.bfloat16)
+        loaded, _ = load(ModelSpec(str(folder), device="cpu"))
+        assert loaded.dtype == (torch.bfloat16 if kept else torch.float32)
 
 
 @pytest.mark.parametrize("device_map", ["cpu", '{"": "cpu"}', "auto"])
