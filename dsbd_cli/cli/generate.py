@@ -195,6 +195,7 @@ class _Run:
             device=devices.device or "auto",
             device_map=devices.device_map,
             draft_device=devices.draft_device,
+            cuda_graphs=devices.cuda_graphs,
             trust_remote_code=bool(devices.trust_remote_code),
             allow_pickle=bool(devices.allow_pickle),
         )

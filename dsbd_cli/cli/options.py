@@ -325,6 +325,12 @@ class DeviceOptions:
         str | None,
         option(DEVICES, "--draft-device", text="of the draft", default="the target's", metavar="DEVICE"),
     ] = None
+    cuda_graphs: Annotated[
+        bool | None,
+        flag(
+            DEVICES, "--cuda-graphs", text="capture iterations on the GPU (default: where both models lie on one GPU)"
+        ),
+    ] = None
     trust_remote_code: Annotated[
         bool | None, flag(DEVICES, "--trust-remote-code", text="run code that a checkpoint brings with it")
     ] = None

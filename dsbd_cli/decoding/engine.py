@@ -18,6 +18,7 @@ from dsbd_cli.core.beams import fit_window
 from dsbd_cli.core.protocols import ForestModel, TextCodec
 from dsbd_cli.core.stops import StopTable
 from dsbd_cli.decoding.budget import PEEK, fitting_rows
+from dsbd_cli.decoding.graphs import CudaRecorder, IterationGraphs
 from dsbd_cli.decoding.outcome import collect, record_iteration
 from dsbd_cli.decoding.planner import planner_for
 from dsbd_cli.decoding.prefill import prefill
@@ -40,8 +41,6 @@ from dsbd_cli.verify import RULES
 
 __all__ = ["Engine", "EngineInfo"]
 
-SLOT_STEP = 32
-WINDOW_STEP = 16
 READ_AHEAD = 4
 
 
@@ -50,6 +49,16 @@ def _events(device: torch.device) -> Callable[[], Event] | None:
     if device.type != "cuda":
         return None
     return partial(torch.cuda.Event, enable_timing=True)  # type: ignore[return-value]
+
+
+def _graphs(target: ForestModel, draft: ForestModel | None, wanted: bool | None) -> IterationGraphs | None:
+    """Captured iterations where they can be. Raises UsageError where they are asked for and cannot be."""
+    models = [model for model in (target, draft) if model is not None]
+    whole = all(getattr(model, "capturable", False) for model in models)
+    possible = whole and len({model.device for model in models}) == 1
+    if wanted and not possible:
+        raise UsageError("CUDA graphs need both models whole on one and the same GPU")
+    return IterationGraphs(CudaRecorder(target.device)) if possible and wanted is not False else None
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
@@ -86,12 +95,14 @@ class Engine:
         info: EngineInfo | None = None,
         log_steps: bool = False,
         on_too_long: OnTooLong = "error",
+        cuda_graphs: bool | None = None,
     ) -> None:
         """batch_size: requests decoded together at most; None for as many as fit in memory.
 
         log_steps: keep a StepStats per iteration in each result.
 
         on_too_long: a prompt that does not fit the models' positions fails, or loses tokens on its left.
+        cuda_graphs: capture iterations as CUDA graphs; None: where both models lie whole on one GPU.
         """
         self.method = method or MethodConfig(depth=4 if draft is not None else 0)
         if (draft is None) != (self.method.depth == 0):
@@ -109,13 +120,22 @@ class Engine:
         drafter: Drafter = NoDrafter() if draft is None else BeamDrafter(draft, target.vocab_size)
         rule = RULES[self.method.rule]()
         self._stepper = Stepper(
-            target, draft, drafter, rule, Endings(eos.to(device), self._stops), PhaseTimer(_events(device))
+            target,
+            draft,
+            drafter,
+            rule,
+            Endings(eos.to(device), self._stops),
+            PhaseTimer(_events(device)),
+            _graphs(target, draft, cuda_graphs),
         )
-        self._drafter, self._planner = drafter, planner_for(self.method)
+        # larger steps are fewer shapes to capture
+        self._slot_step, self._window_step = (128, 64) if self._stepper.graphs is not None else (32, 16)
+        self._planner = planner_for(self.method)
         self._nodes = self.method.num_beams + self.method.depth * self.method.drafts_per_layer
         self._rows = self.batch_size  # out of memory lowers it
         self._proven = 1  # most rows that have run
         self._slots = 0
+        self._reserved: tuple[object, ...] | None = None  # rows, slots and generations of both caches
         self._running = False
 
     def stop(self) -> None:
@@ -155,7 +175,7 @@ class Engine:
         if backlog:
             slots = max(len(job.prompt) + job.request.sampling.max_new_tokens for job in backlog) + 2 * self._nodes
             models = [model for model in (self.target, self.draft) if model is not None]
-            self.batch_size = self._rows = fitting_rows(models, bucket(slots, SLOT_STEP), self._nodes)
+            self.batch_size = self._rows = fitting_rows(models, bucket(slots, self._slot_step), self._nodes)
             self._fit_batch = False
 
     def _decode(self, source: Source, order: ResultOrder, backlog: deque[Job]) -> Iterator[RequestResult]:
@@ -183,6 +203,8 @@ class Engine:
     def _recover(self, scheduler: Scheduler, order: ResultOrder, backlog: deque[Job]) -> None:
         """After out of memory: the running requests wait again, for half as many rows."""
         running = [job for _, job in scheduler.running]
+        self._reserved = None
+        self._forget_graphs()
         for model in (self.target, self.draft):
             if model is not None:
                 model.release()
@@ -272,7 +294,7 @@ class Engine:
         history = max(job.request.sampling.max_new_tokens for job in jobs) + self.method.depth + 2
         slots = max(len(job.prompt) + job.request.sampling.max_new_tokens for job in jobs)
         if state is None:
-            state = self._allocate(len(scheduler.jobs), bucket(slots + 2 * self._nodes, SLOT_STEP), history)
+            state = self._allocate(len(scheduler.jobs), bucket(slots + 2 * self._nodes, self._slot_step), history)
         if not new:
             return state
         state.grow_history(history)
@@ -289,22 +311,36 @@ class Engine:
         return state
 
     def _allocate(self, rows: int, slots: int, history: int) -> BatchState:
-        self._slots = slots
         self._stops.forget()
-        for model in (self.target, self.draft):
-            if model is not None:
-                model.release()  # else rows of one batch would multiply with slots of another
-                model.reserve(rows, slots)
-        window = bucket(self._nodes, WINDOW_STEP)
+        if self._reserved is None or self._reserved != self._reservation(rows, slots):
+            self._forget_graphs()
+            for model in (self.target, self.draft):
+                if model is not None:
+                    model.release()  # else rows of one batch would multiply with slots of another
+                    model.reserve(rows, slots)
+        self._slots, self._reserved = slots, self._reservation(rows, slots)
+        window = bucket(self._nodes, self._window_step)
         return BatchState.empty(self.method, rows, slots, window, history, self.target.device)
+
+    def _reservation(self, rows: int, slots: int) -> tuple[object, ...]:
+        """What must be the same for the caches to be used again: another engine may share the models."""
+        models = [model for model in (self.target, self.draft) if model is not None]
+        return (rows, slots, *(getattr(model, "generation", object()) for model in models))
+
+    def _forget_graphs(self) -> None:
+        """The caches are about to move."""
+        if self._stepper.graphs is not None:
+            self._stepper.graphs.forget()
 
     def _reserve(self, state: BatchState, slots: int) -> None:
         """At least `slots` cache slots per row."""
         if slots > self._slots:
-            self._slots = bucket(max(slots, self._slots * 5 // 4), SLOT_STEP)
+            self._forget_graphs()
+            self._slots = bucket(max(slots, self._slots * 5 // 4), self._slot_step)
             for model in (self.target, self.draft):
                 if model is not None:
                     model.reserve(state.rows, self._slots)
+            self._reserved = None
             state.table.grow(self._slots)
 
     def _iterate(self, state: BatchState, scheduler: Scheduler, order: ResultOrder) -> None:
@@ -314,9 +350,9 @@ class Engine:
         nodes = shape.nodes(self.method.num_beams)
         busy = scheduler.most_used() + nodes
         self._reserve(state, busy + 1)
-        window = bucket(scheduler.longest_tail() + nodes, WINDOW_STEP)
+        window = bucket(scheduler.longest_tail() + nodes, self._window_step)
         state.beams.ancestors = fit_window(state.beams.ancestors, window)
-        active = min(bucket(busy, SLOT_STEP), self._slots - 1)
+        active = min(bucket(busy, self._slot_step), self._slots - 1)
         lag = self._lag(scheduler) if shape.depth and self.draft is not None else 0
         with _current(self.target.device):
             report = self._stepper.step(state, Plan(active, shape, lag))
@@ -325,7 +361,7 @@ class Engine:
         for row, job in running:
             counters = report.rows[row]
             record_iteration(job, counters, report.layers[row], seconds, len(running), nodes, self.log_steps)
-            job.stats.draft_calls += self._drafter.calls
+            job.stats.draft_calls += report.draft_calls
             job.used, job.trunk, job.drafted = counters["used"], counters["trunk"], counters["drafted"]
             if counters["invalid"]:
                 self._fail(state, scheduler, row, order)

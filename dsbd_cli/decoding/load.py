@@ -33,12 +33,14 @@ def load(
     device: str = "auto",
     device_map: str | None = None,
     draft_device: str | None = None,
+    cuda_graphs: bool | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> Engine:
     """Load a target and a draft checkpoint (alias, folder or hub id; draft None for plain beams) into an engine.
 
-    batch_size None: as many requests together as fit in memory.
+    batch_size None: as many requests together as fit in memory. cuda_graphs None: captured where both models lie whole
+    on one GPU.
 
     Raises ModelNotFoundError, UnsupportedModelError, PairError or ModelError where the checkpoints cannot be used.
     """
@@ -82,4 +84,5 @@ def load(
         info=info,
         log_steps=log_steps,
         on_too_long=on_too_long,
+        cuda_graphs=cuda_graphs,
     )

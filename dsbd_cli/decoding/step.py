@@ -6,6 +6,7 @@ synchronisation.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, fields
 
 import torch
@@ -15,6 +16,7 @@ from dsbd_cli.core.forest import Forest
 from dsbd_cli.core.probs import NEVER, top_candidates
 from dsbd_cli.core.protocols import ForestInput, ForestModel
 from dsbd_cli.core.slots import compact, node_slots, visible
+from dsbd_cli.decoding.graphs import IterationGraphs
 from dsbd_cli.decoding.planner import Shape
 from dsbd_cli.decoding.state import BatchState
 from dsbd_cli.decoding.timing import PhaseTimer
@@ -25,6 +27,7 @@ from dsbd_cli.verify.base import Rule
 
 __all__ = ["Plan", "Report", "Stepper"]
 
+PHASES = ("draft", "target", "verify")
 ROW_FIELDS = ("done", "invalid", "steps", "width_sum", "used", "trunk", "drafted")
 LAYER_FIELDS = ("reached", "drafted", "live_parents", "width", "accepted", "passed", "needed")
 
@@ -35,6 +38,7 @@ class Report:
 
     rows: list[dict[str, int]]
     layers: list[list[dict[str, int]]]
+    draft_calls: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,15 @@ class Plan:
     lag: int
 
 
+class Work:
+    """Results of the phases of one iteration, each read by the next."""
+
+    forest: Forest
+    draft_calls: int
+    logits: Tensor
+    counters: Tensor
+
+
 class Stepper:
     """Runs iterations of one batch."""
 
@@ -62,28 +75,60 @@ class Stepper:
         rule: Rule,
         endings: Endings,
         timer: PhaseTimer,
+        graphs: IterationGraphs | None = None,
     ) -> None:
+        """graphs: where iterations are captured; None runs them plainly."""
         self.target, self.draft, self.drafter = target, draft, drafter
-        self.rule, self.endings, self.timer = rule, endings, timer
+        self.rule, self.endings, self.timer, self.graphs = rule, endings, timer, graphs
         self.num_eos = int(endings.eos.sum())
         limits = [model.max_positions for model in (target, draft) if model is not None and model.max_positions]
         self.last_position = min(limits, default=2**31) - 1
 
     def step(self, state: BatchState, plan: Plan) -> Report:
         """One iteration."""
+        work = Work()
+
+        def draft() -> None:
+            work.forest = self.drafter.propose(self._context(state, plan))
+            work.draft_calls = self.drafter.calls
+
+        def target() -> None:
+            work.logits = self._target(state, work.forest, plan.slots)
+
+        def verify() -> None:
+            work.counters = self._verify(state, work.forest, work.logits)
+
+        phases = (draft, target, verify)
         self.timer.start()
-        forest = self.drafter.propose(self._context(state, plan))
-        self.timer.lap("draft")
-        logits = self._target(state, forest, plan.slots)
-        self.timer.lap("target")
+        if self.graphs is None:
+            for name, phase in zip(PHASES, phases, strict=True):
+                phase()
+                self.timer.lap(name)
+        else:
+            key = (plan, *self._static(state))
+            work = self.graphs.run(key, state, work, phases, lambda number: self.timer.lap(PHASES[number]))
+        return _report(work.counters, work.draft_calls)
+
+    def _static(self, state: BatchState) -> tuple[Hashable, ...]:
+        """Everything beside the plan that fixes shapes, branches or addresses of an iteration."""
+        warp, beams = state.warp, state.beams
+        return (
+            state.rows,
+            beams.ancestors.shape[-1],
+            beams.history.shape[-1],
+            state.table.positions.shape[-1],
+            (warp.max_top_k, warp.any_top_k, warp.any_top_p, warp.any_min_p),
+            self.endings.stops.table.data_ptr() if self.endings.stops.used else None,
+        )
+
+    def _verify(self, state: BatchState, forest: Forest, logits: Tensor) -> Tensor:
+        """Walk the forest and commit what survives; returns the packed counters."""
         size = self.rule.candidates(state.method.num_beams, self.num_eos, state.warp.max_top_k, logits.shape[-1])
         if self.endings.stops.used and not self.rule.warps:
             size = logits.shape[-1]  # any number of tokens may complete a stop string
         outcome = walk(state, forest, top_candidates(logits, size), self.rule, self.endings)
         self._commit(state, forest, outcome)
-        counters = _pack(state, outcome)
-        self.timer.lap("verify")
-        return _report(counters)
+        return _pack(state, outcome)
 
     def _context(self, state: BatchState, plan: Plan) -> DraftContext:
         method, table, shape = state.method, state.table, plan.shape
@@ -200,7 +245,7 @@ def _pack(state: BatchState, outcome: Walk) -> Tensor:
     return torch.stack(columns, 1)
 
 
-def _report(counters: Tensor) -> Report:
+def _report(counters: Tensor, draft_calls: int) -> Report:
     """The iteration's only transfer to the host."""
     table = counters.tolist()
     first, width = len(ROW_FIELDS), len(LAYER_FIELDS)
@@ -213,4 +258,5 @@ def _report(counters: Tensor) -> Report:
             ]
             for line in table
         ],
+        draft_calls=draft_calls,
     )

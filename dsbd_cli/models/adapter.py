@@ -112,6 +112,18 @@ class CausalForestModel:
         return int(limit) if limit else None
 
     @property
+    def generation(self) -> int:
+        """Changes whenever the cache's memory moves."""
+        return self._cache.generation
+
+    @property
+    def capturable(self) -> bool:
+        """All weights lie on one GPU and no hook moves them about, so that a forward may become a CUDA graph."""
+        devices = {parameter.device for parameter in self._model.parameters()}
+        hooked = any(hasattr(module, "_hf_hook") for module in self._model.modules())
+        return not hooked and len(devices) == 1 and next(iter(devices)).type == "cuda"
+
+    @property
     def module(self) -> nn.Module:
         """The transformers model itself, for comparators."""
         module: nn.Module = self._model

@@ -96,6 +96,7 @@ class ForestCache(Cache):
         super().__init__(layers=[])
         self.rows = 0
         self.slots = 0
+        self.generation = 0  # counts how often memory was taken or given back: addresses hold within one generation
         self._plane_specs: dict[tuple[int, int], PlaneSpec] = {}  # (layer, 0 keys / 1 values)
         self._slabs: dict[PlaneSpec, Tensor] = {}  # [P, R, S, H * E]
         self._write: Write | None = None
@@ -128,6 +129,7 @@ class ForestCache(Cache):
     def release(self) -> None:
         """Give all memory back; the shapes of the layers stay known."""
         self.rows = self.slots = 0
+        self.generation += 1
         self._slabs.clear()
         self._write = None
         self._bind()
@@ -196,6 +198,7 @@ class ForestCache(Cache):
 
     def _grow(self, spec: PlaneSpec) -> None:
         """Make the slab of one kind of plane cover all its planes, rows and slots. Zeros, because 0 * NaN is NaN."""
+        self.generation += 1
         width = spec.heads * spec.dim
         shape = (len(self._members(spec)), self.rows, self.slots, width)
         fresh = torch.zeros(shape, dtype=spec.dtype, device=spec.device)

@@ -98,7 +98,7 @@ def test_a_bug_is_one_line_and_a_traceback_only_on_demand(dsbd: Dsbd, monkeypatc
 def test_options_reach_the_library(dsbd: Dsbd) -> None:
     outcome = dsbd(
         *"generate --target t --draft d --dtype bfloat16 --device cuda:1 --draft-device cpu --batch-size 3".split(),
-        *"--trust-remote-code --allow-pickle --num-beams 6".split(),
+        *"--no-cuda-graphs --trust-remote-code --allow-pickle --num-beams 6".split(),
     )
     [call] = outcome.loads
     method = call.pop("method")
@@ -109,6 +109,7 @@ def test_options_reach_the_library(dsbd: Dsbd) -> None:
         "dtype": "bfloat16",
         "device": "cuda:1",
         "draft_device": "cpu",
+        "cuda_graphs": False,
         "device_map": None,
         "batch_size": 3,
         "log_steps": False,

@@ -65,7 +65,14 @@ def texts(records: list[dict[str, object]]) -> list[object]:
 def test_the_text_depends_on_neither_draft_nor_batch_nor_shape(generate: Call) -> None:
     plain = texts(generate(draft_name="none"))
     assert [text is None for _, text, _ in plain] == [False, True, False, True, True, False]
-    for options in ("", "--batch-size 1", "--depth 2 --drafts-per-layer 5", "--seed 0"):
+    for options in (
+        "",
+        "--batch-size 1",
+        "--depth 2 --drafts-per-layer 5",
+        "--depth auto",
+        "--batch-size auto",
+        "--seed 0",
+    ):
         assert texts(generate(*options.split())) == plain
     assert texts(generate("--seed", "1")) != plain
 

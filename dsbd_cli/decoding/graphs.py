@@ -1,0 +1,138 @@
+"""Iterations as CUDA graphs: launched as three replays in place of some ten thousand kernels.
+
+A graph repeats kernels on fixed addresses. So the batch's tensors get one home per name and shape (`Homes`); before an
+iteration they are moved in, and the last graph of the iteration writes its results back there. A shape is run plainly
+before it is captured, which also warms up what libraries set up at their first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["CudaRecorder", "Homes", "IterationGraphs", "Recorder", "Recording"]
+
+PLAIN_RUNS = 2  # times that a shape runs plainly before it is captured
+MOST_GRAPHS = 64  # shapes kept; each holds its own intermediate results
+
+Phase = Callable[[], None]
+
+
+class Recording(Protocol):
+    """One captured phase."""
+
+    def replay(self) -> None:
+        """Run its kernels again, on the same addresses."""
+        ...
+
+
+class Recorder(Protocol):
+    """Captures phases. A capture only records: nothing is computed until replay."""
+
+    def record(self, phase: Phase) -> Recording:
+        """Capture the kernels that a phase launches."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs that share one memory pool. They are replayed one after another, never at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, phase: Phase) -> Recording:
+        """Capture on the device."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
+            phase()
+        return graph
+
+
+class Homes:
+    """One fixed tensor for every name and shape of a batch's state."""
+
+    def __init__(self) -> None:
+        self._homes: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
+
+    def move_in(self, state: Any) -> None:
+        """Every tensor of a state (a dataclass, nested) is copied to its home, unless it is there, and replaced by
+        it."""
+        for owner, name, key in _tensors(state):
+            value = getattr(owner, name)
+            home = self._homes.get(key)
+            if home is None:
+                home = self._homes[key] = value.detach().clone(memory_format=torch.contiguous_format)
+            elif home is not value:
+                home.copy_(value)
+            setattr(owner, name, home)
+
+
+def _tensors(state: Any, prefix: str = "") -> list[tuple[Any, str, tuple[str, tuple[int, ...], torch.dtype]]]:
+    found = []
+    for item in fields(state):
+        value, name = getattr(state, item.name), f"{prefix}{item.name}"
+        if isinstance(value, Tensor):
+            found.append((state, item.name, (name, tuple(value.shape), value.dtype)))
+        elif is_dataclass(value):
+            found += _tensors(value, f"{name}.")
+    return found
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Captured phases of one shape, and what they write outside of the state."""
+
+    recordings: list[Recording]
+    work: Any
+
+
+class IterationGraphs:
+    """Captured iterations by shape."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._homes = recorder, Homes()
+        self._entries: dict[Hashable, _Entry] = {}
+        self._seen: dict[Hashable, int] = {}
+        self.replays = 0
+
+    def forget(self) -> None:
+        """The models' caches have moved: no captured address holds any more."""
+        self._entries.clear()
+        self._seen.clear()
+
+    def run(self, key: Hashable, state: Any, work: Any, phases: Sequence[Phase], lap: Callable[[int], None]) -> Any:
+        """Run the phases, which read and rebind the tensors of `state` and leave other results in `work`.
+
+        Returns the work that holds the results: the given one, or that of the capture, whose tensors are written again
+        by every replay. lap: told the number of each phase as it ends.
+        """
+        entry = self._entries.get(key)
+        if entry is None and self._seen.get(key, 0) >= PLAIN_RUNS and len(self._entries) < MOST_GRAPHS:
+            entry = self._entries[key] = self._capture(state, work, phases)
+        elif entry is None:
+            self._seen[key] = self._seen.get(key, 0) + 1
+            for number, phase in enumerate(phases):
+                phase()
+                lap(number)
+            return work
+        else:
+            self._homes.move_in(state)
+        for number, recording in enumerate(entry.recordings):
+            recording.replay()
+            lap(number)
+        self.replays += 1
+        return entry.work
+
+    def _capture(self, state: Any, work: Any, phases: Sequence[Phase]) -> _Entry:
+        self._homes.move_in(state)
+
+        def last() -> None:
+            phases[-1]()
+            self._homes.move_in(state)
+
+        return _Entry([self._recorder.record(phase) for phase in (*phases[:-1], last)], work)

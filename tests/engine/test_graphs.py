@@ -1,0 +1,155 @@
+"""Captured iterations: the same results as plain ones, from tensors at fixed addresses; the real capture on a GPU.
+
+Guards: a tensor of the state that replays do not read or write at its home, shapes mixed up, a capture used after the
+caches have moved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.decoding.engine import Engine
+from dsbd_cli.decoding.graphs import Homes, IterationGraphs, Phase, Recording
+from dsbd_cli.errors import UsageError
+from dsbd_cli.requests import Request
+from tests.engine.toys import NumberCodec, table_pair
+
+VOCABULARY = 12
+
+
+class Again:
+    """A recording that runs its phase again, as a graph does, whatever state the engine now holds."""
+
+    def __init__(self, phase: Phase) -> None:
+        self.replay = phase
+
+
+class FakeRecorder:
+    """Records without computing, as a capture does."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def record(self, phase: Phase) -> Recording:
+        self.recorded += 1
+        return Again(phase)
+
+
+def decode(graphs: IterationGraphs | None, rule: str, **method: object) -> list[list[tuple[int, ...]]]:
+    target, draft = table_pair(1, VOCABULARY, 0.4)
+    config = MethodConfig(rule=rule, num_beams=3, drafts_per_layer=8, depth=3, **method)  # type: ignore[arg-type]
+    engine = Engine(target, draft, NumberCodec(VOCABULARY, (2,)), config, batch_size=4)
+    engine._stepper.graphs = graphs
+    texts = []
+    for start in (0, 30):  # two batches after one another: the second uses what the first captured, or drops it
+        sampling = [
+            SamplingConfig(max_new_tokens=12 + i % 5, top_k=6, stop=("7 7",) if i % 9 == 8 else ()) for i in range(20)
+        ]
+        requests = (Request(str(i), start + i, prompt_ids=(i % 5, i % 7), sampling=sampling[i]) for i in range(20))
+        texts += [[hypothesis.token_ids for hypothesis in result.hypotheses] for result in engine.run(requests)]
+    return texts
+
+
+@pytest.mark.parametrize("rule", ["coupled", "search", "rejection"])
+def test_captured_iterations_give_the_same_texts(rule: str) -> None:
+    graphs = IterationGraphs(FakeRecorder())
+    assert decode(graphs, rule) == decode(None, rule)
+    assert graphs.replays > 20
+
+
+def test_every_tensor_of_the_state_is_at_its_home_before_and_after() -> None:
+    """Guards a field that the last phase rebinds and nobody writes back."""
+
+    @dataclass
+    class Inner:
+        x: Tensor
+
+    @dataclass
+    class State:
+        a: Tensor
+        inner: Inner
+        note: list[str] = field(default_factory=list)
+
+    homes = Homes()
+    first = State(torch.tensor([1.0]), Inner(torch.zeros(1).expand(3)))
+    homes.move_in(first)
+    a, x = first.a, first.inner.x
+    assert x.is_contiguous()
+    second = State(torch.tensor([5.0]), Inner(torch.arange(3.0)))
+    homes.move_in(second)
+    assert second.a is a
+    assert second.inner.x is x
+    assert (a.item(), x.tolist()) == (5.0, [0.0, 1.0, 2.0])
+    wider = State(torch.tensor([5.0, 6.0]), Inner(x))
+    homes.move_in(wider)
+    assert wider.a is not a
+    assert a.tolist() == [5.0]
+
+
+def test_a_shape_runs_plainly_first_and_is_captured_once() -> None:
+    recorder, laps = FakeRecorder(), []
+    graphs = IterationGraphs(recorder)
+
+    @dataclass
+    class State:
+        count: Tensor
+
+    class Work:
+        result: Tensor
+
+    state = State(torch.zeros(1))
+    for turn in range(6):
+        work = Work()
+
+        def phase(work: Work = work) -> None:
+            state.count = state.count + 1
+            work.result = state.count * 10
+
+        work = graphs.run("shape", state, work, (phase,), laps.append)
+        assert state.count.item() == turn + 1
+        assert work.result.item() == 10 * (turn + 1)
+    assert (recorder.recorded, graphs.replays, laps) == (1, 4, [0] * 6)
+    graphs.forget()
+    graphs.run("shape", state, Work(), (phase,), laps.append)
+    assert recorder.recorded == 1
+
+
+def test_asking_for_graphs_without_a_gpu_is_refused() -> None:
+    target, draft = table_pair(1, VOCABULARY, 0.4)
+    with pytest.raises(UsageError, match="CUDA graphs need both models"):
+        Engine(target, draft, NumberCodec(VOCABULARY), MethodConfig(num_beams=2, depth=2), cuda_graphs=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rule", ["coupled", "search", "rejection"])
+def test_the_captured_path_ran_and_gave_the_same_texts(rule: str) -> None:
+    from dsbd_cli import load
+    from dsbd_cli.tasks import TASKS
+
+    texts = []
+    for captured in (False, True):
+        method = MethodConfig(rule=rule, num_beams=4, drafts_per_layer=8, depth=3)  # type: ignore[arg-type]
+        engine = load(method=method, device="cuda", batch_size=4)
+        if not captured:
+            engine._stepper.graphs = None
+        assert (engine._stepper.graphs is not None) == captured
+        records = list(TASKS["sql"].records("test", 1))[:12]
+        sampling = SamplingConfig(max_new_tokens=48)
+        requests = [Request(r.id, i, prompt=r.prompt, sampling=sampling) for i, r in enumerate(records)]
+        texts.append([result.hypotheses[0].token_ids for result in engine.run(requests)])
+        if captured:
+            assert engine._stepper.graphs is not None
+            assert engine._stepper.graphs.replays > 10
+    assert texts[0] == texts[1]
+
+
+def test_shapes_of_an_adaptive_depth_are_captured_one_by_one() -> None:
+    graphs = IterationGraphs(FakeRecorder())
+    assert decode(graphs, "coupled", adaptive_depth=True) == decode(None, "coupled")
+    assert graphs.replays > 0

@@ -1,0 +1,91 @@
+"""Inside an iteration nothing is read back to the host, but for one small tensor of counters at its end.
+
+Guards: a tensor used as a Python number or a condition, a boolean mask used as an index, a shape that depends on data.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.decoding import step as step_module
+from dsbd_cli.decoding.engine import Engine
+from dsbd_cli.requests import Request
+from tests.engine.toys import NumberCodec, table_pair
+
+READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
+
+
+class Reads(TorchDispatchMode):
+    """Counts operations that need the host, or whose shape depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        name = func.overloadpacket.__name__
+        boolean_index = name.startswith("index") and any(
+            isinstance(item, torch.Tensor) and item.dtype == torch.bool
+            for argument in args[1:2]
+            if isinstance(argument, list | tuple)
+            for item in argument
+        )
+        if boolean_index or any(name.startswith(read) for read in READS):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+METHODS = [
+    MethodConfig(rule=rule, num_beams=3, drafts_per_layer=6, depth=3, width=width, warp_scope=scope)  # type: ignore[arg-type]
+    for rule, width, scope in (
+        ("coupled", "fixed", "pool"),
+        ("coupled", "threshold", "beam"),
+        ("rejection", "threshold", "pool"),
+        ("with-replacement", "fixed", "pool"),
+        ("search", "fixed", "pool"),
+    )
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: f"{method.rule}-{method.width}-{method.warp_scope}")
+def test_one_read_per_iteration(method: MethodConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = table_pair(1, 12, 0.5)
+    engine = Engine(target, draft, NumberCodec(12, (2,)), method, batch_size=3)
+    reads, reports = Reads(), []
+    step, report = engine._stepper.step, step_module._report
+
+    def watched(*arguments: Any) -> Any:
+        with reads:
+            return step(*arguments)
+
+    def counted(*arguments: Any) -> Any:
+        reports.append(arguments[0].shape)
+        return report(*arguments)
+
+    monkeypatch.setattr(engine._stepper, "step", watched)
+    monkeypatch.setattr(step_module, "_report", counted)
+    sampling = SamplingConfig(max_new_tokens=10, top_k=5, top_p=0.95, min_p=0.01, stop=("7 7",))
+    warped = SamplingConfig(max_new_tokens=10) if method.rule == "search" else sampling
+    requests = [Request(str(i), i, prompt_ids=(1, i), sampling=warped) for i in range(6)]
+    results = list(engine.run(requests))
+    assert all(result.hypotheses for result in results)
+    assert reads.operations > 1000
+    assert not reads.counts, reads.counts
+    assert len(reports) >= max(result.stats.target_calls for result in results)
+
+
+def test_the_counter_counts() -> None:
+    with Reads() as reads:
+        x = torch.arange(4)
+        float(x.sum())
+        x[x > 2]
+        x.nonzero()
+    assert sum(reads.counts.values()) >= 3
