@@ -1,10 +1,10 @@
 """Tokens per second of delivered best-beam text, method by method, interleaved.
 
-    python -m benchmarks.speed --shape tinyllama-1.1b --draft-shape llama-68m --dtype bfloat16 --requests 8 --rounds 3
+    python -m benchmarks.speed --shape tinyllama-1.1b --draft-shape llama-68m --dtype bfloat16 --num-beams 1,2,4,8
 
 The models are the built-in pair inflated to the given shapes (benchmarks/inflate.py): shapes, cost and acceptance are
-real, weights are
-not. Every round runs every method once on the same requests, in turn, so that a drift of the machine meets all of them.
+real, weights are not. Every round runs every method once on the same requests, in turn, so that a drift of the machine
+meets all of them. transformers runs on a model of its own, as it was loaded: our engine packs the weights of its model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 from benchmarks.inflate import SHAPES, inflate
@@ -26,6 +26,7 @@ from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.models.adapter import CausalForestModel
 from dsbd_cli.models.loader import eos_ids, load_tokenizer
+from dsbd_cli.models.packing import pack
 from dsbd_cli.models.registry import resolve
 from dsbd_cli.models.tokenize import HFCodec
 from dsbd_cli.requests import derive_seed
@@ -36,23 +37,29 @@ NEW_TOKENS = 48
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One method on all requests: seconds, tokens of the best texts, steps per target call (None for others' code)."""
+    """One method on all requests: seconds, tokens of the best texts, steps per target call and drafted nodes per target
+    call (None for others' code)."""
 
     seconds: float
     tokens: int
-    steps_per_call: float | None
+    steps_per_call: float | None = None
+    nodes_per_call: float | None = None
+
+
+Runner = Callable[[], Outcome]
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Models and requests that all methods share."""
+    """Models and requests that all methods share. plain: (target, draft) as transformers loads them."""
 
     target: CausalForestModel
     draft: CausalForestModel
+    plain: tuple[Any, Any]
     codec: HFCodec
     requests: tuple[Request, ...]
 
-    def ours(self, method: MethodConfig, batch_size: int) -> Callable[[], Outcome]:
+    def ours(self, method: MethodConfig, batch_size: int) -> Runner:
         """Our engine."""
         engine = Engine(self.target, self.draft if method.depth else None, self.codec, method, batch_size=batch_size)
 
@@ -62,31 +69,38 @@ class Bench:
             seconds = time.perf_counter() - start
             tokens = sum(result.hypotheses[0].num_tokens for result in results)
             calls = sum(result.stats.target_calls for result in results)
-            return Outcome(seconds, tokens, sum(result.stats.steps for result in results) / calls)
+            steps, drafted = (sum(getattr(result.stats, name) for result in results) for name in ("steps", "drafted"))
+            return Outcome(seconds, tokens, steps / calls, drafted / calls)
 
         return run
 
-    def theirs(self, beams: int, sample: bool) -> Callable[[], Outcome]:
-        """transformers' generate, one request at a time."""
-        model: Any = self.target.module
-        settings = {"do_sample": True, "top_k": 50, "temperature": 1.0} if sample else {"do_sample": False}
-        prompts = [torch.tensor([self.codec.encode(request.prompt or "")]) for request in self.requests]
+    def theirs(self, beams: int, batch_size: int, *, sample: bool, assisted: bool = False) -> Runner:
+        """transformers' generate, on batches padded to the left."""
+        model, draft = self.plain
+        chosen: dict[str, Any] = {"do_sample": True, "top_k": 50} if sample else {"do_sample": False}
+        settings = GenerationConfig(
+            num_beams=beams, max_new_tokens=NEW_TOKENS, pad_token_id=0, eos_token_id=list(self.codec.eos_ids), **chosen
+        )
+        prompts = [self.codec.encode(request.prompt or "") for request in self.requests]
+        extra = {"assistant_model": draft} if assisted else {}
 
         def run() -> Outcome:
             tokens = 0
             start = time.perf_counter()
-            for prompt in prompts:
-                out = model.generate(
-                    prompt.to(model.device),
-                    attention_mask=torch.ones_like(prompt).to(model.device),
-                    num_beams=beams,
-                    max_new_tokens=NEW_TOKENS,
-                    **settings,
-                )
-                tokens += _length(out[0, prompt.shape[1] :].tolist(), self.codec.eos_ids)
-            return Outcome(time.perf_counter() - start, tokens, None)
+            for first in range(0, len(prompts), batch_size):
+                ids, mask = _padded(prompts[first : first + batch_size], model.device)
+                out = model.generate(ids, attention_mask=mask, generation_config=settings, **extra)
+                tokens += sum(_length(row, self.codec.eos_ids) for row in out[:, ids.shape[1] :].tolist())
+            return Outcome(time.perf_counter() - start, tokens)
 
         return run
+
+
+def _padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return ids, mask
 
 
 def _length(row: list[int], eos: tuple[int, ...]) -> int:
@@ -96,39 +110,58 @@ def _length(row: list[int], eos: tuple[int, ...]) -> int:
 
 def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Bench:
     """Inflate the pair and take `count` test records, half of each task."""
-    models = []
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ours, plain = [], []
     for role, name in (("target", shape), ("draft", draft_shape)):
-        folder = resolve(f"builtin:{role}").path
-        small = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        large = small if name == "small" else inflate(small, SHAPES[name], dtype)
-        models.append(large.to("cuda" if torch.cuda.is_available() else "cpu").requires_grad_(False))
+        small = AutoModelForCausalLM.from_pretrained(resolve(f"builtin:{role}").path, dtype=torch.float32)
+        for models in (ours, plain):
+            large = small if name == "small" else inflate(small, SHAPES[name], dtype)
+            models.append(large.to(device).requires_grad_(False))
+            if device == "cuda":
+                plain = ours  # nothing is packed there
     tokenizer = load_tokenizer(resolve("builtin:target").path, ModelSpec("builtin:target"))
-    codec = HFCodec(tokenizer, eos_ids(models[0], tokenizer))
-    forests = [CausalForestModel(model, name) for model, name in zip(models, (shape, draft_shape), strict=True)]
+    codec = HFCodec(tokenizer, eos_ids(ours[0], tokenizer))
+    for model in ours:
+        pack(model)
+    target, draft = (CausalForestModel(model, name) for model, name in zip(ours, (shape, draft_shape), strict=True))
     records = [r for task in TASKS.values() for r in itertools.islice(task.records("test", 1), count // 2)]
     sampling = SamplingConfig(max_new_tokens=NEW_TOKENS)
     requests = tuple(Request(r.id, derive_seed(0, r.id), prompt=r.prompt, sampling=sampling) for r in records)
-    return Bench(forests[0], forests[1], codec, requests)
+    return Bench(target, draft, (plain[0], plain[1]), codec, requests)
 
 
-def methods(bench: Bench, beams: int, batch_size: int, drafts: int, depth: int) -> dict[str, Callable[[], Outcome]]:
-    """What is compared, by name; the first two are what ratios are taken to."""
+def methods(bench: Bench, beams: int, batch_size: int, drafts: int, depth: int) -> dict[str, Runner]:
+    """What is compared, by name."""
 
-    def ours(**settings: Any) -> Callable[[], Outcome]:
+    def ours(**settings: Any) -> Runner:
         return bench.ours(MethodConfig(num_beams=beams, **settings), batch_size)
 
-    drafted = {"drafts_per_layer": drafts, "depth": depth}
-    return {
-        "transformers beam sampling": bench.theirs(beams, sample=True),
-        "transformers beam search": bench.theirs(beams, sample=False),
-        "dsbd, no draft: coupled": ours(depth=0),
-        "dsbd, no draft: search": ours(rule="search", depth=0),
+    drafted: dict[str, Any] = {"drafts_per_layer": max(drafts, beams), "depth": depth}
+    auto: dict[str, Any] = {"drafts_per_layer": max(drafts, 2 * beams), "depth": 8, "adaptive_depth": True}
+    found = {
+        "transformers beam sampling": bench.theirs(beams, batch_size, sample=True),
+        "transformers beam search": bench.theirs(beams, batch_size, sample=False),
+        "dsbd coupled, no draft": ours(depth=0),
+        "dsbd search, no draft": ours(rule="search", depth=0),
         "dsbd coupled": ours(**drafted),
         "dsbd search": ours(rule="search", **drafted),
         "dsbd rejection": ours(rule="rejection", **drafted),
         "dsbd coupled, threshold": ours(width="threshold", **drafted),
         "dsbd rejection, threshold": ours(rule="rejection", width="threshold", **drafted),
+        "dsbd coupled, auto": ours(**auto),
+        "dsbd search, auto": ours(rule="search", **auto),
+        "dsbd coupled, threshold, auto": ours(width="threshold", **auto),
+        "dsbd rejection, threshold, auto": ours(rule="rejection", width="threshold", **auto),
     }
+    if beams == 1 and batch_size == 1:
+        found["transformers assisted, greedy"] = bench.theirs(1, 1, sample=False, assisted=True)
+        found["transformers assisted, sampling"] = bench.theirs(1, 1, sample=True, assisted=True)
+    return found
+
+
+def numbers(text: str) -> list[int]:
+    """1,2,4 -> [1, 2, 4]."""
+    return [int(part) for part in text.split(",")]
 
 
 def main() -> None:
@@ -138,56 +171,77 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--num-beams", type=int, default=4)
+    parser.add_argument("--num-beams", type=numbers, default=[4])
+    parser.add_argument("--batch-size", type=numbers, default=[1])
     parser.add_argument("--drafts-per-layer", type=int, default=8)
     parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--only", default="", help="methods whose name holds one of these words, comma separated")
+    parser.add_argument("--name", default="", help="name of the results folder")
     options = parser.parse_args()
     bench = prepare(options.shape, options.draft_shape, getattr(torch, options.dtype), options.requests)
-    runners = methods(bench, options.num_beams, options.batch_size, options.drafts_per_layer, options.depth)
+    runs, tables = [], []
+    for beams, batch_size in itertools.product(options.num_beams, options.batch_size):
+        runners = methods(bench, beams, batch_size, options.drafts_per_layer, options.depth)
+        wanted = [word for word in options.only.split(",") if word]
+        runners = {name: run for name, run in runners.items() if not wanted or any(word in name for word in wanted)}
+        rounds = measure(runners, options.rounds, f"W={beams} batch {batch_size}")
+        found, rows = summarise(rounds)
+        runs += [{**vars(options), **run, "num_beams": beams, "batch_size": batch_size} for run in found]
+        tables.append(f"## {beams} beams, batch {batch_size}\n\n{markdown_table(rows)}")
+        report(runs, tables, options)
+    print("\n".join(tables))
+
+
+def measure(runners: dict[str, Runner], count: int, label: str) -> dict[str, list[Outcome]]:
+    """Rounds of every method in turn."""
     rounds: dict[str, list[Outcome]] = {name: [] for name in runners}
-    for number in range(options.rounds):
+    for number in range(count):
         for name, runner in runners.items():
             rounds[name].append(runner())
             last = rounds[name][-1]
-            print(f"round {number + 1}: {name}: {last.tokens / last.seconds:.2f} tokens/s", flush=True)
-    report(rounds, vars(options))
+            print(f"{label} round {number + 1}: {name}: {last.tokens / last.seconds:.2f} tokens/s", flush=True)
+    return rounds
 
 
-def report(rounds: dict[str, list[Outcome]], options: dict[str, Any]) -> None:
-    """Medians over rounds; ratios are taken within a round."""
+def summarise(rounds: dict[str, list[Outcome]]) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """Medians over rounds; ratios are taken within a round. Search is compared with search, sampling with sampling."""
     speed = {name: [o.tokens / o.seconds for o in outcomes] for name, outcomes in rounds.items()}
-    rows, runs = [], []
+    runs, rows = [], []
     for name, outcomes in rounds.items():
-        mine = speed[name]
-        partner = "search" if "search" in name else "sampling" if "transformers" in name else "coupled"
-        other = "transformers beam search" if partner == "search" else "transformers beam sampling"
-        plain = "dsbd, no draft: search" if partner == "search" else "dsbd, no draft: coupled"
-        ratios = {
-            against: statistics.median(a / b for a, b in zip(mine, speed[against], strict=True))
-            for against in (other, plain)
+        kind = "search" if "search" in name or "greedy" in name else "sampling"
+        partners = {
+            "vs transformers": f"transformers beam {kind}",
+            "vs no draft": f"dsbd {'search' if kind == 'search' else 'coupled'}, no draft",
         }
-        steps = outcomes[0].steps_per_call
-        runs.append({"name": name, "tokens_per_s": mine, "steps_per_call": steps, "ratios": ratios, **options})
-        rows.append(
-            {
-                "method": name,
-                "tokens/s": f"{statistics.median(mine):.2f}",
-                "spread": f"{min(mine):.2f}-{max(mine):.2f}",
-                "steps/call": "" if steps is None else f"{steps:.2f}",
-                "vs transformers": f"{ratios[other]:.2f}x",
-                "vs no draft": f"{ratios[plain]:.2f}x",
-            }
-        )
+        ratios = {
+            label: statistics.median(a / b for a, b in zip(speed[name], speed[other], strict=True))
+            for label, other in partners.items()
+            if other in speed
+        }
+        steps, nodes = outcomes[0].steps_per_call, outcomes[0].nodes_per_call
+        runs.append({"name": name, "tokens_per_s": speed[name], "steps_per_call": steps, "drafted": nodes, **ratios})
+        row = {
+            "method": name,
+            "tokens/s": f"{statistics.median(speed[name]):.2f}",
+            "spread": f"{min(speed[name]):.2f}-{max(speed[name]):.2f}",
+            "steps/call": "" if steps is None else f"{steps:.2f}",
+            "drafts/call": "" if nodes is None else f"{nodes:.1f}",
+        }
+        rows.append(row | {label: f"{ratios[label]:.2f}x" if label in ratios else "" for label in partners})
+    return runs, rows
+
+
+def report(runs: list[dict[str, Any]], tables: list[str], options: argparse.Namespace) -> None:
+    """Write what is measured so far."""
     env = environment()
     text = (
-        f"# Speed: {options['shape']} with {options['draft_shape']}, {options['dtype']}\n\n"
+        f"# Speed: {options.shape} with {options.draft_shape}, {options.dtype}\n\n"
         f"`{env['command']}` on {env['device']}, commit {env['commit']}. Shapes, cost and acceptance "
         "are real, weights are not: the built-in pair, inflated. Search is compared with search, sampling with "
         "sampling.\n\n"
     )
-    write_results(results_folder(f"speed-{options['shape']}-{options['dtype']}"), runs, text + markdown_table(rows))
-    print(text + markdown_table(rows))
+    name = options.name or f"speed-{options.shape}-{options.dtype}"
+    write_results(results_folder(name), runs, text + "\n".join(tables))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,10 @@ __all__ = ["Candidates", "PoolLaw", "Warp", "log_normalise", "pool_law", "top_ca
 
 NEVER = float("-inf")
 
+BLOCKED_FROM = 4096  # tokens; smaller vocabularies are sorted whole
+BLOCK = 64
+CACHED = 1 << 18  # numbers of a part that stay in the processor's cache
+
 
 @dataclass(slots=True)
 class Candidates:
@@ -71,6 +75,11 @@ class PoolLaw:
 def top_candidates(logits: Tensor, count: int) -> Candidates:
     """The `count` most probable tokens of every node; all of them in order when count reaches V. logits [R, n, V]."""
     vocabulary = logits.shape[-1]
+    if count < vocabulary and logits.device.type == "cpu" and vocabulary >= BLOCKED_FROM:
+        rows = logits.flatten(0, -2)
+        parts = [_blocked(part, count) for part in torch.split(rows, max(1, CACHED // vocabulary))]
+        tokens, best = (torch.cat(part).view(*logits.shape[:-1], count) for part in zip(*parts, strict=True))
+        return Candidates(tokens, best, full=False)
     values = logits.to(torch.float32)
     total = torch.logsumexp(values, dim=-1, keepdim=True)
     if count >= vocabulary:
@@ -78,6 +87,27 @@ def top_candidates(logits: Tensor, count: int) -> Candidates:
         return Candidates(tokens, values - total, full=True)
     best, tokens = torch.topk(values, count, dim=-1)
     return Candidates(tokens, best - total, full=False)
+
+
+def _blocked(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` best tokens of a few rows and their log-probabilities, [n, count] each. logits [n, V].
+
+    The best entries of a row lie in the blocks with the best maxima, so that only those are sorted. Few rows at a time
+    stay in the processor's cache (docs/experiments.md).
+    """
+    values = logits.to(torch.float32, copy=True)
+    blocks = values.shape[-1] // BLOCK
+    edge = blocks * BLOCK
+    table = values[:, :edge].view(-1, blocks, BLOCK)
+    chosen = torch.topk(table.amax(-1), min(count, blocks), dim=-1, sorted=False).indices.unsqueeze(-1)
+    some = torch.cat((table.gather(1, chosen.expand(-1, -1, BLOCK)).flatten(1), values[:, edge:]), 1)
+    best, at = torch.topk(some, count, dim=-1)
+    inside = at < chosen.shape[1] * BLOCK
+    block = chosen.squeeze(-1).gather(1, torch.where(inside, at // BLOCK, 0))
+    tokens = torch.where(inside, block * BLOCK + at % BLOCK, at - chosen.shape[1] * BLOCK + edge)
+    highest = best[:, :1]
+    total = values.sub_(highest).exp_().sum(-1, keepdim=True).log_()
+    return tokens, best - highest - total
 
 
 def log_normalise(x: Tensor, of: Tensor | None = None) -> Tensor:

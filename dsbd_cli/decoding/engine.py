@@ -24,7 +24,7 @@ from dsbd_cli.decoding.planner import planner_for
 from dsbd_cli.decoding.prefill import prefill
 from dsbd_cli.decoding.scheduler import Job, ResultOrder, Scheduler, Source, bucket
 from dsbd_cli.decoding.state import BatchState
-from dsbd_cli.decoding.step import Plan, Stepper
+from dsbd_cli.decoding.step import Plan, Stepper, Work
 from dsbd_cli.decoding.timing import Event, PhaseTimer
 from dsbd_cli.drafting import BeamDrafter, Drafter, Endings, NoDrafter
 from dsbd_cli.errors import (
@@ -51,7 +51,7 @@ def _events(device: torch.device) -> Callable[[], Event] | None:
     return partial(torch.cuda.Event, enable_timing=True)  # type: ignore[return-value]
 
 
-def _graphs(target: ForestModel, draft: ForestModel | None, wanted: bool | None) -> IterationGraphs | None:
+def _graphs(target: ForestModel, draft: ForestModel | None, wanted: bool | None) -> IterationGraphs[Work] | None:
     """Captured iterations where they can be. Raises UsageError where they are asked for and cannot be."""
     models = [model for model in (target, draft) if model is not None]
     whole = all(getattr(model, "capturable", False) for model in models)

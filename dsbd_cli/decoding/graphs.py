@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 __all__ = ["CudaRecorder", "Homes", "IterationGraphs", "Recorder", "Recording"]
 
@@ -20,6 +23,7 @@ PLAIN_RUNS = 2  # times that a shape runs plainly before it is captured
 MOST_GRAPHS = 64  # shapes kept; each holds its own intermediate results
 
 Phase = Callable[[], None]
+WorkT = TypeVar("WorkT")
 
 
 class Recording(Protocol):
@@ -59,7 +63,7 @@ class Homes:
     def __init__(self) -> None:
         self._homes: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
 
-    def move_in(self, state: Any) -> None:
+    def move_in(self, state: DataclassInstance) -> None:
         """Every tensor of a state (a dataclass, nested) is copied to its home, unless it is there, and replaced by
         it."""
         for owner, name, key in _tensors(state):
@@ -72,31 +76,33 @@ class Homes:
             setattr(owner, name, home)
 
 
-def _tensors(state: Any, prefix: str = "") -> list[tuple[Any, str, tuple[str, tuple[int, ...], torch.dtype]]]:
-    found = []
+def _tensors(
+    state: DataclassInstance, prefix: str = ""
+) -> list[tuple[object, str, tuple[str, tuple[int, ...], torch.dtype]]]:
+    found: list[tuple[object, str, tuple[str, tuple[int, ...], torch.dtype]]] = []
     for item in fields(state):
         value, name = getattr(state, item.name), f"{prefix}{item.name}"
         if isinstance(value, Tensor):
             found.append((state, item.name, (name, tuple(value.shape), value.dtype)))
-        elif is_dataclass(value):
+        elif is_dataclass(value) and not isinstance(value, type):
             found += _tensors(value, f"{name}.")
     return found
 
 
 @dataclass(slots=True)
-class _Entry:
+class _Entry(Generic[WorkT]):
     """Captured phases of one shape, and what they write outside of the state."""
 
     recordings: list[Recording]
-    work: Any
+    work: WorkT
 
 
-class IterationGraphs:
+class IterationGraphs(Generic[WorkT]):
     """Captured iterations by shape."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._homes = recorder, Homes()
-        self._entries: dict[Hashable, _Entry] = {}
+        self._entries: dict[Hashable, _Entry[WorkT]] = {}
         self._seen: dict[Hashable, int] = {}
         self.replays = 0
 
@@ -105,7 +111,9 @@ class IterationGraphs:
         self._entries.clear()
         self._seen.clear()
 
-    def run(self, key: Hashable, state: Any, work: Any, phases: Sequence[Phase], lap: Callable[[int], None]) -> Any:
+    def run(
+        self, key: Hashable, state: DataclassInstance, work: WorkT, phases: Sequence[Phase], lap: Callable[[int], None]
+    ) -> WorkT:
         """Run the phases, which read and rebind the tensors of `state` and leave other results in `work`.
 
         Returns the work that holds the results: the given one, or that of the capture, whose tensors are written again
@@ -128,7 +136,7 @@ class IterationGraphs:
         self.replays += 1
         return entry.work
 
-    def _capture(self, state: Any, work: Any, phases: Sequence[Phase]) -> _Entry:
+    def _capture(self, state: DataclassInstance, work: WorkT, phases: Sequence[Phase]) -> _Entry[WorkT]:
         self._homes.move_in(state)
 
         def last() -> None:

@@ -18,7 +18,7 @@ LayerCounters = Sequence[dict[str, int]]
 
 FADE = 0.97  # weight of the past, iteration by iteration, in times and acceptance
 PROBE_EVERY = 64  # iterations between looks at the largest forest, where a smaller one is in use
-WARM = 2  # first iterations of a shape, whose times (allocation, caches) are not believed
+WARM = 1  # first iterations of a shape, whose times (allocation, caches) are not believed
 BETTER = 1.02  # a change must promise so much
 FIRST_RATE = 0.7  # acceptance believed before anything is seen, and its weight in layers
 PRIOR = 2.0
@@ -125,10 +125,10 @@ class AdaptivePlanner:
         self._draft, self._target, self._rest = Line(), Line(), Line()
         self._seen: dict[tuple[int, Shape], int] = {}
         self._rows = 1
-        self._now = self._largest
+        self._now = Shape(0, most)
         # to begin with, shapes apart enough to tell what a node and a layer cost
-        half = Shape((method.depth + 1) // 2, self._choices[0])
-        self._first = [shape for shape in (self._largest, Shape(0, most), half) for _ in range(WARM + 1)]
+        wide, narrow = Shape(min(method.depth, 4), most), Shape(min(method.depth, 2), self._choices[0])
+        self._first = [shape for shape in (wide, Shape(0, most), narrow) for _ in range(WARM + 1)]
         self._since_probe = 0
 
     def choose(self, rows: int) -> Shape:

@@ -25,7 +25,7 @@ from dsbd_cli.drafting.base import DraftContext, Drafter, Endings
 from dsbd_cli.drafting.beam import run
 from dsbd_cli.verify.base import Rule
 
-__all__ = ["Plan", "Report", "Stepper"]
+__all__ = ["Plan", "Report", "Stepper", "Work"]
 
 PHASES = ("draft", "target", "verify")
 ROW_FIELDS = ("done", "invalid", "steps", "width_sum", "used", "trunk", "drafted")
@@ -75,7 +75,7 @@ class Stepper:
         rule: Rule,
         endings: Endings,
         timer: PhaseTimer,
-        graphs: IterationGraphs | None = None,
+        graphs: IterationGraphs[Work] | None = None,
     ) -> None:
         """graphs: where iterations are captured; None runs them plainly."""
         self.target, self.draft, self.drafter = target, draft, drafter

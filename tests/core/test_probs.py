@@ -118,3 +118,33 @@ def test_path_noise_depends_on_path_and_token_only() -> None:
     tokens = torch.tensor([[[1, 2, 3], [3, 2, 1]]])
     noise = path_gumbel(path, tokens)
     assert torch.equal(noise[0, 0].flip(0), noise[0, 1])
+
+
+@pytest.mark.parametrize("vocabulary", [4096, 5000, 33000])
+@pytest.mark.parametrize("count", [1, 8, 58, 700])
+def test_candidates_of_a_large_vocabulary_are_the_best_ones(vocabulary: int, count: int) -> None:
+    """Guards blocks: a best token in the last, incomplete block, several in one block, lost probability mass."""
+    generator = torch.Generator().manual_seed(vocabulary + count)
+    logits = 3 * torch.randn(2, 9, vocabulary, generator=generator)
+    logits[0, 0, -1] = logits[0, 0, 70:75] = 20.0  # the last token, and neighbours of one block
+    logits[1, 3, 100:] = float("-inf")
+    logits[1, 4, 7] = float("nan")
+    before = logits.clone()
+    found = top_candidates(logits, count)
+    assert not found.full
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num())
+    expected = torch.log_softmax(logits.double(), -1)
+    best = expected.topk(count).values
+    assert found.logprobs[1, 4].isnan().all()
+    real = torch.ones(2, 9, dtype=torch.bool)
+    real[1, 4] = False
+    torch.testing.assert_close(found.logprobs[real].double(), best[real], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(expected.gather(-1, found.tokens)[real], best[real])
+    assert all(len(set(row.tolist())) == count for row in found.tokens.flatten(0, 1))
+
+
+def test_candidates_do_not_depend_on_the_rows_beside_them() -> None:
+    logits = torch.randn(3, 20, 8192, generator=torch.Generator().manual_seed(1)).bfloat16()
+    whole, alone = top_candidates(logits, 20), top_candidates(logits[1:2, 5:6], 20)
+    assert torch.equal(whole.tokens[1, 5], alone.tokens[0, 0])
+    assert torch.equal(whole.logprobs[1, 5], alone.logprobs[0, 0])

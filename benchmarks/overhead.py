@@ -1,0 +1,142 @@
+"""Share of an iteration spent outside model forwards, and how often the host is read.
+
+    python -m benchmarks.overhead --shape tinyllama-1.1b --dtype bfloat16
+
+An iteration's floor is T_target(N) + D * T_draft(K), each forward timed alone at the same shapes in the same run
+(captured where the engine captures); overhead is what the engine's iterations take above it. Reads of the host are
+counted by the profiler over the same iterations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.common import environment, markdown_table, results_folder, write_results
+from benchmarks.forwards import forward_times
+from benchmarks.inflate import SHAPES
+from benchmarks.speed import Bench, numbers, prepare
+from dsbd_cli import Engine, MethodConfig
+
+READS = ("aten::item", "aten::_local_scalar_dense", "aten::nonzero", "Memcpy DtoH (Device -> Pageable)")
+
+
+def iteration_times(bench: Bench, method: MethodConfig, batch_size: int) -> tuple[list[float], int]:
+    """Seconds of iterations whose shape has been seen (no prefill), and the slots in use at their end."""
+    draft = bench.draft if method.depth else None
+    engine = Engine(bench.target, draft, bench.codec, method, batch_size=batch_size)
+    seconds: list[float] = []
+    step = engine._stepper.step
+
+    def timed(*arguments: Any) -> Any:
+        start = time.perf_counter()
+        result = step(*arguments)  # ends with a read of the counters: the device is done
+        seconds.append(time.perf_counter() - start)
+        return result
+
+    engine._stepper.step = timed  # type: ignore[method-assign]
+    results = list(engine.run(bench.requests))
+    return seconds, max(result.stats.kv_peak_slots for result in results)
+
+
+def reads_per_iteration(bench: Bench, method: MethodConfig, batch_size: int) -> dict[str, float]:
+    """Reads of the host inside iterations, counted by the profiler."""
+    draft = bench.draft if method.depth else None
+    engine = Engine(bench.target, draft, bench.codec, method, batch_size=batch_size)
+    step, counts, iterations = engine._stepper.step, dict.fromkeys(READS, 0), 0
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+
+    def profiled(*arguments: Any) -> Any:
+        nonlocal iterations
+        if iterations >= 8:
+            return step(*arguments)
+        with profile(activities=activities) as seen:
+            result = step(*arguments)
+        iterations += 1
+        for event in seen.key_averages():
+            if event.key in counts:
+                counts[event.key] += event.count
+        return result
+
+    engine._stepper.step = profiled  # type: ignore[method-assign]
+    list(engine.run(bench.requests[:batch_size]))
+    return {name: count / iterations for name, count in counts.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Share of an iteration spent outside model forwards.")
+    parser.add_argument("--shape", choices=("small", *SHAPES), default="tinyllama-1.1b")
+    parser.add_argument("--draft-shape", choices=("small", *SHAPES), default="llama-68m")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--requests", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--num-beams", type=int, default=4)
+    parser.add_argument("--batch-size", type=numbers, default=[1])
+    parser.add_argument("--shapes", default="0x8,2x5,4x8", help="forests, depth x drafts per layer")
+    parser.add_argument("--name", default="overhead")
+    options = parser.parse_args()
+    bench = prepare(options.shape, options.draft_shape, getattr(torch, options.dtype), options.requests)
+    runs, rows = [], []
+    shapes = [tuple(map(int, item.split("x"))) for item in options.shapes.split(",")]
+    for batch_size, (depth, drafts), rule in itertools.product(options.batch_size, shapes, ("coupled", "rejection")):
+        run = measure(
+            bench,
+            MethodConfig(rule=rule, num_beams=options.num_beams, drafts_per_layer=drafts, depth=depth),
+            batch_size,
+            options.rounds,
+        )  # type: ignore[arg-type]
+        runs.append({**vars(options), **run})
+        rows.append(
+            {
+                "method": f"{rule}, D={depth}, K={drafts}, batch {batch_size}",
+                "iteration ms": f"{run['iteration_s'] * 1e3:.1f}",
+                "forwards ms": f"{run['forwards_s'] * 1e3:.1f}",
+                "overhead": f"{run['overhead']:.1%}",
+                "reads": f"{1 + sum(run['reads'].values()):.0f}",
+            }
+        )
+        print(rows[-1], flush=True)
+    env = environment()
+    text = (
+        f"# Overhead: {options.shape} with {options.draft_shape}, {options.dtype}\n\n"
+        f"`{env['command']}` on {env['device']}, commit {env['commit']}. Medians. "
+        "reads: per iteration, the one of the counters included.\n\n"
+    )
+    write_results(results_folder(options.name), runs, text + markdown_table(rows))
+    print(text + markdown_table(rows))
+
+
+def measure(bench: Bench, method: MethodConfig, batch_size: int, rounds: int) -> dict[str, Any]:
+    """Iterations and forwards in turn; medians."""
+    iterations, targets, drafts = [], [], []
+    for _ in range(rounds):
+        seconds, slots = iteration_times(bench, method, batch_size)
+        iterations.append(statistics.median(seconds[len(seconds) // 4 :]))
+        nodes = method.num_beams + method.depth * method.drafts_per_layer
+        targets.append(forward_times(bench.target, batch_size, nodes, slots, 7))
+        if method.depth:
+            first = forward_times(bench.draft, batch_size, 2 * method.num_beams, slots, 7)
+            layer = forward_times(bench.draft, batch_size, method.drafts_per_layer, slots, 7)
+            drafts.append(first + (method.depth - 1) * layer)
+    iteration = statistics.median(iterations)
+    forwards = statistics.median(targets) + (statistics.median(drafts) if drafts else 0.0)
+    return {
+        "rule": method.rule,
+        "depth": method.depth,
+        "drafts_per_layer": method.drafts_per_layer,
+        "batch": batch_size,
+        "iteration_s": iteration,
+        "forwards_s": forwards,
+        "overhead": 1 - forwards / iteration,
+        "reads": reads_per_iteration(bench, method, batch_size),
+    }
+
+
+if __name__ == "__main__":
+    main()
