@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import orjson
 import torch
 
 from dsbd_cli import __version__
@@ -41,8 +41,15 @@ def environment() -> dict[str, Any]:
         "commit": commit.stdout.strip() or None,
         "python": platform.python_version(),
         "device": device_name(),
-        **{name: version(name) for name in packages},
+        **{name: _version(name) for name in packages},
     }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _module() -> list[str]:
@@ -50,18 +57,22 @@ def _module() -> list[str]:
     return [spec.name] if spec is not None else [sys.argv[0]]
 
 
+def device_kind() -> str:
+    """gpu or cpu."""
+    return "gpu" if torch.cuda.is_available() else "cpu"
+
+
 def results_folder(name: str) -> Path:
     """benchmarks/results/<date>-<device kind>/<name>, made if missing."""
-    kind = "gpu" if torch.cuda.is_available() else "cpu"
-    folder = Path(__file__).parent / "results" / f"{date.today().isoformat()}-{kind}" / name
+    folder = Path(__file__).parent / "results" / f"{date.today().isoformat()}-{device_kind()}" / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def write_results(folder: Path, runs: Sequence[dict[str, Any]], report: str) -> None:
     """runs.jsonl, env.json and report.md of one measurement."""
-    (folder / "runs.jsonl").write_bytes(b"".join(orjson.dumps(run) + b"\n" for run in runs))
-    (folder / "env.json").write_bytes(orjson.dumps(environment(), option=orjson.OPT_INDENT_2) + b"\n")
+    (folder / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs), encoding="utf-8")
+    (folder / "env.json").write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
     (folder / "report.md").write_text(report, encoding="utf-8")
 
 

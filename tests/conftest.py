@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
-# The same cases on every run, and no verdict by the clock of a busy machine.
-settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("steady")
+with contextlib.suppress(ModuleNotFoundError):  # GPU machines run a few files that do not need it
+    from hypothesis import HealthCheck, settings
+
+    # The same cases on every run, and no verdict by the clock of a busy machine.
+    settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("steady")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

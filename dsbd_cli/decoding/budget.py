@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import torch
 
 from dsbd_cli.core.protocols import ForestModel
@@ -23,6 +22,8 @@ def free_bytes(device: torch.device) -> int:
     """Bytes that can still be taken on a device; on the CPU what the system, and the container, give without swap."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    import psutil  # only the CPU path needs it
+
     available = int(psutil.virtual_memory().available)
     return min([available, *_left_in_container()])
 
