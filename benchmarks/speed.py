@@ -13,7 +13,6 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from benchmarks.common import environment, markdown_table, results_folder, write_results
+from benchmarks.ctranslate import Converted
 from benchmarks.inflate import SHAPES, inflate
+from benchmarks.outcome import Outcome, Runner, delivered
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.models.adapter import CausalForestModel
@@ -33,20 +34,6 @@ from dsbd_cli.requests import derive_seed
 from dsbd_cli.tasks import TASKS
 
 NEW_TOKENS = 48
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One method on all requests: seconds, tokens of the best texts, steps per target call and drafted nodes per target
-    call (None for others' code)."""
-
-    seconds: float
-    tokens: int
-    steps_per_call: float | None = None
-    nodes_per_call: float | None = None
-
-
-Runner = Callable[[], Outcome]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +77,7 @@ class Bench:
             for first in range(0, len(prompts), batch_size):
                 ids, mask = _padded(prompts[first : first + batch_size], model.device)
                 out = model.generate(ids, attention_mask=mask, generation_config=settings, **extra)
-                tokens += sum(_length(row, self.codec.eos_ids) for row in out[:, ids.shape[1] :].tolist())
+                tokens += sum(delivered(row, self.codec.eos_ids) for row in out[:, ids.shape[1] :].tolist())
             return Outcome(time.perf_counter() - start, tokens)
 
         return run
@@ -101,11 +88,6 @@ def _padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tenso
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     return ids, mask
-
-
-def _length(row: list[int], eos: tuple[int, ...]) -> int:
-    """Tokens up to and with the first end token."""
-    return next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
 
 
 def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Bench:
@@ -176,12 +158,18 @@ def main() -> None:
     parser.add_argument("--drafts-per-layer", type=int, default=8)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--only", default="", help="methods whose name holds one of these words, comma separated")
+    parser.add_argument("--ctranslate2", action="store_true", help="compare with it too; it must be installed")
     parser.add_argument("--name", default="", help="name of the results folder")
     options = parser.parse_args()
     bench = prepare(options.shape, options.draft_shape, getattr(torch, options.dtype), options.requests)
+    converted = Converted(bench.plain[0], bench.codec.tokenizer, options.dtype) if options.ctranslate2 else None
     runs, tables = [], []
     for beams, batch_size in itertools.product(options.num_beams, options.batch_size):
         runners = methods(bench, beams, batch_size, options.drafts_per_layer, options.depth)
+        if converted is not None:
+            prompts = [bench.codec.encode(request.prompt or "") for request in bench.requests]
+            name = "CTranslate2 beam search" if beams > 1 else "CTranslate2 sampling"
+            runners[name] = converted.runner(prompts, bench.codec.eos_ids, beams, batch_size, NEW_TOKENS)
         wanted = [word for word in options.only.split(",") if word]
         runners = {name: run for name, run in runners.items() if not wanted or any(word in name for word in wanted)}
         rounds = measure(runners, options.rounds, f"W={beams} batch {batch_size}")
