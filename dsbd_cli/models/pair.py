@@ -9,6 +9,7 @@ from dsbd_cli.config import ModelSpec
 from dsbd_cli.core.protocols import ForestModel, TextCodec
 from dsbd_cli.errors import PairError, UnsupportedModelError
 from dsbd_cli.models.adapter import CausalForestModel
+from dsbd_cli.models.head import installed
 from dsbd_cli.models.loader import eos_ids, load
 from dsbd_cli.models.selftest import self_test
 from dsbd_cli.models.tokenize import HFCodec
@@ -82,6 +83,12 @@ def load_model(spec: ModelSpec) -> tuple[CausalForestModel, HFCodec]:
         self_test(forest)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{spec.role} model {spec.source!r}: {error}") from error
+    if trimmed := installed(model):
+        if spec.role == "target":
+            raise UnsupportedModelError(
+                f"target model {spec.source!r} is a trimmed draft: only a draft may lack tokens"
+            )
+        forest.spread(*trimmed)
     return forest, HFCodec(tokenizer, eos_ids(model, tokenizer))
 
 
