@@ -133,7 +133,8 @@ def _drafts(forest: Forest, layer: int) -> DraftedLayer | None:
     if layer == forest.depth:
         return None
     below = forest.layers[layer + 1]
-    return DraftedLayer(below.parent, below.token, below.valid, forest.offset(layer + 1), forest.laws[layer])
+    law = forest.laws[layer]
+    return DraftedLayer(below.parent, below.token, below.valid, below.sampled, forest.offset(layer + 1), law)
 
 
 def _advance(view: LayerView, weight: Tensor, draws: LayerDraws, live: Live, endings: Endings) -> Live:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsbd_cli.core.forest import DraftLaw, Forest, LayerNodes
-from dsbd_cli.core.noise import DRAFT, extend_path, stream_key
+from dsbd_cli.core.forest import Forest
+from dsbd_cli.core.noise import DRAFT, stream_key
 from dsbd_cli.core.pool import DraftRequest
-from dsbd_cli.core.probs import NEVER, Candidates, pool_law, top_candidates
+from dsbd_cli.core.probs import NEVER, pool_law, top_candidates
 from dsbd_cli.core.protocols import ForestInput, ForestModel
 from dsbd_cli.core.slots import node_slots, visible
-from dsbd_cli.drafting.base import DraftContext, own_bit, roots
+from dsbd_cli.drafting.base import DraftContext, LayerDrafts, children, record_law, roots
 
 __all__ = ["BeamDrafter", "NoDrafter"]
 
@@ -88,8 +88,15 @@ class BeamDrafter:
         stream = stream_key(context.row_key, context.iteration, layer, DRAFT)
         count = context.drafts_per_layer
         index, valid = rule.draft(DraftRequest(allowed, candidates.tokens, nodes.path, stream, count))
-        forest.layers.append(_children(context, forest, layer, candidates, weight, ends, index, valid))
-        forest.laws.append(_record(candidates, log_q, index, valid) if context.record_law else None)
+        pairs = LayerDrafts(
+            above=index // candidates.tokens.shape[2],
+            token=candidates.tokens.flatten(1).gather(1, index),
+            valid=valid,
+            sampled=valid & rule.samples,
+            weight=weight.flatten(1).gather(1, index),
+        )
+        forest.layers.append(children(context, forest, layer, pairs))
+        forest.laws.append(record_law(candidates, log_q, index, valid) if context.record_law else None)
 
 
 def run(model: ForestModel, batch: ForestInput, device: torch.device) -> Tensor:
@@ -100,49 +107,3 @@ def run(model: ForestModel, batch: ForestInput, device: torch.device) -> Tensor:
     logits = model.forward(batch)
     assert logits is not None
     return logits.to(device)
-
-
-def _children(
-    context: DraftContext,
-    forest: Forest,
-    layer: int,
-    candidates: Candidates,
-    weight: Tensor,
-    ends: Tensor,
-    index: Tensor,
-    valid: Tensor,
-) -> LayerNodes:
-    nodes = forest.layers[layer]
-    above = index // candidates.tokens.shape[2]
-    token = candidates.tokens.flatten(1).gather(1, index)
-    path_tokens = _rows(nodes.path_tokens, above)
-    path_tokens[:, :, layer] = token
-    window = nodes.ancestors.shape[-1]
-    bit = own_bit(context.table, forest.offset(layer + 1), index.shape[1], window)
-    return LayerNodes(
-        token=token,
-        parent=above + forest.offset(layer),
-        root=nodes.root.gather(1, above),
-        path=extend_path(nodes.path.gather(1, above), token),
-        stop_state=context.endings.step(nodes.stop_state.gather(1, above), token),
-        valid=valid,
-        ends=ends.flatten(1).gather(1, index),
-        weight=weight.flatten(1).gather(1, index),
-        path_tokens=path_tokens,
-        ancestors=_rows(nodes.ancestors, above) | bit,
-    )
-
-
-def _rows(value: Tensor, index: Tensor) -> Tensor:
-    """value [R, n, X] at index [R, m] -> [R, m, X]."""
-    return value.gather(1, index.unsqueeze(-1).expand(-1, -1, value.shape[-1]))
-
-
-def _record(candidates: Candidates, log_q: Tensor, index: Tensor, valid: Tensor) -> DraftLaw:
-    """Q of the drawn pairs and the mass left before each draw, summed from what is left so that nothing cancels."""
-    law = log_q.flatten(1).to(torch.float64)
-    drawn = torch.where(valid, law.gather(1, index), NEVER)
-    # with replacement an index can occur twice; `log_rest` is not used there
-    left = torch.logsumexp(law.scatter(1, index, NEVER), 1, keepdim=True)
-    tail = torch.logcumsumexp(drawn.flip(1), 1).flip(1)
-    return DraftLaw(candidates, log_q, drawn, torch.logaddexp(tail, left))

@@ -96,6 +96,7 @@ class Rejection:
     needs_law = True
     drafts_end = True
     warps = True
+    samples = True
     replacement = False
 
     def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
@@ -104,8 +105,11 @@ class Rejection:
 
     def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
         """K draws without replacement (Gumbel top-K)."""
-        noise = gumbel(request.stream.view(-1, 1, 1), entry_index(request.tokens))
-        return largest(request.log_q + noise, request.count)
+        return largest(request.log_q + self.noise(request), request.count)
+
+    def noise(self, request: DraftRequest) -> Tensor:
+        """Gumbel noise of the draft's own stream, independent of the target's."""
+        return gumbel(request.stream.view(-1, 1, 1), entry_index(request.tokens))
 
     def verify(self, view: LayerView) -> LayerDraws:
         """Test the drafts in order, then complete the layer where it stopped."""
