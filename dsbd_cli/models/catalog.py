@@ -20,7 +20,7 @@ from dsbd_cli.models.registry import ALIASES, BUILTIN, resolve, user_aliases, us
 if TYPE_CHECKING:
     from dsbd_cli.models.tokenize import HFCodec
 
-__all__ = ["Entry", "Fit", "add_name", "fit", "listed"]
+__all__ = ["Entry", "Fit", "add_name", "end_tokens", "fit", "listed"]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -92,6 +92,11 @@ def fit(target: str, draft: str, *, trust_remote_code: bool = False) -> Fit:
         notes += (f"positions differ: {our_limit} in the target, {their_limit} in the draft; the fewer count",)
     shared = ours.tokenizer.get_vocab().items() & theirs.tokenizer.get_vocab().items()
     return Fit(len(shared), min(limits, default=None), notes)
+
+
+def end_tokens(spec: ModelSpec) -> tuple[int, ...]:
+    """End tokens of a checkpoint, from its small files alone."""
+    return _described(spec)[0].eos_ids
 
 
 def _described(spec: ModelSpec) -> tuple[HFCodec, int, int | None]:

@@ -89,7 +89,7 @@ def read_head(folder: Path) -> TrimmedHead | None:
     ids, weight, size = tensors["ids"].to(torch.int64), tensors["weight"], about.get("vocab_size", "")
     if not size.isdecimal() or ids.ndim != 1 or weight.ndim != 2 or len(ids) != len(weight) or not len(ids):
         raise _damaged(path, f"{len(ids)} ids for {len(weight)} rows of a vocabulary of {size or 'no'} tokens")
-    if not (0 <= int(ids[0]) and int(ids[-1]) < int(size) and bool((ids.diff() > 0).all())):
+    if not (int(ids[0]) >= 0 and int(ids[-1]) < int(size) and bool((ids.diff() > 0).all())):
         raise _damaged(path, f"the ids are not ascending ids below {size}")
     return TrimmedHead(ids, weight, tensors.get("bias"), int(size))
 

@@ -21,7 +21,7 @@ from dsbd_cli.models.head import HEAD_FILE, TrimmedHead, head_keys, output_head,
 from dsbd_cli.models.hub import locate
 from dsbd_cli.models.loader import eos_ids, load, load_config, load_tokenizer
 
-__all__ = ["TrimReport", "choose_ids", "count_texts", "trim"]
+__all__ = ["TrimReport", "check", "choose_ids", "count_texts", "trim"]
 
 _WRITTEN = ("config.json", "generation_config.json")
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
@@ -70,8 +70,6 @@ def choose_ids(
     What was never counted comes last, lower ids first: merges are learnt in order of frequency. Raises UsageError for a
     size or coverage that makes no sense.
     """
-    if (size is None) == (coverage is None):
-        raise UsageError("--size and --coverage say the same in two ways: give one of them")
     kept = {token for token in always if 0 <= token < vocab_size}
     seen = [(token, count) for token, count in counts.items() if 0 <= token < vocab_size]
     total = sum(count for _, count in seen)
@@ -86,9 +84,7 @@ def choose_ids(
                 break
             kept.add(token)
         return sorted(kept)
-    assert coverage is not None
-    if not 0 < coverage <= 1:
-        raise UsageError(f"--coverage is {coverage}, but must be above 0 and at most 1")
+    assert coverage is not None, "check() has seen to it"
     covered = sum(counts[token] for token in kept)
     for token in ranked:
         if covered >= coverage * total:
@@ -108,6 +104,29 @@ def _check_size(size: int, special: int, vocab_size: int) -> None:
         raise UsageError(f"--size is {size}, but {special} special and end tokens are always kept: give more")
 
 
+def check(spec: ModelSpec, output: Path, *, size: int | None, coverage: float | None) -> tuple[Path, Any]:
+    """Folder and config of a draft that can be trimmed; everything that can be refused before anything is counted."""
+    if (size is None) == (coverage is None):
+        raise UsageError("--size and --coverage say the same in two ways: give one of them")
+    if coverage is not None and not 0 < coverage <= 1:
+        raise UsageError(f"--coverage is {coverage}, but must be above 0 and at most 1")
+    if output.exists():
+        raise UsageError(f"--output {output} exists: name a new folder")
+    if not output.parent.is_dir():
+        raise UsageError(f"--output {output}: the folder {output.parent} does not exist")
+    folder = locate(spec)
+    if (folder / HEAD_FILE).is_file():
+        raise UsageError(f"{spec.source} is trimmed already: give the draft that it was made from")
+    config = load_config(folder, spec)
+    if size is not None:
+        _check_size(size, 0, config.get_text_config(decoder=True).vocab_size)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"draft model {spec.source!r} is quantized, so its head cannot be taken apart: use the original"
+        )
+    return folder, config
+
+
 def trim(
     spec: ModelSpec,
     output: Path,
@@ -122,18 +141,7 @@ def trim(
     end_tokens: the target's, always kept, as are all special tokens and the draft's own end tokens. Raises UsageError,
     OutputError, and the ModelError family of the loader.
     """
-    if output.exists():
-        raise UsageError(f"--output {output} exists: name a new folder")
-    if not output.parent.is_dir():
-        raise UsageError(f"--output {output}: the folder {output.parent} does not exist")
-    folder = locate(spec)
-    if (folder / HEAD_FILE).is_file():
-        raise UsageError(f"{spec.source} is trimmed already: give the draft that it was made from")
-    config = load_config(folder, spec)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(
-            f"draft model {spec.source!r} is quantized, so its head cannot be taken apart: use the original"
-        )
+    folder, config = check(spec, output, size=size, coverage=coverage)
     # a checkpoint keeps its own dtype, wherever it is trimmed
     own = str(getattr(config, "dtype", None)).removeprefix("torch.")
     model, tokenizer = load(replace(spec, dtype=own if own in DTYPES else "float32", device="cpu"))

@@ -98,7 +98,7 @@ def test_the_text_is_the_full_drafts(rule: str, tmp_path: Path) -> None:
     """Guards exactness: with the full draft, the trimmed one and none the same texts. The draft is the target itself,
     so a trimmed head loses nodes but not all."""
     folder = save(tmp_path / "full")
-    trim(spec(folder), tmp_path / "small", Counter({i: 1 for i in range(60)}), size=60)
+    trim(spec(folder), tmp_path / "small", Counter(dict.fromkeys(range(60), 1)), size=60)
     target = spec(folder, "target")
     plain = outputs(load_pair(target, None), rule)
     assert outputs(load_pair(target, spec(folder)), rule) == plain
@@ -140,16 +140,19 @@ def test_choice_of_ids() -> None:
     ("settings", "message"),
     [
         ({"size": 97}, "--size is 97, but the draft has only 97 logits"),
-        ({"size": 2}, "--size is 2, but 2 special and end tokens"),
+        ({"size": 3}, "--size is 3, but 4 special and end tokens"),
         ({"coverage": 0.0}, "--coverage is 0.0, but must be above 0"),
         ({"coverage": 1.5}, "--coverage is 1.5"),
         ({"size": 9, "coverage": 0.5}, "give one of them"),
         ({}, "give one of them"),
     ],
 )
-def test_sizes_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
+def test_sizes_that_make_no_sense(settings: dict[str, Any], message: str, checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
-        choose_ids(COUNTS, [0, 2], 97, size=settings.get("size"), coverage=settings.get("coverage"))
+        trim(spec(checkpoint), tmp_path / "small", COUNTS, end_tokens=(40,), **settings)
+
+
+def test_nothing_to_choose_from() -> None:
     with pytest.raises(UsageError, match="no tokens were counted"):
         choose_ids(Counter({200: 4}), [0], 97, size=5, coverage=None)
     with pytest.raises(UsageError, match="keeps all 4 tokens"):
