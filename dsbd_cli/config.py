@@ -11,16 +11,21 @@ from typing import Literal
 
 from dsbd_cli.errors import UsageError
 
-__all__ = ["RULES", "WIDTHS", "MethodConfig", "ModelSpec", "SamplingConfig"]
+__all__ = ["DRAFTERS", "RULES", "WIDTHS", "MethodConfig", "ModelSpec", "SamplingConfig"]
 
 RuleName = Literal["coupled", "rejection", "with-replacement", "search"]
 WidthName = Literal["fixed", "threshold"]
 WarpScope = Literal["pool", "beam"]
+TreeName = Literal["greedy", "threshold", "top-k"]
 Exactness = Literal["same-text", "same-law", "dynamic-width", "lossy"]
 OnTooLong = Literal["error", "truncate-left"]
 
 RULES: tuple[str, ...] = ("coupled", "rejection", "with-replacement", "search")
 WIDTHS: tuple[str, ...] = ("fixed", "threshold")
+MODEL_DRAFTERS: tuple[str, ...] = ("beam", "rsd-c", "rsd-s", "dynamic-tree")
+TEXT_DRAFTERS: tuple[str, ...] = ("ngram", "retrieval", "trigram")
+DRAFTERS: tuple[str, ...] = (*MODEL_DRAFTERS, *TEXT_DRAFTERS)
+TREES: tuple[str, ...] = ("greedy", "threshold", "top-k")
 WARP_SCOPES: tuple[str, ...] = ("pool", "beam")
 ON_TOO_LONG: tuple[str, ...] = ("error", "truncate-left")
 DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
@@ -33,6 +38,12 @@ DEFAULT_BATCH_SIZE = 8
 def _require(condition: bool, field: str, value: object, expected: str) -> None:
     if not condition:
         raise UsageError(f"{field} is {value!r}, but must be {expected}")
+
+
+_SECOND = (
+    f"a drafter + another one that reads text ({', '.join(TEXT_DRAFTERS)}): a second one with the same draft model "
+    "would draft the same nodes"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +102,14 @@ class MethodConfig:
         min_width: W_min, least width a layer may pass with (threshold only).
         warp_scope: `pool` warps the joint law over (beam, token); `beam` warps each beam's row.
         memory_saving: keep only the best beam between iterations.
+        drafter: who proposes the nodes, one of DRAFTERS; or two joined by +, the second one of TEXT_DRAFTERS.
+        ngram: longest suffix that drafter ngram looks up, in tokens.
+        index: file of dsbd index, for drafter retrieval.
+        branching: children per node of drafter rsd-c; 0 for as many as fit.
+        tree: how drafter dynamic-tree chooses: greedy, threshold (both sampled) or top-k (deterministic).
+        tree_threshold: least value of a node with tree threshold; None is 1 / (D * K).
+        second_drafts: nodes per layer of the second of two drafters; None is K / 2.
+        fusion_top_k: the second drafter's nodes must be among this many of the draft model's best; 0: any may stand.
     """
 
     rule: RuleName = "coupled"
@@ -102,8 +121,17 @@ class MethodConfig:
     min_width: int = 1
     warp_scope: WarpScope = "pool"
     memory_saving: bool = False
+    drafter: str = "beam"
+    ngram: int = 4
+    index: str | None = None
+    branching: int = 0
+    tree: TreeName = "greedy"
+    tree_threshold: float | None = None
+    second_drafts: int | None = None
+    fusion_top_k: int = 16
 
     def __post_init__(self) -> None:
+        self._check_drafter()
         _require(self.rule in RULES, "rule", self.rule, f"one of {', '.join(RULES)}")
         _require(self.width in WIDTHS, "width", self.width, f"one of {', '.join(WIDTHS)}")
         _require(self.warp_scope in WARP_SCOPES, "warp_scope", self.warp_scope, f"one of {', '.join(WARP_SCOPES)}")
@@ -128,6 +156,60 @@ class MethodConfig:
                 f"drafts_per_layer is {self.drafts_per_layer}, but a layer needs {self.required_width} drafted nodes "
                 "to pass: raise it, or use width threshold"
             )
+
+    def _check_drafter(self) -> None:
+        """One drafter or two that fit each other, the rule and the width."""
+        names = self.drafter_names
+        listed = f"one of {', '.join(DRAFTERS)}, or two of them joined by +"
+        _require(all(name in DRAFTERS for name in names) and len(names) <= 2, "drafter", self.drafter, listed)
+        _require(self.ngram >= 1, "ngram", self.ngram, "1 or more")
+        _require(self.branching >= 0, "branching", self.branching, "0 (as many as fit) or more")
+        _require(self.tree in TREES, "tree", self.tree, f"one of {', '.join(TREES)}")
+        _require(self.fusion_top_k >= 0, "fusion_top_k", self.fusion_top_k, "0 (keep all) or more")
+        threshold, share, most = self.tree_threshold, self.second_drafts, self.drafts_per_layer - 1
+        _require(threshold is None or 0 < threshold <= 1, "tree_threshold", threshold, "above 0 and at most 1")
+        if len(names) == 2:
+            _require(names[0] != names[1] and names[1] in TEXT_DRAFTERS, "drafter", self.drafter, _SECOND)
+            _require(most >= 1, "drafts_per_layer", self.drafts_per_layer, "2 or more for two drafters")
+            _require(share is None or 1 <= share <= most, "second_drafts", share, f"between 1 and {most} (K - 1)")
+        if ("retrieval" in names) != (self.index is not None):
+            raise UsageError(
+                "drafter retrieval needs an index: make one with dsbd index"
+                if self.index is None
+                else f"index would do nothing, because drafter {self.drafter} does not read one: drop it"
+            )
+        if self.depth == 0 and self.drafter != "beam":
+            raise UsageError(f"depth 0 drafts nothing, but drafter is {self.drafter!r}: raise depth or drop it")
+        if self.rule == "with-replacement" and self.drafter != "beam":
+            raise UsageError(
+                f"rule with-replacement tests independent draws of a pool, which only drafter beam gives, not "
+                f"{self.drafter}: use rule rejection or coupled"
+            )
+        if self.depth and self.width == "threshold" and names[0] != "beam":
+            raise UsageError(
+                f"width threshold estimates acceptance from the pool law that drafter beam records; {self.drafter} "
+                "has none: use width fixed"
+            )
+
+    @property
+    def drafter_names(self) -> tuple[str, ...]:
+        """The drafter, or the two that are fused."""
+        return tuple(self.drafter.split("+"))
+
+    @property
+    def needs_draft(self) -> bool:
+        """A draft model takes part."""
+        return self.depth > 0 and any(name in MODEL_DRAFTERS for name in self.drafter_names)
+
+    @property
+    def value_threshold(self) -> float:
+        """Least value of a node with tree threshold."""
+        return self.tree_threshold or 1.0 / (max(1, self.depth) * self.drafts_per_layer)
+
+    @property
+    def second_share(self) -> int:
+        """Nodes per layer of the second of two drafters."""
+        return self.second_drafts or self.drafts_per_layer // 2
 
     @property
     def required_width(self) -> int:

@@ -23,7 +23,8 @@ from dsbd_cli.decoding.scheduler import Job, ResultOrder, Scheduler, Source, buc
 from dsbd_cli.decoding.state import BatchState
 from dsbd_cli.decoding.step import Stepper
 from dsbd_cli.decoding.timing import Event, PhaseTimer
-from dsbd_cli.drafting import BeamDrafter, Drafter, Endings, NoDrafter
+from dsbd_cli.drafting import Endings, Setting, make_drafter
+from dsbd_cli.drafting.text import Prompts
 from dsbd_cli.errors import (
     InvalidRowError,
     NumericalError,
@@ -55,6 +56,15 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def _unfit_draft(method: MethodConfig) -> str:
+    """Why there must, or must not, be a draft model."""
+    if method.depth == 0:
+        return "depth 0 drafts nothing: give no draft model, or raise depth"
+    if method.needs_draft:
+        return f"drafter {method.drafter} needs a draft model: give one, or use depth 0"
+    return f"drafter {method.drafter} uses no draft model: give none"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What runs: names, dtypes and devices of the models, for records and reports."""
@@ -70,7 +80,8 @@ class EngineInfo:
 class Engine:
     """Speculative beam decoding of many requests with one pair of models.
 
-    Without a draft the method must have depth 0: plain beam sampling or beam search by the same code.
+    Without a draft the method has depth 0, plain beam sampling or beam search by the same code, or a drafter that
+    needs no model.
     """
 
     def __init__(
@@ -90,8 +101,8 @@ class Engine:
         on_too_long: a prompt that does not fit the models' positions fails, or loses tokens on its left.
         """
         self.method = method or MethodConfig(depth=4 if draft is not None else 0)
-        if (draft is None) != (self.method.depth == 0):
-            raise UsageError("a draft model goes with depth 1 or more, no draft model with depth 0")
+        if (draft is not None) != self.method.needs_draft:
+            raise UsageError(_unfit_draft(self.method))
         if batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
         self.target, self.draft, self.codec = target, draft, codec
@@ -101,7 +112,7 @@ class Engine:
         eos = torch.zeros(target.vocab_size, dtype=torch.bool)
         eos[[token for token in codec.eos_ids if token < target.vocab_size]] = True
         self._stops = StopTable(codec.token_bytes(), target.vocab_size, device)
-        drafter: Drafter = NoDrafter() if draft is None else BeamDrafter(draft, target.vocab_size)
+        drafter = make_drafter(Setting(self.method, draft, target.vocab_size, codec, device))
         rule = RULES[self.method.rule]()
         self._stepper = Stepper(
             target, draft, drafter, rule, Endings(eos.to(device), self._stops), PhaseTimer(_events(device))
@@ -281,7 +292,10 @@ class Engine:
                 model.release()  # else rows of one batch would multiply with slots of another
                 model.reserve(rows, slots)
         window = bucket(self._nodes, WINDOW_STEP)
-        return BatchState.empty(self.method, rows, slots, window, history, self.target.device)
+        state = BatchState.empty(self.method, rows, slots, window, history, self.target.device)
+        if self._drafter.needs_text:
+            state.prompts = Prompts.empty(rows, self.target.device)
+        return state
 
     def _reserve(self, state: BatchState, slots: int) -> None:
         """At least `slots` cache slots per row."""

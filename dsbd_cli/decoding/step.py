@@ -92,6 +92,7 @@ class Stepper:
             iteration=state.iteration,
             catch_up=late,
             record_law=self.rule.needs_law or method.width == "threshold",
+            prompts=state.prompts,
         )
 
     def _target(self, state: BatchState, forest: Forest, slots: int) -> Tensor:

@@ -15,6 +15,7 @@ from dsbd_cli.core.pool import DraftRequest, match_pairs
 from dsbd_cli.core.probs import NEVER, Candidates, Warp
 from dsbd_cli.core.slots import SlotTable
 from dsbd_cli.core.stops import StopTable
+from dsbd_cli.drafting.text import Prompts
 
 __all__ = [
     "DraftContext",
@@ -85,7 +86,7 @@ class DraftContext:
         depth: D. drafts_per_layer: K. window: T, tail window. slots: S, active cache slots. trash: slot absent nodes
             write to.
         row_key, iteration: [R] int64. catch_up: some beam's parent is missing in the draft's cache.
-        record_law: the layer laws Q are needed.
+        record_law: the layer laws Q are needed. prompts: only where the drafter reads the text (needs_text).
     """
 
     beams: Beams
@@ -101,12 +102,19 @@ class DraftContext:
     iteration: Tensor
     catch_up: bool
     record_law: bool
+    prompts: Prompts | None = None
 
 
 class Drafter(Protocol):
-    """Proposes a forest. `calls` is how many draft forwards the last proposal took."""
+    """Proposes a forest.
+
+    Attributes:
+        calls: how many draft forwards the last proposal took.
+        needs_text: it reads context.prompts.
+    """
 
     calls: int
+    needs_text: bool
 
     def propose(self, context: DraftContext) -> Forest:
         """Roots and D layers of K nodes."""
@@ -220,8 +228,8 @@ def record_law(
 ) -> DraftLaw:
     """The law of K1 draws and the mass left before each, summed from what is left so that nothing cancels.
 
-    log_q: [R, n, C] float32, normalised over the pool or (scope `parent`) in each row (see probs.row_law). index: [R, K1] flat
-    index of each draw, in draw order; valid: [R, K1] bool.
+    log_q: [R, n, C] float32, normalised over the pool or (scope `parent`) in each row (see probs.row_law).
+    index: [R, K1] flat index of each draw, in draw order. valid: [R, K1] bool.
     """
     law = log_q.flatten(1).to(torch.float64)
     drawn = torch.where(valid, law.gather(1, index), NEVER)
