@@ -21,11 +21,11 @@ from dsbd_cli.verify.oracle import (
     LayerResult,
     Pair,
     coupled_layer,
-    expected_width,
     search_layer,
     verify_layer_rejection,
     verify_layer_with_replacement,
 )
+from dsbd_cli.verify.oracle_width import expected_width
 from dsbd_cli.verify.rejection import draft_law_at
 from dsbd_cli.verify.width import expected_width as expected_width_tensor
 from tests.engine.layers import WARPED, Layer, random_layer
