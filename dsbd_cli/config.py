@@ -108,7 +108,7 @@ class MethodConfig:
         branching: children per node of drafter rsd-c; 0 for as many as fit.
         tree: how drafter dynamic-tree chooses: greedy, threshold (both sampled) or top-k (deterministic).
         tree_threshold: least value of a node with tree threshold; None is 1 / (D * K).
-        second_drafts: nodes per layer of the second of two drafters; None is K / 2.
+        second_drafts: nodes per layer of the second of two drafters; None is K / 4.
         fusion_top_k: the second drafter's nodes must be among this many of the draft model's best; 0: any may stand.
     """
 
@@ -209,7 +209,7 @@ class MethodConfig:
     @property
     def second_share(self) -> int:
         """Nodes per layer of the second of two drafters."""
-        return self.second_drafts or self.drafts_per_layer // 2
+        return self.second_drafts or max(1, self.drafts_per_layer // 4)
 
     @property
     def required_width(self) -> int:

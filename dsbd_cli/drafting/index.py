@@ -18,7 +18,8 @@ import hashlib
 import os
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,15 @@ from numpy.typing import NDArray
 
 from dsbd_cli.errors import UsageError
 
-__all__ = ["SORTED", "CorpusIndex", "open_index", "sort_suffixes", "tokenizer_fingerprint", "write_index"]
+__all__ = [
+    "SORTED",
+    "CorpusIndex",
+    "CorpusTokens",
+    "open_index",
+    "sort_suffixes",
+    "tokenizer_fingerprint",
+    "write_index",
+]
 
 MAGIC, VERSION = b"dsbdindx", 1
 HEADER = struct.Struct("<8sII16sQQ")
@@ -83,28 +92,41 @@ def _ranks(key: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64
     return rank
 
 
-def write_index(
-    path: Path,
-    documents: Sequence[Sequence[int]],
-    token_bytes: Sequence[bytes],
-    progress: Progress = lambda line: None,
-) -> int:
-    """Sort and write; the file appears under its name only when it is whole. Returns the number of tokens.
+class CorpusTokens:
+    """A corpus while it is read: 4 bytes per token."""
 
-    Raises UsageError for a corpus without tokens or with too many.
+    def __init__(self, documents: Iterable[Iterable[int]] = ()) -> None:
+        self.ids = array("i")
+        self.documents = 0
+        for document in documents:
+            self.extend(document)
+            self.end_document()
+
+    def extend(self, ids: Iterable[int]) -> None:
+        """More tokens of the document that is being read."""
+        self.ids.extend(ids)
+
+    def end_document(self) -> None:
+        """No match reaches from one document into the next."""
+        self.ids.append(SEPARATOR)
+        self.documents += 1
+
+
+def write_index(
+    path: Path, corpus: CorpusTokens, token_bytes: Sequence[bytes], progress: Progress = lambda line: None
+) -> None:
+    """Sort and write; the file appears under its name only when it is whole.
+
+    Raises UsageError for a corpus without tokens or with too many, or where the file cannot be written.
     """
-    size = sum(len(document) + 1 for document in documents)
-    if size == len(documents):
+    size = len(corpus.ids)
+    if size == corpus.documents:
         raise UsageError("the corpus holds no tokens: there is nothing to index")
     if size > MOST_TOKENS:
         raise UsageError(f"the corpus has {size} tokens, but an index holds {MOST_TOKENS}: split it")
-    tokens = np.full(size, SEPARATOR, dtype=np.int32)
-    at = 0
-    for document in documents:
-        tokens[at : at + len(document)] = document
-        at += len(document) + 1
+    tokens = np.frombuffer(corpus.ids, dtype=np.int32)
     suffixes = sort_suffixes(tokens, progress)
-    head = HEADER.pack(MAGIC, VERSION, len(token_bytes), tokenizer_fingerprint(token_bytes), size, len(documents))
+    head = HEADER.pack(MAGIC, VERSION, len(token_bytes), tokenizer_fingerprint(token_bytes), size, corpus.documents)
     head += struct.pack("<I", zlib.crc32(head))
     unfinished = path.with_name(path.name + ".part")
     try:
@@ -118,7 +140,6 @@ def write_index(
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
-    return size
 
 
 def open_index(path: Path, token_bytes: Sequence[bytes]) -> CorpusIndex:

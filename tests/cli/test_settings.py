@@ -129,6 +129,7 @@ def test_what_does_not_act_is_null_in_the_record(dsbd: Dsbd) -> None:
         "min_width": None,
         "warp_scope": "pool",
         "memory_saving": False,
+        "drafter": None,
         "target": "builtin:target",
         "draft": None,
     }

@@ -16,8 +16,7 @@ import pytest
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.decoding.engine import Engine
-from dsbd_cli.drafting.index import write_index
-from dsbd_cli.errors import UsageError
+from dsbd_cli.drafting.index import CorpusTokens, write_index
 from dsbd_cli.requests import Request, RequestResult
 from dsbd_cli.verify.oracle import enumerate_law
 from tests.engine import plain
@@ -65,9 +64,8 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("index") / "corpus.index"
     engine = make_engine({}, depth=0)
     found = engine.run(request(i, 60) for i in range(40))
-    write_index(
-        path, [h.token_ids for result in found for h in result.hypotheses], NumberCodec(VOCABULARY).token_bytes()
-    )
+    corpus = CorpusTokens(hypothesis.token_ids for result in found for hypothesis in result.hypotheses)
+    write_index(path, corpus, NumberCodec(VOCABULARY).token_bytes())
     return str(path)
 
 
@@ -147,7 +145,7 @@ def test_rejection_has_the_exact_law_with_every_drafter(
     vocabulary = 4 if settings is PLAIN else 3
     index = tmp_path / "index"
     corpus = [[a, b, c, b, a] for a in range(vocabulary) for b in range(vocabulary) for c in range(vocabulary)]
-    write_index(index, corpus, NumberCodec(vocabulary).token_bytes())
+    write_index(index, CorpusTokens(corpus), NumberCodec(vocabulary).token_bytes())
     engine = make_engine(
         options,
         str(index),
