@@ -13,19 +13,25 @@ from dsbd_cli.errors import UsageError
 
 __all__ = ["DRAFTERS", "RULES", "WIDTHS", "MethodConfig", "ModelSpec", "SamplingConfig"]
 
-RuleName = Literal["coupled", "rejection", "with-replacement", "search"]
+RuleName = Literal["coupled", "rejection", "with-replacement", "search", "fuzzy"]
 WidthName = Literal["fixed", "threshold"]
 WarpScope = Literal["pool", "beam"]
 TreeName = Literal["greedy", "threshold", "top-k"]
+DivergenceName = Literal["kl", "kl_reversed", "js", "js_authors", "tv"]
+FallbackName = Literal["target", "strict"]
+FuzzyLawName = Literal["raw", "warped"]
 Exactness = Literal["same-text", "same-law", "dynamic-width", "lossy"]
 OnTooLong = Literal["error", "truncate-left"]
 
-RULES: tuple[str, ...] = ("coupled", "rejection", "with-replacement", "search")
+RULES: tuple[str, ...] = ("coupled", "rejection", "with-replacement", "search", "fuzzy")
 WIDTHS: tuple[str, ...] = ("fixed", "threshold")
 MODEL_DRAFTERS: tuple[str, ...] = ("beam", "rsd-c", "rsd-s", "dynamic-tree")
 TEXT_DRAFTERS: tuple[str, ...] = ("ngram", "retrieval", "trigram")
 DRAFTERS: tuple[str, ...] = (*MODEL_DRAFTERS, *TEXT_DRAFTERS)
 TREES: tuple[str, ...] = ("greedy", "threshold", "top-k")
+DIVERGENCES: tuple[str, ...] = ("kl", "kl_reversed", "js", "js_authors", "tv")
+FALLBACKS: tuple[str, ...] = ("target", "strict")
+FUZZY_LAWS: tuple[str, ...] = ("raw", "warped")
 WARP_SCOPES: tuple[str, ...] = ("pool", "beam")
 ON_TOO_LONG: tuple[str, ...] = ("error", "truncate-left")
 DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
@@ -89,11 +95,36 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FuzzyConfig:
+    """Settings of rule fuzzy.
+
+    Attributes:
+        threshold: T; a layer is taken as drafted where the divergence of the two laws is at most T. 0: only where they
+            are equal.
+        divergence: of target p and draft q: kl (KL(q || p)), kl_reversed, js, js_authors or tv.
+        fallback: above T, draw from the target (as published), or `strict`: test the drafts as rule rejection does.
+        law: which laws are compared: raw, without temperature and cuts, or warped.
+    """
+
+    threshold: float
+    divergence: DivergenceName = "kl"
+    fallback: FallbackName = "target"
+    law: FuzzyLawName = "raw"
+
+    def __post_init__(self) -> None:
+        finite = math.isfinite(self.threshold) and self.threshold >= 0
+        _require(finite, "fuzzy_threshold", self.threshold, "a number, 0 or more")
+        _require(self.divergence in DIVERGENCES, "divergence", self.divergence, f"one of {', '.join(DIVERGENCES)}")
+        _require(self.fallback in FALLBACKS, "fallback", self.fallback, f"one of {', '.join(FALLBACKS)}")
+        _require(self.law in FUZZY_LAWS, "fuzzy_law", self.law, f"one of {', '.join(FUZZY_LAWS)}")
+
+
+@dataclass(frozen=True, slots=True)
 class MethodConfig:
     """How an engine decodes; one per engine.
 
     Attributes:
-        rule: verification rule: coupled, rejection, with-replacement or search.
+        rule: verification rule: coupled, rejection, with-replacement, search or fuzzy.
         num_beams: W, live beams at most.
         drafts_per_layer: K, drafted nodes per layer.
         depth: D, drafted layers; 0 is plain beam sampling (or beam search) without a draft.
@@ -110,6 +141,7 @@ class MethodConfig:
         tree_threshold: least value of a node with tree threshold; None is 1 / (D * K).
         second_drafts: nodes per layer of the second of two drafters; None is K / 4.
         fusion_top_k: the second drafter's nodes must be among this many of the draft model's best; 0: any may stand.
+        fuzzy_threshold, divergence, fallback, fuzzy_law: of rule fuzzy, see FuzzyConfig; the threshold must be given.
     """
 
     rule: RuleName = "coupled"
@@ -129,9 +161,14 @@ class MethodConfig:
     tree_threshold: float | None = None
     second_drafts: int | None = None
     fusion_top_k: int = 16
+    fuzzy_threshold: float | None = None
+    divergence: DivergenceName | None = None
+    fallback: FallbackName | None = None
+    fuzzy_law: FuzzyLawName | None = None
 
     def __post_init__(self) -> None:
         self._check_drafter()
+        self._check_fuzzy()
         _require(self.rule in RULES, "rule", self.rule, f"one of {', '.join(RULES)}")
         _require(self.width in WIDTHS, "width", self.width, f"one of {', '.join(WIDTHS)}")
         _require(self.warp_scope in WARP_SCOPES, "warp_scope", self.warp_scope, f"one of {', '.join(WARP_SCOPES)}")
@@ -191,6 +228,43 @@ class MethodConfig:
                 "has none: use width fixed"
             )
 
+    def _check_fuzzy(self) -> None:
+        """Rule fuzzy has what it needs, and no other rule is given its options."""
+        if self.rule != "fuzzy":
+            for name in ("fuzzy_threshold", "divergence", "fallback", "fuzzy_law"):
+                value = getattr(self, name)
+                if value is not None:
+                    raise UsageError(f"{name} is {value!r}, but the rule is {self.rule}: only rule fuzzy has one")
+            return
+        if self.fuzzy is None:
+            raise UsageError("rule fuzzy needs fuzzy_threshold: the divergence up to which a layer is taken as drafted")
+        if self.depth == 0:
+            raise UsageError("rule fuzzy compares the target with a draft, but depth 0 drafts nothing: raise depth")
+        if self.drafter != "beam":
+            raise UsageError(
+                f"rule fuzzy compares the target with the pool law that drafter beam records; {self.drafter} has "
+                "another one or none: use drafter beam"
+            )
+        if self.width != "fixed":
+            raise UsageError("rule fuzzy takes whole layers, which no estimated width describes: use width fixed")
+        if self.warp_scope != "pool":
+            raise UsageError(
+                "rule fuzzy takes drafts that the warped target excludes, and warp_scope beam gives them no weight: "
+                "use warp_scope pool"
+            )
+
+    @property
+    def fuzzy(self) -> FuzzyConfig | None:
+        """Settings of rule fuzzy; None with any other rule."""
+        if self.rule != "fuzzy" or self.fuzzy_threshold is None:
+            return None
+        return FuzzyConfig(
+            threshold=self.fuzzy_threshold,
+            divergence=self.divergence or "kl",
+            fallback=self.fallback or "target",
+            law=self.fuzzy_law or "raw",
+        )
+
     @property
     def drafter_names(self) -> tuple[str, ...]:
         """The drafter, or the two that are fused."""
@@ -219,6 +293,8 @@ class MethodConfig:
     @property
     def exactness(self) -> Exactness:
         """What the output shares with plain decoding at the same num_beams and seed."""
+        if self.rule == "fuzzy":
+            return "lossy"
         if self.depth and self.width == "threshold":
             return "dynamic-width"
         if self.memory_saving:

@@ -172,6 +172,10 @@ def _method(given: MethodOptions, proposing: Mapping[str, object], *, drafting: 
         min_width=_given(given.min_width, default.min_width),
         warp_scope=_given(given.warp_scope, default.warp_scope),
         memory_saving=bool(given.memory_saving),
+        fuzzy_threshold=given.fuzzy_threshold,
+        divergence=given.divergence,
+        fallback=given.fallback,
+        fuzzy_law=given.fuzzy_law,
         **proposing,  # type: ignore[arg-type]
     )
 

@@ -35,7 +35,7 @@ from dsbd_cli.errors import (
 )
 from dsbd_cli.requests import Request, RequestResult
 from dsbd_cli.stats import RequestStats
-from dsbd_cli.verify import RULES
+from dsbd_cli.verify import make_rule
 
 __all__ = ["Engine", "EngineInfo"]
 
@@ -113,7 +113,7 @@ class Engine:
         eos[[token for token in codec.eos_ids if token < target.vocab_size]] = True
         self._stops = StopTable(codec.token_bytes(), target.vocab_size, device)
         drafter = make_drafter(Setting(self.method, draft, target.vocab_size, codec, device))
-        rule = RULES[self.method.rule]()
+        rule = make_rule(self.method)
         self._stepper = Stepper(
             target, draft, drafter, rule, Endings(eos.to(device), self._stops), PhaseTimer(_events(device))
         )

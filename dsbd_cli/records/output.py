@@ -51,8 +51,21 @@ class MethodRecord:
             "warp_scope": method.warp_scope,
             "memory_saving": method.memory_saving,
             **self._drafter(),
+            **self._fuzzy(),
             "target": self.target,
             "draft": self.draft,
+        }
+
+    def _fuzzy(self) -> Fields:
+        """Settings of rule fuzzy, where that is the rule."""
+        fuzzy = self.method.fuzzy
+        if fuzzy is None:
+            return {}
+        return {
+            "fuzzy_threshold": fuzzy.threshold,
+            "divergence": fuzzy.divergence,
+            "fallback": fuzzy.fallback,
+            "fuzzy_law": fuzzy.law,
         }
 
     def _drafter(self) -> Fields:

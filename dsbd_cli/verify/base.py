@@ -39,6 +39,7 @@ class DraftedLayer:
         offset: forest index of the first of them.
         law: the law of the first K1 nodes, which may be sampled; None when there is no such node, or when no rule or
             width in use looks at it.
+        above_weight: [R, n] float32, running weight under the draft of the nodes that the law's parents are.
     """
 
     parent: Tensor
@@ -47,6 +48,7 @@ class DraftedLayer:
     sampled: Tensor
     offset: int
     law: DraftLaw | None
+    above_weight: Tensor
 
 
 @dataclass(slots=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 
-from dsbd_cli.verify.oracle_choice import Law, Pair, normalise
+from dsbd_cli.verify.oracle_choice import Law, normalise
 
-__all__ = ["acceptance_counts", "expected_width", "expected_width_of_nodes"]
+__all__ = ["acceptance_counts", "expected_width"]
 
 
 def acceptance_counts(target: Law, draft_law: Law, drafts: int) -> list[float]:
@@ -37,18 +36,3 @@ def expected_width(target: Law, draft_law: Law, drafts: int, threshold: float, m
     counts = acceptance_counts(target, draft_law, drafts)
     reached = [w for w in range(drafts + 1) if math.fsum(counts[w:]) >= threshold]
     return min(max(max(reached, default=0), min_width), full_width)
-
-
-def expected_width_of_nodes(
-    target: Law, nodes: Collection[Pair], threshold: float, min_width: int, full_width: int
-) -> int:
-    """w of a layer of deterministic nodes alone: a draw passes where it is a node, so Pr[the first w all are] is at
-    least the product of the mass the nodes have left when their heaviest were drawn first."""
-    masses = sorted((target.get(pair, 0.0) for pair in set(nodes)), reverse=True)
-    inside, taken, chance, width = math.fsum(masses), 0.0, 1.0, 0
-    for mass in masses[:full_width]:
-        chance *= (inside - taken) / (1.0 - taken) if taken < 1.0 else 1.0
-        if chance < threshold:
-            break
-        width, taken = width + 1, taken + mass
-    return min(max(width, min_width), full_width)

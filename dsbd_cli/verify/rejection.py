@@ -53,19 +53,25 @@ class _Tests:
     ends: Tensor
 
 
-def draft_law_at(view: LayerView, drafts: DraftedLayer, layer_offset: int) -> Tensor:
-    """log Q at the pairs of the target's pool: [R, M] float64. layer_offset: forest index of the first node of the
-    live beams' layer."""
+def draft_law_at(view: LayerView, drafts: DraftedLayer) -> Tensor:
+    """log Q at the pairs of the target's pool: [R, M] float64. The law is over all nodes of the live beams' layer."""
+    assert drafts.law is not None
+    return at_pool(view, drafts, drafts.law.log_q)
+
+
+def at_pool(view: LayerView, drafts: DraftedLayer, log_values: Tensor) -> Tensor:
+    """What the draft's candidates have [R, n, Cq], at the pairs of the target's pool: [R, M] float64, else -inf."""
     assert drafts.law is not None
     law = drafts.law
-    local = (view.node - layer_offset).clamp(min=0).unsqueeze(-1)
-    log_q = law.log_q.gather(1, local.expand(-1, -1, law.log_q.shape[-1]))
+    first = drafts.offset - log_values.shape[1]  # forest index of the first node of that layer
+    local = (view.node - first).clamp(min=0).unsqueeze(-1)
+    log_q = log_values.gather(1, local.expand(-1, -1, log_values.shape[-1]))
     if law.candidates.full:
         width = log_q.shape[-1]
         found = log_q.gather(2, view.tokens.clamp(max=width - 1))
         at = torch.where(view.tokens < width, found, NEVER)
     else:
-        tokens = law.candidates.tokens.gather(1, local.expand(-1, -1, law.log_q.shape[-1]))
+        tokens = law.candidates.tokens.gather(1, local.expand(-1, -1, log_values.shape[-1]))
         same = view.tokens.unsqueeze(-1) == tokens.unsqueeze(-2)  # [R, W, C, Cq]
         at = torch.where(same, log_q.unsqueeze(-2), NEVER).amax(-1)
     return torch.where(view.valid.unsqueeze(-1), at, NEVER).flatten(1).to(torch.float64)
@@ -113,6 +119,8 @@ class Rejection:
     warps = True
     samples = True
     replacement = False
+    joins = True
+    """A missing draw that equals a drafted node is that node."""
 
     def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
         """The warped support, with room for ties."""
@@ -125,6 +133,11 @@ class Rejection:
     def noise(self, request: DraftRequest) -> Tensor:
         """Gumbel noise of the draft's own stream, independent of the target's."""
         return gumbel(request.stream.view(-1, 1, 1), entry_index(request.tokens))
+
+    def decide(self, view: LayerView, drafts: DraftedLayer) -> tuple[Tensor, Tensor]:
+        """Rows [R] bool whose drafts are tested, and rows whose drafts are taken untested."""
+        every = torch.ones_like(view.width, dtype=torch.bool)
+        return every, ~every
 
     def verify(self, view: LayerView) -> LayerDraws:
         """Test the drafts in order, then complete the layer where it stopped."""
@@ -149,7 +162,7 @@ class Rejection:
     def _test_drafts(
         self, view: LayerView, drafts: DraftedLayer, law: DraftLaw, tests: _Tests, places: _Places
     ) -> None:
-        tests.log_q = draft_law_at(view, drafts, drafts_layer_offset(view, drafts))
+        tests.log_q = draft_law_at(view, drafts)
         count = law.log_drawn.shape[1]
         log_rest = torch.zeros_like(law.log_rest) if self.replacement else law.log_rest
         key = stream_key(view.row_key, view.iteration, view.layer, ACCEPT)
@@ -157,11 +170,14 @@ class Rejection:
         bound = u * torch.exp(law.log_drawn - log_rest)  # accepted below P'(d)
         index, known = places.index[:, :count], places.known[:, :count]
         ending = view.ends.flatten(1).gather(1, index)
+        tested, free = self.decide(view, drafts)
+        possible = known & torch.isfinite(view.logprob.flatten(1).gather(1, index))
         for j in range(count):
             at = index[:, j : j + 1]
-            open_ = drafts.sampled[:, j] & (tests.live < view.width)
+            wanted = drafts.sampled[:, j] & (tests.live < view.width)
             likely = bound[:, j] < tests.residual.gather(1, at).squeeze(1)
-            accept = open_ & known[:, j] & likely
+            accept = wanted & ((tested & known[:, j] & likely) | (free & possible[:, j]))
+            open_ = (wanted & tested) | accept
             q = torch.exp(tests.log_q - log_rest[:, j : j + 1]).nan_to_num(nan=0.0)
             if law.scope == "parent":
                 rows = torch.arange(q.shape[1], device=q.device) // view.tokens.shape[2]
@@ -209,7 +225,7 @@ class Rejection:
         drawn = append(drawn, (first, first_live.unsqueeze(1)), tests.live)
         start = tests.live + first_live
         index, valid, node = append(drawn, (more, more_real & going.unsqueeze(1)), start)
-        if view.drafts is not None and not self.replacement:
+        if view.drafts is not None and self.joins:
             node = torch.where(node < 0, _nodes(view, view.drafts, index, valid), node)
         needed = valid & (torch.arange(beams, device=index.device) < view.width.unsqueeze(1))
         passed = ((node >= 0) | ~needed).all(1) & needed.any(1)
@@ -260,6 +276,7 @@ class WithReplacement(Rejection):
     """Rule `with-replacement`: independent draws, duplicates kept (the law of Qin et al. 2025)."""
 
     replacement = True
+    joins = False  # two equal beams would share a node, and its drafts are one beam's only
 
     def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
         """K independent draws."""
@@ -295,8 +312,3 @@ class WithReplacement(Rejection):
             return ends & (rings < last) & (p > 0) & (count > 0).unsqueeze(1)
 
         return index, real, rung
-
-
-def drafts_layer_offset(view: LayerView, drafts: DraftedLayer) -> int:
-    """Forest index of the first node of the live beams' own layer, which the law's parents are counted from."""
-    return 0 if view.layer == 0 else drafts.offset - drafts.parent.shape[1]

@@ -128,6 +128,7 @@ def random_layer(
         sampled=real,
         offset=beams + drafts,
         law=law,
+        above_weight=weight,
     )
     view = LayerView(
         log_p=target.log_p,

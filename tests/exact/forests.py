@@ -185,6 +185,34 @@ def dynamic(budget: int) -> Propose:
     return propose
 
 
+def by_value(count: int) -> Propose:
+    """DySpec in layers: the `count` draws of the largest value, which is known before each draw."""
+
+    def propose(model: Model, beams: dict[int, Beam], depth: int, chooser: Chooser) -> Layers:
+        layers: Layers = []
+        front = {index: (1.0 / len(beams), beam) for index, beam in beams.items()}
+        for _ in range(depth):
+            law = rows(model, {index: beam for index, (_, beam) in front.items()})
+            left = {index: normalise({p: m for p, m in law.items() if p[0] == index}) for index in front}
+            worth = {index: value for index, (value, _) in front.items()}
+            pairs, values = [], []
+            while any(left.values()) and len(pairs) < count:
+                index = max((index for index in left if left[index]), key=lambda index: worth[index])
+                pair = chooser.draw(left[index], "draft")
+                pairs.append(pair)
+                values.append(front[index][0] * law[pair])
+                worth[index] -= values[-1]
+                left[index] = without(left[index], pair)
+            layers.append(parent_nodes(law, pairs))
+            front = {
+                number: (values[number], Beam((*front[parent][1].path, token), 0.0))
+                for number, (parent, token) in enumerate(pairs)
+            }
+        return layers
+
+    return propose
+
+
 def thresholded(least: float, most: int) -> Propose:
     """DySpec by threshold, layer by layer: keep drawing below a node while the value of its next child is `least`."""
 
