@@ -25,7 +25,7 @@ OnTooLong = Literal["error", "truncate-left"]
 
 RULES: tuple[str, ...] = ("coupled", "rejection", "with-replacement", "search", "fuzzy")
 WIDTHS: tuple[str, ...] = ("fixed", "threshold")
-MODEL_DRAFTERS: tuple[str, ...] = ("beam", "rsd-c", "rsd-s", "dynamic-tree")
+MODEL_DRAFTERS: tuple[str, ...] = ("beam", "rsd-c", "rsd-s", "dynamic-tree", "bridge")
 TEXT_DRAFTERS: tuple[str, ...] = ("ngram", "retrieval", "trigram")
 DRAFTERS: tuple[str, ...] = (*MODEL_DRAFTERS, *TEXT_DRAFTERS)
 TREES: tuple[str, ...] = ("greedy", "threshold", "top-k")
@@ -205,6 +205,10 @@ class MethodConfig:
         _require(self.fusion_top_k >= 0, "fusion_top_k", self.fusion_top_k, "0 (keep all) or more")
         threshold, share, most = self.tree_threshold, self.second_drafts, self.drafts_per_layer - 1
         _require(threshold is None or 0 < threshold <= 1, "tree_threshold", threshold, "above 0 and at most 1")
+        if len(names) == 2 and names[0] == "bridge":
+            raise UsageError(
+                f"drafter is {self.drafter!r}, but bridge builds whole trees from text and fuses with none"
+            )
         if len(names) == 2:
             _require(names[0] != names[1] and names[1] in TEXT_DRAFTERS, "drafter", self.drafter, _SECOND)
             _require(most >= 1, "drafts_per_layer", self.drafts_per_layer, "2 or more for two drafters")

@@ -23,7 +23,7 @@ from dsbd_cli.decoding.scheduler import Job, ResultOrder, Scheduler, Source, buc
 from dsbd_cli.decoding.state import BatchState
 from dsbd_cli.decoding.step import Stepper
 from dsbd_cli.decoding.timing import Event, PhaseTimer
-from dsbd_cli.drafting import Endings, Setting, make_drafter
+from dsbd_cli.drafting import BridgedDraft, BridgeDrafter, Endings, Setting, make_drafter
 from dsbd_cli.drafting.text import Prompts
 from dsbd_cli.errors import (
     InvalidRowError,
@@ -87,7 +87,7 @@ class Engine:
     def __init__(
         self,
         target: ForestModel,
-        draft: ForestModel | None,
+        draft: ForestModel | BridgedDraft | None,
         codec: TextCodec,
         method: MethodConfig | None = None,
         *,
@@ -103,9 +103,14 @@ class Engine:
         self.method = method or MethodConfig(depth=4 if draft is not None else 0)
         if (draft is not None) != self.method.needs_draft:
             raise UsageError(_unfit_draft(self.method))
+        bridged = isinstance(draft, BridgedDraft)
+        if draft is not None and bridged != (self.method.drafter == "bridge"):
+            raise UsageError(f"drafter {self.method.drafter} takes a {'plain draft' if bridged else 'BridgedDraft'}")
         if batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
-        self.target, self.draft, self.codec = target, draft, codec
+        # a bridge runs its draft by itself: the two models share no slots
+        shared = None if isinstance(draft, BridgedDraft) else draft
+        self.target, self.draft, self.codec = target, shared, codec
         self.batch_size, self.info, self.log_steps = batch_size, info, log_steps
         self._on_too_long, self._stopping = on_too_long, False
         device = target.device
@@ -115,7 +120,7 @@ class Engine:
         drafter = make_drafter(Setting(self.method, draft, target.vocab_size, codec, device))
         rule = make_rule(self.method)
         self._stepper = Stepper(
-            target, draft, drafter, rule, Endings(eos.to(device), self._stops), PhaseTimer(_events(device))
+            target, shared, drafter, rule, Endings(eos.to(device), self._stops), PhaseTimer(_events(device))
         )
         self._drafter = drafter
         self._nodes = self.method.num_beams + self.method.depth * self.method.drafts_per_layer
@@ -182,6 +187,8 @@ class Engine:
         for model in (self.target, self.draft):
             if model is not None:
                 model.release()
+        if isinstance(self._drafter, BridgeDrafter):
+            self._drafter.release()
         if len(running) == 1 and not running[0].retried:
             running[0].retried = True  # once more, with all memory given back
         elif len(running) == 1:
