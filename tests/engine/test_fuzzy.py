@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from dsbd_cli.config import DIVERGENCES, FuzzyConfig, MethodConfig
+from dsbd_cli.config import RULES as RULE_NAMES
 from dsbd_cli.decoding.engine import Engine
 from dsbd_cli.errors import UsageError
+from dsbd_cli.verify import RULES, make_rule
 from dsbd_cli.verify.divergence import divergence
 from dsbd_cli.verify.fuzzy import Fuzzy, layer_divergence
 from dsbd_cli.verify.oracle import Pair, normalise
@@ -169,3 +171,9 @@ def test_the_output_is_lossy() -> None:
     assert method.exactness == "lossy"
     assert method.fuzzy == FuzzyConfig(0.3, "kl", "target", "raw")
     assert dataclasses.replace(method, memory_saving=True).exactness == "lossy"
+
+
+def test_every_rule_of_the_settings_can_be_made() -> None:
+    for name in RULE_NAMES:
+        method = MethodConfig(rule=name, fuzzy_threshold=0.1 if name == "fuzzy" else None)  # type: ignore[arg-type]
+        assert isinstance(make_rule(method), Fuzzy if name == "fuzzy" else RULES[name])
