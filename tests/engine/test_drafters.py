@@ -13,10 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.core.forest import DraftLaw, Forest
+from dsbd_cli.core.protocols import ForestInput
 from dsbd_cli.decoding.engine import Engine
+from dsbd_cli.drafting.base import DraftContext, LayerDrafts, record_law
+from dsbd_cli.drafting.dynamic import DynamicTree
 from dsbd_cli.drafting.index import CorpusTokens, write_index
+from dsbd_cli.drafting.rsd import RowDraws
+from dsbd_cli.models.toy import HashModel
 from dsbd_cli.requests import Request, RequestResult
 from dsbd_cli.verify.oracle import enumerate_law
 from tests.engine import plain
@@ -179,3 +187,78 @@ def law_of(settings: Settings, vocabulary: int) -> dict[Results, float]:
     return enumerate_law(
         lambda chooser: tuple(t.tokens for t in plain.decode(rows, settings, sampled(chooser, settings)))
     )
+
+
+class MisTagged(DynamicTree):
+    """Mutant: deterministic nodes that claim to have been drawn."""
+
+    def drafts(
+        self, context: DraftContext, forest: Forest, layer: int, logits: Tensor, count: int
+    ) -> tuple[LayerDrafts, DraftLaw | None]:
+        drafts, _ = super().drafts(context, forest, layer, logits, count)
+        rows = RowDraws(context, forest, layer, logits)
+        drafts.sampled = drafts.valid
+        index = drafts.above * logits.shape[-1] + drafts.token
+        return drafts, record_law(rows.candidates, rows.log_q, index, drafts.valid, "parent")
+
+
+def test_deterministic_nodes_with_a_law_are_found() -> None:
+    """Mixing up the kinds biases the law by far more than the test needs to see."""
+    options: dict[str, Any] = {"drafter": "dynamic-tree", "tree": "top-k"}
+    method: dict[str, Any] = {"rule": "rejection", "num_beams": 1, "depth": 2, "drafts_per_layer": 2}
+    engine = make_engine(options, vocabulary=3, seed=7, noise=1.0, batch_size=400, **method)
+    assert engine.draft is not None
+    engine._drafter = engine._stepper.drafter = MisTagged(engine.draft, 3, "top-k", 0.1)
+    assert excess(law_counts(engine, LONE, 2000)[0], law_of(LONE, 3)) > 1
+
+
+class Watched(HashModel):
+    """Keeps what it returns. Its logits depend on every token of a node's path, so a hole in its cache shows."""
+
+    def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
+        found = super().forward(batch, logits=logits)
+        self.__dict__.setdefault("seen", []).append(found)
+        return found
+
+
+@pytest.mark.parametrize("drafter", ["beam+ngram", "rsd-s+retrieval", "dynamic-tree+trigram"])
+def test_a_fused_draft_has_run_all_that_survives(drafter: str, index: str) -> None:
+    """With one model as target and draft, both must say the same of every node, also behind added ones."""
+    target, draft = Watched(VOCABULARY, 3), Watched(VOCABULARY, 3)
+    lookup = index if "retrieval" in drafter else None
+    method = MethodConfig(drafter=drafter, num_beams=3, drafts_per_layer=8, depth=3, index=lookup, second_drafts=5)
+    engine = Engine(target, draft, NumberCodec(VOCABULARY, (2,)), method, batch_size=4)
+    propose, checked, added = engine._drafter.propose, 0, 0
+
+    def step(*given: Any) -> Any:
+        nonlocal checked, added
+        seen.clear()
+        report = plain_step(*given)
+        [forest], drafted, [verified] = seen, draft.__dict__["seen"][-method.depth :], target.__dict__["seen"][-1:]
+        for layer, found in enumerate(drafted):
+            nodes, start = forest.layers[layer], forest.offset(layer)
+            count = nodes.token.shape[1]
+            expected = verified[:, start : start + count]
+            assert torch.equal(found[:, -count:][nodes.valid], expected[nodes.valid])
+            checked += int(nodes.valid.sum())
+            added += int((nodes.valid & ~nodes.sampled).sum()) if layer else 0
+        return report
+
+    seen: list[Forest] = []
+    plain_step = engine._stepper.step
+    engine._stepper.step = step  # type: ignore[method-assign]
+    engine._drafter.propose = lambda context: seen.append(propose(context)) or seen[-1]  # type: ignore[method-assign]
+    results = list(engine.run(request(i, 10 + i, temperature=1.5) for i in range(8)))
+    assert sum(result.stats.accepted for result in results) > 0
+    assert min(checked, added) > 40
+
+
+def test_requests_do_not_see_each_other() -> None:
+    """The order and the batch of requests change neither text nor counters of the drafters that read the text."""
+    for drafter in ("ngram", "trigram"):
+        found = {}
+        for batch_size, order in ((1, 1), (4, -1), (8, 1)):
+            engine = make_engine({"drafter": drafter}, drafts_per_layer=6, depth=3, batch_size=batch_size)
+            results = engine.run([request(i, 9 + i) for i in range(8)][::order])
+            counters = {r.request.id: (r.hypotheses, r.stats.target_calls, r.stats.accepted) for r in results}
+            assert found.setdefault("first", counters) == counters
