@@ -3,6 +3,8 @@ once per layer, and the deterministic top-k tree of EAGLE-2 (arXiv 2406.16858) a
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -50,7 +52,7 @@ class DynamicTree(BeamDrafter):
         worth = value.unsqueeze(-1) + torch.log1p(-before.clamp(max=1.0))
         worth = torch.where(keys > NEVER, worth.clamp(min=-1e30), NEVER)  # a real draw may find no mass left
         if self._tree == "threshold":
-            worth = torch.where(worth >= torch.log(torch.tensor(self._threshold)), worth, NEVER)
+            worth = torch.where(worth >= math.log(self._threshold), worth, NEVER)
         # ties go to the earlier sibling, which must be drawn first
         best, place = _top(worth.flatten(1), count)
         above = place // worth.shape[2]
