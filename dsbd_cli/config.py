@@ -241,7 +241,9 @@ class MethodConfig:
                     raise UsageError(f"{name} is {value!r}, but the rule is {self.rule}: only rule fuzzy has one")
             return
         if self.fuzzy is None:
-            raise UsageError("rule fuzzy needs fuzzy_threshold: the divergence up to which a layer is taken as drafted")
+            raise UsageError(
+                "fuzzy_threshold is missing, but rule fuzzy needs it: up to which divergence a layer is taken"
+            )
         if self.depth == 0:
             raise UsageError("rule fuzzy compares the target with a draft, but depth 0 drafts nothing: raise depth")
         if self.drafter != "beam":

@@ -148,7 +148,7 @@ def test_at_the_largest_divergence_the_text_is_the_draft_s() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "needs fuzzy_threshold"),
+        ({}, "fuzzy_threshold is missing"),
         ({"fuzzy_threshold": -1.0}, "fuzzy_threshold is -1.0"),
         ({"fuzzy_threshold": math.inf}, "fuzzy_threshold is inf"),
         ({"fuzzy_threshold": 0.1, "divergence": "l2"}, "divergence is 'l2'"),
