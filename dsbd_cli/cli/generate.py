@@ -12,6 +12,7 @@ import typer
 
 from dsbd_cli._version import __version__
 from dsbd_cli.cli.declare import grouped, help_texts
+from dsbd_cli.cli.drafter_options import DrafterOptions
 from dsbd_cli.cli.files import STANDARD, can_resume, check_files, open_source
 from dsbd_cli.cli.flow import MakeRecord, RowFlow, TooManyErrorsError
 from dsbd_cli.cli.layers import job_text, unknown_variables
@@ -47,6 +48,7 @@ def generate(
     failing: RowOptions,
     pair: PairOptions,
     method: MethodOptions,
+    drafter: DrafterOptions,
     sampling: SamplingOptions,
     devices: DeviceOptions,
     talk: TalkOptions,
@@ -64,10 +66,10 @@ def generate(
     set_style(json_lines=bool(talk.log_json), tracebacks=bool(talk.debug) or tracebacks_wanted())
     if talk.quiet and talk.verbose:
         raise UsageError("--quiet and --verbose cannot be used together: give one of them")
-    settings = run_settings(pair, method, sampling, devices, failing)
+    settings = run_settings(pair, method, sampling, devices, failing, drafter)
     if files.input_format == "text" and failing.strict:
         raise UsageError("--strict would do nothing, because lines of text have no fields: drop it")
-    groups = (files, failing, pair, method, sampling, devices, talk)
+    groups = (files, failing, pair, method, drafter, sampling, devices, talk)
     if job.print_config:
         typer.echo(job_text(groups, help_texts(groups)))
         return
@@ -205,6 +207,7 @@ def _describe(settings: RunSettings, info: EngineInfo | None) -> str:
     method = settings.method
     most = "up to " if method.adaptive_depth else ""
     drafts = f"{most}{method.depth} layers of {method.drafts_per_layer} drafts" if method.depth else "no draft"
+    drafts += f" by {method.drafter}" if method.depth and method.drafter != "beam" else ""
     models = f"target {settings.target}" + (f", draft {settings.draft}" if settings.draft else "")
     models += f" ({info.dtype}, {info.device})" if info is not None else ""
     return (

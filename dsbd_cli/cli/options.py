@@ -11,9 +11,14 @@ from dsbd_cli.config import (
     BUILTIN_DRAFT,
     BUILTIN_TARGET,
     DEFAULT_BATCH_SIZE,
+    DIVERGENCES,
     DTYPES,
     ON_TOO_LONG,
     RULES,
+    DivergenceName,
+    FallbackName,
+    FuzzyConfig,
+    FuzzyLawName,
     MethodConfig,
     OnTooLong,
     RuleName,
@@ -41,7 +46,7 @@ TALK, JOB = "Messages", "Options from a file"
 InputFormat = Literal["auto", "text"]
 OutputFormat = Literal["native", "openai", "text"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-_METHOD, _SAMPLING = MethodConfig(), SamplingConfig()
+_METHOD, _SAMPLING, _FUZZY = MethodConfig(), SamplingConfig(), FuzzyConfig(0)
 
 
 @dataclass(frozen=True)
@@ -231,6 +236,41 @@ class MethodOptions:
             text="warp the joint law of the beams (pool), or each beam's row (beam)",
             default=_METHOD.warp_scope,
             metavar="SCOPE",
+        ),
+    ] = None
+    fuzzy_threshold: Annotated[
+        float | None,
+        option(
+            METHOD,
+            "--fuzzy-threshold",
+            text="rule fuzzy, which needs it: take a layer as drafted where target and draft differ by T at most",
+            metavar="T",
+        ),
+    ] = None
+    divergence: Annotated[
+        DivergenceName | None,
+        option(
+            METHOD, "--divergence", text=f"rule fuzzy: {', '.join(DIVERGENCES)}", default=_FUZZY.divergence, metavar="D"
+        ),
+    ] = None
+    fallback: Annotated[
+        FallbackName | None,
+        option(
+            METHOD,
+            "--fallback",
+            text="rule fuzzy, above T: target (draw from it) or strict (test the drafts as rejection does)",
+            default=_FUZZY.fallback,
+            metavar="HOW",
+        ),
+    ] = None
+    fuzzy_law: Annotated[
+        FuzzyLawName | None,
+        option(
+            METHOD,
+            "--fuzzy-law",
+            text="rule fuzzy: compare raw laws or warped ones",
+            default=_FUZZY.law,
+            metavar="LAW",
         ),
     ] = None
     memory_saving: Annotated[

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from dsbd_cli.cli.drafter_options import DrafterOptions, drafter_settings
 from dsbd_cli.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.config import (
     BUILTIN_DRAFT,
     BUILTIN_TARGET,
     DEFAULT_BATCH_SIZE,
+    DRAFTERS,
     MAX_AUTO_DEPTH,
+    MODEL_DRAFTERS,
     MethodConfig,
     OnTooLong,
     RuleName,
@@ -42,12 +46,20 @@ class RunSettings:
 
 
 def run_settings(
-    pair: PairOptions, method: MethodOptions, sampling: SamplingOptions, devices: DeviceOptions, failing: RowOptions
+    pair: PairOptions,
+    method: MethodOptions,
+    sampling: SamplingOptions,
+    devices: DeviceOptions,
+    failing: RowOptions,
+    drafter: DrafterOptions | None = None,
 ) -> RunSettings:
     """Settle defaults and refuse what contradicts itself. Raises UsageError."""
-    target, draft = _pair(pair, method)
+    proposing = drafter_settings(drafter or DrafterOptions())
+    _check_drafter(drafter, method)
+    target, draft = _pair(pair, method, str(proposing["drafter"]))
     _check_devices(devices, draft)
-    if draft is None:
+    drafting = draft is not None or not _needs_draft(str(proposing["drafter"]))
+    if not drafting:
         _refuse(
             "there is no draft",
             ("--drafts-per-layer", method.drafts_per_layer),
@@ -67,7 +79,7 @@ def run_settings(
             ("--seed", sampling.seed),
         )
     try:
-        config = _method(method, drafting=draft is not None)
+        config = _method(method, proposing, drafting=drafting)
         rows = _rows(sampling, config, strict=bool(failing.strict))
     except UsageError as error:
         raise UsageError(_named_as_option(str(error))) from None
@@ -101,12 +113,31 @@ def _refuse(reason: str, *options: tuple[str, object]) -> None:
         raise UsageError(f"{', '.join(given)} would do nothing, because {reason}: {drop}")
 
 
-def _pair(pair: PairOptions, method: MethodOptions) -> tuple[str, str | None]:
+def _needs_draft(drafter: str) -> bool:
+    return any(name in MODEL_DRAFTERS for name in drafter.split("+"))
+
+
+def _check_drafter(given: DrafterOptions | None, method: MethodOptions) -> None:
+    """What can be told before any default is known."""
+    name = given.drafter if given is not None else None
+    if name is not None and not set(name.split("+")) <= set(DRAFTERS):
+        raise UsageError(f"--drafter is {name!r}, but must be one of {', '.join(DRAFTERS)}, or two joined by +")
+    if name is not None and _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
+        raise UsageError(f"--depth 0 drafts nothing, but --drafter is {name}: drop one of them")
+
+
+def _pair(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, str | None]:
     """Names of target and draft. --depth 0 alone means no draft; with a draft named it is a contradiction."""
     target, depth = _given(pair.target, BUILTIN_TARGET), _number("--depth", method.depth, MAX_AUTO_DEPTH)
     if not target or pair.draft == "":
         raise UsageError("--target and --draft need a name: an alias, a folder or a hub id")
+    if not _needs_draft(drafter):
+        if pair.draft not in (None, "none"):
+            raise UsageError(f"--draft {pair.draft} would do nothing, because drafter {drafter} runs no model: drop it")
+        return target, None
     if pair.draft == "none":
+        if drafter != MethodConfig().drafter:
+            raise UsageError(f"--drafter {drafter} needs a draft model, but --draft is none: name one")
         if method.depth is not None and depth:
             raise UsageError(f"--depth {method.depth} needs a draft, but --draft is none: use --depth 0 or drop it")
         return target, None
@@ -129,10 +160,11 @@ def _check_devices(devices: DeviceOptions, draft: str | None) -> None:
         _refuse("there is no draft", ("--draft-device", devices.draft_device))
 
 
-def _method(given: MethodOptions, *, drafting: bool) -> MethodConfig:
+def _method(given: MethodOptions, proposing: Mapping[str, object], *, drafting: bool) -> MethodConfig:
     default = MethodConfig()
     rule = _given(given.rule, default.rule)
-    width: WidthName = "threshold" if drafting and rule in DYNAMIC_RULES else "fixed"
+    pool = str(proposing["drafter"]).split("+")[0] == default.drafter  # the only law that tells a width
+    width: WidthName = "threshold" if drafting and pool and rule in DYNAMIC_RULES else "fixed"
     width = _given(given.width, width)
     if width != "threshold":
         _refuse(
@@ -154,6 +186,11 @@ def _method(given: MethodOptions, *, drafting: bool) -> MethodConfig:
         min_width=_given(given.min_width, default.min_width),
         warp_scope=_given(given.warp_scope, default.warp_scope),
         memory_saving=bool(given.memory_saving),
+        fuzzy_threshold=given.fuzzy_threshold,
+        divergence=given.divergence,
+        fallback=given.fallback,
+        fuzzy_law=given.fuzzy_law,
+        **proposing,  # type: ignore[arg-type]
     )
 
 

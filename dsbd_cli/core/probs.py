@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Candidates", "PoolLaw", "Warp", "log_normalise", "pool_law", "top_candidates"]
+__all__ = ["Candidates", "PoolLaw", "Warp", "log_normalise", "pool_law", "row_law", "top_candidates"]
 
 NEVER = float("-inf")
 
@@ -123,10 +123,14 @@ def pool_law(candidates: Candidates, weight: Tensor, live: Tensor, warp: Warp) -
         joint = weight + candidates.logprobs
         scaled = _from_best(joint.flatten(1)) / warp.temperature.unsqueeze(1)
         return PoolLaw(_cut(scaled, warp).view_as(joint), joint)
-    scaled = _from_best(candidates.logprobs) / warp.temperature[:, None, None]
-    rows = _cut(scaled.flatten(0, 1), _repeat(warp, scaled.shape[1])).view_as(scaled)
-    joint = weight + rows
+    joint = weight + row_law(candidates, warp)
     return PoolLaw(log_normalise(joint.flatten(1)).view_as(joint), joint)
+
+
+def row_law(candidates: Candidates, warp: Warp) -> Tensor:
+    """Each node's own warped law, normalised over its candidates: [R, n, C] float32."""
+    scaled = _from_best(candidates.logprobs) / warp.temperature[:, None, None]
+    return _cut(scaled.flatten(0, 1), _repeat(warp, scaled.shape[1])).view_as(scaled)
 
 
 def _from_best(x: Tensor) -> Tensor:

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import takewhile
 
 import torch
 
@@ -18,52 +15,30 @@ from dsbd_cli.core.beams import fit_window
 from dsbd_cli.core.protocols import ForestModel, TextCodec
 from dsbd_cli.core.stops import StopTable
 from dsbd_cli.decoding.budget import PEEK, fitting_rows
-from dsbd_cli.decoding.graphs import CudaRecorder, IterationGraphs
+from dsbd_cli.decoding.devices import captures, current, events
+from dsbd_cli.decoding.encode import Encoder
 from dsbd_cli.decoding.outcome import collect, record_iteration
 from dsbd_cli.decoding.planner import planner_for
 from dsbd_cli.decoding.prefill import prefill
 from dsbd_cli.decoding.scheduler import Job, ResultOrder, Scheduler, Source, bucket
 from dsbd_cli.decoding.state import BatchState
-from dsbd_cli.decoding.step import Plan, Stepper, Work
-from dsbd_cli.decoding.timing import Event, PhaseTimer
-from dsbd_cli.drafting import BeamDrafter, Drafter, Endings, NoDrafter
+from dsbd_cli.decoding.step import Plan, Stepper
+from dsbd_cli.decoding.timing import PhaseTimer
+from dsbd_cli.drafting import BridgedDraft, BridgeDrafter, Endings, Setting, make_drafter
+from dsbd_cli.drafting.text import Prompts
 from dsbd_cli.errors import (
-    InvalidRowError,
     NumericalError,
     OutOfMemoryRowError,
-    PromptTooLongError,
     RowError,
     UsageError,
 )
 from dsbd_cli.requests import Request, RequestResult
 from dsbd_cli.stats import RequestStats
-from dsbd_cli.verify import RULES
+from dsbd_cli.verify import make_rule
 
 __all__ = ["Engine", "EngineInfo"]
 
 READ_AHEAD = 4
-
-
-def _events(device: torch.device) -> Callable[[], Event] | None:
-    """Marks on the device's own time line; None for the wall clock."""
-    if device.type != "cuda":
-        return None
-    return partial(torch.cuda.Event, enable_timing=True)  # type: ignore[return-value]
-
-
-def _graphs(target: ForestModel, draft: ForestModel | None, wanted: bool | None) -> IterationGraphs[Work] | None:
-    """Captured iterations where they can be. Raises UsageError where they are asked for and cannot be."""
-    models = [model for model in (target, draft) if model is not None]
-    whole = all(getattr(model, "capturable", False) for model in models)
-    possible = whole and len({model.device for model in models}) == 1
-    if wanted and not possible:
-        raise UsageError("CUDA graphs need both models whole on one and the same GPU")
-    return IterationGraphs(CudaRecorder(target.device)) if possible and wanted is not False else None
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the current one: events go to its stream."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +53,26 @@ class EngineInfo:
     draft_device: str | None = None
 
 
+def _unfit_draft(method: MethodConfig) -> str:
+    """Why there must, or must not, be a draft model."""
+    if method.depth == 0:
+        return "depth 0 drafts nothing: give no draft model, or raise depth"
+    if method.needs_draft:
+        return f"drafter {method.drafter} needs a draft model: give one, or use depth 0"
+    return f"drafter {method.drafter} uses no draft model: give none"
+
+
 class Engine:
     """Speculative beam decoding of many requests with one pair of models.
 
-    Without a draft the method must have depth 0: plain beam sampling or beam search by the same code.
+    Without a draft the method has depth 0, plain beam sampling or beam search by the same code, or a drafter that
+    needs no model.
     """
 
     def __init__(
         self,
         target: ForestModel,
-        draft: ForestModel | None,
+        draft: ForestModel | BridgedDraft | None,
         codec: TextCodec,
         method: MethodConfig | None = None,
         *,
@@ -105,32 +90,38 @@ class Engine:
         cuda_graphs: capture iterations as CUDA graphs; None: where both models lie whole on one GPU.
         """
         self.method = method or MethodConfig(depth=4 if draft is not None else 0)
-        if (draft is None) != (self.method.depth == 0):
-            raise UsageError("a draft model goes with depth 1 or more, no draft model with depth 0")
+        if (draft is not None) != self.method.needs_draft:
+            raise UsageError(_unfit_draft(self.method))
+        bridged = isinstance(draft, BridgedDraft)
+        if draft is not None and bridged != (self.method.drafter == "bridge"):
+            raise UsageError(f"drafter {self.method.drafter} takes a {'plain draft' if bridged else 'BridgedDraft'}")
         if batch_size is not None and batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
-        self.target, self.draft, self.codec = target, draft, codec
+        # a bridge runs its draft by itself: the two models share no slots
+        shared = None if isinstance(draft, BridgedDraft) else draft
+        self.target, self.draft, self.codec = target, shared, codec
         self.batch_size, self.info, self.log_steps = batch_size or 1, info, log_steps
         self._fit_batch = batch_size is None
-        self._on_too_long, self._stopping = on_too_long, False
+        self._stopping = False
+        self._encoder = Encoder(target, self.draft, codec, self.method.num_beams, on_too_long)
         device = target.device
         eos = torch.zeros(target.vocab_size, dtype=torch.bool)
         eos[[token for token in codec.eos_ids if token < target.vocab_size]] = True
         self._stops = StopTable(codec.token_bytes(), target.vocab_size, device)
-        drafter: Drafter = NoDrafter() if draft is None else BeamDrafter(draft, target.vocab_size)
-        rule = RULES[self.method.rule]()
+        drafter = make_drafter(Setting(self.method, draft, target.vocab_size, codec, device))
+        rule = make_rule(self.method)
         self._stepper = Stepper(
             target,
-            draft,
+            shared,
             drafter,
             rule,
             Endings(eos.to(device), self._stops),
-            PhaseTimer(_events(device)),
-            _graphs(target, draft, cuda_graphs),
+            PhaseTimer(events(device)),
+            captures(target, shared, bridged, cuda_graphs),
         )
         # larger steps are fewer shapes to capture
         self._slot_step, self._window_step = (128, 64) if self._stepper.graphs is not None else (32, 16)
-        self._planner = planner_for(self.method)
+        self._drafter, self._planner = drafter, planner_for(self.method)
         self._nodes = self.method.num_beams + self.method.depth * self.method.drafts_per_layer
         self._rows = self.batch_size  # out of memory lowers it
         self._proven = 1  # most rows that have run
@@ -208,6 +199,8 @@ class Engine:
         for model in (self.target, self.draft):
             if model is not None:
                 model.release()
+        if isinstance(self._drafter, BridgeDrafter):
+            self._drafter.release()
         if len(running) == 1 and not running[0].retried:
             running[0].retried = True  # once more, with all memory given back
         elif len(running) == 1:
@@ -226,64 +219,11 @@ class Engine:
         while count > 0 and (item := source.next()) is not None:
             number, request = item
             try:
-                ids, truncated = self._encode(request)
+                ids, truncated = self._encoder.encode(request)
                 backlog.append(Job(number, request, ids, started=time.perf_counter(), truncated=truncated))
                 count -= 1
             except RowError as error:
                 order.put(number, RequestResult(request, (), 0, RequestStats(), error))
-
-    def _encode(self, request: Request) -> tuple[list[int], int]:
-        """Token ids of the prompt, and how many were dropped. Raises RowError where it cannot be decoded."""
-        if request.prompt_ids is not None:
-            ids = list(request.prompt_ids)
-        elif request.messages is not None:
-            ids = self.codec.encode_chat([dict(message) for message in request.messages])
-        else:
-            ids = self.codec.encode(request.prompt or "")
-        self._check(request, ids)
-        return self._fit(request, ids)
-
-    def _check(self, request: Request, ids: list[int]) -> None:
-        """Everything that makes one request impossible to decode. Raises RowError."""
-        if not ids:
-            raise InvalidRowError("prompt is empty: there is no token to start from")
-        if foreign := [token for token in ids if not 0 <= token < self.target.vocab_size]:
-            raise InvalidRowError(
-                f"prompt holds token id {foreign[0]}, but the target has {self.target.vocab_size} ids"
-            )
-        if not 0 <= request.seed < 2**63:
-            raise InvalidRowError(f"seed is {request.seed}, but must be from 0 to 2**63 - 1")
-        for stop in request.sampling.stop:
-            if any("\ud800" <= letter <= "\udfff" for letter in stop):
-                raise InvalidRowError(f"stop is {stop!r}, which is no valid text: it holds half a surrogate pair")
-        if request.sampling.n_best > self.method.num_beams:
-            raise InvalidRowError(
-                f"n_best is {request.sampling.n_best}, but num_beams is {self.method.num_beams}: "
-                "there are no more hypotheses"
-            )
-
-    def _fit(self, request: Request, ids: list[int]) -> tuple[list[int], int]:
-        """The prompt as the models' positions allow it, and how many tokens were dropped. Raises PromptTooLongError."""
-        new = request.sampling.max_new_tokens
-        limits = [
-            (model.max_positions, role)
-            for role, model in (("target", self.target), ("draft", self.draft))
-            if model is not None and model.max_positions is not None
-        ]
-        limit, role = min(limits, key=lambda pair: pair[0], default=(len(ids) + new, ""))
-        if len(ids) + new <= limit:
-            return ids, 0
-        if self._on_too_long == "truncate-left" and (kept := self._cut(ids, limit - new)):
-            return kept, len(ids) - len(kept)
-        raise PromptTooLongError(
-            f"prompt has {len(ids)} tokens and max_new_tokens is {new}, but the {role} has {limit} positions"
-        )
-
-    def _cut(self, ids: list[int], room: int) -> list[int]:
-        """The last ids that fit into the room, after the tokens that the tokenizer begins every text with."""
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(ids, self.codec.encode(""), strict=False))
-        begin = len(list(same))
-        return ids[:begin] + ids[len(ids) - room + begin :] if room > begin else []
 
     def _admit(self, state: BatchState | None, scheduler: Scheduler, backlog: deque[Job]) -> BatchState:
         """Prefill waiting requests and put them into free rows; makes or grows the batch's memory where needed."""
@@ -320,7 +260,10 @@ class Engine:
                     model.reserve(rows, slots)
         self._slots, self._reserved = slots, self._reservation(rows, slots)
         window = bucket(self._nodes, self._window_step)
-        return BatchState.empty(self.method, rows, slots, window, history, self.target.device)
+        state = BatchState.empty(self.method, rows, slots, window, history, self.target.device)
+        if self._drafter.needs_text:
+            state.prompts = Prompts.empty(rows, self.target.device)
+        return state
 
     def _reservation(self, rows: int, slots: int) -> tuple[object, ...]:
         """What must be the same for the caches to be used again: another engine may share the models."""
@@ -354,7 +297,7 @@ class Engine:
         state.beams.ancestors = fit_window(state.beams.ancestors, window)
         active = min(bucket(busy, self._slot_step), self._slots - 1)
         lag = self._lag(scheduler) if shape.depth and self.draft is not None else 0
-        with _current(self.target.device):
+        with current(self.target.device):
             report = self._stepper.step(state, Plan(active, shape, lag))
             seconds = self._stepper.timer.seconds()
         self._planner.observe(shape, [report.layers[row] for row, _ in running], seconds)

@@ -16,6 +16,7 @@ from dsbd_cli.config import (
 from dsbd_cli.models.hub import locate
 
 if TYPE_CHECKING:
+    from dsbd_cli.core.protocols import ForestModel
     from dsbd_cli.decoding.engine import Engine
 
 __all__ = ["load"]
@@ -64,9 +65,11 @@ def load(
             locate(wanted)
     # heavy imports only now, so that a wrong name is told at once
     from dsbd_cli.decoding.engine import Engine, EngineInfo
-    from dsbd_cli.models.pair import load_pair
+    from dsbd_cli.drafting import BridgedDraft
+    from dsbd_cli.models.pair import load_pair, markers
 
-    pair = load_pair(spec, draft_spec)
+    bridged = draft is not None and method.drafter == "bridge"
+    pair = load_pair(spec, draft_spec, bridged=bridged)
     info = EngineInfo(
         target=target,
         draft=draft,
@@ -75,9 +78,13 @@ def load(
         draft_dtype=pair.draft_dtype,
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
     )
+    proposing: ForestModel | BridgedDraft | None = pair.draft
+    if pair.draft is not None and pair.draft_codec is not None:
+        codec = pair.draft_codec
+        proposing = BridgedDraft(pair.draft, codec, pair.codec, markers(pair.codec, codec))
     return Engine(
         pair.target,
-        pair.draft,
+        proposing,
         pair.codec,
         method,
         batch_size=batch_size,

@@ -13,6 +13,7 @@ from dsbd_cli.core.beams import Beams, Finished, select_rows
 from dsbd_cli.core.noise import seed_key
 from dsbd_cli.core.probs import NEVER, Warp
 from dsbd_cli.core.slots import SlotTable
+from dsbd_cli.drafting.text import Prompts
 
 __all__ = ["BatchState", "Limits"]
 
@@ -30,7 +31,8 @@ class Limits:
 class BatchState:
     """R rows. `active` [R] bool: the row holds a request; row_key, iteration [R] int64: its noise.
 
-    `sampling` is the host's copy of each row's settings, None where the row is free.
+    `sampling` is the host's copy of each row's settings, None where the row is free. `prompts` is kept only for a
+    drafter that reads the text.
     """
 
     method: MethodConfig
@@ -43,6 +45,7 @@ class BatchState:
     limits: Limits
     warp: Warp
     sampling: list[SamplingConfig | None]
+    prompts: Prompts | None = None
 
     @classmethod
     def empty(
@@ -91,6 +94,8 @@ class BatchState:
         self.warp.temperature[row], self.warp.top_k[row] = sampling.temperature, sampling.top_k
         self.warp.top_p[row], self.warp.min_p[row] = sampling.top_p, sampling.min_p
         self.sampling[row] = sampling
+        if self.prompts is not None:
+            self.prompts.put(row, prompt)
         self._refresh()
 
     def release(self, row: int) -> None:
@@ -121,6 +126,8 @@ class BatchState:
         warp.temperature, warp.top_k = warp.temperature[index], warp.top_k[index]
         warp.top_p, warp.min_p = warp.top_p[index], warp.min_p[index]
         self.sampling = [self.sampling[row] for row in rows]
+        if self.prompts is not None:
+            self.prompts = self.prompts.select(index)
 
     def grow_history(self, length: int) -> None:
         """Room for `length` generated tokens."""

@@ -153,6 +153,7 @@ class Stepper:
             iteration=state.iteration,
             lag=plan.lag,
             record_law=self.rule.needs_law or method.width == "threshold",
+            prompts=state.prompts,
         )
 
     def _target(self, state: BatchState, forest: Forest, slots: int) -> Tensor:

@@ -123,11 +123,12 @@ def _view(
     )
     method = state.method
     if method.width == "threshold" and view.drafts is not None:
-        q = draft_law_at(view, view.drafts, forest.offset(layer)).exp()
+        assert view.drafts.law is not None
+        q = draft_law_at(view, view.drafts).exp()
         p = view.log_p.flatten(1).to(torch.float64).exp()
-        view.width = expected_width(
-            p, q, forest.drafts_per_layer, method.width_threshold, method.min_width, method.num_beams
-        )
+        # of a fused layer only the sampled nodes: which deterministic ones stand beside them depends on the draws
+        drawn = view.drafts.law.log_drawn.shape[1]
+        view.width = expected_width(p, q, drawn, method.width_threshold, method.min_width, method.num_beams)
     return view, weight
 
 
@@ -135,7 +136,15 @@ def _drafts(forest: Forest, layer: int) -> DraftedLayer | None:
     if layer == forest.depth:
         return None
     below = forest.layers[layer + 1]
-    return DraftedLayer(below.parent, below.token, below.valid, forest.offset(layer + 1), forest.laws[layer])
+    return DraftedLayer(
+        parent=below.parent,
+        token=below.token,
+        valid=below.valid,
+        sampled=below.sampled,
+        offset=forest.offset(layer + 1),
+        law=forest.laws[layer],
+        above_weight=forest.layers[layer].weight,
+    )
 
 
 def _advance(view: LayerView, weight: Tensor, draws: LayerDraws, live: Live, endings: Endings) -> Live:

@@ -6,15 +6,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsbd_cli.core.forest import DraftLaw, Forest, LayerNodes
-from dsbd_cli.core.noise import DRAFT, extend_path, stream_key
+from dsbd_cli.core.forest import DraftLaw, Forest
+from dsbd_cli.core.noise import DRAFT, stream_key
 from dsbd_cli.core.pool import DraftRequest
 from dsbd_cli.core.probs import NEVER, Candidates, pool_law, top_candidates
 from dsbd_cli.core.protocols import ForestInput, ForestModel
 from dsbd_cli.core.slots import lagging, node_slots, visible
-from dsbd_cli.drafting.base import DraftContext, own_bit, roots
+from dsbd_cli.drafting.base import DraftContext, LayerDrafts, children, record_law, roots
 
-__all__ = ["BeamDrafter", "NoDrafter", "run"]
+__all__ = ["BeamDrafter", "NoDrafter", "draft_calls", "draft_candidates", "run"]
 
 MERGED_LAG = 16  # more late tokens than this get a forward of their own, without the output head
 
@@ -23,6 +23,7 @@ class NoDrafter:
     """No drafts: the forest is the roots alone, and decoding is plain beam sampling or beam search."""
 
     calls = 0
+    needs_text = False
 
     def propose(self, context: DraftContext) -> Forest:
         """Only layer 0."""
@@ -31,7 +32,9 @@ class NoDrafter:
 
 
 class BeamDrafter:
-    """Drafts with a model over the same slots as the target's."""
+    """Drafts with a model over the same slots as the target's. Others that run a model differ in `drafts` alone."""
+
+    needs_text = False
 
     def __init__(self, model: ForestModel, vocab_size: int) -> None:
         """vocab_size: V of the target; draft logits past it are cut."""
@@ -45,12 +48,14 @@ class BeamDrafter:
             context.beams.token.shape[1], context.drafts_per_layer, [roots(context.beams, context.table, context.depth)]
         )
         for layer in range(context.depth):
-            logits = self._forward(context, forest, layer)
-            self._extend(context, forest, layer, logits)
-        self.calls = context.depth + (context.depth > 0 and context.lag > MERGED_LAG)
+            logits = self.forward(context, forest, layer)
+            drafts, law = self.drafts(context, forest, layer, logits, context.drafts_per_layer)
+            forest.layers.append(children(context, forest, layer, drafts))
+            forest.laws.append(law)
+        self.calls = draft_calls(context)
         return forest
 
-    def _forward(self, context: DraftContext, forest: Forest, layer: int) -> Tensor:
+    def forward(self, context: DraftContext, forest: Forest, layer: int) -> Tensor:
         """Draft logits of one layer's nodes: [R, n, V]."""
         nodes, table = forest.layers[layer], context.table
         count = nodes.token.shape[1]
@@ -68,13 +73,13 @@ class BeamDrafter:
         assert logits is not None
         return logits[:, -count:, : self.vocab_size]
 
-    def _extend(self, context: DraftContext, forest: Forest, layer: int, logits: Tensor) -> None:
-        """Draw the next layer from the draft's pool and record the law it was drawn from."""
+    def drafts(
+        self, context: DraftContext, forest: Forest, layer: int, logits: Tensor, count: int
+    ) -> tuple[LayerDrafts, DraftLaw | None]:
+        """`count` draws from the draft's pool below one layer, and the law they were drawn from where one is needed.
+        logits: [R, n, V] of the layer's nodes."""
         nodes, rule = forest.layers[layer], context.rule
-        size = rule.candidates(forest.num_beams, 1, context.warp.max_top_k, logits.shape[-1])
-        candidates = top_candidates(logits, max(size, min(context.drafts_per_layer + 8, logits.shape[-1])))
-        # a draft that returns NaN proposes nothing; the target decides alone
-        candidates.logprobs = candidates.logprobs.nan_to_num(nan=NEVER, neginf=NEVER)
+        candidates = draft_candidates(context, forest, logits)
         live = nodes.valid & ~nodes.ends
         if rule.warps:
             law = pool_law(candidates, nodes.weight, live, context.warp)
@@ -82,13 +87,33 @@ class BeamDrafter:
         else:
             weight = torch.where(live, nodes.weight, NEVER).unsqueeze(-1) + candidates.logprobs
             log_q = weight
-        ends = context.endings.ends(nodes.stop_state, candidates.tokens)
-        allowed = log_q if rule.drafts_end else log_q.masked_fill(ends, NEVER)
+        allowed = log_q
+        if not rule.drafts_end:
+            allowed = log_q.masked_fill(context.endings.ends(nodes.stop_state, candidates.tokens), NEVER)
         stream = stream_key(context.row_key, context.iteration, layer, DRAFT)
-        count = context.drafts_per_layer
         index, valid = rule.draft(DraftRequest(allowed, candidates.tokens, nodes.path, stream, count))
-        forest.layers.append(_children(context, forest, layer, candidates, weight, ends, index, valid))
-        forest.laws.append(_record(candidates, log_q, index, valid) if context.record_law else None)
+        drafts = LayerDrafts(
+            above=index // candidates.tokens.shape[2],
+            token=candidates.tokens.flatten(1).gather(1, index),
+            valid=valid,
+            sampled=valid & rule.samples,
+            weight=weight.flatten(1).gather(1, index),
+        )
+        return drafts, record_law(candidates, log_q, index, valid) if context.record_law else None
+
+
+def draft_calls(context: DraftContext) -> int:
+    """Draft forwards of an iteration: one per layer, and one more where much is late."""
+    return context.depth + (context.depth > 0 and context.lag > MERGED_LAG)
+
+
+def draft_candidates(context: DraftContext, forest: Forest, logits: Tensor) -> Candidates:
+    """Candidates of the draft's nodes, enough for K draws. A draft that returns NaN proposes nothing; the target
+    decides alone."""
+    size = context.rule.candidates(forest.num_beams, 1, context.warp.max_top_k, logits.shape[-1])
+    candidates = top_candidates(logits, max(size, min(context.drafts_per_layer + 8, logits.shape[-1])))
+    candidates.logprobs = candidates.logprobs.nan_to_num(nan=NEVER, neginf=NEVER)
+    return candidates
 
 
 def _late(context: DraftContext) -> ForestInput:
@@ -120,49 +145,3 @@ def run(model: ForestModel, batch: ForestInput, device: torch.device, *, logits:
         batch = ForestInput(*(getattr(batch, name).to(model.device) for name in names))
     result = model.forward(batch, logits=logits)
     return None if result is None else result.to(device)
-
-
-def _children(
-    context: DraftContext,
-    forest: Forest,
-    layer: int,
-    candidates: Candidates,
-    weight: Tensor,
-    ends: Tensor,
-    index: Tensor,
-    valid: Tensor,
-) -> LayerNodes:
-    nodes = forest.layers[layer]
-    above = index // candidates.tokens.shape[2]
-    token = candidates.tokens.flatten(1).gather(1, index)
-    path_tokens = _rows(nodes.path_tokens, above)
-    path_tokens[:, :, layer] = token
-    window = nodes.ancestors.shape[-1]
-    bit = own_bit(context.table, forest.offset(layer + 1), index.shape[1], window)
-    return LayerNodes(
-        token=token,
-        parent=above + forest.offset(layer),
-        root=nodes.root.gather(1, above),
-        path=extend_path(nodes.path.gather(1, above), token),
-        stop_state=context.endings.step(nodes.stop_state.gather(1, above), token),
-        valid=valid,
-        ends=ends.flatten(1).gather(1, index),
-        weight=weight.flatten(1).gather(1, index),
-        path_tokens=path_tokens,
-        ancestors=_rows(nodes.ancestors, above) | bit,
-    )
-
-
-def _rows(value: Tensor, index: Tensor) -> Tensor:
-    """value [R, n, X] at index [R, m] -> [R, m, X]."""
-    return value.gather(1, index.unsqueeze(-1).expand(-1, -1, value.shape[-1]))
-
-
-def _record(candidates: Candidates, log_q: Tensor, index: Tensor, valid: Tensor) -> DraftLaw:
-    """Q of the drawn pairs and the mass left before each draw, summed from what is left so that nothing cancels."""
-    law = log_q.flatten(1).to(torch.float64)
-    drawn = torch.where(valid, law.gather(1, index), NEVER)
-    # with replacement an index can occur twice; `log_rest` is not used there
-    left = torch.logsumexp(law.scatter(1, index, NEVER), 1, keepdim=True)
-    tail = torch.logcumsumexp(drawn.flip(1), 1).flip(1)
-    return DraftLaw(candidates, log_q, drawn, torch.logaddexp(tail, left))

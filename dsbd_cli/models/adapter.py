@@ -85,6 +85,8 @@ class CausalForestModel:
         self._mask_dtype = self._cache.dtype
         self._dtype = logits.dtype
         self._width = logits.shape[-1]
+        self._full = self._width
+        self._kept: Tensor | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -140,6 +142,11 @@ class CausalForestModel:
         For drafts whose padding ids differ from the target's; that the ids mean the same is checked by check_pair.
         """
         self._width = width
+
+    def spread(self, ids: Tensor, width: int) -> None:
+        """Take the model's logits as those of `ids` [n] int64, ascending, in a vocabulary of this width; all others
+        are -inf."""
+        self._kept, self._width, self._full = ids.to(self._device), width, width
 
     def reserve(self, rows: int, slots: int) -> None:
         """Own cache memory for rows x slots; grows only and keeps what is there."""
@@ -204,6 +211,9 @@ class CausalForestModel:
         return mask.masked_fill_(~seen, torch.finfo(self._mask_dtype).min)[:, None]
 
     def _fitted(self, logits: Tensor) -> Tensor:
+        if self._kept is not None:
+            wide = logits.new_full((*logits.shape[:-1], self._full), float("-inf"))
+            return wide.index_copy_(-1, self._kept, logits)[..., : self._width]
         if self._width <= logits.shape[-1]:
             return logits[..., : self._width]
         return nn.functional.pad(logits, (0, self._width - logits.shape[-1]), value=float("-inf"))

@@ -8,7 +8,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from huggingface_hub import constants
 
@@ -20,7 +20,9 @@ from dsbd_cli.models.registry import ALIASES, BUILTIN, resolve, user_aliases, us
 if TYPE_CHECKING:
     from dsbd_cli.models.tokenize import HFCodec
 
-__all__ = ["Entry", "Fit", "add_name", "fit", "listed"]
+__all__ = ["Entry", "Fit", "add_name", "end_tokens", "fit", "listed", "tokenizer_of"]
+
+NO_LIMIT = 1 << 40
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -92,6 +94,19 @@ def fit(target: str, draft: str, *, trust_remote_code: bool = False) -> Fit:
         notes += (f"positions differ: {our_limit} in the target, {their_limit} in the draft; the fewer count",)
     shared = ours.tokenizer.get_vocab().items() & theirs.tokenizer.get_vocab().items()
     return Fit(len(shared), min(limits, default=None), notes)
+
+
+def end_tokens(spec: ModelSpec) -> tuple[int, ...]:
+    """End tokens of a checkpoint, from its small files alone."""
+    return _described(spec)[0].eos_ids
+
+
+def tokenizer_of(spec: ModelSpec) -> HFCodec:
+    """The codec of a checkpoint, from its small files alone, for texts of any length."""
+    codec = _described(spec)[0]
+    tokenizer: Any = codec.tokenizer
+    tokenizer.model_max_length = NO_LIMIT  # no model runs these texts, so none can be too long for one
+    return codec
 
 
 def _described(spec: ModelSpec) -> tuple[HFCodec, int, int | None]:

@@ -14,6 +14,7 @@ import torch
 
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
+from dsbd_cli.models.head import head_keys, install, read_head
 from dsbd_cli.models.hub import locate
 from dsbd_cli.models.packing import packing_works
 
@@ -110,6 +111,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
     from transformers import AutoModelForCausalLM
 
     _check_weights(folder, spec)
+    head = read_head(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -131,7 +133,9 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
             ) from None
         raise ModelError(f"{_name(spec)} cannot be loaded: {_said(error)}") from error
     model, report = loaded
-    _check_report(report, spec)
+    _check_report(report, spec, set() if head is None else head_keys(model))
+    if head is not None:
+        install(model, head, _name(spec))
     return model
 
 
@@ -147,10 +151,13 @@ def _check_weights(folder: Path, spec: ModelSpec) -> None:
         )
 
 
-def _check_report(report: dict[str, Any], spec: ModelSpec) -> None:
-    """Weights that are absent would be drawn at random, and the text would be noise without a word."""
+def _check_report(report: dict[str, Any], spec: ModelSpec, elsewhere: set[str]) -> None:
+    """Weights that are absent would be drawn at random, and the text would be noise without a word.
+
+    elsewhere: names of weights that come from another file.
+    """
     for kind in ("missing_keys", "mismatched_keys"):
-        if keys := sorted(map(str, report.get(kind) or ())):
+        if keys := sorted(set(map(str, report.get(kind) or ())) - elsewhere):
             shown = ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
             raise ModelError(
                 f"{_name(spec)}: {len(keys)} weights are missing or misshapen ({shown}): get the files again"

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsbd_cli.config import ModelSpec
-from dsbd_cli.core.protocols import ForestModel, TextCodec
+from dsbd_cli.core.protocols import ForestModel
 from dsbd_cli.errors import PairError, UnsupportedModelError
 from dsbd_cli.models.adapter import CausalForestModel
+from dsbd_cli.models.head import installed
 from dsbd_cli.models.loader import eos_ids, load
 from dsbd_cli.models.packing import pack
 from dsbd_cli.models.selftest import self_test
 from dsbd_cli.models.tokenize import HFCodec
 
-__all__ = ["LoadedPair", "check_pair", "load_model", "load_pair"]
+__all__ = ["LoadedPair", "check_pair", "load_model", "load_pair", "markers"]
 
 _SHOWN = 3
 
@@ -27,14 +28,16 @@ class LoadedPair:
         target_dtype: torch's name without prefix: float32, bfloat16, float16.
         draft_dtype: the same, None without a draft.
         notes: differences that do not matter for the result, for the user to read.
+        draft_codec: of a draft that is bridged: with ids of its own, to be spoken to through text.
     """
 
     target: ForestModel
     draft: ForestModel | None
-    codec: TextCodec
+    codec: HFCodec
     target_dtype: str
     draft_dtype: str | None
     notes: tuple[str, ...] = ()
+    draft_codec: HFCodec | None = None
 
 
 def check_pair(target: HFCodec, draft: HFCodec, target_width: int, draft_width: int) -> tuple[str, ...]:
@@ -57,18 +60,29 @@ def check_pair(target: HFCodec, draft: HFCodec, target_width: int, draft_width: 
     return notes
 
 
-def load_pair(target: ModelSpec, draft: ModelSpec | None) -> LoadedPair:
+def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = False) -> LoadedPair:
     """Load and self-test a target and, unless None, its draft, whose logits are made as wide as the target's.
 
+    bridged: the two need not share a vocabulary, because drafts come through text; the draft's logits stay as they are.
     Raises the ModelError family and UsageError of loader, selftest and check_pair.
     """
     model, codec = load_model(target)
     if draft is None:
         return LoadedPair(model, None, codec, _dtype_name(model), None)
     small, small_codec = load_model(draft)
+    dtypes = _dtype_name(model), _dtype_name(small)
+    if bridged:
+        return LoadedPair(model, small, codec, *dtypes, draft_codec=small_codec)
     notes = check_pair(codec, small_codec, model.vocab_size, small.vocab_size)
     small.fit_width(model.vocab_size)
-    return LoadedPair(model, small, codec, _dtype_name(model), _dtype_name(small), notes)
+    return LoadedPair(model, small, codec, *dtypes, notes)
+
+
+def markers(target: HFCodec, draft: HFCodec) -> dict[int, int]:
+    """Special tokens that both tokenizers have, by name: the target's id -> the draft's."""
+    theirs = {token.content: index for index, token in draft.tokenizer.added_tokens_decoder.items() if token.special}
+    ours = target.tokenizer.added_tokens_decoder.items()
+    return {index: theirs[token.content] for index, token in ours if token.special and token.content in theirs}
 
 
 def _dtype_name(model: CausalForestModel) -> str:
@@ -84,6 +98,12 @@ def load_model(spec: ModelSpec) -> tuple[CausalForestModel, HFCodec]:
         self_test(forest)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{spec.role} model {spec.source!r}: {error}") from error
+    if trimmed := installed(model):
+        if spec.role == "target":
+            raise UnsupportedModelError(
+                f"target model {spec.source!r} is a trimmed draft: only a draft may lack tokens"
+            )
+        forest.spread(*trimmed)
     return forest, HFCodec(tokenizer, eos_ids(model, tokenizer))
 
 
@@ -100,7 +120,10 @@ def _differing(wrong: list[int], ours: dict[int, str], theirs: dict[int, str]) -
         return f"nothing in the {role}" if token is None else f"{token!r} in the {role}"
 
     shown = "; ".join(f"id {i}: {name(ours.get(i), 'target')}, {name(theirs.get(i), 'draft')}" for i in wrong[:_SHOWN])
-    return f"target and draft have different vocabularies: {shown}; {len(wrong)} differ; choose a draft of its family"
+    return (
+        f"target and draft have different vocabularies: {shown}; {len(wrong)} differ; "
+        "choose a draft of its family, or --drafter bridge, which drafts through text"
+    )
 
 
 def _width_notes(named: dict[int, str], spare: set[int], target_width: int, draft_width: int) -> tuple[str, ...]:

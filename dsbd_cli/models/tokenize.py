@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from dsbd_cli.errors import InvalidRowError
 
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
 
     def convert_ids_to_tokens(self, ids: int) -> str: ...
 
-    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, list[int]]: ...
+    def __call__(self, text: str | list[str], *, add_special_tokens: bool = True) -> Mapping[str, Any]: ...
 
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
@@ -72,6 +72,10 @@ class HFCodec:
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens the tokenizer adds by itself."""
         return list(self._tokenizer(prompt)["input_ids"])
+
+    def encode_pieces(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of pieces of text, nothing added."""
+        return [list(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer.

@@ -50,9 +50,44 @@ class MethodRecord:
             "min_width": method.min_width if dynamic else None,
             "warp_scope": method.warp_scope,
             "memory_saving": method.memory_saving,
+            **self._drafter(),
+            **self._fuzzy(),
             "target": self.target,
             "draft": self.draft,
         }
+
+    def _fuzzy(self) -> Fields:
+        """Settings of rule fuzzy, where that is the rule."""
+        fuzzy = self.method.fuzzy
+        if fuzzy is None:
+            return {}
+        return {
+            "fuzzy_threshold": fuzzy.threshold,
+            "divergence": fuzzy.divergence,
+            "fallback": fuzzy.fallback,
+            "fuzzy_law": fuzzy.law,
+        }
+
+    def _drafter(self) -> Fields:
+        """Who drafted, and the options that this drafter reads."""
+        method = self.method
+        if not method.depth:
+            return {"drafter": None}
+        names = method.drafter_names
+        options: Fields = {"drafter": method.drafter}
+        if "ngram" in names:
+            options["ngram"] = method.ngram
+        if "retrieval" in names:
+            options["index"] = _unicode(method.index or "")
+        if "rsd-c" in names:
+            options["branching"] = method.branching
+        if "dynamic-tree" in names:
+            options["tree"] = method.tree
+            options["tree_threshold"] = method.value_threshold if method.tree == "threshold" else None
+        if len(names) == 2:
+            options["second_drafts"] = method.second_share
+            options["fusion_top_k"] = method.fusion_top_k if method.needs_draft else None
+        return options
 
 
 def _unicode(name: str) -> str:

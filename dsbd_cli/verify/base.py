@@ -31,19 +31,24 @@ __all__ = [
 
 @dataclass(slots=True)
 class DraftedLayer:
-    """The drafted nodes below the live beams' layer, in draw order.
+    """The drafted nodes below the live beams' layer, sampled ones first in draw order.
 
     Attributes:
         parent: [R, K] int64, forest index of the parent. token: [R, K] int64. valid: [R, K] bool.
+        sampled: [R, K] bool, drawn from the law.
         offset: forest index of the first of them.
-        law: the law they were sampled from; None when no rule or width in use looks at it.
+        law: the law of the first K1 nodes, which may be sampled; None when there is no such node, or when no rule or
+            width in use looks at it.
+        above_weight: [R, n] float32, running weight under the draft of the nodes that the law's parents are.
     """
 
     parent: Tensor
     token: Tensor
     valid: Tensor
+    sampled: Tensor
     offset: int
     law: DraftLaw | None
+    above_weight: Tensor
 
 
 @dataclass(slots=True)
@@ -115,11 +120,15 @@ class Rule(Protocol):
         needs_law: the rule compares P with the draft's law Q.
         drafts_end: drafts of end tokens are of use to the rule.
         warps: the rule samples from the warped law; otherwise raw scores rank the pairs.
+        samples: `draft` draws at random; otherwise drafts are the best pairs, which makes them deterministic nodes.
+        replacement: draws are independent and duplicates stay.
     """
 
     needs_law: bool
     drafts_end: bool
     warps: bool
+    samples: bool
+    replacement: bool
 
     def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
         """Candidates per beam that are enough to find every draw."""
@@ -127,6 +136,10 @@ class Rule(Protocol):
 
     def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
         """Draw pairs of the draft's pool: flat index [R, K] in draw order and which are real [R, K]."""
+        ...
+
+    def noise(self, request: DraftRequest) -> Tensor:
+        """[R, n, C] what `draft` adds to log_q before it takes the largest; zeros where the best are taken."""
         ...
 
     def verify(self, view: LayerView) -> LayerDraws:

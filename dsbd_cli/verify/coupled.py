@@ -23,6 +23,8 @@ class Coupled:
     needs_law = False
     drafts_end = False
     warps = True
+    samples = True
+    replacement = False
 
     def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
         """The warped support: top_k pairs of one beam at most, with room for ties."""
@@ -30,8 +32,11 @@ class Coupled:
 
     def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
         """The largest of log Q + G, with the target's own noise."""
-        keys = request.log_q + path_gumbel(request.path, request.tokens)
-        return largest(keys, request.count)
+        return largest(request.log_q + self.noise(request), request.count)
+
+    def noise(self, request: DraftRequest) -> Tensor:
+        """G(x, v)."""
+        return path_gumbel(request.path, request.tokens)
 
     def verify(self, view: LayerView) -> LayerDraws:
         """Draw by log P + G, then ask which draws were drafted."""

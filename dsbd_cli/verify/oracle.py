@@ -33,12 +33,10 @@ __all__ = [
     "Pool",
     "RejectionRule",
     "WithReplacementRule",
-    "acceptance_counts",
     "beam_step",
     "coupled_layer",
     "draft_layer",
     "enumerate_law",
-    "expected_width",
     "normalise",
     "pool_law",
     "search_layer",
@@ -237,10 +235,7 @@ class RejectionRule:
         chooser: Chooser,
         limit: int | None = None,
     ) -> LayerResult:
-        """Test the drafts until `width` live ones are accepted; if they run out, complete to `full_width` live.
-
-        A support with fewer than `width` live pairs passes once all of it is accepted.
-        """
+        """Test the drafts until `width` live ones are accepted, then draw what is missing."""
         draws: list[Draw] = []
         target = normalise(target)
         residual: Law = target
@@ -255,15 +250,36 @@ class RejectionRule:
             else:
                 residual = self.after_rejection(target, residual, draft_law)
             draft_law = self.next_draft_law(draft_law, draft)
-        exhausted = not target and _count_live(draws) > 0
-        passed = _count_live(draws) == width or exhausted
-        if not passed:
-            law, stream = self.first_missing_law(target, residual, draft_law), "residual"
-            while law and _count_live(draws) < full_width and len(draws) != limit:
+        first = self.first_missing_law(target, residual, draft_law)
+        return self.complete(target, first, draws, drafts, ends, width, full_width, chooser, limit)
+
+    def complete(
+        self,
+        target: Law,
+        first: Law,
+        draws: list[Draw],
+        drafts: Sequence[Pair],
+        ends: Collection[int],
+        width: int,
+        full_width: int,
+        chooser: Chooser,
+        limit: int | None = None,
+    ) -> LayerResult:
+        """Draw what is missing: one pair from `first`, then from P. A draw that is a drafted node counts as that node.
+
+        A layer passes if its first `width` live draws are nodes, or all live pairs of a smaller support are; otherwise
+        it goes on to `full_width`.
+        """
+        numbers = {} if self.replacement else {pair: number for number, pair in reversed(list(enumerate(drafts)))}
+        law, stream, passed = first, "residual", False
+        for wanted in (min(width, full_width), full_width):
+            while not passed and law and _count_live(draws) < wanted and len(draws) != limit:
                 pair = chooser.draw(law, f"{stream}/{len(draws)}" if self.replacement else stream)
-                draws.append(Draw(pair, None, pair[1] in ends))
-                target = self.take(target, pair)
-                law, stream = target, "completion"
+                draws.append(Draw(pair, numbers.get(pair), pair[1] in ends))
+                law = target = self.take(target, pair)
+                stream = "completion"
+            sources = [draw.source for draw in draws if not draw.ends]
+            passed |= bool(sources) and None not in sources and (len(sources) == width or not target)
         return LayerResult(tuple(draws), passed)
 
 
@@ -356,32 +372,3 @@ def search_layer(scores: Law, drafts: Sequence[Pair], ends: Collection[int], wid
     draws = _leading(ranked, drafts, ends, width)
     kept = tuple(draw for rank, draw in enumerate(draws) if not draw.ends or rank < width)
     return LayerResult(kept, all(draw.source is not None for draw in kept if not draw.ends))
-
-
-def acceptance_counts(target: Law, draft_law: Law, drafts: int) -> list[float]:
-    """Pr[k of `drafts` i.i.d. drafts accepted] for k = 0, 1, ..: exact with replacement, an estimate without.
-
-    Source: arXiv 2409.16560, the recursion for the draft width, with Q subtracted once per rejection.
-    """
-    target = residual = normalise(target)
-    draft_law, chances = normalise(draft_law), []
-    for _ in range(drafts):
-        chances.append(math.fsum(min(mass, draft_law.get(pair, 0.0)) for pair, mass in residual.items()))
-        rest = {pair: max(0.0, mass - draft_law.get(pair, 0.0)) for pair, mass in residual.items()}
-        residual = normalise(rest) or target
-    first, none = [], [1.0]  # first[i]: draft i is the first one accepted; none[m]: none of m is
-    for chance in chances:
-        first.append(chance * none[-1])
-        none.append(none[-1] * (1.0 - chance))
-    table = [none]
-    for _ in range(drafts):
-        fewer = table[-1]
-        table.append([math.fsum(first[i] * fewer[m - 1 - i] for i in range(m)) for m in range(drafts + 1)])
-    return [row[drafts] for row in table]
-
-
-def expected_width(target: Law, draft_law: Law, drafts: int, threshold: float, min_width: int, full_width: int) -> int:
-    """w of a layer: the largest with Pr[at least w accepted] >= threshold, clamped to min_width..full_width."""
-    counts = acceptance_counts(target, draft_law, drafts)
-    reached = [w for w in range(drafts + 1) if math.fsum(counts[w:]) >= threshold]
-    return min(max(max(reached, default=0), min_width), full_width)

@@ -1,10 +1,10 @@
 """Rejection rules: drafts sampled from a recorded law Q are accepted one after another against the target's law P.
 
 `Rejection` draws without replacement and is exact for the joint law of w such draws (recursive rejection sampling:
-Leviathan et al. 2023 for
-the identity, Jeon et al. 2024 (arXiv 2402.14160) for several drafts; docs/algorithm.md for beams). `WithReplacement`
-is the i.i.d. law of
-Qin et al. 2025, kept for comparison; duplicate beams are part of it.
+Leviathan et al. 2023 for the identity, Jeon et al. 2024 (arXiv 2402.14160) for several drafts; docs/algorithm.md for
+beams). Draws that the tests leave missing come from the exact law, and one that equals a drafted node is that node:
+this is how deterministic nodes are accepted (point-mass verification). `WithReplacement` is the i.i.d. law of Qin et
+al. 2025, kept for comparison; duplicate beams are part of it.
 
 Everything here is float64 over the support of P: Q matters only there, since a residual max(0, P' - Q') lives on the
 support of P.
@@ -12,15 +12,17 @@ support of P.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dsbd_cli.core.forest import DraftLaw
 from dsbd_cli.core.noise import ACCEPT, CLOCK, COMPLETION, RESIDUAL, gumbel, stream_key, uniform
-from dsbd_cli.core.pool import DraftRequest, ends_before, live_draws
+from dsbd_cli.core.pool import DraftRequest, ends_before, live_draws, match_pairs
 from dsbd_cli.core.probs import NEVER, log_normalise
-from dsbd_cli.verify.base import DraftedLayer, LayerDraws, LayerView, entry_index, largest
+from dsbd_cli.verify.base import DraftedLayer, LayerDraws, LayerView, append, entry_index, largest
 
 __all__ = ["Rejection", "WithReplacement", "draft_law_at"]
 
@@ -34,7 +36,7 @@ class _Tests:
     Attributes:
         log_p: [R, M] float64, P without what is taken, not renormalised. p: [R, M] float64, the same as probabilities.
         residual: [R, M] float64, P'.
-        log_q: [R, M] float64, Q without the drafts already looked at, not renormalised.
+        log_q: [R, M] float64, Q (scope `parent`: each row) without the drafts already looked at, not renormalised.
         live, accepted: [R] int64, live and all accepted drafts.
         order: for every draft [R] int64, its place among the live draws, or -1. taken: for every draft [R] bool.
         ends: [R, M] bool.
@@ -51,28 +53,47 @@ class _Tests:
     ends: Tensor
 
 
-def draft_law_at(view: LayerView, drafts: DraftedLayer, layer_offset: int) -> Tensor:
-    """log Q at the pairs of the target's pool: [R, M] float64. layer_offset: forest index of the first node of the
-    live beams' layer."""
+def draft_law_at(view: LayerView, drafts: DraftedLayer) -> Tensor:
+    """log Q at the pairs of the target's pool: [R, M] float64. The law is over all nodes of the live beams' layer."""
+    assert drafts.law is not None
+    return at_pool(view, drafts, drafts.law.log_q)
+
+
+def at_pool(view: LayerView, drafts: DraftedLayer, log_values: Tensor) -> Tensor:
+    """What the draft's candidates have [R, n, Cq], at the pairs of the target's pool: [R, M] float64, else -inf."""
     assert drafts.law is not None
     law = drafts.law
-    local = (view.node - layer_offset).clamp(min=0).unsqueeze(-1)
-    log_q = law.log_q.gather(1, local.expand(-1, -1, law.log_q.shape[-1]))
+    first = drafts.offset - log_values.shape[1]  # forest index of the first node of that layer
+    local = (view.node - first).clamp(min=0).unsqueeze(-1)
+    log_q = log_values.gather(1, local.expand(-1, -1, log_values.shape[-1]))
     if law.candidates.full:
         width = log_q.shape[-1]
         found = log_q.gather(2, view.tokens.clamp(max=width - 1))
         at = torch.where(view.tokens < width, found, NEVER)
     else:
-        tokens = law.candidates.tokens.gather(1, local.expand(-1, -1, law.log_q.shape[-1]))
+        tokens = law.candidates.tokens.gather(1, local.expand(-1, -1, log_values.shape[-1]))
         same = view.tokens.unsqueeze(-1) == tokens.unsqueeze(-2)  # [R, W, C, Cq]
         at = torch.where(same, log_q.unsqueeze(-2), NEVER).amax(-1)
     return torch.where(view.valid.unsqueeze(-1), at, NEVER).flatten(1).to(torch.float64)
 
 
-def _locate(view: LayerView, drafts: DraftedLayer) -> tuple[Tensor, Tensor]:
-    """Flat pool index of every draft [R, K] and whether its parent is live and its token a candidate [R, K]."""
+@dataclass(slots=True)
+class _Places:
+    """Where the drafts stand in the target's pool, [R, K] each.
+
+    Attributes:
+        index: int64, flat pool index. known: bool, the parent is live and the token a candidate.
+        beam: int64, the live beam that is the parent, -1 if it is dead.
+    """
+
+    index: Tensor
+    known: Tensor
+    beam: Tensor
+
+
+def _locate(view: LayerView, drafts: DraftedLayer) -> _Places:
     same = (drafts.parent.unsqueeze(2) == view.node.unsqueeze(1)) & view.valid.unsqueeze(1)  # [R, K, W]
-    beam = same.to(torch.int8).argmax(-1)
+    beam, live = same.to(torch.int8).argmax(-1), same.any(-1)
     width = view.tokens.shape[2]
     if view.full:
         column = drafts.token.clamp(max=width - 1)
@@ -81,7 +102,7 @@ def _locate(view: LayerView, drafts: DraftedLayer) -> tuple[Tensor, Tensor]:
         tokens = view.tokens.gather(1, beam.unsqueeze(-1).expand(-1, -1, width))
         hit = tokens == drafts.token.unsqueeze(-1)
         column, known = hit.to(torch.int8).argmax(-1), hit.any(-1)
-    return beam * width + column, same.any(-1) & known & drafts.valid
+    return _Places(beam * width + column, live & known & drafts.valid, torch.where(live, beam, -1))
 
 
 def _normalise(law: Tensor, otherwise: Tensor) -> Tensor:
@@ -96,7 +117,10 @@ class Rejection:
     needs_law = True
     drafts_end = True
     warps = True
+    samples = True
     replacement = False
+    joins = True
+    """A missing draw that equals a drafted node is that node."""
 
     def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
         """The warped support, with room for ties."""
@@ -104,8 +128,16 @@ class Rejection:
 
     def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
         """K draws without replacement (Gumbel top-K)."""
-        noise = gumbel(request.stream.view(-1, 1, 1), entry_index(request.tokens))
-        return largest(request.log_q + noise, request.count)
+        return largest(request.log_q + self.noise(request), request.count)
+
+    def noise(self, request: DraftRequest) -> Tensor:
+        """Gumbel noise of the draft's own stream, independent of the target's."""
+        return gumbel(request.stream.view(-1, 1, 1), entry_index(request.tokens))
+
+    def decide(self, view: LayerView, drafts: DraftedLayer) -> tuple[Tensor, Tensor]:
+        """Rows [R] bool whose drafts are tested, and rows whose drafts are taken untested."""
+        every = torch.ones_like(view.width, dtype=torch.bool)
+        return every, ~every
 
     def verify(self, view: LayerView) -> LayerDraws:
         """Test the drafts in order, then complete the layer where it stopped."""
@@ -121,33 +153,36 @@ class Rejection:
             taken=[],
             ends=torch.zeros_like(log_p, dtype=torch.bool),
         )
-        if view.drafts is None:
-            passed = torch.zeros_like(view.width, dtype=torch.bool)
-            place = index = torch.zeros_like(view.node[:, :0])
-        else:
-            index, known = _locate(view, view.drafts)
-            self._test_drafts(view, view.drafts, tests, index, known)
-            # a support with fewer live pairs than the layer needs passes once all of it is accepted
-            exhausted = (tests.log_p == NEVER).all(1) & (tests.live > 0)
-            passed = (tests.live >= view.width) | exhausted
-            place = torch.stack(tests.order, dim=1)
-        return self._finish(view, tests, index, place, passed)
+        places = None
+        if view.drafts is not None and view.drafts.law is not None:
+            places = _locate(view, view.drafts)
+            self._test_drafts(view, view.drafts, view.drafts.law, tests, places)
+        return self._finish(view, tests, places)
 
-    def _test_drafts(self, view: LayerView, drafts: DraftedLayer, tests: _Tests, index: Tensor, known: Tensor) -> None:
-        assert drafts.law is not None
-        tests.log_q = draft_law_at(view, drafts, drafts_layer_offset(view, drafts))
-        count = index.shape[1]
-        log_rest = torch.zeros_like(drafts.law.log_rest) if self.replacement else drafts.law.log_rest
+    def _test_drafts(
+        self, view: LayerView, drafts: DraftedLayer, law: DraftLaw, tests: _Tests, places: _Places
+    ) -> None:
+        tests.log_q = draft_law_at(view, drafts)
+        count = law.log_drawn.shape[1]
+        log_rest = torch.zeros_like(law.log_rest) if self.replacement else law.log_rest
         key = stream_key(view.row_key, view.iteration, view.layer, ACCEPT)
         u = uniform(key.unsqueeze(1), torch.arange(count, device=key.device))
-        bound = u * torch.exp(drafts.law.log_drawn - log_rest)  # accepted below P'(d)
+        bound = u * torch.exp(law.log_drawn - log_rest)  # accepted below P'(d)
+        index, known = places.index[:, :count], places.known[:, :count]
         ending = view.ends.flatten(1).gather(1, index)
+        tested, free = self.decide(view, drafts)
+        possible = known & torch.isfinite(view.logprob.flatten(1).gather(1, index))
         for j in range(count):
             at = index[:, j : j + 1]
-            open_ = drafts.valid[:, j] & (tests.live < view.width)
+            wanted = drafts.sampled[:, j] & (tests.live < view.width)
             likely = bound[:, j] < tests.residual.gather(1, at).squeeze(1)
-            accept = open_ & known[:, j] & likely
-            self._update(tests, at, known[:, j], accept, open_, log_rest[:, j])
+            accept = wanted & ((tested & known[:, j] & likely) | (free & possible[:, j]))
+            open_ = (wanted & tested) | accept
+            q = torch.exp(tests.log_q - log_rest[:, j : j + 1]).nan_to_num(nan=0.0)
+            if law.scope == "parent":
+                rows = torch.arange(q.shape[1], device=q.device) // view.tokens.shape[2]
+                q = torch.where(rows == places.beam[:, j : j + 1], q, 0.0)
+            self._update(tests, at, known[:, j], accept, open_, q)
             lives = accept & ~ending[:, j]
             tests.order.append(torch.where(lives, tests.live, -1))
             tests.taken.append(accept)
@@ -157,13 +192,12 @@ class Rejection:
         ends = tests.ends.to(torch.int8).scatter_reduce(1, index, (taken & ending).to(torch.int8), "amax")
         tests.ends = ends.bool()
 
-    def _update(self, tests: _Tests, at: Tensor, known: Tensor, accept: Tensor, open_: Tensor, rest: Tensor) -> None:
-        """P, P' and Q' after one test; rows whose tests are over stay as they are.
+    def _update(self, tests: _Tests, at: Tensor, known: Tensor, accept: Tensor, open_: Tensor, q: Tensor) -> None:
+        """P, P' and Q after one test of a draft drawn from Q' = q; rows whose tests are over stay as they are.
 
         What is left of P and Q is renormalised in logs: at a low temperature the rest of a law is far below the
         smallest number.
         """
-        q = torch.exp(tests.log_q - rest.unsqueeze(1)).nan_to_num(nan=0.0)
         rejected = _normalise((tests.residual - q).clamp(min=0), tests.p)
         accepted = accept.unsqueeze(1)
         if not self.replacement:
@@ -173,32 +207,34 @@ class Rejection:
         after = torch.where(accepted, tests.p, rejected)
         tests.residual = torch.where(open_.unsqueeze(1), after, tests.residual)
 
-    def _finish(self, view: LayerView, tests: _Tests, index: Tensor, place: Tensor, passed: Tensor) -> LayerDraws:
-        """Put accepted drafts and, where the layer did not pass, the completing draws in order."""
+    def _finish(self, view: LayerView, tests: _Tests, places: _Places | None) -> LayerDraws:
+        """Accepted drafts, then the missing draws; those that are drafted nodes count for the layer as well."""
         beams = view.num_beams
+        exhausted = (tests.log_p == NEVER).all(1) & (tests.live > 0)
+        going = (tests.live < view.width) & ~exhausted
         first, first_real = largest(self._noisy(view, torch.log(tests.residual), RESIDUAL).unsqueeze(1), 1)
-        first_real = first_real.squeeze(1) & ~passed
+        first_real = first_real.squeeze(1) & going
         first_ends = view.ends.flatten(1).gather(1, first).squeeze(1)
         first_live = first_real & ~first_ends
-        missing = torch.where(passed, 0, (beams - tests.live - first_live.to(torch.int64)).clamp(min=0))
-        more, more_valid, more_ends = self._complete(view, tests, first, first_real, missing)
-        slots = torch.zeros_like(view.node).new_zeros(view.node.shape[0], beams + 1)
-        nodes, valid = slots - 1, torch.zeros_like(slots, dtype=torch.bool)
-        if view.drafts is not None and place.shape[1]:
-            draft_nodes = torch.arange(place.shape[1], device=place.device).expand_as(place) + view.drafts.offset
-            at = torch.where(place >= 0, place, beams)
-            slots, nodes = slots.scatter(1, at, index), nodes.scatter(1, at, draft_nodes)
-            valid = valid.scatter(1, at, place >= 0)
-        at = torch.where(first_live, tests.live, beams).unsqueeze(1)
-        slots, valid = slots.scatter(1, at, first), valid.scatter(1, at, first_live.unsqueeze(1))
-        nodes = nodes.scatter(1, at, -1)
-        start = (tests.live + first_live).unsqueeze(1) + torch.arange(more.shape[1], device=more.device)
-        at = torch.where(more_valid, start, beams)
-        slots, nodes = slots.scatter(1, at, more), nodes.scatter(1, at, -1)
-        valid = valid.scatter(1, at, more_valid)[:, :beams]
-        ends = tests.ends | more_ends
+        more, more_real, more_ends = self._complete(view, tests, first, first_real)
+        index = torch.zeros_like(view.node)
+        node, valid = index - 1, torch.zeros_like(view.valid)
+        drawn = (index, valid, node)
+        if places is not None and view.drafts is not None:
+            drawn = _accepted(drawn, tests, places, view.drafts.offset)
+        drawn = append(drawn, (first, first_live.unsqueeze(1)), tests.live)
+        start = tests.live + first_live
+        index, valid, node = append(drawn, (more, more_real & going.unsqueeze(1)), start)
+        if view.drafts is not None and self.joins:
+            node = torch.where(node < 0, _nodes(view, view.drafts, index, valid), node)
+        needed = valid & (torch.arange(beams, device=index.device) < view.width.unsqueeze(1))
+        passed = ((node >= 0) | ~needed).all(1) & needed.any(1)
+        width = torch.where(passed, view.width, beams)
+        valid &= torch.arange(beams, device=index.device) < width.unsqueeze(1)
+        ends = tests.ends | more_ends(torch.where(going, (width - start).clamp(min=0), 0))
         ends |= torch.zeros_like(ends).scatter(1, first, (first_real & first_ends).unsqueeze(1))
-        return LayerDraws(slots[:, :beams], valid, nodes[:, :beams], ends, valid, passed, tests.accepted)
+        found = (valid & (node >= 0) & (torch.arange(beams, device=index.device) >= tests.live.unsqueeze(1))).sum(1)
+        return LayerDraws(index, valid, node, ends, valid, passed, tests.accepted + found)
 
     def _noisy(self, view: LayerView, law: Tensor, stream: int) -> Tensor:
         """A log law + Gumbel noise of a stream: [R, M] float64."""
@@ -206,20 +242,41 @@ class Rejection:
         return law + gumbel(key, entry_index(view.tokens).flatten(1))
 
     def _complete(
-        self, view: LayerView, tests: _Tests, first: Tensor, first_real: Tensor, missing: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Further draws from P without what is taken, until `missing` more are live."""
+        self, view: LayerView, tests: _Tests, first: Tensor, first_real: Tensor
+    ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """Further live draws from P without what is taken: index and real [R, W], and a function that says which ending
+        pairs [R, M] were drawn before the n-th of them, n [R] int64."""
         law = torch.where(first_real.unsqueeze(1), tests.log_p.scatter(1, first, NEVER), tests.log_p)
         keys, ends = self._noisy(view, law, COMPLETION), view.ends.flatten(1)
         draws = live_draws(keys, ends, view.num_beams)
-        steps = torch.arange(view.num_beams, device=keys.device).unsqueeze(0)
-        return draws.index, draws.valid & (steps < missing.unsqueeze(1)), ends_before(keys, ends, draws, missing)
+        return draws.index, draws.valid, lambda count: ends_before(keys, ends, draws, count)
+
+
+def _accepted(
+    drawn: tuple[Tensor, Tensor, Tensor], tests: _Tests, places: _Places, offset: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Accepted drafts at their places among the live draws (index, valid, node) [R, W]."""
+    place = torch.stack(tests.order, 1)
+    beams = drawn[0].shape[1]
+    index, valid, node = (torch.nn.functional.pad(item, (0, 1)) for item in drawn)
+    at = torch.where(place >= 0, place, beams)
+    index, valid = index.scatter(1, at, places.index[:, : place.shape[1]]), valid.scatter(1, at, place >= 0)
+    node = node.scatter(1, at, torch.arange(place.shape[1], device=place.device).expand_as(place) + offset)
+    return index[:, :beams], valid[:, :beams], node[:, :beams]
+
+
+def _nodes(view: LayerView, drafts: DraftedLayer, index: Tensor, valid: Tensor) -> Tensor:
+    """Forest node equal to each draw [R, W], or -1."""
+    beam, token = view.pair(index)
+    found = match_pairs(view.node.gather(1, beam), token, drafts.parent, drafts.token, drafts.valid)
+    return torch.where(valid & (found >= 0), found + drafts.offset, -1)
 
 
 class WithReplacement(Rejection):
     """Rule `with-replacement`: independent draws, duplicates kept (the law of Qin et al. 2025)."""
 
     replacement = True
+    joins = False  # two equal beams would share a node, and its drafts are one beam's only
 
     def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
         """K independent draws."""
@@ -229,14 +286,13 @@ class WithReplacement(Rejection):
         return torch.cat([index for index, _ in draws], 1), torch.cat([real for _, real in draws], 1)
 
     def _complete(
-        self, view: LayerView, tests: _Tests, first: Tensor, first_real: Tensor, missing: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Independent draws until `missing` more are live.
+        self, view: LayerView, tests: _Tests, first: Tensor, first_real: Tensor
+    ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """Independent live draws.
 
         Independent draws are the events of one Poisson clock per pair with rate P: the live ones are independent
-        draws from P given live,
-        and an ending pair was drawn if its clock rings before the last live one, at a time that is Gamma(missing) /
-        P(live).
+        draws from P given live, and an ending pair was drawn if its clock rings before the last live one, at a time
+        that is Gamma(missing) / P(live).
         """
         ends = view.ends.flatten(1)
         law = tests.log_p.masked_fill(ends, NEVER)
@@ -244,16 +300,15 @@ class WithReplacement(Rejection):
         entries = entry_index(view.tokens).flatten(1)
         picks = [largest((law + gumbel(key + (j << 48), entries)).unsqueeze(1), 1) for j in range(view.num_beams)]
         index, real = torch.cat([pick for pick, _ in picks], 1), torch.cat([real for _, real in picks], 1)
-        steps = torch.arange(view.num_beams, device=index.device).unsqueeze(0)
-        wanted = steps < missing.unsqueeze(1)
         clock = stream_key(view.row_key, view.iteration, view.layer, CLOCK).unsqueeze(1)
-        waits = torch.where(wanted, -torch.log(uniform(clock, -1 - steps)), 0.0).sum(1, keepdim=True)
-        last = waits / law.exp().sum(1, keepdim=True)
-        p = tests.log_p.exp()
-        rings = -torch.log(uniform(clock, entries)) / p
-        return index, real & wanted, ends & (rings < last) & (p > 0) & (missing > 0).unsqueeze(1)
 
+        def rung(count: Tensor) -> Tensor:
+            steps = torch.arange(view.num_beams, device=index.device).unsqueeze(0)
+            wanted = steps < count.unsqueeze(1)
+            waits = torch.where(wanted, -torch.log(uniform(clock, -1 - steps)), 0.0).sum(1, keepdim=True)
+            last = waits / law.exp().sum(1, keepdim=True)
+            p = tests.log_p.exp()
+            rings = -torch.log(uniform(clock, entries)) / p
+            return ends & (rings < last) & (p > 0) & (count > 0).unsqueeze(1)
 
-def drafts_layer_offset(view: LayerView, drafts: DraftedLayer) -> int:
-    """Forest index of the first node of the live beams' own layer, which the law's parents are counted from."""
-    return 0 if view.layer == 0 else drafts.offset - drafts.parent.shape[1]
+        return index, real, rung

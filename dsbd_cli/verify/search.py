@@ -3,6 +3,7 @@ fewer target calls."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from dsbd_cli.core.pool import DraftRequest
@@ -17,6 +18,8 @@ class Search:
     needs_law = False
     drafts_end = False
     warps = False
+    samples = False
+    replacement = False
 
     def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
         """As many as transformers looks at: W live ones remain when every end token ranks before them."""
@@ -25,6 +28,10 @@ class Search:
     def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
         """The K best pairs by the draft's own scores."""
         return largest(request.log_q, request.count)
+
+    def noise(self, request: DraftRequest) -> Tensor:
+        """None: the best are taken."""
+        return torch.zeros_like(request.log_q)
 
     def verify(self, view: LayerView) -> LayerDraws:
         """Rank the pool; pass if the W best live pairs were drafted."""

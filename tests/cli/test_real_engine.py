@@ -77,6 +77,15 @@ def test_the_text_depends_on_neither_draft_nor_batch_nor_shape(generate: Call) -
     assert texts(generate("--seed", "1")) != plain
 
 
+@pytest.mark.parametrize("rule", ["coupled", "search"])
+def test_the_text_does_not_depend_on_the_drafter(generate: Call, rule: str) -> None:
+    plain = texts(generate("--rule", rule, draft_name="none"))
+    for drafter in ("rsd-c", "rsd-s", "dynamic-tree", "dynamic-tree --tree top-k", "beam+ngram", "rsd-s+trigram"):
+        assert texts(generate("--rule", rule, "--drafter", *drafter.split(), "--batch-size", "3")) == plain
+    for drafter in ("ngram", "trigram", "trigram+ngram"):
+        assert texts(generate("--rule", rule, "--drafter", drafter, draft_name="none")) == plain
+
+
 @pytest.mark.parametrize(
     "options",
     [

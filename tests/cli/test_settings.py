@@ -72,6 +72,16 @@ REFUSED = {
     "--config no-such-file": "--config no-such-file cannot be read: No such file",
     "--output x --stats x": "--output and --stats are both x",
     "--input README.md --output README.md --overwrite": "--output README.md is the input",
+    "--rule fuzzy": "--fuzzy-threshold is missing, but rule fuzzy needs it",
+    "--rule fuzzy --fuzzy-threshold -1": "--fuzzy-threshold is -1.0",
+    "--rule fuzzy --fuzzy-threshold inf": "--fuzzy-threshold is inf",
+    "--rule fuzzy --fuzzy-threshold 0.1 --draft none": "rule fuzzy compares the target with a draft",
+    "--rule fuzzy --fuzzy-threshold 0.1 --drafter rsd-c": "use drafter beam",
+    "--rule fuzzy --fuzzy-threshold 0.1 --width threshold": "use width fixed",
+    "--rule fuzzy --fuzzy-threshold 0.1 --warp-scope beam": "use warp_scope pool",
+    "--fuzzy-threshold 0.1": "--fuzzy-threshold is 0.1, but the rule is coupled",
+    "--rule rejection --fallback strict": "--fallback is 'strict', but the rule is rejection",
+    "--divergence l2": "Invalid value for '--divergence'",
     "--rule fast": "Invalid value for '--rule': 'fast' is not one of",
     "--num-beams four": "Invalid value for '--num-beams'",
     "--no-such-option": "No such option: --no-such-option",
@@ -102,6 +112,11 @@ SETTLED: list[tuple[str, str | None, dict[str, object]]] = [
     ("--rule with-replacement --min-width 2", "builtin:draft", {"width": "threshold", "min_width": 2}),
     ("--rule rejection --width fixed", "builtin:draft", {"width": "fixed"}),
     ("--width threshold --width-threshold 0.9", "builtin:draft", {"width": "threshold", "width_threshold": 0.9}),
+    (
+        "--rule fuzzy --fuzzy-threshold 0.4 --divergence js_authors --fallback strict --fuzzy-law warped",
+        "builtin:draft",
+        {"fuzzy_threshold": 0.4, "divergence": "js_authors", "fallback": "strict", "fuzzy_law": "warped"},
+    ),
     ("--draft none", None, {"depth": 0, "width": "fixed"}),
     ("--depth auto", "builtin:draft", {"depth": 8, "adaptive_depth": True, "drafts_per_layer": 8}),
     ("--depth 3", "builtin:draft", {"depth": 3, "adaptive_depth": False}),
@@ -135,9 +150,14 @@ def test_what_does_not_act_is_null_in_the_record(dsbd: Dsbd) -> None:
         "min_width": None,
         "warp_scope": "pool",
         "memory_saving": False,
+        "drafter": None,
         "target": "builtin:target",
         "draft": None,
     }
+    [fuzzy] = dsbd("generate", "--rule", "fuzzy", "--fuzzy-threshold", "0.2", lines=[{"prompt": "a"}]).records
+    assert fuzzy["exactness"] == "lossy"
+    names = ("fuzzy_threshold", "divergence", "fallback", "fuzzy_law")
+    assert [fuzzy["method"][name] for name in names] == [0.2, "kl", "target", "raw"]
     [dynamic] = dsbd("generate", "--rule", "rejection", lines=[{"prompt": "a"}]).records
     assert dynamic["method"]["width_threshold"] == 0.7
     assert dynamic["exactness"] == "dynamic-width"

@@ -12,7 +12,7 @@ from dsbd_cli.core.forest import DraftLaw
 from dsbd_cli.core.noise import DRAFT, seed_key, stream_key
 from dsbd_cli.core.pool import DraftRequest
 from dsbd_cli.core.probs import Candidates, PoolLaw, Warp, pool_law, top_candidates
-from dsbd_cli.drafting.beam import _record
+from dsbd_cli.drafting.base import record_law
 from dsbd_cli.verify.base import DraftedLayer, LayerView, Rule
 from dsbd_cli.verify.oracle import Pair
 
@@ -120,13 +120,15 @@ def random_layer(
             count=drafts,
         )
     )
-    law: DraftLaw = _record(draft_candidates, draft.log_p, index, real)
+    law: DraftLaw = record_law(draft_candidates, draft.log_p, index, real)
     drafted = DraftedLayer(
         parent=index // draft_candidates.tokens.shape[2] + beams,
         token=draft_candidates.tokens.flatten(1).gather(1, index),
         valid=real,
+        sampled=real,
         offset=beams + drafts,
         law=law,
+        above_weight=weight,
     )
     view = LayerView(
         log_p=target.log_p,

@@ -48,9 +48,9 @@ def test_the_left_of_a_long_prompt_is_dropped(form: str, target: int, draft: int
 
 def test_the_token_that_begins_a_text_is_kept() -> None:
     decoder = engine(7, BeginningCodec(VOCABULARY))
-    assert decoder._encode(Request("a", 1, prompt="3 4 5 6", sampling=SAMPLING)) == ([1, 5, 6], 2)
-    assert decoder._encode(Request("a", 1, prompt="3 4", sampling=SAMPLING)) == ([1, 3, 4], 0)
-    assert decoder._encode(Request("a", 1, prompt_ids=(3, 4, 5, 6), sampling=SAMPLING)) == ([4, 5, 6], 1)
+    assert decoder._encoder.encode(Request("a", 1, prompt="3 4 5 6", sampling=SAMPLING)) == ([1, 5, 6], 2)
+    assert decoder._encoder.encode(Request("a", 1, prompt="3 4", sampling=SAMPLING)) == ([1, 3, 4], 0)
+    assert decoder._encoder.encode(Request("a", 1, prompt_ids=(3, 4, 5, 6), sampling=SAMPLING)) == ([4, 5, 6], 1)
 
 
 def test_no_room_for_a_prompt_is_an_error_even_so() -> None:

@@ -121,7 +121,7 @@ def test_a_shape_runs_plainly_first_and_is_captured_once() -> None:
 
 def test_asking_for_graphs_without_a_gpu_is_refused() -> None:
     target, draft = table_pair(1, VOCABULARY, 0.4)
-    with pytest.raises(UsageError, match="CUDA graphs need both models"):
+    with pytest.raises(UsageError, match="cuda_graphs cannot be had: they need both models"):
         Engine(target, draft, NumberCodec(VOCABULARY), MethodConfig(num_beams=2, depth=2), cuda_graphs=True)
 
 

@@ -102,8 +102,8 @@ def test_law_at_one_beam_is_ancestral_sampling() -> None:
 class AlwaysAccept(Rejection):
     """Mutant: every draft with a live parent is taken."""
 
-    def _update(self, tests, at, known, accept, open_, rest):  # type: ignore[no-untyped-def]
-        super()._update(tests, at, known, open_ & known, open_, rest)
+    def _update(self, tests, at, known, accept, open_, q):  # type: ignore[no-untyped-def]
+        super()._update(tests, at, known, open_ & known, open_, q)
         accept |= open_ & known
 
 

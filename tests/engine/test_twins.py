@@ -21,11 +21,11 @@ from dsbd_cli.verify.oracle import (
     LayerResult,
     Pair,
     coupled_layer,
-    expected_width,
     search_layer,
     verify_layer_rejection,
     verify_layer_with_replacement,
 )
+from dsbd_cli.verify.oracle_width import expected_width
 from dsbd_cli.verify.rejection import draft_law_at
 from dsbd_cli.verify.width import expected_width as expected_width_tensor
 from tests.engine.layers import WARPED, Layer, random_layer
@@ -177,7 +177,7 @@ def test_width_equals_its_oracle(threshold: float, closeness: float) -> None:
     layer = random_layer(RULES["rejection"](), ROWS, 11, (1.0, 5, 1.0, 0.0), closeness)
     view = layer.view
     assert view.drafts is not None
-    q = draft_law_at(view, view.drafts, 3).exp()
+    q = draft_law_at(view, view.drafts).exp()
     width = expected_width_tensor(view.log_p.flatten(1).double().exp(), q, 5, threshold, 1, 3)
     for row in range(ROWS):
         assert int(width[row]) == expected_width(layer.law(row), layer.draft_law(row), 5, threshold, 1, 3)

@@ -11,7 +11,8 @@ from collections import defaultdict
 
 import pytest
 
-from dsbd_cli.verify.oracle import WithReplacementRule, enumerate_law, expected_width, total_variation
+from dsbd_cli.verify.oracle import WithReplacementRule, enumerate_law, total_variation
+from dsbd_cli.verify.oracle_width import expected_width
 
 from .cases import EXACT
 from .test_one_layer import width_error

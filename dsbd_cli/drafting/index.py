@@ -1,0 +1,176 @@
+"""The file behind the drafter `retrieval`: a corpus of token ids and its suffix array, memory-mapped.
+
+    bytes 0-7    b"dsbdindx"
+    8-11         format version (uint32, little endian like everything here)
+    12-15        V, ids of the tokenizer (uint32)
+    16-31        fingerprint of the tokenizer
+    32-39        n, tokens with the separators behind each document (uint64)
+    40-47        documents (uint64)
+    48-51        CRC-32 of bytes 0-47
+    64 ...       n token ids (int32; -1 between documents), then n suffix starts (int32)
+
+Suffixes are in the order of their first SORTED tokens, ends before everything; equal ones in the order of the corpus.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsbd_cli.errors import UsageError
+
+__all__ = [
+    "SORTED",
+    "CorpusIndex",
+    "CorpusTokens",
+    "open_index",
+    "sort_suffixes",
+    "tokenizer_fingerprint",
+    "write_index",
+]
+
+MAGIC, VERSION = b"dsbdindx", 1
+HEADER = struct.Struct("<8sII16sQQ")
+BODY = 64
+SORTED = 32
+MOST_TOKENS = 2**31 - 2
+SEPARATOR = -1
+
+Ids = NDArray[np.int32]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusIndex:
+    """A loaded index: tokens [n] int32 and suffixes [n] int32, both read from the file as they are used."""
+
+    tokens: Ids
+    suffixes: Ids
+    documents: int
+
+
+def tokenizer_fingerprint(token_bytes: Sequence[bytes]) -> bytes:
+    """16 bytes that two tokenizers share only if every id stands for the same bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for token in token_bytes:
+        digest.update(len(token).to_bytes(4, "little") + token)
+    return digest.digest()
+
+
+def sort_suffixes(tokens: Ids, progress: Progress = lambda line: None) -> Ids:
+    """Suffix array by prefix doubling up to SORTED tokens: [n] int32. Needs about 28 bytes per token."""
+    size = len(tokens)
+    rank = tokens.astype(np.int64) + 1  # separators 0
+    order = np.argsort(rank, kind="stable")
+    length = 1
+    while length < SORTED:
+        progress(f"sorting suffixes by {2 * length} tokens")
+        rank = _ranks(rank, order) + 1  # 1 .. n; 0 is past the end
+        if rank.max(initial=0) == size:
+            break
+        key = rank * (size + 2)
+        key[:-length] += rank[length:]
+        order = np.argsort(key, kind="stable")
+        rank, length = key, 2 * length
+    return order.astype(np.int32)
+
+
+def _ranks(key: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Equal keys get equal ranks, from 0."""
+    ranked = key[order]
+    rank = np.empty_like(order)
+    rank[order] = np.cumsum(np.concatenate(([0], ranked[1:] != ranked[:-1])))
+    return rank
+
+
+class CorpusTokens:
+    """A corpus while it is read: 4 bytes per token."""
+
+    def __init__(self, documents: Iterable[Iterable[int]] = ()) -> None:
+        self.ids = array("i")
+        self.documents = 0
+        for document in documents:
+            self.extend(document)
+            self.end_document()
+
+    def extend(self, ids: Iterable[int]) -> None:
+        """More tokens of the document that is being read."""
+        self.ids.extend(ids)
+
+    def end_document(self) -> None:
+        """No match reaches from one document into the next."""
+        self.ids.append(SEPARATOR)
+        self.documents += 1
+
+
+def write_index(
+    path: Path, corpus: CorpusTokens, token_bytes: Sequence[bytes], progress: Progress = lambda line: None
+) -> None:
+    """Sort and write; the file appears under its name only when it is whole.
+
+    Raises UsageError for a corpus without tokens or with too many, or where the file cannot be written.
+    """
+    size = len(corpus.ids)
+    if size == corpus.documents:
+        raise UsageError("the corpus holds no tokens: there is nothing to index")
+    if size > MOST_TOKENS:
+        raise UsageError(f"the corpus has {size} tokens, but an index holds {MOST_TOKENS}: split it")
+    tokens = np.frombuffer(corpus.ids, dtype=np.int32)
+    suffixes = sort_suffixes(tokens, progress)
+    head = HEADER.pack(MAGIC, VERSION, len(token_bytes), tokenizer_fingerprint(token_bytes), size, corpus.documents)
+    head += struct.pack("<I", zlib.crc32(head))
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        with unfinished.open("wb") as stream:
+            stream.write(head.ljust(BODY, b"\0"))
+            tokens.astype("<i4").tofile(stream)
+            suffixes.astype("<i4").tofile(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def open_index(path: Path, token_bytes: Sequence[bytes]) -> CorpusIndex:
+    """Map an index into memory. Raises UsageError where it is missing, no index, damaged, or of another tokenizer."""
+    try:
+        with path.open("rb") as stream:
+            head = stream.read(BODY)
+        total = path.stat().st_size
+    except OSError as error:
+        raise UsageError(f"index {path} cannot be read: {error.strerror or error}") from None
+    if head[:8] != MAGIC:
+        raise UsageError(f"{path} is no index: dsbd index makes one")
+    if len(head) < BODY or zlib.crc32(head[: HEADER.size]) != struct.unpack_from("<I", head, HEADER.size)[0]:
+        raise UsageError(f"index {path} is damaged in its header: make it again with dsbd index")
+    _, version, _, fingerprint, size, documents = HEADER.unpack_from(head)
+    if version != VERSION:
+        raise UsageError(f"index {path} has format {version}, but this dsbd reads {VERSION}: make it again")
+    if total != BODY + 8 * size:
+        raise UsageError(f"index {path} has {total} bytes instead of {BODY + 8 * size}: it is cut off or damaged")
+    if fingerprint != tokenizer_fingerprint(token_bytes):
+        raise UsageError(f"index {path} was made with another tokenizer: make it again with --target of this run")
+    # copy-on-write: nothing is ever written, but tensors want memory that could be
+    body = np.memmap(path, dtype="<i4", mode="c", offset=BODY, shape=(2, size))
+    index = CorpusIndex(body[0], body[1], documents)
+    _check(path, index, len(token_bytes))
+    return index
+
+
+def _check(path: Path, index: CorpusIndex, vocabulary: int) -> None:
+    """No id and no start out of range: they would read outside the model's tables."""
+    size = len(index.tokens)
+    ids_fit = index.tokens.min() >= SEPARATOR and index.tokens.max() < vocabulary
+    if not ids_fit or index.suffixes.min() < 0 or index.suffixes.max() >= size:
+        raise UsageError(f"index {path} is damaged: it holds ids out of range; make it again with dsbd index")

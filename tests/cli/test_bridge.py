@@ -1,0 +1,65 @@
+"""dsbd generate --drafter bridge on checkpoints with different tokenizers, on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsbd_cli.cli.app import run
+from tests.drafting.bridged import EMOJI, bytes_only
+from tests.models.conftest import byte_level, save, wrap
+
+PROMPTS = ["The quick br", "naïve ca", EMOJI[:3], EMOJI + " ", "def f(x):\n"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A byte-level target and a subword draft."""
+    folder = tmp_path_factory.mktemp("bridge")
+    names = []
+    for seed, (name, make) in enumerate((("target", bytes_only), ("draft", byte_level))):
+        tokenizer = wrap(make())
+        names.append(str(save(folder / name, tokenizer=tokenizer, vocab_size=len(tokenizer), seed=seed)))
+    return names[0], names[1]
+
+
+def generate(pair: tuple[str, str], folder: Path, *options: str, draft: str | None = None, code: int = 0) -> Any:
+    (folder / "in.jsonl").write_text("\n".join(json.dumps({"id": str(n), "prompt": p}) for n, p in enumerate(PROMPTS)))
+    models = ["--target", pair[0], "--draft", draft or pair[1], "--dtype", "float32", "--device", "cpu"]
+    output = folder / "out.jsonl"
+    files = ["-i", str(folder / "in.jsonl"), "-o", str(output), "--overwrite"]
+    assert run(["generate", *models, *files, "--max-new-tokens", "9", "--num-beams", "2", *options]) == code
+    return [json.loads(line) for line in output.read_text().splitlines()] if code == 0 else None
+
+
+@pytest.mark.parametrize("rule", ["coupled", "search"])
+def test_same_text_as_without_a_draft(pair: tuple[str, str], rule: str, tmp_path: Path) -> None:
+    """Guards the whole way from two folders: which tokenizer is whose, and what the record says of the method."""
+    plain = generate(pair, tmp_path, "--rule", rule, draft="none")
+    for batch in ("1", "3"):
+        found = generate(pair, tmp_path, "--rule", rule, "--drafter", "bridge", "--batch-size", batch)
+        assert [row["text"] for row in found] == [row["text"] for row in plain]
+        assert {row["method"]["drafter"] for row in found} == {"bridge"}
+        assert all(row["stats"]["draft_calls"] > 0 for row in found)
+        assert {row["exactness"] for row in found} == {"same-text"}
+
+
+def test_rejection_answers(pair: tuple[str, str], tmp_path: Path) -> None:
+    found = generate(pair, tmp_path, "--rule", "rejection", "--drafter", "bridge")
+    assert {row["exactness"] for row in found} == {"same-law"}
+
+
+def test_refusals(pair: tuple[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards the way to the bridge: the error of a pair that does not fit names it."""
+    generate(pair, tmp_path, code=1)
+    assert "or --drafter bridge, which drafts through text" in capfd.readouterr().err
+    for options, message in (
+        (["--drafter", "bridge+ngram"], "fuses with none"),
+        (["--drafter", "bridge", "--rule", "with-replacement"], "which only drafter beam gives"),
+        (["--drafter", "bridge", "--width", "threshold"], "use width fixed"),
+    ):
+        generate(pair, tmp_path, *options, code=2)
+        assert message in capfd.readouterr().err

@@ -1,0 +1,150 @@
+"""`--drafter` and `dsbd index` from the command line: what is refused, and that it works with the built-in target."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsbd_cli.config import DRAFTERS, MODEL_DRAFTERS
+from tests.cli.conftest import ROOT, Outcome
+
+Dsbd = Callable[..., Outcome]
+
+REFUSED = [
+    ("--drafter nosuch", "must be one of beam"),
+    ("--drafter beam+ngram+trigram", "must be one of beam"),
+    ("--drafter beam+rsd-c", "would draft the same nodes"),
+    ("--drafter ngram+ngram", "would draft the same nodes"),
+    ("--drafter ngram+beam", "would draft the same nodes"),
+    ("--drafter ngram --draft builtin:draft", "runs no model"),
+    ("--drafter rsd-c --draft none", "needs a draft model"),
+    ("--drafter ngram --depth 0", "--depth 0 drafts nothing"),
+    ("--drafter retrieval", "needs an index"),
+    ("--index x", "does not read one"),
+    ("--drafter ngram --index x", "does not read one"),
+    ("--drafter ngram --width threshold", "width threshold"),
+    ("--drafter rsd-s --width threshold --rule rejection", "width threshold"),
+    ("--drafter dynamic-tree+ngram --width threshold", "width threshold"),
+    ("--drafter rsd-s --rule with-replacement", "only drafter beam"),
+    ("--drafter beam+ngram --rule with-replacement", "only drafter beam"),
+    ("--drafter beam --ngram 3", "--ngram would do nothing"),
+    ("--drafter ngram --branching 2", "--branching would do nothing"),
+    ("--drafter rsd-c --tree top-k", "--tree would do nothing"),
+    ("--drafter dynamic-tree --tree-threshold 0.1", "without --tree threshold"),
+    ("--drafter ngram --second-drafts 2", "--second-drafts would do nothing"),
+    ("--drafter trigram+ngram --fusion-top-k 2", "--fusion-top-k would do nothing"),
+    ("--drafter beam+ngram --second-drafts 8", "between 1 and 7"),
+    ("--drafter beam+ngram --drafts-per-layer 1 --num-beams 1", "2 or more for two drafters"),
+    ("--drafter rsd-c --branching -1", "0 (as many as fit) or more"),
+    ("--drafter ngram --ngram 0", "--ngram is 0"),
+    ("--drafter dynamic-tree --tree threshold --tree-threshold 2", "--tree-threshold is 2.0"),
+    ("--drafter beam+ngram --fusion-top-k -1", "--fusion-top-k is -1"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[options for options, _ in REFUSED])
+def test_what_cannot_work_together_is_refused(dsbd: Dsbd, options: str, message: str) -> None:
+    outcome = dsbd("generate", *options.split(), lines=[{"prompt": "a"}])
+    assert (outcome.code, outcome.out, outcome.loads) == (2, "", [])
+    assert message in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "search"])
+@pytest.mark.parametrize("drafter", [*DRAFTERS, "beam+ngram", "rsd-c+retrieval", "ngram+trigram"])
+def test_every_drafter_is_settled(dsbd: Dsbd, drafter: str, rule: str) -> None:
+    index = ["--index", "x"] if "retrieval" in drafter else []
+    outcome = dsbd("generate", "--drafter", drafter, "--rule", rule, *index, lines=[{"prompt": "a"}])
+    assert (outcome.code, outcome.err) == (0, "")
+    [call] = outcome.loads
+    method = call["method"]
+    assert (method.drafter, method.depth) == (drafter, 4)
+    pool = drafter.startswith("beam")
+    assert method.width == ("threshold" if rule == "rejection" and pool else "fixed")
+    assert (call["draft"] is not None) == (drafter.split("+", maxsplit=1)[0] in MODEL_DRAFTERS) == method.needs_draft
+    [record] = outcome.records
+    assert record["method"]["drafter"] == drafter
+    assert ("ngram" in record["method"]) == ("ngram" in drafter)
+
+
+LINES = (ROOT / "sample_inputs" / "prompts.jsonl").read_bytes().splitlines(keepends=True)[:2]
+
+
+@pytest.fixture
+def builtin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """`dsbd` in this process with the real engine."""
+    import io
+    import sys
+
+    from dsbd_cli.cli.app import run
+
+    def call(*arguments: str) -> Outcome:
+        streams = {
+            name: io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for name in ("out", "err")
+        }
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"".join(LINES)), encoding="utf-8"))
+            patch.setattr(sys, "stdout", streams["out"])
+            patch.setattr(sys, "stderr", streams["err"])
+            code = run(arguments)
+        out, err = (stream.buffer.getvalue().decode() for stream in streams.values())  # type: ignore[attr-defined]
+        return Outcome(code, out, err)
+
+    return call
+
+
+def texts(outcome: Outcome) -> list[object]:
+    assert outcome.code == 0, outcome.err
+    return [record["text"] for record in outcome.records]
+
+
+def test_no_draft_model_at_all(builtin: Callable[..., Outcome], tmp_path: Path) -> None:
+    """An index of the right answers saves calls; the text is what it is without any drafter."""
+    options = ("generate", "--max-new-tokens", "16", "--rule", "search", "--num-beams", "2")
+    plain = builtin(*options, "--draft", "none")
+    looked_up = builtin(*options, "--draft", "none", "--drafter", "ngram")
+    assert texts(looked_up) == texts(plain)
+    [*stats] = [record["stats"] for record in looked_up.records]
+    assert all(entry["draft_calls"] == 0 < entry["drafted"] for entry in stats)
+    corpus = tmp_path / "answers.jsonl.gz"
+    answers = [
+        {"answer": json.loads(line)["prompt"] + str(text)} for line, text in zip(LINES, texts(plain), strict=True)
+    ]
+    corpus.write_bytes(gzip.compress("\n".join(map(json.dumps, answers)).encode()))
+    index = str(tmp_path / "index")
+    made = builtin("index", str(corpus), "--field", "answer", "-o", index)
+    assert (made.code, made.out) == (0, "")
+    assert "2 documents" in made.err
+    assert builtin("index", str(corpus), "-o", index).code == 2  # it exists
+    found = builtin(*options, "--drafter", "retrieval", "--index", index)
+    assert texts(found) == texts(plain)
+    assert sum(r["stats"]["accepted"] for r in found.records) > sum(entry["accepted"] for entry in stats)
+
+
+BAD = [
+    ("a.txt", b"\xff\xfe", "line 1 is not UTF-8"),
+    ("a.jsonl", b'{"text": "a"}\n{"txt": 1}\n', "line 2 has no text in its field 'text'"),
+    ("a.jsonl", b"[1]\n", "line 1 has no text in its field 'text'"),
+    ("a.jsonl", b"{\n", "line 1 is not JSON"),
+    ("a.txt", b"", "no tokens"),
+    ("a.txt.gz", b"no gzip", "cannot be read"),
+    ("", b"", "is no file"),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "message"), BAD, ids=[message for _, _, message in BAD])
+def test_a_bad_corpus_is_refused(
+    builtin: Callable[..., Outcome], name: str, data: bytes, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    if name:
+        path.write_bytes(data)
+    outcome = builtin("index", str(path), "-q", "-o", str(tmp_path / "out"))
+    assert outcome.code == 2
+    assert message in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,136 @@
+"""dsbd trim-draft on tiny checkpoints: what it writes, shows and refuses; the folder as a draft of dsbd generate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsbd_cli.cli.app import run
+from dsbd_cli.records.texts import answer_text
+from tests.models.conftest import byte_level, save, wrap
+
+PROMPTS = [json.dumps({"id": str(n), "prompt": "The quick fox " * (1 + n % 3), "seed": n}) for n in range(16)]
+OPTIONS = ["--dtype", "float32", "--device", "cpu", "--max-new-tokens", "6", "--num-beams", "2"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("pair")
+    tokenizer = wrap(byte_level())
+    models = (
+        save(folder / name, tokenizer=tokenizer, vocab_size=len(tokenizer), seed=seed)
+        for seed, name in enumerate(("target", "draft"))
+    )
+    target, draft = (str(path) for path in models)
+    return target, draft
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(PROMPTS) + "\n")
+    return str(path)
+
+
+def trim(pair: tuple[str, str], *options: str, code: int = 0) -> None:
+    assert run(["trim-draft", "--target", pair[0], "--draft", pair[1], *OPTIONS, *options]) == code
+
+
+def generate(pair: tuple[str, str], prompts: str, output: Path, *options: str, draft: str | None = None) -> Any:
+    models = ["--target", pair[0], "--draft", draft or pair[1]]
+    assert run(["generate", *models, *OPTIONS, "-i", prompts, "-o", str(output), *options]) == 0
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_from_prompts_to_a_draft(
+    pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Guards the whole way: answers are counted, the two drafts measured on what was held out, and the folder serves
+    generate with the same text."""
+    small = tmp_path / "small"
+    trim(pair, "--prompts", prompts, "--size", "120", "-o", str(small), "--json")
+    record = json.loads(capfd.readouterr().out)
+    assert (record["schema"], record["kept"], record["held_out_prompts"]) == ("dsbd.trim/1", 120, 2)
+    assert 0 < record["counted"] <= 14 * 6
+    assert record["coverage"] == 1.0
+    assert record["head_bytes_after"] < record["head_bytes_before"]
+    for side in ("before", "after"):
+        assert record[side]["target_calls"] > 0
+        assert record[side]["draft_s"] > 0
+        assert record[side]["steps_per_call"] == pytest.approx(
+            record[side]["steps"] / record[side]["target_calls"], abs=1e-6
+        )
+    assert record["before"]["steps"] == record["after"]["steps"]  # the same text
+    full = generate(pair, prompts, tmp_path / "full.jsonl")
+    again = generate(pair, prompts, tmp_path / "small.jsonl", draft=str(small))
+    assert [row["text"] for row in full] == [row["text"] for row in again]
+
+
+def test_from_texts(pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards both record forms, several files, the table, and silence."""
+    native, openai = tmp_path / "native.jsonl", tmp_path / "openai.jsonl"
+    generate(pair, prompts, native)
+    generate(pair, prompts, openai, "--output-format", "openai")
+    texts = ["--texts", str(native), "--texts", str(openai)]
+    trim(pair, *texts, "--coverage", "0.9", "-o", str(tmp_path / "a"), "--held-out", prompts)
+    shown = capfd.readouterr().out
+    for word in ("before", "after", "head rows", "drafts accepted", "steps per target call", "16 held-out prompts"):
+        assert word in shown
+    trim(pair, *texts, "--coverage", "0.9", "-o", str(tmp_path / "b"))
+    out, err = capfd.readouterr()
+    assert "drafts accepted" not in out
+    assert "nothing is measured" in err
+    trim(pair, *texts, "--coverage", "0.9", "-o", str(tmp_path / "c"), "--quiet")
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--size 9 --prompts {p}", "--output is missing"),
+        ("--size 9 -o {o}", "give either --texts or --prompts"),
+        ("--size 9 -o {o} --prompts {p} --texts {p}", "give either --texts or --prompts"),
+        ("-o {o} --texts {n}", "--size and --coverage say the same in two ways: give one of them"),
+        ("-o {o} --prompts {p} --size 4000", "--size is 4000, but the draft has only 380 logits"),
+        ("-o {o} --texts {p} --size 50", "prompts.jsonl, line 1: it holds no text"),
+        ("-o {o} --texts {o}.none --size 50", "cannot be read: No such file"),
+        ("-o {o} --prompts {e} --size 50", "holds no prompts"),
+        ("-o {p} --prompts {p} --size 50", "exists: name a new folder"),
+        ("-o {o} --prompts {p} --size 50 --json -q", "--json and --quiet cannot be used together"),
+    ],
+)
+def test_refusals(
+    pair: tuple[str, str], prompts: str, tmp_path: Path, options: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "native.jsonl").write_text('{"text": "The fox"}\n{"error": {"type": "x"}}\n')
+    names = {"p": prompts, "o": tmp_path / "new", "e": tmp_path / "empty.jsonl", "n": tmp_path / "native.jsonl"}
+    trim(pair, *options.format(**names).split(), code=2)
+    assert message in capfd.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_no_draft_to_trim(pair: tuple[str, str], prompts: str, tmp_path: Path) -> None:
+    arguments = [
+        "--target",
+        pair[0],
+        "--draft",
+        "none",
+        "--prompts",
+        prompts,
+        "--size",
+        "50",
+        "-o",
+        str(tmp_path / "x"),
+    ]
+    assert run(["trim-draft", *arguments]) == 2
+
+
+def test_texts_of_records() -> None:
+    assert answer_text(b'{"text": "a"}') == "a"
+    assert answer_text(b'{"error": {"type": "InvalidRowError"}}') is None
+    chat = {"response": {"body": {"choices": [{"message": {"content": "b"}}]}}, "error": None}
+    assert answer_text(json.dumps(chat).encode()) == "b"

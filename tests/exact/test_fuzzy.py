@@ -1,0 +1,137 @@
+"""The fuzzy rule's oracle against the rule as published, computed another way. Exact, no false alarms."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from dsbd_cli.config import DIVERGENCES
+from dsbd_cli.verify.oracle import Chooser, enumerate_law, total_variation
+from dsbd_cli.verify.oracle_fuzzy import divergence, fuzzy_layer
+
+from .cases import EXACT
+from .forests import pool
+from .trees import ROOT, Beam, Model, Path, child
+
+P3, Q3 = Model(1, 3), Model(2, 3)
+STEPS, DEPTH = 3, 2
+
+
+def row(model: Model, path: Path) -> dict[int, float]:
+    return {token: mass for (_, token), mass in model.pool({0: Beam(path, 0.0)}).law.items()}
+
+
+def distance(path: Path) -> float:
+    """KL(q || p) at one position."""
+    p, q = row(P3, path), row(Q3, path)
+    return sum(q[token] * math.log(q[token] / p[token]) for token in q)
+
+
+def published(threshold: float) -> dict[Path, float]:
+    """Law of the text: a position takes the draft's token where Div <= T; else, and as the bonus, one from p."""
+
+    @cache
+    def law(path: Path, drafted: int) -> dict[Path, float]:
+        if len(path) == STEPS:
+            return {path: 1.0}
+        take = drafted < DEPTH and distance(path) <= threshold
+        found: dict[Path, float] = {}
+        for token, mass in row(Q3 if take else P3, path).items():
+            for text, chance in law((*path, token), drafted + 1 if take else 0).items():
+                found[text] = found.get(text, 0.0) + mass * chance
+        return found
+
+    return law((), 0)
+
+
+def decode(threshold: float, chooser: Chooser) -> Path:
+    """W=1, K=1 through the oracle."""
+    live, record = dict(ROOT), []
+    while len(record) < STEPS:
+        layers = pool(1)(Q3, live, DEPTH, chooser)
+        for nodes in [*layers, []]:
+            (beam,) = live.values()
+            law, parent = P3.pool(live), next(iter(live))
+            pairs = [node.pair for node in nodes if node.pair[0] == parent]
+            draft_law = dict(nodes[0].law or ()) if nodes else {}
+            apart = distance(beam.path) if nodes else math.inf
+            result = fuzzy_layer(law.law, draft_law, pairs, apart, threshold, "target", [parent], (), 1, chooser)
+            (draw,) = result.draws
+            live = {0: child(live, law, draw.pair)}
+            record.append(draw.pair[1])
+            if not result.passed or len(record) == STEPS:
+                break
+        live = {0: next(iter(live.values()))}
+    return tuple(record)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.2, 0.5, 100.0])
+def test_one_beam_is_the_published_rule(threshold: float) -> None:
+    law = enumerate_law(lambda chooser: decode(threshold, chooser))
+    assert total_variation(law, published(threshold)) < EXACT
+
+
+def test_the_thresholds_above_say_different_things() -> None:
+    laws = [published(threshold) for threshold in (0.0, 0.2, 0.5, 100.0)]
+    assert all(total_variation(a, b) > 1e-3 for a, b in pairwise(laws))
+
+
+def test_zero_is_the_target_and_without_bound_the_draft() -> None:
+    def text_law(model: Model) -> dict[Path, float]:
+        law: dict[Path, float] = {(): 1.0}
+        for _ in range(DEPTH):
+            law = {(*path, t): m * c for path, m in law.items() for t, c in row(model, path).items()}
+        return law
+
+    def prefix(threshold: float) -> dict[Path, float]:
+        found: dict[Path, float] = {}
+        for path, mass in published(threshold).items():
+            found[path[:DEPTH]] = found.get(path[:DEPTH], 0.0) + mass
+        return found
+
+    assert total_variation(prefix(0.0), text_law(P3)) < EXACT
+    assert total_variation(prefix(100.0), text_law(Q3)) < EXACT
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_divergences_by_hand(name: str) -> None:
+    p, q = {(0, 0): 0.5, (0, 1): 0.5}, {(0, 0): 0.9, (0, 1): 0.1}
+    m = (0.7, 0.3)
+    known = {
+        "kl": 0.9 * math.log(1.8) + 0.1 * math.log(0.2),
+        "kl_reversed": 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(5),
+        "tv": 0.4,
+        "js": 0.5
+        * (
+            0.5 * math.log(0.5 / 0.7)
+            + 0.5 * math.log(0.5 / 0.3)
+            + 0.9 * math.log(0.9 / 0.7)
+            + 0.1 * math.log(0.1 / 0.3)
+        ),
+        "js_authors": 0.5
+        * (m[0] * math.log(m[0] / 0.9) + m[1] * math.log(m[1] / 0.1) + m[0] * math.log(1.4) + m[1] * math.log(0.6)),
+    }
+    assert divergence(p, q, name) == pytest.approx(known[name], abs=EXACT)
+    assert divergence(p, p, name) == 0.0
+    apart = divergence({(0, 0): 1.0}, {(0, 1): 1.0}, name)
+    assert apart == pytest.approx({"js": math.log(2), "tv": 1.0}.get(name, math.inf))
+
+
+def test_beams_take_the_first_drafts_with_live_parents() -> None:
+    target = {(0, 0): 0.4, (0, 1): 0.2, (2, 1): 0.3, (2, 0): 0.1}
+    drafts = [(1, 0), (2, 2), (0, 1), (2, 1)]
+
+    def records(distance: float, fallback: str) -> set[tuple[object, ...]]:
+        def run(chooser: Chooser) -> tuple[object, ...]:
+            draft_law = dict.fromkeys(drafts, 0.25)
+            result = fuzzy_layer(target, draft_law, drafts, distance, 0.3, fallback, [0, 2], {0}, 2, chooser)
+            return result.passed, tuple((draw.pair, draw.source) for draw in result.live)
+
+        return set(enumerate_law(run))
+
+    assert records(0.3, "target") == {(True, (((2, 2), 1), ((0, 1), 2)))}  # (2, 2) is outside the target's support
+    assert all(not passed for passed, _ in records(0.31, "target"))
+    assert {passed for passed, _ in records(0.31, "strict")} == {True}  # all of the support that lives on is drafted
