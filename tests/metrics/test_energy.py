@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -96,7 +95,7 @@ def test_rapl_without_permission_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     def refuse(path: Path, *args: object, **options: object) -> str:
         if path.name == "energy_uj":
             raise PermissionError(13, "Permission denied", str(path))
-        return "package-0"
+        return "package-0" if path.name == "name" else "1000"
 
     monkeypatch.setattr(Path, "read_text", refuse)
     meter = find_meter("cpu", powercap=tmp_path)
@@ -104,7 +103,7 @@ def test_rapl_without_permission_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     assert "root only" in meter.reason
 
 
-def no_nvml() -> Iterator[None]:
+def no_nvml() -> object:
     raise ImportError("pynvml")
 
 
