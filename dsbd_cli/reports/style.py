@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "FORMATS", "INK", "MUTED", "new_figure", "plain_axes", "picture_bytes", "require_plots"]
+__all__ = ["COLOURS", "FORMATS", "INK", "MUTED", "new_figure", "picture_bytes", "plain_axes", "require_plots"]
 
 COLOURS = {
     "blue": "#0072B2",
@@ -31,7 +31,6 @@ COLOURS = {
 INK, MUTED, GRID = "#222222", "#777777", "#DDDDDD"
 FORMATS = (".png", ".svg", ".pdf")
 DPI = 160
-FONT = {"font.size": 10, "axes.titlesize": 11, "axes.labelsize": 10, "legend.fontsize": 9, "svg.hashsalt": "dsbd"}
 
 
 def require_plots(option: str, path: Path) -> None:
@@ -44,12 +43,10 @@ def require_plots(option: str, path: Path) -> None:
 
 def new_figure(width: float, height: float) -> Figure:
     """A figure of so many inches that lays itself out."""
-    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(FONT):
-        figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
@@ -57,8 +54,8 @@ def new_figure(width: float, height: float) -> Figure:
 def plain_axes(axes: Axes, title: str, x: str, y: str) -> None:
     """Title, labels, a light grid; no frame above and to the right."""
     axes.set_title(title, loc="left", color=INK, fontweight="bold", fontsize=11)
-    axes.set_xlabel(x, color=INK)
-    axes.set_ylabel(y, color=INK)
+    axes.set_xlabel(x, color=INK, fontsize=10)
+    axes.set_ylabel(y, color=INK, fontsize=10)
     axes.grid(True, color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.tick_params(colors=INK, labelsize=9)
@@ -70,9 +67,6 @@ def plain_axes(axes: Axes, title: str, x: str, y: str) -> None:
 
 def picture_bytes(figure: Figure, suffix: str = ".png") -> bytes:
     """The picture as a file of this kind: .png, .svg or .pdf."""
-    import matplotlib
-
     buffer = io.BytesIO()
-    with matplotlib.rc_context(FONT):
-        figure.savefig(buffer, format=suffix.lower().removeprefix("."), dpi=DPI)
+    figure.savefig(buffer, format=suffix.lower().removeprefix("."), dpi=DPI)
     return buffer.getvalue()
