@@ -15,6 +15,7 @@ from dsbd_cli._version import __version__
 from dsbd_cli.cli.generate import generate
 from dsbd_cli.cli.messages import error_line, set_style, tracebacks_wanted
 from dsbd_cli.cli.models import app as models_app
+from dsbd_cli.cli.profile import profile
 from dsbd_cli.cli.signals import StoppedError
 from dsbd_cli.data.jsonl import ClosedOutputError
 from dsbd_cli.errors import DsbdError, OutputError
@@ -25,6 +26,7 @@ INTERRUPTED = 130
 
 app = typer.Typer(name="dsbd", pretty_exceptions_enable=False)
 app.command("generate")(generate)
+app.command("profile")(profile)
 app.add_typer(models_app, name="models")
 
 

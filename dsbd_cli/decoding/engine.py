@@ -114,6 +114,11 @@ class Engine:
         self._late = False
         self._running = False
 
+    @property
+    def stepper(self) -> Stepper:
+        """What runs the iterations; its drafter, rule and timer may be wrapped to watch them."""
+        return self._stepper
+
     def stop(self) -> None:
         """Ask `run` to end after the iteration it is in, for good; requests that are not done give no result.
 
