@@ -7,7 +7,17 @@ from dataclasses import dataclass
 
 from dsbd_cli.reports.bench_data import BenchReport, BenchRow, Interval
 
-__all__ = ["Column", "environment_lines", "quality_columns", "resource_columns", "setting_columns", "work_columns"]
+__all__ = [
+    "DASH",
+    "Column",
+    "environment_lines",
+    "quality_columns",
+    "reading_lines",
+    "resource_columns",
+    "setting_columns",
+    "speed_columns",
+    "work_columns",
+]
 
 DASH = "–"
 BASELINES = {"beam-sampling": "vs beam sampling", "greedy": "vs greedy"}
@@ -66,19 +76,24 @@ def setting_columns(rows: Sequence[BenchRow]) -> list[Column]:
 
 
 def quality_columns(rows: Sequence[BenchRow]) -> list[Column]:
-    """Scores, log-probability and speed."""
+    """Scores and log-probability."""
     columns = [
         Column(f"{metric} %", lambda row, metric=metric: percent(row.scores.get(metric)))  # type: ignore[misc]
         for metric in dict.fromkeys(metric for row in rows for metric in row.scores)
     ]
-    columns.append(Column("log-prob/token", lambda row: number(row.logprob_per_token, ".3f")))
-    columns.append(Column("tokens/s", lambda row: speed(row.tokens_per_s.value)))
-    columns += [
-        Column(title, lambda row, name=name: ratio(row.ratios.get(name)))  # type: ignore[misc]
-        for name, title in BASELINES.items()
-        if any(name in row.ratios for row in rows)
+    return [*columns, Column("log-prob/token", lambda row: number(row.logprob_per_token, ".3f"))]
+
+
+def speed_columns(rows: Sequence[BenchRow]) -> list[Column]:
+    """Tokens per second, and how that compares."""
+    return [
+        Column("tokens/s", lambda row: speed(row.tokens_per_s.value)),
+        *(
+            Column(title, lambda row, name=name: ratio(row.ratios.get(name)))  # type: ignore[misc]
+            for name, title in BASELINES.items()
+            if any(name in row.ratios for row in rows)
+        ),
     ]
-    return columns
 
 
 def work_columns(rows: Sequence[BenchRow]) -> list[Column]:

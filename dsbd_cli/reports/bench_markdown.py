@@ -11,6 +11,7 @@ from dsbd_cli.reports.bench_cells import (
     reading_lines,
     resource_columns,
     setting_columns,
+    speed_columns,
     work_columns,
 )
 from dsbd_cli.reports.bench_data import BenchReport, BenchRow
@@ -48,7 +49,9 @@ def markdown_page(report: BenchReport, title: str = "dsbd bench") -> str:
         rows = report.of(task)
         head = setting_columns(rows)
         parts.append(f"## {task}, {max(row.records for row in rows)} records\n")
-        parts.append(markdown_table([*head, *quality_columns(rows), *resource_columns(rows)], rows))
+        parts.append(
+            markdown_table([*head, *quality_columns(rows), *speed_columns(rows), *resource_columns(rows)], rows)
+        )
         parts.append(markdown_table([*head, *work_columns(rows)], rows))
     if report.notes:
         parts.append("## Notes\n")
