@@ -31,15 +31,18 @@ MILLI = 1e3
 def profile_figure(profile: Profile) -> Figure:
     """Needs matplotlib; see style.require_plots and style.picture_bytes."""
     settings = 1 + len(profile.tried)
-    figure = new_figure(11, 5.8 + 0.45 * settings)
-    grid = figure.add_gridspec(2, len(profile.curves), height_ratios=(0.45 * settings, 4.0))
-    _phases(figure.add_subplot(grid[0, :]), profile)
+    figure = new_figure(11, 6.0 + 0.5 * settings)
+    grid = figure.add_gridspec(3, len(profile.curves), height_ratios=(0.5 * settings, 0.25, 4.0))
+    bars, legend = figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, :])
+    _phases(bars, profile)
+    legend.axis("off")
+    legend.legend(*bars.get_legend_handles_labels(), loc="center", ncols=len(LOOKS), fontsize=9, frameon=False)
     for place, curve in enumerate(profile.curves):
-        _curve(figure.add_subplot(grid[1, place]), curve)
+        _curve(figure.add_subplot(grid[2, place]), curve)
     models = profile.target + (f" with {profile.draft}" if profile.draft else ", no draft")
     figure.suptitle(
         f"{models}, {profile.dtype}, {profile.rule}, W={profile.num_beams}, {profile.prompts} prompts; "
-        f"{profile.machine.device}, {profile.machine.threads} threads",
+        f"{profile.machine.device}, threads: {profile.machine.threads}",
         fontsize=10,
     )
     return figure
@@ -71,16 +74,6 @@ def _phases(axes: Axes, profile: Profile) -> None:
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.grid(False, axis="y")
-    axes.legend(
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        ncols=len(LOOKS),
-        fontsize=8,
-        frameon=False,
-        handlelength=1.4,
-        columnspacing=1.0,
-        borderaxespad=0.2,
-    )
 
 
 def _curve(axes: Axes, curve: Curve) -> None:
