@@ -17,6 +17,7 @@ import typer
 from dsbd_cli.cli.declare import flag, grouped, option
 from dsbd_cli.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.cli.settings import RunSettings, run_settings
+from dsbd_cli.cli.signals import StopSignals
 from dsbd_cli.data.compression import open_input
 from dsbd_cli.data.jsonl import check_new
 from dsbd_cli.data.resume import write_atomically
@@ -27,8 +28,6 @@ from dsbd_cli.requests import Request, derive_seed
 from dsbd_cli.tasks import TASKS
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from dsbd_cli.decoding.engine import Engine
     from dsbd_cli.reports.profile_data import Profile, Setting
 
@@ -122,7 +121,8 @@ def profile(
     requests = _requests(prompts, settings)
     groups = (pair, method, sampling, devices)
     command = shlex.join(["dsbd", *(arguments or ["profile"])])
-    with _talk(quiet=bool(wanted.quiet)) as told:
+    # libraries turn a KeyboardInterrupt in the middle of an import into errors of their own
+    with StopSignals(quiet=True), _talk(quiet=bool(wanted.quiet)) as told:
         found = _measure(
             settings, devices, requests, wanted, command, _renderer(groups, prompts.prompts), repeats, told
         )
@@ -296,15 +296,22 @@ def _write(found: Profile, wanted: ProfileOptions) -> None:
     if wanted.quiet:
         typer.echo(found.recommended_command)
         return
+    _print(found)
+
+
+def _print(found: Profile) -> None:
+    """The tables, and the tree if there is one, on standard output."""
     from rich.console import Console
 
-    _print(found, Console(highlight=False, emoji=False, markup=False))
-
-
-def _print(found: Profile, console: Console) -> None:
     from dsbd_cli.reports.profile_tables import profile_tables
     from dsbd_cli.reports.profile_tree import forest_tree
 
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            """Nobody reads any more: no error, as for every command."""
+            raise BrokenPipeError
+
+    console = Output(highlight=False, emoji=False, markup=False)
     for part in profile_tables(found):
         console.print(part)
     if found.forest is not None:

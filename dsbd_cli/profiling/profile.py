@@ -114,11 +114,10 @@ def _forest(job: Job) -> ShownForest:
     if snapshot.forest is None or len(steps) < job.show:
         raise UsageError(f"--show {job.show}: the first prompt ({request.id}) took {len(steps)} iterations only")
     size = job.bench.target.vocab_size
-    names = [piece.decode("utf-8", "replace") for piece in job.bench.codec.token_bytes()]
-    for token in job.bench.codec.eos_ids:
-        names[token] = names[token] or "<end>"
-    names += [""] * (size - len(names))
-    names = [name or f"<{token}>" for token, name in enumerate(names)]
+    pieces = job.bench.codec.token_bytes()[:size]
+    names = [piece.decode("utf-8", "replace") for piece in pieces] + [""] * (size - len(pieces))
+    ends = job.bench.codec.eos_ids
+    names = [name or ("<end>" if token in ends else f"<{token}>") for token, name in enumerate(names)]
     return snapshot.shown(request.id, job.method.rule, steps[job.show - 1].steps, names)
 
 

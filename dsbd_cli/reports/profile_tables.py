@@ -211,7 +211,8 @@ def _settings(profile: Profile) -> RenderableType:
     table = _table("setting", "tokens/s", "range", "steps per call", "mean width", "predicted tokens/s")
     for one in (profile.now, *profile.tried):
         table.add_row(*_setting_row(one, profile.now.setting, profile.best))
-    return _part(f"Settings run in turn, {profile.repeats} times each (measured)", table)
+    times = "once" if profile.repeats == 1 else f"{profile.repeats} times"
+    return _part(f"Settings run in turn, {times} each (measured)", table)
 
 
 def _setting_row(one: MeasuredSetting, now: Setting, best: Setting) -> Sequence[str]:

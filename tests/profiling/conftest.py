@@ -57,8 +57,8 @@ def dsbd(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    """Three prompts for the toy codec."""
+    """Three prompts for the toy codec, all with one seed, which a probe must not mix up."""
     path = tmp_path / "prompts.jsonl"
-    rows = [{"id": f"row {i}", "prompt": f"{i} {i + 1} 0", "max_new_tokens": 12} for i in range(3)]
+    rows = [{"id": f"row {i}", "prompt": f"{i} {i + 1} 0", "max_new_tokens": 12, "seed": 7} for i in range(3)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

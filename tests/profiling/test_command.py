@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -156,13 +157,20 @@ def test_a_prompt_that_cannot_be_decoded(dsbd: Dsbd, tmp_path: Path) -> None:
     assert "prompt x cannot be profiled: prompt holds token id 99" in done.err
 
 
-def test_control_c_ends_it_with_130(dsbd: Dsbd, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_it_quietly(
+    dsbd: Dsbd, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    def swallowed(*_: object) -> None:
+        try:
+            signal.raise_signal(number)
+        except Exception:  # as libraries do around their imports
+            raise ModuleNotFoundError from None
 
-    monkeypatch.setattr(dsbd_cli.profiling.profile, "take_profile", interrupted)
-    done = dsbd("profile", "--prompts", str(prompts))
-    assert (done.code, done.out, done.err) == (130, "", "")
+    monkeypatch.setattr(dsbd_cli.profiling.profile, "take_profile", swallowed)
+    done = dsbd("profile", "--prompts", str(prompts), "--json", str(tmp_path / "p.json"))
+    assert (done.code, done.out, done.err) == (code, "", "")
+    assert not (tmp_path / "p.json").exists()
 
 
 @pytest.mark.parametrize(
