@@ -302,6 +302,7 @@ def _write(found: Profile, wanted: ProfileOptions) -> None:
 def _print(found: Profile) -> None:
     """The tables, and the tree if there is one, on standard output."""
     from rich.console import Console
+    from rich.text import Text
 
     from dsbd_cli.reports.profile_tables import profile_tables
     from dsbd_cli.reports.profile_tree import forest_tree
@@ -313,6 +314,6 @@ def _print(found: Profile) -> None:
 
     console = Output(highlight=False, emoji=False, markup=False)
     for part in profile_tables(found):
-        console.print(part)
+        console.print(part, soft_wrap=isinstance(part, Text))
     if found.forest is not None:
         console.print(forest_tree(found.forest))

@@ -89,10 +89,13 @@ def passes(layer: LayerProbe, kept: Sequence[bool], width: int) -> tuple[bool, i
 def acceptance_rates(
     chains: Iterable[Chain], drafts: Sequence[int], min_widths: Sequence[int | None], num_beams: int, depth: int
 ) -> dict[tuple[int, int | None], Rates]:
-    """Rates by (K', W_min) from chains of layers that were really looked at. W_min None: fixed width."""
+    """Rates by (K', W_min) from chains of layers that were really looked at; a chain of fewer drafts than K' says
+    nothing about it. W_min None: fixed width."""
     counts = {(k, m): ([0] * depth, [0] * depth, [0] * depth) for k in drafts for m in min_widths}
     for chain in chains:
         for k in drafts:
+            if chain and len(chain[0].parents) < k:
+                continue
             kept: list[list[bool]] = []
             for layer in chain:
                 kept.append(first_drafts(layer, kept[-1] if kept else None, k))

@@ -67,11 +67,7 @@ def owners(
     else:
         found.append(Owner("workspace", None, "cannot be told here"))
     found.append(Owner("peak", peak, "measured"))
-    found.append(
-        Owner(
-            "one cache per beam",
-            num_beams * slots.path * slot_bytes,
-            f"KV of the same texts held {num_beams} times, without drafts (computed)",
-        )
-    )
+    if num_beams > 1:
+        note = f"KV of the same texts held {num_beams} times, without drafts (computed)"
+        found.append(Owner("one cache per beam", num_beams * slots.path * slot_bytes, note))
     return tuple(found)

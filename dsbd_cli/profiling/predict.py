@@ -1,7 +1,7 @@
 """Speed of settings that were not run: measured costs of the parts, measured acceptance, put together.
 
-    iteration = first draft forward + (D - 1) draft forwards of K nodes + D selections
-              + target forward of N = W + D*K nodes + everything else, which grows with N
+    iteration = first draft forward + (D - 1) draft forwards of K nodes + target forward of W + D*K nodes
+              + what every iteration costs + D * (what a layer costs + K * what a draft costs)
     run       = once per run + steps / (steps per call x rows per iteration) x iteration
 
 After the goodput model of Liu et al. 2024 (arXiv 2406.14066), with beams. Plain Python: no tensors.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from dsbd_cli.profiling.acceptance import Rates
 from dsbd_cli.reports.profile_data import NO_DRAFT, Prediction, Setting
 
-__all__ = ["Costs", "Line", "choose", "predict", "predictions"]
+__all__ = ["Costs", "Line", "choose", "layer_costs", "predict", "predictions"]
 
 NEAR = 0.95
 
@@ -42,13 +42,13 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Measured in runs of the setting in use and of no draft.
+    """Measured in runs of the setting in use, of another K, and of no draft.
 
     Attributes:
         target, draft: forwards; draft is None without one.
         first_nodes: mean nodes of the first draft forward (pending tokens and late parents).
-        select_s: drawing one layer of drafts.
-        other: the rest of an iteration by nodes of the target forward.
+        iteration_s, layer_s, draft_s: of an iteration outside of forwards, of each of its drafted layers, and of each
+            draft of a layer.
         once_s: per run. rows: requests that share an iteration, on average. plain_*: the same of no draft.
         steps: of all requests. tokens: of the best texts. num_beams: W.
     """
@@ -56,8 +56,9 @@ class Costs:
     target: Line
     draft: Line | None
     first_nodes: float
-    select_s: float
-    other: Line
+    iteration_s: float
+    layer_s: float
+    draft_s: float
     once_s: float
     plain_once_s: float
     rows: float
@@ -69,13 +70,25 @@ class Costs:
     def iteration(self, setting: Setting) -> float:
         """Seconds of one iteration."""
         depth, drafts = setting.depth, setting.drafts_per_layer
-        nodes = self.num_beams + depth * drafts
-        total = self.target.at(nodes) + self.other.at(nodes)
+        total = self.iteration_s + self.target.at(self.num_beams + depth * drafts)
+        total += depth * (self.layer_s + self.draft_s * drafts)
         if depth:
             assert self.draft is not None
             first = max(self.first_nodes, self.num_beams)
-            total += self.draft.at(first) + (depth - 1) * self.draft.at(drafts) + depth * self.select_s
+            total += self.draft.at(first) + (depth - 1) * self.draft.at(drafts)
         return total
+
+
+def layer_costs(
+    iteration_s: float, setting: Setting, seconds: float, other: Setting, other_seconds: float
+) -> tuple[float, float]:
+    """(layer_s, draft_s) from what iterations of two settings with different K cost outside of forwards."""
+    here = max(seconds - iteration_s, 0.0) / setting.depth
+    there = max(other_seconds - iteration_s, 0.0) / other.depth
+    apart = other.drafts_per_layer - setting.drafts_per_layer
+    each = max((there - here) / apart, 0.0) if apart else 0.0
+    each = min(each, here / setting.drafts_per_layer)  # a layer without drafts costs no less than nothing
+    return here - each * setting.drafts_per_layer, each
 
 
 def predict(costs: Costs, setting: Setting, rates: Rates | None) -> Prediction:

@@ -18,7 +18,7 @@ from dsbd_cli.profiling.acceptance import Rates, acceptance_rates
 from dsbd_cli.profiling.curves import measure_forwards, node_counts, points_of
 from dsbd_cli.profiling.machine import describe_machine, machine_rates
 from dsbd_cli.profiling.memory import owners, peak_bytes, reset_peak
-from dsbd_cli.profiling.predict import Costs, Line, choose, predictions
+from dsbd_cli.profiling.predict import Costs, Line, choose, layer_costs, predictions
 from dsbd_cli.profiling.probe import DraftProbe, SlotProbe
 from dsbd_cli.profiling.runs import Bench, Run, method_for, phases_of, setting_of
 from dsbd_cli.profiling.snapshot import Snapshot
@@ -81,7 +81,7 @@ def take_profile(job: Job) -> Profile:
     first = bench.timed(method)
     curves = _curves(job, first)
     plain = bench.timed(method_for(method, NO_DRAFT)) if method.depth else first
-    costs = costs_of(first, plain, curves)
+    costs = costs_of(first, plain, bench.timed(method_for(method, _other_drafts(method))), curves)
     found, rates = _predict(job, costs)
     now, best = setting_of(method), choose([(one.setting, one.tokens_per_s) for one in found], method.num_beams)
     wanted = dict.fromkeys([now, best, NO_DRAFT])
@@ -192,30 +192,40 @@ def _drafts(method: MethodConfig) -> list[int]:
     return sorted({k for k in (*DRAFTS, method.num_beams, method.drafts_per_layer) if least <= k <= most})
 
 
-def costs_of(run: Run, plain: Run, curves: tuple[Curve, ...]) -> Costs:
-    """What the parts of an iteration cost in a run with drafts and in one without (the same one where nothing is
-    drafted). Curves are scaled to the forwards of the runs, because rows leave a batch as they finish."""
+def _other_drafts(method: MethodConfig) -> Setting:
+    """A setting with another K than the one in use, and no more than two layers."""
+    if not method.depth:
+        return NO_DRAFT
+    values = _drafts(method)
+    drafts = values[-1] if values[-1] != method.drafts_per_layer else values[0]
+    return replace(setting_of(method), depth=min(method.depth, 2), drafts_per_layer=drafts)
+
+
+def costs_of(run: Run, plain: Run, other: Run, curves: tuple[Curve, ...]) -> Costs:
+    """What the parts of an iteration cost in a run, in one without drafts and in one with another K. Curves are
+    scaled to the forwards of the runs, because rows leave a batch as they finish."""
     method, log, first_nodes = run.method, run.log, float(run.method.num_beams)
     lines: dict[Role, Line] = {}
     for curve in curves:
         line = Line(tuple((point.nodes, point.seconds.median) for point in curve.points))
-        both = [*log.forwards, *([] if plain is run else plain.log.forwards)]
-        forwards = [one for one in both if (one.role, one.kind) == (curve.role, "forest")]
+        every = [one for some in (run, plain, other) for one in some.log.forwards]
+        forwards = [one for one in every if (one.role, one.kind) == (curve.role, "forest")]
         scale = sum(one.seconds() for one in forwards) / sum(line.at(one.nodes) for one in forwards)
         lines[curve.role] = replace(line, scale=scale)
         if curve.role == "draft":
             begun = [one.nodes for one in forwards if one.first]
             first_nodes = sum(begun) / len(begun)
-    few, many = method.num_beams, method.num_beams + method.depth * method.drafts_per_layer
-    rest = {few: _rest(plain), many: _rest(run)}
-    rest[many] = max(rest[many], rest[few])
-    layers = log.iterations * method.depth
+    iteration, layer, draft = _rest(plain), 0.0, 0.0
+    if method.depth:
+        here, there = setting_of(method), setting_of(other.method)
+        layer, draft = layer_costs(iteration, here, _rest(run), there, _rest(other))
     return Costs(
         target=lines["target"],
         draft=lines.get("draft"),
         first_nodes=first_nodes,
-        select_s=max(log.phases["draft"] - log.forward_s("draft", "forest"), 0.0) / layers if layers else 0.0,
-        other=Line(tuple(rest.items())),
+        iteration_s=iteration,
+        layer_s=layer,
+        draft_s=draft,
         once_s=_once(run),
         plain_once_s=_once(plain),
         rows=run.calls / log.iterations,
@@ -232,29 +242,32 @@ def _once(run: Run) -> float:
 
 
 def _rest(run: Run) -> float:
-    """Seconds of an iteration outside of drafting and the target's forward."""
-    rest = run.seconds - _once(run) - run.log.phases["draft"] - run.log.forward_s("target", "forest")
-    return max(rest, 0.0) / run.log.iterations
+    """Seconds of an iteration outside of forwards."""
+    forwards = run.log.forward_s("target", "forest") + run.log.forward_s("draft", "forest")
+    return max(run.seconds - _once(run) - forwards, 0.0) / run.log.iterations
 
 
 def _predict(job: Job, costs: Costs) -> tuple[tuple[Prediction, ...], Acceptance]:
-    """Draft larger forests once, and replay smaller ones from them."""
+    """Draft the forests in use and larger ones, and replay smaller ones from them."""
     method, bench = job.method, job.bench
     if not method.depth:
         return predictions(costs, {}, ()), {}
     job.told("drafting larger forests")
     drafts, depth, beams = _drafts(method), max(method.depth, LEAST_DEPTH), method.num_beams
     dynamic = method.width == "threshold"
-    log = RunLog()
-    engine = bench.engine(replace(method, drafts_per_layer=max(drafts), depth=depth), log, log_steps=True)
-    probe = DraftProbe(drafts, beams, method.width_threshold if dynamic else None)
-    watch(engine, probe)
     requests = bench.requests
     if len({one.seed for one in requests}) < len(requests):  # a probe knows rows by their seeds
         requests = tuple(replace(one, seed=derive_seed(0, str(place))) for place, one in enumerate(requests))
-    results = bench.run(engine, log, requests).results
+    chains = []
+    # the larger forests stop where drafting is hard, and so begin there too; those in use are no such choice
+    for looked_at in {method, replace(method, drafts_per_layer=max(drafts), depth=depth)}:
+        log = RunLog()
+        engine = bench.engine(looked_at, log, log_steps=True)
+        probe = DraftProbe(drafts, beams, method.width_threshold if dynamic else None)
+        watch(engine, probe)
+        chains += probe.chains(bench.run(engine, log, requests).results)
     widths: list[int | None] = [*range(1, beams + 1)] if dynamic else [None]
-    rates = acceptance_rates(probe.chains(results), drafts, widths, beams, depth)
+    rates = acceptance_rates(chains, drafts, widths, beams, depth)
     possible = {key: rate for key, rate in rates.items() if key[1] is None or key[1] <= key[0]}
     return predictions(costs, possible, range(1, depth + 1)), possible
 

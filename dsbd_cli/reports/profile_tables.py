@@ -51,7 +51,7 @@ def _part(title: str, table: Table, caption: str = "") -> Group:
 
 def profile_tables(profile: Profile) -> Iterator[RenderableType]:
     """What stands on the terminal, from top to bottom."""
-    yield _head(profile)
+    yield Group(_head(profile))
     yield _phases(profile)
     for curve in profile.curves:
         yield _curve(curve)
@@ -62,7 +62,10 @@ def profile_tables(profile: Profile) -> Iterator[RenderableType]:
             yield _widths(profile)
     yield _settings(profile)
     yield _memory(profile)
-    yield _advice(profile)
+    yield Group(*[Text(f"- {note}") for note in profile.notes], Text())
+    yield Text("Recommended for these prompts on this machine:", style="bold")
+    # Text alone is not wrapped: this is a line to be copied
+    yield Text(f"  {profile.recommended_command}\n", style="bold green")
 
 
 def _head(profile: Profile) -> Text:
@@ -138,7 +141,7 @@ def _acceptance(profile: Profile) -> RenderableType:
     return _part(
         f"Acceptance by depth at K={profile.now.setting.drafts_per_layer} (measured)",
         table,
-        "chance that a layer passes once it is reached, replayed from forests drafted larger",
+        "chance that a layer passes once it is reached, in forests of this K and in larger ones, replayed",
     )
 
 
@@ -191,7 +194,7 @@ def _widths(profile: Profile) -> RenderableType:
         width = one.setting.min_width
         if width is not None and (width not in best or one.tokens_per_s > best[width].tokens_per_s):
             best[width] = one
-    table = _table("W_min", "setting", "tokens/s", "steps per call", "mean width")
+    table = _table("W_min", "setting", "tokens/s", "steps/call", "mean width")
     for width, one in sorted(best.items()):
         table.add_row(
             str(width),
@@ -208,7 +211,7 @@ def _widths(profile: Profile) -> RenderableType:
 
 
 def _settings(profile: Profile) -> RenderableType:
-    table = _table("setting", "tokens/s", "range", "steps per call", "mean width", "predicted tokens/s")
+    table = _table("setting", "tokens/s", "range", "steps/call", "width", "predicted")
     for one in (profile.now, *profile.tried):
         table.add_row(*_setting_row(one, profile.now.setting, profile.best))
     times = "once" if profile.repeats == 1 else f"{profile.repeats} times"
@@ -237,12 +240,3 @@ def _memory(profile: Profile) -> RenderableType:
     for owner in profile.memory:
         table.add_row(owner.name, bytes_text(owner.bytes), escape(owner.note))
     return _part("Memory by owner at the peak (measured)", table)
-
-
-def _advice(profile: Profile) -> Text:
-    text = Text()
-    for note in profile.notes:
-        text.append(f"- {note}\n")
-    text.append("\nRecommended for these prompts on this machine:\n", style="bold")
-    text.append(f"  {profile.recommended_command}\n", style="bold green")
-    return text

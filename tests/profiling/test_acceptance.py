@@ -115,6 +115,14 @@ def test_rates_by_hand() -> None:
     assert rates[2, 1].mean_width(2, 2) == pytest.approx((2 + 1 + 1) / 3)
 
 
+def test_a_forest_says_nothing_about_larger_ones() -> None:
+    small = LayerProbe((0,), (True,), (0,))
+    large = LayerProbe((0, 0), (True, True), (1,))
+    rates = acceptance_rates([[small], [large]], [1, 2], [None], 1, 1)
+    assert rates[1, None] == Rates((2,), (1,), (1,))
+    assert rates[2, None] == Rates((1,), (1,), (1,))
+
+
 def test_slots_at_the_peak_are_the_engines_own() -> None:
     for method in (METHODS[0], METHODS[2], MethodConfig(num_beams=3, depth=0)):
         probe = SlotProbe(method.num_beams)

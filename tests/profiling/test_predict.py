@@ -10,7 +10,7 @@ from dsbd_cli.profiling.acceptance import Rates
 from dsbd_cli.profiling.curves import node_counts, points_of
 from dsbd_cli.profiling.machine import MachineRates
 from dsbd_cli.profiling.memory import owners
-from dsbd_cli.profiling.predict import Costs, Line, choose, predict, predictions
+from dsbd_cli.profiling.predict import Costs, Line, choose, layer_costs, predict, predictions
 from dsbd_cli.profiling.probe import SlotPeak
 from dsbd_cli.reports.profile_data import NO_DRAFT, Machine, MeasuredSetting, Prediction, Setting, Spread, spread_of
 
@@ -18,8 +18,9 @@ COSTS = Costs(
     target=Line(((4, 0.010), (36, 0.042))),
     draft=Line(((4, 0.001), (8, 0.002))),
     first_nodes=6.0,
-    select_s=0.0005,
-    other=Line(((4, 0.002), (36, 0.010))),
+    iteration_s=0.002,
+    layer_s=0.001,
+    draft_s=0.0001,
     once_s=0.5,
     plain_once_s=0.25,
     rows=2.0,
@@ -37,10 +38,21 @@ def test_a_line_between_and_beyond_its_points() -> None:
 
 
 def test_an_iteration_is_the_sum_of_its_parts() -> None:
-    # first draft forward 1.5 ms, another one 2 ms, two selections, target of 4 + 2 * 8 nodes, the rest
-    expected = 0.0015 + 0.002 + 2 * 0.0005 + 0.026 + 0.006
+    # first draft forward 1.5 ms, another one 2 ms, target of 4 + 2 * 8 nodes, the rest, two layers of 8 drafts
+    expected = 0.0015 + 0.002 + 0.026 + 0.002 + 2 * (0.001 + 8 * 0.0001)
     assert COSTS.iteration(Setting(2, 8)) == pytest.approx(expected)
     assert COSTS.iteration(NO_DRAFT) == pytest.approx(0.012)
+
+
+def test_costs_of_layers_and_drafts_from_two_settings() -> None:
+    # 10 ms and nothing else; 4 layers of 8 drafts cost 4 * (1 + 8 * 0.5) ms more, 2 of 16 cost 2 * (1 + 16 * 0.5)
+    layer, draft = layer_costs(0.010, Setting(4, 8), 0.030, Setting(2, 16), 0.028)
+    assert (layer, draft) == (pytest.approx(0.001), pytest.approx(0.0005))
+    # noise that makes the wider one cheaper, or a layer cheaper than nothing
+    assert layer_costs(0.010, Setting(4, 8), 0.030, Setting(2, 16), 0.012) == (pytest.approx(0.005), 0.0)
+    layer, draft = layer_costs(0.010, Setting(4, 8), 0.030, Setting(2, 16), 0.100)
+    assert (layer, draft) == (pytest.approx(0.0), pytest.approx(0.005 / 8))
+    assert layer_costs(0.010, Setting(4, 8), 0.030, Setting(2, 8), 0.020) == (pytest.approx(0.005), 0.0)
 
 
 def test_tokens_per_second_of_a_run() -> None:
