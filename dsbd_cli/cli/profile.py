@@ -117,6 +117,8 @@ def profile(
     for name, value in (("--repeats", repeats), ("--show", wanted.show), ("--records", prompts.records)):
         if value is not None and value < 1:
             raise UsageError(f"{name} is {value}, but must be 1 or more")
+    if wanted.quiet and wanted.show is not None and wanted.json is None:
+        raise UsageError("--show prints a tree and --quiet prints nothing but a command: drop one, or add --json")
     _check_files(wanted)
     requests = _requests(prompts, settings)
     groups = (pair, method, sampling, devices)

@@ -104,6 +104,7 @@ def unloadable(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--show", "0"), "--show is 0"),
         (("--records", "0"), "--records is 0"),
         (("--overwrite",), "--overwrite replaces"),
+        (("--quiet", "--show", "1"), "drop one, or add --json"),
         (("--json", "{old}"), "exists: name another file, or replace it with --overwrite"),
         (("--trace", "{folder}"), "is a folder"),
         (("--plot", "{folder}/none/p.png"), "does not exist"),
