@@ -65,9 +65,8 @@ class Stepper:
         if self.endings.stops.used and not self.rule.warps:
             size = logits.shape[-1]  # any number of tokens may complete a stop string
         outcome = walk(state, forest, top_candidates(logits, size), self.rule, self.endings)
-        self.timer.lap("verify")
         counters = _pack(state, outcome, self._commit(state, forest, outcome))
-        self.timer.lap("compact")
+        self.timer.lap("verify")
         return _report(counters)
 
     def _context(self, state: BatchState, slots: int, late: bool) -> DraftContext:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from dsbd_cli.core.protocols import ForestModel
 from dsbd_cli.models.adapter import CausalForestModel
 
@@ -27,12 +29,14 @@ def size_of(model: ForestModel) -> ModelSize | None:
     if not isinstance(model, CausalForestModel):
         return None
     module: Any = model.module
-    parameters = {one.data_ptr(): one for one in module.parameters()}.values()
+    # weights in the processor's own order are no parameters
+    packed = [one.packed for one in module.modules() if isinstance(getattr(one, "packed", None), torch.Tensor)]
+    weights = [*{one.data_ptr(): one for one in module.parameters()}.values(), *packed]
     buffers = {one.data_ptr(): one for one in module.buffers()}.values()
-    held = sum(one.numel() * one.element_size() for one in (*parameters, *buffers))
-    count = sum(one.numel() for one in parameters)
+    held = sum(one.numel() * one.element_size() for one in (*weights, *buffers))
+    count = sum(one.numel() for one in weights)
     table = module.get_input_embeddings().weight
-    head = module.get_output_embeddings()
-    if head is not None and head.weight.data_ptr() == table.data_ptr():
+    head = getattr(module.get_output_embeddings(), "weight", None)
+    if head is not None and head.data_ptr() == table.data_ptr():
         return ModelSize(held, held, 2 * count)
     return ModelSize(held, held - table.numel() * table.element_size(), 2 * (count - table.numel()))

@@ -78,10 +78,13 @@ def take_profile(job: Job) -> Profile:
     forest = _forest(job) if job.show is not None else None
     memory = _memory(job)
     job.told("timing runs")
-    first = bench.timed(method)
-    curves = _curves(job, first)
-    plain = bench.timed(method_for(method, NO_DRAFT)) if method.depth else first
-    costs = costs_of(first, plain, bench.timed(method_for(method, _other_drafts(method))), curves)
+    detailed = bench.timed(method)
+    every = not bench.captures
+    first = detailed if every else bench.timed(method, every=False)
+    curves = _curves(job, detailed)
+    plain = bench.timed(method_for(method, NO_DRAFT), every=every) if method.depth else first
+    other = bench.timed(method_for(method, _other_drafts(method)), every=every) if method.depth else first
+    costs = costs_of(first, plain, other, curves)
     found, rates = _predict(job, costs)
     now, best = setting_of(method), choose([(one.setting, one.tokens_per_s) for one in found], method.num_beams)
     wanted = dict.fromkeys([now, best, NO_DRAFT])
@@ -194,8 +197,6 @@ def _drafts(method: MethodConfig) -> list[int]:
 
 def _other_drafts(method: MethodConfig) -> Setting:
     """A setting with another K than the one in use, and no more than two layers."""
-    if not method.depth:
-        return NO_DRAFT
     values = _drafts(method)
     drafts = values[-1] if values[-1] != method.drafts_per_layer else values[0]
     return replace(setting_of(method), depth=min(method.depth, 2), drafts_per_layer=drafts)
@@ -208,13 +209,12 @@ def costs_of(run: Run, plain: Run, other: Run, curves: tuple[Curve, ...]) -> Cos
     lines: dict[Role, Line] = {}
     for curve in curves:
         line = Line(tuple((point.nodes, point.seconds.median) for point in curve.points))
-        every = [one for some in (run, plain, other) for one in some.log.forwards]
-        forwards = [one for one in every if (one.role, one.kind) == (curve.role, "forest")]
-        scale = sum(one.seconds() for one in forwards) / sum(line.at(one.nodes) for one in forwards)
+        work = [_work(some, curve.role) for some in (run, plain, other)]
+        scale = sum(seconds for _, seconds in work) / sum(line.at(nodes) for some, _ in work for nodes in some)
         lines[curve.role] = replace(line, scale=scale)
-        if curve.role == "draft":
-            begun = [one.nodes for one in forwards if one.first]
-            first_nodes = sum(begun) / len(begun)
+    begun = [one.nodes for some in (run, other) for one in some.log.forwards if one.first and one.role == "draft"]
+    if begun:
+        first_nodes = sum(begun) / len(begun)
     iteration, layer, draft = _rest(plain), 0.0, 0.0
     if method.depth:
         here, there = setting_of(method), setting_of(other.method)
@@ -241,9 +241,20 @@ def _once(run: Run) -> float:
     return sum(one.total_s for one in phases_of(run) if one.name in ("tokenise", "prefill", "detokenise", "write"))
 
 
+def _work(run: Run, role: Role) -> tuple[list[int], float]:
+    """Nodes of all forwards of a model and their seconds together; of its phases where forwards are not logged."""
+    method, log = run.method, run.log
+    if log.every:
+        forwards = [one for one in log.forwards if (one.role, one.kind) == (role, "forest")]
+        return [one.nodes for one in forwards], sum(one.seconds() for one in forwards)
+    drafts, beams, depth = method.drafts_per_layer, method.num_beams, method.depth
+    nodes = [beams + depth * drafts] if role == "target" else [beams, *[drafts] * (depth - 1)] if depth else []
+    return nodes * log.iterations, log.phases[role] if nodes else 0.0
+
+
 def _rest(run: Run) -> float:
     """Seconds of an iteration outside of forwards."""
-    forwards = run.log.forward_s("target", "forest") + run.log.forward_s("draft", "forest")
+    forwards = _work(run, "target")[1] + _work(run, "draft")[1]
     return max(run.seconds - _once(run) - forwards, 0.0) / run.log.iterations
 
 
@@ -278,7 +289,7 @@ def _rounds(job: Job, settings: list[Setting]) -> dict[Setting, list[Run]]:
     for number in range(job.repeats):
         for setting in settings:
             job.told(f"round {number + 1} of {job.repeats}: {setting.label}")
-            runs[setting].append(job.bench.timed(method_for(job.method, setting)))
+            runs[setting].append(job.bench.timed(method_for(job.method, setting), every=not job.bench.captures))
     return runs
 
 

@@ -127,22 +127,33 @@ class Bench:
                 model.release()
         return Run(engine.method, log, tuple(results), seconds, writing)
 
-    def timed(self, method: MethodConfig) -> Run:
-        """A run with no other watchers than the clocks."""
-        log = RunLog()
+    def timed(self, method: MethodConfig, *, every: bool = True) -> Run:
+        """A run with no other watchers than the clocks. every: log all forwards, and so capture no CUDA graph."""
+        log = RunLog(every=every)
         return self.run(self.engine(method, log), log)
+
+    @property
+    def captures(self) -> bool:
+        """Whether an engine without clocks would capture iterations as CUDA graphs."""
+        models = [model for model in (self.target, self.draft) if model is not None]
+        return all(getattr(model, "capturable", False) for model in models)
 
 
 def phases_of(run: Run) -> tuple[Phase, ...]:
-    """Where the seconds of a run went; `other` is what is left: scheduling, the host's reads, memory for the batch."""
+    """Where the seconds of a run went; `other` is what is left: scheduling, the host's reads, memory for the batch.
+
+    `compact` is moving what is kept in both caches; where moves are not logged it is part of `verify`.
+    """
     log = run.log
     seconds = {
         "tokenise": log.tokenise_s,
         "prefill": log.forward_s("target", "prefill") + log.forward_s("draft", "prefill"),
         **log.phases,
+        "compact": log.move_s(),
         "detokenise": log.detokenise_s,
         "write": run.write_s,
     }
+    seconds["verify"] -= seconds["compact"]
     seconds["other"] = max(0.0, run.seconds - sum(seconds.values()))
     count = max(log.iterations, 1)
     return tuple(Phase(name, value, value / count, value / run.seconds) for name, value in seconds.items())

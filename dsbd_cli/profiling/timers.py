@@ -20,7 +20,7 @@ __all__ = ["Forward", "RunLog", "TimedCodec", "TimedModel", "log_phases", "stopw
 
 Role = Literal["target", "draft"]
 Kind = Literal["forest", "prefill"]
-PHASES = ("draft", "target", "verify", "compact")
+PHASES = ("draft", "target", "verify")
 
 
 def synchronise(*devices: torch.device) -> None:
@@ -76,9 +76,14 @@ class Forward:
 
 @dataclass(slots=True)
 class RunLog:
-    """Everything that one run tells. Seconds of phases are sums over the iterations."""
+    """Everything that one run tells. Seconds of phases are sums over the iterations.
 
+    every: all forwards and moves are in it; else those of prefills alone (see TimedModel).
+    """
+
+    every: bool = True
     forwards: list[Forward] = field(default_factory=list)
+    moves: list[Callable[[], float]] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     tokenise_s: float = 0.0
     detokenise_s: float = 0.0
@@ -87,17 +92,30 @@ class RunLog:
     reserved: dict[Role, int] = field(default_factory=dict)
 
     def forward_s(self, role: Role, kind: Kind) -> float:
-        """Seconds of all forwards of one model."""
+        """Seconds of all logged forwards of one model."""
         return sum(one.seconds() for one in self.forwards if (one.role, one.kind) == (role, kind))
+
+    def move_s(self) -> float:
+        """Seconds of all logged moves, which are part of the phase verify."""
+        return sum(seconds() for seconds in self.moves)
 
 
 class TimedModel:
-    """A model whose forwards are logged. What else it has is the inner model's."""
+    """A model whose forwards and moves are logged. What else it has is the inner model's.
+
+    A CUDA graph that repeats an iteration calls no Python, so nothing inside it could be logged: where the log wants
+    every forward, the model says that it cannot be captured; else it logs prefills, which never are.
+    """
 
     def __init__(self, inner: ForestModel, role: Role, log: RunLog, *, name_scopes: bool = False) -> None:
         """name_scopes: name the forwards in a profiler's trace."""
         self.inner, self.role, self.log = inner, role, log
         self._name_scopes = name_scopes
+
+    @property
+    def capturable(self) -> bool:
+        """Whether iterations may become CUDA graphs."""
+        return not self.log.every and bool(getattr(self.inner, "capturable", False))
 
     @property
     def vocab_size(self) -> int:
@@ -121,6 +139,8 @@ class TimedModel:
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         """The inner forward, timed."""
+        if logits and not self.log.every:
+            return self.inner.forward(batch)
         kind: Kind = "forest" if logits else "prefill"
         scope: AbstractContextManager[object] = nullcontext()
         if self._name_scopes:
@@ -136,8 +156,13 @@ class TimedModel:
         return output
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """As the inner model."""
+        """The inner move, timed."""
+        if not self.log.every:
+            self.inner.move(source, target)
+            return
+        watch = stopwatch(self.device)
         self.inner.move(source, target)
+        self.log.moves.append(watch.stop())
 
     def select_rows(self, rows: Tensor) -> None:
         """As the inner model."""

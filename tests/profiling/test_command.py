@@ -58,7 +58,7 @@ def test_a_whole_profile(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
     assert found["forest"]["iteration"] == 2
     trace = json.loads(files["trace"].read_text())
     names = {event.get("name") for event in trace["traceEvents"]}
-    assert {"draft", "target", "verify", "compact", "target forest forward", "draft forest forward"} <= names
+    assert {"draft", "target", "verify", "target forest forward", "draft forest forward"} <= names
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 

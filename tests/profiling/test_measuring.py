@@ -42,6 +42,10 @@ def test_the_size_of_a_model_counts_shared_weights_once(tied: bool) -> None:
     assert size.held_bytes == parameters * 4 + buffers
     assert size.flops_per_node == 2 * read
     assert size.read_bytes == size.held_bytes - (0 if tied else table * 4)
+    module.packed = torch.zeros(10)
+    packed = size_of(CausalForestModel(module, "tiny"))
+    assert packed is not None
+    assert (packed.read_bytes - size.read_bytes, packed.flops_per_node - size.flops_per_node) == (40, 20)
     assert size_of(TableLM(torch.zeros(2, 2, 2))) is None
 
 
@@ -67,6 +71,8 @@ def test_a_run_is_split_into_phases_without_remainder() -> None:
     assert phases["draft"] == pytest.approx(sum(one.draft_s for one in stats))
     assert phases["target"] == pytest.approx(sum(one.target_s for one in stats))
     assert phases["verify"] + phases["compact"] == pytest.approx(sum(one.verify_s for one in stats))
+    assert phases["compact"] > 0
+    assert len(run.log.moves) == 2 * run.log.iterations  # of both models
 
 
 def test_every_forward_is_logged_once() -> None:
@@ -87,6 +93,32 @@ def test_clocks_change_no_text() -> None:
     plain = list(Engine(some.target, some.draft, some.codec, METHOD, batch_size=2).run(some.requests))
     timed = some.timed(METHOD).results
     assert [result.hypotheses for result in timed] == [result.hypotheses for result in plain]
+
+
+def test_what_can_be_captured_is_logged_by_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph calls no Python: clocks inside a forward or a move would break the capture."""
+    monkeypatch.setattr(TableLM, "capturable", True, raising=False)
+    some = bench()
+    assert some.captures
+    log = RunLog(every=False)
+    engine = some.engine(METHOD, log)
+    assert all(getattr(model, "capturable", False) for model in (engine.target, engine.draft))
+    assert not TimedModel(some.target, "target", RunLog()).capturable
+    run = some.run(engine, log)
+    assert {one.kind for one in run.log.forwards} == {"prefill"}
+    assert run.log.moves == []
+    assert sum(one.total_s for one in phases_of(run)) == pytest.approx(run.seconds)
+    plain = some.timed(method_for(METHOD, NO_DRAFT), every=False)
+    points = tuple(CurvePoint(count, spread_of([0.5]), None, None) for count in (2, 10))
+    curves = [
+        Curve(role, 2, 32, None, None, 8, None, None, 1.0, points)  # type: ignore[arg-type]
+        for role in ("target", "draft")
+    ]
+    costs = costs_of(run, plain, run, tuple(curves))
+    calls = 2 * run.log.iterations + plain.log.iterations
+    assert costs.target.at(10) == pytest.approx((2 * run.log.phases["target"] + plain.log.phases["target"]) / calls)
+    assert costs.draft is not None
+    assert costs.draft.at(2) == pytest.approx(run.log.phases["draft"] / (METHOD.depth * run.log.iterations))
 
 
 def test_a_timed_model_shows_what_else_the_model_has() -> None:
