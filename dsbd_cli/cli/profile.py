@@ -113,6 +113,8 @@ def profile(
     Every prompt is decoded about ten times. Numbers are measured unless they are called predicted.
     """
     settings = run_settings(pair, method, sampling, devices, RowOptions())
+    if getattr(settings.method, "adaptive_depth", False):
+        raise UsageError("--depth auto measures by itself: give the depth that is to be profiled")
     repeats = REPEATS if wanted.repeats is None else wanted.repeats
     for name, value in (("--repeats", repeats), ("--show", wanted.show), ("--records", prompts.records)):
         if value is not None and value < 1:
@@ -211,7 +213,7 @@ def _measure(
                 engine.draft,
                 engine.codec,
                 requests,
-                settings.batch_size,
+                settings.batch_size or len(requests),
                 (settings.target, settings.draft),
             ),
             method=settings.method,
