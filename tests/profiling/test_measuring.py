@@ -97,14 +97,14 @@ def test_clocks_change_no_text() -> None:
 
 def test_what_can_be_captured_is_logged_by_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph calls no Python: clocks inside a forward or a move would break the capture."""
-    monkeypatch.setattr(TableLM, "capturable", True, raising=False)
     some = bench()
-    assert some.captures
-    log = RunLog(every=False)
-    engine = some.engine(METHOD, log)
-    assert all(getattr(model, "capturable", False) for model in (engine.target, engine.draft))
-    assert not TimedModel(some.target, "target", RunLog()).capturable
-    run = some.run(engine, log)
+    assert not some.captures
+    with monkeypatch.context() as patch:
+        patch.setattr(TableLM, "capturable", True, raising=False)
+        assert some.captures
+        assert TimedModel(some.target, "target", RunLog(every=False)).capturable
+        assert not TimedModel(some.target, "target", RunLog()).capturable
+    run = some.timed(METHOD, every=False)
     assert {one.kind for one in run.log.forwards} == {"prefill"}
     assert run.log.moves == []
     assert sum(one.total_s for one in phases_of(run)) == pytest.approx(run.seconds)
