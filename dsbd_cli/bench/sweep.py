@@ -41,6 +41,11 @@ class Setting:
         """Whether a draft model runs."""
         return self.config.kind == "assisted" if isinstance(self.config, PeerConfig) else self.config.depth > 0
 
+    @property
+    def samples(self) -> bool:
+        """Whether it draws at random."""
+        return self.config.samples if isinstance(self.config, PeerConfig) else self.config.rule != "search"
+
     def fields(self) -> dict[str, object]:
         """All settings by the library's names."""
         return dataclasses.asdict(self.config)

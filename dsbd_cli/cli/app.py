@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from dsbd_cli._version import __version__
+from dsbd_cli.cli.bench import bench
 from dsbd_cli.cli.generate import generate
 from dsbd_cli.cli.messages import error_line, set_style, tracebacks_wanted
 from dsbd_cli.cli.models import app as models_app
@@ -26,6 +27,7 @@ INTERRUPTED = 130
 
 app = typer.Typer(name="dsbd", pretty_exceptions_enable=False)
 app.command("generate")(generate)
+app.command("bench")(bench)
 app.command("profile")(profile)
 app.add_typer(models_app, name="models")
 

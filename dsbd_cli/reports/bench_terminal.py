@@ -112,7 +112,7 @@ def _table(title: str, columns: Sequence[Column], rows: Sequence[BenchRow]) -> T
     )
     for column in columns:
         table.add_column(
-            column.title, justify="left" if column.text else "right", min_width=_width(column, rows), vertical="bottom"
+            column.title, justify="left" if column.text else "right", width=_width(column, rows), vertical="bottom"
         )
     for row in rows:
         cells = [column.cell(row) for column in columns]
