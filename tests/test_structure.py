@@ -24,8 +24,9 @@ LAYERS = {
     3: ("models",),
     4: ("decoding",),
     5: ("metrics", "data", "tasks", "reports", "peers"),
-    6: ("cli",),
-    7: ("__main__", "__init__"),
+    6: ("bench", "profiling"),
+    7: ("cli",),
+    8: ("__main__", "__init__"),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 TORCH = ("torch",)

@@ -12,10 +12,12 @@ from typing import Annotated, NoReturn
 import typer
 
 from dsbd_cli._version import __version__
+from dsbd_cli.cli.bench import bench
 from dsbd_cli.cli.generate import generate
 from dsbd_cli.cli.index import index
 from dsbd_cli.cli.messages import error_line, set_style, tracebacks_wanted
 from dsbd_cli.cli.models import app as models_app
+from dsbd_cli.cli.profile import profile
 from dsbd_cli.cli.signals import StoppedError
 from dsbd_cli.cli.trim import trim_draft
 from dsbd_cli.data.jsonl import ClosedOutputError
@@ -27,6 +29,8 @@ INTERRUPTED = 130
 
 app = typer.Typer(name="dsbd", pretty_exceptions_enable=False)
 app.command("generate")(generate)
+app.command("bench")(bench)
+app.command("profile")(profile)
 app.command("index")(index)
 app.command("trim-draft")(trim_draft)
 app.add_typer(models_app, name="models")

@@ -30,6 +30,7 @@ from dsbd_cli.records import RowReader
 
 __all__ = [
     "DeviceOptions",
+    "DrawOptions",
     "FileOptions",
     "JobOptions",
     "MethodOptions",
@@ -279,8 +280,8 @@ class MethodOptions:
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
-    """What each row asks for, unless the row says otherwise."""
+class DrawOptions:
+    """How one text is drawn, ended and ranked."""
 
     temperature: Annotated[
         float | None,
@@ -331,6 +332,12 @@ class SamplingOptions:
     early_stopping: Annotated[
         bool | None, flag(ENDING, "--early-stopping", text="end a row as soon as W hypotheses are finished")
     ] = None
+
+
+@dataclass(frozen=True)
+class SamplingOptions(DrawOptions):
+    """What each row asks for, unless the row says otherwise."""
+
     n_best: Annotated[
         int | None,
         option(ENDING, "--n-best", text="hypotheses to report per row", default=_SAMPLING.n_best, metavar="N"),

@@ -129,6 +129,11 @@ class Engine:
         self._reserved: tuple[object, ...] | None = None  # rows, slots and generations of both caches
         self._running = False
 
+    @property
+    def stepper(self) -> Stepper:
+        """What runs the iterations; its drafter, rule and timer may be wrapped to watch them."""
+        return self._stepper
+
     def stop(self) -> None:
         """Ask `run` to end after the iteration it is in, for good; requests that are not done give no result.
 

@@ -6,7 +6,7 @@ Shape letters: R rows, n nodes of a forward, S active cache slots, V vocabulary,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,8 +70,11 @@ class CausalForestModel:
     Raises UnsupportedModelError when the architecture keeps more than keys and values or cannot take a forest's mask.
     """
 
-    def __init__(self, model: Any, name: str) -> None:
+    def __init__(self, model: Any, name: str, stock: Callable[[], Any] | None = None) -> None:
+        """stock: loads the model once more, as it was before its weights were packed."""
         self.name = name
+        self._load_stock = stock
+        self._stock: Any = None
         self._model = model
         self._body = model.base_model if model.base_model is not model else model.get_decoder()
         self._config = model.config.get_text_config(decoder=True)
@@ -129,6 +132,15 @@ class CausalForestModel:
     def module(self) -> nn.Module:
         """The transformers model itself, for comparators."""
         module: nn.Module = self._model
+        return module
+
+    def stock(self) -> nn.Module:
+        """The model as transformers runs it, for comparators: loaded a second time where ours has packed weights."""
+        if self._load_stock is None:
+            return self.module
+        if self._stock is None:
+            self._stock = self._load_stock()
+        module: nn.Module = self._stock
         return module
 
     @property

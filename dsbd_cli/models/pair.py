@@ -93,8 +93,8 @@ def load_model(spec: ModelSpec) -> tuple[CausalForestModel, HFCodec]:
     """One model, its weights packed where it runs on the CPU, self-tested, and its codec."""
     model, tokenizer = load(spec)
     try:
-        pack(model)
-        forest = CausalForestModel(model, spec.source)
+        packed = pack(model) > 0
+        forest = CausalForestModel(model, spec.source, stock=(lambda: load(spec)[0]) if packed else None)
         self_test(forest)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{spec.role} model {spec.source!r}: {error}") from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypedDict
 
 STEPS_PER_CALL = 1000
@@ -13,6 +15,10 @@ MAX_ROWS = 5000
 MAX_VALUE_BYTES = 100_000
 
 READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+
+QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`[^`]*`""")
+INNERMOST = re.compile(r"\([^()]*\)")
+ORDER_BY = re.compile(r"\border\s+by\b", re.IGNORECASE)
 
 Cell = int | float | str | bytes | None
 Rows = list[tuple[Cell, ...]]
@@ -43,22 +49,36 @@ def allow(action: int, *_: str | None) -> int:
     return sqlite3.SQLITE_OK if action in READS else sqlite3.SQLITE_DENY
 
 
-def run(database: sqlite3.Connection, sql: str) -> Rows | None:
-    """The rows of a statement, or None where it fails, writes, or goes past the budget."""
-    calls = 0
+def budget_of_steps(calls: int = MAX_CALLS) -> Callable[[], bool]:
+    """A budget that is the same on every machine: `calls` x STEPS_PER_CALL steps of SQLite's virtual machine."""
+    left = calls
 
-    def over_budget() -> int:
-        nonlocal calls
-        calls += 1
-        return int(calls > MAX_CALLS)
+    def over() -> bool:
+        nonlocal left
+        left -= 1
+        return left < 0
 
-    database.set_progress_handler(over_budget, STEPS_PER_CALL)
+    return over
+
+
+def budget_of_time(seconds: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], bool]:
+    """A budget for databases of any size."""
+    end = clock() + seconds
+    return lambda: clock() > end
+
+
+def run(
+    database: sqlite3.Connection, sql: str, *, over: Callable[[], bool] | None = None, max_rows: int = MAX_ROWS
+) -> Rows | None:
+    """The rows of one statement, or None where it fails, writes, or goes past the budget (`over` says so)."""
+    asked = over or budget_of_steps()
+    database.set_progress_handler(lambda: int(asked()), STEPS_PER_CALL)
     try:
         cursor = database.execute(sql)
-        rows = cursor.fetchmany(MAX_ROWS + 1)
+        rows = cursor.fetchmany(max_rows + 1)
     except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError):
         return None
-    if cursor.description is None or len(rows) > MAX_ROWS:
+    if cursor.description is None or len(rows) > max_rows:
         return None
     return [tuple(round(v, 6) if isinstance(v, float) else v for v in row) for row in rows]
 
@@ -66,3 +86,11 @@ def run(database: sqlite3.Connection, sql: str) -> Rows | None:
 def same_rows(found: Rows, gold: Rows, ordered: bool) -> bool:
     """Whether two results agree: column order and repeats count, row order only where `ordered`."""
     return found == gold if ordered else Counter(found) == Counter(gold)
+
+
+def is_ordered(sql: str) -> bool:
+    """Whether the statement itself, not a part in parentheses or quotes, has an ORDER BY."""
+    bare = QUOTED.sub("''", sql)
+    while bare != (bare := INNERMOST.sub(" ", bare)):
+        pass
+    return ORDER_BY.search(bare) is not None

@@ -133,6 +133,7 @@ class QaTask:
     """Questions about passages of made-up people never seen in training; the answer is a span."""
 
     name = "qa"
+    metric = "exact match"
 
     def records(self, split: str, seed: int) -> Iterator[TaskRecord]:
         """Endless records at the full level."""

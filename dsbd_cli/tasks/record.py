@@ -29,6 +29,11 @@ class Task(Protocol):
         """The task's name, the first part of its records' ids."""
         ...
 
+    @property
+    def metric(self) -> str:
+        """What `score` measures, in words."""
+        ...
+
     def records(self, split: str, seed: int) -> Iterator[TaskRecord]:
         """Endless records of a split; the same (split, seed) gives the same records."""
         ...

@@ -48,6 +48,7 @@ class SqlTask:
     """Questions about schemas never seen in training; the answer is one SELECT."""
 
     name = "sql"
+    metric = "execution accuracy"
 
     def records(self, split: str, seed: int) -> Iterator[TaskRecord]:
         """Endless records at the full level."""

@@ -1,0 +1,146 @@
+"""From names of methods and lists of values to the settings that are run."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dsbd_cli.bench.methods import AXES, DEFAULT_METHODS, METHODS, Method
+from dsbd_cli.config import MethodConfig
+from dsbd_cli.errors import UsageError
+from dsbd_cli.peers.config import PeerConfig
+
+__all__ = ["Plan", "Setting", "Sweep", "choose_methods", "plan", "read_values"]
+
+Sweep = Mapping[str, Sequence[int | float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One method at one point of the sweep; `label` is the point, as in `W=4 K=8`, and empty without a sweep."""
+
+    method: str
+    label: str
+    config: MethodConfig | PeerConfig
+
+    @property
+    def name(self) -> str:
+        """Method and label."""
+        return f"{self.method} {self.label}".strip()
+
+    @property
+    def num_beams(self) -> int:
+        """W."""
+        return self.config.num_beams
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a draft model runs."""
+        return self.config.kind == "assisted" if isinstance(self.config, PeerConfig) else self.config.depth > 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether it draws at random."""
+        return self.config.samples if isinstance(self.config, PeerConfig) else self.config.rule != "search"
+
+    def fields(self) -> dict[str, object]:
+        """All settings by the library's names."""
+        return dataclasses.asdict(self.config)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Settings in order, and what was left out and why."""
+
+    settings: tuple[Setting, ...]
+    notes: tuple[str, ...]
+
+
+def choose_methods(text: str | None, *, draft: bool = True) -> list[str]:
+    """Names from a comma list; `all` is every method, None the default ones. draft: a draft model is there.
+
+    Raises UsageError for names that do not exist, stand twice, or need the draft that is not there.
+    """
+    if text in (None, "all"):
+        every = DEFAULT_METHODS if text is None else tuple(METHODS)
+        return [name for name in every if draft or not METHODS[name].drafts]
+    assert text is not None
+    names = [name.strip() for name in text.split(",")]
+    for place, name in enumerate(names):
+        if name not in METHODS:
+            near = difflib.get_close_matches(name, METHODS, n=3)
+            hint = f"did you mean {', '.join(near)}?" if near else f"all, or some of {', '.join(METHODS)}"
+            raise UsageError(f"--methods: there is no method {name!r}: {hint}")
+        if name in names[:place]:
+            raise UsageError(f"--methods: {name} stands there twice: drop one")
+        if METHODS[name].drafts and not draft:
+            raise UsageError(f"--methods: {name} needs a draft, but --draft is none")
+    return names
+
+
+def read_values(option: str, axis: str, text: str) -> list[int | float]:
+    """Values of one list, as in `1,2,4`. Raises UsageError."""
+    values = []
+    for part in text.split(","):
+        try:
+            values.append(AXES[axis].kind(part.strip()))
+        except ValueError:
+            raise UsageError(
+                f"{option} is {text!r}, but must be {AXES[axis].expected}, or several with commas"
+            ) from None
+    if len(set(values)) < len(values):
+        raise UsageError(f"{option} is {text!r}, where a value stands twice: drop one")
+    return values
+
+
+def plan(names: Sequence[str], sweep: Sweep) -> Plan:
+    """Every method at every point of the axes that act on it; the others keep the library's defaults.
+
+    Points that cannot be (fewer drafts than beams, ...) are left out with a note. Raises UsageError for an axis that
+    acts on no method, and where nothing is left of a method.
+    """
+    for axis in sweep:
+        if not any(axis in METHODS[name].axes for name in names):
+            raise UsageError(f"--{axis.replace('_', '-')} would do nothing: it acts on none of {', '.join(names)}")
+    settings: list[Setting] = []
+    left_out: dict[str, list[str]] = {}
+    for name in names:
+        made, faults = _settings(name, METHODS[name], sweep)
+        if not made:
+            point, fault = faults[0]
+            raise UsageError(f"{name} {point}: {fault}".replace(" : ", ": "))
+        settings += made
+        for point, fault in faults:
+            left_out.setdefault(fault, []).append(f"{name} {point}")
+    notes = tuple(f"left out: {', '.join(which)}: {fault}" for fault, which in left_out.items())
+    return Plan(tuple(settings), notes)
+
+
+def _settings(name: str, method: Method, sweep: Sweep) -> tuple[list[Setting], list[tuple[str, str]]]:
+    axes = [axis for axis in method.axes if axis in sweep]
+    made, faults = [], []
+    for values in itertools.product(*(sweep[axis] for axis in axes)):
+        point = dict(zip(axes, values, strict=True))
+        label = " ".join(f"{AXES[axis].letter}={value:g}" for axis, value in point.items())
+        try:
+            made.append(Setting(name, label, method.config(_completed(method, point))))
+        except UsageError as error:
+            faults.append((label, str(error)))
+    return made, faults
+
+
+def _completed(method: Method, point: Mapping[str, int | float]) -> dict[str, int | float]:
+    """What is not given is as in `dsbd generate`: also transformers' beams, and drafts follow the number of beams."""
+    beams = point.get("num_beams", MethodConfig().num_beams)
+    if method.peer is not None:
+        return {"num_beams": beams} if "num_beams" in method.axes else {}
+    if method.fixed.get("memory_saving") and beams == 1:
+        raise UsageError("memory-saving keeps one beam of several: it needs num_beams 2 or more")
+    if method.drafts and point.get("depth") == 0:
+        raise UsageError("depth 0 drafts nothing: that is the baseline without a draft")
+    if "drafts_per_layer" in method.axes and "drafts_per_layer" not in point:
+        return {**point, "drafts_per_layer": max(MethodConfig().drafts_per_layer, int(2 * beams))}
+    return dict(point)

@@ -1,0 +1,243 @@
+"""`dsbd bench`: methods side by side on the user's models and data."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from dsbd_cli.bench.sweep import Plan, Setting, choose_methods, plan, read_values
+from dsbd_cli.cli.bench_options import (
+    DEFAULT_RECORDS,
+    DEFAULT_ROUNDS,
+    DEFAULT_TASKS,
+    BenchOutputs,
+    DataOptions,
+    SweepOptions,
+)
+from dsbd_cli.cli.declare import grouped
+from dsbd_cli.cli.messages import log, say
+from dsbd_cli.cli.options import DeviceOptions, DrawOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.cli.settings import RunSettings, run_settings
+from dsbd_cli.cli.signals import StoppedError, StopSignals
+from dsbd_cli.config import MethodConfig
+from dsbd_cli.data.jsonl import check_new
+from dsbd_cli.data.resume import write_atomically
+from dsbd_cli.errors import UsageError
+from dsbd_cli.reports.style import require_plots
+from dsbd_cli.tasks.choose import open_dataset
+from dsbd_cli.tasks.dataset import Dataset
+
+if TYPE_CHECKING:
+    from dsbd_cli.bench.run import Bench
+    from dsbd_cli.decoding.engine import Engine
+    from dsbd_cli.reports.bench_data import BenchReport
+
+__all__ = ["bench"]
+
+LOG_INTERVAL_S = 60.0
+TASK_SEED = 0
+
+
+class Progress(Protocol):
+    """Called with windows done, windows in all, and what is measured next."""
+
+    def __call__(self, done: int, total: int, name: str) -> None: ...
+
+
+@grouped
+def bench(
+    data: DataOptions,
+    sweep: SweepOptions,
+    pair: PairOptions,
+    drawing: DrawOptions,
+    devices: DeviceOptions,
+    outputs: BenchOutputs,
+    arguments: Sequence[str],
+) -> None:
+    """Compare methods on these models and this data: quality, speed, steps per target call, memory and energy.
+
+    The models are loaded once. Every few records are answered by every method in turn.
+
+    Without options: the built-in pair on its two tasks, in under two minutes. Ctrl-C prints what is measured by then.
+    """
+    draft_wanted = pair.draft != "none"
+    planned = _plan(sweep, draft_wanted)
+    settings = run_settings(pair, MethodOptions(), _sampling(drawing, planned), devices, RowOptions())
+    if pair.draft is not None and draft_wanted and not any(one.drafts for one in planned.settings):
+        raise UsageError(f"--draft {pair.draft} would do nothing, because no method of --methods drafts: drop it")
+    if settings.batch_size is None:
+        raise UsageError("--batch-size auto would compare methods at different sizes: give a number")
+    records = _at_least_one("--records", data.records, DEFAULT_RECORDS)
+    rounds = _at_least_one("--rounds", data.rounds, DEFAULT_ROUNDS)
+    _check_files(outputs)
+    datasets = _datasets(data)
+    with StopSignals(quiet=bool(outputs.quiet)) as signals:
+        from dsbd_cli.bench.prepare import BenchSpec
+        from dsbd_cli.bench.run import Bench
+
+        spec = BenchSpec(
+            datasets=datasets,
+            settings=planned.settings,
+            records=records,
+            rounds=rounds,
+            batch_size=settings.batch_size,
+            sampling=settings.rows.sampling,
+            seed=settings.rows.seed,
+            data=None if data.data is None else str(data.data),
+            notes=planned.notes,
+        )
+        engine = _load(settings, devices, planned.settings)
+        running = Bench(engine, spec, command=[str(word) for word in arguments] or ["bench"])
+        signals.on_stop = running.stop
+        _run(running, outputs)
+        if signals.number is not None:
+            raise StoppedError(signals.number)
+
+
+def _plan(sweep: SweepOptions, draft: bool) -> Plan:
+    lists = {
+        name: read_values("--" + name.replace("_", "-"), name, text)
+        for name, text in dataclasses.asdict(sweep).items()
+        if name != "methods" and text is not None
+    }
+    return plan(choose_methods(sweep.methods, draft=draft), lists)
+
+
+def _sampling(drawing: DrawOptions, planned: Plan) -> SamplingOptions:
+    """As options of generate. Raises UsageError for options of sampling where no method samples."""
+    given = {item.name: getattr(drawing, item.name) for item in dataclasses.fields(drawing)}
+    idle = [name for name in ("temperature", "top_k", "top_p", "min_p", "seed") if given[name] is not None]
+    if idle and not any(one.samples for one in planned.settings):
+        names = ", ".join("--" + name.replace("_", "-") for name in idle)
+        raise UsageError(f"{names} would do nothing, because no method of --methods samples: drop it")
+    return SamplingOptions(**given)
+
+
+def _at_least_one(option: str, value: int | None, default: int) -> int:
+    if value is not None and value < 1:
+        raise UsageError(f"{option} is {value}, but must be 1 or more")
+    return default if value is None else value
+
+
+def _datasets(data: DataOptions) -> list[Dataset]:
+    names = [name.strip() for name in (data.task or DEFAULT_TASKS).split(",")]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise UsageError(f"--task: {name} stands there twice: drop one")
+    if data.data is not None and len(names) > 1:
+        raise UsageError(f"--data {data.data} belongs to one task, but --task is {', '.join(names)}: name one")
+    return [open_dataset(name, data.data, TASK_SEED) for name in names]
+
+
+def _check_files(outputs: BenchOutputs) -> None:
+    """Everything about the output files that can be known before anything is measured."""
+    named = [
+        (name, path)
+        for name, path in (("--json", outputs.json), ("--markdown", outputs.markdown), ("--plot", outputs.plot))
+        if path is not None
+    ]
+    if outputs.overwrite and not named:
+        raise UsageError("--overwrite replaces the --json, --markdown and --plot files, but none is given: drop it")
+    for place, (name, path) in enumerate(named):
+        check_new(path, option=name, overwrite=bool(outputs.overwrite))
+        for other, taken in named[:place]:
+            if path.resolve() == taken.resolve():
+                raise UsageError(f"{other} and {name} are both {path}: name two files")
+    if outputs.plot is not None:
+        require_plots("--plot", outputs.plot)
+
+
+def _load(settings: RunSettings, devices: DeviceOptions, planned: Sequence[Setting]) -> Engine:
+    """Where torch is imported. A draft that no method needs is not loaded."""
+    from dsbd_cli.decoding import load as loading
+
+    draft = settings.draft if any(one.drafts for one in planned) else None
+    return loading.load(
+        settings.target,
+        draft,
+        method=MethodConfig() if draft is not None else MethodConfig(depth=0),
+        batch_size=settings.batch_size,
+        log_steps=False,
+        dtype=devices.dtype or "auto",
+        device=devices.device or "auto",
+        device_map=devices.device_map,
+        draft_device=devices.draft_device,
+        trust_remote_code=bool(devices.trust_remote_code),
+        allow_pickle=bool(devices.allow_pickle),
+    )
+
+
+def _run(running: Bench, outputs: BenchOutputs) -> None:
+    """Measure, then print and write, also what was measured until a signal came."""
+    with _progress(quiet=bool(outputs.quiet)) as progress:
+        report = running.run(progress)
+    if not report.rows:
+        say("stopped before anything was measured")
+        return
+    from dsbd_cli.reports.bench_terminal import print_report
+
+    _write(report, outputs)
+    print_report(report, sys.stdout)
+    sys.stdout.flush()
+
+
+def _write(report: BenchReport, outputs: BenchOutputs) -> None:
+    if outputs.json is not None:
+        from dsbd_cli.reports.bench_json import json_lines
+
+        write_atomically(outputs.json, json_lines(report))
+    if outputs.markdown is not None:
+        from dsbd_cli.reports.bench_markdown import markdown_page
+
+        write_atomically(outputs.markdown, markdown_page(report).encode())
+    if outputs.plot is not None:
+        from dsbd_cli.reports.bench_plot import bench_figure
+        from dsbd_cli.reports.style import picture_bytes
+
+        write_atomically(outputs.plot, picture_bytes(bench_figure(report), outputs.plot.suffix))
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Progress]:
+    """A bar on a terminal, a log line a minute elsewhere."""
+    if quiet or sys.stderr is None:
+        yield lambda done, total, name: None
+    elif sys.stderr.isatty():
+        with _bar() as told:
+            yield told
+    else:
+        yield _Log()
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
+        task = bar.add_task("warming up", total=None)
+        yield lambda done, total, name: bar.update(task, completed=done, total=total, description=name)
+
+
+class _Log:
+    """A line a minute."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        if time.monotonic() - self._last >= LOG_INTERVAL_S:
+            self._last = time.monotonic()
+            log(f"{done} of {total} windows, {name}", {"done": done, "total": total})

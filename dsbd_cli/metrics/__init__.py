@@ -1,0 +1,1 @@
+"""What the machine says of itself: energy, memory, versions. Never an estimate."""

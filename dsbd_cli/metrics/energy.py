@@ -1,0 +1,241 @@
+"""Joules from the hardware's own counters: NVML on NVIDIA GPUs, RAPL (Linux powercap) on CPUs, else nothing.
+
+A counter moves in steps, so a window shorter than a few of its periods says nothing and counts as not measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol
+
+__all__ = [
+    "POWERCAP",
+    "EnergyMeter",
+    "EnergyWindow",
+    "Nvml",
+    "NvmlReader",
+    "RaplReader",
+    "Reader",
+    "cuda_uuid",
+    "find_meter",
+    "import_nvml",
+]
+
+POWERCAP = Path("/sys/class/powercap")
+UNAVAILABLE = "unavailable"
+
+
+class Reader(Protocol):
+    """Counters of one kind."""
+
+    @property
+    def source(self) -> str:
+        """What is read, for records: `nvml`, `rapl:package-0`, ..."""
+        ...
+
+    @property
+    def min_window_s(self) -> float:
+        """A shorter window holds too few steps of the counter."""
+        ...
+
+    def joules(self) -> float:
+        """Joules since some moment in the past; grows only."""
+        ...
+
+
+class Nvml(Protocol):
+    """The functions of nvidia-ml-py (module pynvml) that are used."""
+
+    def nvmlInit(self) -> None: ...  # noqa: N802
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> object: ...  # noqa: N802
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object) -> int: ...  # noqa: N802
+
+
+@dataclass(frozen=True, slots=True)
+class EnergyWindow:
+    """What a window used: joules (None: not measured), seconds, and where the joules come from."""
+
+    joules: float | None
+    seconds: float
+    source: str
+
+    @property
+    def watts(self) -> float | None:
+        """Mean power of the window."""
+        return None if self.joules is None or self.seconds <= 0 else self.joules / self.seconds
+
+
+class NvmlReader:
+    """The total-energy counter (millijoules since the driver was loaded) of one GPU, Volta or newer."""
+
+    source = "nvml"
+    min_window_s = 0.5  # the counter moves every 20 to 100 ms
+
+    def __init__(self, nvml: Nvml, uuid: str) -> None:
+        """uuid: `GPU-...` or `MIG-...` as the driver writes it; indexes of CUDA and NVML may differ.
+
+        Raises whatever NVML raises where the driver or the counter is missing.
+        """
+        nvml.nvmlInit()
+        self._nvml, self._handle = nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)
+        self.joules()
+
+    def joules(self) -> float:
+        """Joules since the driver was loaded."""
+        return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3
+
+
+class RaplReader:
+    """Package (or psys) energy counters of Linux powercap; they wrap around at max_energy_range_uj.
+
+    A reader must be read more often than a counter wraps, which takes minutes at full load.
+    """
+
+    min_window_s = 0.05  # the counters move every millisecond or so
+
+    def __init__(self, root: Path = POWERCAP) -> None:
+        """Raises OSError where there is no counter, or it may not be read (root's only, since 2020)."""
+        self._zones = _zones(root)
+        if not self._zones:
+            raise FileNotFoundError(f"no RAPL counters under {root}")
+        self._ranges = [int((zone / "max_energy_range_uj").read_text()) for zone in self._zones]
+        self._last = self._read()
+        self._total = 0
+        self.source = "rapl:" + "+".join((zone / "name").read_text().strip() for zone in self._zones)
+
+    def joules(self) -> float:
+        """Joules since this reader was made, over all zones; wrapped counters are unwrapped."""
+        now = self._read()
+        self._total += sum(
+            (new - old) % (size + 1) if new < old else new - old
+            for new, old, size in zip(now, self._last, self._ranges, strict=True)
+        )
+        self._last = now
+        return self._total / 1e6
+
+    def _read(self) -> list[int]:
+        return [int((zone / "energy_uj").read_text()) for zone in self._zones]
+
+
+def _zones(root: Path) -> list[Path]:
+    """Top zones without double counting: all packages; psys (the whole board) holds them, and is left out."""
+    if not root.is_dir():
+        return []
+    found = [
+        zone
+        for zone in sorted(root.iterdir())
+        # intel-rapl:0 is a package, intel-rapl:0:1 a part of it; intel-rapl-mmio repeats the same packages
+        if zone.name.count(":") == 1 and zone.name.startswith("intel-rapl:") and (zone / "energy_uj").exists()
+    ]
+    packages = [zone for zone in found if (zone / "name").read_text().startswith("package")]
+    return packages or found[:1]
+
+
+class EnergyMeter:
+    """Windows over one reader; without a reader every window says `unavailable`."""
+
+    def __init__(
+        self,
+        reader: Reader | None,
+        *,
+        reason: str = "",
+        synchronize: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """reason: why there is no reader. synchronize: waits until the device has done what was asked of it."""
+        self._reader, self.reason = reader, reason
+        self._synchronize, self._clock = synchronize, clock
+        self._began: tuple[float, float | None] = (0.0, None)
+        self.idle_watts: float | None = None
+
+    @property
+    def source(self) -> str:
+        """Of the joules."""
+        return UNAVAILABLE if self._reader is None else self._reader.source
+
+    @property
+    def available(self) -> bool:
+        """Whether joules are measured at all."""
+        return self._reader is not None
+
+    def start(self) -> None:
+        """Begin a window; work that was asked for before is waited for."""
+        self._synchronize()
+        joules = self._joules()
+        self._began = self._clock(), joules
+
+    def stop(self) -> EnergyWindow:
+        """End the window; work that was asked for in it is waited for."""
+        self._synchronize()
+        seconds = self._clock() - self._began[0]
+        before, after = self._began[1], self._joules()
+        short = self._reader is None or seconds < self._reader.min_window_s
+        joules = None if short or before is None or after is None else after - before
+        return EnergyWindow(joules, seconds, self.source)
+
+    def measure_idle(self, seconds: float = 2.0, sleep: Callable[[float], None] = time.sleep) -> float | None:
+        """Watts while nothing is asked of the machine; kept in idle_watts. None, at once, where nothing is measured."""
+        if self._reader is not None:
+            self.start()
+            sleep(seconds)
+            self.idle_watts = self.stop().watts
+        return self.idle_watts
+
+    def _joules(self) -> float | None:
+        """A counter that fails in mid-run is given up; nothing is made up for it."""
+        if self._reader is None:
+            return None
+        try:
+            return self._reader.joules()
+        except Exception as error:  # NVML's errors have no common base in the interface above
+            self._reader, self.reason = None, f"the counter failed: {error}"
+            return None
+
+
+def import_nvml() -> Nvml:
+    """The module of nvidia-ml-py. Raises ImportError."""
+    module: Nvml = import_module("pynvml")
+    return module
+
+
+def cuda_uuid(device: str) -> str | None:
+    """`GPU-...` as NVML writes it, of a torch device; None where torch does not tell."""
+    import torch
+
+    bare = str(getattr(torch.cuda.get_device_properties(device), "uuid", "") or "")
+    if not bare:
+        return None
+    return bare if bare.startswith(("GPU-", "MIG-")) else f"GPU-{bare}"
+
+
+def find_meter(
+    device: str,
+    *,
+    load_nvml: Callable[[], Nvml] = import_nvml,
+    find_uuid: Callable[[str], str | None] = cuda_uuid,
+    powercap: Path = POWERCAP,
+    synchronize: Callable[[], None] = lambda: None,
+) -> EnergyMeter:
+    """The meter for models on a torch device (`cpu`, `cuda:0`); without counters one that says why not."""
+    if device.startswith("cuda"):
+        try:
+            uuid = find_uuid(device)
+            if uuid is None:
+                raise LookupError("torch does not tell the GPU's UUID")
+            return EnergyMeter(NvmlReader(load_nvml(), uuid), synchronize=synchronize)
+        except ImportError:
+            return EnergyMeter(None, reason="nvidia-ml-py is not installed: pip install 'dsbd[energy]'")
+        except Exception as error:  # NVML raises classes of its own
+            return EnergyMeter(None, reason=f"NVML: {' '.join(str(error).split())}")
+    try:
+        return EnergyMeter(RaplReader(powercap), synchronize=synchronize)
+    except PermissionError:
+        return EnergyMeter(None, reason=f"the RAPL counters under {powercap} may be read by root only")
+    except (OSError, ValueError) as error:
+        return EnergyMeter(None, reason=str(error))

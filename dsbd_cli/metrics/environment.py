@@ -1,0 +1,78 @@
+"""Where a number comes from: versions, device, processor, threads, commit, command line."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from dsbd_cli._version import __version__
+
+__all__ = ["commit_of", "cpu_name", "environment", "versions"]
+
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def environment(command: Sequence[str], device: str) -> dict[str, object]:
+    """What a result needs beside it to be read later. command: as typed, without the program; device: torch's."""
+    import torch
+
+    on_gpu = device.startswith("cuda")
+    return {
+        "command": shlex.join(["dsbd", *command]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        "commit": commit_of(Path(__file__).parents[1]),
+        "versions": versions(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+        "device_kind": "gpu" if on_gpu else "cpu",
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """As installed; None for what is not."""
+    found: dict[str, str | None] = {"dsbd": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def cpu_name(cpuinfo: Path = CPUINFO) -> str:
+    """The processor as it names itself."""
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def commit_of(folder: Path) -> str | None:
+    """Short commit of the git tree this code runs from, with `+` where files differ from it; None outside one.
+
+    An installed copy that merely lies inside somebody's tree is not that tree's commit.
+    """
+    tracked = _git(folder, "ls-files", "--error-unmatch", "__init__.py")
+    commit = _git(folder, "rev-parse", "--short", "HEAD") if tracked is not None else None
+    if commit is None:
+        return None
+    return commit + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no", ".") else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

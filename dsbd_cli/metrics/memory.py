@@ -1,0 +1,72 @@
+"""Peak memory: of the process on a CPU, of torch's allocator on a GPU. Bytes everywhere."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PeakMemory", "peak_rss_bytes", "reset_peak_rss"]
+
+PROC = Path("/proc/self")
+
+
+def peak_rss_bytes(proc: Path = PROC) -> int:
+    """Most resident memory of this process since it began, or since reset_peak_rss."""
+    status = proc / "status"
+    if status.is_file():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak_rss(proc: Path = PROC) -> bool:
+    """Let the peak begin anew at what is resident now. False where the system cannot do that (Linux can)."""
+    try:
+        (proc / "clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+class PeakMemory:
+    """Peak of a window: start, work, then peak().
+
+    On a CPU this is all of the process's resident memory, weights and libraries included. Where the peak cannot be
+    reset, nothing can be said of one window, and peak() is None.
+    """
+
+    def __init__(self, device: torch.device, proc: Path = PROC) -> None:
+        self._device, self._proc = device, proc
+        self._fresh = False
+
+    @property
+    def source(self) -> str:
+        """`cuda` (allocated by torch) or `rss` (resident memory of the process)."""
+        return "cuda" if self._device.type == "cuda" else "rss"
+
+    def start(self) -> None:
+        """Begin a window."""
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._fresh = True
+        else:
+            self._fresh = reset_peak_rss(self._proc)
+
+    def peak(self) -> int | None:
+        """Bytes at the highest point since start."""
+        if not self._fresh:
+            return None
+        if self._device.type == "cuda":
+            import torch
+
+            return int(torch.cuda.max_memory_allocated(self._device))
+        return peak_rss_bytes(self._proc)

@@ -1,0 +1,90 @@
+"""What the numbers say, in sentences. Predictions are called so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsbd_cli.reports.profile_data import Machine, MeasuredSetting, Prediction, Setting
+
+__all__ = ["neighbours", "notes", "prediction_of", "warnings"]
+
+WIDE_SPREAD = 0.25
+BUSY = 0.5
+OFF = 0.15
+WORTH = 0.03
+
+
+def warnings(machine: Machine, measured: Sequence[MeasuredSetting]) -> list[str]:
+    """Reasons to trust the timings less."""
+    told = []
+    load = machine.load_average
+    if load is not None and load > BUSY * machine.cores:
+        told.append(
+            f"load average {load:.1f} on {machine.cores} cores before the first measurement: "
+            "other processes share the machine, so the timings say little"
+        )
+    for one in measured:
+        if one.seconds.relative > WIDE_SPREAD:
+            told.append(
+                f"runs of {one.setting.label} spread by {one.seconds.relative:.0%} "
+                f"({one.seconds.low:.2f} to {one.seconds.high:.2f} s): measure again on a quiet machine"
+            )
+    return told
+
+
+def neighbours(now: Prediction, found: Sequence[Prediction]) -> list[str]:
+    """Whether a longer or a wider draft would pay, each alone, predicted."""
+    here = now.setting
+    same = [one for one in found if one.setting.depth and one.setting.min_width == here.min_width]
+    told = []
+    for name, field in (("longer", "depth"), ("wider", "drafts_per_layer")):
+        line = [
+            one
+            for one in same
+            if all(
+                getattr(one.setting, other) == getattr(here, other)
+                for other in ("depth", "drafts_per_layer")
+                if other != field
+            )
+        ]
+        for word, side in ((name, 1), ("shorter" if field == "depth" else "narrower", -1)):
+            further = [one for one in line if side * (getattr(one.setting, field) - getattr(here, field)) > 0]
+            if further:
+                best = max(further, key=lambda one: one.tokens_per_s)
+                change = best.tokens_per_s / now.tokens_per_s - 1
+                verdict = "would pay" if change > WORTH else "would not pay"
+                told.append(
+                    f"a {word} draft {verdict}: {best.setting.label} is predicted to change speed by {change:+.0%}"
+                )
+    return told
+
+
+def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: Setting) -> list[str]:
+    """What the runs say about the recommended setting and about the predictions."""
+    told = []
+    plain = next((one for one in tried if not one.setting.depth), None)
+    if plain is not None and now.setting.depth:
+        ratio = now.tokens_per_s.median / plain.tokens_per_s.median
+        if ratio < 1:
+            told.append(f"speculation does not pay as set: no draft is {1 / ratio:.2f} times as fast (measured)")
+        else:
+            told.append(f"speculation pays: {ratio:.2f} times the tokens/s of no draft (measured)")
+        if not best.depth:
+            told.append("no setting was found with which this draft pays on this machine: use no draft")
+    for one in (now, *tried):
+        if one.predicted is None:
+            continue
+        off = one.predicted.tokens_per_s / one.tokens_per_s.median - 1
+        if abs(off) > OFF:
+            told.append(
+                f"the prediction for {one.setting.label} was off by {off:+.0%}: "
+                "take the predicted numbers as an order, not as speeds"
+            )
+    if best == now.setting:
+        told.append("the settings in use are the recommended ones")
+    return told
+
+
+def prediction_of(setting: Setting, found: Sequence[Prediction]) -> Prediction | None:
+    """The prediction of one setting; None where it is not in the grid."""
+    return next((one for one in found if one.setting == setting), None)

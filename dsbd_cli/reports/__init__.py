@@ -1,0 +1,1 @@
+"""What was measured, for people: tables, markdown, JSON lines and plots."""

@@ -1,0 +1,73 @@
+"""One look for all plots: Okabe and Ito's colours (told apart with every kind of colour vision), plain axes.
+
+Figures are made without pyplot, so that nothing global changes and no display is needed.
+"""
+
+from __future__ import annotations
+
+import io
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsbd_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["COLOURS", "FORMATS", "INK", "MUTED", "new_figure", "picture_bytes", "plain_axes", "require_plots"]
+
+COLOURS = {
+    "blue": "#0072B2",
+    "vermillion": "#D55E00",
+    "green": "#009E73",
+    "purple": "#CC79A7",
+    "orange": "#E69F00",
+    "sky": "#56B4E9",
+    "black": "#000000",
+    "yellow": "#F0E442",
+}
+INK, MUTED, GRID = "#222222", "#777777", "#DDDDDD"
+FORMATS = (".png", ".svg", ".pdf")
+DPI = 160
+
+
+def require_plots(option: str, path: Path) -> None:
+    """Before anything is measured: matplotlib is there and the name says how to draw. Raises UsageError."""
+    if path.suffix.lower() not in FORMATS:
+        raise UsageError(f"{option} {path}: the name must end in {', '.join(FORMATS)}")
+    if find_spec("matplotlib") is None:
+        raise UsageError(f"{option} needs matplotlib: pip install 'dsbd[plots]'")
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of so many inches that lays itself out."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr,call-arg]
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def plain_axes(axes: Axes, title: str, x: str, y: str) -> None:
+    """Title, labels, a light grid; no frame above and to the right."""
+    axes.set_title(title, loc="left", color=INK, fontweight="bold", fontsize=11)
+    axes.set_xlabel(x, color=INK, fontsize=10)
+    axes.set_ylabel(y, color=INK, fontsize=10)
+    axes.grid(True, color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=INK, labelsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(MUTED)
+
+
+def picture_bytes(figure: Figure, suffix: str = ".png") -> bytes:
+    """The picture as a file of this kind: .png, .svg or .pdf."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=suffix.lower().removeprefix("."), dpi=DPI)
+    return buffer.getvalue()

@@ -1,0 +1,39 @@
+"""From a task's name and a path to a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from dsbd_cli.errors import UsageError
+from dsbd_cli.tasks.dataset import Dataset, builtin_dataset
+from dsbd_cli.tasks.lines import jsonl_dataset, mt_bench_dataset
+from dsbd_cli.tasks.qa import QaTask
+from dsbd_cli.tasks.record import Task
+from dsbd_cli.tasks.spider import spider_dataset
+from dsbd_cli.tasks.sql import SqlTask
+from dsbd_cli.tasks.squad import squad_dataset
+
+__all__ = ["TASK_NAMES", "open_dataset"]
+
+BUILTIN: dict[str, Task] = {"sql": SqlTask(), "qa": QaTask()}
+FROM_DISK: dict[str, Callable[[Path], Dataset]] = {
+    "squad": squad_dataset,
+    "spider": spider_dataset,
+    "mt-bench": mt_bench_dataset,
+    "jsonl": jsonl_dataset,
+}
+TASK_NAMES: tuple[str, ...] = (*BUILTIN, *FROM_DISK)
+
+
+def open_dataset(name: str, path: Path | None, seed: int) -> Dataset:
+    """The data set of a task; `path` for those that lie on disk. seed: of the built-in tasks. Raises UsageError."""
+    if name in BUILTIN:
+        if path is not None:
+            raise UsageError(f"task {name} makes its own records: drop the data path {path}")
+        return builtin_dataset(BUILTIN[name], seed)
+    if name not in FROM_DISK:
+        raise UsageError(f"task is {name!r}, but must be one of {', '.join(TASK_NAMES)}")
+    if path is None:
+        raise UsageError(f"task {name} needs the path of its data: name it with --data")
+    return FROM_DISK[name](path)

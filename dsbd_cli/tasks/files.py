@@ -1,0 +1,56 @@
+"""Reading data files: what is wrong is said with the file, the place in it, and what is expected there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TypeVar
+
+from dsbd_cli.errors import UsageError
+
+__all__ = ["field", "items", "read_json", "read_text"]
+
+T = TypeVar("T")
+
+NAMES = {str: "a string", list: "a list", dict: "an object", int: "an integer", bool: "true or false"}
+
+
+def read_text(path: Path) -> str:
+    """The file as UTF-8. Raises UsageError."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8: byte {error.start + 1}") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_json(path: Path) -> object:
+    """The JSON document in a file. Raises UsageError."""
+    try:
+        document: object = json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON: {error}") from None
+    return document
+
+
+def field(value: object, name: str, kind: type[T], place: str) -> T:
+    """`value[name]`, which must be of this kind. place: the file and the way to `value`."""
+    if not isinstance(value, dict):
+        raise UsageError(f"{place} is {_shown(value)}, but must be an object")
+    if name not in value:
+        raise UsageError(f"{place} has no field {name}")
+    found = value[name]
+    if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
+        raise UsageError(f"{place}.{name} is {_shown(found)}, but must be {NAMES[kind]}")
+    return found
+
+
+def items(value: object, name: str, place: str) -> list[tuple[str, object]]:
+    """The list `value[name]` as pairs of place and item."""
+    return [(f"{place}.{name}[{number}]", item) for number, item in enumerate(field(value, name, list, place))]
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"

@@ -1,0 +1,64 @@
+"""A toy pair behind `dsbd_cli.decoding.load`, and what `dsbd profile` says about it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import dsbd_cli.decoding
+from dsbd_cli import Engine, MethodConfig
+from dsbd_cli.cli.app import run
+from dsbd_cli.decoding.engine import EngineInfo
+from tests.engine.toys import NumberCodec, table_pair
+
+VOCABULARY = 12
+
+
+def toy_load(target: str, draft: str | None, *, method: MethodConfig, batch_size: int, **_: object) -> Engine:
+    """As decoding.load.load, with tables for models."""
+    big, small = table_pair(2, VOCABULARY, 0.6)
+    info = EngineInfo(target, draft, "float32", "cpu", "float32" if draft else None, "cpu" if draft else None)
+    codec = NumberCodec(VOCABULARY, (3,))
+    return Engine(big, small if draft else None, codec, method, batch_size=batch_size, info=info)
+
+
+@dataclass
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def dsbd(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+    """dsbd("profile", ...) in this process, on the toy pair."""
+    module = types.ModuleType("dsbd_cli.decoding.load")
+    module.load = toy_load  # type: ignore[attr-defined]
+    monkeypatch.setitem(__import__("sys").modules, "dsbd_cli.decoding.load", module)
+    monkeypatch.setattr(dsbd_cli.decoding, "load", module, raising=False)
+    monkeypatch.delenv("DSBD_DEBUG", raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def call(*arguments: str) -> Outcome:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = run(arguments)
+        return Outcome(code, out.getvalue(), err.getvalue())
+
+    return call
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Three prompts for the toy codec, all with one seed, which a probe must not mix up."""
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"row {i}", "prompt": f"{i} {i + 1} 0", "max_new_tokens": 12, "seed": 7} for i in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

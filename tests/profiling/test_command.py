@@ -1,0 +1,222 @@
+"""`dsbd profile` from end to end on a toy pair, and what it refuses before anything is measured."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import dsbd_cli.profiling.profile
+from dsbd_cli.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.cli.profile import _renderer, option_words
+from dsbd_cli.cli.settings import run_settings
+from dsbd_cli.reports import profile_tables
+from dsbd_cli.reports.profile_data import NO_DRAFT, Setting
+from tests.profiling.conftest import Outcome
+
+Dsbd = Callable[..., Outcome]
+FEW = ("--repeats", "1", "--num-beams", "2", "--drafts-per-layer", "3", "--depth", "2", "--top-k", "0")
+PARTS = (
+    "Time by phase",
+    "T_target(N)",
+    "T_draft(K)",
+    "Acceptance by depth",
+    "Steps per target call by D and K",
+    "Tokens/s by D and K",
+    "Settings run in turn",
+    "Memory by owner",
+    "Recommended for these prompts",
+)
+
+
+def test_a_whole_profile(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.json" for name in ("json", "trace")}
+    named = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    done = dsbd("profile", "--prompts", str(prompts), *FEW, "--show", "2", *named)
+    assert (done.code, done.err) == (0, "")
+    for part in PARTS:
+        assert part in done.out
+    assert "Iteration 2 of prompt row 0" in done.out
+    found = json.loads(files["json"].read_text())
+    assert found["schema"] == "dsbd.profile/1"
+    assert found["command"].startswith("dsbd profile --prompts")
+    assert found["machine"]["versions"]["dsbd"]
+    phases = found["now"]["phases"]
+    assert [one["name"] for one in phases] == [
+        "tokenise", "prefill", "draft", "target", "verify", "compact", "detokenise", "write", "other",
+    ]  # fmt: skip
+    assert sum(one["share"] for one in phases) == pytest.approx(1.0)
+    assert all(one["total_s"] > 0 for one in phases)
+    assert {curve["role"] for curve in found["curves"]} == {"target", "draft"}
+    assert {one["setting"]["depth"] for one in found["predictions"]} == set(range(7))
+    assert {one["setting"]["depth"] for one in (found["now"], *found["tried"])} >= {0, 2}
+    assert found["forest"]["iteration"] == 2
+    trace = json.loads(files["trace"].read_text())
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"draft", "target", "verify", "target forest forward", "draft forest forward"} <= names
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_without_a_draft_and_with_threshold_width(dsbd: Dsbd, prompts: Path) -> None:
+    done = dsbd("profile", "--prompts", str(prompts), "--records", "2", "--repeats", "1", "--draft", "none")
+    assert (done.code, done.err) == (0, "")
+    assert "T_draft" not in done.out
+    assert "--draft none" in done.out
+    wide = ("--width", "threshold", "--min-width", "2", "--rule", "rejection")
+    done = dsbd("profile", "--prompts", str(prompts), *FEW, *wide)
+    assert (done.code, done.err) == (0, "")
+    assert "The fastest D and K of every W_min" in done.out
+
+
+def test_quiet_prints_the_command_alone(dsbd: Dsbd, prompts: Path) -> None:
+    done = dsbd("profile", "--prompts", str(prompts), *FEW, "--quiet", "--records", "1")
+    assert (done.code, done.err) == (0, "")
+    (line,) = done.out.splitlines()
+    assert shlex.split(line)[:2] == ["dsbd", "generate"]
+    assert shlex.split(line)[-2:] == ["--input", str(prompts)]
+
+
+def test_the_plot_is_a_picture(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "p.png"
+    done = dsbd("profile", "--prompts", str(prompts), *FEW, "--quiet", "--plot", str(picture))
+    assert (done.code, done.err) == (0, "")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def unloadable(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(sys.modules["dsbd_cli.decoding.load"], "load", fail)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--repeats", "0"), "--repeats is 0, but must be 1 or more"),
+        (("--show", "0"), "--show is 0"),
+        (("--records", "0"), "--records is 0"),
+        (("--overwrite",), "--overwrite replaces"),
+        (("--quiet", "--show", "1"), "drop one, or add --json"),
+        (("--json", "{old}"), "exists: name another file, or replace it with --overwrite"),
+        (("--trace", "{folder}"), "is a folder"),
+        (("--plot", "{folder}/none/p.png"), "does not exist"),
+        (("--plot", "{folder}/p.gif"), "must end in .png"),
+        (("--json", "{folder}/a", "--trace", "{folder}/a"), "name two files"),
+        (("--prompts", "{folder}/none.jsonl"), "cannot be read"),
+        (("--prompts", "{old}", "--task", "sql"), "--prompts and --task cannot be used together"),
+        (("--prompts", "{old}"), "line 2: "),
+        (("--prompts", "{empty}"), "holds no prompt"),
+        (("--draft", "none", "--min-width", "2"), "--min-width would do nothing"),
+    ],
+)
+def test_what_is_refused_before_anything_is_loaded(
+    dsbd: Dsbd, tmp_path: Path, unloadable: None, arguments: tuple[str, ...], message: str
+) -> None:
+    old, empty = tmp_path / "old.jsonl", tmp_path / "empty.jsonl"
+    old.write_text('{"prompt": "1"}\n{"prompt": 1}\n')
+    empty.write_text("\n")
+    filled = [word.format(old=old, folder=tmp_path, empty=empty) for word in arguments]
+    done = dsbd("profile", *filled)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert old.read_text().startswith('{"prompt": "1"}')
+
+
+def test_the_fixture_above_works(dsbd: Dsbd, prompts: Path, unloadable: None) -> None:
+    assert "a model was loaded" in dsbd("profile", "--prompts", str(prompts)).err
+
+
+def test_a_plot_without_matplotlib(
+    dsbd: Dsbd, tmp_path: Path, unloadable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsbd_cli.reports.style.find_spec", lambda name: None)
+    done = dsbd("profile", "--plot", str(tmp_path / "p.png"))
+    assert done.code == 2
+    assert "pip install 'dsbd[plots]'" in done.err
+
+
+def test_an_iteration_that_there_is_not(dsbd: Dsbd, prompts: Path) -> None:
+    done = dsbd("profile", "--prompts", str(prompts), *FEW, "--show", "500")
+    assert done.code == 2
+    assert "--show 500: the first prompt (row 0) took" in done.err
+
+
+def test_a_prompt_that_cannot_be_decoded(dsbd: Dsbd, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"id": "x", "prompt": "99"}\n')
+    done = dsbd("profile", "--prompts", str(path), *FEW)
+    assert done.code == 1
+    assert "prompt x cannot be profiled: prompt holds token id 99" in done.err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_it_quietly(
+    dsbd: Dsbd, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    def swallowed(*_: object) -> None:
+        try:
+            signal.raise_signal(number)
+        except Exception:  # as libraries do around their imports
+            raise ModuleNotFoundError from None
+
+    monkeypatch.setattr(dsbd_cli.profiling.profile, "take_profile", swallowed)
+    done = dsbd("profile", "--prompts", str(prompts), "--json", str(tmp_path / "p.json"))
+    assert (done.code, done.out, done.err) == (code, "", "")
+    assert not (tmp_path / "p.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "setting"),
+    [
+        (MethodOptions(rule="coupled", memory_saving=True), Setting(3, 12)),
+        (MethodOptions(rule="rejection", min_width=1), Setting(3, 12, 2)),
+        (MethodOptions(rule="rejection", min_width=1, width_threshold=0.5, depth=2), NO_DRAFT),
+        (MethodOptions(num_beams=6, drafts_per_layer=9), NO_DRAFT),
+    ],
+)
+def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions, setting: Setting) -> None:
+    """Guards against options that contradict each other, and against a setting that is lost on the way."""
+    words = shlex.split(_renderer((PairOptions(), given), Path("my prompts.jsonl"))(setting))
+    assert words[:2] == ["dsbd", "generate"]
+    assert words[-2:] == ["--input", "my prompts.jsonl"]
+    options = dict(zip(*[iter([word for word in words[2:] if word != "--memory-saving"])] * 2, strict=True))
+    method = MethodOptions(
+        rule=options.get("--rule"),  # type: ignore[arg-type]
+        num_beams=int(options["--num-beams"]) if "--num-beams" in options else None,
+        drafts_per_layer=int(options["--drafts-per-layer"]) if "--drafts-per-layer" in options else None,
+        depth=int(options["--depth"]) if "--depth" in options else None,
+        width=options.get("--width"),  # type: ignore[arg-type]
+        width_threshold=float(options["--width-threshold"]) if "--width-threshold" in options else None,
+        min_width=int(options["--min-width"]) if "--min-width" in options else None,
+    )
+    pair = PairOptions(draft=options.get("--draft"))
+    found = run_settings(pair, method, SamplingOptions(), DeviceOptions(), RowOptions()).method
+    assert found.depth == setting.depth
+    if setting.depth:
+        assert found.drafts_per_layer == setting.drafts_per_layer
+        assert setting.min_width is None or (found.width, found.min_width) == ("threshold", setting.min_width)
+    assert found.rule == (given.rule or "coupled")
+    assert ("--memory-saving" in words) == bool(given.memory_saving)
+
+
+def test_words_of_options() -> None:
+    given = MethodOptions(num_beams=3, memory_saving=False, rule="search")
+    assert option_words(given, {"depth": 2, "rule": None}) == ["--num-beams", "3", "--depth", "2", "--no-memory-saving"]
+
+
+def test_numbers_are_shown_with_units_that_suit_them() -> None:
+    assert [profile_tables.seconds_text(x) for x in (0.0, 2e-6, 0.0123, 3.456, 1234.5)] == [
+        "0 µs", "2 µs", "12.3 ms", "3.46 s", "1234 s",
+    ]  # fmt: skip
+    assert [profile_tables.bytes_text(x) for x in (None, 12, 2048, 3 << 20, 5 << 30)] == [
+        "-", "12 B", "2.0 KiB", "3.0 MiB", "5.0 GiB",
+    ]  # fmt: skip

@@ -1,0 +1,179 @@
+"""Clocks, sizes and curves on small real models: that what is counted is what there is. No timing is asserted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from dsbd_cli import DsbdError, Engine, MethodConfig, Request, SamplingConfig
+from dsbd_cli.models.adapter import CausalForestModel
+from dsbd_cli.models.sizes import size_of
+from dsbd_cli.profiling.curves import forest_input, measure_forwards
+from dsbd_cli.profiling.machine import describe_machine, machine_rates
+from dsbd_cli.profiling.profile import costs_of
+from dsbd_cli.profiling.runs import Bench, method_for, phases_of, setting_of
+from dsbd_cli.profiling.timers import PHASES, RunLog, TimedModel
+from dsbd_cli.reports.profile_data import NO_DRAFT, Curve, CurvePoint, Setting, spread_of
+from tests.engine.toys import NumberCodec, TableLM, table_pair
+from tests.models.tiny import build
+
+CPU = torch.device("cpu")
+METHOD = MethodConfig(num_beams=2, drafts_per_layer=4, depth=2)
+
+
+def bench(count: int = 3) -> Bench:
+    target, draft = table_pair(2, 8, 0.5)
+    sampling = SamplingConfig(top_k=0, max_new_tokens=10)
+    requests = tuple(Request(str(i), i, prompt=f"{i} 1 2", sampling=sampling) for i in range(count))
+    return Bench(target, draft, NumberCodec(8, (3,)), requests, 2, ("t", "d"))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_size_of_a_model_counts_shared_weights_once(tied: bool) -> None:
+    module = build("llama", tie_word_embeddings=tied)
+    size = size_of(CausalForestModel(module, "tiny"))
+    assert size is not None
+    parameters = sum(one.numel() for one in module.parameters())
+    table = module.get_input_embeddings().weight.numel()
+    read = parameters if tied else parameters - table
+    buffers = sum(one.numel() * one.element_size() for one in module.buffers())
+    assert size.held_bytes == parameters * 4 + buffers
+    assert size.flops_per_node == 2 * read
+    assert size.read_bytes == size.held_bytes - (0 if tied else table * 4)
+    module.packed = torch.zeros(10)
+    packed = size_of(CausalForestModel(module, "tiny"))
+    assert packed is not None
+    assert (packed.read_bytes - size.read_bytes, packed.flops_per_node - size.flops_per_node) == (40, 20)
+    assert size_of(TableLM(torch.zeros(2, 2, 2))) is None
+
+
+def test_forwards_of_a_real_model_are_measured_at_every_count() -> None:
+    model = CausalForestModel(build("llama"), "tiny")
+    measured = measure_forwards(model, 2, 40, [1, 4, 9], rounds=3, budget_s=5.0)
+    assert [count for count, _ in measured] == [1, 4, 9]
+    assert all(spread.count == 3 and 0 < spread.low <= spread.median <= spread.high for _, spread in measured)
+    batch = forest_input(model, 2, 40, 9)
+    assert (batch.tokens.shape, batch.mask.shape) == ((2, 9), (2, 9, 40))
+    assert batch.slots.tolist() == [list(range(31, 40))] * 2
+    rates = machine_rates(CPU, torch.float32, 1 << 20)
+    assert rates.copy_bytes_per_s > 1e6
+    assert rates.matmul_flops_per_s > 1e6
+
+
+def test_a_run_is_split_into_phases_without_remainder() -> None:
+    run = bench().timed(METHOD)
+    phases = {one.name: one.total_s for one in phases_of(run)}
+    assert sum(phases.values()) == pytest.approx(run.seconds)
+    assert set(PHASES) <= set(phases)
+    stats = [result.stats for result in run.results]
+    assert phases["draft"] == pytest.approx(sum(one.draft_s for one in stats))
+    assert phases["target"] == pytest.approx(sum(one.target_s for one in stats))
+    assert phases["verify"] + phases["compact"] == pytest.approx(sum(one.verify_s for one in stats))
+    assert phases["compact"] > 0
+    assert len(run.log.moves) == 2 * run.log.iterations  # of both models
+
+
+def test_every_forward_is_logged_once() -> None:
+    run = bench().timed(METHOD)
+    counts = Counter((one.role, one.kind) for one in run.log.forwards)
+    assert counts["target", "forest"] == run.log.iterations
+    assert counts["draft", "forest"] == run.log.iterations * METHOD.depth
+    assert counts["target", "prefill"] == counts["draft", "prefill"] == 2  # a batch of two, then one that joins
+    firsts = Counter(one.role for one in run.log.forwards if one.first)
+    assert firsts == {"target": run.log.iterations, "draft": run.log.iterations}
+    assert {one.nodes for one in run.log.forwards if one.role == "target" and one.kind == "forest"} == {2 + 2 * 4}
+    assert run.log.reserved["target"] >= 2 * run.results[0].stats.kv_peak_slots
+
+
+def test_clocks_change_no_text() -> None:
+    some = bench()
+    assert some.draft is not None
+    plain = list(Engine(some.target, some.draft, some.codec, METHOD, batch_size=2).run(some.requests))
+    timed = some.timed(METHOD).results
+    assert [result.hypotheses for result in timed] == [result.hypotheses for result in plain]
+
+
+def test_what_can_be_captured_is_logged_by_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph calls no Python: clocks inside a forward or a move would break the capture."""
+    some = bench()
+    assert not some.captures
+    with monkeypatch.context() as patch:
+        patch.setattr(TableLM, "capturable", True, raising=False)
+        assert some.captures
+        assert TimedModel(some.target, "target", RunLog(every=False)).capturable
+        assert not TimedModel(some.target, "target", RunLog()).capturable
+    run = some.timed(METHOD, every=False)
+    assert {one.kind for one in run.log.forwards} == {"prefill"}
+    assert run.log.moves == []
+    assert sum(one.total_s for one in phases_of(run)) == pytest.approx(run.seconds)
+    plain = some.timed(method_for(METHOD, NO_DRAFT), every=False)
+    points = tuple(CurvePoint(count, spread_of([0.5]), None, None) for count in (2, 10))
+    curves = [
+        Curve(role, 2, 32, None, None, 8, None, None, 1.0, points)  # type: ignore[arg-type]
+        for role in ("target", "draft")
+    ]
+    costs = costs_of(run, plain, run, tuple(curves))
+    calls = 2 * run.log.iterations + plain.log.iterations
+    assert costs.target.at(10) == pytest.approx((2 * run.log.phases["target"] + plain.log.phases["target"]) / calls)
+    assert costs.draft is not None
+    assert costs.draft.at(2) == pytest.approx(run.log.phases["draft"] / (METHOD.depth * run.log.iterations))
+
+
+def test_a_timed_model_shows_what_else_the_model_has() -> None:
+    model = CausalForestModel(build("llama"), "tiny")
+    timed = TimedModel(model, "target", RunLog())
+    assert timed.architecture == "LlamaForCausalLM"
+    with pytest.raises(AttributeError):
+        timed.nothing  # noqa: B018
+
+
+def test_a_row_that_fails_ends_the_profile() -> None:
+    some = bench(1)
+    wrong = Bench(some.target, some.draft, some.codec, (Request("x", 0, prompt="77"),), 2, ("t", "d"))
+    with pytest.raises(DsbdError, match="prompt x cannot be profiled"):
+        wrong.timed(METHOD)
+
+
+def test_costs_give_back_the_run_they_come_from() -> None:
+    """Guards against a part of an iteration that is counted twice or not at all."""
+    some = bench()
+    run, plain = some.timed(METHOD), some.timed(method_for(METHOD, NO_DRAFT))
+
+    def curve(role: str, *nodes: int) -> Curve:
+        points = tuple(CurvePoint(count, spread_of([1.0]), None, None) for count in nodes)
+        return Curve(role, 2, 32, None, None, 8, None, None, 1.0, points)  # type: ignore[arg-type]
+
+    costs = costs_of(run, plain, run, (curve("target", 2, 10), curve("draft", 2, 4)))
+    every = [one for log in (run.log, plain.log, run.log) for one in log.forwards if one.kind == "forest"]
+    mean = {
+        role: sum(one.seconds() for one in every if one.role == role) / sum(one.role == role for one in every)
+        for role in ("target", "draft")
+    }
+    assert (costs.target.at(10), costs.draft and costs.draft.at(4)) == pytest.approx((mean["target"], mean["draft"]))
+    once = sum(one.total_s for one in phases_of(run) if one.name in ("tokenise", "prefill", "detokenise", "write"))
+    forwards = run.log.forward_s("target", "forest") + run.log.forward_s("draft", "forest")
+    rest = (run.seconds - once - forwards) / run.log.iterations
+    if rest > costs.iteration_s:  # else noise made no draft the slower one
+        assert costs.iteration(Setting(2, 4)) == pytest.approx(rest + mean["target"] + 2 * mean["draft"])
+    assert (costs.steps, costs.tokens) == (run.steps, run.tokens)
+    assert costs.rows == pytest.approx(run.calls / run.log.iterations)
+
+
+def test_settings_and_methods_go_back_and_forth() -> None:
+    dynamic = MethodConfig(num_beams=3, drafts_per_layer=6, depth=2, width="threshold", min_width=2)
+    assert setting_of(dynamic) == Setting(2, 6, 2)
+    assert method_for(dynamic, Setting(1, 4, 3)) == MethodConfig(
+        num_beams=3, drafts_per_layer=4, depth=1, width="threshold", min_width=3
+    )
+    plain = method_for(dynamic, NO_DRAFT)
+    assert (plain.depth, plain.width, setting_of(plain)) == (0, "fixed", NO_DRAFT)
+
+
+def test_the_machine_is_described() -> None:
+    machine = describe_machine(CPU)
+    assert machine.device
+    assert machine.threads == torch.get_num_threads()
+    assert machine.cores >= 1
+    assert str(machine.versions["torch"]).split("+")[0] == torch.__version__.split("+")[0]

@@ -1,0 +1,115 @@
+"""MT-Bench's questions, the user's lines, and the choice of a task."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from dsbd_cli.errors import UsageError
+from dsbd_cli.tasks.choose import TASK_NAMES, open_dataset
+from dsbd_cli.tasks.lines import jsonl_dataset, mt_bench_dataset
+
+DATA = Path(__file__).parent / "data"
+
+
+def write(folder: Path, *rows: object) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_mt_bench_gives_the_first_turn_as_a_conversation() -> None:
+    dataset = mt_bench_dataset(DATA / "question.jsonl")
+    first, second = dataset.records()
+    assert (first.id, second.id, dataset.metrics) == ("mt-bench-81", "mt-bench-101", ())
+    assert first.meta["messages"] == [{"role": "user", "content": "Write a short travel note about a harbour town."}]
+    assert dataset.score(first, "text") == {}
+
+
+def test_lines_with_references_are_met_exactly(tmp_path: Path) -> None:
+    path = write(tmp_path, {"id": "a", "prompt": "2 + 2 =", "reference": "4"}, {"prompt": "x", "reference": " y "})
+    dataset = jsonl_dataset(path)
+    first, second = dataset.records()
+    assert (first.id, second.id, dataset.metrics) == ("a", "line-2", ("exact match",))
+    assert dataset.score(first, " 4\n") == {"exact match": 1.0}
+    assert dataset.score(first, "4.") == {"exact match": 0.0}
+    assert dataset.score(second, "y") == {"exact match": 1.0}
+    assert dataset.score(second, "Y") == {"exact match": 0.0}
+
+
+def test_lines_without_references_are_for_speed(tmp_path: Path) -> None:
+    message = [{"role": "user", "content": "hello"}]
+    dataset = jsonl_dataset(write(tmp_path, {"prompt": "a", "temperature": 2}, {"messages": message}))
+    assert dataset.metrics == ()
+    assert [record.meta.get("messages") for record in dataset.records()] == [None, message]
+    assert "temperature is not looked at" in dataset.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["x"], "line 1: not a JSON object"),
+        ([{"prompt": "a"}, {}], "line 2: give prompt or messages"),
+        ([{"prompt": 3}], "line 1: prompt is 3"),
+        ([{"prompt": ""}], "line 1: prompt is ''"),
+        ([{"messages": [{"role": "user"}]}], "line 1: messages is"),
+        ([{"prompt": "a", "reference": 4}], "line 1: reference is 4, but must be a text"),
+        ([{"prompt": "a", "reference": "4"}, {"prompt": "b"}], "line 2: reference is on some lines only"),
+        ([{"prompt": "a", "id": []}], r"line 1: id is \[\]"),
+        ([], "holds no line"),
+    ],
+)
+def test_a_wrong_line_is_told_by_number_and_field(rows: list[object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        list(jsonl_dataset(write(tmp_path, *rows)).records())
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question_id": 1, "turns": []}, r"line 1: turns is \[\]"),
+        ({"question_id": 1, "turns": "a"}, "line 1: turns is 'a'"),
+        ({"turns": ["a"]}, "line 1: question_id is None"),
+    ],
+)
+def test_a_wrong_question_is_told(row: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        mt_bench_dataset(write(tmp_path, row))
+
+
+def test_every_task_opens_by_its_name(tmp_path: Path) -> None:
+    paths = {
+        "squad": DATA / "squad-v1.json",
+        "spider": DATA / "spider",
+        "mt-bench": DATA / "question.jsonl",
+        "jsonl": write(tmp_path, {"prompt": "a"}),
+    }
+    for name in TASK_NAMES:
+        dataset = open_dataset(name, paths.get(name), seed=0)
+        assert dataset.name == name
+        assert next(iter(dataset.records())).prompt
+
+
+def test_built_in_tasks_score_their_own_answers() -> None:
+    for name, metrics in (("sql", ("execution accuracy",)), ("qa", ("exact match", "F1"))):
+        dataset = open_dataset(name, None, seed=0)
+        assert dataset.metrics == metrics
+        for record in islice(dataset.records(), 3):
+            assert dataset.score(record, record.reference) == dict.fromkeys(metrics, 1.0)
+            assert dataset.score(record, "zzz") == dict.fromkeys(metrics, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("sql", DATA, "makes its own records"),
+        ("squad", None, "needs the path of its data"),
+        ("bleu", None, "task is 'bleu', but must be one of sql, qa, squad"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_refused(name: str, path: Path | None, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        open_dataset(name, path, seed=0)
