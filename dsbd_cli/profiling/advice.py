@@ -70,7 +70,7 @@ def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: Setting)
         else:
             told.append(f"speculation pays: {ratio:.2f} times the tokens/s of no draft (measured)")
         if not best.depth:
-            told.append("no setting was found with which this draft pays on this machine: use no draft")
+            told.append("with this draft no D and K was both predicted and measured to be faster: use no draft")
     for one in (now, *tried):
         if one.predicted is None:
             continue

@@ -147,7 +147,7 @@ def _curves(job: Job, run: Run) -> tuple[Curve, ...]:
     """T(N) of both models, at the rows and slots of the run."""
     bench, method = job.bench, job.method
     beams, depth = method.num_beams, method.depth
-    most = max(_drafts(method)) if depth else 0
+    most = max(_drafts(method))  # without a draft too: the curve says what a forest would cost
     models: list[tuple[Role, ForestModel, list[int]]] = [
         (
             "target",

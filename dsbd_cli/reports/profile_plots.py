@@ -97,5 +97,6 @@ def _curve(axes: Axes, curve: Curve) -> None:
         "milliseconds a forward",
     )
     axes.set_xlim(0, max(nodes) * 1.03)
+    axes.locator_params(axis="x", integer=True)
     axes.set_ylim(0, max(high) * 1.08)
     axes.legend(fontsize=9, frameon=False, loc="upper left")
