@@ -176,5 +176,6 @@ def _check(path: Path, index: CorpusIndex, vocabulary: int) -> None:
     """No id and no start out of range: they would read outside the model's tables."""
     size = len(index.tokens)
     ids_fit = index.tokens.min() >= SEPARATOR and index.tokens.max() < vocabulary
+    ids_fit = ids_fit and index.tokens[-1] == SEPARATOR
     if not ids_fit or index.suffixes.min() < 0 or index.suffixes.max() >= size:
         raise UsageError(f"index {path} is damaged: it holds ids out of range; make it again with dsbd index")
