@@ -97,6 +97,7 @@ def _judge(forest: Forest, layer: int, second: LayerDrafts, logits: Tensor, top_
     if top_k:
         least = top_candidates(logits, min(top_k, vocabulary - 1)).logprobs[:, :, -1].gather(1, second.above)
         valid = valid & known & (logprob >= least - 1e-6)
-    priority = torch.where(known, second.weight + weight, NEVER)
+    root = forest.layers[0].weight.gather(1, nodes.root.gather(1, second.above))  # its share is in the hits already
+    priority = torch.where(known, second.weight + weight - root, NEVER)
     judged = LayerDrafts(second.above, second.token, valid, second.sampled, priority)
     return judged, torch.where(torch.isfinite(weight), weight, second.weight.clamp(min=-1e4))

@@ -67,29 +67,33 @@ def tokenizer_fingerprint(token_bytes: Sequence[bytes]) -> bytes:
 
 
 def sort_suffixes(tokens: Ids, progress: Progress = lambda line: None) -> Ids:
-    """Suffix array by prefix doubling up to SORTED tokens: [n] int32. Needs about 28 bytes per token."""
+    """Suffix array by prefix doubling up to SORTED tokens: [n] int32. Needs about 28 bytes per token beside them."""
     size = len(tokens)
-    rank = tokens.astype(np.int64) + 1  # separators 0
-    order = np.argsort(rank, kind="stable")
+    key = tokens.astype(np.int64)
+    order = np.argsort(key, kind="stable")
     length = 1
     while length < SORTED:
         progress(f"sorting suffixes by {2 * length} tokens")
-        rank = _ranks(rank, order) + 1  # 1 .. n; 0 is past the end
-        if rank.max(initial=0) == size:
-            break
-        key = rank * (size + 2)
+        ranked = key[order]
+        del key
+        group = np.empty(size, dtype=np.int32)
+        group[:1] = 1  # 0 is past the end
+        np.not_equal(ranked[1:], ranked[:-1], out=group[1:], casting="unsafe")
+        del ranked
+        np.cumsum(group, out=group)
+        rank = np.empty(size, dtype=np.int32)
+        rank[order] = group
+        distinct = int(group[-1])
+        del group, order
+        key = rank.astype(np.int64)
+        key *= size + 2
         key[:-length] += rank[length:]
+        del rank
         order = np.argsort(key, kind="stable")
-        rank, length = key, 2 * length
+        length *= 2
+        if distinct == size:
+            break
     return order.astype(np.int32)
-
-
-def _ranks(key: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Equal keys get equal ranks, from 0."""
-    ranked = key[order]
-    rank = np.empty_like(order)
-    rank[order] = np.cumsum(np.concatenate(([0], ranked[1:] != ranked[:-1])))
-    return rank
 
 
 class CorpusTokens:
@@ -172,5 +176,6 @@ def _check(path: Path, index: CorpusIndex, vocabulary: int) -> None:
     """No id and no start out of range: they would read outside the model's tables."""
     size = len(index.tokens)
     ids_fit = index.tokens.min() >= SEPARATOR and index.tokens.max() < vocabulary
+    ids_fit = ids_fit and index.tokens[-1] == SEPARATOR
     if not ids_fit or index.suffixes.min() < 0 or index.suffixes.max() >= size:
         raise UsageError(f"index {path} is damaged: it holds ids out of range; make it again with dsbd index")

@@ -44,9 +44,9 @@ class RetrievalSource:
         count = torch.where(found.any(-1, keepdim=True), high - low, 0)
         hit = torch.arange(HITS, device=tokens.device)
         place = low + torch.where(count > HITS, hit * count // HITS, hit)
-        start = self._at(self._suffixes, place, 0) + lengths[longest]
+        start = self._suffix(place) + lengths[longest]
         steps = torch.arange(context.depth, device=tokens.device)
-        following = self._at(self._tokens, start.unsqueeze(-1) + steps, -1)  # [R, W, HITS, D]
+        following = self._token(start.unsqueeze(-1) + steps).to(torch.int64)  # [R, W, HITS, D]
         real = (following >= 0).to(torch.int64).cumprod(-1).sum(-1)
         weight = beam_share(context.beams).unsqueeze(-1) / count.clamp(1, HITS)
         root = torch.arange(place.shape[1], device=tokens.device).view(1, -1, 1)
@@ -62,26 +62,25 @@ class RetrievalSource:
         [R, W, lengths] int64. last: [R, W, LONGEST] int64."""
         steps = torch.arange(LONGEST, device=last.device)
         at = (LONGEST - lengths).unsqueeze(1) + steps  # the last s tokens, moved to the left
-        query = last[:, :, at.clamp(max=LONGEST - 1)]  # [R, W, lengths, LONGEST]
-        counted = steps < lengths.unsqueeze(1)
+        query = last[:, :, at.clamp(max=LONGEST - 1)].to(torch.int32)  # [R, W, lengths, LONGEST]
+        # the sign of the sum is that of the first difference
+        worth = torch.where(steps < lengths.unsqueeze(1), 1 << (LONGEST - 1 - steps), 0).to(torch.int32)
         size = len(self._tokens)
         low = torch.zeros(2, *query.shape[:-1], dtype=torch.int64, device=last.device)
         high = torch.full_like(low, size)
+        bound = torch.arange(2, device=last.device).view(2, 1, 1, 1)  # at the upper end equal suffixes lie below it
         for _ in range(size.bit_length()):
-            open_ = low < high
-            middle = (low + high) // 2
-            start = self._at(self._suffixes, middle, 0)
-            here = self._at(self._tokens, start.unsqueeze(-1) + steps, -2)
-            differs = (here != query) & counted
-            first = differs.to(torch.int8).argmax(-1, keepdim=True)
-            less = here.gather(-1, first) < query.expand_as(here).gather(-1, first)
-            below = torch.where(differs.any(-1), less.squeeze(-1), False)
-            below[1] |= ~differs[1].any(-1)  # the upper end: an equal suffix lies below it
-            low = torch.where(open_ & below, middle + 1, low)
-            high = torch.where(open_ & ~below, middle, high)
+            middle = (low + high) >> 1
+            here = self._token(self._suffix(middle).unsqueeze(-1) + steps)
+            below = ((here - query).sign_().mul_(worth).sum(-1) < bound) & (low < high)
+            low = torch.where(below, middle + 1, low)
+            high = torch.where(below, high, middle)
         return low[0], low[1]
 
-    def _at(self, values: Tensor, index: Tensor, otherwise: int) -> Tensor:
-        """values[index] as int64, `otherwise` past the end."""
-        inside = index < len(values)
-        return torch.where(inside, values[index.clamp(0, len(values) - 1)].to(torch.int64), otherwise)
+    def _suffix(self, index: Tensor) -> Tensor:
+        """Where a suffix starts, by its rank; the last one past the end."""
+        return self._suffixes[index.clamp(max=len(self._suffixes) - 1)].to(torch.int64)
+
+    def _token(self, index: Tensor) -> Tensor:
+        """Tokens as int32. A corpus ends with a separator, which is what stands past its end, too."""
+        return self._tokens[index.clamp(max=len(self._tokens) - 1)]

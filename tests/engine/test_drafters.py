@@ -102,7 +102,7 @@ def request(i: int, new: int = 16, **sampling: Any) -> Request:
     return Request(str(i), i, prompt_ids=prompt, sampling=SamplingConfig(max_new_tokens=new, **sampling))
 
 
-def decode(engine: Engine, count: int = 8) -> list[RequestResult]:
+def decode(engine: Engine, count: int = 6) -> list[RequestResult]:
     return list(engine.run(request(i, 6 + i, n_best=engine.method.num_beams) for i in range(count)))
 
 

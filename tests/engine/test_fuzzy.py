@@ -25,6 +25,7 @@ from tests.engine.test_twins import LayerNoise, assert_same
 from tests.engine.toys import NumberCodec, TableLM, table_pair
 
 ROWS = 120
+REQUESTS = 3_000  # alpha as in test_law; the other law of the last statistical test is found with these
 
 
 def laws(layer: Layer, row: int, law: str) -> tuple[dict[Pair, float], dict[Pair, float]]:
@@ -109,18 +110,17 @@ ONE = Settings(width=1, max_new=3, ends=())
 TWO = Settings(width=2, max_new=2, ends=())
 
 
-@pytest.mark.parametrize("settings", [ONE, TWO], ids=["W=1", "W=2"])
-@pytest.mark.parametrize("fallback", ["target", "strict"])
+@pytest.mark.parametrize(("settings", "fallback"), [(ONE, "target"), (TWO, "target"), (TWO, "strict")])
 def test_at_zero_the_law_is_the_target_s(settings: Settings, fallback: str) -> None:
-    engine = fuzzy_engine(None, settings, fuzzy_threshold=0.0, fallback=fallback, depth=2, drafts_per_layer=4)
-    assert excess(run_engine(engine, settings), exact_law(7, 3, settings)) < 1
+    engine = fuzzy_engine(None, settings, fuzzy_threshold=0.0, fallback=fallback, depth=2, drafts_per_layer=2)
+    assert excess(run_engine(engine, settings, REQUESTS), exact_law(7, 3, settings)) < 1
 
 
 def test_at_zero_with_the_target_as_its_own_draft() -> None:
     """Every divergence is 0, so every layer is taken; its law is still the target's."""
     target, _ = table_pair(7, 3, noise=1.0)
     engine = fuzzy_engine(TableLM(target.table), TWO, fuzzy_threshold=0.0, depth=2, drafts_per_layer=4)
-    assert excess(run_engine(engine, TWO), exact_law(7, 3, TWO)) < 1
+    assert excess(run_engine(engine, TWO, REQUESTS), exact_law(7, 3, TWO)) < 1
 
 
 def draft_law(settings: Settings) -> dict[object, float]:
@@ -140,7 +140,7 @@ def draft_law(settings: Settings) -> dict[object, float]:
 def test_at_the_largest_divergence_the_text_is_the_draft_s() -> None:
     """tv is at most 1. All tokens are drafted, since D is more than their number."""
     engine = fuzzy_engine(None, ONE, fuzzy_threshold=1.0, divergence="tv", depth=4, drafts_per_layer=1)
-    counts = run_engine(engine, ONE)
+    counts = run_engine(engine, ONE, REQUESTS)
     assert excess(counts, draft_law(ONE)) < 1
     assert excess(counts, exact_law(7, 3, ONE)) > 1
 

@@ -48,23 +48,22 @@ def published(threshold: float) -> dict[Path, float]:
 
 
 def decode(threshold: float, chooser: Chooser) -> Path:
-    """W=1, K=1 through the oracle."""
+    """W=1, K=1 through the oracle; a layer is drafted when it is reached."""
     live, record = dict(ROOT), []
     while len(record) < STEPS:
-        layers = pool(1)(Q3, live, DEPTH, chooser)
-        for nodes in [*layers, []]:
+        for layer in range(DEPTH + 1):
             (beam,) = live.values()
-            law, parent = P3.pool(live), next(iter(live))
-            pairs = [node.pair for node in nodes if node.pair[0] == parent]
+            law = P3.pool(live)
+            nodes = pool(1)(Q3, live, 1, chooser)[0] if layer < DEPTH else []
             draft_law = dict(nodes[0].law or ()) if nodes else {}
             apart = distance(beam.path) if nodes else math.inf
-            result = fuzzy_layer(law.law, draft_law, pairs, apart, threshold, "target", [parent], (), 1, chooser)
+            pairs = [node.pair for node in nodes]
+            result = fuzzy_layer(law.law, draft_law, pairs, apart, threshold, "target", [0], (), 1, chooser)
             (draw,) = result.draws
             live = {0: child(live, law, draw.pair)}
             record.append(draw.pair[1])
             if not result.passed or len(record) == STEPS:
                 break
-        live = {0: next(iter(live.values()))}
     return tuple(record)
 
 
