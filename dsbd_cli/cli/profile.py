@@ -113,7 +113,7 @@ def profile(
     Every prompt is decoded about ten times. Numbers are measured unless they are called predicted.
     """
     settings = run_settings(pair, method, sampling, devices, RowOptions())
-    if getattr(settings.method, "adaptive_depth", False):
+    if settings.method.adaptive_depth:
         raise UsageError("--depth auto measures by itself: give the depth that is to be profiled")
     repeats = REPEATS if wanted.repeats is None else wanted.repeats
     for name, value in (("--repeats", repeats), ("--show", wanted.show), ("--records", prompts.records)):

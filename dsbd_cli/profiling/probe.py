@@ -55,7 +55,7 @@ class DraftProbe:
     def _widths(self, view: LayerView) -> dict[int, list[int]]:
         if self._threshold is None or view.drafts is None:
             return {}
-        q = draft_law_at(view, view.drafts, self._offsets[view.layer]).exp()
+        q = draft_law_at(view, view.drafts).exp()
         p = view.log_p.flatten(1).to(torch.float64).exp()
         beams = self._num_beams
         return {k: expected_width(p, q, k, self._threshold, 1, beams).tolist() for k in self._drafts}

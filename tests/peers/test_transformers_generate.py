@@ -10,6 +10,7 @@ import torch
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig, load
 from dsbd_cli.errors import UsageError
 from dsbd_cli.models.adapter import CausalForestModel
+from dsbd_cli.models.packing import PackedLinear, packing_works
 from dsbd_cli.models.tokenize import HFCodec
 from dsbd_cli.peers import PeerConfig
 from dsbd_cli.peers.transformers_generate import TransformersPeer, delivered, sequence_logprob
@@ -78,14 +79,25 @@ def test_samplers_go_by_their_seed_and_leave_the_global_one_alone(
 
 
 def test_the_module_runs_on_stock_attention_only_meanwhile(engine: Engine, prompts: list[list[int]]) -> None:
-    config = engine.target.module.config
-    before = config._attn_implementation
+    """Also where packed weights give transformers a module of its own."""
+    ours, theirs = engine.target.module.config, engine.target.stock().config
+    before = theirs._attn_implementation
     seen = []
     for _ in peer(engine, "greedy", batch_size=2).run(prompts, seed=0):
-        seen.append(config._attn_implementation)
-    assert before == "dsbd_grouped"
+        seen.append(theirs._attn_implementation)
     assert set(seen) == {"sdpa"}
-    assert config._attn_implementation == before
+    assert theirs._attn_implementation == before
+    assert ours._attn_implementation == "dsbd_grouped"
+
+
+@pytest.mark.skipif(not packing_works(torch.float32), reason="this torch build cannot pack weights")
+def test_transformers_runs_plain_weights(engine: Engine) -> None:
+    """Guards a comparator that is sped up by our packed layers."""
+    ours = [type(layer) for layer in engine.target.module.modules()]
+    theirs = [type(layer) for layer in engine.target.stock().modules()]
+    assert PackedLinear in ours
+    assert PackedLinear not in theirs
+    assert engine.target.stock() is engine.target.stock()
 
 
 def test_cache_bytes_are_those_of_all_beams(engine: Engine, prompts: list[list[int]]) -> None:
