@@ -197,7 +197,8 @@ class MethodOptions:
             METHOD,
             "--depth",
             text="D, drafted layers; 0: no draft; auto: what measures fastest, with K as upper bound",
-            default=_METHOD.depth,
+            default=f"auto where the text does not depend on it (rules coupled and search, width fixed), else "
+            f"{_METHOD.depth}",
             metavar="D",
         ),
     ] = None

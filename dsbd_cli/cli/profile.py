@@ -16,7 +16,7 @@ import typer
 
 from dsbd_cli.cli.declare import flag, grouped, option
 from dsbd_cli.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
-from dsbd_cli.cli.settings import RunSettings, run_settings
+from dsbd_cli.cli.settings import RunSettings, fixed_depth, run_settings
 from dsbd_cli.cli.signals import StopSignals
 from dsbd_cli.data.compression import open_input
 from dsbd_cli.data.jsonl import check_new
@@ -112,7 +112,7 @@ def profile(
 
     Every prompt is decoded about ten times. Numbers are measured unless they are called predicted.
     """
-    settings = run_settings(pair, method, sampling, devices, RowOptions())
+    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions())
     if settings.method.adaptive_depth:
         raise UsageError("--depth auto measures by itself: give the depth that is to be profiled")
     repeats = REPEATS if wanted.repeats is None else wanted.repeats

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dsbd_cli.cli.drafter_options import DrafterOptions, drafter_settings
@@ -25,10 +25,11 @@ from dsbd_cli.config import (
 from dsbd_cli.errors import UsageError
 from dsbd_cli.records import RowReader
 
-__all__ = ["RunSettings", "run_settings"]
+__all__ = ["RunSettings", "fixed_depth", "run_settings"]
 
 T = TypeVar("T")
 
+FOREST_FREE_RULES: tuple[RuleName, ...] = ("coupled", "search")
 DYNAMIC_RULES: tuple[RuleName, ...] = ("rejection", "with-replacement")
 
 
@@ -90,6 +91,12 @@ def run_settings(
             raise UsageError(f"--batch-size is {batch_size}, but must be 1 or more")
     on_too_long: OnTooLong = failing.on_too_long or "error"
     return RunSettings(target, draft, config, rows, batch_size, on_too_long, _max_errors(failing))
+
+
+def fixed_depth(pair: PairOptions, method: MethodOptions) -> MethodOptions:
+    """The options with the library's depth in place of `auto` by default, for commands that measure a forest."""
+    open_ = method.depth is None and pair.draft != "none"
+    return replace(method, depth=str(MethodConfig().depth)) if open_ else method
 
 
 def _given(value: T | None, default: T) -> T:
@@ -172,6 +179,9 @@ def _method(given: MethodOptions, proposing: Mapping[str, object], *, drafting: 
             ("--width-threshold", given.width_threshold),
             ("--min-width", given.min_width),
         )
+    # where the text cannot depend on the forest, its shape is left to what measures fastest
+    same_text = rule in FOREST_FREE_RULES and width == "fixed" and not given.memory_saving
+    depth = _given(given.depth, "auto" if same_text else str(default.depth)) if drafting else "0"
     num_beams = _given(given.num_beams, default.num_beams)
     if given.memory_saving and num_beams == 1:
         raise UsageError("--memory-saving keeps one beam of several, but --num-beams is 1: drop it")
@@ -179,8 +189,8 @@ def _method(given: MethodOptions, proposing: Mapping[str, object], *, drafting: 
         rule=rule,
         num_beams=num_beams,
         drafts_per_layer=_given(given.drafts_per_layer, max(default.drafts_per_layer, 2 * num_beams)),
-        depth=_given(_number("--depth", given.depth, MAX_AUTO_DEPTH), default.depth) if drafting else 0,
-        adaptive_depth=given.depth == "auto",
+        depth=_number("--depth", depth, MAX_AUTO_DEPTH) or 0,
+        adaptive_depth=depth == "auto",
         width=width,
         width_threshold=_given(given.width_threshold, default.width_threshold),
         min_width=_given(given.min_width, default.min_width),

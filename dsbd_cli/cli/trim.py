@@ -16,7 +16,7 @@ import orjson
 from dsbd_cli.cli.declare import flag, grouped, option
 from dsbd_cli.cli.messages import say
 from dsbd_cli.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
-from dsbd_cli.cli.settings import RunSettings, run_settings
+from dsbd_cli.cli.settings import RunSettings, fixed_depth, run_settings
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.data.compression import open_input
 from dsbd_cli.data.jsonl import read_lines
@@ -94,7 +94,7 @@ def trim_draft(
         raise UsageError("give either --texts or --prompts: what shall be counted")
     if trim.json and trim.quiet:
         raise UsageError("--json and --quiet cannot be used together: give one of them")
-    settings = run_settings(pair, method, sampling, devices, RowOptions())
+    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions())
     if settings.draft is None:
         raise UsageError("there is no draft to trim: name one with --draft")
     with ExitStack() as stack:

@@ -17,7 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["CudaRecorder", "Homes", "IterationGraphs", "Recorder", "Recording"]
+__all__ = ["CudaRecorder", "Homes", "IterationGraphs", "Recorder", "Recording", "shapes"]
 
 PLAIN_RUNS = 2  # times that a shape runs plainly before it is captured
 MOST_GRAPHS = 64  # shapes kept; each holds its own intermediate results
@@ -74,6 +74,11 @@ class Homes:
             elif home is not value:
                 home.copy_(value)
             setattr(owner, name, home)
+
+
+def shapes(state: DataclassInstance) -> tuple[Hashable, ...]:
+    """Name, shape and dtype of every tensor of a state: what a capture is bound to."""
+    return tuple(key for _, _, key in _tensors(state))
 
 
 def _tensors(

@@ -16,7 +16,7 @@ from dsbd_cli.core.forest import Forest
 from dsbd_cli.core.probs import NEVER, top_candidates
 from dsbd_cli.core.protocols import ForestInput, ForestModel
 from dsbd_cli.core.slots import compact, node_slots, visible
-from dsbd_cli.decoding.graphs import IterationGraphs
+from dsbd_cli.decoding.graphs import IterationGraphs, shapes
 from dsbd_cli.decoding.planner import Shape
 from dsbd_cli.decoding.state import BatchState
 from dsbd_cli.decoding.timing import PhaseTimer
@@ -111,12 +111,9 @@ class Stepper:
 
     def _static(self, state: BatchState) -> tuple[Hashable, ...]:
         """Everything beside the plan that fixes shapes, branches or addresses of an iteration."""
-        warp, beams = state.warp, state.beams
+        warp = state.warp
         return (
-            state.rows,
-            beams.ancestors.shape[-1],
-            beams.history.shape[-1],
-            state.table.positions.shape[-1],
+            shapes(state),
             (warp.max_top_k, warp.any_top_k, warp.any_top_p, warp.any_min_p),
             self.endings.stops.table.data_ptr() if self.endings.stops.used else None,
         )

@@ -44,7 +44,7 @@ class MethodRecord:
             "rule": method.rule,
             "num_beams": method.num_beams,
             "drafts_per_layer": method.drafts_per_layer if drafted else None,
-            "depth": method.depth,
+            "depth": "auto" if method.adaptive_depth else method.depth,
             "width": method.width,
             "width_threshold": method.width_threshold if dynamic else None,
             "min_width": method.min_width if dynamic else None,

@@ -62,7 +62,8 @@ def test_every_drafter_is_settled(dsbd: Dsbd, drafter: str, rule: str) -> None:
     assert (outcome.code, outcome.err) == (0, "")
     [call] = outcome.loads
     method = call["method"]
-    assert (method.drafter, method.depth) == (drafter, 4)
+    assert method.drafter == drafter
+    assert (method.depth, method.adaptive_depth) == ((4, False) if rule == "rejection" else (8, True))
     pool = drafter.startswith("beam")
     assert method.width == ("threshold" if rule == "rejection" and pool else "fixed")
     assert (call["draft"] is not None) == (drafter.split("+", maxsplit=1)[0] in MODEL_DRAFTERS) == method.needs_draft

@@ -104,7 +104,13 @@ def test_refused(dsbd: Dsbd, options: str, message: str, tmp_path: Path, monkeyp
 
 # options -> draft, and fields of the method
 SETTLED: list[tuple[str, str | None, dict[str, object]]] = [
-    ("", "builtin:draft", {"rule": "coupled", "num_beams": 4, "drafts_per_layer": 8, "depth": 4, "width": "fixed"}),
+    ("", "builtin:draft", {"rule": "coupled", "num_beams": 4, "drafts_per_layer": 8, "depth": 8, "width": "fixed"}),
+    ("", "builtin:draft", {"adaptive_depth": True}),
+    ("--rule search", "builtin:draft", {"adaptive_depth": True}),
+    ("--rule rejection", "builtin:draft", {"adaptive_depth": False, "depth": 4}),
+    ("--width threshold", "builtin:draft", {"adaptive_depth": False, "depth": 4}),
+    ("--memory-saving", "builtin:draft", {"adaptive_depth": False, "depth": 4}),
+    ("--draft none", None, {"adaptive_depth": False}),
     ("--num-beams 6", "builtin:draft", {"drafts_per_layer": 12}),
     ("--num-beams 6 --drafts-per-layer 7", "builtin:draft", {"drafts_per_layer": 7}),
     ("--rule search", "builtin:draft", {"width": "fixed"}),
