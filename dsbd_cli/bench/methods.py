@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config import DRAFTERS, MAX_AUTO_DEPTH, MethodConfig
 from dsbd_cli.peers.config import PeerConfig, PeerName
 
-__all__ = ["AXES", "BASELINES", "DEFAULT_METHODS", "METHODS", "Axis", "Method"]
+__all__ = ["AXES", "BASELINES", "DEFAULT_METHODS", "METHODS", "Axis", "Method", "Value"]
+
+Value = int | float | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +22,19 @@ class Axis:
     """A field of MethodConfig that a sweep may set: its letter in labels and the type of its values."""
 
     letter: str
-    kind: Callable[[str], int | float]
+    kind: Callable[[str], Value]
     expected: str
+
+    def label(self, value: Value) -> str:
+        """As in `W=4`; a name stands for itself."""
+        return value if isinstance(value, str) else f"{self.letter}={value:g}"
+
+
+def _drafter(text: str) -> str:
+    """A drafter, or two joined by +, that the loaded pair can be run with. Raises ValueError."""
+    if not set(text.split("+")) <= set(DRAFTERS) - {"bridge"}:
+        raise ValueError(text)
+    return text
 
 
 AXES: dict[str, Axis] = {
@@ -30,6 +43,10 @@ AXES: dict[str, Axis] = {
     "depth": Axis("D", int, "an integer"),
     "width_threshold": Axis("t", float, "a number"),
     "min_width": Axis("Wmin", int, "an integer"),
+    "drafter": Axis(
+        "", _drafter, f"one of {', '.join(name for name in DRAFTERS if name != 'bridge')}, or two joined by +"
+    ),
+    "fuzzy_threshold": Axis("T", float, "a number"),
 }
 
 
@@ -63,6 +80,9 @@ class Method:
 
 BEAMS = ("num_beams",)
 DRAFTED = ("num_beams", "drafts_per_layer", "depth")
+ANY_DRAFTER = (*DRAFTED, "drafter")
+CHOSEN = ("num_beams", "drafts_per_layer", "drafter")
+AUTO = {"adaptive_depth": True, "depth": MAX_AUTO_DEPTH}
 THRESHOLD = (*DRAFTED, "width_threshold", "min_width")
 
 METHODS: dict[str, Method] = {
@@ -75,9 +95,11 @@ METHODS: dict[str, Method] = {
     ),
     "beam-search": Method("beam search without a draft", {"rule": "search", "depth": 0}, BEAMS),
     "beam-sampling": Method("beam sampling without a draft", {"rule": "coupled", "depth": 0}, BEAMS),
-    "dsbd-coupled": Method("rule coupled, fixed width", {"rule": "coupled"}, DRAFTED),
-    "dsbd-search": Method("rule search: beam search with a draft", {"rule": "search"}, DRAFTED),
-    "dsbd-rejection": Method("rule rejection, fixed width", {"rule": "rejection"}, DRAFTED),
+    "dsbd-coupled": Method("rule coupled, fixed width", {"rule": "coupled"}, ANY_DRAFTER),
+    "dsbd-search": Method("rule search: beam search with a draft", {"rule": "search"}, ANY_DRAFTER),
+    "dsbd-coupled-auto": Method("rule coupled, D and K by measurement", {"rule": "coupled", **AUTO}, CHOSEN),
+    "dsbd-search-auto": Method("rule search, D and K by measurement", {"rule": "search", **AUTO}, CHOSEN),
+    "dsbd-rejection": Method("rule rejection, fixed width", {"rule": "rejection"}, ANY_DRAFTER),
     "dsbd-with-replacement": Method("the paper's law, fixed width", {"rule": "with-replacement"}, DRAFTED),
     "dsbd-coupled-threshold": Method(
         "rule coupled, threshold width", {"rule": "coupled", "width": "threshold"}, THRESHOLD
@@ -92,6 +114,11 @@ METHODS: dict[str, Method] = {
         "rule rejection, threshold width, one beam kept between iterations",
         {"rule": "rejection", "width": "threshold", "memory_saving": True},
         THRESHOLD,
+    ),
+    "dsbd-fuzzy": Method(
+        "rule fuzzy: lossy on purpose",
+        {"rule": "fuzzy", "fuzzy_threshold": 0.2},
+        (*DRAFTED, "fuzzy_threshold"),
     ),
     "hf-greedy": Method("transformers' greedy", peer="greedy"),
     "hf-beam-search": Method("transformers' beam search", axes=BEAMS, peer="beam-search"),
@@ -109,6 +136,7 @@ DEFAULT_METHODS = (
     "speculative",
     "dsbd-search",
     "dsbd-coupled",
+    "dsbd-coupled-auto",
     "dsbd-rejection-threshold",
     "hf-beam-search",
     "hf-beam-sampling",

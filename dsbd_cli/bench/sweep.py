@@ -8,14 +8,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dsbd_cli.bench.methods import AXES, DEFAULT_METHODS, METHODS, Method
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.bench.methods import AXES, DEFAULT_METHODS, METHODS, Method, Value
+from dsbd_cli.config import MODEL_DRAFTERS, MethodConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.peers.config import PeerConfig
 
 __all__ = ["Plan", "Setting", "Sweep", "choose_methods", "plan", "read_values"]
 
-Sweep = Mapping[str, Sequence[int | float]]
+Sweep = Mapping[str, Sequence[Value]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Setting:
     @property
     def drafts(self) -> bool:
         """Whether a draft model runs."""
-        return self.config.kind == "assisted" if isinstance(self.config, PeerConfig) else self.config.depth > 0
+        return self.config.kind == "assisted" if isinstance(self.config, PeerConfig) else self.config.needs_draft
 
     @property
     def samples(self) -> bool:
@@ -59,14 +59,20 @@ class Plan:
     notes: tuple[str, ...]
 
 
-def choose_methods(text: str | None, *, draft: bool = True) -> list[str]:
-    """Names from a comma list; `all` is every method, None the default ones. draft: a draft model is there.
+def choose_methods(text: str | None, *, draft: bool = True, drafters: Sequence[Value] = ()) -> list[str]:
+    """Names from a comma list; `all` is every method, None the default ones. draft: a draft model is there; drafters:
+    of the sweep.
 
     Raises UsageError for names that do not exist, stand twice, or need the draft that is not there.
     """
+    lookups = bool(drafters) and not any(set(str(name).split("+")) & set(MODEL_DRAFTERS) for name in drafters)
+
+    def runs(method: Method) -> bool:
+        return draft or not method.drafts or (lookups and "drafter" in method.axes)
+
     if text in (None, "all"):
         every = DEFAULT_METHODS if text is None else tuple(METHODS)
-        return [name for name in every if draft or not METHODS[name].drafts]
+        return [name for name in every if runs(METHODS[name])]
     assert text is not None
     names = [name.strip() for name in text.split(",")]
     for place, name in enumerate(names):
@@ -76,14 +82,14 @@ def choose_methods(text: str | None, *, draft: bool = True) -> list[str]:
             raise UsageError(f"--methods: there is no method {name!r}: {hint}")
         if name in names[:place]:
             raise UsageError(f"--methods: {name} stands there twice: drop one")
-        if METHODS[name].drafts and not draft:
+        if not runs(METHODS[name]):
             raise UsageError(f"--methods: {name} needs a draft, but --draft is none")
     return names
 
 
-def read_values(option: str, axis: str, text: str) -> list[int | float]:
+def read_values(option: str, axis: str, text: str) -> list[Value]:
     """Values of one list, as in `1,2,4`. Raises UsageError."""
-    values = []
+    values: list[Value] = []
     for part in text.split(","):
         try:
             values.append(AXES[axis].kind(part.strip()))
@@ -96,19 +102,23 @@ def read_values(option: str, axis: str, text: str) -> list[int | float]:
     return values
 
 
-def plan(names: Sequence[str], sweep: Sweep) -> Plan:
+def plan(names: Sequence[str], sweep: Sweep, index: str | None = None) -> Plan:
     """Every method at every point of the axes that act on it; the others keep the library's defaults.
 
     Points that cannot be (fewer drafts than beams, ...) are left out with a note. Raises UsageError for an axis that
-    acts on no method, and where nothing is left of a method.
+    acts on no method, for an index that no drafter reads, and where nothing is left of a method.
+
+    index: file of dsbd index, for drafter retrieval.
     """
+    if index is not None and not any("retrieval" in str(name).split("+") for name in sweep.get("drafter", ())):
+        raise UsageError(f"--index {index} would do nothing, because no --drafter is retrieval: drop it")
     for axis in sweep:
         if not any(axis in METHODS[name].axes for name in names):
             raise UsageError(f"--{axis.replace('_', '-')} would do nothing: it acts on none of {', '.join(names)}")
     settings: list[Setting] = []
     left_out: dict[str, list[str]] = {}
     for name in names:
-        made, faults = _settings(name, METHODS[name], sweep)
+        made, faults = _settings(name, METHODS[name], sweep, index)
         if not made:
             point, fault = faults[0]
             raise UsageError(f"{name} {point}: {fault}".replace(" : ", ": "))
@@ -119,28 +129,32 @@ def plan(names: Sequence[str], sweep: Sweep) -> Plan:
     return Plan(tuple(settings), notes)
 
 
-def _settings(name: str, method: Method, sweep: Sweep) -> tuple[list[Setting], list[tuple[str, str]]]:
+def _settings(
+    name: str, method: Method, sweep: Sweep, index: str | None
+) -> tuple[list[Setting], list[tuple[str, str]]]:
     axes = [axis for axis in method.axes if axis in sweep]
     made, faults = [], []
     for values in itertools.product(*(sweep[axis] for axis in axes)):
         point = dict(zip(axes, values, strict=True))
-        label = " ".join(f"{AXES[axis].letter}={value:g}" for axis, value in point.items())
+        label = " ".join(AXES[axis].label(value) for axis, value in point.items())
         try:
-            made.append(Setting(name, label, method.config(_completed(method, point))))
+            made.append(Setting(name, label, method.config(_completed(method, point, index))))
         except UsageError as error:
             faults.append((label, str(error)))
     return made, faults
 
 
-def _completed(method: Method, point: Mapping[str, int | float]) -> dict[str, int | float]:
+def _completed(method: Method, point: Mapping[str, Value], index: str | None) -> dict[str, Value]:
     """What is not given is as in `dsbd generate`: also transformers' beams, and drafts follow the number of beams."""
     beams = point.get("num_beams", MethodConfig().num_beams)
     if method.peer is not None:
         return {"num_beams": beams} if "num_beams" in method.axes else {}
+    if index is not None and "retrieval" in str(point.get("drafter")).split("+"):
+        point = {**point, "index": index}
     if method.fixed.get("memory_saving") and beams == 1:
         raise UsageError("memory-saving keeps one beam of several: it needs num_beams 2 or more")
     if method.drafts and point.get("depth") == 0:
         raise UsageError("depth 0 drafts nothing: that is the baseline without a draft")
     if "drafts_per_layer" in method.axes and "drafts_per_layer" not in point:
-        return {**point, "drafts_per_layer": max(MethodConfig().drafts_per_layer, int(2 * beams))}
+        return {**point, "drafts_per_layer": max(MethodConfig().drafts_per_layer, 2 * int(beams))}
     return dict(point)

@@ -102,9 +102,10 @@ def _plan(sweep: SweepOptions, draft: bool) -> Plan:
     lists = {
         name: read_values("--" + name.replace("_", "-"), name, text)
         for name, text in dataclasses.asdict(sweep).items()
-        if name != "methods" and text is not None
+        if name not in ("methods", "index") and text is not None
     }
-    return plan(choose_methods(sweep.methods, draft=draft), lists)
+    names = choose_methods(sweep.methods, draft=draft, drafters=lists.get("drafter", ()))
+    return plan(names, lists, None if sweep.index is None else str(sweep.index))
 
 
 def _sampling(drawing: DrawOptions, planned: Plan) -> SamplingOptions:

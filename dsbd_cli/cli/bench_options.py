@@ -8,7 +8,7 @@ from typing import Annotated
 
 from dsbd_cli.bench.methods import METHODS
 from dsbd_cli.cli.declare import flag, option
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config import DRAFTERS, MethodConfig
 from dsbd_cli.tasks.choose import TASK_NAMES
 
 __all__ = ["DEFAULT_RECORDS", "DEFAULT_ROUNDS", "DEFAULT_TASKS", "BenchOutputs", "DataOptions", "SweepOptions"]
@@ -62,7 +62,7 @@ class SweepOptions:
             METHODS_PANEL,
             "--methods",
             text=f"all, or some of {', '.join(METHODS)}, with commas",
-            default="ten of them",
+            default="eleven of them",
             metavar="NAMES",
         ),
     ] = None
@@ -102,6 +102,30 @@ class SweepOptions:
             text="least width of a threshold layer",
             default=_METHOD.min_width,
             metavar="W,...",
+        ),
+    ] = None
+    drafter: Annotated[
+        str | None,
+        option(
+            METHODS_PANEL,
+            "--drafter",
+            text=f"who proposes: {', '.join(name for name in DRAFTERS if name != 'bridge')}, or two joined by +",
+            default=_METHOD.drafter,
+            metavar="NAME,...",
+        ),
+    ] = None
+    index: Annotated[
+        Path | None,
+        option(METHODS_PANEL, "--index", text="corpus of drafter retrieval, from dsbd index", metavar="FILE"),
+    ] = None
+    fuzzy_threshold: Annotated[
+        str | None,
+        option(
+            METHODS_PANEL,
+            "--fuzzy-threshold",
+            text="divergence up to which method dsbd-fuzzy takes a layer as drafted",
+            default=METHODS["dsbd-fuzzy"].fixed["fuzzy_threshold"],
+            metavar="T,...",
         ),
     ] = None
 
