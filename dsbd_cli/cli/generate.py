@@ -25,13 +25,13 @@ from dsbd_cli.cli.options import (
     PairOptions,
     RowOptions,
     SamplingOptions,
-    TalkOptions,
 )
 from dsbd_cli.cli.outputs import Outputs
 from dsbd_cli.cli.progress import Reporter
 from dsbd_cli.cli.settings import RunSettings, run_settings
 from dsbd_cli.cli.signals import StoppedError, StopSignals
 from dsbd_cli.cli.summary import Summary, rows_exit_code
+from dsbd_cli.cli.talk_options import TalkOptions
 from dsbd_cli.data.source import LineSource
 from dsbd_cli.errors import UsageError
 from dsbd_cli.records import MethodRecord, native_record, openai_record, run_fingerprint, text_record

@@ -37,12 +37,11 @@ __all__ = [
     "PairOptions",
     "RowOptions",
     "SamplingOptions",
-    "TalkOptions",
 ]
 
 FILES, ROWS, MODELS, METHOD = "Input and output", "Rows that fail", "Models", "Method"
 SAMPLING, ENDING, DEVICES = "Sampling", "Ending and ranking", "Devices"
-TALK, JOB = "Messages", "Options from a file"
+JOB = "Options from a file"
 
 InputFormat = Literal["auto", "text"]
 OutputFormat = Literal["native", "openai", "text"]
@@ -385,17 +384,3 @@ class DeviceOptions:
     allow_pickle: Annotated[
         bool | None, flag(DEVICES, "--allow-pickle", text="load .bin weights where there are no safetensors")
     ] = None
-
-
-@dataclass(frozen=True)
-class TalkOptions:
-    """What is said on standard error."""
-
-    quiet: Annotated[
-        bool | None, flag(TALK, "--quiet", "-q", text="nothing on standard error but errors that end the run")
-    ] = None
-    verbose: Annotated[bool | None, flag(TALK, "--verbose", "-v", text="settings, failed rows and a summary")] = None
-    log_json: Annotated[bool | None, flag(TALK, "--log-json", text="JSON lines on standard error, one a minute")] = None
-    debug: Annotated[bool | None, flag(TALK, "--debug", text="show the traceback of an error; also DSBD_DEBUG=1")] = (
-        None
-    )

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from dsbd_cli.cli.messages import log, say, warn
-from dsbd_cli.cli.options import TalkOptions
+from dsbd_cli.cli.talk_options import TalkOptions
 from dsbd_cli.cli.totals import Totals
 
 if TYPE_CHECKING:
