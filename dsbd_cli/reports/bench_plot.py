@@ -21,7 +21,7 @@ SIZES = {"*": 12, "X": 9, "P": 9}
 HUES = [COLOURS[name] for name in ("blue", "vermillion", "green", "purple", "orange", "sky", "black")]
 MAX_BARS = 20  # with more points their error bars would hide them
 WIDE_RANGE = 12.0
-KEY_LINES = 28
+KEY_LINES = 24
 
 Look = dict[str, tuple[str, str]]
 

@@ -27,6 +27,7 @@ __all__ = ["MIN_WIDTH", "print_report"]
 
 MIN_WIDTH, WIDTH_OF_FILES = 100, 120
 GAP = 3  # between columns, as rich draws them
+SHORT_TITLE = 13
 
 Section = tuple[str, list[Column]]
 
@@ -95,8 +96,9 @@ def _widths(columns: Sequence[Column], rows: Sequence[BenchRow]) -> int:
 
 
 def _width(column: Column, rows: Sequence[BenchRow]) -> int:
-    """Cells stay whole; a heading may be wrapped between words."""
-    return max(*(len(word) for word in column.title.split()), *(len(column.cell(row)) for row in rows))
+    """Cells and short headings stay whole; a long heading is wrapped between words."""
+    title = max(min(len(column.title), SHORT_TITLE), *(len(word) for word in column.title.split()))
+    return max(title, *(len(column.cell(row)) for row in rows))
 
 
 def _table(title: str, columns: Sequence[Column], rows: Sequence[BenchRow]) -> Table:

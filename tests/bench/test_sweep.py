@@ -1,0 +1,103 @@
+"""Names and lists of values to settings; what cannot be is refused or left out with a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsbd_cli.bench.methods import AXES, BASELINES, DEFAULT_METHODS, METHODS
+from dsbd_cli.bench.sweep import choose_methods, plan, read_values
+from dsbd_cli.config import MethodConfig
+from dsbd_cli.errors import UsageError
+from dsbd_cli.peers import PeerConfig
+
+
+def test_every_method_of_the_table_can_be_made_with_the_defaults() -> None:
+    settings = plan(list(METHODS), {}).settings
+    assert [setting.method for setting in settings] == list(METHODS)
+    assert {setting.label for setting in settings} == {""}
+    by_name = {setting.method: setting.config for setting in settings}
+    assert by_name["dsbd-coupled"] == MethodConfig()
+    assert by_name["beam-sampling"] == MethodConfig(depth=0)
+    assert by_name["speculative"] == MethodConfig(rule="rejection", num_beams=1, drafts_per_layer=1)
+    assert by_name["hf-beam-search"] == PeerConfig("beam-search", MethodConfig().num_beams)
+    assert by_name["hf-greedy"] == PeerConfig("greedy")
+
+
+def test_all_configs_differ() -> None:
+    settings = plan(list(METHODS), {}).settings
+    assert len({setting.config for setting in settings}) == len(METHODS)
+    assert set(DEFAULT_METHODS) | set(BASELINES) <= set(METHODS)
+    assert {axis for method in METHODS.values() for axis in method.axes} <= set(AXES)
+
+
+def test_only_drafting_methods_say_so() -> None:
+    for setting in plan(list(METHODS), {}).settings:
+        assert setting.drafts == METHODS[setting.method].drafts, setting.method
+    assert not METHODS["hf-greedy"].drafts
+    assert METHODS["hf-assisted"].drafts
+
+
+def test_a_sweep_is_the_product_of_the_axes_that_act() -> None:
+    sweep = {"num_beams": [2, 4], "depth": [2, 3], "width_threshold": [0.7, 0.9]}
+    found = plan(["greedy", "beam-search", "dsbd-coupled", "dsbd-coupled-threshold"], sweep)
+    names = [setting.name for setting in found.settings]
+    assert names[:3] == ["greedy", "beam-search W=2", "beam-search W=4"]
+    assert names.count("dsbd-coupled W=4 D=3") == 1
+    assert len(names) == 1 + 2 + 4 + 8
+    assert len(set(names)) == len(names)
+    assert found.settings[-1].config == MethodConfig(width="threshold", depth=3, width_threshold=0.9)
+
+
+def test_the_number_of_drafts_follows_the_beams_as_in_generate() -> None:
+    configs = {s.label: s.config for s in plan(["dsbd-coupled"], {"num_beams": [2, 6]}).settings}
+    assert configs["W=2"] == MethodConfig(num_beams=2, drafts_per_layer=8)
+    assert configs["W=6"] == MethodConfig(num_beams=6, drafts_per_layer=12)
+
+
+def test_points_that_cannot_be_are_left_out_with_the_reason() -> None:
+    found = plan(["dsbd-coupled", "dsbd-memory-saving"], {"num_beams": [1, 6], "drafts_per_layer": [4, 8]})
+    assert "dsbd-coupled W=6 K=4" not in [setting.name for setting in found.settings]
+    assert any("dsbd-coupled W=6 K=4" in note and "6 drafted nodes" in note for note in found.notes)
+    assert any("dsbd-memory-saving W=1" in note and "keeps one beam" in note for note in found.notes)
+
+
+def test_a_method_with_no_point_left_is_an_error() -> None:
+    with pytest.raises(UsageError, match="dsbd-coupled W=6 K=4: drafts_per_layer is 4"):
+        plan(["dsbd-coupled"], {"num_beams": [6], "drafts_per_layer": [4]})
+    with pytest.raises(UsageError, match="depth 0 drafts nothing"):
+        plan(["dsbd-coupled"], {"depth": [0]})
+
+
+def test_an_axis_that_acts_on_nothing_is_an_error() -> None:
+    with pytest.raises(UsageError, match="--width-threshold would do nothing"):
+        plan(["dsbd-coupled", "greedy"], {"width_threshold": [0.5]})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dsbd-couple", "no method 'dsbd-couple': did you mean dsbd-coupled"),
+        ("zzz", "no method 'zzz': all, or some of greedy"),
+        ("greedy,greedy", "greedy stands there twice"),
+        ("greedy,", "no method ''"),
+    ],
+)
+def test_names_that_cannot_be(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        choose_methods(text)
+
+
+def test_without_a_draft_only_what_needs_none() -> None:
+    names = choose_methods("all", draft=False)
+    assert names == [name for name in METHODS if not METHODS[name].drafts]
+    assert choose_methods(None) == list(DEFAULT_METHODS)
+    with pytest.raises(UsageError, match="dsbd-coupled needs a draft"):
+        choose_methods("dsbd-coupled", draft=False)
+
+
+def test_lists_of_values() -> None:
+    assert read_values("--num-beams", "num_beams", "1, 2,4") == [1, 2, 4]
+    assert read_values("--width-threshold", "width_threshold", "0.7,0.9") == [0.7, 0.9]
+    for text, message in (("1,x", "must be an integer"), ("", "must be an integer"), ("2,2", "twice")):
+        with pytest.raises(UsageError, match=message):
+            read_values("--num-beams", "num_beams", text)

@@ -1,0 +1,101 @@
+"""`dsbd bench` as a command: what is refused before anything is loaded, what is written, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import ROOT, Outcome
+
+Call = Callable[..., Outcome]
+SMALL = ("--task", "qa", "--records", "2", "--max-new-tokens", "8", "--methods", "greedy,dsbd-coupled")
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-W", "error", "-m", "dsbd_cli", "bench", *arguments]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--methods", "dsbd-couple"), "did you mean dsbd-coupled"),
+        (("--methods", "dsbd-coupled", "--draft", "none"), "needs a draft, but --draft is none"),
+        (("--methods", "greedy", "--draft", "builtin:draft"), "no method of --methods drafts"),
+        (("--methods", "greedy", "--temperature", "2"), "no method of --methods samples"),
+        (("--methods", "greedy", "--num-beams", "4"), "--num-beams would do nothing"),
+        (("--num-beams", "4,x"), "--num-beams is '4,x', but must be an integer"),
+        (("--task", "squad"), "needs the path of its data"),
+        (("--task", "sql,sql"), "sql stands there twice"),
+        (("--task", "nothing"), "task is 'nothing'"),
+        (("--data", "x"), "belongs to one task"),
+        (("--records", "0"), "--records is 0"),
+        (("--rounds", "0"), "--rounds is 0"),
+        (("--batch-size", "0"), "--batch-size is 0"),
+        (("--json", "no/such/folder/x.jsonl"), "the folder no/such/folder does not exist"),
+        (("--plot", "x.jpeg"), "must end in .png"),
+        (("--json", "x", "--markdown", "x"), "are both x"),
+        (("--overwrite",), "but none is given"),
+        (("--target", "somebody/model"), "--draft is missing"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_models_are_loaded(
+    dsbd: Call, arguments: tuple[str, ...], message: str
+) -> None:
+    done = dsbd("bench", *arguments)
+    assert (done.code, done.out, done.loads) == (2, "", [])
+    assert message in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+def test_a_file_that_exists_is_kept(dsbd: Call, tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text("old")
+    done = dsbd("bench", "--json", str(path))
+    assert (done.code, done.loads, path.read_text()) == (2, [], "old")
+    assert "--overwrite" in done.err
+
+
+def test_tables_go_to_standard_output_and_files_where_they_are_named(tmp_path: Path) -> None:
+    names = {kind: tmp_path / f"x.{kind}" for kind in ("json", "markdown")}
+    files = [word for kind, path in names.items() for word in (f"--{kind}", str(path))]
+    picture = tmp_path / "x.png"
+    done = subprocess.run(
+        command(*SMALL, *files, "--plot", str(picture)),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "dsbd-coupled" in done.stdout
+    lines = [json.loads(line) for line in names["json"].read_text().splitlines()]
+    assert [line["method"] for line in lines] == ["greedy", "dsbd-coupled"]
+    assert lines[0]["command"].startswith("dsbd bench --task qa")
+    assert "| greedy" in names["markdown"].read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_ctrl_c_prints_what_is_measured_and_ends_with_130(tmp_path: Path) -> None:
+    """More records than can be answered; the signal comes once the run has had time to measure some."""
+    process = subprocess.Popen(
+        command("--task", "qa", "--records", "4000", "--max-new-tokens", "8", "--methods", "greedy,hf-greedy"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    time.sleep(15)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopping after this iteration" in err
+    assert "hf-greedy" in out or "stopped before anything was measured" in err

@@ -1,0 +1,138 @@
+"""Tables that fit, JSON lines, a markdown page, and a picture in which nothing is cut."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from dsbd_cli.bench.methods import METHODS
+from dsbd_cli.errors import UsageError
+from dsbd_cli.reports.bench_data import BenchReport, BenchRow, Energy, Interval, pareto_front
+from dsbd_cli.reports.bench_json import json_lines
+from dsbd_cli.reports.bench_markdown import markdown_page
+from dsbd_cli.reports.bench_plot import bench_figure
+from dsbd_cli.reports.bench_terminal import print_report
+from dsbd_cli.reports.style import picture_bytes, require_plots
+
+
+def row(task: str, method: str, place: int, setting: str = "") -> BenchRow:
+    drafts = method.startswith("dsbd")
+    scores = {} if task == "mt-bench" else {"exact match": Interval(0.5 + place / 60, 0.4, 0.7)}
+    if task == "qa":
+        scores["F1"] = Interval(0.66, 0.6, 0.7)
+    return BenchRow(
+        task=task,
+        method=method,
+        setting=setting,
+        settings={"rule": "coupled"},
+        batch_size=8,
+        exactness="same-text",
+        records=200,
+        failed=0,
+        windows=25,
+        tokens=5000,
+        seconds=50.0,
+        scores=scores,
+        logprob_per_token=-0.123,
+        tokens_per_s=Interval(150.0 - 7 * place, 90.0, 110.0),
+        ratios={"beam-sampling": Interval(1.25, 1.2, 1.31), "greedy": Interval(0.5, 0.45, 0.55)},
+        steps_per_call=2.5 if drafts else 1.0,
+        passed_by_depth=(0.8, 0.5, 0.3, 0.1) if drafts else (),
+        kv_peak_bytes=3 * 2**20,
+        peak_memory_bytes=2**30,
+        energy=Energy("nvml", 0.25, 0.125, 30.0, 90.0) if place else Energy(),
+    )
+
+
+def report(tasks: tuple[str, ...] = ("qa",), settings: tuple[str, ...] = ("",)) -> BenchReport:
+    rows = [
+        row(task, name, place, setting) for task in tasks for place, name in enumerate(METHODS) for setting in settings
+    ]
+    environment = {"command": "dsbd bench --num-beams 4", "device": "Fast One", "threads": 2, "commit": "abc1234"}
+    run = {"target": "builtin:target", "draft": "builtin:draft", "dtype": "float32", "batch_size": 8}
+    return BenchReport(rows, environment, run, ["a note"], complete=True)
+
+
+@pytest.mark.parametrize("settings", [("",), ("W=4 K=8 D=4 t=0.7", "W=4 K=12 D=4 t=0.95")])
+def test_no_line_is_wider_than_the_screen_and_no_cell_is_cut(settings: tuple[str, ...]) -> None:
+    stream = io.StringIO()
+    print_report(report(("sql", "qa", "mt-bench"), settings), stream)
+    text = stream.getvalue()
+    assert max(len(line) for line in text.splitlines()) <= 120
+    assert "…" not in text
+    cells = ["dsbd-with-replacement-threshold", "1.25x (1.20–1.31)", "80 50 30 10", "0.125", *settings]
+    assert all(text.count(cell) >= 3 for cell in cells)
+    assert text.count("66.0 (60–70)") == len(METHODS) * len(settings)
+    assert "note: a note" in text
+
+
+def test_columns_without_a_measurement_are_left_out_of_the_terminal() -> None:
+    bare = BenchReport([row("sql", "greedy", 0)], {}, {})
+    stream = io.StringIO()
+    print_report(bare, stream)
+    assert "J/token" not in stream.getvalue()
+    assert "J/token" in markdown_page(bare)
+
+
+def test_every_json_line_is_complete_by_itself() -> None:
+    lines = [json.loads(line) for line in json_lines(report(("sql", "qa"))).splitlines()]
+    assert len(lines) == 2 * len(METHODS)
+    first, second = lines[0], lines[1]
+    for line in lines:
+        assert {"schema", "task", "method", "settings", "command", "device", "commit", "run", "scores"} <= line.keys()
+    assert (first["energy_source"], first["energy"]["j_per_token"]) == ("unavailable", None)
+    assert (second["energy_source"], second["energy"]["j_per_token"]) == ("nvml", 0.25)
+    assert first["tokens_per_s_pooled"] == 100.0
+
+
+def test_markdown_tables_are_whole() -> None:
+    page = markdown_page(report(("sql", "qa")))
+    tables = [line for line in page.splitlines() if line.startswith("|")]
+    blocks = page.split("\n\n")
+    assert sum(line.startswith("| method") for line in tables) == 4
+    for block in blocks:
+        lines = [line for line in block.splitlines() if line.startswith("|")]
+        assert len({len(line) for line in lines}) <= 1
+        assert len({line.count("|") for line in lines}) <= 1
+    assert "Stopped early" not in page
+    assert "`dsbd bench --num-beams 4`" in page
+
+
+def test_the_front_is_what_nothing_beats_in_both() -> None:
+    points = [(1.0, 5.0), (2.0, 4.0), (2.0, 3.0), (3.0, 4.5), (4.0, 1.0), (0.5, 5.0), (4.0, 0.5)]
+    assert pareto_front(points) == [0, 3, 4]
+    assert pareto_front([]) == []
+
+
+@pytest.mark.parametrize("settings", [("",), tuple(f"W=4 K={k} D={d} t=0.7" for k in (8, 12) for d in (2, 4))])
+@pytest.mark.parametrize("tasks", [("qa",), ("sql", "mt-bench")])
+def test_nothing_of_the_picture_is_cut(tasks: tuple[str, ...], settings: tuple[str, ...]) -> None:
+    figure = bench_figure(report(tasks, settings))
+    figure.draw_without_rendering()
+    whole = figure.bbox
+    for axes in figure.axes:
+        for artist in (axes.title, axes.xaxis.label, axes.yaxis.label, axes.get_legend(), *axes.texts):
+            if artist is None or not artist.get_visible() or (hasattr(artist, "get_text") and not artist.get_text()):
+                continue
+            box = artist.get_window_extent()
+            assert box.x0 >= whole.x0 - 1, artist
+            assert box.x1 <= whole.x1 + 1, artist
+            assert box.y0 >= whole.y0 - 1, artist
+            assert box.y1 <= whole.y1 + 1, artist
+
+
+@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
+def test_pictures_are_of_the_kind_that_their_name_says(suffix: str, start: bytes) -> None:
+    assert picture_bytes(bench_figure(report()), suffix).startswith(start)
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"must end in .png"):
+        require_plots("--plot", Path("x.jpeg"))
+
+    monkeypatch.setattr("dsbd_cli.reports.style.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'dsbd\[plots\]'"):
+        require_plots("--plot", Path("x.png"))
