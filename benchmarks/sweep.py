@@ -38,11 +38,11 @@ from dsbd_cli.tasks.choose import open_dataset
 BASELINE = "beam-sampling"
 REFERENCES = "greedy,beam-search,beam-sampling,hf-beam-search,hf-beam-sampling"
 CANDIDATES = (
-    "dsbd-coupled,dsbd-search,dsbd-rejection,dsbd-coupled-threshold,dsbd-rejection-threshold,"
+    "dsbd-coupled,dsbd-search,dsbd-coupled-auto,dsbd-search-auto,dsbd-rejection,dsbd-coupled-threshold,dsbd-rejection-threshold,"
     "dsbd-with-replacement-threshold,dsbd-memory-saving"
 )
 TOLERANCE = 0.05
-LISTS = {"num_beams": "4", "drafts_per_layer": "4,8,12", "depth": "1,2,4", "width_threshold": "0.7,0.9"}
+LISTS = {"num_beams": "4", "drafts_per_layer": "4,8", "depth": "2,4", "width_threshold": "0.7,0.9"}
 
 
 @dataclass(frozen=True, slots=True)
