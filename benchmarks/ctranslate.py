@@ -19,16 +19,18 @@ class Converted:
     def __init__(self, model: Any, tokenizer: Any, dtype: str) -> None:
         import ctranslate2
 
+        # it computes in bfloat16 on few processors; where it does not, in float32
+        self.dtype = dtype if dtype in ctranslate2.get_supported_compute_types("cpu") else "float32"
         self._folder = tempfile.TemporaryDirectory(prefix="dsbd-ctranslate2-")
         source, made = Path(self._folder.name, "hf"), Path(self._folder.name, "ct2")
         model.save_pretrained(source)
         tokenizer.save_pretrained(source)
-        ctranslate2.converters.TransformersConverter(str(source)).convert(str(made), quantization=dtype)
+        ctranslate2.converters.TransformersConverter(str(source)).convert(str(made), quantization=self.dtype)
         config = json.loads((made / "config.json").read_text())
         # it refuses a tokenizer without begin or unknown tokens
         (made / "config.json").write_text(json.dumps({k: "<|end|>" if v is None else v for k, v in config.items()}))
         self._tokenizer = tokenizer
-        self._generator = ctranslate2.Generator(str(made), device="cpu", compute_type=dtype)
+        self._generator = ctranslate2.Generator(str(made), device="cpu", compute_type=self.dtype)
 
     def runner(self, prompts: list[list[int]], eos: tuple[int, ...], beams: int, batch_size: int, new: int) -> Runner:
         """Beam search with `beams` beams; with one beam, sampling from the 50 best tokens."""

@@ -93,14 +93,13 @@ def _padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tenso
 def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Bench:
     """Inflate the pair and take `count` test records, half of each task."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    ours, plain = [], []
+    copies: list[list[Any]] = [[]] if device == "cuda" else [[], []]  # on a GPU nothing is packed
     for role, name in (("target", shape), ("draft", draft_shape)):
-        small = AutoModelForCausalLM.from_pretrained(resolve(f"builtin:{role}").path, dtype=torch.float32)
-        for models in (ours, plain):
+        for models in copies:
+            small = AutoModelForCausalLM.from_pretrained(resolve(f"builtin:{role}").path, dtype=torch.float32)
             large = small if name == "small" else inflate(small, SHAPES[name], dtype)
             models.append(large.to(device).requires_grad_(False))
-            if device == "cuda":
-                plain = ours  # nothing is packed there
+    ours, plain = copies[0], copies[-1]
     tokenizer = load_tokenizer(resolve("builtin:target").path, ModelSpec("builtin:target"))
     codec = HFCodec(tokenizer, eos_ids(ours[0], tokenizer))
     for model in ours:
@@ -168,7 +167,7 @@ def main() -> None:
         runners = methods(bench, beams, batch_size, options.drafts_per_layer, options.depth)
         if converted is not None:
             prompts = [bench.codec.encode(request.prompt or "") for request in bench.requests]
-            name = "CTranslate2 beam search" if beams > 1 else "CTranslate2 sampling"
+            name = f"CTranslate2 {'beam search' if beams > 1 else 'sampling'}, {converted.dtype}"
             runners[name] = converted.runner(prompts, bench.codec.eos_ids, beams, batch_size, NEW_TOKENS)
         wanted = [word for word in options.only.split(",") if word]
         runners = {name: run for name, run in runners.items() if not wanted or any(word in name for word in wanted)}

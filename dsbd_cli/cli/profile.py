@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dsbd_cli.cli.declare import flag, grouped, option
+from dsbd_cli.cli.drafter_options import DrafterOptions
 from dsbd_cli.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.cli.settings import RunSettings, fixed_depth, run_settings
 from dsbd_cli.cli.signals import StopSignals
+from dsbd_cli.config import TEXT_DRAFTERS, MethodConfig
 from dsbd_cli.data.compression import open_input
 from dsbd_cli.data.jsonl import check_new
 from dsbd_cli.data.resume import write_atomically
@@ -103,6 +105,7 @@ def profile(
     prompts: PromptOptions,
     pair: PairOptions,
     method: MethodOptions,
+    drafter: DrafterOptions,
     sampling: SamplingOptions,
     devices: DeviceOptions,
     wanted: ProfileOptions,
@@ -112,7 +115,13 @@ def profile(
 
     Every prompt is decoded about ten times. Numbers are measured unless they are called predicted.
     """
-    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions())
+    first = (drafter.drafter or MethodConfig().drafter).split("+")[0]
+    if first == "bridge" or first in TEXT_DRAFTERS:
+        raise UsageError(
+            f"--drafter {drafter.drafter}: profile measures forests of a draft model on the target's tokens; "
+            "compare this one with dsbd bench"
+        )
+    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions(), drafter)
     if settings.method.adaptive_depth:
         raise UsageError("--depth auto measures by itself: give the depth that is to be profiled")
     repeats = REPEATS if wanted.repeats is None else wanted.repeats
@@ -123,7 +132,7 @@ def profile(
         raise UsageError("--show prints a tree and --quiet prints nothing but a command: drop one, or add --json")
     _check_files(wanted)
     requests = _requests(prompts, settings)
-    groups = (pair, method, sampling, devices)
+    groups = (pair, method, drafter, sampling, devices)
     command = shlex.join(["dsbd", *(arguments or ["profile"])])
     # libraries turn a KeyboardInterrupt in the middle of an import into errors of their own
     with StopSignals(quiet=True), _talk(quiet=bool(wanted.quiet)) as told:
@@ -278,7 +287,8 @@ def _renderer(groups: tuple[object, ...], prompts: Path | None) -> Callable[[Set
         if setting.min_width is not None:
             changed |= {"width": "threshold", "min_width": setting.min_width}
         if not setting.depth:
-            names = ("depth", "drafts_per_layer", "width", "width_threshold", "min_width", "draft_device")
+            names = ["depth", "drafts_per_layer", "width", "width_threshold", "min_width", "draft_device"]
+            names += [item.name for item in dataclasses.fields(DrafterOptions)]
             changed = {**dict.fromkeys(names), "draft": "none"}
         words = [word for group in groups for word in option_words(group, changed)]
         source = shlex.quote(str(prompts)) if prompts is not None else "prompts.jsonl"

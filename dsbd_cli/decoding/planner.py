@@ -17,7 +17,7 @@ __all__ = ["AdaptivePlanner", "FixedPlanner", "Line", "Planner", "Shape", "plann
 LayerCounters = Sequence[dict[str, int]]
 
 FADE = 0.97  # weight of the past, iteration by iteration, in times and acceptance
-PROBE_EVERY = 64  # iterations between looks at the largest forest, where a smaller one is in use
+PROBE_EVERY, PROBE_AT_MOST = 64, 256  # iterations between probes of more drafts; twice as many after each in vain
 WARM = 1  # first iterations of a shape, whose times (allocation, caches) are not believed
 BETTER = 1.02  # a change must promise so much
 FIRST_RATE = 0.7  # acceptance believed before anything is seen, and its weight in layers
@@ -116,7 +116,8 @@ class AdaptivePlanner:
     """
 
     def __init__(self, method: MethodConfig) -> None:
-        least, most = method.required_width, method.drafts_per_layer
+        # fewer drafts than beams would be fast, but never let a layer keep all its beams
+        least, most = min(method.num_beams, method.drafts_per_layer), method.drafts_per_layer
         middle = {round(least * (most / least) ** (i / 3)) for i in range(4)}
         self._choices = sorted(middle | {most})
         self._beams = method.num_beams
@@ -129,7 +130,7 @@ class AdaptivePlanner:
         # to begin with, shapes apart enough to tell what a node and a layer cost
         wide, narrow = Shape(min(method.depth, 4), most), Shape(min(method.depth, 2), self._choices[0])
         self._first = [shape for shape in (wide, Shape(0, most), narrow) for _ in range(WARM + 1)]
-        self._since_probe = 0
+        self._since_probe, self._patience = 0, PROBE_EVERY
 
     def choose(self, rows: int) -> Shape:
         """The shape of the most expected steps per second."""
@@ -137,12 +138,12 @@ class AdaptivePlanner:
         if self._first:
             return self._first.pop()
         self._since_probe += 1
-        if self._since_probe >= PROBE_EVERY and self._now != self._largest:
-            self._since_probe = 0
+        if self._since_probe >= self._patience and self._now != self._largest:
+            self._since_probe, self._patience = 0, min(2 * self._patience, PROBE_AT_MOST)
             return Shape(max(1, self._now.depth), self._largest.drafts_per_layer)
         best = max(self._shapes(), key=self._goodput)
         if self._goodput(best) > BETTER * self._goodput(self._now):
-            self._now = best
+            self._now, self._patience = best, PROBE_EVERY
         return self._now
 
     def observe(self, shape: Shape, layers: Sequence[LayerCounters], seconds: dict[str, float]) -> None:

@@ -153,7 +153,7 @@ def test_notices_that_the_world_changed() -> None:
     planner = AdaptivePlanner(method())
     poor, good = World((0.05, 0.002), 0.01, 0.05), World((0.05, 0.002), 0.003, 0.9)
     assert [poor.iterate(planner).depth for _ in range(200)][-20:].count(0) > 15
-    late = [good.iterate(planner).depth for _ in range(1500)][-50:]
+    late = [good.iterate(planner).depth for _ in range(3000)][-50:]
     assert sum(depth > 0 for depth in late) > 45
 
 
@@ -183,3 +183,11 @@ def test_a_fixed_method_has_a_fixed_planner() -> None:
     assert isinstance(planner_for(method()), AdaptivePlanner)
     with pytest.raises(UsageError, match="adaptive_depth"):
         MethodConfig(depth=0, adaptive_depth=True)
+
+
+@pytest.mark.parametrize("width", ["fixed", "threshold"])
+def test_layers_keep_room_for_all_beams(width: str) -> None:
+    """Guards speed that is bought with narrower beams: with K below W no layer could keep W."""
+    config = MethodConfig(num_beams=4, drafts_per_layer=8, depth=6, width=width, adaptive_depth=True)  # type: ignore[arg-type]
+    planner, world = AdaptivePlanner(config), World((0.01, 0.02), 0.0, 0.9)
+    assert {world.iterate(planner).drafts_per_layer for _ in range(200)} <= set(range(4, 9))
