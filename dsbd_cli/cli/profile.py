@@ -288,7 +288,9 @@ def _renderer(groups: tuple[object, ...], prompts: Path | None) -> Callable[[Set
             changed |= {"width": "threshold", "min_width": setting.min_width}
         if not setting.depth:
             names = ["depth", "drafts_per_layer", "width", "width_threshold", "min_width", "draft_device"]
+            names += ["fuzzy_threshold", "divergence", "fallback", "fuzzy_law"]
             names += [item.name for item in dataclasses.fields(DrafterOptions)]
+            names += ["rule"] if any(getattr(group, "rule", None) == "fuzzy" for group in groups) else []
             changed = {**dict.fromkeys(names), "draft": "none"}
         words = [word for group in groups for word in option_words(group, changed)]
         source = shlex.quote(str(prompts)) if prompts is not None else "prompts.jsonl"

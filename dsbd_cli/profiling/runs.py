@@ -33,7 +33,14 @@ def setting_of(method: MethodConfig) -> Setting:
 def method_for(method: MethodConfig, setting: Setting) -> MethodConfig:
     """The method with another setting; without a draft the width is always W."""
     if not setting.depth:
-        return replace(method, depth=0, width="fixed")
+        # what belongs to drafting goes; rule fuzzy without a draft is plain sampling
+        return MethodConfig(
+            rule="coupled" if method.rule == "fuzzy" else method.rule,
+            num_beams=method.num_beams,
+            depth=0,
+            warp_scope=method.warp_scope,
+            memory_saving=method.memory_saving,
+        )
     changed = replace(method, depth=setting.depth, drafts_per_layer=setting.drafts_per_layer)
     return changed if setting.min_width is None else replace(changed, min_width=setting.min_width)
 

@@ -220,3 +220,28 @@ def test_numbers_are_shown_with_units_that_suit_them() -> None:
     assert [profile_tables.bytes_text(x) for x in (None, 12, 2048, 3 << 20, 5 << 30)] == [
         "-", "12 B", "2.0 KiB", "3.0 MiB", "5.0 GiB",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--drafter rsd-s",
+        "--drafter beam+ngram --second-drafts 1",
+        "--rule fuzzy --fuzzy-threshold 0.3",
+        "--rule rejection --memory-saving",
+    ],
+)
+def test_other_drafters_and_rules(dsbd: Dsbd, prompts: Path, options: str) -> None:
+    """Guards options of drafting that are carried into the run without a draft, or into its command."""
+    done = dsbd("profile", "--prompts", str(prompts), *FEW, "--quiet", *options.split())
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("dsbd generate ")
+    if "--draft none" in done.out:
+        assert "--drafter" not in done.out
+        assert "fuzzy" not in done.out
+
+
+def test_drafters_without_a_draft_model_are_refused(dsbd: Dsbd) -> None:
+    done = dsbd("profile", "--drafter", "ngram")
+    assert done.code == 2
+    assert "compare this one with dsbd bench" in done.err
