@@ -78,7 +78,7 @@ def run(arguments: Sequence[str]) -> int:
             _drop_output()
         return _report(str(error), error.exit_code)
     except typer.TyperException as error:
-        hint = " (dsbd generate --help lists the options)" if error.exit_code == 2 else ""
+        hint = f" ({_help(arguments)})" if error.exit_code == 2 else ""
         message = error.format_message().replace("Value error, ", "")
         return _report(f"{message}{hint}", error.exit_code)
     except StoppedError as stopped:
@@ -88,6 +88,13 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         detail = f"{type(error).__name__}: {error}".rstrip(": ")
         return _report(f"{detail} (unexpected; --debug shows the traceback)", 1)
+
+
+def _help(arguments: Sequence[str]) -> str:
+    """Where the options, or the commands, are listed."""
+    names = {item.name for item in app.registered_commands} | {item.name for item in app.registered_groups}
+    given = next((word for word in arguments if not word.startswith("-")), None)
+    return f"dsbd {given} --help lists the options" if given in names else "dsbd --help lists the commands"
 
 
 def _report(message: str, code: int) -> int:

@@ -1,0 +1,24 @@
+"""A usage error says where the options of this very command are listed."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsbd_cli.cli import app
+
+CASES = {
+    "generate --nope": "dsbd generate --help lists the options",
+    "bench --records x": "dsbd bench --help lists the options",
+    "profile --nope": "dsbd profile --help lists the options",
+    "models nope": "dsbd models --help lists the options",
+    "nope": "dsbd --help lists the commands",
+    "--nope": "dsbd --help lists the commands",
+}
+
+
+@pytest.mark.parametrize(("words", "hint"), CASES.items(), ids=list(CASES))
+def test_hint(words: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(words.split()) == 2
+    error = capsys.readouterr().err
+    assert hint in error
+    assert error.count("\n") == 1
