@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsbd_cli.core.probs import Candidates
 
-__all__ = ["DraftLaw", "Forest", "LawScope", "LayerNodes"]
+__all__ = ["DraftLaw", "Forest", "LawScope", "LayerNodes", "at_nodes"]
 
 LawScope = Literal["pool", "parent"]
 
@@ -95,3 +95,8 @@ class Forest:
     def flat(self, name: str) -> Tensor:
         """One field of all layers: [R, N] or [R, N, ...]."""
         return torch.cat([getattr(layer, name) for layer in self.layers], dim=1)
+
+
+def at_nodes(value: Tensor, index: Tensor) -> Tensor:
+    """What the nodes `index` [R, m] have in value [R, n, X]: [R, m, X]."""
+    return value.gather(1, index.unsqueeze(-1).expand(-1, -1, value.shape[-1]))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from dsbd_cli.core.forest import Forest
+from dsbd_cli.core.forest import Forest, at_nodes
 from dsbd_cli.core.probs import NEVER, top_candidates
 from dsbd_cli.core.protocols import ForestInput, ForestModel
 from dsbd_cli.core.slots import compact, node_slots, visible
@@ -179,7 +179,7 @@ class Stepper:
         going = state.active & ~outcome.done
         live.valid = live.valid & going.unsqueeze(1)
         beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, outcome.steps)
-        ancestors = _rows(forest.flat("ancestors"), live.parent)
+        ancestors = at_nodes(forest.flat("ancestors"), live.parent)
         # the draft has run all layers but the last; without a draft layer it has run nothing new
         run_by_draft = table.used + forest.offset(forest.depth) if forest.depth else table.drafted
         moved = compact(table, ancestors, live.valid, run_by_draft)
@@ -202,22 +202,17 @@ def _best_only(live: Live) -> Live:
     return only
 
 
-def _rows(value: Tensor, index: Tensor) -> Tensor:
-    """value [R, n, X] at index [R, m] -> [R, m, X]."""
-    return value.gather(1, index.unsqueeze(-1).expand(-1, -1, value.shape[-1]))
-
-
 def _history(history: Tensor, length: Tensor, forest: Forest, parent: Tensor, token: Tensor, steps: Tensor) -> Tensor:
     """Generated tokens of pairs (parent node, token) [R, m]: their root's history, the path to the parent, the token.
 
     What stands past the new length is meaningless and overwritten later.
     """
-    path = _rows(forest.flat("path_tokens"), parent)
+    path = at_nodes(forest.flat("path_tokens"), parent)
     path = torch.nn.functional.pad(path, (0, 1))
     last = (steps - 1).clamp(min=0)
     last = last.unsqueeze(1).expand_as(parent) if last.dim() == 1 else last
     path = path.scatter(2, last.unsqueeze(-1), token.unsqueeze(-1))
-    taken = _rows(history, forest.flat("root").gather(1, parent))
+    taken = at_nodes(history, forest.flat("root").gather(1, parent))
     at = length.unsqueeze(1) + torch.arange(path.shape[2], device=path.device)
     at = at.clamp(max=history.shape[2] - 1).unsqueeze(1).expand_as(path)
     return taken.scatter(2, at, path)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.core.beams import Beams
-from dsbd_cli.core.forest import DraftLaw, Forest, LawScope, LayerNodes
+from dsbd_cli.core.forest import DraftLaw, Forest, LawScope, LayerNodes, at_nodes
 from dsbd_cli.core.noise import extend_path
 from dsbd_cli.core.pool import DraftRequest, match_pairs
 from dsbd_cli.core.probs import NEVER, Candidates, Warp
@@ -168,7 +168,7 @@ def children(context: DraftContext, forest: Forest, layer: int, drafts: LayerDra
     invalid ones. Invalid drafts may hold any token in 0 .. V-1 and any parent in 0 .. n-1."""
     nodes, above, token = forest.layers[layer], drafts.above, drafts.token
     assert above.shape[1] == forest.drafts_per_layer
-    path_tokens = _rows(nodes.path_tokens, above)
+    path_tokens = at_nodes(nodes.path_tokens, above)
     path_tokens[:, :, layer] = token
     bit = own_bit(context.table, forest.offset(layer + 1), above.shape[1], nodes.ancestors.shape[-1])
     state = nodes.stop_state.gather(1, above)
@@ -183,7 +183,7 @@ def children(context: DraftContext, forest: Forest, layer: int, drafts: LayerDra
         sampled=drafts.sampled,
         weight=drafts.weight,
         path_tokens=path_tokens,
-        ancestors=_rows(nodes.ancestors, above) | bit,
+        ancestors=at_nodes(nodes.ancestors, above) | bit,
     )
 
 
@@ -245,8 +245,3 @@ def record_law(
     same = (above.unsqueeze(2) == above.unsqueeze(1)) & later
     tail = torch.logsumexp(torch.where(same, drawn.unsqueeze(1), NEVER), 2)
     return DraftLaw(candidates, log_q, drawn, torch.logaddexp(tail, rest), scope)
-
-
-def _rows(value: Tensor, index: Tensor) -> Tensor:
-    """value [R, n, X] at index [R, m] -> [R, m, X]."""
-    return value.gather(1, index.unsqueeze(-1).expand(-1, -1, value.shape[-1]))
