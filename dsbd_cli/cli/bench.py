@@ -21,13 +21,12 @@ from dsbd_cli.cli.bench_options import (
 from dsbd_cli.cli.declare import grouped
 from dsbd_cli.cli.messages import log, say
 from dsbd_cli.cli.options import DeviceOptions, DrawOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.cli.report_files import check_report_files
 from dsbd_cli.cli.settings import RunSettings, run_settings
 from dsbd_cli.cli.signals import StoppedError, StopSignals
 from dsbd_cli.config import MethodConfig
-from dsbd_cli.data.jsonl import check_new
 from dsbd_cli.data.resume import write_atomically
 from dsbd_cli.errors import UsageError
-from dsbd_cli.reports.style import require_plots
 from dsbd_cli.tasks.choose import open_dataset
 from dsbd_cli.tasks.dataset import Dataset
 
@@ -73,7 +72,10 @@ def bench(
         raise UsageError("--batch-size auto would compare methods at different sizes: give a number")
     records = _at_least_one("--records", data.records, DEFAULT_RECORDS)
     rounds = _at_least_one("--rounds", data.rounds, DEFAULT_ROUNDS)
-    _check_files(outputs)
+    check_report_files(
+        {"--json": outputs.json, "--markdown": outputs.markdown, "--plot": outputs.plot},
+        overwrite=bool(outputs.overwrite),
+    )
     datasets = _datasets(data)
     with StopSignals(quiet=bool(outputs.quiet)) as signals:
         from dsbd_cli.bench.prepare import BenchSpec
@@ -132,24 +134,6 @@ def _datasets(data: DataOptions) -> list[Dataset]:
     if data.data is not None and len(names) > 1:
         raise UsageError(f"--data {data.data} belongs to one task, but --task is {', '.join(names)}: name one")
     return [open_dataset(name, data.data, TASK_SEED) for name in names]
-
-
-def _check_files(outputs: BenchOutputs) -> None:
-    """Everything about the output files that can be known before anything is measured."""
-    named = [
-        (name, path)
-        for name, path in (("--json", outputs.json), ("--markdown", outputs.markdown), ("--plot", outputs.plot))
-        if path is not None
-    ]
-    if outputs.overwrite and not named:
-        raise UsageError("--overwrite replaces the --json, --markdown and --plot files, but none is given: drop it")
-    for place, (name, path) in enumerate(named):
-        check_new(path, option=name, overwrite=bool(outputs.overwrite))
-        for other, taken in named[:place]:
-            if path.resolve() == taken.resolve():
-                raise UsageError(f"{other} and {name} are both {path}: name two files")
-    if outputs.plot is not None:
-        require_plots("--plot", outputs.plot)
 
 
 def _load(settings: RunSettings, devices: DeviceOptions, planned: Sequence[Setting]) -> Engine:

@@ -17,15 +17,15 @@ import typer
 from dsbd_cli.cli.declare import flag, grouped, option
 from dsbd_cli.cli.drafter_options import DrafterOptions
 from dsbd_cli.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.cli.report_files import check_report_files
 from dsbd_cli.cli.settings import RunSettings, fixed_depth, run_settings
 from dsbd_cli.cli.signals import StopSignals
 from dsbd_cli.config import TEXT_DRAFTERS, MethodConfig
 from dsbd_cli.data.compression import open_input
-from dsbd_cli.data.jsonl import check_new
 from dsbd_cli.data.resume import write_atomically
 from dsbd_cli.data.source import LineSource
 from dsbd_cli.errors import UsageError
-from dsbd_cli.reports.style import picture_bytes, require_plots
+from dsbd_cli.reports.style import picture_bytes
 from dsbd_cli.requests import Request, derive_seed
 from dsbd_cli.tasks import TASKS
 
@@ -130,7 +130,9 @@ def profile(
             raise UsageError(f"{name} is {value}, but must be 1 or more")
     if wanted.quiet and wanted.show is not None and wanted.json is None:
         raise UsageError("--show prints a tree and --quiet prints nothing but a command: drop one, or add --json")
-    _check_files(wanted)
+    check_report_files(
+        {"--json": wanted.json, "--plot": wanted.plot, "--trace": wanted.trace}, overwrite=bool(wanted.overwrite)
+    )
     requests = _requests(prompts, settings)
     groups = (pair, method, drafter, sampling, devices)
     command = shlex.join(["dsbd", *(arguments or ["profile"])])
@@ -140,24 +142,6 @@ def profile(
             settings, devices, requests, wanted, command, _renderer(groups, prompts.prompts), repeats, told
         )
     _write(found, wanted)
-
-
-def _check_files(wanted: ProfileOptions) -> None:
-    """Everything about the output files that can be known before anything is measured."""
-    named = [
-        (name, path)
-        for name, path in (("--json", wanted.json), ("--plot", wanted.plot), ("--trace", wanted.trace))
-        if path is not None
-    ]
-    if wanted.overwrite and not named:
-        raise UsageError("--overwrite replaces the --json, --plot and --trace files, but none is given: drop it")
-    for place, (name, path) in enumerate(named):
-        check_new(path, option=name, overwrite=bool(wanted.overwrite))
-        for other, taken in named[:place]:
-            if path.resolve() == taken.resolve():
-                raise UsageError(f"{other} and {name} are both {path}: name two files")
-    if wanted.plot is not None:
-        require_plots("--plot", wanted.plot)
 
 
 def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, ...]:
