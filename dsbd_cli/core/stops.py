@@ -52,7 +52,8 @@ def _automaton(stops: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 class StopTable:
     """Transition tables of all stop sets in use, side by side in one tensor.
 
-    `start(stops)` returns the state in which a request with these stop strings begins; sets are remembered.
+    `start(stops)` returns the state in which a request with these stop strings begins; sets are remembered. `version`
+    changes whenever the tensor is another one.
     """
 
     def __init__(self, token_bytes: Sequence[bytes], vocab_size: int, device: torch.device) -> None:
@@ -64,12 +65,14 @@ class StopTable:
         # State 0: stopped; state 1: a request without stop strings.
         self.table = torch.stack((torch.zeros(vocab_size), torch.ones(vocab_size))).to(device=device, dtype=torch.int32)
         self._starts: dict[tuple[str, ...], int] = {(): 1}
+        self.version = 0
 
     def forget(self) -> None:
         """Drop sets when many have gathered; only while no request holds a state."""
         if len(self._starts) > MOST_SETS:
             self._starts = {(): 1}
             self.table = self.table[:2].clone()
+            self.version += 1
 
     @property
     def used(self) -> bool:
@@ -85,6 +88,7 @@ class StopTable:
             block = np.where(block >= 0, block + offset, STOPPED).astype(np.int32)
             self.table = torch.cat((self.table, torch.from_numpy(block).to(self.table.device)))
             self._starts[stops] = offset
+            self.version += 1
         return self._starts[stops]
 
     def _fold(self, goto: np.ndarray, complete: np.ndarray) -> np.ndarray:

@@ -40,6 +40,12 @@ def captures(
     whole = all(getattr(model, "capturable", False) for model in models)
     possible = whole and len({model.device for model in models}) == 1 and not on_host
     if wanted and not possible:
-        reason = "the drafter works on the host" if on_host else "they need both models whole on one and the same GPU"
+        reason = (
+            "the drafter works on the host"
+            if on_host
+            else (
+                "they need both models whole on one and the same GPU, and forwards that read nothing back to the host"
+            )
+        )
         raise UsageError(f"cuda_graphs cannot be had: {reason}")
     return IterationGraphs(CudaRecorder(target.device)) if possible and wanted is not False else None

@@ -106,7 +106,8 @@ class Engine:
         self._encoder = Encoder(target, self.draft, codec, self.method.num_beams, on_too_long)
         device = target.device
         eos = torch.zeros(target.vocab_size, dtype=torch.bool)
-        eos[[token for token in codec.eos_ids if token < target.vocab_size]] = True
+        ending = {token for token in codec.eos_ids if token < target.vocab_size}
+        eos[list(ending)] = True
         self._stops = StopTable(codec.token_bytes(), target.vocab_size, device)
         drafter = make_drafter(Setting(self.method, draft, target.vocab_size, codec, device))
         rule = make_rule(self.method)
@@ -115,7 +116,7 @@ class Engine:
             shared,
             drafter,
             rule,
-            Endings(eos.to(device), self._stops),
+            Endings(eos.to(device), len(ending), self._stops),
             PhaseTimer(events(device)),
             captures(target, shared, bridged, cuda_graphs),
         )

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from dsbd_cli.errors import UnsupportedModelError
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -50,10 +52,18 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, phase: Phase) -> Recording:
-        """Capture on the device."""
+        """Capture on the device. Raises UnsupportedModelError for a model whose forward cannot be captured."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
-            phase()
+        try:
+            with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
+                phase()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            said = " ".join(str(error).split())[:160]
+            raise UnsupportedModelError(
+                f"these models cannot be captured as CUDA graphs ({said}): use --no-cuda-graphs"
+            ) from error
         return graph
 
 

@@ -80,7 +80,6 @@ class Stepper:
         """graphs: where iterations are captured; None runs them plainly."""
         self.target, self.draft, self.drafter = target, draft, drafter
         self.rule, self.endings, self.timer, self.graphs = rule, endings, timer, graphs
-        self.num_eos = int(endings.eos.sum())
         limits = [model.max_positions for model in (target, draft) if model is not None and model.max_positions]
         self.last_position = min(limits, default=2**31) - 1
 
@@ -115,14 +114,16 @@ class Stepper:
         return (
             shapes(state),
             (warp.max_top_k, warp.any_top_k, warp.any_top_p, warp.any_min_p),
-            self.endings.stops.table.data_ptr() if self.endings.stops.used else None,
+            self.endings.stops.version if self.endings.stops.used else None,
         )
 
     def _verify(self, state: BatchState, forest: Forest, logits: Tensor) -> Tensor:
         """Walk the forest and commit what survives; returns the packed counters."""
-        size = self.rule.candidates(state.method.num_beams, self.num_eos, state.warp.max_top_k, logits.shape[-1])
+        size = self.rule.candidates(
+            state.method.num_beams, self.endings.num_eos, state.warp.max_top_k, logits.shape[-1]
+        )
         if self.endings.stops.used and not self.rule.warps:
-            size = logits.shape[-1]  # any number of tokens may complete a stop string
+            size = vocabulary  # any number of tokens may complete a stop string
         outcome = walk(state, forest, top_candidates(logits, size), self.rule, self.endings)
         self._commit(state, forest, outcome)
         return _pack(state, outcome)

@@ -60,9 +60,10 @@ class DrawRule(Protocol):
 
 @dataclass(slots=True)
 class Endings:
-    """Which pairs end a sequence: end tokens [V] bool and the stop automaton."""
+    """Which pairs end a sequence: end tokens [V] bool, how many there are, and the stop automaton."""
 
     eos: Tensor
+    num_eos: int
     stops: StopTable
 
     def step(self, state: Tensor, tokens: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from dsbd_cli.core.protocols import ForestInput
 from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.models.attention import use_grouped_attention
 from dsbd_cli.models.cache import ForestCache
+from dsbd_cli.models.reads import HostReads
 
 __all__ = ["CausalForestModel", "MaskPlan", "unsupported"]
 
@@ -84,6 +85,7 @@ class CausalForestModel:
         self._embeddings = int(model.get_input_embeddings().weight.shape[0])
         self._mask_dtype = model.dtype
         use_grouped_attention(model)
+        self._reads = False
         logits = self._probe()
         self._mask_dtype = self._cache.dtype
         self._dtype = logits.dtype
@@ -123,10 +125,11 @@ class CausalForestModel:
 
     @property
     def capturable(self) -> bool:
-        """All weights lie on one GPU and no hook moves them about, so that a forward may become a CUDA graph."""
+        """A forward may become a CUDA graph: all weights lie on one GPU, no hook moves them about, and nothing is read
+        back."""
         devices = {parameter.device for parameter in self._model.parameters()}
         hooked = any(hasattr(module, "_hf_hook") for module in self._model.modules())
-        return not hooked and len(devices) == 1 and next(iter(devices)).type == "cuda"
+        return not self._reads and not hooked and len(devices) == 1 and next(iter(devices)).type == "cuda"
 
     @property
     def module(self) -> nn.Module:
@@ -236,7 +239,9 @@ class CausalForestModel:
         mask = torch.ones((1, 1, 1), dtype=torch.bool, device=self._device)
         with unsupported(self.architecture), torch.no_grad():
             self.reserve(1, 1)
-            output = self._run(self._model, ForestInput(zero, zero, zero, mask, zero))
+            with HostReads() as reads:
+                output = self._run(self._model, ForestInput(zero, zero, zero, mask, zero))
+            self._reads = bool(reads.counts)
             if not self.kv_bytes_per_slot():
                 raise ValueError("it keeps no keys and values")
         self.release()

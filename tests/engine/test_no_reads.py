@@ -5,43 +5,17 @@ Guards: a tensor used as a Python number or a condition, a boolean mask used as 
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.decoding import step as step_module
 from dsbd_cli.decoding.engine import Engine
+from dsbd_cli.models.reads import HostReads
 from dsbd_cli.requests import Request
 from tests.engine.toys import NumberCodec, table_pair
-
-READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
-
-
-class Reads(TorchDispatchMode):
-    """Counts operations that need the host, or whose shape depends on data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-        self.operations = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations += 1
-        name = func.overloadpacket.__name__
-        boolean_index = name.startswith("index") and any(
-            isinstance(item, torch.Tensor) and item.dtype == torch.bool
-            for argument in args[1:2]
-            if isinstance(argument, list | tuple)
-            for item in argument
-        )
-        if boolean_index or any(name.startswith(read) for read in READS):
-            self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
-
 
 METHODS = [
     MethodConfig(rule=rule, num_beams=3, drafts_per_layer=6, depth=3, width=width, warp_scope=scope)  # type: ignore[arg-type]
@@ -59,7 +33,7 @@ METHODS = [
 def test_one_read_per_iteration(method: MethodConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = table_pair(1, 12, 0.5)
     engine = Engine(target, draft, NumberCodec(12, (2,)), method, batch_size=3)
-    reads, reports = Reads(), []
+    reads, reports = HostReads(), []
     step, report = engine._stepper.step, step_module._report
 
     def watched(*arguments: Any) -> Any:
@@ -83,7 +57,7 @@ def test_one_read_per_iteration(method: MethodConfig, monkeypatch: pytest.Monkey
 
 
 def test_the_counter_counts() -> None:
-    with Reads() as reads:
+    with HostReads() as reads:
         x = torch.arange(4)
         float(x.sum())
         x[x > 2]

@@ -211,3 +211,10 @@ def test_forest_on_cuda(name: str) -> None:
 def on_cuda(batch: ForestInput) -> ForestInput:
     tensors = (batch.tokens, batch.positions, batch.slots, batch.mask, batch.slot_positions)
     return ForestInput(*(tensor.cuda() for tensor in tensors))
+
+
+def test_a_forward_that_reads_the_host_is_seen() -> None:
+    """Guards a CUDA graph of rotary embeddings that look at the largest position."""
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert CausalForestModel(build("llama", rope_parameters=dynamic), "x")._reads
+    assert not CausalForestModel(build("llama"), "x")._reads

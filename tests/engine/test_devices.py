@@ -1,0 +1,160 @@
+"""Models that are not on the CPU: no operation mixes devices, and an iteration takes nothing from the host.
+
+Guards: a mask, an index or a noise key made on the CPU; a table of the host copied over inside an iteration, which a
+CUDA graph would freeze. A run on the CPU supplies the counters that a pretended run cannot compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.core.protocols import ForestInput
+from dsbd_cli.decoding import engine as engine_module
+from dsbd_cli.decoding import step as step_module
+from dsbd_cli.decoding.engine import Engine
+from dsbd_cli.decoding.graphs import IterationGraphs
+from dsbd_cli.decoding.step import Report
+from dsbd_cli.models import adapter
+from dsbd_cli.models.adapter import CausalForestModel
+from dsbd_cli.requests import Request, RequestResult
+from tests.engine.pretend import DEVICE, pretend
+from tests.engine.test_graphs import FakeRecorder
+from tests.engine.toys import NumberCodec, TableLM, table_pair
+from tests.models.tiny import FIT
+
+VOCABULARY = 12
+
+
+class PretendedLM(TableLM):
+    """Takes inputs on its own device only."""
+
+    def __init__(self) -> None:
+        self.vocab_size, self.device = VOCABULARY, DEVICE
+        self.release()
+
+    def reserve(self, rows: int, slots: int) -> None:
+        self.tokens = torch.zeros(rows, slots, dtype=torch.int64, device=DEVICE)
+
+    def release(self) -> None:
+        self.reserve(0, 0)
+
+    def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
+        given = (batch.tokens, batch.positions, batch.slots, batch.mask, batch.slot_positions)
+        assert all(item.device == DEVICE for item in given)
+        return torch.zeros(*batch.tokens.shape, VOCABULARY, device=DEVICE) if logits else None
+
+
+class OneDevice(TorchDispatchMode):
+    """Raises where an operation takes or makes a tensor on the CPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for item in torch.utils._pytree.tree_leaves((args, kwargs, out)):
+            assert not isinstance(item, Tensor) or item.device == DEVICE, f"{func} on {item.device}"
+        return out
+
+
+def requests(method: MethodConfig) -> list[Request]:
+    plain = SamplingConfig(max_new_tokens=6, stop=("7 7",))
+    warped = SamplingConfig(max_new_tokens=6, top_k=5, top_p=0.95, min_p=0.01, stop=("7 7",))
+    sampling = plain if method.rule == "search" else warped
+    return [Request(str(i), i, prompt_ids=(1, i, i), sampling=sampling) for i in range(3)]
+
+
+def reports_of(method: MethodConfig, patch: pytest.MonkeyPatch) -> list[Report]:
+    """Counters of all iterations of a run on the CPU."""
+    target, draft = table_pair(1, VOCABULARY, 0.5)
+    engine = Engine(target, draft if method.needs_draft else None, NumberCodec(VOCABULARY, (2,)), method, batch_size=2)
+    seen: list[Report] = []
+    real = step_module._report
+    with patch.context() as inner:
+        inner.setattr(step_module, "_report", lambda *arguments: (seen.append(real(*arguments)), seen[-1])[1])
+        assert all(result.hypotheses for result in engine.run(requests(method)))
+    return seen
+
+
+def decode(engine: Engine, method: MethodConfig, reports: Iterator[Report], patch: pytest.MonkeyPatch) -> int:
+    """Results of a pretended run; its counters are those of the real one."""
+
+    def told(counters: Tensor, calls: int) -> Report:
+        assert counters.device == DEVICE
+        return next(reports)
+
+    def collected(finished: Any, row: int, job: Any, codec: Any) -> RequestResult:
+        return RequestResult(job.request, (), len(job.prompt), job.stats)
+
+    step = engine.stepper.step
+
+    def watched(*arguments: Any) -> Report:
+        with OneDevice():
+            return step(*arguments)
+
+    patch.setattr(step_module, "_report", told)
+    patch.setattr(engine_module, "collect", collected)
+    patch.setattr(engine.stepper, "step", watched)
+    return len(list(engine.run(requests(method))))
+
+
+CASES: list[dict[str, Any]] = [
+    {"rule": "coupled", "captured": True},
+    {"rule": "coupled", "width": "threshold", "warp_scope": "beam"},
+    {"rule": "coupled", "memory_saving": True},
+    {"rule": "coupled", "adaptive_depth": True},
+    {"rule": "search"},
+    {"rule": "with-replacement"},
+    {"rule": "fuzzy", "fuzzy_threshold": 0.5},
+    {"rule": "rejection", "width": "threshold"},
+    *({"rule": "rejection", "drafter": drafter} for drafter in ("beam", "rsd-c", "rsd-s", "dynamic-tree")),
+    *({"rule": "rejection", "drafter": drafter} for drafter in ("ngram", "trigram", "beam+ngram")),
+    {"rule": "rejection", "drafter": "dynamic-tree", "tree": "top-k"},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_everything_is_on_the_models_device(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = "captured" in case
+    case = {name: value for name, value in case.items() if name != "captured"}
+    method = MethodConfig(num_beams=3, drafts_per_layer=4, depth=2, **case)
+    reports = reports_of(method, monkeypatch)
+    with pretend():
+        draft = PretendedLM() if method.needs_draft else None
+        engine = Engine(PretendedLM(), draft, NumberCodec(VOCABULARY, (2,)), method, batch_size=2)
+        engine.stepper.graphs = IterationGraphs(FakeRecorder()) if captured else None
+        assert decode(engine, method, iter(reports), monkeypatch) == 3
+        assert not captured or engine.stepper.graphs.replays > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2 window", "opt"])
+def test_transformers_models_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = MethodConfig(rule="coupled", num_beams=3, drafts_per_layer=4, depth=2)
+    reports = reports_of(method, monkeypatch)
+    monkeypatch.setattr(adapter, "_input_device", lambda model: DEVICE)
+    kind, settings = FIT[family]
+    config = getattr(transformers, kind)(**settings)
+    with pretend():
+        with torch.device(DEVICE):
+            loaded = [transformers.AutoModelForCausalLM.from_config(config).eval() for _ in range(2)]
+        models = [CausalForestModel(model, family) for model in loaded]
+        for model in models:
+            model.fit_width(VOCABULARY)
+        engine = Engine(models[0], models[1], NumberCodec(VOCABULARY, (2,)), method, batch_size=2)
+        assert decode(engine, method, iter(reports), monkeypatch) == 3
+
+
+def test_the_pretended_device_bites() -> None:
+    with pretend():
+        x = torch.zeros(3, device=DEVICE)
+        with pytest.raises(RuntimeError, match="same device"):
+            x + torch.zeros(3)
+        with OneDevice(), pytest.raises(AssertionError, match="on cpu"):
+            torch.zeros(3)
+        with OneDevice(), pytest.raises(AssertionError, match="on cpu"):
+            torch.tensor([1.0], device=DEVICE)
