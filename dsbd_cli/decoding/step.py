@@ -119,9 +119,8 @@ class Stepper:
 
     def _verify(self, state: BatchState, forest: Forest, logits: Tensor) -> Tensor:
         """Walk the forest and commit what survives; returns the packed counters."""
-        size = self.rule.candidates(
-            state.method.num_beams, self.endings.num_eos, state.warp.max_top_k, logits.shape[-1]
-        )
+        beams, top_k, vocabulary = state.method.num_beams, state.warp.max_top_k, logits.shape[-1]
+        size = self.rule.candidates(beams, self.endings.num_eos, top_k, vocabulary)
         if self.endings.stops.used and not self.rule.warps:
             size = vocabulary  # any number of tokens may complete a stop string
         outcome = walk(state, forest, top_candidates(logits, size), self.rule, self.endings)
