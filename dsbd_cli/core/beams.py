@@ -101,19 +101,28 @@ class Finished:
             tokens=torch.zeros(rows, kept, history, dtype=torch.int64, device=device),
         )
 
-    @property
-    def full(self) -> Tensor:
-        """[R] bool, as many finished as beams."""
-        return (self.score > NEVER).all(1)
+    def best_after(self, score: Tensor) -> tuple[Tensor, Tensor]:
+        """The best F after each of L layers that bring new ones of these scores [R, L, E] (-inf: none): their scores,
+        best first, and where they stand among the old ones followed by all new ones, [R, L, F] each."""
+        kept, (_, layers, count) = self.score.shape[1], score.shape
+        number = torch.arange(layers, device=score.device)
+        seen = (number.unsqueeze(1) >= number).unsqueeze(2).expand(-1, -1, count).flatten(1)  # [L, L * E]
+        seen = torch.nn.functional.pad(seen, (kept, 0), value=True)
+        together = torch.cat((self.score, score.flatten(1)), 1).unsqueeze(1)
+        best, index = torch.topk(torch.where(seen, together, NEVER), kept, dim=2)
+        return best, index
 
-    def merge(self, new: Finished, rows: Tensor) -> None:
-        """Take new entries (their `tokens` field unused) into the best F of the given rows. rows [R] bool."""
-        kept = self.score.shape[1]
-        score = torch.cat((self.score, new.score.masked_fill(~rows.unsqueeze(1), NEVER)), dim=1)
-        self.score, best = torch.topk(score, kept, dim=1)
+    def take(self, new: Finished, score: Tensor, index: Tensor, steps: Tensor) -> None:
+        """Hold the best F after `steps` layers [R]; rows of 0 steps stay as they are. score, index: [R, L, F] of
+        best_after; new: fields [R, L, E] (`score` and `tokens` are not looked at)."""
+        last = (steps - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, score.shape[2])
+        some = (steps > 0).unsqueeze(1)
+        self.score = torch.where(some, score.gather(1, last).squeeze(1), self.score)
+        own = torch.arange(score.shape[2], device=score.device)
+        at = torch.where(some, index.gather(1, last).squeeze(1), own)
         for name in ("logprob", "length", "by_length", "source", "node", "token"):
-            both = torch.cat((getattr(self, name), getattr(new, name)), dim=1)
-            setattr(self, name, both.gather(1, best))
+            both = torch.cat((getattr(self, name), getattr(new, name).flatten(1)), dim=1)
+            setattr(self, name, both.gather(1, at))
 
     def settle(self, tokens: Tensor) -> None:
         """Give every entry its tokens: older entries keep theirs, new ones take tokens [R, F, L]. Forgets the

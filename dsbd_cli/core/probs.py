@@ -155,9 +155,9 @@ def _cut(x: Tensor, warp: Warp) -> Tensor:
         count = min(warp.max_top_k or x.shape[-1], x.shape[-1])
         best = torch.topk(x, count, dim=-1).values
         kth = best.gather(1, (warp.top_k - 1).clamp(0, count - 1).unsqueeze(1))
-        lowest = torch.where(warp.top_k.unsqueeze(1) > 0, kth, NEVER)
+        lowest = kth if warp.max_top_k else torch.where(warp.top_k.unsqueeze(1) > 0, kth, NEVER)
         x = torch.where(x >= lowest, x, NEVER)
-        best = torch.where(best >= lowest, best, NEVER)
+        best = torch.where(best >= lowest, best, NEVER) if warp.any_top_p else None
     if warp.any_top_p:
         if best is None or not warp.max_top_k:
             best = torch.sort(x, dim=-1, descending=True).values

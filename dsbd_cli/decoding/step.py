@@ -16,11 +16,12 @@ from dsbd_cli.core.forest import Forest, at_nodes
 from dsbd_cli.core.probs import NEVER, top_candidates
 from dsbd_cli.core.protocols import ForestInput, ForestModel
 from dsbd_cli.core.slots import compact, node_slots, visible
+from dsbd_cli.decoding.ending import COUNTERS, Live
 from dsbd_cli.decoding.graphs import IterationGraphs, shapes
 from dsbd_cli.decoding.planner import Shape
 from dsbd_cli.decoding.state import BatchState
 from dsbd_cli.decoding.timing import PhaseTimer
-from dsbd_cli.decoding.walk import Live, Walk, walk
+from dsbd_cli.decoding.walk import Walk, walk
 from dsbd_cli.drafting.base import DraftContext, Drafter, Endings
 from dsbd_cli.drafting.beam import run
 from dsbd_cli.verify.base import Rule
@@ -29,7 +30,6 @@ __all__ = ["Plan", "Report", "Stepper", "Work"]
 
 PHASES = ("draft", "target", "verify")
 ROW_FIELDS = ("done", "invalid", "steps", "width_sum", "used", "trunk", "drafted")
-LAYER_FIELDS = ("reached", "drafted", "live_parents", "width", "accepted", "passed", "needed")
 
 
 @dataclass(slots=True)
@@ -229,26 +229,20 @@ def _settle(state: BatchState, forest: Forest, outcome: Walk) -> None:
 
 
 def _pack(state: BatchState, outcome: Walk) -> Tensor:
-    """All counters of an iteration in one tensor: [R, ROW_FIELDS + D * LAYER_FIELDS] int64."""
+    """All counters of an iteration in one tensor: [R, ROW_FIELDS + D * COUNTERS] int64."""
     table = state.table
     rows = [outcome.done, outcome.invalid, outcome.steps, outcome.width_sum, table.used, table.trunk, table.drafted]
-    columns = [value.to(torch.int64) for value in rows]
-    for counts in outcome.layers:
-        columns += [getattr(counts, name) for name in LAYER_FIELDS]
-    return torch.stack(columns, 1)
+    return torch.cat((torch.stack([value.to(torch.int64) for value in rows], 1), outcome.counters.flatten(1)), 1)
 
 
 def _report(counters: Tensor, draft_calls: int) -> Report:
     """The iteration's only transfer to the host."""
     table = counters.tolist()
-    first, width = len(ROW_FIELDS), len(LAYER_FIELDS)
+    first, width = len(ROW_FIELDS), len(COUNTERS)
     return Report(
         rows=[dict(zip(ROW_FIELDS, line[:first], strict=True)) for line in table],
         layers=[
-            [
-                dict(zip(LAYER_FIELDS, line[start : start + width], strict=True))
-                for start in range(first, len(line), width)
-            ]
+            [dict(zip(COUNTERS, line[start : start + width], strict=True)) for start in range(first, len(line), width)]
             for line in table
         ],
         draft_calls=draft_calls,

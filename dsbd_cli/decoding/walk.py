@@ -1,6 +1,7 @@
 """Walk down a verified forest: from the roots, one beam-sampling step per layer, until a layer does not pass.
 
-Everything is tensor code over [R, ...] with static shapes; a row that has stopped is carried along unchanged.
+Everything is tensor code over [R, ...] with static shapes. All layers are verified for all rows; what lies below the
+layer where a row stopped is not used.
 """
 
 from __future__ import annotations
@@ -10,95 +11,88 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from dsbd_cli.core.beams import Finished
-from dsbd_cli.core.forest import Forest
-from dsbd_cli.core.noise import extend_path
+from dsbd_cli.core.forest import Forest, at_nodes
+from dsbd_cli.core.noise import extend_path, path_gumbel
 from dsbd_cli.core.probs import NEVER, Candidates, pool_law
+from dsbd_cli.decoding.ending import Live, Verified, counters, verified, way_of
 from dsbd_cli.decoding.state import BatchState
 from dsbd_cli.drafting.base import Endings
 from dsbd_cli.verify.base import DraftedLayer, LayerDraws, LayerView, Rule
 from dsbd_cli.verify.rejection import draft_law_at
 from dsbd_cli.verify.width import expected_width
 
-__all__ = ["LayerCounts", "Live", "Walk", "walk"]
+__all__ = ["Walk", "walk"]
 
-
-@dataclass(slots=True)
-class Live:
-    """Live beams of one step: the pair (parent node, token) of each, its forest node if it was drafted, and its
-    scores. All [R, W]."""
-
-    parent: Tensor
-    token: Tensor
-    node: Tensor
-    valid: Tensor
-    weight: Tensor
-    logprob: Tensor
-    path: Tensor
-    stop_state: Tensor
-
-    def where(self, rows: Tensor, other: Live) -> Live:
-        """These beams in the given rows [R] bool, the other's elsewhere."""
-        keep = rows.unsqueeze(1)
-        return Live(*(torch.where(keep, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
-
-
-@dataclass(slots=True)
-class LayerCounts:
-    """Counters of one drafted layer, [R] int64 each; `reached` is 0 where the walk stopped above, `needed` the drafts
-    it took, in draw order, to fill the layer (0 where it did not pass)."""
-
-    reached: Tensor
-    drafted: Tensor
-    live_parents: Tensor
-    width: Tensor
-    accepted: Tensor
-    passed: Tensor
-    needed: Tensor
+MOST_NOISE = 1 << 16  # numbers
 
 
 @dataclass(slots=True)
 class Walk:
     """Outcome: final beams (pairs to be committed), steps taken [R], sum of widths [R], requests done [R], NaN rows
-    [R], layer counts."""
+    [R], counters [R, D, COUNTERS] int64 of the drafted layers."""
 
     live: Live
     steps: Tensor
     width_sum: Tensor
     done: Tensor
     invalid: Tensor
-    layers: list[LayerCounts]
+    counters: Tensor
 
 
 def walk(state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, endings: Endings) -> Walk:
-    """Verify all layers in turn. candidates: of all N nodes. Updates `state.finished`."""
+    """Verify all layers, whether or not a row comes so far, then see how far each came. candidates: of all N nodes.
+    Updates `state.finished`."""
     beams = state.beams
     index = torch.arange(beams.token.shape[1], device=beams.token.device).expand_as(beams.token)
     live = Live(index, beams.token, index, beams.valid, beams.weight, beams.logprob, beams.path, beams.stop_state)
     broken = torch.isnan(candidates.logprobs).any(-1) & forest.flat("valid")
     invalid = broken.any(1) & state.active
-    active = state.active & ~invalid
-    outcome = Walk(live, torch.zeros_like(beams.length), torch.zeros_like(beams.length), invalid.clone(), invalid, [])
+    noise = _noise(forest, candidates) if rule.path_noise else None
+    layers: list[Verified] = []
     for layer in range(forest.depth + 1):
-        view, weight = _view(state, forest, candidates, rule, endings, live, layer)
+        view, weight = _view(state, forest, candidates, noise, rule, endings, live, layer)
         draws = rule.verify(view)
         live = _advance(view, weight, draws, live, endings)
-        outcome.live = live.where(active, outcome.live)
-        outcome.steps = outcome.steps + active
-        outcome.width_sum = outcome.width_sum + draws.valid.sum(1) * active
-        done = _finish(state, view, draws, live, outcome.steps, active)
-        outcome.done = outcome.done | (done & active)
-        if view.drafts is not None:
-            outcome.layers.append(_count(view, draws, active))
-        active = active & draws.passed & ~done
-    return outcome
+        layers.append(verified(view, draws, live, state.finished.score.shape[1]))
+    way = way_of(state, layers, state.active & ~invalid)
+    last = (way.steps - 1).clamp(min=0)
+    return Walk(
+        live=Live(*(_at_layer([getattr(item.live, f.name) for item in layers], last) for f in fields(Live))),
+        steps=way.steps,
+        width_sum=(torch.stack([item.live.valid for item in layers], 1).sum(2) * way.active).sum(1),
+        done=way.done | invalid,
+        invalid=invalid,
+        counters=counters(forest, layers[: forest.depth], way.active),
+    )
+
+
+def _noise(forest: Forest, candidates: Candidates) -> Tensor | None:
+    """G(x, v) of every node's candidates, [R, N, C], in one go: a live beam of a layer that matters is a node. None
+    where that would be much more than the few live nodes need."""
+    if candidates.tokens.numel() > MOST_NOISE:
+        return None
+    return path_gumbel(forest.flat("path"), candidates.tokens)
+
+
+def _at_layer(values: list[Tensor], layer: Tensor) -> Tensor:
+    """values [R, W] of each layer, at one layer [R] of each row: [R, W]."""
+    wide = layer.view(-1, 1, 1).expand(-1, 1, values[0].shape[1])
+    return torch.stack(values, 1).gather(1, wide).squeeze(1)
 
 
 def _view(
-    state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, endings: Endings, live: Live, layer: int
+    state: BatchState,
+    forest: Forest,
+    candidates: Candidates,
+    noise: Tensor | None,
+    rule: Rule,
+    endings: Endings,
+    live: Live,
+    layer: int,
 ) -> tuple[LayerView, Tensor]:
     """The target's law over the live beams of one layer, and the running weight of every child."""
-    own = candidates.at(live.node.clamp(min=0))
+    known = live.node.clamp(min=0)
+    own = candidates.at(known)
     logprob = torch.where(live.valid, live.logprob, NEVER).unsqueeze(-1) + own.logprobs
     if rule.warps:
         law = pool_law(own, live.weight, live.valid, state.warp)
@@ -120,6 +114,7 @@ def _view(
         drafts=_drafts(forest, layer),
         width=torch.full_like(state.row_key, state.method.num_beams),
         dynamic=state.method.width == "threshold",
+        noise=None if noise is None else at_nodes(noise, known),
     )
     method = state.method
     if method.width == "threshold" and view.drafts is not None:
@@ -159,52 +154,4 @@ def _advance(view: LayerView, weight: Tensor, draws: LayerDraws, live: Live, end
         logprob=view.logprob.flatten(1).gather(1, draws.index),
         path=extend_path(live.path.gather(1, beam), token),
         stop_state=endings.step(live.stop_state.gather(1, beam), token),
-    )
-
-
-def _finish(state: BatchState, view: LayerView, draws: LayerDraws, live: Live, steps: Tensor, active: Tensor) -> Tensor:
-    """Take new hypotheses into the best finished ones and say which rows are done: [R] bool.
-
-    The end test is transformers': no live beam, scored at its present length, beats the worst of the best `num_beams`
-    finished ones.
-    """
-    finished, limits = state.finished, state.limits
-    length = state.beams.length + steps
-    scale = length.to(torch.float32).pow(limits.length_penalty)
-    out_of_length = length >= limits.max_new
-    kept = finished.score.shape[1]
-    flat = view.logprob.flatten(1).masked_fill(~draws.ends, NEVER)
-    ended, index = torch.topk(flat, min(kept, flat.shape[1]), dim=1)
-    beam, token = view.pair(index)
-    cut = torch.where(draws.countable & out_of_length.unsqueeze(1), live.logprob, NEVER)
-    logprob = torch.cat((ended, cut), 1)
-    new = Finished(
-        score=logprob / scale.unsqueeze(1),
-        logprob=logprob,
-        length=length.unsqueeze(1).expand_as(logprob),
-        by_length=torch.cat((torch.zeros_like(ended, dtype=torch.bool), torch.ones_like(cut, dtype=torch.bool)), 1),
-        source=torch.full_like(logprob, -1, dtype=torch.int64),
-        node=torch.cat((view.node.gather(1, beam), live.parent), 1),
-        token=torch.cat((token, live.token), 1),
-        tokens=finished.tokens,
-    )
-    finished.merge(new, active)
-    best = torch.where(live.valid, live.logprob, NEVER).amax(1) / scale
-    hopeless = finished.full & (best <= finished.score[:, -1])
-    return out_of_length | hopeless | (limits.early & finished.full) | ~live.valid.any(1)
-
-
-def _count(view: LayerView, draws: LayerDraws, active: Tensor) -> LayerCounts:
-    assert view.drafts is not None
-    parents = (view.drafts.parent.unsqueeze(2) == view.node.unsqueeze(1)) & view.valid.unsqueeze(1)
-    with_live = parents.any(2) & view.drafts.valid
-    return LayerCounts(
-        reached=active.to(torch.int64),
-        drafted=view.drafts.valid.sum(1),
-        live_parents=with_live.sum(1),
-        width=view.width,
-        accepted=draws.accepted,
-        passed=(draws.passed & active).to(torch.int64),
-        needed=torch.where(draws.valid & (draws.node >= 0), draws.node - view.drafts.offset + 1, 0).amax(1)
-        * draws.passed,
     )

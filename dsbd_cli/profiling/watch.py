@@ -49,7 +49,7 @@ class WatchedRule:
 
     def __init__(self, inner: Rule, observer: Observer) -> None:
         self.inner, self.observer = inner, observer
-        self.drafts_end, self.warps = inner.drafts_end, inner.warps
+        self.drafts_end, self.warps, self.path_noise = inner.drafts_end, inner.warps, inner.path_noise
         self.samples, self.replacement = inner.samples, inner.replacement
 
     def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:

@@ -64,6 +64,7 @@ class LayerView:
         full: the candidates are the whole vocabulary, in order.
         drafts: None for the bonus layer.
         width: [R] int64, w_l: live beams the layer needs to pass. dynamic: it may be less than W.
+        noise: [R, W, C] float32, G(x, v) of the candidates, where it is at hand (Rule.path_noise).
     """
 
     log_p: Tensor
@@ -80,6 +81,7 @@ class LayerView:
     drafts: DraftedLayer | None
     width: Tensor
     dynamic: bool
+    noise: Tensor | None = None
 
     @property
     def num_beams(self) -> int:
@@ -122,9 +124,11 @@ class Rule(Protocol):
         warps: the rule samples from the warped law; otherwise raw scores rank the pairs.
         samples: `draft` draws at random; otherwise drafts are the best pairs, which makes them deterministic nodes.
         replacement: draws are independent and duplicates stay.
+        path_noise: the target draws with G(x, v), noise that depends on nothing but the pair.
     """
 
     needs_law: bool
+    path_noise: bool
     drafts_end: bool
     warps: bool
     samples: bool
@@ -161,7 +165,8 @@ def entry_index(tokens: Tensor) -> Tensor:
 
 def membership(view: LayerView, keys: Tensor, rank_limit: bool) -> tuple[LayerDraws, Tensor]:
     """Layer whose draws do not depend on the drafts: the largest keys are drawn, and it passes if the first w_l live
-    ones are drafted. Second result: the end-token draws before the w_l-th live one, [R, M] bool.
+    ones are drafted. Second result, where the width is dynamic: the end-token draws before the w_l-th live one, [R, M]
+    bool.
 
     keys: [R, W, C] float. With `rank_limit` an end counts only among the W best pairs (transformers' beam search), not
     until the last live draw.
@@ -184,7 +189,7 @@ def membership(view: LayerView, keys: Tensor, rank_limit: bool) -> tuple[LayerDr
     valid = draws.valid & (steps < width.unsqueeze(1))
     finished, countable = _ends(view, flat, ends, draws, width, rank_limit)
     accepted = ((node >= 0) & valid).sum(1)
-    early = finished if rank_limit else ends_before(flat, ends, draws, view.width)
+    early = ends_before(flat, ends, draws, view.width) if view.dynamic else finished
     return LayerDraws(draws.index, valid, node, finished, countable & valid, passed, accepted), early
 
 

@@ -21,6 +21,7 @@ class Coupled:
     """Rule `coupled`."""
 
     needs_law = False
+    path_noise = True
     drafts_end = False
     warps = True
     samples = True
@@ -40,7 +41,8 @@ class Coupled:
 
     def verify(self, view: LayerView) -> LayerDraws:
         """Draw by log P + G, then ask which draws were drafted."""
-        draws, early = membership(view, view.log_p + path_gumbel(view.path, view.tokens), rank_limit=False)
+        noise = path_gumbel(view.path, view.tokens) if view.noise is None else view.noise
+        draws, early = membership(view, view.log_p + noise, rank_limit=False)
         if not view.dynamic:
             return draws
         key = stream_key(view.row_key, view.iteration, view.layer, COMPLETION).view(-1, 1, 1)

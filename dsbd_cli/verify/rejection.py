@@ -115,6 +115,7 @@ class Rejection:
     """Rule `rejection`: the ordered live beams follow sequential draws without replacement from P."""
 
     needs_law = True
+    path_noise = False
     drafts_end = True
     warps = True
     samples = True

@@ -16,6 +16,7 @@ class Search:
     """Rule `search`: the W best live pairs by raw score; an end finishes when it is among the W best of all pairs."""
 
     needs_law = False
+    path_noise = False
     drafts_end = False
     warps = False
     samples = False

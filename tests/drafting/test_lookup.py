@@ -53,7 +53,7 @@ def make_context(texts: Sequence[Sequence[Sequence[int]]], prompt: int, count: i
         table=table,
         rule=Coupled(),
         warp=warp_of(rows, (1.0, 0, 1.0, 0.0), "pool"),
-        endings=Endings(eos, int(eos.sum()), StopTable([b"x"] * 50, 50, CPU)),
+        endings=Endings(eos, 1, StopTable([b"x"] * 50, 50, CPU)),
         depth=depth,
         drafts_per_layer=count,
         slots=64,
