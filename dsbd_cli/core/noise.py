@@ -22,11 +22,13 @@ __all__ = [
     "path_gumbel",
     "seed_key",
     "stream_key",
+    "stream_keys",
     "uniform",
 ]
 
 # Streams: one purpose each, so that no random number is used twice.
 DRAFT, ACCEPT, RESIDUAL, COMPLETION, CLOCK = 1, 2, 3, 4, 5
+STREAMS = 8
 
 
 def _signed(value: int) -> int:
@@ -62,7 +64,13 @@ def extend_path(path: Tensor, token: Tensor) -> Tensor:
 
 def stream_key(row_key: Tensor, iteration: Tensor, layer: int, stream: int) -> Tensor:
     """Key of one stream of one layer of one iteration. row_key, iteration [R] int64 -> [R] int64."""
-    return _mix(_mix(row_key + iteration * _TOKEN) + _signed((layer * 8 + stream) * _GOLDEN % (1 << 64)))
+    return _mix(_mix(row_key + iteration * _TOKEN) + _signed((layer * STREAMS + stream) * _GOLDEN % (1 << 64)))
+
+
+def stream_keys(row_key: Tensor, iteration: Tensor, layers: int) -> Tensor:
+    """stream_key of all layers 0 .. L-1 and streams at once: [R, L, STREAMS] int64."""
+    number = torch.arange(layers * STREAMS, device=row_key.device).view(1, layers, STREAMS)
+    return _mix(_mix(row_key + iteration * _TOKEN).view(-1, 1, 1) + number * _GOLDEN)
 
 
 def uniform(key: Tensor, index: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Compaction", "SlotTable", "compact", "lagging", "node_slots", "visible"]
+__all__ = ["Compaction", "Layout", "SlotTable", "compact", "lagging", "node_slots"]
 
 
 @dataclass(slots=True)
@@ -53,19 +53,43 @@ def node_slots(table: SlotTable, count: int, offset: int = 0) -> Tensor:
     return table.used.unsqueeze(1) + torch.arange(offset, offset + count, device=table.used.device)
 
 
-def visible(table: SlotTable, ancestors: Tensor, slots: int) -> Tensor:
-    """Attention mask of nodes from their ancestors in the tail: [R, n, T] bool -> [R, n, S] bool over the first
-    `slots` slots."""
-    window = ancestors.shape[-1]
-    index = torch.arange(slots, device=ancestors.device)
-    relative = index.unsqueeze(0) - table.trunk.unsqueeze(1)
-    in_tail = (relative >= 0) & (relative < window)
-    wide = relative.clamp(0, window - 1).unsqueeze(1).expand(-1, ancestors.shape[1], -1)
-    tail = ancestors.gather(2, wide) & in_tail.unsqueeze(1)
-    return tail | (relative < 0).unsqueeze(1)
+@dataclass(slots=True)
+class Layout:
+    """Where the nodes of one iteration stand and which slots are in sight, worked out once for all its layers.
+
+    Attributes:
+        slots: [R, N] int64, of each node. own: [R, N, T] bool, each node's own slot in the tail window.
+        tail: [R, 1, S] int64, place in the window of each of the first S slots, where `inside` [R, 1, S] bool holds.
+        before: [R, 1, S] bool, slots before the window, which every node sees.
+    """
+
+    slots: Tensor
+    own: Tensor
+    tail: Tensor
+    inside: Tensor
+    before: Tensor
+
+    @classmethod
+    def of(cls, table: SlotTable, nodes: int, window: int, slots: int) -> Layout:
+        """Of N nodes, a tail window of T slots and S active slots."""
+        trunk = table.trunk.view(-1, 1, 1)
+        relative = torch.arange(slots, device=trunk.device) - trunk
+        at = node_slots(table, nodes)
+        return cls(
+            slots=at,
+            own=(at.unsqueeze(2) - trunk) == torch.arange(window, device=trunk.device),
+            tail=relative.clamp(0, window - 1),
+            inside=(relative >= 0) & (relative < window),
+            before=relative < 0,
+        )
+
+    def mask(self, ancestors: Tensor) -> Tensor:
+        """Attention mask of nodes from their ancestors in the tail: [R, n, T] bool -> [R, n, S] bool."""
+        seen = ancestors.gather(2, self.tail.expand(-1, ancestors.shape[1], -1))
+        return (seen & self.inside) | self.before
 
 
-def lagging(table: SlotTable, ancestors: Tensor, count: int, slots: int) -> tuple[Tensor, Tensor]:
+def lagging(table: SlotTable, layout: Layout, ancestors: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The last `count` slots in use, [R, count], and what the tokens in them see, [R, count, S] bool.
 
     A tail slot is an ancestor of some live beam, and sees that beam's ancestors up to itself. Slots before the row's
@@ -76,8 +100,8 @@ def lagging(table: SlotTable, ancestors: Tensor, count: int, slots: int) -> tupl
     relative = (wanted - table.trunk.unsqueeze(1)).clamp(0, window - 1)
     holds = ancestors.gather(2, relative.unsqueeze(1).expand(-1, ancestors.shape[1], -1))  # [R, W, count]
     owner = holds.to(torch.int8).argmax(1).unsqueeze(-1).expand(-1, -1, window)
-    seen = visible(table, ancestors.gather(1, owner), slots)
-    index = torch.arange(slots, device=ancestors.device)
+    seen = layout.mask(ancestors.gather(1, owner))
+    index = torch.arange(seen.shape[2], device=ancestors.device)
     at = wanted.clamp(min=0).unsqueeze(-1)
     return wanted, (seen & (index <= at)) | (index == at)
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.core.forest import Forest, at_nodes
+from dsbd_cli.core.noise import stream_keys
 from dsbd_cli.core.probs import NEVER, top_candidates
 from dsbd_cli.core.protocols import ForestInput, ForestModel
-from dsbd_cli.core.slots import compact, node_slots, visible
+from dsbd_cli.core.slots import Layout, compact
 from dsbd_cli.decoding.ending import COUNTERS, Live
 from dsbd_cli.decoding.graphs import IterationGraphs, shapes
 from dsbd_cli.decoding.planner import Shape
@@ -58,6 +59,7 @@ class Plan:
 class Work:
     """Results of the phases of one iteration, each read by the next."""
 
+    context: DraftContext
     forest: Forest
     draft_calls: int
     logits: Tensor
@@ -88,14 +90,15 @@ class Stepper:
         work = Work()
 
         def draft() -> None:
-            work.forest = self.drafter.propose(self._context(state, plan))
+            work.context = self._context(state, plan)
+            work.forest = self.drafter.propose(work.context)
             work.draft_calls = self.drafter.calls
 
         def target() -> None:
-            work.logits = self._target(state, work.forest, plan.slots)
+            work.logits = self._target(state, work.forest, work.context)
 
         def verify() -> None:
-            work.counters = self._verify(state, work.forest, work.logits)
+            work.counters = self._verify(state, work.forest, work.logits, work.context.keys)
 
         phases = (draft, target, verify)
         self.timer.start()
@@ -117,13 +120,13 @@ class Stepper:
             self.endings.stops.version if self.endings.stops.used else None,
         )
 
-    def _verify(self, state: BatchState, forest: Forest, logits: Tensor) -> Tensor:
+    def _verify(self, state: BatchState, forest: Forest, logits: Tensor, keys: Tensor) -> Tensor:
         """Walk the forest and commit what survives; returns the packed counters."""
         beams, top_k, vocabulary = state.method.num_beams, state.warp.max_top_k, logits.shape[-1]
         size = self.rule.candidates(beams, self.endings.num_eos, top_k, vocabulary)
         if self.endings.stops.used and not self.rule.warps:
             size = vocabulary  # any number of tokens may complete a stop string
-        outcome = walk(state, forest, top_candidates(logits, size), self.rule, self.endings)
+        outcome = walk(state, forest, top_candidates(logits, size), self.rule, self.endings, keys)
         self._commit(state, forest, outcome)
         return _pack(state, outcome)
 
@@ -135,10 +138,12 @@ class Stepper:
         layer_of[: method.num_beams] = 0
         # drafts past the last position can never be taken, but must be embeddable
         positions = (state.beams.depth.unsqueeze(1) + layer_of).clamp(max=self.last_position)
-        table.positions.scatter_(1, node_slots(table, nodes), positions)
+        layout = Layout.of(table, nodes, state.beams.ancestors.shape[-1], plan.slots)
+        table.positions.scatter_(1, layout.slots, positions)
         return DraftContext(
             beams=state.beams,
             table=table,
+            layout=layout,
             rule=self.rule,
             warp=state.warp,
             endings=self.endings,
@@ -148,23 +153,22 @@ class Stepper:
             trash=table.positions.shape[1] - 1,
             row_key=state.row_key,
             iteration=state.iteration,
+            keys=stream_keys(state.row_key, state.iteration, shape.depth + 1),
             lag=plan.lag,
             record_law=self.rule.needs_law or method.width == "threshold",
             prompts=state.prompts,
         )
 
-    def _target(self, state: BatchState, forest: Forest, slots: int) -> Tensor:
+    def _target(self, state: BatchState, forest: Forest, context: DraftContext) -> Tensor:
         """Target logits of all nodes: [R, N, V]."""
-        table = state.table
-        ancestors, tokens = forest.flat("ancestors"), forest.flat("token")
-        at = node_slots(table, ancestors.shape[1])
+        table, tokens, at = state.table, forest.flat("token"), context.layout.slots
         table.tokens.scatter_(1, at, tokens)
         batch = ForestInput(
             tokens=tokens,
             positions=table.positions.gather(1, at),
             slots=at,
-            mask=visible(table, ancestors, slots),
-            slot_positions=table.positions[:, :slots],
+            mask=context.layout.mask(forest.flat("ancestors")),
+            slot_positions=table.positions[:, : context.slots],
         )
         logits = run(self.target, batch, table.used.device)
         assert logits is not None

@@ -39,15 +39,23 @@ class Walk:
     counters: Tensor
 
 
-def walk(state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, endings: Endings) -> Walk:
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Made once an iteration: keys [R, D + 1, STREAMS] of the streams, and G(x, v) of all nodes [R, N, C] or None."""
+
+    keys: Tensor
+    of_nodes: Tensor | None
+
+
+def walk(state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, endings: Endings, keys: Tensor) -> Walk:
     """Verify all layers, whether or not a row comes so far, then see how far each came. candidates: of all N nodes.
-    Updates `state.finished`."""
+    keys: [R, D + 1, STREAMS]. Updates `state.finished`."""
     beams = state.beams
     index = torch.arange(beams.token.shape[1], device=beams.token.device).expand_as(beams.token)
     live = Live(index, beams.token, index, beams.valid, beams.weight, beams.logprob, beams.path, beams.stop_state)
     broken = torch.isnan(candidates.logprobs).any(-1) & forest.flat("valid")
     invalid = broken.any(1) & state.active
-    noise = _noise(forest, candidates) if rule.path_noise else None
+    noise = Noise(keys, _path_noise(forest, candidates) if rule.path_noise else None)
     layers: list[Verified] = []
     for layer in range(forest.depth + 1):
         view, weight = _view(state, forest, candidates, noise, rule, endings, live, layer)
@@ -66,7 +74,7 @@ def walk(state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, 
     )
 
 
-def _noise(forest: Forest, candidates: Candidates) -> Tensor | None:
+def _path_noise(forest: Forest, candidates: Candidates) -> Tensor | None:
     """G(x, v) of every node's candidates, [R, N, C], in one go: a live beam of a layer that matters is a node. None
     where that would be much more than the few live nodes need."""
     if candidates.tokens.numel() > MOST_NOISE:
@@ -84,7 +92,7 @@ def _view(
     state: BatchState,
     forest: Forest,
     candidates: Candidates,
-    noise: Tensor | None,
+    noise: Noise,
     rule: Rule,
     endings: Endings,
     live: Live,
@@ -114,7 +122,8 @@ def _view(
         drafts=_drafts(forest, layer),
         width=torch.full_like(state.row_key, state.method.num_beams),
         dynamic=state.method.width == "threshold",
-        noise=None if noise is None else at_nodes(noise, known),
+        noise=None if noise.of_nodes is None else at_nodes(noise.of_nodes, known),
+        keys=noise.keys[:, layer],
     )
     method = state.method
     if method.width == "threshold" and view.drafts is not None:

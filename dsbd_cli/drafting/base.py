@@ -13,7 +13,7 @@ from dsbd_cli.core.forest import DraftLaw, Forest, LawScope, LayerNodes, at_node
 from dsbd_cli.core.noise import extend_path
 from dsbd_cli.core.pool import DraftRequest, match_pairs
 from dsbd_cli.core.probs import NEVER, Candidates, Warp
-from dsbd_cli.core.slots import SlotTable
+from dsbd_cli.core.slots import Layout, SlotTable
 from dsbd_cli.core.stops import StopTable
 from dsbd_cli.drafting.text import Prompts
 
@@ -25,7 +25,6 @@ __all__ = [
     "LayerDrafts",
     "children",
     "fuse",
-    "own_bit",
     "record_law",
     "roots",
 ]
@@ -83,15 +82,16 @@ class DraftContext:
     """One iteration as a drafter sees it.
 
     Attributes:
-        beams, table: live beams and slots. rule: how drafts are drawn. warp, endings: the rows' settings.
-        depth: D. drafts_per_layer: K. window: T, tail window. slots: S, active cache slots. trash: slot absent nodes
-            write to.
-        row_key, iteration: [R] int64. lag: most used slots of a row that the draft has not run, or more.
-        record_law: the layer laws Q are needed. prompts: only where the drafter reads the text (needs_text).
+        beams, table: live beams and slots. layout: of this iteration's nodes. rule: how drafts are drawn.
+        warp, endings: the rows' settings. depth: D. drafts_per_layer: K. slots: S, active cache slots.
+        trash: slot absent nodes write to. row_key, iteration: [R] int64.
+        keys: [R, L, STREAMS] int64, stream keys, L > D. lag: most used slots of a row that the draft has not run, or
+            more. record_law: the layer laws Q are needed. prompts: only where the drafter reads the text (needs_text).
     """
 
     beams: Beams
     table: SlotTable
+    layout: Layout
     rule: DrawRule
     warp: Warp
     endings: Endings
@@ -101,6 +101,7 @@ class DraftContext:
     trash: int
     row_key: Tensor
     iteration: Tensor
+    keys: Tensor
     lag: int
     record_law: bool
     prompts: Prompts | None = None
@@ -122,14 +123,9 @@ class Drafter(Protocol):
         ...
 
 
-def own_bit(table: SlotTable, offset: int, count: int, window: int) -> Tensor:
-    """[R, count, T] bool: each of the nodes offset .. offset+count sees its own slot."""
-    relative = (table.used - table.trunk).unsqueeze(1) + torch.arange(offset, offset + count, device=table.used.device)
-    return relative.unsqueeze(-1) == torch.arange(window, device=table.used.device)
-
-
-def roots(beams: Beams, table: SlotTable, depth: int) -> LayerNodes:
+def roots(context: DraftContext) -> LayerNodes:
     """Layer 0: the beams' pending tokens. Root weights are the target's."""
+    beams = context.beams
     rows, width = beams.token.shape
     index = torch.arange(width, device=beams.token.device).expand(rows, width)
     return LayerNodes(
@@ -142,8 +138,8 @@ def roots(beams: Beams, table: SlotTable, depth: int) -> LayerNodes:
         ends=torch.zeros_like(beams.valid),
         sampled=torch.zeros_like(beams.valid),
         weight=beams.weight,
-        path_tokens=torch.zeros(rows, width, depth, dtype=torch.int64, device=beams.token.device),
-        ancestors=beams.ancestors | own_bit(table, 0, width, beams.ancestors.shape[-1]),
+        path_tokens=torch.zeros(rows, width, context.depth, dtype=torch.int64, device=beams.token.device),
+        ancestors=beams.ancestors | context.layout.own[:, :width],
     )
 
 
@@ -171,7 +167,7 @@ def children(context: DraftContext, forest: Forest, layer: int, drafts: LayerDra
     assert above.shape[1] == forest.drafts_per_layer
     path_tokens = at_nodes(nodes.path_tokens, above)
     path_tokens[:, :, layer] = token
-    bit = own_bit(context.table, forest.offset(layer + 1), above.shape[1], nodes.ancestors.shape[-1])
+    first = forest.offset(layer + 1)
     state = nodes.stop_state.gather(1, above)
     return LayerNodes(
         token=token,
@@ -184,7 +180,7 @@ def children(context: DraftContext, forest: Forest, layer: int, drafts: LayerDra
         sampled=drafts.sampled,
         weight=drafts.weight,
         path_tokens=path_tokens,
-        ancestors=at_nodes(nodes.ancestors, above) | bit,
+        ancestors=at_nodes(nodes.ancestors, above) | context.layout.own[:, first : first + above.shape[1]],
     )
 
 

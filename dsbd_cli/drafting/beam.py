@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.core.forest import DraftLaw, Forest
-from dsbd_cli.core.noise import DRAFT, stream_key
+from dsbd_cli.core.noise import DRAFT
 from dsbd_cli.core.pool import DraftRequest
 from dsbd_cli.core.probs import NEVER, Candidates, pool_law, top_candidates
 from dsbd_cli.core.protocols import ForestInput, ForestModel
-from dsbd_cli.core.slots import lagging, node_slots, visible
+from dsbd_cli.core.slots import lagging
 from dsbd_cli.drafting.base import DraftContext, LayerDrafts, children, record_law, roots
 
 __all__ = ["BeamDrafter", "NoDrafter", "draft_calls", "draft_candidates", "run"]
@@ -28,7 +28,7 @@ class NoDrafter:
     def propose(self, context: DraftContext) -> Forest:
         """Only layer 0."""
         beams = context.beams
-        return Forest(beams.token.shape[1], 0, [roots(beams, context.table, 0)])
+        return Forest(beams.token.shape[1], 0, [roots(context)])
 
 
 class BeamDrafter:
@@ -44,9 +44,7 @@ class BeamDrafter:
 
     def propose(self, context: DraftContext) -> Forest:
         """D draft forwards: the first takes the roots (and tokens the draft has not run), each further one a layer."""
-        forest = Forest(
-            context.beams.token.shape[1], context.drafts_per_layer, [roots(context.beams, context.table, context.depth)]
-        )
+        forest = Forest(context.beams.token.shape[1], context.drafts_per_layer, [roots(context)])
         for layer in range(context.depth):
             logits = self.forward(context, forest, layer)
             drafts, law = self.drafts(context, forest, layer, logits, context.drafts_per_layer)
@@ -57,10 +55,10 @@ class BeamDrafter:
 
     def forward(self, context: DraftContext, forest: Forest, layer: int) -> Tensor:
         """Draft logits of one layer's nodes: [R, n, V]."""
-        nodes, table = forest.layers[layer], context.table
+        nodes, table, first = forest.layers[layer], context.table, forest.offset(layer)
         count = nodes.token.shape[1]
-        slots = node_slots(table, count, forest.offset(layer))
-        mask = visible(table, nodes.ancestors, context.slots)
+        slots = context.layout.slots[:, first : first + count]
+        mask = context.layout.mask(nodes.ancestors)
         here = table.positions[:, : context.slots]
         batch = ForestInput(nodes.token, table.positions.gather(1, slots), slots, mask, here)
         if layer == 0 and context.lag:
@@ -90,7 +88,7 @@ class BeamDrafter:
         allowed = log_q
         if not rule.drafts_end:
             allowed = log_q.masked_fill(context.endings.ends(nodes.stop_state, candidates.tokens), NEVER)
-        stream = stream_key(context.row_key, context.iteration, layer, DRAFT)
+        stream = context.keys[:, layer, DRAFT]
         index, valid = rule.draft(DraftRequest(allowed, candidates.tokens, nodes.path, stream, count))
         drafts = LayerDrafts(
             above=index // candidates.tokens.shape[2],
@@ -119,7 +117,7 @@ def draft_candidates(context: DraftContext, forest: Forest, logits: Tensor) -> C
 def _late(context: DraftContext) -> ForestInput:
     """The slots in use that the draft has not run (and a few that it has, to fill the shape)."""
     table = context.table
-    behind, mask = lagging(table, context.beams.ancestors, context.lag, context.slots)
+    behind, mask = lagging(table, context.layout, context.beams.ancestors, context.lag)
     known = behind.clamp(min=0)
     return ForestInput(
         tokens=table.tokens.gather(1, known),

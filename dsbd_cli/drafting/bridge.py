@@ -340,7 +340,7 @@ def _forest(context: DraftContext, found: list[_Found]) -> Forest:
             parents = {key: place for place, key in enumerate(best)}
     device = beams.token.device
     tensors = [torch.from_numpy(item).to(device) for item in (above, token, valid, weight)]
-    forest = Forest(beams.token.shape[1], count, [roots(beams, context.table, depth)])
+    forest = Forest(beams.token.shape[1], count, [roots(context)])
     for layer in range(depth):
         over, tokens, real, score = (item[layer] for item in tensors)
         nodes = forest.layers[-1]

@@ -37,7 +37,7 @@ class FusionDrafter:
     def propose(self, context: DraftContext) -> Forest:
         """Both forests in one; the first has at least K - share nodes of a layer to itself."""
         beams, count = context.beams, context.drafts_per_layer
-        forest = Forest(beams.token.shape[1], count, [roots(beams, context.table, context.depth)])
+        forest = Forest(beams.token.shape[1], count, [roots(context)])
         self.calls = 0
         if context.depth == 0:
             return forest

@@ -103,7 +103,7 @@ class PathDrafter:
     def propose(self, context: DraftContext) -> Forest:
         """The K heaviest nodes of every layer."""
         beams, count = context.beams, context.drafts_per_layer
-        forest = Forest(beams.token.shape[1], count, [roots(beams, context.table, context.depth)])
+        forest = Forest(beams.token.shape[1], count, [roots(context)])
         if context.depth == 0:
             return forest
         tree = PathTree(self.source.paths(context))

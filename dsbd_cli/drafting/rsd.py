@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.core.forest import DraftLaw, Forest, LayerNodes
-from dsbd_cli.core.noise import DRAFT, stream_key
+from dsbd_cli.core.noise import DRAFT
 from dsbd_cli.core.pool import DraftRequest
 from dsbd_cli.core.probs import NEVER, Candidates, log_normalise, row_law
 from dsbd_cli.core.protocols import ForestModel
@@ -36,7 +36,7 @@ class RowDraws:
         self.allowed = (nodes.valid & ~nodes.ends).unsqueeze(-1) & (self.log_q > NEVER)
         if not rule.drafts_end:
             self.allowed = self.allowed & ~context.endings.ends(nodes.stop_state, tokens)
-        stream = stream_key(context.row_key, context.iteration, layer, DRAFT)
+        stream = context.keys[:, layer, DRAFT]
         self.noise = rule.noise(DraftRequest(self.log_q, tokens, nodes.path, stream, context.drafts_per_layer))
 
     @property

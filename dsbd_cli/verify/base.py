@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.core.forest import DraftLaw
+from dsbd_cli.core.noise import stream_key
 from dsbd_cli.core.pool import DraftRequest, LiveDraws, ends_before, live_draws, match_pairs
 from dsbd_cli.core.probs import NEVER
 
@@ -65,6 +66,7 @@ class LayerView:
         drafts: None for the bonus layer.
         width: [R] int64, w_l: live beams the layer needs to pass. dynamic: it may be less than W.
         noise: [R, W, C] float32, G(x, v) of the candidates, where it is at hand (Rule.path_noise).
+        keys: [R, STREAMS] int64, stream keys of this layer, where they are at hand.
     """
 
     log_p: Tensor
@@ -82,6 +84,13 @@ class LayerView:
     width: Tensor
     dynamic: bool
     noise: Tensor | None = None
+    keys: Tensor | None = None
+
+    def key(self, stream: int) -> Tensor:
+        """[R] int64, key of one stream of this layer's noise."""
+        if self.keys is not None:
+            return self.keys[:, stream]
+        return stream_key(self.row_key, self.iteration, self.layer, stream)
 
     @property
     def num_beams(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dsbd_cli.core.noise import COMPLETION, gumbel, path_gumbel, stream_key
+from dsbd_cli.core.noise import COMPLETION, gumbel, path_gumbel
 from dsbd_cli.core.pool import DraftRequest
 from dsbd_cli.verify.base import LayerDraws, LayerView, complete_afresh, entry_index, largest, membership
 
@@ -45,5 +45,5 @@ class Coupled:
         draws, early = membership(view, view.log_p + noise, rank_limit=False)
         if not view.dynamic:
             return draws
-        key = stream_key(view.row_key, view.iteration, view.layer, COMPLETION).view(-1, 1, 1)
+        key = view.key(COMPLETION).view(-1, 1, 1)
         return complete_afresh(view, draws, early, view.log_p + gumbel(key, entry_index(view.tokens)))

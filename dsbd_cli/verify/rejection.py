@@ -12,14 +12,14 @@ support of P.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.core.forest import DraftLaw
-from dsbd_cli.core.noise import ACCEPT, CLOCK, COMPLETION, RESIDUAL, gumbel, stream_key, uniform
+from dsbd_cli.core.noise import ACCEPT, CLOCK, COMPLETION, RESIDUAL, gumbel, uniform
 from dsbd_cli.core.pool import DraftRequest, ends_before, live_draws, match_pairs
 from dsbd_cli.core.probs import NEVER, log_normalise
 from dsbd_cli.verify.base import DraftedLayer, LayerDraws, LayerView, append, entry_index, largest
@@ -27,6 +27,7 @@ from dsbd_cli.verify.base import DraftedLayer, LayerDraws, LayerView, append, en
 __all__ = ["Rejection", "WithReplacement", "draft_law_at"]
 
 TINY = 1e-300
+MOST_LAWS = 1 << 20  # numbers in a few of the laws Q' of a layer, which are made together
 
 
 @dataclass(slots=True)
@@ -36,7 +37,6 @@ class _Tests:
     Attributes:
         log_p: [R, M] float64, P without what is taken, not renormalised. p: [R, M] float64, the same as probabilities.
         residual: [R, M] float64, P'.
-        log_q: [R, M] float64, Q (scope `parent`: each row) without the drafts already looked at, not renormalised.
         live, accepted: [R] int64, live and all accepted drafts.
         order: for every draft [R] int64, its place among the live draws, or -1. taken: for every draft [R] bool.
         ends: [R, M] bool.
@@ -45,7 +45,6 @@ class _Tests:
     log_p: Tensor
     p: Tensor
     residual: Tensor
-    log_q: Tensor
     live: Tensor
     accepted: Tensor
     order: list[Tensor]
@@ -135,10 +134,9 @@ class Rejection:
         """Gumbel noise of the draft's own stream, independent of the target's."""
         return gumbel(request.stream.view(-1, 1, 1), entry_index(request.tokens))
 
-    def decide(self, view: LayerView, drafts: DraftedLayer) -> tuple[Tensor, Tensor]:
-        """Rows [R] bool whose drafts are tested, and rows whose drafts are taken untested."""
-        every = torch.ones_like(view.width, dtype=torch.bool)
-        return every, ~every
+    def decide(self, view: LayerView, drafts: DraftedLayer) -> tuple[Tensor | None, Tensor | None]:
+        """Rows [R] bool whose drafts are tested (None: all), and those whose drafts are taken untested (None: none)."""
+        return None, None
 
     def verify(self, view: LayerView) -> LayerDraws:
         """Test the drafts in order, then complete the layer where it stopped."""
@@ -147,7 +145,6 @@ class Rejection:
             log_p=log_p,
             p=log_p.exp(),
             residual=log_p.exp(),
-            log_q=log_p,
             live=torch.zeros_like(view.width),
             accepted=torch.zeros_like(view.width),
             order=[],
@@ -163,28 +160,29 @@ class Rejection:
     def _test_drafts(
         self, view: LayerView, drafts: DraftedLayer, law: DraftLaw, tests: _Tests, places: _Places
     ) -> None:
-        tests.log_q = draft_law_at(view, drafts)
         count = law.log_drawn.shape[1]
         log_rest = torch.zeros_like(law.log_rest) if self.replacement else law.log_rest
-        key = stream_key(view.row_key, view.iteration, view.layer, ACCEPT)
-        u = uniform(key.unsqueeze(1), torch.arange(count, device=key.device))
+        u = uniform(view.key(ACCEPT).unsqueeze(1), torch.arange(count, device=log_rest.device))
         bound = u * torch.exp(law.log_drawn - log_rest)  # accepted below P'(d)
         index, known = places.index[:, :count], places.known[:, :count]
         ending = view.ends.flatten(1).gather(1, index)
         tested, free = self.decide(view, drafts)
-        possible = known & torch.isfinite(view.logprob.flatten(1).gather(1, index))
-        for j in range(count):
-            at = index[:, j : j + 1]
-            wanted = drafts.sampled[:, j] & (tests.live < view.width)
-            likely = bound[:, j] < tests.residual.gather(1, at).squeeze(1)
-            accept = wanted & ((tested & known[:, j] & likely) | (free & possible[:, j]))
-            open_ = (wanted & tested) | accept
-            q = torch.exp(tests.log_q - log_rest[:, j : j + 1]).nan_to_num(nan=0.0)
-            if law.scope == "parent":
-                rows = torch.arange(q.shape[1], device=q.device) // view.tokens.shape[2]
-                q = torch.where(rows == places.beam[:, j : j + 1], q, 0.0)
-            self._update(tests, at, known[:, j], accept, open_, q)
-            lives = accept & ~ending[:, j]
+        allowed = known if tested is None else known & tested.unsqueeze(1)
+        freely = torch.zeros_like(known)
+        if free is not None:
+            freely = known & torch.isfinite(view.logprob.flatten(1).gather(1, index)) & free.unsqueeze(1)
+        columns = zip(
+            torch.split(index, 1, 1),
+            self._drawn_laws(view, drafts, log_rest, places),
+            *(item.unbind(1) for item in (drafts.sampled[:, :count], allowed, bound, freely, ending)),
+            strict=True,
+        )
+        for at, q, sampled, allowed_now, bound_now, freely_now, ends_now in columns:
+            wanted = sampled & (tests.live < view.width)
+            passes = allowed_now & (bound_now < tests.residual.gather(1, at).squeeze(1))
+            accept = wanted & (passes if free is None else passes | freely_now)
+            self._update(tests, at, accept, wanted if tested is None else (wanted & tested) | accept, q)
+            lives = accept & ~ends_now
             tests.order.append(torch.where(lives, tests.live, -1))
             tests.taken.append(accept)
             tests.live = tests.live + lives
@@ -193,16 +191,38 @@ class Rejection:
         ends = tests.ends.to(torch.int8).scatter_reduce(1, index, (taken & ending).to(torch.int8), "amax")
         tests.ends = ends.bool()
 
-    def _update(self, tests: _Tests, at: Tensor, known: Tensor, accept: Tensor, open_: Tensor, q: Tensor) -> None:
-        """P, P' and Q after one test of a draft drawn from Q' = q; rows whose tests are over stay as they are.
+    def _drawn_laws(self, view: LayerView, drafts: DraftedLayer, log_rest: Tensor, places: _Places) -> Iterator[Tensor]:
+        """Q' of each draft in turn, at the pairs of the target's pool: [R, M] float64. They do not depend on what is
+        accepted, so several are made at once.
 
-        What is left of P and Q is renormalised in logs: at a low temperature the rest of a law is far below the
-        smallest number.
+        What is left of Q is renormalised in logs: at a low temperature the rest of a law is far below the smallest
+        number. log_rest: [R, K1] float64.
+        """
+        assert drafts.law is not None
+        log_q = draft_law_at(view, drafts).unsqueeze(1)
+        rows, count, pairs = len(log_q), log_rest.shape[1], log_q.shape[2]
+        order = torch.arange(count, device=log_q.device)
+        # the draft that took each pair away, count where none did
+        taker = torch.full((rows, pairs), count, dtype=torch.int64, device=log_q.device)
+        if not self.replacement:
+            mine = torch.where(places.known[:, :count], order, count)
+            taker = taker.scatter_reduce(1, places.index[:, :count], mine, "amin")
+        for part in torch.split(order, max(1, MOST_LAWS // (rows * pairs))):
+            q = torch.exp(log_q - log_rest[:, part].unsqueeze(2)).nan_to_num(nan=0.0)
+            here = taker.unsqueeze(1) >= part.unsqueeze(1)
+            if drafts.law.scope == "parent":
+                beam = torch.arange(pairs, device=log_q.device) // view.tokens.shape[2]
+                here &= beam == places.beam[:, part].unsqueeze(2)
+            yield from torch.where(here, q, 0.0).unbind(1)
+
+    def _update(self, tests: _Tests, at: Tensor, accept: Tensor, open_: Tensor, q: Tensor) -> None:
+        """P and P' after one test of a draft drawn from Q' = q; rows whose tests are over stay as they are.
+
+        What is left of P is renormalised in logs, as of Q.
         """
         rejected = _normalise((tests.residual - q).clamp(min=0), tests.p)
         accepted = accept.unsqueeze(1)
         if not self.replacement:
-            tests.log_q = torch.where(known.unsqueeze(1), tests.log_q.scatter(1, at, NEVER), tests.log_q)
             tests.log_p = torch.where(accepted, tests.log_p.scatter(1, at, NEVER), tests.log_p)
             tests.p = log_normalise(tests.log_p).exp()
         after = torch.where(accepted, tests.p, rejected)
@@ -213,11 +233,12 @@ class Rejection:
         beams = view.num_beams
         exhausted = (tests.log_p == NEVER).all(1) & (tests.live > 0)
         going = (tests.live < view.width) & ~exhausted
-        first, first_real = largest(self._noisy(view, torch.log(tests.residual), RESIDUAL).unsqueeze(1), 1)
+        fresh = self._noise(view)
+        first, first_real = largest((torch.log(tests.residual) + fresh[:, 0]).unsqueeze(1), 1)
         first_real = first_real.squeeze(1) & going
         first_ends = view.ends.flatten(1).gather(1, first).squeeze(1)
         first_live = first_real & ~first_ends
-        more, more_real, more_ends = self._complete(view, tests, first, first_real)
+        more, more_real, more_ends = self._complete(view, tests, fresh, first, first_real)
         index = torch.zeros_like(view.node)
         node, valid = index - 1, torch.zeros_like(view.valid)
         drawn = (index, valid, node)
@@ -237,18 +258,18 @@ class Rejection:
         found = (valid & (node >= 0) & (torch.arange(beams, device=index.device) >= tests.live.unsqueeze(1))).sum(1)
         return LayerDraws(index, valid, node, ends, valid, passed, tests.accepted + found)
 
-    def _noisy(self, view: LayerView, law: Tensor, stream: int) -> Tensor:
-        """A log law + Gumbel noise of a stream: [R, M] float64."""
-        key = stream_key(view.row_key, view.iteration, view.layer, stream).unsqueeze(1)
-        return law + gumbel(key, entry_index(view.tokens).flatten(1))
+    def _noise(self, view: LayerView) -> Tensor:
+        """Gumbel noise [R, 2, M] float64 of the draw from the residual and of the draws that complete the layer."""
+        keys = torch.stack((view.key(RESIDUAL), view.key(COMPLETION)), 1).unsqueeze(2)
+        return gumbel(keys, entry_index(view.tokens).flatten(1).unsqueeze(1))
 
     def _complete(
-        self, view: LayerView, tests: _Tests, first: Tensor, first_real: Tensor
+        self, view: LayerView, tests: _Tests, fresh: Tensor, first: Tensor, first_real: Tensor
     ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """Further live draws from P without what is taken: index and real [R, W], and a function that says which ending
-        pairs [R, M] were drawn before the n-th of them, n [R] int64."""
+        """Further live draws from P without what is taken, by the noise `fresh` [R, 2, M]: index and real [R, W], and a
+        function that says which ending pairs [R, M] were drawn before the n-th of them, n [R] int64."""
         law = torch.where(first_real.unsqueeze(1), tests.log_p.scatter(1, first, NEVER), tests.log_p)
-        keys, ends = self._noisy(view, law, COMPLETION), view.ends.flatten(1)
+        keys, ends = law + fresh[:, 1], view.ends.flatten(1)
         draws = live_draws(keys, ends, view.num_beams)
         return draws.index, draws.valid, lambda count: ends_before(keys, ends, draws, count)
 
@@ -287,7 +308,7 @@ class WithReplacement(Rejection):
         return torch.cat([index for index, _ in draws], 1), torch.cat([real for _, real in draws], 1)
 
     def _complete(
-        self, view: LayerView, tests: _Tests, first: Tensor, first_real: Tensor
+        self, view: LayerView, tests: _Tests, fresh: Tensor, first: Tensor, first_real: Tensor
     ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
         """Independent live draws.
 
@@ -297,11 +318,11 @@ class WithReplacement(Rejection):
         """
         ends = view.ends.flatten(1)
         law = tests.log_p.masked_fill(ends, NEVER)
-        key = stream_key(view.row_key, view.iteration, view.layer, COMPLETION).unsqueeze(1)
+        key = view.key(COMPLETION).unsqueeze(1)
         entries = entry_index(view.tokens).flatten(1)
         picks = [largest((law + gumbel(key + (j << 48), entries)).unsqueeze(1), 1) for j in range(view.num_beams)]
         index, real = torch.cat([pick for pick, _ in picks], 1), torch.cat([real for _, real in picks], 1)
-        clock = stream_key(view.row_key, view.iteration, view.layer, CLOCK).unsqueeze(1)
+        clock = view.key(CLOCK).unsqueeze(1)
 
         def rung(count: Tensor) -> Tensor:
             steps = torch.arange(view.num_beams, device=index.device).unsqueeze(0)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from dsbd_cli.core.noise import extend_path, gumbel, path_gumbel, seed_key, stream_key, uniform
+from dsbd_cli.core.noise import STREAMS, extend_path, gumbel, path_gumbel, seed_key, stream_key, stream_keys, uniform
 from dsbd_cli.core.probs import pool_law, top_candidates
 from dsbd_cli.verify.oracle import pool_law as oracle_pool_law
 from tests.engine.layers import WARPED, warp_of
@@ -93,6 +93,15 @@ def test_gumbel_tails_are_finite_and_wide() -> None:
     assert torch.isfinite(values).all()
     assert float(values.max()) > 12
     assert float(values.min()) < -2.4
+
+
+def test_keys_of_all_streams_are_those_of_each() -> None:
+    rows = torch.arange(5) * (1 << 60) + 17
+    iteration = torch.arange(5) * 31
+    keys = stream_keys(seed_key(rows), iteration, 6)
+    for layer in range(6):
+        for stream in range(STREAMS):
+            assert torch.equal(keys[:, layer, stream], stream_key(seed_key(rows), iteration, layer, stream))
 
 
 def test_neighbouring_keys_do_not_correlate() -> None:

@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 
-from dsbd_cli.core.slots import SlotTable, compact, lagging, node_slots, visible
+from dsbd_cli.core.slots import Layout, SlotTable, compact, lagging, node_slots
 
 
 class Simulation:
@@ -80,7 +80,7 @@ class Simulation:
         return self.random.choice(choices)
 
     def _check_masks(self, seen: torch.Tensor, paths: list[list[int]]) -> None:
-        mask = visible(self.table, seen, 400)[0]
+        mask = Layout.of(self.table, 0, seen.shape[-1], 400).mask(seen)[0]
         for node, path in enumerate(paths):
             if node < self.beams and not self.valid[0, node]:
                 continue
@@ -91,7 +91,8 @@ class Simulation:
     def check_lagging(self, count: int) -> None:
         """The last slots in use see their own path; slots before the first see slot 0 alone."""
         live = [path for path, valid in zip(self.paths, self.valid[0].tolist(), strict=True) if valid]
-        wanted, mask = lagging(self.table, self.ancestors, count, 400)
+        layout = Layout.of(self.table, 0, self.ancestors.shape[-1], 400)
+        wanted, mask = lagging(self.table, layout, self.ancestors, count)
         assert wanted[0, -1] == self.table.used[0] - 1
         for slot, row in zip(wanted[0].tolist(), mask[0], strict=True):
             slots = row.nonzero().flatten().tolist()

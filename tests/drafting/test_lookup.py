@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from dsbd_cli.core.beams import Beams
-from dsbd_cli.core.slots import SlotTable
+from dsbd_cli.core.noise import stream_keys
+from dsbd_cli.core.slots import Layout, SlotTable
 from dsbd_cli.core.stops import StopTable
 from dsbd_cli.drafting.base import DraftContext, Endings
 from dsbd_cli.drafting.index import CorpusIndex, CorpusTokens, sort_suffixes
@@ -58,8 +59,10 @@ def make_context(texts: Sequence[Sequence[Sequence[int]]], prompt: int, count: i
         drafts_per_layer=count,
         slots=64,
         trash=127,
+        layout=Layout.of(table, width + depth * count, 64, 64),
         row_key=torch.arange(rows),
         iteration=torch.zeros(rows, dtype=torch.int64),
+        keys=stream_keys(torch.arange(rows), torch.zeros(rows, dtype=torch.int64), depth + 1),
         lag=0,
         record_law=False,
         prompts=prompts,

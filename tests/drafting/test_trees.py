@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dsbd_cli.core.forest import Forest
-from dsbd_cli.core.noise import gumbel
+from dsbd_cli.core.noise import gumbel, stream_keys
 from dsbd_cli.drafting import DraftContext
 from dsbd_cli.drafting.base import children, roots
 from dsbd_cli.drafting.beam import BeamDrafter
@@ -36,7 +36,7 @@ class Grown:
         self.context: DraftContext = make_context(TEXTS, 3, count, depth)
         self.context.rule, self.context.record_law = rule or Rejection(), True
         beams = self.context.beams
-        self.forest = Forest(beams.token.shape[1], count, [roots(beams, self.context.table, depth)])
+        self.forest = Forest(beams.token.shape[1], count, [roots(self.context)])
         self.rows: list[RowDraws] = []
         for layer in range(depth):
             logits = MODEL.table[self.forest.layers[layer].token]
@@ -110,8 +110,8 @@ def test_stochastic_beams_draw_paths_without_replacement() -> None:
     table = torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, 0.5], [2.0, 0.3, 0.0]]).log_softmax(-1)
     rows = 4000
     context = make_context([[[1, 1, 1, 2]]] * rows, 3, 2, 2)
-    context.rule, context.row_key = Rejection(), torch.arange(rows) * 7919
-    drafter, forest = StochasticBeams(TableModel(table), 3), Forest(1, 2, [roots(context.beams, context.table, 2)])
+    context.rule, context.keys = Rejection(), stream_keys(torch.arange(rows) * 7919, context.iteration, 3)
+    drafter, forest = StochasticBeams(TableModel(table), 3), Forest(1, 2, [roots(context)])
     for layer in range(2):
         drafts, _ = drafter.drafts(context, forest, layer, table[forest.layers[layer].token], 2)
         forest.layers.append(children(context, forest, layer, drafts))

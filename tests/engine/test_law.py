@@ -15,6 +15,7 @@ from collections import Counter
 from functools import cache
 
 import pytest
+import torch
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.decoding.engine import Engine
@@ -102,9 +103,8 @@ def test_law_at_one_beam_is_ancestral_sampling() -> None:
 class AlwaysAccept(Rejection):
     """Mutant: every draft with a live parent is taken."""
 
-    def _update(self, tests, at, known, accept, open_, q):  # type: ignore[no-untyped-def]
-        super()._update(tests, at, known, open_ & known, open_, q)
-        accept |= open_ & known
+    def decide(self, view, drafts):  # type: ignore[no-untyped-def]
+        return None, torch.ones_like(view.width, dtype=torch.bool)
 
 
 def test_a_mutant_is_found() -> None:
