@@ -22,6 +22,7 @@ FallbackName = Literal["target", "strict"]
 FuzzyLawName = Literal["raw", "warped"]
 Exactness = Literal["same-text", "same-law", "dynamic-width", "lossy"]
 OnTooLong = Literal["error", "truncate-left"]
+Proposers = Literal["all", "first", "second"]  # of two drafters, those that take part in an iteration
 
 RULES: tuple[str, ...] = ("coupled", "rejection", "with-replacement", "search", "fuzzy")
 WIDTHS: tuple[str, ...] = ("fixed", "threshold")

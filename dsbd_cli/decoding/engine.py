@@ -122,6 +122,7 @@ class Engine:
         # larger steps are fewer shapes to capture
         self._slot_step, self._window_step = (128, 64) if self._stepper.graphs is not None else (32, 16)
         self._drafter, self._planner = drafter, planner_for(self.method)
+        self._names = self.method.drafter_names if "+" in self.method.drafter else ()
         self._nodes = self.method.num_beams + self.method.depth * self.method.drafts_per_layer
         self._rows = self.batch_size  # out of memory lowers it
         self._proven = 1  # most rows that have run
@@ -315,7 +316,7 @@ class Engine:
         window = bucket(scheduler.longest_tail() + nodes, self._window_step)
         state.beams.ancestors = fit_window(state.beams.ancestors, window)
         active = min(bucket(busy, self._slot_step), self._slots - 1)
-        if shape.depth and self.draft is not None:
+        if shape.depth and self.draft is not None and shape.drafters != "second":
             self._prefill_draft(self.draft, running)
         else:
             lag = 0
@@ -325,7 +326,8 @@ class Engine:
         self._planner.observe(shape, requests, [report.layers[row] for row, _ in running], seconds, lag)
         for row, job in running:
             counters = report.rows[row]
-            record_iteration(job, counters, report.layers[row], seconds, len(running), nodes, self.log_steps)
+            layers = report.layers[row]
+            record_iteration(job, counters, layers, seconds, len(running), nodes, self.log_steps, self._names)
             job.stats.draft_calls += report.draft_calls
             job.used, job.trunk, job.drafted = counters["used"], counters["trunk"], counters["drafted"]
             if counters["invalid"]:

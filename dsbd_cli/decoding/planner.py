@@ -13,7 +13,7 @@ from itertools import accumulate
 from operator import add, mul
 from typing import Protocol
 
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config import MethodConfig, Proposers
 from dsbd_cli.decoding.acceptance import FADE, Acceptance
 
 __all__ = ["AdaptivePlanner", "FixedPlanner", "Line", "Planner", "Shape", "planner_for"]
@@ -32,10 +32,11 @@ TRUST = 8.0  # weight, in layers, of what all requests showed, against what a re
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """D layers of K nodes."""
+    """D layers of K nodes; drafters: which of two propose them."""
 
     depth: int
     drafts_per_layer: int
+    drafters: Proposers = "all"
 
     def nodes(self, num_beams: int) -> int:
         """N."""
@@ -122,29 +123,34 @@ class AdaptivePlanner:
     Steps of a shape: for each running request 1 + the sum over the shape's layers of the chance that all layers down
     to it pass, by the request's own counts, which what all requests showed is the prior of. Seconds: lines fitted to
     draft, target and remaining time against the nodes each had to run. A layer that passed with its j-th draft as the
-    last one needed would have passed with j drafts, so every iteration informs on all smaller K.
+    last one needed would have passed with j drafts, so every iteration informs on all smaller K; and one that took
+    nodes of one drafter alone, on that drafter alone.
     """
 
     def __init__(self, method: MethodConfig) -> None:
-        # fewer drafts than beams would be fast, but never let a layer keep all its beams
-        least, most = min(method.num_beams, method.drafts_per_layer), method.drafts_per_layer
-        middle = {round(least * (most / least) ** (i / 3)) for i in range(4)}
-        self._choices = sorted(middle | {most})
+        self._choices, self._parts = _choices(method), _parts(method)
+        self._share = method.second_share if len(self._parts) > 1 else 0
         self._beams, self._depth = method.num_beams, method.depth
+        most = method.drafts_per_layer
         self._shared = Acceptance()
         self._shared.open(len(self._choices), method.depth)
         self._rates = self._shared_rates()
-        self._draft, self._target, self._rest = Line(), Line(), Line()
+        self._drafts, self._target, self._rest = {part: Line() for part in self._parts}, Line(), Line()
         self._seen: dict[tuple[int, Shape], int] = {}
         # everything below that goes over shapes is a list in this order
         depths = range(1, method.depth + 1)
-        self._shapes = [Shape(0, most), *(Shape(depth, drafts) for drafts in self._choices for depth in depths)]
-        self._costs = [(shape.depth, self._drafting_nodes(shape), shape.nodes(self._beams)) for shape in self._shapes]
+        self._shapes = [Shape(0, most)]
+        self._shapes += [Shape(depth, drafts, part) for drafts, part in self._choices for depth in depths]
+        self._costs = [
+            (shape.depth, self._drafting_nodes(shape), shape.nodes(self._beams), shape.drafters)
+            for shape in self._shapes
+        ]
         self._now = 0
         # to begin with, shapes apart enough to tell what a node and a layer cost
-        wide, narrow = Shape(min(method.depth, 4), most), Shape(min(method.depth, 2), self._choices[0])
-        self._first = [shape for shape in (wide, self._shapes[0], narrow) for _ in range(WARM + 1)]
-        self._since_probe, self._patience = 0, PROBE_EVERY
+        wide = [Shape(min(method.depth, 4), most, part) for part in self._parts]
+        narrow = Shape(min(method.depth, 2), self._choices[0][0])
+        self._first = [shape for shape in (*wide, self._shapes[0], narrow) for _ in range(WARM + 1)]
+        self._since_probe, self._patience, self._probes = 0, PROBE_EVERY, 0
         self._probing = False
 
     def choose(self, requests: Sequence[Acceptance], lag: int = 0, unread: int = 0) -> Shape:
@@ -152,14 +158,12 @@ class AdaptivePlanner:
         rows = len(requests)
         seconds = self._seconds(rows, rows * lag + unread)
         if self._first:
-            if len(self._first) > WARM + 1 or self._could_pay(seconds):
+            if len(self._first) > len(self._parts) * (WARM + 1) or self._could_pay(seconds):
                 return self._first.pop()
             self._first.clear()
         self._since_probe += 1
-        now, most = self._shapes[self._now], self._choices[-1]
-        if self._probe_is_due(now, lag) and self._could_pay(seconds):
-            self._since_probe, self._probing = 0, True
-            return Shape(max(1, now.depth), most)
+        if self._probe_is_due(lag) and self._could_pay(seconds):
+            return self._probe()
         goodput = [steps / max(time, 1e-9) for steps, time in zip(self._steps(requests), seconds, strict=True)]
         best = max(goodput)
         if best > BETTER * goodput[self._now]:
@@ -187,7 +191,7 @@ class AdaptivePlanner:
         self._rest.add(shape.depth, seconds["verify"])
         if shape.depth:
             nodes = self._drafting_nodes(shape) + lag / shape.depth
-            self._draft.add(rows * nodes, seconds["draft"] / shape.depth)
+            self._drafts[shape.drafters].add(rows * nodes, seconds["draft"] / shape.depth)
 
     def _steps(self, requests: Sequence[Acceptance]) -> list[float]:
         """Steps that one target call of each shape is expected to yield, of all requests together."""
@@ -206,16 +210,17 @@ class AdaptivePlanner:
     def _seconds(self, rows: int, behind: int = 0) -> list[float]:
         """Time that an iteration of each shape is expected to take; 0 before any was timed. behind: tokens that the
         draft would have to catch up on first, a cost that counts for PAID_OFF iterations to come."""
-        (draft, per_draft), (target, per_node), (rest, per_layer) = (
-            line.fit() for line in (self._draft, self._target, self._rest)
-        )
-        per_draft, per_node, late = rows * per_draft, rows * per_node, behind * per_draft / PAID_OFF
-        return [
-            max(0.0, target + per_node * nodes)
-            + max(0.0, rest + per_layer * depth)
-            + (late + depth * max(0.0, draft + per_draft * drafting) if depth else 0.0)
-            for depth, drafting, nodes in self._costs
-        ]
+        (target, per_node), (rest, per_layer) = self._target.fit(), self._rest.fit()
+        lines = {part: line.fit() for part, line in self._drafts.items()}
+        found = []
+        for depth, drafting, nodes, part in self._costs:
+            taken = max(0.0, target + rows * per_node * nodes) + max(0.0, rest + per_layer * depth)
+            if depth:
+                draft, per_draft = lines[part]
+                late = behind * per_draft / PAID_OFF if part != "second" else 0.0
+                taken += late + depth * max(0.0, draft + rows * per_draft * drafting)
+            found.append(taken)
+        return found
 
     def _could_pay(self, seconds: Sequence[float]) -> bool:
         """Some shape would be faster than no draft if all its layers passed. Where not even that is so, measured times
@@ -223,12 +228,16 @@ class AdaptivePlanner:
         plain = max(seconds[0], 1e-9)
         return any((1 + shape.depth) * plain > time for shape, time in zip(self._shapes, seconds, strict=True))
 
-    def _probe_is_due(self, now: Shape, lag: int) -> bool:
+    def _probe_is_due(self, lag: int) -> bool:
         """A probe waits, up to as long again, for a moment when the draft has little to catch up on."""
-        if now.depth == self._depth and now.drafts_per_layer == self._choices[-1]:
-            return False
         waited = self._since_probe - self._patience
         return waited >= 0 and (lag <= 4 * self._beams or waited >= self._patience)
+
+    def _probe(self) -> Shape:
+        """The most drafts there are, at the present depth, of the drafters in turn."""
+        now, part = self._shapes[self._now], self._parts[self._probes % len(self._parts)]
+        self._since_probe, self._probing, self._probes = 0, True, self._probes + 1
+        return Shape(max(1, now.depth), self._shapes[0].drafts_per_layer, part)
 
     def _price_probe(self, plain: float, taken: float) -> None:
         """The dearer a probe was, the longer until the next."""
@@ -241,7 +250,7 @@ class AdaptivePlanner:
         return (self._beams + (shape.depth - 1) * shape.drafts_per_layer) / max(1, shape.depth)
 
     def _count(self, shape: Shape, requests: Sequence[Acceptance], layers: Sequence[LayerCounters]) -> None:
-        informed = [(at, drafts) for at, drafts in enumerate(self._choices) if drafts <= shape.drafts_per_layer]
+        informed = self._informed(shape)
         for request in requests:
             request.open(len(self._choices), self._depth)
         for depth in range(shape.depth):
@@ -252,18 +261,54 @@ class AdaptivePlanner:
                 if not layer["reached"]:
                     continue
                 came += 1
-                for at, drafts in informed:
-                    held = layer["passed"] and layer["needed"] <= drafts
+                for at, drafts, unused in informed:
+                    held = layer["passed"] and layer["needed"] <= drafts and (not unused or _held(layer, unused))
                     passed[at] += held
                     request.add(at, depth, 1.0, held)
             if not came:
                 break
-            for at, _ in informed:
+            for at, _, _ in informed:
                 self._shared.add(at, depth, came, passed[at])
         self._rates = self._shared_rates()
 
+    def _informed(self, shape: Shape) -> list[tuple[int, int, Proposers | None]]:
+        """Choices that an iteration of this shape tells about: their number, how many drafts of the first drafter (or
+        of the only one) the layer may have needed, and which drafter must have done without the other."""
+        most, share, found = shape.drafts_per_layer, self._share, list[tuple[int, int, Proposers | None]]()
+        for at, (drafts, part) in enumerate(self._choices):
+            if part == shape.drafters:
+                if drafts <= most:
+                    found.append((at, drafts - share if part == "all" else drafts, None))
+            elif shape.drafters == "all" and (drafts <= most - share if part == "first" else drafts >= most):
+                found.append((at, drafts, part))
+        return found
+
     def _shared_rates(self) -> list[list[float]]:
         return [self._shared.rates(at, FIRST_RATE, PRIOR) for at in range(len(self._choices))]
+
+
+def _held(layer: dict[str, int], alone: Proposers) -> int:
+    """The layer needed nodes of this drafter only."""
+    return not layer["accepted_second"] if alone == "first" else layer["held_second"]
+
+
+def _parts(method: MethodConfig) -> tuple[Proposers, ...]:
+    """Which drafters may take part: both, or one of them. Threshold width needs the law that the first one records."""
+    if len(method.drafter_names) == 1:
+        return ("all",)
+    return ("all", "first") if method.width == "threshold" else ("all", "first", "second")
+
+
+def _choices(method: MethodConfig) -> list[tuple[int, Proposers]]:
+    """Numbers of drafts, and who proposes them."""
+    # fewer drafts than beams would be fast, but never let a layer keep all its beams
+    least, most = min(method.num_beams, method.drafts_per_layer), method.drafts_per_layer
+    numbers = sorted({round(least * (most / least) ** (i / 3)) for i in range(4)} | {most})
+    found = list[tuple[int, Proposers]]()
+    for part in _parts(method):
+        room = method.second_share + 1 if part == "all" and len(_parts(method)) > 1 else 1
+        found += [(drafts, part) for drafts in numbers if drafts >= room]
+    return found
 
 
 def planner_for(method: MethodConfig) -> Planner:

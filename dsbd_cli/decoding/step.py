@@ -20,7 +20,7 @@ from dsbd_cli.decoding.graphs import IterationGraphs, shapes
 from dsbd_cli.decoding.planner import Shape
 from dsbd_cli.decoding.state import BatchState
 from dsbd_cli.decoding.timing import PhaseTimer
-from dsbd_cli.decoding.walk import Live, Walk, walk
+from dsbd_cli.decoding.walk import LayerCounts, Live, Walk, walk
 from dsbd_cli.drafting.base import DraftContext, Drafter, Endings
 from dsbd_cli.drafting.beam import run
 from dsbd_cli.verify.base import Rule
@@ -29,7 +29,7 @@ __all__ = ["Plan", "Report", "Stepper", "Work"]
 
 PHASES = ("draft", "target", "verify")
 ROW_FIELDS = ("done", "invalid", "steps", "width_sum", "used", "trunk", "drafted")
-LAYER_FIELDS = ("reached", "drafted", "live_parents", "width", "accepted", "passed", "needed")
+LAYER_FIELDS = tuple(item.name for item in fields(LayerCounts))
 
 
 @dataclass(slots=True)
@@ -151,6 +151,7 @@ class Stepper:
             lag=plan.lag,
             record_law=self.rule.needs_law or method.width == "threshold",
             prompts=state.prompts,
+            drafters=shape.drafters,
         )
 
     def _target(self, state: BatchState, forest: Forest, slots: int) -> Tensor:
@@ -180,8 +181,9 @@ class Stepper:
         live.valid = live.valid & going.unsqueeze(1)
         beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, outcome.steps)
         ancestors = at_nodes(forest.flat("ancestors"), live.parent)
-        # the draft has run all layers but the last; without a draft layer it has run nothing new
-        run_by_draft = table.used + forest.offset(forest.depth) if forest.depth else table.drafted
+        # the draft has run all layers but the last; without a draft layer, or without the draft, nothing new
+        ran = forest.depth > 0 and forest.firsts != 0
+        run_by_draft = table.used + forest.offset(forest.depth) if ran else table.drafted
         moved = compact(table, ancestors, live.valid, run_by_draft)
         for model in (self.target, self.draft):
             if model is not None:

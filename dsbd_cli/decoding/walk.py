@@ -46,7 +46,12 @@ class Live:
 @dataclass(slots=True)
 class LayerCounts:
     """Counters of one drafted layer, [R] int64 each; `reached` is 0 where the walk stopped above, `needed` the drafts
-    it took, in draw order, to fill the layer (0 where it did not pass)."""
+    it took, in draw order, to fill the layer (0 where it did not pass).
+
+    Of two drafters: `drafted_second` and `accepted_second` are of the nodes that only the second one proposed, `needed`
+    of the first one's, unless the second drafted alone; `held_second` says that the second one proposed all that it
+    took to pass.
+    """
 
     reached: Tensor
     drafted: Tensor
@@ -55,6 +60,9 @@ class LayerCounts:
     accepted: Tensor
     passed: Tensor
     needed: Tensor
+    drafted_second: Tensor
+    accepted_second: Tensor
+    held_second: Tensor
 
 
 @dataclass(slots=True)
@@ -89,7 +97,7 @@ def walk(state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, 
         done = _finish(state, view, draws, live, outcome.steps, active)
         outcome.done = outcome.done | (done & active)
         if view.drafts is not None:
-            outcome.layers.append(_count(view, draws, active))
+            outcome.layers.append(_count(view, draws, active, forest.layers[layer + 1].second, forest.firsts))
         active = active & draws.passed & ~done
     return outcome
 
@@ -194,17 +202,26 @@ def _finish(state: BatchState, view: LayerView, draws: LayerDraws, live: Live, s
     return out_of_length | hopeless | (limits.early & finished.full) | ~live.valid.any(1)
 
 
-def _count(view: LayerView, draws: LayerDraws, active: Tensor) -> LayerCounts:
+def _count(
+    view: LayerView, draws: LayerDraws, active: Tensor, second: Tensor | None, firsts: int | None
+) -> LayerCounts:
+    """second: [R, K] bool, proposed by the second of two drafters; firsts: nodes of the first one (see Forest)."""
     assert view.drafts is not None
+    valid, drafts = view.drafts.valid, view.drafts.valid.shape[1]
     parents = (view.drafts.parent.unsqueeze(2) == view.node.unsqueeze(1)) & view.valid.unsqueeze(1)
-    with_live = parents.any(2) & view.drafts.valid
+    firsts = drafts if firsts is None else firsts
+    place = torch.where(draws.valid & (draws.node >= 0), draws.node - view.drafts.offset, -1)
+    counted = place < firsts if firsts else place >= 0
+    proposed = torch.zeros_like(valid) if second is None else second
     return LayerCounts(
         reached=active.to(torch.int64),
-        drafted=view.drafts.valid.sum(1),
-        live_parents=with_live.sum(1),
+        drafted=valid.sum(1),
+        live_parents=(parents.any(2) & valid).sum(1),
         width=view.width,
         accepted=draws.accepted,
         passed=(draws.passed & active).to(torch.int64),
-        needed=torch.where(draws.valid & (draws.node >= 0), draws.node - view.drafts.offset + 1, 0).amax(1)
-        * draws.passed,
+        needed=torch.where(counted, place + 1, 0).amax(1) * draws.passed,
+        drafted_second=valid[:, firsts:].sum(1),
+        accepted_second=(place >= firsts).sum(1),
+        held_second=draws.passed * (proposed.gather(1, place.clamp(min=0)) | (place < 0)).all(1),
     )

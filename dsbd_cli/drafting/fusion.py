@@ -13,7 +13,7 @@ from torch import Tensor
 from dsbd_cli.core.forest import DraftLaw, Forest
 from dsbd_cli.core.probs import NEVER, top_candidates
 from dsbd_cli.drafting.base import DraftContext, LayerDrafts, children, fuse, roots
-from dsbd_cli.drafting.beam import BeamDrafter
+from dsbd_cli.drafting.beam import BeamDrafter, draft_calls
 from dsbd_cli.drafting.paths import PathDrafter, PathTree
 
 __all__ = ["FusionDrafter"]
@@ -36,12 +36,14 @@ class FusionDrafter:
 
     def propose(self, context: DraftContext) -> Forest:
         """Both forests in one; the first has at least K - share nodes of a layer to itself."""
+        if context.drafters != "all":
+            return self._alone(context)
         beams, count = context.beams, context.drafts_per_layer
         forest = Forest(beams.token.shape[1], count, [roots(beams, context.table, context.depth)])
         self.calls = 0
         if context.depth == 0:
             return forest
-        own = max(1, count - self._share)
+        own = forest.firsts = max(1, count - self._share)
         trees = [PathTree(self.second.source.paths(context))]
         if isinstance(self.first, PathDrafter):
             trees.append(PathTree(self.first.source.paths(context)))
@@ -53,8 +55,16 @@ class FusionDrafter:
             else:
                 logits = self.first.forward(context, forest, layer)
                 drafts, law = self.first.drafts(context, forest, layer, logits, own)
-                self.calls += 1
+                self.calls = draft_calls(context)
             self._add(context, forest, layer, drafts, law, trees[0], logits)
+        return forest
+
+    def _alone(self, context: DraftContext) -> Forest:
+        """One of the two has the layers to itself."""
+        drafter = self.first if context.drafters == "first" else self.second
+        forest = drafter.propose(context)
+        forest.firsts = context.drafts_per_layer if context.drafters == "first" else 0
+        self.calls = drafter.calls
         return forest
 
     def _add(
@@ -78,7 +88,10 @@ class FusionDrafter:
         added = torch.where(place >= own, place, context.drafts_per_layer)
         wide = torch.nn.functional.pad(fused.weight, (0, 1)).scatter(1, added, weight)
         fused.weight = wide[:, : context.drafts_per_layer]
-        forest.layers.append(children(context, forest, layer, fused))
+        nodes = children(context, forest, layer, fused)
+        at = torch.where(place >= 0, place, context.drafts_per_layer)
+        nodes.second = torch.zeros_like(wide, dtype=torch.bool).scatter(1, at, True)[:, : context.drafts_per_layer]
+        forest.layers.append(nodes)
         forest.laws.append(law)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.config import MethodConfig, Proposers, SamplingConfig
 from dsbd_cli.core.protocols import ForestInput
 from dsbd_cli.decoding.acceptance import Acceptance
 from dsbd_cli.decoding.engine import Engine
@@ -32,10 +32,11 @@ class RandomPlanner:
 
     def __init__(self, seed: int, depth: int, drafts: int) -> None:
         self.random, self.depth, self.drafts, self.used = random.Random(seed), depth, drafts, set[Shape]()
+        self.parts: tuple[Proposers, ...] = ("all",)
 
     def choose(self, requests: Sequence[Acceptance], lag: int = 0, unread: int = 0) -> Shape:
         depth = 0 if self.random.random() < 0.7 else self.random.randint(1, self.depth)
-        shape = Shape(depth, self.random.randint(3, self.drafts))
+        shape = Shape(depth, self.random.randint(3, self.drafts), self.random.choice(self.parts))
         self.used.add(shape)
         return shape
 
@@ -342,3 +343,61 @@ def test_the_draft_reads_a_prompt_only_when_it_is_to_draft(drafts_for: Callable[
     results = list(engine.run(Request(str(i), i, prompt_ids=(i, 1, 2), sampling=sampling) for i in range(4)))
     assert [result.stats.draft_calls for result in results] == [drafts_for(5)] * 4
     assert counted.prompts == 4 * drafts_for(5)
+
+
+class TwoDrafters(World):
+    """A second drafter that costs nothing to ask and proposes the right nodes by a chance of its own; of both, a layer
+    passes if either does, but the first has fewer nodes to do it with."""
+
+    def __init__(self, target: tuple[float, float], draft: float, rate: float, second: float) -> None:
+        super().__init__(target, draft, rate)
+        self.second = second
+
+    def seconds(self, shape: Shape) -> dict[str, float]:
+        found = super().seconds(shape)
+        return {**found, "draft": 0.0002 * shape.depth} if shape.drafters == "second" else found
+
+    def chance(self, shape: Shape) -> float:
+        first, second = shape.drafters != "second", shape.drafters != "first"
+        fewer = 0.9 if second else 1.0
+        return 1 - (1 - fewer * self.rate * first) * (1 - self.second * second)
+
+    def at(self, shape: Shape) -> tuple[Shape, list[Acceptance], list[list[dict[str, int]]], dict[str, float]]:
+        layers, alive = [], True
+        for _ in range(shape.depth):
+            fewer = 0.9 if shape.drafters == "all" else 1.0
+            mine = shape.drafters != "second" and self.random.random() < fewer * self.rate
+            other = shape.drafters != "first" and self.random.random() < self.second
+            passed = int(alive and (mine or other))
+            alone = shape.drafters == "second"
+            counts = {"needed": 1 if passed and (mine or alone) else 0, "held_second": passed * other}
+            layers.append(
+                {"reached": int(alive), "passed": passed, "accepted_second": int(passed and not mine), **counts}
+            )
+            alive = bool(passed)
+        return shape, [self.request], [layers], self.seconds(shape)
+
+
+TWO = [
+    (TwoDrafters((0.05, 0.001), 0.03, 0.3, 0.6), "second"),  # the model costs more than it brings
+    (TwoDrafters((0.05, 0.001), 0.004, 0.8, 0.02), "first"),  # the lookups are in the way
+    (TwoDrafters((0.05, 0.001), 0.002, 0.6, 0.6), "all"),
+    (TwoDrafters((0.01, 0.01), 0.02, 0.1, 0.02), None),
+]
+
+
+@pytest.mark.parametrize(("world", "part"), TWO, ids=[str(part) for _, part in TWO])
+def test_leaves_out_the_drafter_that_does_not_pay(world: TwoDrafters, part: str | None) -> None:
+    config = MethodConfig(drafter="beam+ngram", num_beams=1, drafts_per_layer=4, depth=6, adaptive_depth=True)
+    planner = AdaptivePlanner(config)
+    used = [world.iterate(planner) for _ in range(800)][300:]
+    usual = max(set(used), key=used.count)
+    assert (usual.drafters if usual.depth else None) == part
+    if part:
+        assert sum(shape.drafters == part for shape in used) > 400
+
+
+def test_threshold_width_keeps_the_drafter_whose_law_it_needs() -> None:
+    config = MethodConfig(drafter="beam+ngram", rule="rejection", width="threshold", adaptive_depth=True)
+    planner, world = AdaptivePlanner(config), TwoDrafters((0.05, 0.001), 0.04, 0.2, 0.9)
+    assert {world.iterate(planner).drafters for _ in range(300)} == {"all", "first"}
