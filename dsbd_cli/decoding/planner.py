@@ -13,7 +13,7 @@ from itertools import accumulate
 from operator import add, mul
 from typing import Protocol
 
-from dsbd_cli.config import MethodConfig, Proposers
+from dsbd_cli.config import TEXT_DRAFTERS, MethodConfig, Proposers
 from dsbd_cli.decoding.acceptance import FADE, Acceptance
 
 __all__ = ["AdaptivePlanner", "FixedPlanner", "Line", "Planner", "Shape", "planner_for"]
@@ -293,10 +293,12 @@ def _held(layer: dict[str, int], alone: Proposers) -> int:
 
 
 def _parts(method: MethodConfig) -> tuple[Proposers, ...]:
-    """Which drafters may take part: both, or one of them. Threshold width needs the law that the first one records."""
-    if len(method.drafter_names) == 1:
+    """Which drafters may take part: both, or one of them. The second one stands for the first where it does without
+    the model that the first one runs; threshold width needs the law that the first one records."""
+    names = method.drafter_names
+    if len(names) == 1:
         return ("all",)
-    return ("all", "first") if method.width == "threshold" else ("all", "first", "second")
+    return ("all", "first", "second") if names[1] in TEXT_DRAFTERS and method.width == "fixed" else ("all", "first")
 
 
 def _choices(method: MethodConfig) -> list[tuple[int, Proposers]]:

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsbd_cli.config import MethodConfig, Proposers, SamplingConfig
+from dsbd_cli.config import MODEL_DRAFTERS, MethodConfig, Proposers, SamplingConfig
 from dsbd_cli.core.forest import DraftLaw, Forest
 from dsbd_cli.core.protocols import ForestInput
 from dsbd_cli.decoding.acceptance import Acceptance
 from dsbd_cli.decoding.engine import Engine
-from dsbd_cli.decoding.planner import Shape
+from dsbd_cli.decoding.planner import Shape, _parts
 from dsbd_cli.drafting.base import DraftContext, LayerDrafts, record_law
 from dsbd_cli.drafting.dynamic import DynamicTree
 from dsbd_cli.drafting.index import CorpusTokens, write_index
@@ -66,6 +66,18 @@ FUSED: list[dict[str, Any]] = [
     {"drafter": "retrieval+ngram"},
     {"drafter": "trigram+retrieval", "second_drafts": 1},
 ]
+SHARING: list[dict[str, Any]] = [
+    {"drafter": f"{first}+{second}", **options}
+    for first in MODEL_DRAFTERS[:4]
+    for second, options in (
+        ("beam", {}),
+        ("rsd-c", {}),
+        ("rsd-s", {}),
+        ("dynamic-tree", {"tree": "top-k"}),
+    )
+    if first != second
+]
+"""Two drafters with one model."""
 
 
 def name_of(options: dict[str, Any]) -> str:
@@ -124,25 +136,28 @@ def plain_texts(rule: str, num_beams: int) -> list[list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("rule", ["coupled", "search"])
-@pytest.mark.parametrize("options", [*ALONE, *FUSED], ids=name_of)
+@pytest.mark.parametrize("options", [*ALONE, *FUSED, *SHARING], ids=name_of)
 def test_the_text_is_the_same_with_every_drafter(options: dict[str, Any], rule: str, index: str) -> None:
-    accepted = 0
+    accepted = Counter[str]()
     for shape in SHAPES:
         found = decode(make_engine(options, index, rule=rule, **shape))
         assert texts(found) == plain_texts(rule, shape["num_beams"])
-        accepted += sum(result.stats.accepted for result in found)
-    assert accepted > 0
+        for result in found:
+            accepted["all"] += result.stats.accepted
+            accepted.update({name: part.accepted for name, part in result.stats.drafters.items()})
+    if options in SHARING and rule == "coupled":
+        assert accepted[options["drafter"].split("+")[1]] > 0
+    assert accepted["all"] > 0
 
 
-@pytest.mark.parametrize("options", [*ALONE, *FUSED], ids=name_of)
+@pytest.mark.parametrize("options", [*ALONE, *FUSED, *SHARING[::5]], ids=name_of)
 def test_the_text_is_the_same_when_shapes_change_from_iteration_to_iteration(
     options: dict[str, Any], index: str
 ) -> None:
     """`--depth auto` with every drafter: any D and K, and none at all, after one another."""
     engine = make_engine(options, index, rule="coupled", num_beams=3, drafts_per_layer=8, depth=5, batch_size=3)
     engine._planner = planner = RandomPlanner(5, 5, 8)
-    if "+" in options["drafter"]:
-        planner.parts = ("all", "first", "second")
+    planner.parts = _parts(engine.method)
     assert texts(decode(engine)) == plain_texts("coupled", 3)
     assert len(planner.used) > 5
 
@@ -162,6 +177,11 @@ LAW = [
     ({"drafter": "rsd-s+retrieval", "fusion_top_k": 2}, PLAIN),
     ({"drafter": "dynamic-tree+trigram", "fusion_top_k": 0}, ENDING),
     ({"drafter": "retrieval+ngram"}, ENDING),
+    ({"drafter": "beam+dynamic-tree", "tree": "top-k", "second_drafts": 2}, ENDING),
+    ({"drafter": "rsd-s+dynamic-tree", "tree": "top-k", "second_drafts": 2}, PLAIN),
+    ({"drafter": "rsd-s+beam", "second_drafts": 2}, ENDING),
+    ({"drafter": "dynamic-tree+rsd-s", "second_drafts": 2}, LONE),
+    ({"drafter": "beam+rsd-c", "second_drafts": 3}, PLAIN),
 ]
 
 
@@ -241,26 +261,28 @@ class Watched(HashModel):
 
 
 @pytest.mark.parametrize("changing", [False, True])
-@pytest.mark.parametrize("drafter", ["beam+ngram", "rsd-s+retrieval", "dynamic-tree+trigram"])
+@pytest.mark.parametrize("drafter", ["beam+ngram", "rsd-s+retrieval", "dynamic-tree+trigram", "rsd-c+rsd-s"])
 def test_a_fused_draft_has_run_all_that_survives(drafter: str, changing: bool, index: str) -> None:
     """With one model as target and draft, both must say the same of every node, also behind added ones, and after
-    iterations that one of the two drafters, or none, had to itself."""
+    iterations that one of the two drafters, or none, had to itself. No node is run twice."""
     target, draft = Watched(VOCABULARY, 3), Watched(VOCABULARY, 3)
     lookup = index if "retrieval" in drafter else None
     method = MethodConfig(drafter=drafter, num_beams=3, drafts_per_layer=8, depth=3, index=lookup, second_drafts=5)
     engine = Engine(target, draft, NumberCodec(VOCABULARY, (2,)), method, batch_size=4)
     if changing:
         engine._planner = planner = RandomPlanner(3, 3, 8)
-        planner.parts = ("all", "first", "second")
+        planner.parts = _parts(method)
     propose, checked, added = engine._drafter.propose, 0, 0
 
     def step(*given: Any) -> Any:
         nonlocal checked, added
         seen.clear()
+        draft.__dict__["seen"] = []
         report = plain_step(*given)
         [forest], [verified] = seen, target.__dict__["seen"][-1:]
         ran = 0 if forest.firsts == 0 else forest.depth
-        drafted = draft.__dict__["seen"][-ran:] if ran else []
+        drafted = [found for found in draft.__dict__["seen"] if found is not None]  # late tokens alone give none
+        assert len(drafted) == ran
         for layer, found in enumerate(drafted):
             nodes, start = forest.layers[layer], forest.offset(layer)
             count = nodes.token.shape[1]
