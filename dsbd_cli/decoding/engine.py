@@ -316,12 +316,13 @@ class Engine:
         window = bucket(scheduler.longest_tail() + nodes, self._window_step)
         state.beams.ancestors = fit_window(state.beams.ancestors, window)
         active = min(bucket(busy, self._slot_step), self._slots - 1)
-        if shape.depth and self.draft is not None and shape.drafters != "second":
+        idle = not shape.depth or shape.drafters == "second"
+        if idle:
+            lag, idle = 0, all(job.drafted <= job.trunk for _, job in running)
+        elif self.draft is not None:
             self._prefill_draft(self.draft, running)
-        else:
-            lag = 0
         with current(self.target.device):
-            report = self._stepper.step(state, Plan(active, shape, lag))
+            report = self._stepper.step(state, Plan(active, shape, lag, idle))
             seconds = self._stepper.timer.seconds()
         self._planner.observe(shape, requests, [report.layers[row] for row, _ in running], seconds, lag)
         for row, job in running:

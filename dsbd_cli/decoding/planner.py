@@ -87,13 +87,15 @@ class FixedPlanner:
 
 @dataclass(slots=True)
 class Line:
-    """seconds = a + b * x by least squares over fading observations; b is never negative."""
+    """seconds = a + b * x by least squares over fading observations; b is never negative, and stays what it was where x
+    has been the same for long."""
 
     weight: float = 0.0
     x: float = 0.0
     y: float = 0.0
     xx: float = 0.0
     xy: float = 0.0
+    slope: float = 0.0
 
     def add(self, x: float, y: float) -> None:
         """One observation."""
@@ -106,10 +108,9 @@ class Line:
             return 0.0, 0.0
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
         spread = self.xx / self.weight - mean_x * mean_x
-        slope = 0.0
         if spread > 1e-6 * (1 + mean_x * mean_x):
-            slope = max(0.0, (self.xy / self.weight - mean_x * mean_y) / spread)
-        return mean_y - slope * mean_x, slope
+            self.slope = max(0.0, (self.xy / self.weight - mean_x * mean_y) / spread)
+        return mean_y - self.slope * mean_x, self.slope
 
     def at(self, x: float) -> float:
         """Predicted seconds; 0 before any observation."""

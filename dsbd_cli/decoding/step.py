@@ -48,11 +48,13 @@ class Plan:
     Attributes:
         slots: S, active cache slots. shape: D and K.
         lag: most used slots of a row that the draft has not run, or more.
+        idle: the draft runs nothing, and holds no slot of any row's tail.
     """
 
     slots: int
     shape: Shape
     lag: int
+    idle: bool = False
 
 
 class Work:
@@ -96,7 +98,7 @@ class Stepper:
             work.logits = self._target(state, work.forest, plan.slots)
 
         def verify() -> None:
-            work.counters = self._verify(state, work.forest, work.logits)
+            work.counters = self._verify(state, work.forest, work.logits, plan.idle)
 
         phases = (draft, target, verify)
         self.timer.start()
@@ -118,13 +120,13 @@ class Stepper:
             self.endings.stops.table.data_ptr() if self.endings.stops.used else None,
         )
 
-    def _verify(self, state: BatchState, forest: Forest, logits: Tensor) -> Tensor:
+    def _verify(self, state: BatchState, forest: Forest, logits: Tensor, idle: bool) -> Tensor:
         """Walk the forest and commit what survives; returns the packed counters."""
         size = self.rule.candidates(state.method.num_beams, self.num_eos, state.warp.max_top_k, logits.shape[-1])
         if self.endings.stops.used and not self.rule.warps:
             size = logits.shape[-1]  # any number of tokens may complete a stop string
         outcome = walk(state, forest, top_candidates(logits, size), self.rule, self.endings)
-        self._commit(state, forest, outcome)
+        self._commit(state, forest, outcome, idle)
         return _pack(state, outcome)
 
     def _context(self, state: BatchState, plan: Plan) -> DraftContext:
@@ -171,7 +173,7 @@ class Stepper:
         assert logits is not None
         return logits
 
-    def _commit(self, state: BatchState, forest: Forest, outcome: Walk) -> None:
+    def _commit(self, state: BatchState, forest: Forest, outcome: Walk, idle: bool) -> None:
         """Final beams become the live beams; both caches keep only their ancestors."""
         beams, live, table = state.beams, outcome.live, state.table
         _settle(state, forest, outcome)
@@ -185,7 +187,7 @@ class Stepper:
         ran = forest.depth > 0 and forest.firsts != 0
         run_by_draft = table.used + forest.offset(forest.depth) if ran else table.drafted
         moved = compact(table, ancestors, live.valid, run_by_draft)
-        for model in (self.target, self.draft):
+        for model in (self.target, None if idle else self.draft):
             if model is not None:
                 model.move(moved.source.to(model.device), moved.target.to(model.device))
         beams.valid, beams.token, beams.weight, beams.logprob = live.valid, live.token, live.weight, live.logprob
