@@ -22,6 +22,7 @@ FallbackName = Literal["target", "strict"]
 FuzzyLawName = Literal["raw", "warped"]
 Exactness = Literal["same-text", "same-law", "dynamic-width", "lossy"]
 OnTooLong = Literal["error", "truncate-left"]
+Proposers = Literal["all", "first", "second"]  # of two drafters, those that take part in an iteration
 
 RULES: tuple[str, ...] = ("coupled", "rejection", "with-replacement", "search", "fuzzy")
 WIDTHS: tuple[str, ...] = ("fixed", "threshold")
@@ -45,12 +46,6 @@ MAX_AUTO_DEPTH = 8
 def _require(condition: bool, field: str, value: object, expected: str) -> None:
     if not condition:
         raise UsageError(f"{field} is {value!r}, but must be {expected}")
-
-
-_SECOND = (
-    f"a drafter + another one that reads text ({', '.join(TEXT_DRAFTERS)}): a second one with the same draft model "
-    "would draft the same nodes"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +130,15 @@ class MethodConfig:
         min_width: W_min, least width a layer may pass with (threshold only).
         warp_scope: `pool` warps the joint law over (beam, token); `beam` warps each beam's row.
         memory_saving: keep only the best beam between iterations.
-        drafter: who proposes the nodes, one of DRAFTERS; or two joined by +, the second one of TEXT_DRAFTERS.
+        drafter: who proposes the nodes, one of DRAFTERS; or two joined by +, one that runs the draft model first.
         ngram: longest suffix that drafter ngram looks up, in tokens.
         index: file of dsbd index, for drafter retrieval.
         branching: children per node of drafter rsd-c; 0 for as many as fit.
         tree: how drafter dynamic-tree chooses: greedy, threshold (both sampled) or top-k (deterministic).
         tree_threshold: least value of a node with tree threshold; None is 1 / (D * K).
         second_drafts: nodes per layer of the second of two drafters; None is K / 4.
-        fusion_top_k: the second drafter's nodes must be among this many of the draft model's best; 0: any may stand.
+        fusion_top_k: what the second drafter looked up must be among this many of the draft model's best; 0: any may
+            stand.
         fuzzy_threshold, divergence, fallback, fuzzy_law: of rule fuzzy, see FuzzyConfig; the threshold must be given.
     """
 
@@ -210,12 +206,14 @@ class MethodConfig:
         _require(self.fusion_top_k >= 0, "fusion_top_k", self.fusion_top_k, "0 (keep all) or more")
         threshold, share, most = self.tree_threshold, self.second_drafts, self.drafts_per_layer - 1
         _require(threshold is None or 0 < threshold <= 1, "tree_threshold", threshold, "above 0 and at most 1")
-        if len(names) == 2 and names[0] == "bridge":
+        if len(names) == 2 and "bridge" in names:
             raise UsageError(
                 f"drafter is {self.drafter!r}, but bridge builds whole trees from text and fuses with none"
             )
         if len(names) == 2:
-            _require(names[0] != names[1] and names[1] in TEXT_DRAFTERS, "drafter", self.drafter, _SECOND)
+            _require(names[0] != names[1], "drafter", self.drafter, "two drafters: the same one drafts the same nodes")
+            swapped = f"{names[1]}+{names[0]}: the one that runs the draft model stands first"
+            _require(names[0] in MODEL_DRAFTERS or names[1] in TEXT_DRAFTERS, "drafter", self.drafter, swapped)
             _require(most >= 1, "drafts_per_layer", self.drafts_per_layer, "2 or more for two drafters")
             _require(share is None or 1 <= share <= most, "second_drafts", share, f"between 1 and {most} (K - 1)")
         if ("retrieval" in names) != (self.index is not None):
@@ -285,6 +283,12 @@ class MethodConfig:
     def needs_draft(self) -> bool:
         """A draft model takes part."""
         return self.depth > 0 and any(name in MODEL_DRAFTERS for name in self.drafter_names)
+
+    @property
+    def judges_lookups(self) -> bool:
+        """The second of two drafters looks up what the draft model then judges."""
+        names = self.drafter_names
+        return len(names) == 2 and names[0] in MODEL_DRAFTERS and names[1] in TEXT_DRAFTERS
 
     @property
     def value_threshold(self) -> float:

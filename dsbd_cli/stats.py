@@ -5,13 +5,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["LayerStats", "RequestStats", "StepStats"]
+__all__ = ["DrafterStats", "LayerStats", "RequestStats", "StepStats"]
+
+
+@dataclass(slots=True)
+class DrafterStats:
+    """Nodes of one of two drafters; one that both proposed counts for the first."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, other: DrafterStats) -> None:
+        """More of the same."""
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of the drafted nodes that were accepted; None where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
 
 
 @dataclass(slots=True)
 class LayerStats:
     """One drafted layer as the verifier met it: `accepted` of `drafted` nodes became live beams (or finished
-    hypotheses)."""
+    hypotheses). drafters: the same by name, where there are two."""
 
     layer: int
     drafted: int
@@ -19,6 +37,7 @@ class LayerStats:
     width: int
     accepted: int
     passed: bool
+    drafters: dict[str, DrafterStats] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -41,7 +60,7 @@ class StepStats:
 
 @dataclass(slots=True)
 class RequestStats:
-    """Sums over the iterations of one request."""
+    """Sums over the iterations of one request. drafters: by name, where there are two."""
 
     target_calls: int = 0
     draft_calls: int = 0
@@ -54,6 +73,7 @@ class RequestStats:
     target_s: float = 0.0
     verify_s: float = 0.0
     total_s: float = 0.0
+    drafters: dict[str, DrafterStats] = field(default_factory=dict)
     step_log: list[StepStats] = field(default_factory=list)
 
     @property

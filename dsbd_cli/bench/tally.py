@@ -12,7 +12,7 @@ from dsbd_cli.bench.sweep import Setting
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.metrics.energy import EnergyMeter, EnergyWindow
 from dsbd_cli.reports.bench_data import BenchRow, Energy
-from dsbd_cli.stats import RequestStats
+from dsbd_cli.stats import DrafterStats, RequestStats
 
 __all__ = ["Tally", "ratios_of"]
 
@@ -23,12 +23,15 @@ class Counters:
     def __init__(self, depth: int) -> None:
         self._sums: Counter[str] = Counter()
         self._drafted, self._accepted, self._passed = ([0] * depth for _ in range(3))
+        self._drafters: dict[str, DrafterStats] = {}
 
     def add(self, stats: RequestStats) -> None:
         """One request."""
         self._sums["requests"] += 1
         for name in ("target_calls", "draft_calls", "steps", "drafted", "accepted", "width_sum"):
             self._sums[name] += getattr(stats, name)
+        for name, part in stats.drafters.items():
+            self._drafters.setdefault(name, DrafterStats()).add(part)
         for layer in (layer for step in stats.step_log for layer in step.layers if layer.layer <= len(self._drafted)):
             self._drafted[layer.layer - 1] += layer.drafted
             self._accepted[layer.layer - 1] += layer.accepted
@@ -42,6 +45,7 @@ class Counters:
         return {
             "steps_per_call": _share(sums["steps"], sums["target_calls"]),
             "acceptance_rate": _share(sums["accepted"], sums["drafted"]),
+            "accepted_by_drafter": {name: part.acceptance_rate for name, part in self._drafters.items()},
             "accepted_by_depth": tuple(a / d if d else 0.0 for a, d in zip(self._accepted, self._drafted, strict=True)),
             "passed_by_depth": tuple(_share(count, sums["target_calls"]) or 0.0 for count in self._passed),
             "mean_width": _share(sums["width_sum"], sums["steps"]),

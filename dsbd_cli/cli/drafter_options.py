@@ -24,7 +24,7 @@ class DrafterOptions:
         option(
             DRAFTER,
             "--drafter",
-            text=f"{', '.join(DRAFTERS)}; or two as in beam+ngram, the second one of {', '.join(TEXT_DRAFTERS)}",
+            text=f"{', '.join(DRAFTERS)}; or two as in beam+ngram, one with the draft model first",
             default=_METHOD.drafter,
             metavar="NAME",
         ),
@@ -69,7 +69,7 @@ class DrafterOptions:
         option(
             DRAFTER,
             "--fusion-top-k",
-            text="of two, the first with a draft model: the second's nodes must be among its best N; 0: any",
+            text="of two, only the first with the draft model: what is looked up must be among its best N; 0: any",
             default=_METHOD.fusion_top_k,
             metavar="N",
         ),
@@ -86,7 +86,7 @@ def drafter_settings(given: DrafterOptions) -> dict[str, object]:
         "tree": "dynamic-tree" in names,
         "tree_threshold": "dynamic-tree" in names and given.tree == "threshold",
         "second_drafts": len(names) == 2,
-        "fusion_top_k": len(names) == 2 and names[0] not in TEXT_DRAFTERS,
+        "fusion_top_k": len(names) == 2 and names[0] not in TEXT_DRAFTERS and names[1] in TEXT_DRAFTERS,
         "index": True,  # MethodConfig looks after it
     }
     for field, acts in acting.items():

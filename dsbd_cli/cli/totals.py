@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 
+from dsbd_cli.records.native import drafter_fields
 from dsbd_cli.requests import RequestResult
+from dsbd_cli.stats import DrafterStats
 
 __all__ = ["Totals"]
 
@@ -19,6 +21,7 @@ class Totals:
         self.prompt_tokens = self.tokens = self.all_tokens = self.truncated_rows = 0
         self.steps = self.target_calls = self.draft_calls = self.drafted = self.accepted = 0
         self.draft_s = self.target_s = self.verify_s = 0.0
+        self.drafters: dict[str, DrafterStats] = {}
         self.errors: Counter[str] = Counter()
 
     def add(self, result: RequestResult) -> None:
@@ -30,6 +33,8 @@ class Totals:
         stats = result.stats
         for name in ("steps", "target_calls", "draft_calls", "drafted", "accepted", "draft_s", "target_s", "verify_s"):
             setattr(self, name, getattr(self, name) + getattr(stats, name))
+        for name, part in stats.drafters.items():
+            self.drafters.setdefault(name, DrafterStats()).add(part)
 
     @property
     def seconds(self) -> float:
@@ -43,7 +48,9 @@ class Totals:
         if self.target_calls:
             parts.append(f"{self.steps / self.target_calls:.2f} steps per call")
         if self.drafted:
-            parts.append(f"{self.accepted / self.drafted:.0%} accepted")
+            rates = [(name, part.acceptance_rate) for name, part in self.drafters.items()]
+            apart = ", ".join(f"{name} {rate:.0%}" for name, rate in rates if rate is not None)
+            parts.append(f"{self.accepted / self.drafted:.0%} accepted" + (f" ({apart})" if apart else ""))
         if self.failed:
             parts.append(f"{self.failed} failed")
         if self.skipped:
@@ -80,6 +87,7 @@ class Totals:
             "drafted": self.drafted,
             "accepted": self.accepted,
             "acceptance_rate": round(self.accepted / self.drafted, 6) if self.drafted else None,
+            **drafter_fields(self.drafters),
             "seconds": {
                 "total_s": round(seconds, 6),
                 "draft_s": round(self.draft_s, 6),

@@ -59,6 +59,7 @@ class LayerNodes:
         weight: [R, n] float32, running weight under the draft.
         path_tokens: [R, n, D] int64, tokens from layer 1 down to the node.
         ancestors: [R, n, T] bool over the tail window, the node itself included.
+        second: [R, n] bool, nodes that the second of two drafters proposed, alone or too; None where one drafted.
     """
 
     token: Tensor
@@ -72,16 +73,22 @@ class LayerNodes:
     weight: Tensor
     path_tokens: Tensor
     ancestors: Tensor
+    second: Tensor | None = None
 
 
 @dataclass(slots=True)
 class Forest:
-    """Layers 0 (roots) to D, and the law each drafted layer came from (laws[l] is the law of layer l + 1)."""
+    """Layers 0 (roots) to D, and the law each drafted layer came from (laws[l] is the law of layer l + 1).
+
+    firsts: with two drafters, how many nodes of each layer are the first one's, which stand before those that only the
+    second one proposed; 0 where the second drafted alone, without any model.
+    """
 
     num_beams: int
     drafts_per_layer: int
     layers: list[LayerNodes]
     laws: list[DraftLaw | None] = field(default_factory=list)
+    firsts: int | None = None
 
     @property
     def depth(self) -> int:

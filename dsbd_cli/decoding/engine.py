@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,6 +123,7 @@ class Engine:
         # larger steps are fewer shapes to capture
         self._slot_step, self._window_step = (128, 64) if self._stepper.graphs is not None else (32, 16)
         self._drafter, self._planner = drafter, planner_for(self.method)
+        self._names = self.method.drafter_names if "+" in self.method.drafter else ()
         self._nodes = self.method.num_beams + self.method.depth * self.method.drafts_per_layer
         self._rows = self.batch_size  # out of memory lowers it
         self._proven = 1  # most rows that have run
@@ -245,16 +246,26 @@ class Engine:
             return state
         state.grow_history(history)
         self._reserve(state, slots + self._nodes + 1)
-        rows, prompts = [row for row, _ in new], [job.prompt for _, job in new]
         for model in (self.target, self.draft):
             if model is not None:
-                for row in rows:
+                for row, _ in new:
                     model.clear(row)  # 0 times a NaN of an earlier request would be NaN
-                prefill(model, rows, prompts, trash=self._slots - 1)
+        self._prefill(self.target, new)
         for row, job in new:
             sampling = job.request.sampling
             state.admit(row, job.prompt, job.request.seed, self._stops.start(sampling.stop), sampling)
         return state
+
+    def _prefill(self, model: ForestModel, new: Sequence[tuple[int, Job]]) -> None:
+        prefill(model, [row for row, _ in new], [job.prompt for _, job in new], trash=self._slots - 1)
+
+    def _prefill_draft(self, draft: ForestModel, running: Sequence[tuple[int, Job]]) -> None:
+        """Prompts of the rows that are about to draft for the first time; one that never drafts costs nothing."""
+        new = [(row, job) for row, job in running if not job.prefilled]
+        if new:
+            self._prefill(draft, new)
+        for _, job in new:
+            job.prefilled = True
 
     def _allocate(self, rows: int, slots: int, history: int) -> BatchState:
         self._stops.forget()
@@ -295,21 +306,30 @@ class Engine:
     def _iterate(self, state: BatchState, scheduler: Scheduler, order: ResultOrder) -> None:
         """One iteration of all rows; finished ones hand in their results."""
         running = scheduler.running
-        shape = self._planner.choose(len(running))
+        requests = [job.acceptance for _, job in running]
+        lag = unread = 0
+        if self.draft is not None:
+            lag, unread = self._lag(scheduler), sum(len(job.prompt) for _, job in running if not job.prefilled)
+        shape = self._planner.choose(requests, lag, unread)
         nodes = shape.nodes(self.method.num_beams)
         busy = scheduler.most_used() + nodes
         self._reserve(state, busy + 1)
         window = bucket(scheduler.longest_tail() + nodes, self._window_step)
         state.beams.ancestors = fit_window(state.beams.ancestors, window)
         active = min(bucket(busy, self._slot_step), self._slots - 1)
-        lag = self._lag(scheduler) if shape.depth and self.draft is not None else 0
+        idle = not shape.depth or shape.drafters == "second"
+        if idle:
+            lag, idle = 0, all(job.drafted <= job.trunk for _, job in running)
+        elif self.draft is not None:
+            self._prefill_draft(self.draft, running)
         with current(self.target.device):
-            report = self._stepper.step(state, Plan(active, shape, lag))
+            report = self._stepper.step(state, Plan(active, shape, lag, idle))
             seconds = self._stepper.timer.seconds()
-        self._planner.observe(shape, [report.layers[row] for row, _ in running], seconds)
+        self._planner.observe(shape, requests, [report.layers[row] for row, _ in running], seconds, lag)
         for row, job in running:
             counters = report.rows[row]
-            record_iteration(job, counters, report.layers[row], seconds, len(running), nodes, self.log_steps)
+            layers = report.layers[row]
+            record_iteration(job, counters, layers, seconds, len(running), nodes, self.log_steps, self._names)
             job.stats.draft_calls += report.draft_calls
             job.used, job.trunk, job.drafted = counters["used"], counters["trunk"], counters["drafted"]
             if counters["invalid"]:

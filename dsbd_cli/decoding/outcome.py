@@ -12,7 +12,7 @@ from dsbd_cli.core.stops import find_stop
 from dsbd_cli.decoding.scheduler import Job
 from dsbd_cli.errors import NumericalError
 from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult
-from dsbd_cli.stats import LayerStats, StepStats
+from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
 
 __all__ = ["collect", "record_iteration"]
 
@@ -48,8 +48,10 @@ def record_iteration(
     sharing: int,
     nodes: int,
     log: bool,
+    drafters: tuple[str, ...] = (),
 ) -> None:
-    """Add one iteration to a request's statistics. seconds: of the whole iteration, shared by `sharing` requests."""
+    """Add one iteration to a request's statistics. seconds: of the whole iteration, shared by `sharing` requests;
+    drafters: names of the two, where there are two."""
     stats = job.stats
     reached = [
         LayerStats(
@@ -59,10 +61,15 @@ def record_iteration(
             width=layer["width"],
             accepted=layer["accepted"],
             passed=bool(layer["passed"]),
+            drafters=_by_drafter(layer, drafters),
         )
         for number, layer in enumerate(layers, 1)
         if layer["reached"]
     ]
+    for layer in layers if drafters else ():
+        for name, part in _by_drafter(layer, drafters).items():
+            part.accepted *= layer["reached"]
+            stats.drafters.setdefault(name, DrafterStats()).add(part)
     times = {name: value / sharing for name, value in seconds.items()}
     stats.target_calls += 1
     stats.steps += counters["steps"]
@@ -89,3 +96,12 @@ def record_iteration(
                 verify_s=times["verify"],
             )
         )
+
+
+def _by_drafter(layer: dict[str, int], drafters: tuple[str, ...]) -> dict[str, DrafterStats]:
+    """Drafted and accepted nodes of a layer by drafter; empty where there are not two."""
+    if len(drafters) != 2:
+        return {}
+    drafted, accepted = layer["drafted_second"], layer["accepted_second"]
+    first = DrafterStats(layer["drafted"] - drafted, layer["accepted"] - accepted)
+    return {drafters[0]: first, drafters[1]: DrafterStats(drafted, accepted)}

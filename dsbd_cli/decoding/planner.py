@@ -1,35 +1,42 @@
 """How deep and wide to draft in the next iteration: always the same, or what measured best (goodput, arXiv 2406.14066).
 
 Host numbers only. A planner sees what every iteration reports anyway: seconds of its phases and how far each row's walk
-came. Depth 0 is always among the choices, so drafting that does not pay is left alone, but for a probe now and then.
+came. Acceptance is each request's own, times are the engine's. Depth 0 is always among the choices, so drafting that
+does not pay is left alone, but for a probe now and then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import add, mul
 from typing import Protocol
 
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config import TEXT_DRAFTERS, MethodConfig, Proposers
+from dsbd_cli.decoding.acceptance import FADE, Acceptance
 
 __all__ = ["AdaptivePlanner", "FixedPlanner", "Line", "Planner", "Shape", "planner_for"]
 
 LayerCounters = Sequence[dict[str, int]]
 
-FADE = 0.97  # weight of the past, iteration by iteration, in times and acceptance
-PROBE_EVERY, PROBE_AT_MOST = 64, 256  # iterations between probes of more drafts; twice as many after each in vain
+PROBE_EVERY, PROBE_AT_MOST = 64, 1024  # iterations between probes of more drafts, at least and at most
+PROBE_SHARE = 0.01  # of the time goes into probes, as far as that leaves room between the two
 WARM = 1  # first iterations of a shape, whose times (allocation, caches) are not believed
 BETTER = 1.02  # a change must promise so much
+PAID_OFF = 32  # iterations in which what the draft has to catch up on must pay
 FIRST_RATE = 0.7  # acceptance believed before anything is seen, and its weight in layers
 PRIOR = 2.0
+TRUST = 8.0  # weight, in layers, of what all requests showed, against what a request shows itself
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """D layers of K nodes."""
+    """D layers of K nodes; drafters: which of two propose them."""
 
     depth: int
     drafts_per_layer: int
+    drafters: Proposers = "all"
 
     def nodes(self, num_beams: int) -> int:
         """N."""
@@ -37,13 +44,21 @@ class Shape:
 
 
 class Planner(Protocol):
-    """Chooses the shape of each iteration."""
+    """Chooses the shape of each iteration. requests: what the running rows have shown, one entry each, the same objects
+    from iteration to iteration. lag: most slots of a row that the draft has not run."""
 
-    def choose(self, rows: int) -> Shape:
-        """Shape of the next iteration of so many rows."""
+    def choose(self, requests: Sequence[Acceptance], lag: int = 0, unread: int = 0) -> Shape:
+        """Shape of the next iteration. unread: prompt tokens, of all rows, that the draft has not run."""
         ...
 
-    def observe(self, shape: Shape, layers: Sequence[LayerCounters], seconds: dict[str, float]) -> None:
+    def observe(
+        self,
+        shape: Shape,
+        requests: Sequence[Acceptance],
+        layers: Sequence[LayerCounters],
+        seconds: dict[str, float],
+        lag: int = 0,
+    ) -> None:
         """What an iteration did. layers: counters of every running row; seconds: of the phases draft, target and
         verify."""
         ...
@@ -55,137 +70,248 @@ class FixedPlanner:
     def __init__(self, method: MethodConfig) -> None:
         self._shape = Shape(method.depth, method.drafts_per_layer)
 
-    def choose(self, rows: int) -> Shape:
+    def choose(self, requests: Sequence[Acceptance], lag: int = 0, unread: int = 0) -> Shape:
         """D and K as configured."""
         return self._shape
 
-    def observe(self, shape: Shape, layers: Sequence[LayerCounters], seconds: dict[str, float]) -> None:
+    def observe(
+        self,
+        shape: Shape,
+        requests: Sequence[Acceptance],
+        layers: Sequence[LayerCounters],
+        seconds: dict[str, float],
+        lag: int = 0,
+    ) -> None:
         """Nothing to learn."""
 
 
 @dataclass(slots=True)
 class Line:
-    """seconds = a + b * x by least squares over fading observations; b is never negative."""
+    """seconds = a + b * x by least squares over fading observations; b is never negative, and stays what it was where x
+    has been the same for long."""
 
     weight: float = 0.0
     x: float = 0.0
     y: float = 0.0
     xx: float = 0.0
     xy: float = 0.0
+    slope: float = 0.0
 
     def add(self, x: float, y: float) -> None:
         """One observation."""
         self.weight, self.x, self.y = FADE * self.weight + 1, FADE * self.x + x, FADE * self.y + y
         self.xx, self.xy = FADE * self.xx + x * x, FADE * self.xy + x * y
 
-    def at(self, x: float) -> float:
-        """Predicted seconds; 0 before any observation."""
+    def fit(self) -> tuple[float, float]:
+        """a and b; zeros before any observation."""
         if not self.weight:
-            return 0.0
+            return 0.0, 0.0
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
         spread = self.xx / self.weight - mean_x * mean_x
-        slope = 0.0
         if spread > 1e-6 * (1 + mean_x * mean_x):
-            slope = max(0.0, (self.xy / self.weight - mean_x * mean_y) / spread)
-        return max(0.0, mean_y + slope * (x - mean_x))
+            self.slope = max(0.0, (self.xy / self.weight - mean_x * mean_y) / spread)
+        return mean_y - self.slope * mean_x, self.slope
 
-
-@dataclass(slots=True)
-class _Layer:
-    """Fading counts of one depth, by number of drafts: how often a walk came there, how often it passed."""
-
-    reached: dict[int, float] = field(default_factory=dict)
-    passed: dict[int, float] = field(default_factory=dict)
-
-    def add(self, drafts: int, reached: int, passed: int) -> None:
-        self.reached[drafts] = FADE * self.reached.get(drafts, 0.0) + reached
-        self.passed[drafts] = FADE * self.passed.get(drafts, 0.0) + passed
-
-    def rate(self, drafts: int, prior: float) -> float:
-        """Chance to pass, drawn towards `prior` where little was seen."""
-        reached = self.reached.get(drafts, 0.0)
-        return (self.passed.get(drafts, 0.0) + PRIOR * prior) / (reached + PRIOR)
+    def at(self, x: float) -> float:
+        """Predicted seconds; 0 before any observation."""
+        a, b = self.fit()
+        return max(0.0, a + b * x)
 
 
 class AdaptivePlanner:
-    """Maximises expected steps per second over depths 0 .. D and a few numbers of drafts up to K.
+    """Maximises expected steps per second of the batch over depths 0 .. D and a few numbers of drafts up to K.
 
-    Steps of a shape: 1 + sum over its layers of the chance that all layers down to it pass. Seconds: lines fitted
-    to draft, target and remaining time against the nodes each had to run. A layer that passed with its j-th
-    draft as the last one needed would have passed with j drafts, so every iteration informs on all smaller K.
+    Steps of a shape: for each running request 1 + the sum over the shape's layers of the chance that all layers down
+    to it pass, by the request's own counts, which what all requests showed is the prior of. Seconds: lines fitted to
+    draft, target and remaining time against the nodes each had to run. A layer that passed with its j-th draft as the
+    last one needed would have passed with j drafts, so every iteration informs on all smaller K; and one that took
+    nodes of one drafter alone, on that drafter alone.
     """
 
     def __init__(self, method: MethodConfig) -> None:
-        # fewer drafts than beams would be fast, but never let a layer keep all its beams
-        least, most = min(method.num_beams, method.drafts_per_layer), method.drafts_per_layer
-        middle = {round(least * (most / least) ** (i / 3)) for i in range(4)}
-        self._choices = sorted(middle | {most})
-        self._beams = method.num_beams
-        self._largest = Shape(method.depth, most)
-        self._layers = [_Layer() for _ in range(method.depth)]
-        self._draft, self._target, self._rest = Line(), Line(), Line()
+        self._choices, self._parts = _choices(method), _parts(method)
+        self._share = method.second_share if len(self._parts) > 1 else 0
+        self._beams, self._depth = method.num_beams, method.depth
+        most = method.drafts_per_layer
+        self._shared = Acceptance()
+        self._shared.open(len(self._choices), method.depth)
+        self._rates = self._shared_rates()
+        self._drafts, self._target, self._rest = {part: Line() for part in self._parts}, Line(), Line()
         self._seen: dict[tuple[int, Shape], int] = {}
-        self._rows = 1
-        self._now = Shape(0, most)
+        # everything below that goes over shapes is a list in this order
+        depths = range(1, method.depth + 1)
+        self._shapes = [Shape(0, most)]
+        self._shapes += [Shape(depth, drafts, part) for drafts, part in self._choices for depth in depths]
+        self._costs = [
+            (shape.depth, self._drafting_nodes(shape), shape.nodes(self._beams), shape.drafters)
+            for shape in self._shapes
+        ]
+        self._now = 0
         # to begin with, shapes apart enough to tell what a node and a layer cost
-        wide, narrow = Shape(min(method.depth, 4), most), Shape(min(method.depth, 2), self._choices[0])
-        self._first = [shape for shape in (wide, Shape(0, most), narrow) for _ in range(WARM + 1)]
-        self._since_probe, self._patience = 0, PROBE_EVERY
+        wide = [Shape(min(method.depth, 4), most, part) for part in self._parts]
+        narrow = Shape(min(method.depth, 2), self._choices[0][0])
+        self._first = [shape for shape in (*wide, self._shapes[0], narrow) for _ in range(WARM + 1)]
+        self._since_probe, self._patience, self._probes = 0, PROBE_EVERY, 0
+        self._probing = False
 
-    def choose(self, rows: int) -> Shape:
+    def choose(self, requests: Sequence[Acceptance], lag: int = 0, unread: int = 0) -> Shape:
         """The shape of the most expected steps per second."""
-        self._rows = rows
+        rows = len(requests)
+        seconds = self._seconds(rows, rows * lag + unread)
         if self._first:
-            return self._first.pop()
+            if len(self._first) > len(self._parts) * (WARM + 1) or self._could_pay(seconds):
+                return self._first.pop()
+            self._first.clear()
         self._since_probe += 1
-        if self._since_probe >= self._patience and self._now != self._largest:
-            self._since_probe, self._patience = 0, min(2 * self._patience, PROBE_AT_MOST)
-            return Shape(max(1, self._now.depth), self._largest.drafts_per_layer)
-        best = max(self._shapes(), key=self._goodput)
-        if self._goodput(best) > BETTER * self._goodput(self._now):
-            self._now, self._patience = best, PROBE_EVERY
-        return self._now
+        if self._probe_is_due(lag) and self._could_pay(seconds):
+            return self._probe()
+        goodput = [steps / max(time, 1e-9) for steps, time in zip(self._steps(requests), seconds, strict=True)]
+        best = max(goodput)
+        if best > BETTER * goodput[self._now]:
+            self._now, self._patience = goodput.index(best), PROBE_EVERY
+        return self._shapes[self._now]
 
-    def observe(self, shape: Shape, layers: Sequence[LayerCounters], seconds: dict[str, float]) -> None:
-        """Learn from an iteration of len(layers) rows."""
-        for depth, layer in enumerate(self._layers[: shape.depth]):
-            counters = [row[depth] for row in layers]
-            reached = sum(item["reached"] for item in counters)
-            if not reached:
-                break
-            for drafts in self._choices:
-                if drafts <= shape.drafts_per_layer:
-                    passed = sum(item["passed"] and item["needed"] <= drafts for item in counters)
-                    layer.add(drafts, reached, passed)
-        times = self._seen[self._rows, shape] = self._seen.get((self._rows, shape), 0) + 1
+    def observe(
+        self,
+        shape: Shape,
+        requests: Sequence[Acceptance],
+        layers: Sequence[LayerCounters],
+        seconds: dict[str, float],
+        lag: int = 0,
+    ) -> None:
+        """Learn from an iteration."""
+        rows = len(requests)
+        if self._probing:
+            self._price_probe(self._seconds(rows)[self._now], sum(seconds.values()))
+        if shape.depth:
+            self._count(shape, requests, layers)
+        times = self._seen[rows, shape] = self._seen.get((rows, shape), 0) + 1
         if times <= WARM:
             return
-        self._target.add(self._rows * shape.nodes(self._beams), seconds["target"])
+        self._target.add(rows * shape.nodes(self._beams), seconds["target"])
         self._rest.add(shape.depth, seconds["verify"])
         if shape.depth:
-            self._draft.add(self._rows * shape.drafts_per_layer, seconds["draft"] / shape.depth)
+            nodes = self._drafting_nodes(shape) + lag / shape.depth
+            self._drafts[shape.drafters].add(rows * nodes, seconds["draft"] / shape.depth)
 
-    def expected_steps(self, shape: Shape) -> float:
-        """Steps that one target call is expected to yield."""
-        steps, alive, rate = 1.0, 1.0, FIRST_RATE
-        for layer in self._layers[: shape.depth]:
-            rate = layer.rate(shape.drafts_per_layer, rate)
-            alive *= rate
-            steps += alive
-        return steps
+    def _steps(self, requests: Sequence[Acceptance]) -> list[float]:
+        """Steps that one target call of each shape is expected to yield, of all requests together."""
+        rows = float(len(requests))
+        found = [rows]
+        own = [request for request in requests if request.reached]
+        fresh = len(requests) - len(own)
+        for choice, rates in enumerate(self._rates):
+            alive = [fresh * chance for chance in accumulate(rates, mul)]
+            prior = [TRUST * rate for rate in rates]
+            for request in own:
+                alive = list(map(add, alive, request.alive(choice, prior, TRUST)))
+            found += list(accumulate(alive, initial=rows))[1:]
+        return found
 
-    def expected_seconds(self, shape: Shape) -> float:
-        """Time that one iteration is expected to take; 0 before any was timed."""
-        draft = shape.depth * self._draft.at(self._rows * shape.drafts_per_layer) if shape.depth else 0.0
-        return draft + self._target.at(self._rows * shape.nodes(self._beams)) + self._rest.at(shape.depth)
+    def _seconds(self, rows: int, behind: int = 0) -> list[float]:
+        """Time that an iteration of each shape is expected to take; 0 before any was timed. behind: tokens that the
+        draft would have to catch up on first, a cost that counts for PAID_OFF iterations to come."""
+        (target, per_node), (rest, per_layer) = self._target.fit(), self._rest.fit()
+        lines = {part: line.fit() for part, line in self._drafts.items()}
+        found = []
+        for depth, drafting, nodes, part in self._costs:
+            taken = max(0.0, target + rows * per_node * nodes) + max(0.0, rest + per_layer * depth)
+            if depth:
+                draft, per_draft = lines[part]
+                late = behind * per_draft / PAID_OFF if part != "second" else 0.0
+                taken += late + depth * max(0.0, draft + rows * per_draft * drafting)
+            found.append(taken)
+        return found
 
-    def _goodput(self, shape: Shape) -> float:
-        return self.expected_steps(shape) / max(self.expected_seconds(shape), 1e-9)
+    def _could_pay(self, seconds: Sequence[float]) -> bool:
+        """Some shape would be faster than no draft if all its layers passed. Where not even that is so, measured times
+        alone say that no draft is best, whatever is accepted."""
+        plain = max(seconds[0], 1e-9)
+        return any((1 + shape.depth) * plain > time for shape, time in zip(self._shapes, seconds, strict=True))
 
-    def _shapes(self) -> list[Shape]:
-        none = Shape(0, self._largest.drafts_per_layer)
-        depths = range(1, self._largest.depth + 1)
-        return [none] + [Shape(depth, drafts) for depth in depths for drafts in self._choices]
+    def _probe_is_due(self, lag: int) -> bool:
+        """A probe waits, up to as long again, for a moment when the draft has little to catch up on."""
+        waited = self._since_probe - self._patience
+        return waited >= 0 and (lag <= 4 * self._beams or waited >= self._patience)
+
+    def _probe(self) -> Shape:
+        """The most drafts there are, at the present depth, of the drafters in turn."""
+        now, part = self._shapes[self._now], self._parts[self._probes % len(self._parts)]
+        self._since_probe, self._probing, self._probes = 0, True, self._probes + 1
+        return Shape(max(1, now.depth), self._shapes[0].drafts_per_layer, part)
+
+    def _price_probe(self, plain: float, taken: float) -> None:
+        """The dearer a probe was, the longer until the next."""
+        self._probing = False
+        extra = (taken - plain) / max(PROBE_SHARE * plain, 1e-9)
+        self._patience = round(min(max(extra, PROBE_EVERY), PROBE_AT_MOST))
+
+    def _drafting_nodes(self, shape: Shape) -> float:
+        """Nodes per draft call of one row: the roots, then K per further layer."""
+        return (self._beams + (shape.depth - 1) * shape.drafts_per_layer) / max(1, shape.depth)
+
+    def _count(self, shape: Shape, requests: Sequence[Acceptance], layers: Sequence[LayerCounters]) -> None:
+        informed = self._informed(shape)
+        for request in requests:
+            request.open(len(self._choices), self._depth)
+        for depth in range(shape.depth):
+            passed = [0] * len(self._choices)
+            came = 0
+            for request, counters in zip(requests, layers, strict=True):
+                layer = counters[depth]
+                if not layer["reached"]:
+                    continue
+                came += 1
+                for at, drafts, unused in informed:
+                    held = layer["passed"] and layer["needed"] <= drafts and (not unused or _held(layer, unused))
+                    passed[at] += held
+                    request.add(at, depth, 1.0, held)
+            if not came:
+                break
+            for at, _, _ in informed:
+                self._shared.add(at, depth, came, passed[at])
+        self._rates = self._shared_rates()
+
+    def _informed(self, shape: Shape) -> list[tuple[int, int, Proposers | None]]:
+        """Choices that an iteration of this shape tells about: their number, how many drafts of the first drafter (or
+        of the only one) the layer may have needed, and which drafter must have done without the other."""
+        most, share, found = shape.drafts_per_layer, self._share, list[tuple[int, int, Proposers | None]]()
+        for at, (drafts, part) in enumerate(self._choices):
+            if part == shape.drafters:
+                if drafts <= most:
+                    found.append((at, drafts - share if part == "all" else drafts, None))
+            elif shape.drafters == "all" and (drafts <= most - share if part == "first" else drafts >= most):
+                found.append((at, drafts, part))
+        return found
+
+    def _shared_rates(self) -> list[list[float]]:
+        return [self._shared.rates(at, FIRST_RATE, PRIOR) for at in range(len(self._choices))]
+
+
+def _held(layer: dict[str, int], alone: Proposers) -> int:
+    """The layer needed nodes of this drafter only."""
+    return not layer["accepted_second"] if alone == "first" else layer["held_second"]
+
+
+def _parts(method: MethodConfig) -> tuple[Proposers, ...]:
+    """Which drafters may take part: both, or one of them. The second one stands for the first where it does without
+    the model that the first one runs; threshold width needs the law that the first one records."""
+    names = method.drafter_names
+    if len(names) == 1:
+        return ("all",)
+    return ("all", "first", "second") if names[1] in TEXT_DRAFTERS and method.width == "fixed" else ("all", "first")
+
+
+def _choices(method: MethodConfig) -> list[tuple[int, Proposers]]:
+    """Numbers of drafts, and who proposes them."""
+    # fewer drafts than beams would be fast, but never let a layer keep all its beams
+    least, most = min(method.num_beams, method.drafts_per_layer), method.drafts_per_layer
+    numbers = sorted({round(least * (most / least) ** (i / 3)) for i in range(4)} | {most})
+    found = list[tuple[int, Proposers]]()
+    for part in _parts(method):
+        room = method.second_share + 1 if part == "all" and len(_parts(method)) > 1 else 1
+        found += [(drafts, part) for drafts in numbers if drafts >= room]
+    return found
 
 
 def planner_for(method: MethodConfig) -> Planner:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from dsbd_cli.decoding.acceptance import Acceptance
 from dsbd_cli.requests import Request, RequestResult
 from dsbd_cli.stats import RequestStats
 
@@ -20,7 +21,8 @@ def bucket(size: int, step: int) -> int:
 @dataclass(slots=True)
 class Job:
     """A request on its way through the engine. `used`, `trunk` and `drafted` are the row's slots after the last
-    iteration; `truncated` tokens of the prompt were dropped; `retried`: it ran out of memory alone once."""
+    iteration; `truncated` tokens of the prompt were dropped; `retried`: it ran out of memory alone once; `prefilled`:
+    the draft has read the prompt; `acceptance`: what the planner has seen of it."""
 
     number: int
     request: Request
@@ -32,6 +34,8 @@ class Job:
     drafted: int = 0
     truncated: int = 0
     retried: bool = False
+    prefilled: bool = False
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
 
 class Source:
@@ -82,6 +86,7 @@ class Scheduler:
         assert self.jobs[row] is None
         self.jobs[row] = job
         job.used = job.trunk = job.drafted = len(job.prompt) - 1
+        job.prefilled = False
 
     def remove(self, row: int) -> Job:
         """Free a row."""

@@ -49,11 +49,13 @@ class Plan:
     Attributes:
         slots: S, active cache slots. shape: D and K.
         lag: most used slots of a row that the draft has not run, or more.
+        idle: the draft runs nothing, and holds no slot of any row's tail.
     """
 
     slots: int
     shape: Shape
     lag: int
+    idle: bool = False
 
 
 class Work:
@@ -98,7 +100,7 @@ class Stepper:
             work.logits = self._target(state, work.forest, work.context)
 
         def verify() -> None:
-            work.counters = self._verify(state, work.forest, work.logits, work.context.keys)
+            work.counters = self._verify(state, work.forest, work.logits, work.context.keys, plan.idle)
 
         phases = (draft, target, verify)
         self.timer.start()
@@ -120,14 +122,14 @@ class Stepper:
             self.endings.stops.version if self.endings.stops.used else None,
         )
 
-    def _verify(self, state: BatchState, forest: Forest, logits: Tensor, keys: Tensor) -> Tensor:
+    def _verify(self, state: BatchState, forest: Forest, logits: Tensor, keys: Tensor, idle: bool) -> Tensor:
         """Walk the forest and commit what survives; returns the packed counters."""
         beams, top_k, vocabulary = state.method.num_beams, state.warp.max_top_k, logits.shape[-1]
         size = self.rule.candidates(beams, self.endings.num_eos, top_k, vocabulary)
         if self.endings.stops.used and not self.rule.warps:
             size = vocabulary  # any number of tokens may complete a stop string
         outcome = walk(state, forest, top_candidates(logits, size), self.rule, self.endings, keys)
-        self._commit(state, forest, outcome)
+        self._commit(state, forest, outcome, idle)
         return _pack(state, outcome)
 
     def _context(self, state: BatchState, plan: Plan) -> DraftContext:
@@ -157,6 +159,7 @@ class Stepper:
             lag=plan.lag,
             record_law=self.rule.needs_law or method.width == "threshold",
             prompts=state.prompts,
+            drafters=shape.drafters,
         )
 
     def _target(self, state: BatchState, forest: Forest, context: DraftContext) -> Tensor:
@@ -174,7 +177,7 @@ class Stepper:
         assert logits is not None
         return logits
 
-    def _commit(self, state: BatchState, forest: Forest, outcome: Walk) -> None:
+    def _commit(self, state: BatchState, forest: Forest, outcome: Walk, idle: bool) -> None:
         """Final beams become the live beams; both caches keep only their ancestors."""
         beams, live, table = state.beams, outcome.live, state.table
         _settle(state, forest, outcome)
@@ -184,10 +187,11 @@ class Stepper:
         live.valid = live.valid & going.unsqueeze(1)
         beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, outcome.steps)
         ancestors = at_nodes(forest.flat("ancestors"), live.parent)
-        # the draft has run all layers but the last; without a draft layer it has run nothing new
-        run_by_draft = table.used + forest.offset(forest.depth) if forest.depth else table.drafted
+        # the draft has run all layers but the last; without a draft layer, or without the draft, nothing new
+        ran = forest.depth > 0 and forest.firsts != 0
+        run_by_draft = table.used + forest.offset(forest.depth) if ran else table.drafted
         moved = compact(table, ancestors, live.valid, run_by_draft)
-        for model in (self.target, self.draft):
+        for model in (self.target, None if idle else self.draft):
             if model is not None:
                 model.move(moved.source.to(model.device), moved.target.to(model.device))
         beams.valid, beams.token, beams.weight, beams.logprob = live.valid, live.token, live.weight, live.logprob

@@ -84,6 +84,7 @@ def make_drafter(setting: Setting) -> Drafter:
     first, *more = [DRAFTERS[name](setting) for name in method.drafter_names]
     if not more:
         return first
-    assert isinstance(more[0], PathDrafter), "checked by MethodConfig"
+    second = more[0]
     assert not isinstance(first, BridgeDrafter), "checked by MethodConfig"
-    return FusionDrafter(first, more[0], method.second_share, method.fusion_top_k)
+    assert not isinstance(second, BridgeDrafter), "checked by MethodConfig"
+    return FusionDrafter(first, second, method.second_share, method.fusion_top_k)

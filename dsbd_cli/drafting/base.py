@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dsbd_cli.config import Proposers
 from dsbd_cli.core.beams import Beams
 from dsbd_cli.core.forest import DraftLaw, Forest, LawScope, LayerNodes, at_nodes
 from dsbd_cli.core.noise import extend_path
@@ -87,6 +88,7 @@ class DraftContext:
         trash: slot absent nodes write to. row_key, iteration: [R] int64.
         keys: [R, L, STREAMS] int64, stream keys, L > D. lag: most used slots of a row that the draft has not run, or
             more. record_law: the layer laws Q are needed. prompts: only where the drafter reads the text (needs_text).
+        drafters: which of two drafters take part.
     """
 
     beams: Beams
@@ -105,6 +107,7 @@ class DraftContext:
     lag: int
     record_law: bool
     prompts: Prompts | None = None
+    drafters: Proposers = "all"
 
 
 class Drafter(Protocol):

@@ -14,7 +14,7 @@ from dsbd_cli.core.probs import NEVER
 from dsbd_cli.core.protocols import ForestModel
 from dsbd_cli.drafting.base import DraftContext, LayerDrafts
 from dsbd_cli.drafting.beam import BeamDrafter
-from dsbd_cli.drafting.rsd import RowDraws, carry, root_law, root_mass
+from dsbd_cli.drafting.rsd import RowDraws, carry, placed, root_law, root_mass
 
 __all__ = ["DynamicTree"]
 
@@ -59,6 +59,10 @@ class DynamicTree(BeamDrafter):
         index = above * rows.keys.shape[2] + column.flatten(1).gather(1, place)
         self._value = value.gather(1, above) + log_q.flatten(1).gather(1, place)
         return rows.drafts(index, best > NEVER)
+
+    def follow(self, place: Tensor) -> None:
+        """The values go with the nodes."""
+        self._value = placed(self._value, place)
 
 
 def _top(x: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from dsbd_cli.records.output import MethodRecord, dump_line, row_error
 from dsbd_cli.records.row import Fields, Row
 from dsbd_cli.requests import Hypothesis, RequestResult
-from dsbd_cli.stats import RequestStats, StepStats
+from dsbd_cli.stats import DrafterStats, RequestStats, StepStats
 
-__all__ = ["OUTPUT_SCHEMA", "STEP_SCHEMA", "native_record", "step_records", "text_record"]
+__all__ = ["OUTPUT_SCHEMA", "STEP_SCHEMA", "drafter_fields", "native_record", "step_records", "text_record"]
 
 OUTPUT_SCHEMA = "dsbd.output/1"
 STEP_SCHEMA = "dsbd.step/1"
@@ -51,7 +51,10 @@ def step_records(steps: list[StepStats]) -> Iterator[bytes]:
     for step in steps:
         record: Fields = {"schema": STEP_SCHEMA}
         record.update((name, getattr(step, name)) for name in _STEP_FIELDS)
-        record["layers"] = [{name: getattr(layer, name) for name in _LAYER_FIELDS} for layer in step.layers]
+        record["layers"] = [
+            {name: getattr(layer, name) for name in _LAYER_FIELDS} | drafter_fields(layer.drafters)
+            for layer in step.layers
+        ]
         yield dump_line({**record, **_seconds(step)})
 
 
@@ -92,11 +95,25 @@ def _stats(stats: RequestStats) -> Fields:
         "drafted": stats.drafted,
         "accepted": stats.accepted,
         "acceptance_rate": rate if rate is None else round(rate, 6),
+        **drafter_fields(stats.drafters),
         "mean_width": round(stats.mean_width, 6),
         "kv_peak_slots": stats.kv_peak_slots,
         **_seconds(stats),
         "total_s": round(stats.total_s, 6),
     }
+
+
+def drafter_fields(drafters: Mapping[str, DrafterStats]) -> Fields:
+    """Acceptance by drafter, where there are two."""
+    found: Fields = {}
+    for name, part in drafters.items():
+        rate = part.acceptance_rate
+        found[name] = {
+            "drafted": part.drafted,
+            "accepted": part.accepted,
+            "acceptance_rate": rate if rate is None else round(rate, 6),
+        }
+    return {"drafters": found} if found else {}
 
 
 def _seconds(stats: RequestStats | StepStats) -> Fields:

@@ -86,7 +86,7 @@ class MethodRecord:
             options["tree_threshold"] = method.value_threshold if method.tree == "threshold" else None
         if len(names) == 2:
             options["second_drafts"] = method.second_share
-            options["fusion_top_k"] = method.fusion_top_k if method.needs_draft else None
+            options["fusion_top_k"] = method.fusion_top_k if method.judges_lookups else None
         return options
 
 

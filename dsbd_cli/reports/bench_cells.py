@@ -103,7 +103,7 @@ def work_columns(rows: Sequence[BenchRow]) -> list[Column]:
         Column("target calls", lambda row: number(row.target_calls, ".1f")),
         Column("draft calls", lambda row: number(row.draft_calls, ".1f")),
         Column("width", lambda row: number(row.mean_width, ".2f")),
-        Column("accepted %", lambda row: number(_hundred(row.acceptance_rate), ".0f")),
+        Column("accepted %", _accepted),
         Column(
             "layers passed %, by depth",
             lambda row: " ".join(f"{100 * share:.0f}" for share in row.passed_by_depth) or DASH,
@@ -119,6 +119,12 @@ def resource_columns(rows: Sequence[BenchRow]) -> list[Column]:
         Column("J/token", lambda row: number(row.energy.j_per_token, ".3g")),
         Column("J/token above idle", lambda row: number(row.energy.j_per_token_above_idle, ".3g")),
     ]
+
+
+def _accepted(row: BenchRow) -> str:
+    """Of all drafts, and of each drafter's where there are two."""
+    parts = [f"{name} {number(_hundred(rate), '.0f')}" for name, rate in row.accepted_by_drafter.items()]
+    return number(_hundred(row.acceptance_rate), ".0f") + (f" ({', '.join(parts)})" if parts else "")
 
 
 def _hundred(share: float | None) -> float | None:

@@ -53,6 +53,8 @@ class BenchRow:
         tokens_per_s: median of the windows and their middle half (quartiles).
         ratios: baseline -> this method's speed over its, median of pairs of neighbouring windows and quartiles.
         steps_per_call: beam-sampling steps per target call; None for others' code, which does not count them.
+        accepted_by_drafter: accepted of drafted nodes of each drafter, where there are two; a node that both proposed
+            is the first one's.
         accepted_by_depth: accepted of drafted nodes in each layer that was verified.
         passed_by_depth: share of all target calls in which this layer passed.
         target_calls, draft_calls: per record.
@@ -77,6 +79,7 @@ class BenchRow:
     ratios: Mapping[str, Interval] = field(default_factory=dict)
     steps_per_call: float | None = None
     acceptance_rate: float | None = None
+    accepted_by_drafter: Mapping[str, float | None] = field(default_factory=dict)
     accepted_by_depth: tuple[float, ...] = ()
     passed_by_depth: tuple[float, ...] = ()
     mean_width: float | None = None

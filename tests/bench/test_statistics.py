@@ -11,7 +11,8 @@ from dsbd_cli.bench.statistics import bootstrap_mean, middle_half
 from dsbd_cli.bench.sweep import Setting, plan
 from dsbd_cli.bench.tally import Tally, ratios_of
 from dsbd_cli.metrics.energy import EnergyMeter, EnergyWindow
-from dsbd_cli.stats import LayerStats, RequestStats, StepStats
+from dsbd_cli.reports.bench_cells import work_columns
+from dsbd_cli.stats import DrafterStats, LayerStats, RequestStats, StepStats
 
 
 def test_the_bootstrap_of_a_mean_has_its_known_width() -> None:
@@ -70,11 +71,14 @@ def test_counters_of_requests_are_summed_by_depth() -> None:
     second = [LayerStats(1, 8, 4, 4, 3, False)]
     steps = [StepStats("a", i, 0, 1, 20, 40, 0, layers, 0.0, 0.0, 0.0) for i, layers in enumerate((first, second), 1)]
     stats = RequestStats(target_calls=2, draft_calls=4, steps=3, drafted=32, accepted=8, width_sum=12, step_log=steps)
+    stats.drafters = {"beam": DrafterStats(24, 6), "ngram": DrafterStats(8, 2)}
     answer = Answer("x", 5, -1.0, stats, 1000)
     made.add_answers([answer], [{"exact match": 1.0}], [-1.0])
     row = made.row({}, EnergyMeter(None, reason="none"), "rss")
     assert row.passed_by_depth == (0.5, 0.0)
     assert row.accepted_by_depth == (7 / 16, 1 / 8)
+    assert row.accepted_by_drafter == {"beam": 0.25, "ngram": 0.25}
+    assert any(column.cell(row) == "25 (beam 25, ngram 25)" for column in work_columns([row]))
     assert (row.steps_per_call, row.acceptance_rate, row.mean_width) == (1.5, 0.25, 4.0)
     assert (row.target_calls, row.draft_calls, row.kv_peak_bytes) == (2.0, 4.0, 1000)
     assert row.logprob_per_token == -0.2

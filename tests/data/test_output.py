@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from dsbd_cli.cli.totals import Totals
 from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.errors import InvalidRowError, NumericalError, OutOfMemoryRowError, PromptTooLongError, RowError
 from dsbd_cli.records import (
@@ -27,7 +28,7 @@ from dsbd_cli.records import (
     text_record,
 )
 from dsbd_cli.requests import Hypothesis, RequestResult
-from dsbd_cli.stats import LayerStats, RequestStats, StepStats
+from dsbd_cli.stats import DrafterStats, LayerStats, RequestStats, StepStats
 
 METHOD = MethodRecord(MethodConfig(), "t", "d")
 HOSTILE = 'a\n\r\x00\x1b[31m\x7f\x85\x9b0m\u2028\u2029 "\\" \ud7ff\ue000\U0010ffff </s>\t{}'
@@ -59,6 +60,30 @@ def test_the_fields_of_a_native_record_in_their_order() -> None:
     assert "metadata" not in orjson.loads(native_record(row_of(), answered(row_of()), METHOD))
     shortened = replace(answered(row), truncated_tokens=4)
     assert orjson.loads(native_record(row, shortened, METHOD))["usage"]["truncated_tokens"] == 4
+
+
+def test_two_drafters_are_told_apart() -> None:
+    row = row_of()
+    result, parts = answered(row), {"beam": DrafterStats(12, 3), "ngram": DrafterStats(0, 0)}
+    result.stats.drafters = parts
+    expected = {
+        "beam": {"drafted": 12, "accepted": 3, "acceptance_rate": 0.25},
+        "ngram": {"drafted": 0, "accepted": 0, "acceptance_rate": None},
+    }
+    assert orjson.loads(native_record(row, result, METHOD))["stats"]["drafters"] == expected
+    layer = LayerStats(1, 8, 4, 4, 4, True, parts)
+    [step] = step_records([StepStats("x", 1, 1, 2, 12, 40, 7, [layer], 0.1, 0.2, 0.3)])
+    assert orjson.loads(step)["layers"][0]["drafters"] == expected
+    assert "drafters" not in orjson.loads(native_record(row, answered(row), METHOD))["stats"]
+    totals = Totals()
+    for _ in range(2):
+        result.stats.drafted, result.stats.accepted = 12, 3
+        totals.add(result)
+    assert totals.numbers()["drafters"] == {
+        "beam": {"drafted": 24, "accepted": 6, "acceptance_rate": 0.25},
+        "ngram": expected["ngram"],
+    }
+    assert "25% accepted (beam 25%)" in totals.line()
 
 
 def test_an_error_is_a_record() -> None:

@@ -1,21 +1,23 @@
 """Adaptive depth: any sequence of forest shapes gives the same text, the draft always catches up, and the planner finds
 the fastest shape of a world it does not know.
 
-Guards: draft slots never filled after a stretch without drafts; a planner that drafts at a loss, never drafts again, or
-does not notice that the world changed.
+Guards: draft slots never filled after a stretch without drafts; a prompt that the draft never reads; a planner that
+drafts at a loss, never drafts again, does not notice that the world changed, or treats unlike requests alike.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.config import MethodConfig, Proposers, SamplingConfig
 from dsbd_cli.core.protocols import ForestInput
+from dsbd_cli.decoding.acceptance import Acceptance
 from dsbd_cli.decoding.engine import Engine
 from dsbd_cli.decoding.planner import AdaptivePlanner, FixedPlanner, Line, Shape, planner_for
 from dsbd_cli.errors import UsageError
@@ -30,14 +32,22 @@ class RandomPlanner:
 
     def __init__(self, seed: int, depth: int, drafts: int) -> None:
         self.random, self.depth, self.drafts, self.used = random.Random(seed), depth, drafts, set[Shape]()
+        self.parts: tuple[Proposers, ...] = ("all",)
 
-    def choose(self, rows: int) -> Shape:
+    def choose(self, requests: Sequence[Acceptance], lag: int = 0, unread: int = 0) -> Shape:
         depth = 0 if self.random.random() < 0.7 else self.random.randint(1, self.depth)
-        shape = Shape(depth, self.random.randint(3, self.drafts))
+        shape = Shape(depth, self.random.randint(3, self.drafts), self.random.choice(self.parts))
         self.used.add(shape)
         return shape
 
-    def observe(self, shape: Shape, layers: Sequence[object], seconds: dict[str, float]) -> None:
+    def observe(
+        self,
+        shape: Shape,
+        requests: Sequence[Acceptance],
+        layers: Sequence[object],
+        seconds: dict[str, float],
+        lag: int = 0,
+    ) -> None:
         assert set(seconds) >= {"draft", "target", "verify"}
 
 
@@ -95,7 +105,7 @@ class World:
 
     def __init__(self, target: tuple[float, float], draft: float, rate: float, per_draft: float = 0.0) -> None:
         self.target, self.draft, self.rate, self.per_draft = target, draft, rate, per_draft
-        self.random = random.Random(5)
+        self.random, self.request = random.Random(5), Acceptance()
 
     def chance(self, shape: Shape) -> float:
         return min(1.0, self.rate + self.per_draft * shape.drafts_per_layer)
@@ -110,15 +120,23 @@ class World:
     def goodput(self, shape: Shape) -> float:
         return self.steps(shape) / sum(self.seconds(shape).values())
 
-    def iterate(self, planner: AdaptivePlanner) -> Shape:
-        shape = planner.choose(1)
+    def at(self, shape: Shape) -> tuple[Shape, list[Acceptance], list[list[dict[str, int]]], dict[str, float]]:
+        """What an iteration of the one request shows."""
         layers, alive = [], True
         for _ in range(shape.depth):
             passed = alive and self.random.random() < self.chance(shape)
             layers.append({"reached": int(alive), "passed": int(passed), "needed": 4 if passed else 0})
             alive = passed
-        planner.observe(shape, [layers], self.seconds(shape))
-        return shape
+        return shape, [self.request], [layers], self.seconds(shape)
+
+    def iterate_counted(self, planner: AdaptivePlanner, lag: int = 0) -> tuple[Shape, int]:
+        """Shape and steps of an iteration."""
+        shown = self.at(planner.choose([self.request], lag))
+        planner.observe(*shown)
+        return shown[0], 1 + sum(layer["passed"] for layer in shown[2][0])
+
+    def iterate(self, planner: AdaptivePlanner, lag: int = 0) -> Shape:
+        return self.iterate_counted(planner, lag)[0]
 
     def best(self) -> float:
         shapes = [Shape(depth, drafts) for depth in range(9) for drafts in (4, 5, 6, 8)]
@@ -174,12 +192,16 @@ def test_line_forgets_and_is_never_negative() -> None:
         line.add(1, 1.0)
         line.add(2, 3.0)
     assert line.at(3) == pytest.approx(5.0, abs=0.01)
+    for _ in range(3000):
+        line.add(2, 3.0)
+        line.fit()
+    assert line.at(3) == pytest.approx(5.0, abs=0.05)  # one x tells nothing about the slope: nodes do not become free
 
 
 def test_a_fixed_method_has_a_fixed_planner() -> None:
     planner = planner_for(MethodConfig(depth=3, drafts_per_layer=6))
     assert isinstance(planner, FixedPlanner)
-    assert planner.choose(7) == Shape(3, 6)
+    assert planner.choose([Acceptance()] * 7) == Shape(3, 6)
     assert isinstance(planner_for(method()), AdaptivePlanner)
     with pytest.raises(UsageError, match="adaptive_depth"):
         MethodConfig(depth=0, adaptive_depth=True)
@@ -191,3 +213,202 @@ def test_layers_keep_room_for_all_beams(width: str) -> None:
     config = MethodConfig(num_beams=4, drafts_per_layer=8, depth=6, width=width, adaptive_depth=True)  # type: ignore[arg-type]
     planner, world = AdaptivePlanner(config), World((0.01, 0.02), 0.0, 0.9)
     assert {world.iterate(planner).drafts_per_layer for _ in range(200)} <= set(range(4, 9))
+
+
+def serve(planner: AdaptivePlanner, rates: Sequence[float], length: int, *, apart: bool) -> float:
+    """Steps per second of requests one after another, request i with acceptance rates[i % n]. apart: each request keeps
+    its own counts; otherwise they are hidden from the planner."""
+    worlds = [World((0.05, 0.002), 0.01, rate) for rate in rates]
+    steps, seconds = 0, 0.0
+    for number in range(60):
+        world, request, left = worlds[number % len(rates)], Acceptance(), length
+        while left > 0:
+            world.request = request if apart else Acceptance()
+            shape, taken = world.iterate_counted(planner)
+            left, steps, seconds = left - taken, steps + taken, seconds + sum(world.seconds(shape).values())
+    return steps / seconds
+
+
+def test_requests_unlike_each_other_get_shapes_of_their_own() -> None:
+    """Every other request is hard to draft for: one depth for all would be wrong for both."""
+    unlike = [serve(AdaptivePlanner(method()), (0.2, 0.85), 80, apart=apart) for apart in (True, False)]
+    assert unlike[0] > 1.1 * unlike[1]
+    alike = [serve(AdaptivePlanner(method()), (0.5,), 80, apart=apart) for apart in (True, False)]
+    assert alike[0] > 0.95 * alike[1]
+
+
+def test_a_batch_takes_the_shape_of_the_largest_sum() -> None:
+    """One request in eight passes everything, the others nothing: the batch has no use for drafts, but the one alone
+    has. A request that left is forgotten."""
+    planner, world = AdaptivePlanner(method()), World((0.05, 0.002), 0.01, 0.5)
+    good, bad = Acceptance(), Acceptance()
+    for _ in range(20):
+        world.iterate(planner)
+    for request, rate in ((good, 1.0), (bad, 0.0)):
+        world.rate, world.request = rate, request
+        for _ in range(60):
+            planner.observe(*world.at(Shape(4, 8)))
+    assert planner.choose([good]).depth > 2
+    planner._now = 0
+    assert planner.choose([bad]).depth == planner.choose([good, *[bad] * 7]).depth == 0
+    planner._now = 0
+    assert planner.choose([Acceptance()]).depth <= planner.choose([good]).depth
+
+
+def test_a_new_request_starts_from_what_others_showed() -> None:
+    planner, world = AdaptivePlanner(method()), World((0.05, 0.0), 0.001, 0.95)
+    deep = [world.iterate(planner) for _ in range(100)][-1].depth
+    assert deep > 4
+    assert planner.choose([Acceptance()]).depth == deep
+
+
+@pytest.mark.parametrize(("draft", "probes"), [(0.2, False), (0.03, True)])
+def test_what_cannot_pay_is_not_probed(draft: float, probes: bool) -> None:
+    """A layer of drafts yields one step at most. Where it takes longer than a whole iteration without drafts, no
+    acceptance can make it pay, and nothing is ever tried again; else it is."""
+    planner, world = AdaptivePlanner(method()), World((0.05, 0.002), draft, 0.0)
+    used = [world.iterate(planner) for _ in range(1500)]
+    assert any(shape.depth for shape in used[:4])  # its time had to be measured
+    assert any(shape.depth for shape in used[20:]) == probes
+
+
+def test_it_is_probed_again_once_it_could_pay() -> None:
+    """The bound is of measured times: a target that has become slow lifts it."""
+    planner, fast, slow = AdaptivePlanner(method()), World((0.05, 0.0), 0.1, 0.9), World((2.0, 0.0), 0.1, 0.9)
+    assert not any([fast.iterate(planner).depth for _ in range(300)][20:])
+    assert [slow.iterate(planner).depth for _ in range(300)][-20:].count(0) == 0
+
+
+def test_a_dear_probe_waits_for_a_moment_with_little_to_catch_up_on_and_comes_more_rarely() -> None:
+    gaps = {}
+    for draft in (0.002, 0.04):
+        planner, world = AdaptivePlanner(method()), World((0.05, 0.002), draft, 0.0)
+        used = [world.iterate(planner).depth for _ in range(3000)]
+        probes = [number for number, depth in enumerate(used) if depth and number > 20]
+        gaps[draft] = probes[-1] - probes[-2]
+    assert gaps[0.04] > gaps[0.002]
+    planner, world = AdaptivePlanner(method()), World((0.05, 0.002), 0.02, 0.0)
+    for _ in range(40):
+        world.iterate(planner)
+    late = next(number for number in range(1000) if world.iterate(planner, lag=512).depth)
+    assert late > 80
+    planner, world = AdaptivePlanner(method()), World((0.05, 0.002), 0.02, 0.0)
+    for _ in range(40):
+        world.iterate(planner)
+    assert next(number for number in range(1000) if world.iterate(planner, lag=4).depth) < 40
+
+
+def test_planning_is_cheap_for_many_rows() -> None:
+    """Python calls of an iteration of 32 rows; times belong into benchmarks."""
+    planner, calls = AdaptivePlanner(method()), 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    requests = [Acceptance() for _ in range(32)]
+    passed = [[{"reached": 1, "passed": 1, "needed": 4}] * 8] * 32
+    for _ in range(20):
+        planner.observe(planner.choose(requests), requests, passed, {"draft": 0.01, "target": 0.05, "verify": 0.001})
+    sys.setprofile(count)
+    shape = planner.choose(requests)
+    sys.setprofile(None)
+    assert shape.depth == 8
+    assert calls < 1000
+
+
+class Prefilled(TableLM):
+    """Counts the prompts that it was given, and how often its slots moved."""
+
+    prompts = moves = 0
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        self.moves += 1
+        super().move(source, target)
+
+    def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
+        if batch.rows is not None:
+            self.prompts += len(batch.rows)
+        return super().forward(batch, logits=logits)
+
+
+@pytest.mark.parametrize("drafts_for", [lambda iteration: 0, lambda iteration: int(iteration == 5)])
+def test_the_draft_reads_a_prompt_only_when_it_is_to_draft(drafts_for: Callable[[int], int]) -> None:
+    target, draft = table_pair(1, VOCABULARY, 0.4)
+    counted, seen = Prefilled(draft.table), 0
+
+    class Planned(RandomPlanner):
+        def choose(self, requests: Sequence[Acceptance], lag: int = 0, unread: int = 0) -> Shape:
+            nonlocal seen
+            seen += 1
+            assert unread == (0 if counted.prompts else 4 * 3)
+            return Shape(drafts_for(seen), 8)
+
+    config = MethodConfig(num_beams=3, drafts_per_layer=8, depth=5)
+    engine = Engine(target, counted, NumberCodec(VOCABULARY, ()), config, batch_size=4)
+    engine._planner = Planned(0, 5, 8)
+    sampling = SamplingConfig(max_new_tokens=40, top_k=6)
+    results = list(engine.run(Request(str(i), i, prompt_ids=(i, 1, 2), sampling=sampling) for i in range(4)))
+    assert [result.stats.draft_calls for result in results] == [drafts_for(5)] * 4
+    assert counted.prompts == 4 * drafts_for(5)
+    # what it holds moves only until all of that is in the trunks
+    assert bool(counted.moves) == bool(drafts_for(5))
+    assert counted.moves < seen / 2
+
+
+class TwoDrafters(World):
+    """A second drafter that costs nothing to ask and proposes the right nodes by a chance of its own; of both, a layer
+    passes if either does, but the first has fewer nodes to do it with."""
+
+    def __init__(self, target: tuple[float, float], draft: float, rate: float, second: float) -> None:
+        super().__init__(target, draft, rate)
+        self.second = second
+
+    def seconds(self, shape: Shape) -> dict[str, float]:
+        found = super().seconds(shape)
+        return {**found, "draft": 0.0002 * shape.depth} if shape.drafters == "second" else found
+
+    def chance(self, shape: Shape) -> float:
+        first, second = shape.drafters != "second", shape.drafters != "first"
+        fewer = 0.9 if second else 1.0
+        return 1 - (1 - fewer * self.rate * first) * (1 - self.second * second)
+
+    def at(self, shape: Shape) -> tuple[Shape, list[Acceptance], list[list[dict[str, int]]], dict[str, float]]:
+        layers, alive = [], True
+        for _ in range(shape.depth):
+            fewer = 0.9 if shape.drafters == "all" else 1.0
+            mine = shape.drafters != "second" and self.random.random() < fewer * self.rate
+            other = shape.drafters != "first" and self.random.random() < self.second
+            passed = int(alive and (mine or other))
+            alone = shape.drafters == "second"
+            counts = {"needed": 1 if passed and (mine or alone) else 0, "held_second": passed * other}
+            layers.append(
+                {"reached": int(alive), "passed": passed, "accepted_second": int(passed and not mine), **counts}
+            )
+            alive = bool(passed)
+        return shape, [self.request], [layers], self.seconds(shape)
+
+
+TWO = [
+    (TwoDrafters((0.05, 0.001), 0.03, 0.3, 0.6), "second"),  # the model costs more than it brings
+    (TwoDrafters((0.05, 0.001), 0.004, 0.8, 0.02), "first"),  # the lookups are in the way
+    (TwoDrafters((0.05, 0.001), 0.002, 0.6, 0.6), "all"),
+    (TwoDrafters((0.01, 0.01), 0.02, 0.1, 0.02), None),
+]
+
+
+@pytest.mark.parametrize(("world", "part"), TWO, ids=[str(part) for _, part in TWO])
+def test_leaves_out_the_drafter_that_does_not_pay(world: TwoDrafters, part: str | None) -> None:
+    config = MethodConfig(drafter="beam+ngram", num_beams=1, drafts_per_layer=4, depth=6, adaptive_depth=True)
+    planner = AdaptivePlanner(config)
+    used = [world.iterate(planner) for _ in range(800)][300:]
+    usual = max(set(used), key=used.count)
+    assert (usual.drafters if usual.depth else None) == part
+    if part:
+        assert sum(shape.drafters == part for shape in used) > 400
+
+
+def test_threshold_width_keeps_the_drafter_whose_law_it_needs() -> None:
+    config = MethodConfig(drafter="beam+ngram", rule="rejection", width="threshold", adaptive_depth=True)
+    planner, world = AdaptivePlanner(config), TwoDrafters((0.05, 0.001), 0.04, 0.2, 0.9)
+    assert {world.iterate(planner).drafters for _ in range(300)} == {"all", "first"}

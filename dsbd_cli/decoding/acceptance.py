@@ -1,0 +1,49 @@
+"""How often layers pass: fading counts by choice of drafts and by layer, of one request or of all. No tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import add, mul, truediv
+
+__all__ = ["FADE", "Acceptance"]
+
+FADE = 0.97  # weight of the past, observation by observation
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Counts [choice][layer] of walks that came to a layer and of those that passed it. Empty until something was
+    seen."""
+
+    reached: list[list[float]] = field(default_factory=list)
+    passed: list[list[float]] = field(default_factory=list)
+
+    def open(self, choices: int, depth: int) -> None:
+        """Room for counts, where there is none yet."""
+        if not self.reached:
+            self.reached = [[0.0] * depth for _ in range(choices)]
+            self.passed = [[0.0] * depth for _ in range(choices)]
+
+    def add(self, choice: int, layer: int, reached: float, passed: float) -> None:
+        """What one iteration showed."""
+        row = self.reached[choice]
+        row[layer] = FADE * row[layer] + reached
+        row = self.passed[choice]
+        row[layer] = FADE * row[layer] + passed
+
+    def rates(self, choice: int, first: float, weight: float) -> list[float]:
+        """Chance of each layer to pass, drawn towards that of the layer above (`first` for the first layer), which
+        weighs as much as `weight` walks."""
+        rates = []
+        for passed, reached in zip(self.passed[choice], self.reached[choice], strict=True):
+            first = (passed + weight * first) / (reached + weight)
+            rates.append(first)
+        return rates
+
+    def alive(self, choice: int, prior: Sequence[float], weight: float) -> list[float]:
+        """Chance that all layers down to each one pass: own counts, drawn towards rates that weigh as much as `weight`
+        walks. prior: those rates times the weight."""
+        passed, reached = map(add, self.passed[choice], prior), map(weight.__add__, self.reached[choice])
+        return list(accumulate(map(truediv, passed, reached), mul))
