@@ -14,6 +14,7 @@ from dsbd_cli.core.forest import DraftLaw, Forest
 from dsbd_cli.core.probs import NEVER, top_candidates
 from dsbd_cli.drafting.base import DraftContext, LayerDrafts, children, fuse, roots
 from dsbd_cli.drafting.beam import BeamDrafter
+from dsbd_cli.drafting.logits import DraftLogits
 from dsbd_cli.drafting.paths import PathDrafter, PathTree
 
 __all__ = ["FusionDrafter"]
@@ -65,13 +66,13 @@ class FusionDrafter:
         first: LayerDrafts,
         law: DraftLaw | None,
         tree: PathTree,
-        logits: Tensor | None,
+        logits: DraftLogits | None,
     ) -> None:
-        """The layer of both. logits: of the draft model at the layer above, [R, n, V]."""
+        """The layer of both. logits: of the draft model at the layer above."""
         second = tree.drafts(context, forest, layer, 2 * context.drafts_per_layer)
         weight = second.weight
         if logits is not None:
-            second, weight = _judge(forest, layer, second, logits, self._top_k)
+            second, weight = _judge(forest, layer, second, logits.wide(), self._top_k)
         fused, place = fuse(first, second, context.drafts_per_layer)
         tree.follow(place)
         own = first.token.shape[1]
