@@ -71,7 +71,7 @@ class SweepOptions:
             METHODS_PANEL,
             "--methods",
             text=f"all, or some of {', '.join(METHODS)}, with commas",
-            default=f"eleven of them; {', '.join(FUZZY_METHODS)} where only --fuzzy-threshold is given",
+            default=f"eleven of them; with --fuzzy-threshold {', '.join(FUZZY_METHODS)}",
             metavar="NAMES",
         ),
     ] = None
@@ -160,7 +160,7 @@ class ChoiceOptions:
             CHOICE,
             "--dev-data",
             text="dev records, in the form of --data",
-            default="every second record of --data, which is then not reported on",
+            default="the task's own, else every second record of --data, which is then not reported on",
             metavar="PATH",
         ),
     ] = None
