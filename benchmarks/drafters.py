@@ -5,8 +5,11 @@
 Models are the built-in pair, or the pair inflated to a larger shape (benchmarks/inflate.py): shapes, cost and
 acceptance are real, weights are not. The copy-heavy task asks again what was asked and answered further up in the same
 prompt: half of it quotes a passage (QA), half edits a query of the same schema (code). The corpus of `retrieval` is of
-the tasks' train split; prompts are of the test split. Rounds are interleaved; steps per call and acceptance depend on
-the seed alone.
+the tasks' train split; prompts are of the test split. `bridge` goes through text although the pair shares a tokenizer:
+its row shows what that detour costs. Rounds are interleaved; steps per call and acceptance depend on the seed alone.
+
+Cases are tasks x rules x drafters, each with an engine of its own. At a large shape choose some of them, names
+with commas or spaces between: --tasks qa,copy --rules search --drafters "no draft,beam,bridge".
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +30,15 @@ from benchmarks.common import environment, markdown_table, results_folder, write
 from benchmarks.inflate import SHAPES
 from benchmarks.speed import Bench, prepare
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
+from dsbd_cli.drafting import BridgedDraft
 from dsbd_cli.drafting.index import CorpusTokens, write_index
+from dsbd_cli.models.pair import markers
 from dsbd_cli.models.tokenize import HFCodec
 from dsbd_cli.requests import RequestResult, derive_seed
 from dsbd_cli.tasks import TASKS
 
 NEW_TOKENS = 48
+WARM_UP_TOKENS = 4
 CORPUS_RECORDS = 2000
 
 NO_DRAFT: dict[str, Any] = {"depth": 0}
@@ -54,7 +60,9 @@ DRAFTED: dict[str, dict[str, Any]] = {
     "beam+top-k": {"drafter": "beam+dynamic-tree", "tree": "top-k"},
     "rsd-s+beam": {"drafter": "rsd-s+beam"},
     "rsd-s+top-k": {"drafter": "rsd-s+dynamic-tree", "tree": "top-k"},
+    "bridge": {"drafter": "bridge"},
 }
+RULES = ("coupled", "rejection", "search")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +84,24 @@ class Sums:
     nodes_per_call: float = 0.0
     accepted_by_depth: list[float] = field(default_factory=list)
     passed_by_depth: list[float] = field(default_factory=list)
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "tasks": (*TASKS, "copy"),
+    "rules": RULES,
+    "drafters": ("no draft", *DRAFTED),
+}
+
+
+def chosen_names(words: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Names from words that may hold several with commas. Raises ValueError for unknown and repeated ones."""
+    names = [name.strip() for word in words for name in word.split(",")]
+    for place, name in enumerate(names):
+        if name not in known:
+            raise ValueError(f"there is no {name!r}: choose of {', '.join(known)}")
+        if name in names[:place]:
+            raise ValueError(f"{name} stands there twice")
+    return names
 
 
 def copying(seed: int) -> Iterator[tuple[str, str]]:
@@ -113,7 +139,9 @@ def make_engine(bench: Bench, case: Case, index: Path, options: argparse.Namespa
     shape = {} if case.drafter == "no draft" else {"drafts_per_layer": options.drafts_per_layer, "depth": options.depth}
     rule: Any = case.rule
     method = MethodConfig(rule=rule, num_beams=options.num_beams, **{**shape, **chosen})
-    draft = bench.draft if method.needs_draft else None
+    draft: Any = bench.draft if method.needs_draft else None
+    if method.drafter == "bridge":
+        draft = BridgedDraft(bench.draft, bench.codec, bench.codec, markers(bench.codec, bench.codec))
     return Engine(bench.target, draft, bench.codec, method, batch_size=options.batch_size, log_steps=True)
 
 
@@ -146,9 +174,9 @@ def by_depth(results: Sequence[RequestResult], depth: int) -> tuple[list[float],
 
 
 def measure(bench: Bench, cases: Sequence[Case], index: Path, options: argparse.Namespace) -> dict[Case, Sums]:
-    """Interleaved rounds, after one request to warm each engine up."""
+    """Interleaved rounds, after a few tokens of one request to warm each engine up."""
     engines = {case: make_engine(bench, case, index, options) for case in cases}
-    sampling = SamplingConfig(max_new_tokens=NEW_TOKENS)
+    sampling = SamplingConfig(max_new_tokens=options.new_tokens)
     requests = {
         task: [Request(name, derive_seed(0, name), prompt=text, sampling=sampling) for name, text in prompts]
         for task in {case.task for case in cases}
@@ -156,7 +184,8 @@ def measure(bench: Bench, cases: Sequence[Case], index: Path, options: argparse.
     }
     sums = {case: Sums() for case in cases}
     for case, engine in engines.items():
-        list(engine.run(requests[case.task][:1]))
+        first = replace(requests[case.task][0], sampling=SamplingConfig(max_new_tokens=WARM_UP_TOKENS))
+        list(engine.run([first]))
     for number in range(options.rounds):
         for case, engine in engines.items():
             add_round(sums[case], engine, requests[case.task])
@@ -185,7 +214,7 @@ def report(sums: dict[Case, Sums], options: dict[str, Any]) -> None:
         for case, done in sums.items()
     ]
     text = "\n".join(parts)
-    write_results(results_folder(f"drafters-{options['shape']}-w{options['num_beams']}"), runs, text)
+    write_results(results_folder(options["name"]), runs, text)
     print(text)
 
 
@@ -216,18 +245,30 @@ def main() -> None:
     parser.add_argument("--shape", choices=("small", *SHAPES), default="small")
     parser.add_argument("--draft-shape", choices=("small", *SHAPES), default="small")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--tasks", nargs="+", choices=(*TASKS, "copy"), default=[*TASKS, "copy"])
-    parser.add_argument("--rules", nargs="+", default=["coupled", "rejection", "search"])
-    parser.add_argument("--drafters", nargs="+", choices=("no draft", *DRAFTED), default=["no draft", *DRAFTED])
+    for name, known in CHOICES.items():
+        parser.add_argument(f"--{name}", nargs="+", default=list(known), help=f"some of {', '.join(known)}")
     parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="at most, of each request")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--num-beams", type=int, default=4)
     parser.add_argument("--drafts-per-layer", type=int, default=8)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--name", help="folder of the results; by default of the shape and W")
     options = parser.parse_args()
+    for name, known in CHOICES.items():
+        try:
+            setattr(options, name, chosen_names(getattr(options, name), known))
+        except ValueError as error:
+            parser.error(f"--{name}: {error}")
+    options.name = options.name or f"drafters-{options.shape}-w{options.num_beams}"
     bench = prepare(options.shape, options.draft_shape, getattr(torch, options.dtype), 2)
     cases = [Case(*names) for names in itertools.product(options.tasks, options.rules, options.drafters)]
+    tokens = len(cases) * options.rounds * options.requests * options.new_tokens
+    print(
+        f"{len(cases)} cases, {options.rounds} rounds of {options.requests} requests: {tokens} tokens at most",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory() as folder:
         index = Path(folder) / "corpus.index"
         make_index(index, bench.codec)

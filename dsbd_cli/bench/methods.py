@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from dsbd_cli.config import DRAFTERS, MAX_AUTO_DEPTH, MethodConfig
 from dsbd_cli.peers.config import PeerConfig, PeerName
 
-__all__ = ["AXES", "BASELINES", "DEFAULT_METHODS", "METHODS", "Axis", "Method", "Value"]
+__all__ = ["AXES", "BASELINES", "DEFAULT_METHODS", "FUZZY_METHODS", "METHODS", "Axis", "Method", "Value"]
 
 Value = int | float | str
 
@@ -142,3 +142,6 @@ DEFAULT_METHODS = (
     "hf-beam-sampling",
     "hf-assisted",
 )
+
+# What --fuzzy-threshold alone compares: plain sampling, the lossless rule with a draft, and the curve.
+FUZZY_METHODS = ("beam-sampling", "dsbd-rejection", "dsbd-fuzzy")

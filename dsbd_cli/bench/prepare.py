@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+from dsbd_cli.bench.choice import DEFAULT_TOLERANCE
 from dsbd_cli.bench.sweep import Setting
 from dsbd_cli.config import SamplingConfig
 from dsbd_cli.core.protocols import TextCodec
@@ -32,6 +33,9 @@ class BenchSpec:
         batch_size: requests decoded together.
         seed: of the noise; a record's own comes from it and the record's id.
         notes: of the plan, to be told with the results.
+        dev_records: of each data set that has dev records, at most; thresholds of rule fuzzy are chosen on them. 0:
+            nothing is chosen.
+        tolerance: by how much the score of a chosen threshold may be below that of the target's own law.
     """
 
     datasets: Sequence[Dataset]
@@ -43,6 +47,8 @@ class BenchSpec:
     seed: int = 0
     data: str | None = None
     notes: Sequence[str] = field(default_factory=tuple)
+    dev_records: int = 0
+    tolerance: float = DEFAULT_TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)

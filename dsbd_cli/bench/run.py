@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from dsbd_cli.bench.choice import choose, curves
 from dsbd_cli.bench.prepare import BenchSpec, Prepared, prepare, window_size
 from dsbd_cli.bench.runners import Runner, make_runner
 from dsbd_cli.bench.sweep import Setting
@@ -15,11 +17,22 @@ from dsbd_cli.decoding.engine import Engine
 from dsbd_cli.metrics.energy import EnergyMeter, find_meter
 from dsbd_cli.metrics.environment import environment
 from dsbd_cli.metrics.memory import PeakMemory
-from dsbd_cli.reports.bench_data import BenchReport
+from dsbd_cli.reports.bench_data import BenchReport, BenchRow
 
 __all__ = ["Bench"]
 
 Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Records of a task and the settings that answer them. dev: they are for a choice, not to be reported alone."""
+
+    task: str
+    data: Prepared
+    settings: tuple[Setting, ...]
+    rounds: int
+    dev: bool = False
 
 
 class Bench:
@@ -41,19 +54,20 @@ class Bench:
         self._memory = PeakMemory(device)
         self._stopping = False
         size, room = window_size(spec.batch_size), self._room()
-        self._data = [prepare(dataset, pair.codec, spec.records, size, room) for dataset in spec.datasets]
+        self._curves = curves(spec.settings) if spec.dev_records else ()
+        self._parts = list(self._divided(size, room))
         self._runners = {setting: self._runner(setting) for setting in spec.settings}
         self._tallies = {
-            (data.dataset.name, setting): Tally(data.dataset.name, setting, self._batch_size(setting))
-            for data in self._data
-            for setting in spec.settings
+            (part, setting): Tally(part.task, setting, self._batch_size(setting))
+            for part in self._parts
+            for setting in part.settings
         }
         self._environment = environment(command, str(device))
 
     @property
     def units(self) -> int:
         """Timed windows in all."""
-        return self._spec.rounds * len(self._spec.settings) * sum(len(data.windows) for data in self._data)
+        return sum(part.rounds * len(part.settings) * len(part.data.windows) for part in self._parts)
 
     @property
     def stopped(self) -> bool:
@@ -69,47 +83,74 @@ class Bench:
     def run(self, progress: Progress = lambda done, total, name: None) -> BenchReport:
         """Measure all of it. progress: called before each window with windows done, windows in all, and its name."""
         self._meter.measure_idle()
-        first = self._data[0].windows[0][:1]
+        first = self._parts[0].data.windows[0][:1]
         for runner in self._runners.values():
             if not self._stopping:
                 runner.run(first)  # warm-up: lazy set-up and the first use of kernels
         done = 0
         for number in range(self._spec.rounds):
-            for window in range(max(len(data.windows) for data in self._data)):
-                for data in self._data:
-                    if window < len(data.windows):
-                        done = self._window(data, number, window, done, progress)
+            for window in range(max(len(part.data.windows) for part in self._parts)):
+                for part in self._parts:
+                    if number < part.rounds and window < len(part.data.windows):
+                        done = self._window(part, number, window, done, progress)
         progress(done, self.units, "")
         return self.report()
 
     def report(self) -> BenchReport:
         """What is measured until now."""
-        tallies = list(self._tallies.values())
-        rows = [
-            tally.row(ratios_of(tally, tallies), self._meter, self._memory.source) for tally in tallies if tally.speeds
+        rows, dev_rows = self._rows(dev=False), self._rows(dev=True)
+        choices = [
+            choose(part.task, curve, {row.name: row for row in dev_rows if row.task == part.task}, self._spec.tolerance)
+            for part in self._parts
+            for curve in self._curves
+            if part.dev and self._is_measured(part)
         ]
-        notes = [*self._spec.notes, *(note for data in self._data for note in data.notes)]
+        notes = list(dict.fromkeys([*self._spec.notes, *(note for part in self._parts for note in part.data.notes)]))
         if not self._meter.available:
             notes.append(f"energy is not measured: {self._meter.reason}")
         elif self._meter.idle_watts is not None:
             notes.append(f"energy by {self._meter.source}; the idle machine draws {self._meter.idle_watts:.1f} W")
-        return BenchReport(rows, self._environment, self._about(), notes, complete=not self._stopping)
+        complete = not self._stopping
+        return BenchReport(rows, self._environment, self._about(), notes, complete, dev_rows, choices)
 
-    def _window(self, data: Prepared, number: int, window: int, done: int, progress: Progress) -> int:
+    def _divided(self, size: int, room: int | None) -> Iterator[Part]:
+        """What is run: all settings on every data set; on dev records the curves and what they are held against."""
+        spec, codec = self._spec, self._pair.codec
+        wanted = {one for curve in self._curves for one in (curve.reference, *curve.settings)}
+        tuned = tuple(one for one in spec.settings if one in wanted)
+        for dataset in spec.datasets:
+            if tuned and dataset.dev is not None:
+                data = prepare(dataset.dev, codec, spec.dev_records, size, room)
+                yield Part(dataset.name, data, tuned, rounds=1, dev=True)
+            data = prepare(dataset, codec, spec.records, size, room)
+            yield Part(dataset.name, data, tuple(spec.settings), spec.rounds)
+
+    def _rows(self, *, dev: bool) -> list[BenchRow]:
+        """Of the test records, or of the dev records."""
+        tallies = [tally for (part, _), tally in self._tallies.items() if part.dev == dev]
+        return [
+            tally.row(ratios_of(tally, tallies), self._meter, self._memory.source) for tally in tallies if tally.speeds
+        ]
+
+    def _is_measured(self, part: Part) -> bool:
+        """Whether every setting has answered all records."""
+        return all(len(self._tallies[part, one].speeds) == len(part.data.windows) for one in part.settings)
+
+    def _window(self, part: Part, number: int, window: int, done: int, progress: Progress) -> int:
         """One window by every method; who begins goes round."""
-        settings = self._spec.settings
+        data, settings = part.data, part.settings
         first = (number * len(data.windows) + window) % len(settings)
         for setting in (*settings[first:], *settings[:first]):
             if self._stopping:
                 return done
             progress(done, self.units, f"{data.dataset.name}: {setting.name}")
-            self._measure(data, setting, number, window)
+            self._measure(part, setting, number, window)
             done += 1
         return done
 
-    def _measure(self, data: Prepared, setting: Setting, number: int, window: int) -> None:
-        prompts, runner = data.windows[window], self._runners[setting]
-        tally = self._tallies[data.dataset.name, setting]
+    def _measure(self, part: Part, setting: Setting, number: int, window: int) -> None:
+        prompts, runner = part.data.windows[window], self._runners[setting]
+        tally = self._tallies[part, setting]
         self._memory.start()
         self._meter.start()
         answers = runner.run(prompts)
@@ -119,7 +160,7 @@ class Bench:
             return  # cut off: its time says nothing
         tally.add_time((number, window), sum(answer.tokens for answer in answers), used, peak)
         if number == 0:
-            scores = [data.dataset.score(p.record, a.text) for p, a in zip(prompts, answers, strict=True)]
+            scores = [part.data.dataset.score(p.record, a.text) for p, a in zip(prompts, answers, strict=True)]
             tally.add_answers(answers, scores, runner.with_logprobs(prompts, answers))
 
     def _runner(self, setting: Setting) -> Runner:
@@ -148,6 +189,7 @@ class Bench:
             "batch_size": spec.batch_size,
             "window_records": window_size(spec.batch_size),
             "rounds": spec.rounds,
+            "dev_records": spec.dev_records if self._curves else 0,
             "seed": spec.seed,
             "data": spec.data,
             "notes": list(spec.notes),

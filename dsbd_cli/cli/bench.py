@@ -9,12 +9,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
+from dsbd_cli.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
+from dsbd_cli.bench.methods import FUZZY_METHODS
 from dsbd_cli.bench.sweep import Plan, Setting, choose_methods, plan, read_values
 from dsbd_cli.cli.bench_options import (
     DEFAULT_RECORDS,
     DEFAULT_ROUNDS,
     DEFAULT_TASKS,
     BenchOutputs,
+    ChoiceOptions,
     DataOptions,
     SweepOptions,
 )
@@ -28,7 +31,7 @@ from dsbd_cli.config import MethodConfig
 from dsbd_cli.data.resume import write_atomically
 from dsbd_cli.errors import UsageError
 from dsbd_cli.tasks.choose import open_dataset
-from dsbd_cli.tasks.dataset import Dataset
+from dsbd_cli.tasks.dataset import Dataset, with_dev
 
 if TYPE_CHECKING:
     from dsbd_cli.bench.run import Bench
@@ -51,6 +54,7 @@ class Progress(Protocol):
 def bench(
     data: DataOptions,
     sweep: SweepOptions,
+    choice: ChoiceOptions,
     pair: PairOptions,
     drawing: DrawOptions,
     devices: DeviceOptions,
@@ -64,19 +68,21 @@ def bench(
     Without options: the built-in pair on its two tasks, in under two minutes. Ctrl-C prints what is measured by then.
     """
     draft_wanted = pair.draft != "none"
-    planned = _plan(sweep, draft_wanted)
+    records = _at_least("--records", data.records, DEFAULT_RECORDS)
+    rounds = _at_least("--rounds", data.rounds, DEFAULT_ROUNDS)
+    dev_records = _at_least("--dev-records", choice.dev_records, records, least=0)
+    planned = _plan(sweep, draft_wanted, tuned=dev_records > 0)
+    chosen = _check_choice(choice, planned, dev_records)
     settings = run_settings(pair, MethodOptions(), _sampling(drawing, planned), devices, RowOptions())
     if pair.draft is not None and draft_wanted and not any(one.drafts for one in planned.settings):
         raise UsageError(f"--draft {pair.draft} would do nothing, because no method of --methods drafts: drop it")
     if settings.batch_size is None:
         raise UsageError("--batch-size auto would compare methods at different sizes: give a number")
-    records = _at_least_one("--records", data.records, DEFAULT_RECORDS)
-    rounds = _at_least_one("--rounds", data.rounds, DEFAULT_ROUNDS)
     check_report_files(
         {"--json": outputs.json, "--markdown": outputs.markdown, "--plot": outputs.plot},
         overwrite=bool(outputs.overwrite),
     )
-    datasets = _datasets(data)
+    datasets, notes = _datasets(data, choice, chosen=chosen)
     with StopSignals(quiet=bool(outputs.quiet)) as signals:
         from dsbd_cli.bench.prepare import BenchSpec
         from dsbd_cli.bench.run import Bench
@@ -90,7 +96,9 @@ def bench(
             sampling=settings.rows.sampling,
             seed=settings.rows.seed,
             data=None if data.data is None else str(data.data),
-            notes=planned.notes,
+            notes=(*planned.notes, *notes),
+            dev_records=dev_records,
+            tolerance=DEFAULT_TOLERANCE if choice.fuzzy_tolerance is None else choice.fuzzy_tolerance,
         )
         engine = _load(settings, devices, planned.settings)
         running = Bench(engine, spec, command=[str(word) for word in arguments] or ["bench"])
@@ -100,14 +108,39 @@ def bench(
             raise StoppedError(signals.number)
 
 
-def _plan(sweep: SweepOptions, draft: bool) -> Plan:
+def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> Plan:
+    """The settings. tuned: a threshold of rule fuzzy is to be chosen, which needs something to be held against."""
     lists = {
         name: read_values("--" + name.replace("_", "-"), name, text)
         for name, text in dataclasses.asdict(sweep).items()
         if name not in ("methods", "index") and text is not None
     }
-    names = choose_methods(sweep.methods, draft=draft, drafters=lists.get("drafter", ()))
-    return plan(names, lists, None if sweep.index is None else str(sweep.index))
+    methods = sweep.methods
+    if methods is None and "fuzzy_threshold" in lists:
+        methods = ",".join(FUZZY_METHODS)
+    names = choose_methods(methods, draft=draft, drafters=lists.get("drafter", ()))
+    index = None if sweep.index is None else str(sweep.index)
+    planned = plan(names, lists, index)
+    if not tuned or not without_reference(planned.settings):
+        return planned
+    note = "beam-sampling is run as well, because a fuzzy threshold is chosen by what the target alone scores"
+    again = plan(["beam-sampling", *names], lists, index)
+    return dataclasses.replace(again, notes=(note, *again.notes))
+
+
+def _check_choice(choice: ChoiceOptions, planned: Plan, dev_records: int) -> bool:
+    """Whether a threshold is chosen. Raises UsageError for options of a choice that is not made."""
+    tolerance = choice.fuzzy_tolerance
+    if tolerance is not None and not 0 <= tolerance <= 1:
+        raise UsageError(f"--fuzzy-tolerance is {tolerance:g}, but must be from 0 to 1")
+    several = bool(curves(planned.settings))
+    reason = "--dev-records is 0" if several else "no two values of --fuzzy-threshold are run"
+    for name in ("dev_records", "dev_data", "fuzzy_tolerance"):
+        value = getattr(choice, name)
+        if value is None or (several and (dev_records or name == "dev_records")):
+            continue
+        raise UsageError(f"--{name.replace('_', '-')} {value} would do nothing, because {reason}: drop it")
+    return several and dev_records > 0
 
 
 def _sampling(drawing: DrawOptions, planned: Plan) -> SamplingOptions:
@@ -120,20 +153,37 @@ def _sampling(drawing: DrawOptions, planned: Plan) -> SamplingOptions:
     return SamplingOptions(**given)
 
 
-def _at_least_one(option: str, value: int | None, default: int) -> int:
-    if value is not None and value < 1:
-        raise UsageError(f"{option} is {value}, but must be 1 or more")
+def _at_least(option: str, value: int | None, default: int, *, least: int = 1) -> int:
+    if value is not None and value < least:
+        raise UsageError(f"{option} is {value}, but must be {least} or more")
     return default if value is None else value
 
 
-def _datasets(data: DataOptions) -> list[Dataset]:
+def _datasets(data: DataOptions, choice: ChoiceOptions, *, chosen: bool) -> tuple[list[Dataset], list[str]]:
+    """The data sets, and what is to be said of them. chosen: on dev records, where answers are scored."""
     names = [name.strip() for name in (data.task or DEFAULT_TASKS).split(",")]
     for place, name in enumerate(names):
         if name in names[:place]:
             raise UsageError(f"--task: {name} stands there twice: drop one")
     if data.data is not None and len(names) > 1:
         raise UsageError(f"--data {data.data} belongs to one task, but --task is {', '.join(names)}: name one")
-    return [open_dataset(name, data.data, TASK_SEED) for name in names]
+    if choice.dev_data is not None and data.data is None:
+        raise UsageError(f"--dev-data {choice.dev_data} goes with --data, which is not given")
+    opened = [open_dataset(name, data.data, TASK_SEED, choice.dev_data) for name in names]
+    if not chosen:
+        return opened, []
+    found, notes = [], []
+    for dataset in opened:
+        if dataset.metrics:
+            found.append(with_dev(dataset))
+            continue
+        for name in ("dev_records", "dev_data", "fuzzy_tolerance"):
+            if (value := getattr(choice, name)) is not None:
+                given = f"--{name.replace('_', '-')} {value}"
+                raise UsageError(f"{given} would do nothing, because answers of {dataset.name} are not scored: drop it")
+        found.append(dataset)
+        notes.append(f"{dataset.name}: answers are not scored, so no fuzzy threshold is chosen on dev records")
+    return found, notes
 
 
 def _load(settings: RunSettings, devices: DeviceOptions, planned: Sequence[Setting]) -> Engine:

@@ -6,14 +6,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from dsbd_cli.bench.methods import METHODS
+from dsbd_cli.bench.choice import DEFAULT_TOLERANCE
+from dsbd_cli.bench.methods import FUZZY_METHODS, METHODS
 from dsbd_cli.cli.declare import flag, option
 from dsbd_cli.config import DRAFTERS, MethodConfig
 from dsbd_cli.tasks.choose import TASK_NAMES
 
-__all__ = ["DEFAULT_RECORDS", "DEFAULT_ROUNDS", "DEFAULT_TASKS", "BenchOutputs", "DataOptions", "SweepOptions"]
+__all__ = [
+    "DEFAULT_RECORDS",
+    "DEFAULT_ROUNDS",
+    "DEFAULT_TASKS",
+    "BenchOutputs",
+    "ChoiceOptions",
+    "DataOptions",
+    "SweepOptions",
+]
 
-DATA, METHODS_PANEL, OUTPUT = "Data", "Methods and their settings", "Output"
+DATA, METHODS_PANEL, CHOICE, OUTPUT = "Data", "Methods and their settings", "Choice of a fuzzy threshold", "Output"
 DEFAULT_TASKS, DEFAULT_RECORDS, DEFAULT_ROUNDS = "sql,qa", 24, 1
 _METHOD = MethodConfig()
 
@@ -62,7 +71,7 @@ class SweepOptions:
             METHODS_PANEL,
             "--methods",
             text=f"all, or some of {', '.join(METHODS)}, with commas",
-            default="eleven of them",
+            default=f"eleven of them; with --fuzzy-threshold {', '.join(FUZZY_METHODS)}",
             metavar="NAMES",
         ),
     ] = None
@@ -123,9 +132,46 @@ class SweepOptions:
         option(
             METHODS_PANEL,
             "--fuzzy-threshold",
-            text="divergence up to which method dsbd-fuzzy takes a layer as drafted",
+            text="divergence up to which method dsbd-fuzzy takes a layer as drafted; of several one is chosen on dev "
+            "records",
             default=METHODS["dsbd-fuzzy"].fixed["fuzzy_threshold"],
             metavar="T,...",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class ChoiceOptions:
+    """How one of several thresholds of rule fuzzy is chosen: on dev records, which are not the ones reported on."""
+
+    dev_records: Annotated[
+        int | None,
+        option(
+            CHOICE,
+            "--dev-records",
+            text="dev records of each task, on which one of several --fuzzy-threshold is chosen; 0 chooses nothing",
+            default="as many as --records",
+            metavar="N",
+        ),
+    ] = None
+    dev_data: Annotated[
+        Path | None,
+        option(
+            CHOICE,
+            "--dev-data",
+            text="dev records, in the form of --data",
+            default="the task's own, else every second record of --data, which is then not reported on",
+            metavar="PATH",
+        ),
+    ] = None
+    fuzzy_tolerance: Annotated[
+        float | None,
+        option(
+            CHOICE,
+            "--fuzzy-tolerance",
+            text="by how much the dev score of the chosen threshold may be below that of rejection, from 0 to 1",
+            default=DEFAULT_TOLERANCE,
+            metavar="X",
         ),
     ] = None
 

@@ -20,7 +20,6 @@ from dsbd_cli.cli.options import DeviceOptions, MethodOptions, PairOptions, RowO
 from dsbd_cli.cli.report_files import check_report_files
 from dsbd_cli.cli.settings import RunSettings, fixed_depth, run_settings
 from dsbd_cli.cli.signals import StopSignals
-from dsbd_cli.config import TEXT_DRAFTERS, MethodConfig
 from dsbd_cli.data.compression import open_input
 from dsbd_cli.data.resume import write_atomically
 from dsbd_cli.data.source import LineSource
@@ -115,15 +114,13 @@ def profile(
 
     Every prompt is decoded about ten times. Numbers are measured unless they are called predicted.
     """
-    first = (drafter.drafter or MethodConfig().drafter).split("+")[0]
-    if first == "bridge" or first in TEXT_DRAFTERS:
-        raise UsageError(
-            f"--drafter {drafter.drafter}: profile measures forests of a draft model on the target's tokens; "
-            "compare this one with dsbd bench"
-        )
-    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions(), drafter)
+    fixed = fixed_depth(pair, method, drafter.drafter)
+    settings = run_settings(pair, fixed, sampling, devices, RowOptions(), drafter)
     if settings.method.adaptive_depth:
-        raise UsageError("--depth auto measures by itself: give the depth that is to be profiled")
+        raise UsageError(
+            "--depth auto takes another D and K from iteration to iteration, so its phases are a mix of many: "
+            "give the depth that is to be profiled"
+        )
     repeats = REPEATS if wanted.repeats is None else wanted.repeats
     for name, value in (("--repeats", repeats), ("--show", wanted.show), ("--records", prompts.records)):
         if value is not None and value < 1:
@@ -203,7 +200,7 @@ def _measure(
         Job(
             bench=Bench(
                 engine.target,
-                engine.draft,
+                engine.bridged or engine.draft,
                 engine.codec,
                 requests,
                 settings.batch_size or len(requests),

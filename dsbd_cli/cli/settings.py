@@ -93,9 +93,10 @@ def run_settings(
     return RunSettings(target, draft, config, rows, batch_size, on_too_long, _max_errors(failing))
 
 
-def fixed_depth(pair: PairOptions, method: MethodOptions) -> MethodOptions:
+def fixed_depth(pair: PairOptions, method: MethodOptions, drafter: str | None = None) -> MethodOptions:
     """The options with the library's depth in place of `auto` by default, for commands that measure a forest."""
-    open_ = method.depth is None and pair.draft != "none"
+    drafting = pair.draft != "none" or not _needs_draft(drafter or MethodConfig().drafter)
+    open_ = method.depth is None and drafting
     return replace(method, depth=str(MethodConfig().depth)) if open_ else method
 
 

@@ -65,7 +65,8 @@ class ForestModel(Protocol):
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         """Write the nodes' keys and values, return logits [R, n, V] in the model's dtype (None with logits=False,
         when the
-        output head must not be run)."""
+        output head must not be run). A draft may lack tokens: where it has an attribute `head_ids` [m] that is not
+        None, these are the tokens of its m columns."""
         ...
 
     def move(self, source: Tensor, target: Tensor) -> None:

@@ -98,6 +98,7 @@ class Engine:
         if batch_size is not None and batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
         # a bridge runs its draft by itself: the two models share no slots
+        self.bridged = draft if isinstance(draft, BridgedDraft) else None
         shared = None if isinstance(draft, BridgedDraft) else draft
         self.target, self.draft, self.codec = target, shared, codec
         self.batch_size, self.info, self.log_steps = batch_size or 1, info, log_steps

@@ -9,10 +9,11 @@ from torch import Tensor
 from dsbd_cli.core.forest import DraftLaw, Forest
 from dsbd_cli.core.noise import DRAFT
 from dsbd_cli.core.pool import DraftRequest
-from dsbd_cli.core.probs import NEVER, Candidates, pool_law, top_candidates
+from dsbd_cli.core.probs import NEVER, Candidates, pool_law
 from dsbd_cli.core.protocols import ForestInput, ForestModel
 from dsbd_cli.core.slots import lagging
 from dsbd_cli.drafting.base import DraftContext, LayerDrafts, children, record_law, roots
+from dsbd_cli.drafting.logits import DraftLogits, head_ids
 
 __all__ = ["BeamDrafter", "NoDrafter", "draft_calls", "draft_candidates", "run"]
 
@@ -40,6 +41,7 @@ class BeamDrafter:
         """vocab_size: V of the target; draft logits past it are cut."""
         self.model = model
         self.vocab_size = vocab_size
+        self._ids = head_ids(model, vocab_size)
         self.calls = 0
 
     def propose(self, context: DraftContext) -> Forest:
@@ -53,8 +55,8 @@ class BeamDrafter:
         self.calls = draft_calls(context)
         return forest
 
-    def forward(self, context: DraftContext, forest: Forest, layer: int) -> Tensor:
-        """Draft logits of one layer's nodes: [R, n, V]."""
+    def forward(self, context: DraftContext, forest: Forest, layer: int) -> DraftLogits:
+        """Draft logits of one layer's nodes."""
         nodes, table, first = forest.layers[layer], context.table, forest.offset(layer)
         count = nodes.token.shape[1]
         slots = context.layout.slots[:, first : first + count]
@@ -69,13 +71,13 @@ class BeamDrafter:
                 batch = _joined(late, batch)
         logits = run(self.model, batch, nodes.token.device)
         assert logits is not None
-        return logits[:, -count:, : self.vocab_size]
+        return DraftLogits.of(logits[:, -count:], self._ids, self.vocab_size)
 
     def drafts(
-        self, context: DraftContext, forest: Forest, layer: int, logits: Tensor, count: int
+        self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
     ) -> tuple[LayerDrafts, DraftLaw | None]:
         """`count` draws from the draft's pool below one layer, and the law they were drawn from where one is needed.
-        logits: [R, n, V] of the layer's nodes."""
+        logits: of the layer's nodes."""
         nodes, rule = forest.layers[layer], context.rule
         candidates = draft_candidates(context, forest, logits)
         live = nodes.valid & ~nodes.ends
@@ -109,11 +111,11 @@ def draft_calls(context: DraftContext) -> int:
     return context.depth + (context.depth > 0 and context.lag > MERGED_LAG)
 
 
-def draft_candidates(context: DraftContext, forest: Forest, logits: Tensor) -> Candidates:
+def draft_candidates(context: DraftContext, forest: Forest, logits: DraftLogits) -> Candidates:
     """Candidates of the draft's nodes, enough for K draws. A draft that returns NaN proposes nothing; the target
     decides alone."""
-    size = context.rule.candidates(forest.num_beams, 1, context.warp.max_top_k, logits.shape[-1])
-    candidates = top_candidates(logits, max(size, min(context.drafts_per_layer + 8, logits.shape[-1])))
+    size = context.rule.candidates(forest.num_beams, 1, context.warp.max_top_k, logits.width)
+    candidates = logits.candidates(max(size, min(context.drafts_per_layer + 8, logits.width)))
     candidates.logprobs = candidates.logprobs.nan_to_num(nan=NEVER, neginf=NEVER)
     return candidates
 

@@ -23,6 +23,7 @@ from dsbd_cli.core.forest import Forest
 from dsbd_cli.core.probs import NEVER
 from dsbd_cli.core.protocols import ForestModel
 from dsbd_cli.drafting.base import DraftContext, LayerDrafts, children, roots
+from dsbd_cli.drafting.logits import DraftLogits, head_ids
 from dsbd_cli.drafting.prefixes import PrefixCache
 from dsbd_cli.drafting.spelling import Spelling, split_word, standing_tail, valid_prefix
 
@@ -253,7 +254,9 @@ class BridgeDrafter:
         that they agree. One host read."""
         for draft in (draft for drafts in live for draft in drafts):
             self._say_what_is_sure(draft)
-        logits = self._cache.run([[draft.ids for draft in drafts] for drafts in live]).to(torch.float32)
+        logits = self._cache.run([[draft.ids for draft in drafts] for drafts in live])
+        size = self.model.vocab_size
+        logits = DraftLogits.of(logits, head_ids(self.model, size), size).wide().to(torch.float32)
         logits = self._agreeing(logits, live)
         scores = torch.log_softmax(logits, -1).nan_to_num(nan=NEVER, neginf=NEVER)
         best, tokens = torch.topk(scores, min(width, scores.shape[-1]), dim=-1)

@@ -14,6 +14,7 @@ from dsbd_cli.core.probs import NEVER
 from dsbd_cli.core.protocols import ForestModel
 from dsbd_cli.drafting.base import DraftContext, LayerDrafts
 from dsbd_cli.drafting.beam import BeamDrafter
+from dsbd_cli.drafting.logits import DraftLogits
 from dsbd_cli.drafting.rsd import RowDraws, carry, placed, root_law, root_mass
 
 __all__ = ["DynamicTree"]
@@ -35,7 +36,7 @@ class DynamicTree(BeamDrafter):
         self._value: Tensor | None = None
 
     def drafts(
-        self, context: DraftContext, forest: Forest, layer: int, logits: Tensor, count: int
+        self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
     ) -> tuple[LayerDrafts, DraftLaw | None]:
         """The K best draws of the layer, best first."""
         rows = RowDraws(context, forest, layer, logits)

@@ -15,6 +15,7 @@ from dsbd_cli.core.forest import Forest
 from dsbd_cli.core.probs import NEVER, top_candidates
 from dsbd_cli.drafting.base import DraftContext, LayerDrafts, children, fuse, roots
 from dsbd_cli.drafting.beam import BeamDrafter, draft_calls
+from dsbd_cli.drafting.logits import DraftLogits
 from dsbd_cli.drafting.paths import PathDrafter, PathTree
 
 __all__ = ["FusionDrafter"]
@@ -28,11 +29,11 @@ class _Lookups:
         self._tree, self._top_k = PathTree(drafter.source.paths(context)), top_k
 
     def drafts(
-        self, context: DraftContext, forest: Forest, layer: int, logits: Tensor | None
+        self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits | None
     ) -> tuple[LayerDrafts, Tensor]:
-        """Heaviest first. logits: of the draft model at the layer above [R, n, V], where there is one."""
+        """Heaviest first. logits: of the draft model at the layer above, where there is one."""
         drafts = self._tree.drafts(context, forest, layer, 2 * context.drafts_per_layer)
-        return (drafts, drafts.weight) if logits is None else _judge(forest, layer, drafts, logits, self._top_k)
+        return (drafts, drafts.weight) if logits is None else _judge(forest, layer, drafts, logits.wide(), self._top_k)
 
     def follow(self, place: Tensor) -> None:
         """The layer is made; place: [R, m] where each of the drafts stands in it, -1 where it does not."""
@@ -47,7 +48,7 @@ class _Drawn:
         self._drafter = drafter
 
     def drafts(
-        self, context: DraftContext, forest: Forest, layer: int, logits: Tensor | None
+        self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits | None
     ) -> tuple[LayerDrafts, Tensor]:
         """In draw order."""
         assert logits is not None
@@ -119,9 +120,9 @@ class FusionDrafter:
         layer: int,
         first: LayerDrafts,
         other: _Lookups | _Drawn,
-        logits: Tensor | None,
+        logits: DraftLogits | None,
     ) -> None:
-        """The layer of both. logits: of the draft model at the layer above, [R, n, V]."""
+        """The layer of both. logits: of the draft model at the layer above."""
         second, weight = other.drafts(context, forest, layer, logits)
         fused, place = fuse(first, second, context.drafts_per_layer)
         other.follow(place)

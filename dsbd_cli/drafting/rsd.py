@@ -16,6 +16,7 @@ from dsbd_cli.core.probs import NEVER, Candidates, log_normalise, row_law
 from dsbd_cli.core.protocols import ForestModel
 from dsbd_cli.drafting.base import DraftContext, LayerDrafts, record_law
 from dsbd_cli.drafting.beam import BeamDrafter, draft_candidates
+from dsbd_cli.drafting.logits import DraftLogits
 
 __all__ = ["ConstantBranching", "RowDraws", "StochasticBeams", "root_law"]
 
@@ -28,7 +29,7 @@ class RowDraws:
         allowed: [R, n, C] bool, pairs that may be drafted.
     """
 
-    def __init__(self, context: DraftContext, forest: Forest, layer: int, logits: Tensor) -> None:
+    def __init__(self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits) -> None:
         self._context, self.nodes = context, forest.layers[layer]
         self.candidates = draft_candidates(context, forest, logits)
         nodes, rule, tokens = self.nodes, context.rule, self.candidates.tokens
@@ -110,7 +111,7 @@ class ConstantBranching(BeamDrafter):
         self.branching = branching
 
     def drafts(
-        self, context: DraftContext, forest: Forest, layer: int, logits: Tensor, count: int
+        self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
     ) -> tuple[LayerDrafts, DraftLaw | None]:
         """Every node's first draw, then every node's second one, and so on."""
         rows = RowDraws(context, forest, layer, logits)
@@ -145,7 +146,7 @@ class StochasticBeams(BeamDrafter):
         self._perturbed: Tensor | None = None
 
     def drafts(
-        self, context: DraftContext, forest: Forest, layer: int, logits: Tensor, count: int
+        self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
     ) -> tuple[LayerDrafts, DraftLaw | None]:
         """The largest G' of the layer, in that order."""
         rows = RowDraws(context, forest, layer, logits)

@@ -90,12 +90,11 @@ class CausalForestModel:
         self._mask_dtype = self._cache.dtype
         self._dtype = logits.dtype
         self._width = logits.shape[-1]
-        self._full = self._width
         self._kept: Tensor | None = None
 
     @property
     def vocab_size(self) -> int:
-        """V, width of the logits that forward returns."""
+        """V, width of the logits that forward returns, or would if the head lacked no tokens."""
         return self._width
 
     @property
@@ -157,11 +156,17 @@ class CausalForestModel:
         For drafts whose padding ids differ from the target's; that the ids mean the same is checked by check_pair.
         """
         self._width = width
+        if self._kept is not None:
+            self._kept = self._kept[self._kept < width]
 
     def spread(self, ids: Tensor, width: int) -> None:
-        """Take the model's logits as those of `ids` [n] int64, ascending, in a vocabulary of this width; all others
-        are -inf."""
-        self._kept, self._width, self._full = ids.to(self._device), width, width
+        """Take the model's logits as those of `ids` [n] int64, ascending, in a vocabulary of this width."""
+        self._kept, self._width = ids.to(self._device), width
+
+    @property
+    def head_ids(self) -> Tensor | None:
+        """Tokens [m] int64 of the logits' columns, ascending, where the head lacks some; None: column v is token v."""
+        return self._kept
 
     def reserve(self, rows: int, slots: int) -> None:
         """Own cache memory for rows x slots; grows only and keeps what is there."""
@@ -192,7 +197,8 @@ class CausalForestModel:
 
     @torch.no_grad()
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        """Write the nodes, return logits [R, n, V] in the model's dtype; with logits=False the head is not run."""
+        """Write the nodes, return logits [R, n, V] in the model's dtype, [R, n, m] where the head lacks tokens (see
+        head_ids); with logits=False the head is not run."""
         output = self._run(self._model if logits else self._body, batch)
         return self._fitted(output.logits.to(self._device)) if logits else None
 
@@ -227,8 +233,7 @@ class CausalForestModel:
 
     def _fitted(self, logits: Tensor) -> Tensor:
         if self._kept is not None:
-            wide = logits.new_full((*logits.shape[:-1], self._full), float("-inf"))
-            return wide.index_copy_(-1, self._kept, logits)[..., : self._width]
+            return logits[..., : len(self._kept)]
         if self._width <= logits.shape[-1]:
             return logits[..., : self._width]
         return nn.functional.pad(logits, (0, self._width - logits.shape[-1]), value=float("-inf"))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dsbd_cli.profiling.runs import Run, drafts_nodes, phases_of
 from dsbd_cli.reports.profile_data import Machine, MeasuredSetting, Prediction, Setting
 
-__all__ = ["neighbours", "notes", "prediction_of", "warnings"]
+__all__ = ["drafting", "neighbours", "notes", "prediction_of", "warnings"]
 
 WIDE_SPREAD = 0.25
 BUSY = 0.5
@@ -30,6 +31,29 @@ def warnings(machine: Machine, measured: Sequence[MeasuredSetting]) -> list[str]
                 f"({one.seconds.low:.2f} to {one.seconds.high:.2f} s): measure again on a quiet machine"
             )
     return told
+
+
+def drafting(run: Run) -> list[str]:
+    """What the phase draft is where it is not forwards of a draft model over the forest's nodes."""
+    method = run.method
+    if not method.depth or drafts_nodes(method):
+        return []
+    fitted = "what it costs by D and K is fitted to whole runs"
+    if method.drafter != "bridge":
+        return [
+            f"drafter {method.drafter} runs no draft model, so there is no T_draft(K): its phase draft is look-ups in "
+            f"tensors, and {fitted}"
+        ]
+    log = run.log
+    forwards = [one for one in log.forwards if (one.role, one.kind) == ("draft", "forest")]
+    phase = next(one.total_s for one in phases_of(run) if one.name == "draft")
+    share = sum(one.seconds() for one in forwards) / phase if phase else 0.0
+    return [
+        "drafter bridge reads the host in its phase draft by design: the beams once an iteration and the best tokens "
+        "after each draft forward, because text lives there",
+        f"of its phase draft {share:.0%} are forwards of the draft, {len(forwards) / max(log.iterations, 1):.1f} an "
+        f"iteration; the rest is reading, tokenizing and spelling; {fitted}",
+    ]
 
 
 def neighbours(now: Prediction, found: Sequence[Prediction]) -> list[str]:

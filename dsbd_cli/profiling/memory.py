@@ -47,10 +47,11 @@ def owners(
     num_beams: int,
     peak: int,
     before: int | None,
+    apart_bytes: int = 0,
 ) -> tuple[Owner, ...]:
-    """The table. slot_bytes: of one slot in both models. before: bytes that the process held before it loaded a model
-    (0 on a GPU)."""
-    known = sum(size or 0 for _, size in weights) + reserved_bytes + (before or 0)
+    """The table. slot_bytes: of one slot in the models that share slots. before: bytes that the process held before it
+    loaded a model (0 on a GPU). apart_bytes: cache of a draft with tokens of its own."""
+    known = sum(size or 0 for _, size in weights) + reserved_bytes + apart_bytes + (before or 0)
     in_use = slots.total * slot_bytes
     found = [Owner(f"weights, {role}", size) for role, size in weights]
     found += [
@@ -59,6 +60,8 @@ def owners(
         Owner("KV in flight", slots.in_flight * slot_bytes, f"{slots.in_flight} nodes of one iteration"),
         Owner("KV reserved, free", max(reserved_bytes - in_use, 0), "room to grow, padding"),
     ]
+    if apart_bytes:
+        found.append(Owner("KV of the draft", apart_bytes, "its own tokens of the same texts, reserved"))
     if before:
         found.append(Owner("Python and libraries", before, "before the models were loaded"))
     if all(size is not None for _, size in weights):

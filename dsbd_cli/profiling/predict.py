@@ -4,6 +4,7 @@
               + what every iteration costs + D * (what a layer costs + K * what a draft costs)
     run       = once per run + steps / (steps per call x rows per iteration) x iteration
 
+Without a draft model, or with one that is run through text, drafting is in what layers and drafts cost.
 After the goodput model of Liu et al. 2024 (arXiv 2406.14066), with beams. Plain Python: no tensors.
 """
 
@@ -45,7 +46,7 @@ class Costs:
     """Measured in runs of the setting in use, of another K, and of no draft.
 
     Attributes:
-        target, draft: forwards; draft is None without one.
+        target, draft: forwards; draft is None where its forwards are no part of the sum.
         first_nodes: mean nodes of the first draft forward (pending tokens and late parents).
         iteration_s, layer_s, draft_s: of an iteration outside of forwards, of each of its drafted layers, and of each
             draft of a layer.
@@ -72,8 +73,7 @@ class Costs:
         depth, drafts = setting.depth, setting.drafts_per_layer
         total = self.iteration_s + self.target.at(self.num_beams + depth * drafts)
         total += depth * (self.layer_s + self.draft_s * drafts)
-        if depth:
-            assert self.draft is not None
+        if depth and self.draft is not None:
             first = max(self.first_nodes, self.num_beams)
             total += self.draft.at(first) + (depth - 1) * self.draft.at(drafts)
         return total

@@ -20,7 +20,7 @@ from dsbd_cli.profiling.machine import describe_machine, machine_rates
 from dsbd_cli.profiling.memory import owners, peak_bytes, reset_peak
 from dsbd_cli.profiling.predict import Costs, Line, choose, layer_costs, predictions
 from dsbd_cli.profiling.probe import DraftProbe, SlotProbe
-from dsbd_cli.profiling.runs import Bench, Run, method_for, phases_of, setting_of
+from dsbd_cli.profiling.runs import Bench, Run, drafts_nodes, method_for, phases_of, setting_of
 from dsbd_cli.profiling.snapshot import Snapshot
 from dsbd_cli.profiling.timers import Role, RunLog
 from dsbd_cli.profiling.trace import write_trace
@@ -94,6 +94,7 @@ def take_profile(job: Job) -> Profile:
     }
     best = choose([(one.setting, one.tokens_per_s.median) for one in measured.values()], method.num_beams)
     told = advice.warnings(machine, list(measured.values()))
+    told += advice.drafting(first)
     told += advice.notes(measured[now], [one for one in measured.values() if one.setting != now], best)
     here = advice.prediction_of(now, found)
     if here is not None and now.depth:
@@ -133,14 +134,17 @@ def _memory(job: Job) -> tuple[Owner, ...]:
     watch(engine, probe)
     bench.run(engine, log)
     models: list[tuple[Role, ForestModel]] = [("target", bench.target)]
-    if bench.draft is not None and job.method.depth:
-        models.append(("draft", bench.draft))
+    if bench.draft_model is not None and job.method.depth:
+        models.append(("draft", bench.draft_model))
     sizes = [(role, found.held_bytes if (found := size_of(model)) else None) for role, model in models]
-    reserved = sum(log.reserved.get(role, 0) * model.kv_bytes_per_slot() for role, model in models)
-    slot_bytes = sum(model.kv_bytes_per_slot() for _, model in models)
+    caches = {role: log.reserved.get(role, 0) * model.kv_bytes_per_slot() for role, model in models}
+    # a draft with tokens of its own shares no slots with the target
+    apart = caches.pop("draft", 0) if not drafts_nodes(job.method) else 0
+    slot_bytes = sum(model.kv_bytes_per_slot() for role, model in models if role in caches)
+    reserved = sum(caches.values())
     peak, on_gpu = peak_bytes(bench.devices), any(device.type == "cuda" for device in bench.devices)
     before = 0 if on_gpu else job.resident_before
-    return owners(sizes, probe.peak, slot_bytes, reserved, job.method.num_beams, peak, before)
+    return owners(sizes, probe.peak, slot_bytes, reserved, job.method.num_beams, peak, before, apart)
 
 
 def _curves(job: Job, run: Run) -> tuple[Curve, ...]:
@@ -155,8 +159,8 @@ def _curves(job: Job, run: Run) -> tuple[Curve, ...]:
             node_counts(beams, beams + depth * method.drafts_per_layer, beams + max(depth, LEAST_DEPTH) * most),
         )
     ]
-    if bench.draft is not None and depth:
-        models.append(("draft", bench.draft, node_counts(beams, 2 * beams, method.drafts_per_layer, most)))
+    if bench.draft_model is not None and depth:
+        models.append(("draft", bench.draft_model, node_counts(beams, 2 * beams, method.drafts_per_layer, most)))
     curves = []
     for role, model, counts in models:
         job.told(f"timing forwards of the {role}")
@@ -207,7 +211,7 @@ def costs_of(run: Run, plain: Run, other: Run, curves: tuple[Curve, ...]) -> Cos
     scaled to the forwards of the runs, because rows leave a batch as they finish."""
     method, log, first_nodes = run.method, run.log, float(run.method.num_beams)
     lines: dict[Role, Line] = {}
-    for curve in curves:
+    for curve in (one for one in curves if one.role == "target" or drafts_nodes(method)):
         line = Line(tuple((point.nodes, point.seconds.median) for point in curve.points))
         work = [_work(some, curve.role) for some in (run, plain, other)]
         scale = sum(seconds for _, seconds in work) / sum(line.at(nodes) for some, _ in work for nodes in some)
@@ -244,6 +248,8 @@ def _once(run: Run) -> float:
 def _work(run: Run, role: Role) -> tuple[list[int], float]:
     """Nodes of all forwards of a model and their seconds together; of its phases where forwards are not logged."""
     method, log = run.method, run.log
+    if role == "draft" and not drafts_nodes(method):
+        return [], 0.0
     if log.every:
         forwards = [one for one in log.forwards if (one.role, one.kind) == (role, "forest")]
         return [one.nodes for one in forwards], sum(one.seconds() for one in forwards)
@@ -334,6 +340,7 @@ def _profile(
         command=job.command,
         target=bench.names[0],
         draft=bench.names[1] if method.depth else None,
+        drafter=method.drafter if method.depth else None,
         dtype=job.dtype,
         rule=method.rule,
         width=method.width,

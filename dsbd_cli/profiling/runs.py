@@ -14,13 +14,20 @@ from dsbd_cli.config import MethodConfig
 from dsbd_cli.core.protocols import ForestModel, TextCodec
 from dsbd_cli.data.jsonl import LineWriter
 from dsbd_cli.decoding.engine import Engine
+from dsbd_cli.drafting import BridgedDraft
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.profiling.timers import RunLog, TimedCodec, TimedModel, log_phases, synchronise
 from dsbd_cli.records import MethodRecord, Row, native_record
 from dsbd_cli.reports.profile_data import NO_DRAFT, Phase, Setting
 from dsbd_cli.requests import Request, RequestResult
 
-__all__ = ["Bench", "Run", "method_for", "phases_of", "setting_of"]
+__all__ = ["Bench", "Run", "drafts_nodes", "method_for", "phases_of", "setting_of"]
+
+
+def drafts_nodes(method: MethodConfig) -> bool:
+    """Whether a draft model runs the forest's nodes: not for look-ups, which have none, nor for a bridge, whose draft
+    has tokens of its own."""
+    return method.needs_draft and method.drafter != "bridge"
 
 
 def setting_of(method: MethodConfig) -> Setting:
@@ -81,25 +88,34 @@ class Bench:
     """The models and requests that all runs of a profile share."""
 
     target: ForestModel
-    draft: ForestModel | None
+    draft: ForestModel | BridgedDraft | None
     codec: TextCodec
     requests: tuple[Request, ...]
     batch_size: int
     names: tuple[str, str | None]
 
     @property
+    def draft_model(self) -> ForestModel | None:
+        """The draft's model, also of a bridged draft."""
+        return self.draft.model if isinstance(self.draft, BridgedDraft) else self.draft
+
+    @property
+    def models(self) -> tuple[ForestModel, ...]:
+        """Target and draft."""
+        return tuple(model for model in (self.target, self.draft_model) if model is not None)
+
+    @property
     def devices(self) -> tuple[torch.device, ...]:
         """Of the models."""
-        return tuple({model.device for model in (self.target, self.draft) if model is not None})
+        return tuple({model.device for model in self.models})
 
     def engine(
         self, method: MethodConfig, log: RunLog, *, log_steps: bool = False, name_scopes: bool = False
     ) -> Engine:
         """A new engine over the same models, with clocks that write into `log`."""
-        draft = self.draft if method.depth else None
         engine = Engine(
             TimedModel(self.target, "target", log, name_scopes=name_scopes),
-            None if draft is None else TimedModel(draft, "draft", log, name_scopes=name_scopes),
+            self._timed_draft(log, name_scopes=name_scopes) if method.needs_draft else None,
             TimedCodec(self.codec, log),
             method,
             batch_size=self.batch_size,
@@ -107,6 +123,12 @@ class Bench:
         )
         log_phases(engine, log, name_scopes=name_scopes)
         return engine
+
+    def _timed_draft(self, log: RunLog, *, name_scopes: bool) -> ForestModel | BridgedDraft:
+        assert self.draft is not None, "loaded where the method needs it"
+        if isinstance(self.draft, BridgedDraft):
+            return replace(self.draft, model=TimedModel(self.draft.model, "draft", log, name_scopes=name_scopes))
+        return TimedModel(self.draft, "draft", log, name_scopes=name_scopes)
 
     def run(self, engine: Engine, log: RunLog, requests: Sequence[Request] | None = None) -> Run:
         """Answer the requests and write their records to a file that is thrown away. Raises what a row failed with."""
@@ -129,9 +151,8 @@ class Bench:
             writing += time.perf_counter() - before
             synchronise(*self.devices)
             seconds = time.perf_counter() - start
-        for model in (self.target, self.draft):
-            if model is not None:
-                model.release()
+        for model in self.models:
+            model.release()
         return Run(engine.method, log, tuple(results), seconds, writing)
 
     def timed(self, method: MethodConfig, *, every: bool = True) -> Run:
@@ -141,15 +162,16 @@ class Bench:
 
     @property
     def captures(self) -> bool:
-        """Whether an engine without clocks would capture iterations as CUDA graphs."""
-        models = [model for model in (self.target, self.draft) if model is not None]
-        return all(getattr(model, "capturable", False) for model in models)
+        """Whether an engine without clocks would capture iterations as CUDA graphs; a bridge reads on the host."""
+        bridged = isinstance(self.draft, BridgedDraft)
+        return not bridged and all(getattr(model, "capturable", False) for model in self.models)
 
 
 def phases_of(run: Run) -> tuple[Phase, ...]:
     """Where the seconds of a run went; `other` is what is left: scheduling, the host's reads, memory for the batch.
 
-    `compact` is moving what is kept in both caches; where moves are not logged it is part of `verify`.
+    `compact` is moving what is kept in both caches; where moves are not logged it is part of `verify`. A bridge runs
+    new texts through its draft in the phase `draft`; they count as `prefill`.
     """
     log = run.log
     seconds = {
@@ -161,6 +183,8 @@ def phases_of(run: Run) -> tuple[Phase, ...]:
         "write": run.write_s,
     }
     seconds["verify"] -= seconds["compact"]
+    if run.method.drafter == "bridge":
+        seconds["draft"] -= log.forward_s("draft", "prefill")
     seconds["other"] = max(0.0, run.seconds - sum(seconds.values()))
     count = max(log.iterations, 1)
     return tuple(Phase(name, value, value / count, value / run.seconds) for name, value in seconds.items())

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dsbd_cli.reports.bench_data import BenchReport, BenchRow, Interval
+from dsbd_cli.reports.bench_data import BenchReport, BenchRow, Choice, Interval
 
 __all__ = [
     "DASH",
     "Column",
+    "choice_columns",
+    "choice_line",
+    "choice_title",
     "environment_lines",
     "quality_columns",
     "reading_lines",
@@ -125,6 +128,52 @@ def _accepted(row: BenchRow) -> str:
     """Of all drafts, and of each drafter's where there are two."""
     parts = [f"{name} {number(_hundred(rate), '.0f')}" for name, rate in row.accepted_by_drafter.items()]
     return number(_hundred(row.acceptance_rate), ".0f") + (f" ({', '.join(parts)})" if parts else "")
+
+
+def choice_columns(report: BenchReport, choice: Choice) -> tuple[list[Column], dict[str, list[Column]]]:
+    """Columns of a curve's test rows: what names them, and by subject the numbers of dev and test side by side."""
+    dev = report.dev_of(choice.task)
+    metric = next((row.metric for row in dev.values()), None)
+    numbers: dict[str, tuple[str, Callable[[BenchRow], str]]] = {
+        "quality": (f"{metric} %", lambda row: percent(row.quality)),
+        "work": ("steps/target call", lambda row: number(row.steps_per_call, ".2f")),
+        "speed": ("tokens/s", lambda row: speed(row.tokens_per_s.value)),
+    }
+    head = [
+        Column("method", lambda row: row.method, text=True),
+        Column("setting", lambda row: row.setting, text=True),
+        Column("chosen", lambda row: "yes" if row.name == choice.chosen else "", text=True),
+    ]
+    return head, {
+        subject: [
+            Column(f"{title}, dev", lambda row, cell=cell: cell(dev[row.name])),  # type: ignore[misc]
+            Column(f"{title}, test", cell),
+        ]
+        for subject, (title, cell) in numbers.items()
+    }
+
+
+def choice_title(report: BenchReport, choice: Choice) -> str:
+    """On how many records."""
+    dev = max(row.records for row in report.dev_of(choice.task).values())
+    test = max((row.records for row in report.of(choice.task)), default=0)
+    return f"{choice.task}, {dev} dev records and {test} test records: fuzzy threshold"
+
+
+def choice_line(report: BenchReport, choice: Choice) -> str:
+    """The chosen setting with its scores, and the rule."""
+    if choice.chosen is None:
+        lost = f"every threshold loses more than {100 * choice.tolerance:g} points on dev records"
+        return f"{choice.task}: none is chosen: {lost}. Rule: {choice.rule}."
+    dev = report.dev_of(choice.task)[choice.chosen]
+    test = next((row for row in report.of(choice.task) if row.name == choice.chosen), None)
+    scores = [
+        f"{100 * row.quality.value:.1f} % on {name}"
+        for name, row in (("dev", dev), ("test", test))
+        if row is not None and row.quality is not None
+    ]
+    coarse = f" One dev record is {100 / dev.records:.1f} points." if dev.records * choice.tolerance < 1 else ""
+    return f"{choice.task}: {choice.chosen} is chosen: {', '.join(scores)}. Rule: {choice.rule}.{coarse}"
 
 
 def _hundred(share: float | None) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["BenchReport", "BenchRow", "Energy", "Interval", "pareto_front"]
+__all__ = ["BenchReport", "BenchRow", "Choice", "Energy", "Interval", "pareto_front"]
 
 SCHEMA = "dsbd.bench/1"
 
@@ -107,14 +107,43 @@ class BenchRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """A threshold that was chosen on dev records, for the settings of one curve on one task.
+
+    Attributes:
+        curve: names of the settings that it was chosen from, the smallest threshold first.
+        reference: name of the setting that their scores are held against.
+        tolerance: by how much a score may be below the reference's.
+        chosen: name of the setting; None where every score is lower than that.
+    """
+
+    task: str
+    curve: tuple[str, ...]
+    reference: str
+    tolerance: float
+    chosen: str | None
+
+    @property
+    def rule(self) -> str:
+        """How it was chosen, in one line."""
+        return (
+            f"most steps per target call on dev records among the thresholds whose score there is at most "
+            f"{100 * self.tolerance:g} points below that of {self.reference}; of equal ones the smallest"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class BenchReport:
     """Rows with what they share.
 
     Attributes:
+        rows: of the test records.
         environment: command, versions, device, commit (see metrics.environment).
         run: target, draft, dtype, sampling, seed, rounds, ...
         notes: what a reader must know: records left out, settings that cannot be, energy that is not measured.
         complete: False where the run was stopped early.
+        dev_rows: of the dev records, for the settings of `choices` alone.
+        choices: of thresholds, made on `dev_rows`.
     """
 
     rows: Sequence[BenchRow]
@@ -122,6 +151,8 @@ class BenchReport:
     run: Mapping[str, object]
     notes: Sequence[str] = ()
     complete: bool = True
+    dev_rows: Sequence[BenchRow] = ()
+    choices: Sequence[Choice] = ()
 
     @property
     def tasks(self) -> list[str]:
@@ -131,6 +162,15 @@ class BenchReport:
     def of(self, task: str) -> list[BenchRow]:
         """Rows of one task."""
         return [row for row in self.rows if row.task == task]
+
+    def dev_of(self, task: str) -> dict[str, BenchRow]:
+        """Rows of the dev records of one task, by name."""
+        return {row.name: row for row in self.dev_rows if row.task == task}
+
+    def curve(self, choice: Choice) -> list[BenchRow]:
+        """Test rows of the reference and of the curve, the smallest threshold first; those that were measured."""
+        rows = {row.name: row for row in self.of(choice.task)}
+        return [rows[name] for name in (choice.reference, *choice.curve) if name in rows]
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:

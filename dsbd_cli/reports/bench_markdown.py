@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from dsbd_cli.reports.bench_cells import (
     Column,
+    choice_columns,
+    choice_line,
+    choice_title,
     environment_lines,
     quality_columns,
     reading_lines,
@@ -53,6 +56,12 @@ def markdown_page(report: BenchReport, title: str = "dsbd bench") -> str:
             markdown_table([*head, *quality_columns(rows), *speed_columns(rows), *resource_columns(rows)], rows)
         )
         parts.append(markdown_table([*head, *work_columns(rows)], rows))
+        for choice in (one for one in report.choices if one.task == task):
+            named, numbers = choice_columns(report, choice)
+            columns = [*named, *(column for pair in numbers.values() for column in pair)]
+            parts.append(f"### {choice_title(report, choice)}\n")
+            parts.append(markdown_table(columns, report.curve(choice)))
+            parts.append(f"{choice_line(report, choice)}\n")
     if report.notes:
         parts.append("## Notes\n")
         parts.append("\n".join(f"- {note}" for note in report.notes) + "\n")

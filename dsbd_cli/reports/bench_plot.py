@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from dsbd_cli.reports.bench_curve import curve_panel
 from dsbd_cli.reports.bench_data import BenchReport, BenchRow, pareto_front
 from dsbd_cli.reports.style import COLOURS, INK, MUTED, new_figure, plain_axes
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["bench_figure"]
 
 WIDTH, HEIGHT = 14.0, 5.0
+RATIOS = (5.0, 4.0, 3.4)
 MARKERS = "osD^vP*X"
 SIZES = {"*": 12, "X": 9, "P": 9}
 HUES = [COLOURS[name] for name in ("blue", "vermillion", "green", "purple", "orange", "sky", "black")]
@@ -27,18 +29,21 @@ Look = dict[str, tuple[str, str]]
 
 
 def bench_figure(report: BenchReport) -> Figure:
-    """One row of panels per task that has a row."""
+    """One row of panels per task that has a row; where a threshold was chosen, with its curve."""
     tasks = report.tasks
-    figure = new_figure(WIDTH, HEIGHT * len(tasks))
+    ratios = (*RATIOS, RATIOS[0]) if report.choices else RATIOS
+    figure = new_figure(WIDTH * sum(ratios) / sum(RATIOS), HEIGHT * len(tasks))
     names = list(dict.fromkeys(row.method for row in report.rows))
     # 7 colours and 8 markers have no common factor: 56 methods look different
     look = {name: (HUES[i % len(HUES)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)}
-    panels = figure.subplots(len(tasks), 3, squeeze=False, width_ratios=(5, 4, 3.4))
-    for (left, middle, right), task in zip(panels, tasks, strict=True):
+    panels = figure.subplots(len(tasks), len(ratios), squeeze=False, width_ratios=ratios)
+    for (left, middle, right, *more), task in zip(panels, tasks, strict=True):
         rows = report.of(task)
         front = _quality(left, rows, task, look)
         _depth(middle, rows, task, look)
         _key(right, rows, front, look)
+        for axes in more:
+            curve_panel(axes, report, task)
     return figure
 
 

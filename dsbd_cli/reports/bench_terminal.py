@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO
 
 from rich import box
@@ -13,6 +13,9 @@ from rich.text import Text
 from dsbd_cli.reports.bench_cells import (
     DASH,
     Column,
+    choice_columns,
+    choice_line,
+    choice_title,
     environment_lines,
     quality_columns,
     reading_lines,
@@ -21,7 +24,7 @@ from dsbd_cli.reports.bench_cells import (
     speed_columns,
     work_columns,
 )
-from dsbd_cli.reports.bench_data import BenchReport, BenchRow
+from dsbd_cli.reports.bench_data import BenchReport, BenchRow, Choice
 
 __all__ = ["MIN_WIDTH", "print_report"]
 
@@ -41,9 +44,11 @@ def print_report(report: BenchReport, stream: IO[str]) -> None:
     for task in report.tasks:
         rows = report.of(task)
         heading = f"{task}, {max(row.records for row in rows)} records"
-        for title, columns in _packed(rows, console.width):
+        for title, columns in _packed(setting_columns(rows), _sections(rows), rows, console.width):
             console.print()
             console.print(_table(f"{heading}: {title}", columns, rows))
+        for choice in (one for one in report.choices if one.task == task):
+            _print_choice(console, report, choice)
     console.print()
     for line in reading_lines(report.rows):
         console.print(Text(line, style="dim"))
@@ -51,13 +56,22 @@ def print_report(report: BenchReport, stream: IO[str]) -> None:
         console.print(Text(f"note: {note}"))
 
 
-def _packed(rows: Sequence[BenchRow], width: int) -> Iterator[Section]:
+def _print_choice(console: Console, report: BenchReport, choice: Choice) -> None:
+    """The curve, dev beside test, and what was chosen by which rule."""
+    rows = report.curve(choice)
+    head, sections = choice_columns(report, choice)
+    for title, shown in _packed(head, sections.items(), rows, console.width):
+        console.print()
+        console.print(_table(f"{choice_title(report, choice)}: {title}", shown, rows))
+    console.print(Text(choice_line(report, choice)))
+
+
+def _packed(head: list[Column], sections: Iterable[Section], rows: Sequence[BenchRow], width: int) -> Iterator[Section]:
     """Sections side by side as long as they fit, else one below the other, else cut between columns."""
-    head = setting_columns(rows)
     room = width - 1 - _widths(head, rows)
     titles: list[str] = []
     columns: list[Column] = []
-    for title, wanted in _sections(rows):
+    for title, wanted in sections:
         for group in _split(wanted, rows, room):
             if columns and _widths([*columns, *group], rows) > room:
                 yield " and ".join(titles), [*head, *columns]

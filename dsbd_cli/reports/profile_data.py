@@ -201,11 +201,15 @@ class ShownForest:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Everything one `dsbd profile` found out. `now` is the setting in use; `best` the recommended one."""
+    """Everything one `dsbd profile` found out. `now` is the setting in use; `best` the recommended one.
+
+    draft: name of the draft model, None where none runs; drafter: who proposes, None where nobody does.
+    """
 
     command: str
     target: str
     draft: str | None
+    drafter: str | None
     dtype: str
     rule: str
     width: str

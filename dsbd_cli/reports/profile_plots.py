@@ -39,9 +39,11 @@ def profile_figure(profile: Profile) -> Figure:
     legend.legend(*bars.get_legend_handles_labels(), loc="center", ncols=len(LOOKS), fontsize=9, frameon=False)
     for place, curve in enumerate(profile.curves):
         _curve(figure.add_subplot(grid[2, place]), curve)
-    models = profile.target + (f" with {profile.draft}" if profile.draft else ", no draft")
+    models = profile.target + (f" with {profile.draft}" if profile.draft else ", no draft model")
     figure.suptitle(
-        f"{models}, {profile.dtype}, {profile.rule}, W={profile.num_beams}, {profile.prompts} prompts; "
+        f"{models}, {profile.dtype}, {profile.rule}, W={profile.num_beams}, "
+        + (f"drafter {profile.drafter}, " if profile.drafter else "")
+        + f"{profile.prompts} prompts; "
         f"{profile.machine.device}, threads: {profile.machine.threads}",
         fontsize=10,
     )

@@ -70,16 +70,22 @@ def profile_tables(profile: Profile) -> Iterator[RenderableType]:
 
 def _head(profile: Profile) -> Text:
     machine, load = profile.machine, profile.machine.load_average
-    models = f"{profile.target}" + (f" with {profile.draft}" if profile.draft else ", no draft")
+    models = f"{profile.target}" + (f" with {profile.draft}" if profile.draft else ", no draft model")
     text = Text()
     text.append(f"{models}, {profile.dtype}\n", style="bold")
     text.append(
-        f"{profile.rule}, W={profile.num_beams}, {profile.now.setting.label}, width {profile.width}; "
+        f"{profile.rule}, W={profile.num_beams}, {_drafting(profile)}, width {profile.width}; "
         f"{profile.prompts} prompts, {profile.prompt_tokens} tokens, {profile.batch_size} rows at most together\n"
     )
     loaded = "" if load is None else f", load average {load:.2f}"
     text.append(f"{machine.device}, {machine.threads} threads on {machine.cores} cores{loaded}\n", style="dim")
     return text
+
+
+def _drafting(profile: Profile) -> str:
+    """Who drafts, and how much."""
+    who = f"{profile.drafter} " if profile.drafter else ""
+    return who + profile.now.setting.label
 
 
 def _phases(profile: Profile) -> RenderableType:

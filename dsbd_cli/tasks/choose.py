@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,14 +27,25 @@ FROM_DISK: dict[str, Callable[[Path], Dataset]] = {
 TASK_NAMES: tuple[str, ...] = (*BUILTIN, *FROM_DISK)
 
 
-def open_dataset(name: str, path: Path | None, seed: int) -> Dataset:
-    """The data set of a task; `path` for those that lie on disk. seed: of the built-in tasks. Raises UsageError."""
+def open_dataset(name: str, path: Path | None, seed: int, dev_path: Path | None = None) -> Dataset:
+    """The data set of a task. `path` is for those that lie on disk, `dev_path` for their dev records, if these lie
+    elsewhere. seed: of the built-in tasks. Raises UsageError.
+    """
     if name in BUILTIN:
-        if path is not None:
-            raise UsageError(f"task {name} makes its own records: drop the data path {path}")
+        for given in (path, dev_path):
+            if given is not None:
+                raise UsageError(f"task {name} makes its own records: drop the data path {given}")
         return builtin_dataset(BUILTIN[name], seed)
     if name not in FROM_DISK:
         raise UsageError(f"task is {name!r}, but must be one of {', '.join(TASK_NAMES)}")
     if path is None:
         raise UsageError(f"task {name} needs the path of its data: name it with --data")
-    return FROM_DISK[name](path)
+    data = FROM_DISK[name](path)
+    if dev_path is None:
+        return data
+    if dev_path.resolve() == path.resolve():
+        raise UsageError(f"--data and --dev-data are both {path}, but what is chosen on one is reported on the other")
+    dev = FROM_DISK[name](dev_path)
+    if data.metrics != dev.metrics:
+        raise UsageError(f"{path} and {dev_path} are not scored alike: give every line of both a reference, or none")
+    return dataclasses.replace(data, dev=dataclasses.replace(dev, name=f"{name} dev"))

@@ -43,6 +43,15 @@ def command(*arguments: str) -> list[str]:
         (("--json", "x", "--markdown", "x"), "are both x"),
         (("--overwrite",), "but none is given"),
         (("--target", "somebody/model"), "--draft is missing"),
+        (("--dev-records", "3"), "no two values of --fuzzy-threshold are run"),
+        (("--fuzzy-threshold", "0.1", "--fuzzy-tolerance", "0.1"), "no two values of --fuzzy-threshold are run"),
+        (("--fuzzy-threshold", "0.1,0.2", "--fuzzy-tolerance", "2"), "must be from 0 to 1"),
+        (("--fuzzy-threshold", "0.1,0.2", "--dev-records", "-1"), "--dev-records is -1"),
+        (
+            ("--fuzzy-threshold", "0.1,0.2", "--dev-records", "0", "--fuzzy-tolerance", "0.1"),
+            "because --dev-records is 0",
+        ),
+        (("--fuzzy-threshold", "0.1,0.2", "--dev-data", "x"), "goes with --data"),
     ],
 )
 def test_what_cannot_be_is_refused_before_models_are_loaded(
@@ -81,6 +90,51 @@ def test_tables_go_to_standard_output_and_files_where_they_are_named(tmp_path: P
     assert lines[0]["command"].startswith("dsbd bench --task qa")
     assert "| greedy" in names["markdown"].read_text()
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def lines_of(path: Path, count: int, reference: str = ', "reference": "x"') -> Path:
+    path.write_text("".join(f'{{"prompt": "question {number}"{reference}}}\n' for number in range(count)))
+    return path
+
+
+def test_dev_records_of_a_file_that_cannot_be(dsbd: Call, tmp_path: Path) -> None:
+    one = lines_of(tmp_path / "one.jsonl", 1)
+    plain = lines_of(tmp_path / "plain.jsonl", 4, "")
+    call = ("bench", "--task", "jsonl", "--fuzzy-threshold", "0.1,0.2", "--data")
+    for arguments, message in (
+        ((str(one),), "holds one record, but a threshold is chosen on dev records"),
+        ((str(plain), "--dev-records", "2"), "answers of jsonl are not scored"),
+        ((str(plain), "--dev-data", str(plain)), "are both"),
+        ((str(plain), "--dev-data", str(one)), "are not scored alike"),
+    ):
+        done = dsbd(*call, *arguments)
+        assert (done.code, done.loads) == (2, [])
+        assert message in done.err
+
+
+def test_thresholds_on_a_file_of_the_user_s_own(tmp_path: Path) -> None:
+    """The file has no dev split, so it is divided, which is said; the reference is added, which is said too."""
+    data = lines_of(tmp_path / "x.jsonl", 5)
+    out = tmp_path / "x.out"
+    words = ("--task", "jsonl", "--data", str(data), "--methods", "dsbd-fuzzy", "--fuzzy-threshold", "0.1,0.4")
+    done = subprocess.run(
+        command(*words, "--num-beams", "2", "--max-new-tokens", "4", "--json", str(out)),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    said = " ".join(done.stdout.split())
+    assert "the 2nd, 4th, .. records are dev, the others are test" in said
+    assert "beam-sampling is run as well" in said
+    assert "2 dev records and 3 test records: fuzzy threshold" in said
+    assert "T=0.1 is chosen: 0.0 % on dev, 0.0 % on test" in said or "T=0.4 is chosen" in said
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["split"], line["records"]) for line in lines] == [("test", 3)] * 3 + [("dev", 2)] * 3
+    assert [line["choice"] is None for line in lines] == [True, False, False] * 2
+    assert sum(line["choice"]["is_chosen"] for line in lines if line["choice"]) == 2
 
 
 def test_ctrl_c_prints_what_is_measured_and_ends_with_130(tmp_path: Path) -> None:

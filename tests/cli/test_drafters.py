@@ -113,7 +113,7 @@ def test_no_draft_model_at_all(builtin: Callable[..., Outcome], tmp_path: Path) 
     """An index of the right answers saves calls; the text is what it is without any drafter."""
     options = ("generate", "--max-new-tokens", "16", "--rule", "search", "--num-beams", "2")
     plain = builtin(*options, "--draft", "none")
-    looked_up = builtin(*options, "--draft", "none", "--drafter", "ngram")
+    looked_up = builtin(*options, "--draft", "none", "--drafter", "ngram", "--depth", "4")
     assert texts(looked_up) == texts(plain)
     [*stats] = [record["stats"] for record in looked_up.records]
     assert all(entry["draft_calls"] == 0 < entry["drafted"] for entry in stats)
@@ -127,7 +127,7 @@ def test_no_draft_model_at_all(builtin: Callable[..., Outcome], tmp_path: Path) 
     assert (made.code, made.out) == (0, "")
     assert "2 documents" in made.err
     assert builtin("index", str(corpus), "-o", index).code == 2  # it exists
-    found = builtin(*options, "--drafter", "retrieval", "--index", index)
+    found = builtin(*options, "--drafter", "retrieval", "--index", index, "--depth", "4")
     assert texts(found) == texts(plain)
     assert sum(r["stats"]["accepted"] for r in found.records) > sum(entry["accepted"] for entry in stats)
 

@@ -6,6 +6,7 @@ Guards: suffixes that compare past a document's end, a file cut off by a full di
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,18 @@ def test_suffixes_are_sorted_by_their_first_tokens(size: int, letters: int) -> N
     tokens = [draw.choice([-1, *range(letters)]) for _ in range(size)]
     found = sort_suffixes(np.array(tokens, dtype=np.int32))
     assert found.tolist() == sorted(range(size), key=lambda start: (tokens[start : start + SORTED], start))
+
+
+def test_sorting_stays_in_the_memory_that_is_documented_and_says_what_it_does() -> None:
+    """32 bytes per token: 4 of the tokens, at most 4 that argsort takes by itself, and 24 that numpy tells of."""
+    tokens = np.random.default_rng(0).integers(0, 2000, 400_000, dtype=np.int32)
+    said: list[str] = []
+    tracemalloc.start()
+    sort_suffixes(tokens, said.append)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak <= 24 * len(tokens) + 100_000
+    assert said[0] == "sorting suffixes by 2 tokens"
 
 
 def written(path: Path, documents: list[list[int]]) -> Path:

@@ -18,6 +18,7 @@ from dsbd_cli.drafting import DraftContext
 from dsbd_cli.drafting.base import children, roots
 from dsbd_cli.drafting.beam import BeamDrafter
 from dsbd_cli.drafting.dynamic import DynamicTree
+from dsbd_cli.drafting.logits import DraftLogits
 from dsbd_cli.drafting.rsd import ConstantBranching, RowDraws, StochasticBeams, _conditioned
 from dsbd_cli.models.toy import TableModel
 from dsbd_cli.verify.rejection import Rejection
@@ -39,7 +40,8 @@ class Grown:
         self.forest = Forest(beams.token.shape[1], count, [roots(self.context)])
         self.rows: list[RowDraws] = []
         for layer in range(depth):
-            logits = MODEL.table[self.forest.layers[layer].token]
+            values = MODEL.table[self.forest.layers[layer].token]
+            logits = DraftLogits(values, None, values.shape[-1])
             self.rows.append(RowDraws(self.context, self.forest, layer, logits))
             drafts, law = drafter.drafts(self.context, self.forest, layer, logits, count)
             self.forest.layers.append(children(self.context, self.forest, layer, drafts))
@@ -113,7 +115,8 @@ def test_stochastic_beams_draw_paths_without_replacement() -> None:
     context.rule, context.keys = Rejection(), stream_keys(torch.arange(rows) * 7919, context.iteration, 3)
     drafter, forest = StochasticBeams(TableModel(table), 3), Forest(1, 2, [roots(context)])
     for layer in range(2):
-        drafts, _ = drafter.drafts(context, forest, layer, table[forest.layers[layer].token], 2)
+        logits = DraftLogits(table[forest.layers[layer].token], None, 3)
+        drafts, _ = drafter.drafts(context, forest, layer, logits, 2)
         forest.layers.append(children(context, forest, layer, drafts))
     path = forest.layers[2].path_tokens[:, 0]
     share = torch.bincount(path[:, 0] * 3 + path[:, 1], minlength=9).view(3, 3) / rows

@@ -26,6 +26,7 @@ from dsbd_cli.decoding.planner import Shape, _parts
 from dsbd_cli.drafting.base import DraftContext, LayerDrafts, record_law
 from dsbd_cli.drafting.dynamic import DynamicTree
 from dsbd_cli.drafting.index import CorpusTokens, write_index
+from dsbd_cli.drafting.logits import DraftLogits
 from dsbd_cli.drafting.rsd import RowDraws
 from dsbd_cli.models.toy import HashModel
 from dsbd_cli.profiling.watch import watch
@@ -232,12 +233,12 @@ class MisTagged(DynamicTree):
     """Mutant: deterministic nodes that claim to have been drawn."""
 
     def drafts(
-        self, context: DraftContext, forest: Forest, layer: int, logits: Tensor, count: int
+        self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
     ) -> tuple[LayerDrafts, DraftLaw | None]:
         drafts, _ = super().drafts(context, forest, layer, logits, count)
         rows = RowDraws(context, forest, layer, logits)
         drafts.sampled = drafts.valid
-        index = drafts.above * logits.shape[-1] + drafts.token
+        index = drafts.above * logits.width + drafts.token
         return drafts, record_law(rows.candidates, rows.log_q, index, drafts.valid, "parent")
 
 

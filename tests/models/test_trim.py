@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.core.protocols import ForestInput
 from dsbd_cli.decoding.engine import Engine
+from dsbd_cli.drafting.logits import DraftLogits, head_ids
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 from dsbd_cli.models.adapter import CausalForestModel
 from dsbd_cli.models.head import HEAD_FILE
@@ -39,7 +40,7 @@ def one_forward(model: CausalForestModel, tokens: list[int]) -> torch.Tensor:
     logits = model.forward(ForestInput(torch.tensor([tokens]), index[None], index[None], mask, index[None]))
     model.release()
     assert logits is not None
-    return logits[0]
+    return DraftLogits.of(logits[0], head_ids(model, model.vocab_size), model.vocab_size).wide()
 
 
 FAMILIES = ["llama", "gpt2", "opt", "phi", "gptj", "gpt-neox", "gemma2 window", "cohere", "qwen3"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 import sys
@@ -15,9 +16,11 @@ import dsbd_cli.profiling.profile
 from dsbd_cli.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.cli.profile import _renderer, option_words
 from dsbd_cli.cli.settings import run_settings
+from dsbd_cli.drafting.index import CorpusTokens, write_index
 from dsbd_cli.reports import profile_tables
 from dsbd_cli.reports.profile_data import NO_DRAFT, Setting
-from tests.profiling.conftest import Outcome
+from tests.engine.toys import NumberCodec
+from tests.profiling.conftest import VOCABULARY, Outcome
 
 Dsbd = Callable[..., Outcome]
 FEW = ("--repeats", "1", "--num-beams", "2", "--drafts-per-layer", "3", "--depth", "2", "--top-k", "0")
@@ -241,7 +244,57 @@ def test_other_drafters_and_rules(dsbd: Dsbd, prompts: Path, options: str) -> No
         assert "fuzzy" not in done.out
 
 
-def test_drafters_without_a_draft_model_are_refused(dsbd: Dsbd) -> None:
-    done = dsbd("profile", "--drafter", "ngram")
+@pytest.mark.parametrize("drafter", ["ngram", "trigram", "trigram+ngram"])
+def test_lookups_are_profiled_without_a_draft_model(dsbd: Dsbd, prompts: Path, tmp_path: Path, drafter: str) -> None:
+    path = tmp_path / "p.json"
+    few = ("--repeats", "1", "--num-beams", "2", "--drafts-per-layer", "3", "--top-k", "0", "--draft", "none")
+    done = dsbd("profile", "--prompts", str(prompts), *few, "--drafter", drafter, "--show", "1", "--json", str(path))
+    assert (done.code, done.err) == (0, "")
+    for part in PARTS:
+        shown = f"{part}: one forward" if part.startswith("T_") else part
+        assert (shown in done.out) == (part != "T_draft(K)"), part
+    said = " ".join(done.out.split())
+    assert f"drafter {drafter} runs no draft model, so there is no T_draft(K)" in said
+    assert f"{drafter} D=4 K=3" in said
+    found = json.loads(path.read_text())
+    assert (found["draft"], found["drafter"]) == (None, drafter)
+    phases = {one["name"]: one["total_s"] for one in found["now"]["phases"]}
+    assert phases["draft"] > 0
+    assert sum(one["reached"] for one in found["acceptance"]) > 0
+    assert [one["name"] for one in found["memory"] if "draft" in one["name"]] == []
+
+
+def test_retrieval_is_profiled_with_its_index(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
+    corpus, path = CorpusTokens(), tmp_path / "x.index"
+    corpus.extend(list(range(VOCABULARY)) * 4)
+    corpus.end_document()
+    write_index(path, corpus, NumberCodec(VOCABULARY, (3,)).token_bytes())
+    words = ("--drafter", "retrieval+ngram", "--index", str(path))
+    done = dsbd("profile", "--prompts", str(prompts), *FEW, *words)
+    assert (done.code, done.err) == (0, "")
+    assert "drafter retrieval+ngram runs no draft model" in done.out
+
+
+def test_a_bridge_is_profiled_and_says_that_it_reads_the_host(dsbd: Dsbd, tmp_path: Path) -> None:
+    texts, path = tmp_path / "texts.jsonl", tmp_path / "p.json"
+    texts.write_text('{"prompt": "the quick brown", "max_new_tokens": 8}\n')
+    few = ("--repeats", "1", "--num-beams", "2", "--drafts-per-layer", "3", "--depth", "2")
+    done = dsbd("profile", "--prompts", str(texts), *few, "--drafter", "bridge", "--json", str(path))
+    assert (done.code, done.err) == (0, "")
+    assert all(part in done.out for part in PARTS)
+    said = " ".join(done.out.split())
+    assert "drafter bridge reads the host in its phase draft by design" in said
+    assert re.search(r"of its phase draft \d+% are forwards of the draft, \d+\.\d an iteration", said)
+    found = json.loads(path.read_text())
+    phases = found["now"]["phases"]
+    assert sum(one["share"] for one in phases) == pytest.approx(1.0)
+    assert all(one["total_s"] >= 0 for one in phases), "the draft's prefill is taken off its phase once"
+    owners = {one["name"]: one["bytes"] for one in found["memory"]}
+    assert owners["KV of the draft"] > 0
+
+
+def test_depth_auto_is_refused_with_the_reason(dsbd: Dsbd) -> None:
+    done = dsbd("profile", "--depth", "auto")
     assert done.code == 2
-    assert "compare this one with dsbd bench" in done.err
+    assert "takes another D and K from iteration to iteration" in done.err
+    assert len(done.err.splitlines()) == 1

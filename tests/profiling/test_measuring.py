@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -159,6 +160,24 @@ def test_costs_give_back_the_run_they_come_from() -> None:
         assert costs.iteration(Setting(2, 4)) == pytest.approx(rest + mean["target"] + 2 * mean["draft"])
     assert (costs.steps, costs.tokens) == (run.steps, run.tokens)
     assert costs.rows == pytest.approx(run.calls / run.log.iterations)
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_the_time_of_lookups_is_in_the_layers_whether_forwards_are_logged_or_not(every: bool) -> None:
+    """Guards a phase draft that is taken for forwards of a model that there is not."""
+    some = replace(bench(), draft=None)
+    method = replace(METHOD, drafter="ngram")
+    run, plain = some.timed(method, every=every), some.timed(method_for(method, NO_DRAFT), every=every)
+    assert {one.role for one in run.log.forwards} <= {"target"}
+    points = tuple(CurvePoint(count, spread_of([1.0]), None, None) for count in (2, 10))
+    curve = Curve("target", 2, 32, None, None, 8, None, None, 1.0, points)
+    costs = costs_of(run, plain, run, (curve,))
+    assert costs.draft is None
+    once = sum(one.total_s for one in phases_of(run) if one.name in ("tokenise", "prefill", "detokenise", "write"))
+    target = run.log.forward_s("target", "forest") if every else run.log.phases["target"]
+    rest = (run.seconds - once - target) / run.log.iterations
+    if rest > costs.iteration_s:  # else noise made no draft the slower one
+        assert 2 * (costs.layer_s + 4 * costs.draft_s) == pytest.approx(rest - costs.iteration_s)
 
 
 def test_settings_and_methods_go_back_and_forth() -> None:

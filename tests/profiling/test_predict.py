@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dsbd_cli.models.sizes import ModelSize
@@ -42,6 +44,18 @@ def test_an_iteration_is_the_sum_of_its_parts() -> None:
     expected = 0.0015 + 0.002 + 0.026 + 0.002 + 2 * (0.001 + 8 * 0.0001)
     assert COSTS.iteration(Setting(2, 8)) == pytest.approx(expected)
     assert COSTS.iteration(NO_DRAFT) == pytest.approx(0.012)
+
+
+def test_without_forwards_of_a_draft_layers_and_drafts_hold_what_drafting_costs() -> None:
+    costs = replace(COSTS, draft=None)
+    assert costs.iteration(Setting(2, 8)) == pytest.approx(0.026 + 0.002 + 2 * (0.001 + 8 * 0.0001))
+    assert costs.iteration(NO_DRAFT) == COSTS.iteration(NO_DRAFT)
+
+
+def test_the_cache_of_a_bridged_draft_is_an_owner_of_its_own() -> None:
+    found = {one.name: one.bytes for one in owners([("target", 100)], SlotPeak(2, 1, 1, 3), 10, 60, 1, 1000, 0, 50)}
+    assert found["KV of the draft"] == 50
+    assert found["workspace"] == 1000 - 100 - 60 - 50
 
 
 def test_costs_of_layers_and_drafts_from_two_settings() -> None:

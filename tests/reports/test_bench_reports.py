@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from dsbd_cli.bench.methods import METHODS
 from dsbd_cli.errors import UsageError
-from dsbd_cli.reports.bench_data import BenchReport, BenchRow, Energy, Interval, pareto_front
+from dsbd_cli.reports.bench_data import BenchReport, BenchRow, Choice, Energy, Interval, pareto_front
 from dsbd_cli.reports.bench_json import json_lines
 from dsbd_cli.reports.bench_markdown import markdown_page
 from dsbd_cli.reports.bench_plot import bench_figure
@@ -54,6 +56,49 @@ def report(tasks: tuple[str, ...] = ("qa",), settings: tuple[str, ...] = ("",)) 
     environment = {"command": "dsbd bench --num-beams 4", "device": "Fast One", "threads": 2, "commit": "abc1234"}
     run = {"target": "builtin:target", "draft": "builtin:draft", "dtype": "float32", "batch_size": 8}
     return BenchReport(rows, environment, run, ["a note"], complete=True)
+
+
+def tuned(tasks: tuple[str, ...] = ("sql", "qa")) -> BenchReport:
+    """Two curves of three thresholds a task, chosen on dev records; of the second none."""
+    plain = report(tasks)
+    labels = [f"W=4 K=12 D={depth} T={value}" for depth in (2, 4) for value in (0.05, 0.1, 0.4)]
+    curve = [row(task, "dsbd-fuzzy", place, label) for task in tasks for place, label in enumerate(labels)]
+    dev = [dataclasses.replace(one, records=48, steps_per_call=3.25) for one in curve]
+    dev += [dataclasses.replace(row(task, "dsbd-rejection", 2), records=48) for task in tasks]
+    names = [f"dsbd-fuzzy {label}" for label in labels]
+    choices = [
+        Choice(task, tuple(some), "dsbd-rejection", 0.02, chosen)
+        for task in tasks
+        for some, chosen in ((names[:3], names[1]), (names[3:], None))
+    ]
+    return dataclasses.replace(plain, rows=[*plain.rows, *curve], dev_rows=dev, choices=choices)
+
+
+def test_dev_and_test_stand_side_by_side() -> None:
+    stream = io.StringIO()
+    print_report(tuned(), stream)
+    text = stream.getvalue()
+    assert max(len(line) for line in text.splitlines()) <= 120
+    assert "sql, 48 dev records and 200 test records: fuzzy threshold" in text
+    said = " ".join(text.split())
+    assert "sql: dsbd-fuzzy W=4 K=12 D=2 T=0.1 is chosen: 51.7 % on dev, 51.7 % on test. Rule: most steps" in said
+    assert "One dev record is 2.1 points." in said
+    assert "sql: none is chosen: every threshold loses more than 2 points on dev records" in said
+    table = markdown_page(tuned()).split("### sql, 48 dev records and 200 test records: fuzzy threshold")[1]
+    rows = [line for line in table.splitlines() if line.startswith("|")][2:6]
+    assert [line.split("|")[3].strip() for line in rows] == ["", "", "yes", ""], "the reference first"
+    # dev, then test
+    assert [cell.strip() for cell in rows[1].split("|")[6:8]] == ["3.25", "2.50"]
+
+
+def test_json_lines_say_which_split_they_are_of() -> None:
+    lines = [json.loads(line) for line in json_lines(tuned(("sql",))).splitlines()]
+    of_split = {split: [line for line in lines if line["split"] == split] for split in ("test", "dev")}
+    assert len(of_split["test"]) == len(METHODS) + 6
+    assert len(of_split["dev"]) == 7
+    chosen = [line["setting"] for line in lines if line["choice"] and line["choice"]["is_chosen"]]
+    assert chosen == ["W=4 K=12 D=2 T=0.1"] * 2
+    assert all("dsbd-rejection" in line["choice"]["rule"] for line in lines if "T=" in line["setting"])
 
 
 @pytest.mark.parametrize("settings", [("",), ("W=4 K=8 D=4 t=0.7", "W=4 K=12 D=4 t=0.95")])
@@ -110,7 +155,20 @@ def test_the_front_is_what_nothing_beats_in_both() -> None:
 @pytest.mark.parametrize("settings", [("",), tuple(f"W=4 K={k} D={d} t=0.7" for k in (8, 12) for d in (2, 4))])
 @pytest.mark.parametrize("tasks", [("qa",), ("sql", "mt-bench")])
 def test_nothing_of_the_picture_is_cut(tasks: tuple[str, ...], settings: tuple[str, ...]) -> None:
-    figure = bench_figure(report(tasks, settings))
+    assert_whole(bench_figure(report(tasks, settings)))
+
+
+def test_nothing_of_the_curves_is_cut() -> None:
+    figure = bench_figure(tuned())
+    assert_whole(figure)
+    assert [axes.get_title("left") for axes in figure.axes if "thresholds" in axes.get_title("left")] == [
+        "sql: thresholds of rule fuzzy",
+        "qa: thresholds of rule fuzzy",
+    ]
+
+
+def assert_whole(figure: Figure) -> None:
+    """No artist reaches over the edge."""
     figure.draw_without_rendering()
     whole = figure.bbox
     for axes in figure.axes:
