@@ -36,8 +36,8 @@ pass.
 
 @dataclass(slots=True)
 class Live:
-    """Live beams of one step: the pair (parent node, token) of each, its forest node if it was drafted, and its
-    scores. All [R, W]."""
+    """Live beams of one step: the pair (parent node, token) of each, its forest node if it was drafted (else -1), and
+    its scores. All [R, W]."""
 
     parent: Tensor
     token: Tensor
@@ -45,8 +45,6 @@ class Live:
     valid: Tensor
     weight: Tensor
     logprob: Tensor
-    path: Tensor
-    stop_state: Tensor
 
 
 @dataclass(slots=True)

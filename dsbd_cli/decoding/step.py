@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.core.forest import Forest, at_nodes
-from dsbd_cli.core.noise import stream_keys
+from dsbd_cli.core.noise import extend_path, stream_keys
 from dsbd_cli.core.probs import NEVER, top_candidates
 from dsbd_cli.core.protocols import ForestInput, ForestModel
 from dsbd_cli.core.slots import Layout, compact
@@ -195,7 +195,9 @@ class Stepper:
             if model is not None:
                 model.move(moved.source.to(model.device), moved.target.to(model.device))
         beams.valid, beams.token, beams.weight, beams.logprob = live.valid, live.token, live.weight, live.logprob
-        beams.path, beams.stop_state, beams.ancestors = live.path, live.stop_state, moved.ancestors
+        beams.path = extend_path(forest.flat("path").gather(1, live.parent), live.token)
+        state_before = forest.flat("stop_state").gather(1, live.parent)
+        beams.stop_state, beams.ancestors = self.endings.step(state_before, live.token), moved.ancestors
         beams.length = beams.length + outcome.steps
         beams.depth = beams.depth + outcome.steps
         state.iteration = state.iteration + 1

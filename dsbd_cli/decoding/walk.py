@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.core.forest import Forest, at_nodes
-from dsbd_cli.core.noise import extend_path, path_gumbel
+from dsbd_cli.core.noise import path_gumbel
 from dsbd_cli.core.probs import NEVER, Candidates, pool_law
 from dsbd_cli.decoding.ending import Live, Verified, counters, verified, way_of
 from dsbd_cli.decoding.state import BatchState
@@ -40,6 +40,15 @@ class Walk:
 
 
 @dataclass(frozen=True, slots=True)
+class Nodes:
+    """What the walk looks up of all N nodes: candidates, path keys and stop states [R, N]."""
+
+    candidates: Candidates
+    path: Tensor
+    stop_state: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Noise:
     """Made once an iteration: keys [R, D + 1, STREAMS] of the streams, and G(x, v) of all nodes [R, N, C] or None."""
 
@@ -52,15 +61,16 @@ def walk(state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, 
     keys: [R, D + 1, STREAMS]. Updates `state.finished`."""
     beams = state.beams
     index = torch.arange(beams.token.shape[1], device=beams.token.device).expand_as(beams.token)
-    live = Live(index, beams.token, index, beams.valid, beams.weight, beams.logprob, beams.path, beams.stop_state)
+    live = Live(index, beams.token, index, beams.valid, beams.weight, beams.logprob)
+    nodes = Nodes(candidates, forest.flat("path"), forest.flat("stop_state"))
     broken = torch.isnan(candidates.logprobs).any(-1) & forest.flat("valid")
     invalid = broken.any(1) & state.active
-    noise = Noise(keys, _path_noise(forest, candidates) if rule.path_noise else None)
+    noise = Noise(keys, _path_noise(nodes) if rule.path_noise else None)
     layers: list[Verified] = []
     for layer in range(forest.depth + 1):
-        view, weight = _view(state, forest, candidates, noise, rule, endings, live, layer)
+        view, weight = _view(state, forest, nodes, noise, rule, endings, live, layer)
         draws = rule.verify(view)
-        live = _advance(view, weight, draws, live, endings)
+        live = _advance(view, weight, draws)
         layers.append(verified(view, draws, live, state.finished.score.shape[1]))
     way = way_of(state, layers, state.active & ~invalid)
     last = (way.steps - 1).clamp(min=0)
@@ -74,12 +84,12 @@ def walk(state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, 
     )
 
 
-def _path_noise(forest: Forest, candidates: Candidates) -> Tensor | None:
+def _path_noise(nodes: Nodes) -> Tensor | None:
     """G(x, v) of every node's candidates, [R, N, C], in one go: a live beam of a layer that matters is a node. None
     where that would be much more than the few live nodes need."""
-    if candidates.tokens.numel() > MOST_NOISE:
+    if nodes.candidates.tokens.numel() > MOST_NOISE:
         return None
-    return path_gumbel(forest.flat("path"), candidates.tokens)
+    return path_gumbel(nodes.path, nodes.candidates.tokens)
 
 
 def _at_layer(values: list[Tensor], layer: Tensor) -> Tensor:
@@ -91,7 +101,7 @@ def _at_layer(values: list[Tensor], layer: Tensor) -> Tensor:
 def _view(
     state: BatchState,
     forest: Forest,
-    candidates: Candidates,
+    nodes: Nodes,
     noise: Noise,
     rule: Rule,
     endings: Endings,
@@ -100,7 +110,7 @@ def _view(
 ) -> tuple[LayerView, Tensor]:
     """The target's law over the live beams of one layer, and the running weight of every child."""
     known = live.node.clamp(min=0)
-    own = candidates.at(known)
+    own = nodes.candidates.at(known)
     logprob = torch.where(live.valid, live.logprob, NEVER).unsqueeze(-1) + own.logprobs
     if rule.warps:
         law = pool_law(own, live.weight, live.valid, state.warp)
@@ -110,11 +120,11 @@ def _view(
     view = LayerView(
         log_p=log_p,
         tokens=own.tokens,
-        ends=endings.ends(live.stop_state, own.tokens),
+        ends=endings.ends(nodes.stop_state.gather(1, known), own.tokens),
         logprob=logprob,
         node=live.node,
         valid=live.valid,
-        path=live.path,
+        path=nodes.path.gather(1, known),
         row_key=state.row_key,
         iteration=state.iteration,
         layer=layer,
@@ -151,16 +161,14 @@ def _drafts(forest: Forest, layer: int) -> DraftedLayer | None:
     )
 
 
-def _advance(view: LayerView, weight: Tensor, draws: LayerDraws, live: Live, endings: Endings) -> Live:
+def _advance(view: LayerView, weight: Tensor, draws: LayerDraws) -> Live:
     """The live draws as beams of the next step."""
     beam, token = view.pair(draws.index)
     return Live(
-        parent=live.node.gather(1, beam),
+        parent=view.node.gather(1, beam),
         token=token,
         node=draws.node,
         valid=draws.valid,
         weight=weight.flatten(1).gather(1, draws.index),
         logprob=view.logprob.flatten(1).gather(1, draws.index),
-        path=extend_path(live.path.gather(1, beam), token),
-        stop_state=endings.step(live.stop_state.gather(1, beam), token),
     )
