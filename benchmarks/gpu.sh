@@ -21,7 +21,7 @@ part() { # part SECONDS NAME COMMAND...: one measurement under a time limit; a f
 "$PYTHON" -c 'import torch; assert torch.cuda.is_available(), "no CUDA device"; print(torch.cuda.get_device_name())' || exit 1
 if "$PYTHON" -c 'import pytest' 2>/dev/null; then
     part 150 gpu-tests "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider \
-        tests/engine/test_graphs.py tests/models/test_forest.py tests/models/test_loader.py
+        tests/engine/test_graphs.py tests/models/test_forest.py tests/models/test_loader.py tests/drafting/test_no_reads.py
 else
     echo "== gpu-tests: pytest is not installed here; not run"
 fi

@@ -133,6 +133,36 @@ def memory(bench: Bench, widths: list[int], lengths: list[int]) -> list[dict[str
     return found
 
 
+def prompts(bench: Bench, lengths: list[int]) -> list[dict[str, Any]]:
+    """One request with a prompt of so many tokens, W=4: what reading it takes, what an iteration takes behind it."""
+    for model in (bench.target, bench.draft):
+        model.module.config.max_position_embeddings = 2 * max(lengths)  # cost only: what comes out means nothing
+    found = []
+    words = [token for request in bench.requests for token in bench.codec.encode(str(request.prompt))]
+    for length in lengths:
+        ids = tuple((words * (length // len(words) + 1))[:length])
+        for depth, drafts in ((0, 8), (2, 5)):
+            method = MethodConfig(num_beams=4, drafts_per_layer=drafts, depth=depth)
+            engine = Engine(bench.target, bench.draft if depth else None, bench.codec, method, batch_size=1)
+            engine._stepper.endings.eos.zero_()
+            [result] = engine.run([Request("p", 1, prompt_ids=ids, sampling=SamplingConfig(max_new_tokens=24))])
+            stats = result.stats
+            busy = stats.draft_s + stats.target_s + stats.verify_s
+            found.append(
+                {
+                    "prompt": length,
+                    "D": depth,
+                    "K": drafts,
+                    "read_s": stats.total_s - busy,
+                    "iteration_ms": busy / stats.target_calls * 1e3,
+                    "steps_per_call": stats.steps / stats.target_calls,
+                    "peak_slots": stats.kv_peak_slots,
+                    "ratio": stats.kv_peak_slots / (length + 24),
+                }
+            )
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="How an iteration scales.")
     parser.add_argument("--shape", choices=("small", *SHAPES), default="tinyllama-1.1b")
@@ -144,7 +174,9 @@ def main() -> None:
     parser.add_argument("--widths", type=numbers, default=[1, 4, 8])
     parser.add_argument("--lengths", type=numbers, default=[64, 256])
     parser.add_argument("--vocabularies", type=numbers, default=[32000, 128000])
-    parser.add_argument("--parts", default="forwards,vocabulary,memory")
+    parser.add_argument("--prompts", type=numbers, default=[256, 4096])
+    parser.add_argument("--parts", default="forwards,vocabulary,memory,prompts")
+    parser.add_argument("--name", default="")
     options = parser.parse_args()
     parts, runs, text = options.parts.split(","), [], ""
     bench = prepare(options.shape, options.draft_shape, getattr(torch, options.dtype), 2)
@@ -182,10 +214,17 @@ def main() -> None:
         rows = [{key: f"{v:.2f}" if isinstance(v, float) else str(v) for key, v in item.items()} for item in found]
         text += "\n## Peak cache slots, K=2W, D=4; ratios to one sequence, with and without the nodes in flight\n\n"
         text += markdown_table(rows)
+    if "prompts" in parts:
+        found = prompts(bench, options.prompts)
+        runs += [{"part": "prompts", **item} for item in found]
+        rows = [{key: f"{v:.2f}" if isinstance(v, float) else str(v) for key, v in item.items()} for item in found]
+        text += "\n## One request with a long prompt, W=4\n\nread_s: the prompt into the caches.\n\n" + markdown_table(
+            rows
+        )
     env = environment()
     head = f"# Scaling: {options.shape}, {options.dtype}\n\n"
     head += f"`{env['command']}` on {env['device']}, commit {env['commit']}.\n\n"
-    write_results(results_folder(f"scaling-{options.shape}-{options.dtype}"), runs, head + text)
+    write_results(results_folder(options.name or f"scaling-{options.shape}-{options.dtype}"), runs, head + text)
     print(head + text)
 
 
