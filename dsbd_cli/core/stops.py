@@ -64,15 +64,14 @@ class StopTable:
             self._bytes[token, : len(item)] = list(item)
         # State 0: stopped; state 1: a request without stop strings.
         self.table = torch.stack((torch.zeros(vocab_size), torch.ones(vocab_size))).to(device=device, dtype=torch.int32)
+        self._states = 2  # rows in use
         self._starts: dict[tuple[str, ...], int] = {(): 1}
         self.version = 0
 
     def forget(self) -> None:
         """Drop sets when many have gathered; only while no request holds a state."""
         if len(self._starts) > MOST_SETS:
-            self._starts = {(): 1}
-            self.table = self.table[:2].clone()
-            self.version += 1
+            self._starts, self._states = {(): 1}, 2
 
     @property
     def used(self) -> bool:
@@ -83,13 +82,22 @@ class StopTable:
         """First state for these stop strings; adds their states to the table when they are new."""
         if stops not in self._starts:
             goto, complete = _automaton([stop.encode() for stop in stops])
-            offset = self.table.shape[0]
+            offset = self._states
             block = self._fold(goto, complete)
             block = np.where(block >= 0, block + offset, STOPPED).astype(np.int32)
-            self.table = torch.cat((self.table, torch.from_numpy(block).to(self.table.device)))
+            self._states += len(block)
+            if self._states > len(self.table):
+                self._grow()
+            self.table[offset : self._states] = torch.from_numpy(block).to(self.table.device)
             self._starts[stops] = offset
-            self.version += 1
         return self._starts[stops]
+
+    def _grow(self) -> None:
+        """Room for the states in use and as many more, so that the tensor is rarely another one."""
+        wide = self.table.new_zeros(2 * self._states, self.table.shape[1])
+        wide[: len(self.table)] = self.table
+        self.table = wide
+        self.version += 1
 
     def _fold(self, goto: np.ndarray, complete: np.ndarray) -> np.ndarray:
         """Next state of every (state, token), -1 where a stop string completes inside the token."""

@@ -326,7 +326,8 @@ class Engine:
         with current(self.target.device):
             report = self._stepper.step(state, Plan(active, shape, lag, idle))
             seconds = self._stepper.timer.seconds()
-        self._planner.observe(shape, requests, [report.layers[row] for row, _ in running], seconds, lag)
+        layers_of = [report.layers[row] for row, _ in running]
+        self._planner.observe(shape, requests, layers_of, seconds, lag, self._stepper.steady)
         for row, job in running:
             counters = report.rows[row]
             layers = report.layers[row]

@@ -113,13 +113,18 @@ class _Entry(Generic[WorkT]):
 
 
 class IterationGraphs(Generic[WorkT]):
-    """Captured iterations by shape."""
+    """Captured iterations by shape, those replayed last; the others are dropped.
+
+    Attributes:
+        replays: iterations that were replayed. steady: the last one was, and captured before.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._homes = recorder, Homes()
         self._entries: dict[Hashable, _Entry[WorkT]] = {}
         self._seen: dict[Hashable, int] = {}
         self.replays = 0
+        self.steady = False
 
     def forget(self) -> None:
         """The models' caches have moved: no captured address holds any more."""
@@ -134,9 +139,12 @@ class IterationGraphs(Generic[WorkT]):
         Returns the work that holds the results: the given one, or that of the capture, whose tensors are written again
         by every replay. lap: told the number of each phase as it ends.
         """
-        entry = self._entries.get(key)
-        if entry is None and self._seen.get(key, 0) >= PLAIN_RUNS and len(self._entries) < MOST_GRAPHS:
-            entry = self._entries[key] = self._capture(state, work, phases)
+        entry = self._entries.pop(key, None)
+        self.steady = entry is not None
+        if entry is None and self._seen.get(key, 0) >= PLAIN_RUNS:
+            while len(self._entries) >= MOST_GRAPHS:
+                del self._entries[next(iter(self._entries))]
+            entry = self._capture(state, work, phases)
         elif entry is None:
             self._seen[key] = self._seen.get(key, 0) + 1
             for number, phase in enumerate(phases):
@@ -145,6 +153,7 @@ class IterationGraphs(Generic[WorkT]):
             return work
         else:
             self._homes.move_in(state)
+        self._entries[key] = entry  # the last one now
         for number, recording in enumerate(entry.recordings):
             recording.replay()
             lap(number)

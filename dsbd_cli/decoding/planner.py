@@ -20,9 +20,10 @@ __all__ = ["AdaptivePlanner", "FixedPlanner", "Line", "Planner", "Shape", "plann
 
 LayerCounters = Sequence[dict[str, int]]
 
-PROBE_EVERY, PROBE_AT_MOST = 64, 1024  # iterations between probes of more drafts, at least and at most
+PROBE_EVERY, PROBE_AT_MOST = 64, 4096  # iterations between probes of more drafts, at least and at most
 PROBE_SHARE = 0.01  # of the time goes into probes, as far as that leaves room between the two
 WARM = 1  # first iterations of a shape, whose times (allocation, caches) are not believed
+TRIES = 8  # iterations in which a shape that is to be timed must have given a time that is believed
 BETTER = 1.02  # a change must promise so much
 PAID_OFF = 32  # iterations in which what the draft has to catch up on must pay
 FIRST_RATE = 0.7  # acceptance believed before anything is seen, and its weight in layers
@@ -58,9 +59,11 @@ class Planner(Protocol):
         layers: Sequence[LayerCounters],
         seconds: dict[str, float],
         lag: int = 0,
+        steady: bool = True,
     ) -> None:
         """What an iteration did. layers: counters of every running row; seconds: of the phases draft, target and
-        verify."""
+        verify; steady: they are what an iteration of this shape will take again (no capture, no plain run of what
+        will be replayed)."""
         ...
 
 
@@ -81,6 +84,7 @@ class FixedPlanner:
         layers: Sequence[LayerCounters],
         seconds: dict[str, float],
         lag: int = 0,
+        steady: bool = True,
     ) -> None:
         """Nothing to learn."""
 
@@ -150,20 +154,21 @@ class AdaptivePlanner:
         # to begin with, shapes apart enough to tell what a node and a layer cost
         wide = [Shape(min(method.depth, 4), most, part) for part in self._parts]
         narrow = Shape(min(method.depth, 2), self._choices[0][0])
-        self._first = [shape for shape in (*wide, self._shapes[0], narrow) for _ in range(WARM + 1)]
+        self._untimed = [*wide, self._shapes[0], narrow]  # the last one first
+        self._tries = 0
         self._since_probe, self._patience, self._probes = 0, PROBE_EVERY, 0
-        self._probing = False
+        self._probe_cost: float | None = None  # seconds, more than without; None: no probe under way
 
     def choose(self, requests: Sequence[Acceptance], lag: int = 0, unread: int = 0) -> Shape:
         """The shape of the most expected steps per second."""
         rows = len(requests)
         seconds = self._seconds(rows, rows * lag + unread)
-        if self._first:
-            if len(self._first) > len(self._parts) * (WARM + 1) or self._could_pay(seconds):
-                return self._first.pop()
-            self._first.clear()
+        if self._probe_cost is None and len(self._untimed) <= len(self._parts) and not self._could_pay(seconds):
+            self._untimed.clear()  # the wide ones would be dear and for nothing; a probe may say otherwise later
+        if self._untimed:
+            return self._untimed[-1]
         self._since_probe += 1
-        if self._probe_is_due(lag) and self._could_pay(seconds):
+        if self._probe_is_due(lag):
             return self._probe()
         goodput = [steps / max(time, 1e-9) for steps, time in zip(self._steps(requests), seconds, strict=True)]
         best = max(goodput)
@@ -178,15 +183,18 @@ class AdaptivePlanner:
         layers: Sequence[LayerCounters],
         seconds: dict[str, float],
         lag: int = 0,
+        steady: bool = True,
     ) -> None:
         """Learn from an iteration."""
         rows = len(requests)
-        if self._probing:
-            self._price_probe(self._seconds(rows)[self._now], sum(seconds.values()))
         if shape.depth:
             self._count(shape, requests, layers)
-        times = self._seen[rows, shape] = self._seen.get((rows, shape), 0) + 1
-        if times <= WARM:
+        if steady:
+            times = self._seen[rows, shape] = self._seen.get((rows, shape), 0) + 1
+            steady = times > WARM
+        if self._untimed and shape == self._untimed[-1]:
+            self._tried(steady, sum(seconds.values()), self._seconds(rows)[self._now])
+        if not steady:
             return
         self._target.add(rows * shape.nodes(self._beams), seconds["target"])
         self._rest.add(shape.depth, seconds["verify"])
@@ -224,8 +232,7 @@ class AdaptivePlanner:
         return found
 
     def _could_pay(self, seconds: Sequence[float]) -> bool:
-        """Some shape would be faster than no draft if all its layers passed. Where not even that is so, measured times
-        alone say that no draft is best, whatever is accepted."""
+        """Some shape would be faster than no draft if all its layers passed."""
         plain = max(seconds[0], 1e-9)
         return any((1 + shape.depth) * plain > time for shape, time in zip(self._shapes, seconds, strict=True))
 
@@ -237,14 +244,23 @@ class AdaptivePlanner:
     def _probe(self) -> Shape:
         """The most drafts there are, at the present depth, of the drafters in turn."""
         now, part = self._shapes[self._now], self._parts[self._probes % len(self._parts)]
-        self._since_probe, self._probing, self._probes = 0, True, self._probes + 1
-        return Shape(max(1, now.depth), self._shapes[0].drafts_per_layer, part)
+        self._since_probe, self._probe_cost, self._probes = 0, 0.0, self._probes + 1
+        self._untimed.append(Shape(max(1, now.depth), self._shapes[0].drafts_per_layer, part))
+        return self._untimed[-1]
 
-    def _price_probe(self, plain: float, taken: float) -> None:
-        """The dearer a probe was, the longer until the next."""
-        self._probing = False
-        extra = (taken - plain) / max(PROBE_SHARE * plain, 1e-9)
-        self._patience = round(min(max(extra, PROBE_EVERY), PROBE_AT_MOST))
+    def _tried(self, timed: bool, taken: float, plain: float) -> None:
+        """An iteration of the shape that is to be timed. taken, plain: seconds of it, and of one of the present shape. The
+        dearer a probe was, the longer until the next."""
+        self._tries += 1
+        if self._probe_cost is not None:
+            self._probe_cost += taken - plain
+        if not timed and self._tries < TRIES:
+            return
+        self._untimed.pop()
+        self._tries = 0
+        if self._probe_cost is not None:
+            share = self._probe_cost / max(PROBE_SHARE * plain, 1e-9)
+            self._patience, self._probe_cost = round(min(max(share, PROBE_EVERY), PROBE_AT_MOST)), None
 
     def _drafting_nodes(self, shape: Shape) -> float:
         """Nodes per draft call of one row: the roots, then K per further layer."""

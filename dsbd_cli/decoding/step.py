@@ -69,7 +69,7 @@ class Work:
 
 
 class Stepper:
-    """Runs iterations of one batch."""
+    """Runs iterations of one batch. `steady`: the last one took the time that its shape will take again."""
 
     def __init__(
         self,
@@ -84,6 +84,7 @@ class Stepper:
         """graphs: where iterations are captured; None runs them plainly."""
         self.target, self.draft, self.drafter = target, draft, drafter
         self.rule, self.endings, self.timer, self.graphs = rule, endings, timer, graphs
+        self.steady = True
         limits = [model.max_positions for model in (target, draft) if model is not None and model.max_positions]
         self.last_position = min(limits, default=2**31) - 1
 
@@ -103,6 +104,7 @@ class Stepper:
             work.counters = self._verify(state, work.forest, work.logits, work.context.keys, plan.idle)
 
         phases = (draft, target, verify)
+        self.steady = True
         self.timer.start()
         if self.graphs is None:
             for name, phase in zip(PHASES, phases, strict=True):
@@ -111,6 +113,7 @@ class Stepper:
         else:
             key = (plan, *self._static(state))
             work = self.graphs.run(key, state, work, phases, lambda number: self.timer.lap(PHASES[number]))
+            self.steady = self.graphs.steady
         return _report(work.counters, work.draft_calls)
 
     def _static(self, state: BatchState) -> tuple[Hashable, ...]:

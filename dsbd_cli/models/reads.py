@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["HostReads"]
 
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique")
+COPIES = ("_to_copy", "copy_")
 
 
 class HostReads(TorchDispatchMode):
@@ -35,6 +36,13 @@ class HostReads(TorchDispatchMode):
             if isinstance(argument, list | tuple)
             for item in argument
         )
-        if boolean_index or name.startswith(READS):
+        out = func(*args, **(kwargs or {}))
+        if boolean_index or name.startswith(READS) or (name in COPIES and _to_host(args, out)):
             self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
+        return out
+
+
+def _to_host(args: Any, out: Any) -> bool:
+    """A tensor of another device came to the CPU."""
+    tensors = [item for item in args if isinstance(item, torch.Tensor)]
+    return out.device.type == "cpu" and any(item.device.type != "cpu" for item in tensors)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.decoding import graphs as graphs_module
 from dsbd_cli.decoding.engine import Engine
 from dsbd_cli.decoding.graphs import Homes, IterationGraphs, Phase, Recording
 from dsbd_cli.errors import UsageError
@@ -154,3 +155,35 @@ def test_shapes_of_an_adaptive_depth_are_captured_one_by_one() -> None:
     graphs = IterationGraphs(FakeRecorder())
     assert decode(graphs, "coupled", adaptive_depth=True) == decode(None, "coupled")
     assert graphs.replays > 0
+
+
+def test_old_captures_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards captures that can never be replayed again and keep others out."""
+    monkeypatch.setattr(graphs_module, "MOST_GRAPHS", 2)
+
+    @dataclass
+    class State:
+        count: Tensor
+
+    recorder = FakeRecorder()
+    graphs, state = IterationGraphs(recorder), State(torch.zeros(1))
+    for key in ("a", "b", "c", "c", "b", "a"):
+        for _ in range(4):
+            graphs.run(key, state, None, (lambda: None,), lambda number: None)
+        assert graphs.steady
+    assert recorder.recorded == 4  # a, b, c, and a once more, which c had driven out
+
+
+def test_stop_strings_of_its_own_for_every_request_do_not_prevent_replays() -> None:
+    graphs = IterationGraphs(FakeRecorder())
+    target, draft = table_pair(1, VOCABULARY, 0.4)
+    method = MethodConfig(num_beams=3, drafts_per_layer=8, depth=3)
+    engine = Engine(target, draft, NumberCodec(VOCABULARY, (2,)), method, batch_size=2)
+    engine._stepper.graphs = graphs
+    stops = [(f"{i} {i + 1} {i % 7}",) for i in range(40)]
+    requests = [
+        Request(str(i), i, prompt_ids=(i % 5, 3), sampling=SamplingConfig(max_new_tokens=12, stop=stop))
+        for i, stop in enumerate(stops)
+    ]
+    calls = sum(result.stats.target_calls for result in engine.run(requests))
+    assert graphs.replays > calls / 4
