@@ -249,8 +249,8 @@ class AdaptivePlanner:
         return self._untimed[-1]
 
     def _tried(self, timed: bool, taken: float, plain: float) -> None:
-        """An iteration of the shape that is to be timed. taken, plain: seconds of it, and of one of the present shape. The
-        dearer a probe was, the longer until the next."""
+        """An iteration of the shape that is to be timed. taken, plain: seconds of it, and of one of the present shape.
+        The dearer a probe was, the longer until the next."""
         self._tries += 1
         if self._probe_cost is not None:
             self._probe_cost += taken - plain
