@@ -69,6 +69,20 @@ def test_from_prompts_to_a_draft(
     assert [row["text"] for row in full] == [row["text"] for row in again]
 
 
+def test_models_check_knows_a_trimmed_head(
+    pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    small = str(tmp_path / "small")
+    native = tmp_path / "native.jsonl"
+    generate(pair, prompts, native)
+    trim(pair, "--texts", str(native), "--size", "120", "-o", small, "--quiet")
+    capfd.readouterr()
+    assert run(["models", "check", pair[0], small]) == 0
+    assert "note: the draft is trimmed: its head has 120 rows" in capfd.readouterr().out
+    assert run(["models", "check", small, pair[1]]) == 1
+    assert "is a trimmed draft: only a draft may lack tokens" in capfd.readouterr().err
+
+
 def test_from_texts(pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards both record forms, several files, the table, and silence."""
     native, openai = tmp_path / "native.jsonl", tmp_path / "openai.jsonl"
