@@ -95,6 +95,8 @@ def trim_draft(
     if trim.json and trim.quiet:
         raise UsageError("--json and --quiet cannot be used together: give one of them")
     settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions())
+    if settings.draft is None and pair.draft != "none":
+        raise UsageError("--depth 0 runs no draft, but trimming needs its acceptance: drop it")
     if settings.draft is None:
         raise UsageError("there is no draft to trim: name one with --draft")
     with ExitStack() as stack:
@@ -125,8 +127,8 @@ class _Trimming:
         from dsbd_cli.models.trim import check
 
         check(self._draft, self._output, size=self._trim.size, coverage=self._trim.coverage)
-        prompts = self._prompts(self._trim.prompts)
-        held = self._prompts(self._trim.held_out)
+        prompts = self._prompts(self._trim.prompts, "--prompts")
+        held = self._prompts(self._trim.held_out, "--held-out")
         if self._trim.held_out is None:
             held = prompts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY][:HELD_OUT_MOST]
             prompts = [one for number, one in enumerate(prompts, 1) if number % HELD_OUT_EVERY]
@@ -139,15 +141,15 @@ class _Trimming:
         elif not self._trim.quiet:
             _show(report, measured, len(held), str(self._output))
 
-    def _prompts(self, path: Path | None) -> list[Request]:
+    def _prompts(self, path: Path | None, name: str) -> list[Request]:
         requests: list[Request] = []
-        for number, line in _lines(path, self._stack) if path is not None else ():
+        for number, line in _lines(path, self._stack, name) if path is not None else ():
             row = self._settings.rows.read(line, index=len(requests), number=number)
             if row.request is None:
-                raise UsageError(f"{path}: {row.error}")
+                raise UsageError(f"{name} {path}: {row.error}")
             requests.append(row.request)
         if path is not None and not requests:
-            raise UsageError(f"{path} holds no prompts")
+            raise UsageError(f"{name} {path} holds no prompts")
         return requests
 
     def _count(self, prompts: list[Request]) -> Counter[int]:
@@ -164,7 +166,7 @@ class _Trimming:
 
     def _texts(self) -> Iterator[str]:
         for name in self._trim.texts or ():
-            for number, line in _lines(Path(name), self._stack):
+            for number, line in _lines(Path(name), self._stack, "--texts"):
                 try:
                     text = answer_text(line if isinstance(line, bytes) else b"")
                 except InvalidRowError as error:
@@ -234,11 +236,12 @@ class _Trimming:
         return record
 
 
-def _lines(path: Path, stack: ExitStack) -> Iterator[tuple[int, bytes | LongLine]]:
+def _lines(path: Path, stack: ExitStack, name: str) -> Iterator[tuple[int, bytes | LongLine]]:
+    """Numbered lines of a file. name: the option that named it, for errors."""
     try:
         stream = stack.enter_context(open_input(path))
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise UsageError(f"{name} {path} cannot be read: {error.strerror or error}") from None
     assert isinstance(stream, io.BufferedReader), "open_input gives no other"
     yield from read_lines(stream)
 
