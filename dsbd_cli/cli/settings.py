@@ -13,7 +13,6 @@ from dsbd_cli.config import (
     BUILTIN_DRAFT,
     BUILTIN_TARGET,
     DEFAULT_BATCH_SIZE,
-    DRAFTERS,
     MAX_AUTO_DEPTH,
     MODEL_DRAFTERS,
     MethodConfig,
@@ -21,6 +20,7 @@ from dsbd_cli.config import (
     RuleName,
     SamplingConfig,
     WidthName,
+    check_drafter_name,
 )
 from dsbd_cli.errors import UsageError
 from dsbd_cli.records import RowReader
@@ -55,8 +55,8 @@ def run_settings(
     drafter: DrafterOptions | None = None,
 ) -> RunSettings:
     """Settle defaults and refuse what contradicts itself. Raises UsageError."""
-    proposing = drafter_settings(drafter or DrafterOptions())
     _check_drafter(drafter, method)
+    proposing = drafter_settings(drafter or DrafterOptions())
     target, draft = _pair(pair, method, str(proposing["drafter"]))
     _check_devices(devices, draft)
     drafting = draft is not None or not _needs_draft(str(proposing["drafter"]))
@@ -128,8 +128,11 @@ def _needs_draft(drafter: str) -> bool:
 def _check_drafter(given: DrafterOptions | None, method: MethodOptions) -> None:
     """What can be told before any default is known."""
     name = given.drafter if given is not None else None
-    if name is not None and not set(name.split("+")) <= set(DRAFTERS):
-        raise UsageError(f"--drafter is {name!r}, but must be one of {', '.join(DRAFTERS)}, or two joined by +")
+    if name is not None:
+        try:
+            check_drafter_name(name)
+        except UsageError as error:
+            raise UsageError(_named_as_option(str(error))) from None
     if name is not None and _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
         raise UsageError(f"--depth 0 drafts nothing, but --drafter is {name}: drop one of them")
 
@@ -144,6 +147,8 @@ def _pair(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, 
             raise UsageError(f"--draft {pair.draft} would do nothing, because drafter {drafter} runs no model: drop it")
         return target, None
     if pair.draft == "none":
+        if method.rule == "fuzzy":
+            raise UsageError("--rule fuzzy compares the target with a draft model, but --draft is none: name one")
         if drafter != MethodConfig().drafter:
             raise UsageError(f"--drafter {drafter} needs a draft model, but --draft is none: name one")
         if method.depth is not None and depth:
