@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 
 from dsbd_cli.cli.declare import flag, grouped, option
+from dsbd_cli.cli.forest_options import ForestOptions
 from dsbd_cli.cli.messages import say
-from dsbd_cli.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.cli.options import DeviceOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.cli.settings import RunSettings, fixed_depth, run_settings
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.data.compression import open_input
@@ -42,7 +43,8 @@ class TrimOptions:
     """What is counted, what is kept, where it goes."""
 
     output: Annotated[
-        Path | None, option(TRIM, "--output", "-o", text="new folder for the trimmed draft", metavar="FOLDER")
+        Path | None,
+        option(TRIM, "--output", "-o", text="new folder for the trimmed draft (required)", metavar="FOLDER"),
     ] = None
     texts: Annotated[
         list[str] | None,
@@ -77,7 +79,7 @@ class TrimOptions:
 def trim_draft(
     trim: TrimOptions,
     pair: PairOptions,
-    method: MethodOptions,
+    method: ForestOptions,
     sampling: SamplingOptions,
     devices: DeviceOptions,
     arguments: Sequence[str],
@@ -94,6 +96,11 @@ def trim_draft(
         raise UsageError("give either --texts or --prompts: what shall be counted")
     if trim.json and trim.quiet:
         raise UsageError("--json and --quiet cannot be used together: give one of them")
+    if method.depth == "auto":
+        raise UsageError(
+            "--depth auto takes another D and K from iteration to iteration, so the two drafts could not be compared: "
+            "give a depth"
+        )
     settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions())
     if settings.draft is None and pair.draft != "none":
         raise UsageError("--depth 0 runs no draft, but trimming needs its acceptance: drop it")

@@ -119,6 +119,7 @@ def test_from_texts(pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: 
         ("-o {o} --texts {o}.none --size 50", "error: --texts {o}.none cannot be read: No such file"),
         ("-o {o} --prompts {o}.none --size 50", "error: --prompts {o}.none cannot be read: No such file"),
         ("-o {o} --prompts {p} --held-out {o}.none --size 50", "--held-out {o}.none cannot be read: No such file"),
+        ("-o {o} --prompts {p} --size 50 --depth auto", "the two drafts could not be compared: give a depth"),
         ("-o {o} --prompts {e} --size 50", "holds no prompts"),
         ("-o {p} --prompts {p} --size 50", "exists: name a new folder"),
         ("-o {o} --prompts {p} --size 50 --json -q", "--json and --quiet cannot be used together"),
