@@ -246,7 +246,8 @@ def main() -> None:
     parser.add_argument("--draft-shape", choices=("small", *SHAPES), default="small")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     for name, known in CHOICES.items():
-        parser.add_argument(f"--{name}", nargs="+", default=list(known), help=f"some of {', '.join(known)}, with commas")
+        told = f"some of {', '.join(known)}, with commas"
+        parser.add_argument(f"--{name}", nargs="+", default=list(known), help=told)
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="at most, of each request")
     parser.add_argument("--rounds", type=int, default=3)
