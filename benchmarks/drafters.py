@@ -9,7 +9,7 @@ the tasks' train split; prompts are of the test split. `bridge` goes through tex
 its row shows what that detour costs. Rounds are interleaved; steps per call and acceptance depend on the seed alone.
 
 Cases are tasks x rules x drafters, each with an engine of its own. At a large shape choose some of them, names
-with commas or spaces between: --tasks qa,copy --rules search --drafters "no draft,beam,bridge".
+with commas between: --tasks qa,copy --rules search --drafters "no draft,beam,bridge".
 """
 
 from __future__ import annotations
@@ -246,7 +246,8 @@ def main() -> None:
     parser.add_argument("--draft-shape", choices=("small", *SHAPES), default="small")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     for name, known in CHOICES.items():
-        parser.add_argument(f"--{name}", nargs="+", default=list(known), help=f"some of {', '.join(known)}")
+        told = f"some of {', '.join(known)}, with commas"
+        parser.add_argument(f"--{name}", nargs="+", default=list(known), help=told)
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="at most, of each request")
     parser.add_argument("--rounds", type=int, default=3)

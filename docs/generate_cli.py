@@ -55,7 +55,14 @@ def _row(option) -> str:
     names = f"`{option.metavar}`" if argument else ", ".join(f"`{name}`" for name in option.opts)
     value = f" {option.metavar}" if option.metavar and not argument else ""
     help_text = (option.help or "").replace("|", "\\|")
-    return f"| {names}{value} | {help_text} |"
+    return f"| {names}{value} | {help_text}{_mark(option, argument)} |"
+
+
+def _mark(option, argument: bool) -> str:
+    """What its help does not say: that an option is required, or its default."""
+    if option.required and not argument:
+        return " (required)"
+    return f" (default: {option.default})" if option.show_default and option.default not in (None, False) else ""
 
 
 def _paragraphs(text: str) -> list[str]:

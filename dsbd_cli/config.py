@@ -11,7 +11,7 @@ from typing import Literal
 
 from dsbd_cli.errors import UsageError
 
-__all__ = ["DRAFTERS", "RULES", "WIDTHS", "MethodConfig", "ModelSpec", "SamplingConfig"]
+__all__ = ["DRAFTERS", "RULES", "WIDTHS", "MethodConfig", "ModelSpec", "SamplingConfig", "check_drafter_name"]
 
 RuleName = Literal["coupled", "rejection", "with-replacement", "search", "fuzzy"]
 WidthName = Literal["fixed", "threshold"]
@@ -46,6 +46,19 @@ MAX_AUTO_DEPTH = 8
 def _require(condition: bool, field: str, value: object, expected: str) -> None:
     if not condition:
         raise UsageError(f"{field} is {value!r}, but must be {expected}")
+
+
+def check_drafter_name(drafter: str) -> None:
+    """One drafter, or two that fit each other. Raises UsageError."""
+    names = drafter.split("+")
+    listed = f"one of {', '.join(DRAFTERS)}, or two of them joined by +"
+    _require(all(name in DRAFTERS for name in names) and len(names) <= 2, "drafter", drafter, listed)
+    if len(names) == 2 and "bridge" in names:
+        raise UsageError(f"drafter is {drafter!r}, but bridge builds whole trees from text and fuses with none")
+    if len(names) == 2:
+        _require(names[0] != names[1], "drafter", drafter, "two drafters: the same one drafts the same nodes")
+        swapped = f"{names[1]}+{names[0]}: the one that runs the draft model stands first"
+        _require(names[0] in MODEL_DRAFTERS or names[1] in TEXT_DRAFTERS, "drafter", drafter, swapped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,22 +211,14 @@ class MethodConfig:
     def _check_drafter(self) -> None:
         """One drafter or two that fit each other, the rule and the width."""
         names = self.drafter_names
-        listed = f"one of {', '.join(DRAFTERS)}, or two of them joined by +"
-        _require(all(name in DRAFTERS for name in names) and len(names) <= 2, "drafter", self.drafter, listed)
+        check_drafter_name(self.drafter)
         _require(self.ngram >= 1, "ngram", self.ngram, "1 or more")
         _require(self.branching >= 0, "branching", self.branching, "0 (as many as fit) or more")
         _require(self.tree in TREES, "tree", self.tree, f"one of {', '.join(TREES)}")
         _require(self.fusion_top_k >= 0, "fusion_top_k", self.fusion_top_k, "0 (keep all) or more")
         threshold, share, most = self.tree_threshold, self.second_drafts, self.drafts_per_layer - 1
         _require(threshold is None or 0 < threshold <= 1, "tree_threshold", threshold, "above 0 and at most 1")
-        if len(names) == 2 and "bridge" in names:
-            raise UsageError(
-                f"drafter is {self.drafter!r}, but bridge builds whole trees from text and fuses with none"
-            )
         if len(names) == 2:
-            _require(names[0] != names[1], "drafter", self.drafter, "two drafters: the same one drafts the same nodes")
-            swapped = f"{names[1]}+{names[0]}: the one that runs the draft model stands first"
-            _require(names[0] in MODEL_DRAFTERS or names[1] in TEXT_DRAFTERS, "drafter", self.drafter, swapped)
             _require(most >= 1, "drafts_per_layer", self.drafts_per_layer, "2 or more for two drafters")
             _require(share is None or 1 <= share <= most, "second_drafts", share, f"between 1 and {most} (K - 1)")
         if ("retrieval" in names) != (self.index is not None):

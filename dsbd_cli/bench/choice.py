@@ -9,7 +9,7 @@ from dsbd_cli.bench.sweep import Setting
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.reports.bench_data import BenchRow, Choice
 
-__all__ = ["DEFAULT_TOLERANCE", "Curve", "choose", "curves", "reference_of", "without_reference"]
+__all__ = ["DEFAULT_TOLERANCE", "Curve", "choose", "curves", "doubts", "reference_of", "without_reference"]
 
 DEFAULT_TOLERANCE = 0.02
 ROUNDING = 1e-9
@@ -66,6 +66,25 @@ def choose(task: str, curve: Curve, rows: Mapping[str, BenchRow], tolerance: flo
     chosen = max(good, key=lambda one: (rows[one.name].steps_per_call or 0.0, -_threshold(one)), default=None)
     names = tuple(one.name for one in curve.settings)
     return Choice(task, names, curve.reference.name, tolerance, None if chosen is None else chosen.name)
+
+
+def doubts(task: str, curve: Curve, rows: Mapping[str, BenchRow], tolerance: float) -> list[str]:
+    """Why the dev scores are too few or too low to choose by; rows as for `choose`."""
+    assert curve.reference is not None
+    reference = rows[curve.reference.name]
+    score, records = _score(reference), reference.records
+    found = []
+    if score <= tolerance:
+        found.append(
+            f"{task}: {reference.name} scores {score:.1%} on dev records, so no threshold can lose more than "
+            f"{100 * tolerance:g} points: the choice was made by steps per target call alone"
+        )
+    elif records * tolerance < 1:
+        found.append(
+            f"{task}: with {records} dev records one answer is {100 / records:.1f} points, more than the "
+            f"{100 * tolerance:g} that may be lost: the choice allowed no loss at all; raise --dev-records"
+        )
+    return found
 
 
 def _is_exact(setting: Setting) -> bool:

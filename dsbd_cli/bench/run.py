@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsbd_cli.bench.choice import choose, curves
+from dsbd_cli.bench.choice import choose, curves, doubts
 from dsbd_cli.bench.prepare import BenchSpec, Prepared, prepare, window_size
 from dsbd_cli.bench.runners import Runner, make_runner
 from dsbd_cli.bench.sweep import Setting
@@ -99,13 +99,16 @@ class Bench:
     def report(self) -> BenchReport:
         """What is measured until now."""
         rows, dev_rows = self._rows(dev=False), self._rows(dev=True)
-        choices = [
-            choose(part.task, curve, {row.name: row for row in dev_rows if row.task == part.task}, self._spec.tolerance)
+        chosen_from = [
+            (part.task, curve, {row.name: row for row in dev_rows if row.task == part.task}, self._spec.tolerance)
             for part in self._parts
             for curve in self._curves
             if part.dev and self._is_measured(part)
         ]
-        notes = list(dict.fromkeys([*self._spec.notes, *(note for part in self._parts for note in part.data.notes)]))
+        choices = [choose(*one) for one in chosen_from]
+        doubted = [note for one in chosen_from for note in doubts(*one)]
+        data_notes = [note for part in self._parts for note in part.data.notes]
+        notes = list(dict.fromkeys([*self._spec.notes, *data_notes, *doubted]))
         if not self._meter.available:
             notes.append(f"energy is not measured: {self._meter.reason}")
         elif self._meter.idle_watts is not None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from dsbd_cli.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
-from dsbd_cli.bench.methods import FUZZY_METHODS
+from dsbd_cli.bench.methods import FUZZY_METHODS, Value
 from dsbd_cli.bench.sweep import Plan, Setting, choose_methods, plan, read_values
 from dsbd_cli.cli.bench_options import (
     DEFAULT_RECORDS,
@@ -23,6 +23,7 @@ from dsbd_cli.cli.bench_options import (
 )
 from dsbd_cli.cli.declare import grouped
 from dsbd_cli.cli.messages import log, say
+from dsbd_cli.cli.naming import as_typed, names_of
 from dsbd_cli.cli.options import DeviceOptions, DrawOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.cli.report_files import check_report_files
 from dsbd_cli.cli.settings import RunSettings, run_settings
@@ -118,8 +119,18 @@ def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> Plan:
     methods = sweep.methods
     if methods is None and "fuzzy_threshold" in lists:
         methods = ",".join(FUZZY_METHODS)
+    try:
+        planned = _planned(methods, lists, None if sweep.index is None else str(sweep.index), draft, tuned=tuned)
+    except UsageError as error:
+        raise UsageError(as_typed(str(error), names_of(SweepOptions))) from None
+    notes = tuple(as_typed(note, names_of(SweepOptions)) for note in planned.notes)
+    return dataclasses.replace(planned, notes=notes)
+
+
+def _planned(
+    methods: str | None, lists: dict[str, list[Value]], index: str | None, draft: bool, *, tuned: bool
+) -> Plan:
     names = choose_methods(methods, draft=draft, drafters=lists.get("drafter", ()))
-    index = None if sweep.index is None else str(sweep.index)
     planned = plan(names, lists, index)
     if not tuned or not without_reference(planned.settings):
         return planned

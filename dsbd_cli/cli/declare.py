@@ -31,6 +31,27 @@ def switch(panel: str, name: str, text: str) -> object:
     return typer.Option(name, help=text, rich_help_panel=panel, show_default=False, metavar="")
 
 
+def _number(kind: type) -> Callable[[str], object]:
+    """How a number is read, so that what is none is refused in our words."""
+
+    def read(text: str) -> object:
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not {'an integer' if kind is int else 'a number'}") from None
+
+    return read
+
+
+def _with_reader(hint: object) -> object:
+    """The declaration of one option; of a number also how it is read."""
+    declared = typing.get_args(hint)
+    for kind in (int, float):
+        if declared and kind in typing.get_args(declared[0]):
+            declared[1].parser = _number(kind)
+    return hint
+
+
 def grouped(function: Callable[..., None]) -> Callable[..., None]:
     """Make `f(files: FileOptions, pair: PairOptions, ..., arguments)` a command whose options are the groups' fields.
 
@@ -40,7 +61,9 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
     every = typing.get_type_hints(function)
     hints = {name: kind for name, kind in every.items() if name not in ("return", "arguments")}
     parameters = [
-        inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=types[item.name])
+        inspect.Parameter(
+            item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=_with_reader(types[item.name])
+        )
         for kind in hints.values()
         for types in [typing.get_type_hints(kind, include_extras=True)]
         for item in dataclasses.fields(kind)

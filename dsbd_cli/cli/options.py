@@ -196,8 +196,8 @@ class MethodOptions:
             METHOD,
             "--depth",
             text="D, drafted layers; 0: no draft; auto: what measures fastest, with K as upper bound",
-            default=f"auto where the text does not depend on it (rules coupled and search, width fixed), else "
-            f"{_METHOD.depth}",
+            default=f"auto where the text does not depend on it (rules coupled and search, width fixed, no "
+            f"--memory-saving), else {_METHOD.depth}",
             metavar="D",
         ),
     ] = None
@@ -211,7 +211,7 @@ class MethodOptions:
             METHOD,
             "--width",
             text="live beams a layer must yield: fixed (W), or threshold (as many as are likely)",
-            default="fixed; threshold for rejection and with-replacement",
+            default="threshold for rejection and with-replacement where drafter beam stands first, else fixed",
             metavar="POLICY",
         ),
     ] = None

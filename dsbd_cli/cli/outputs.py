@@ -11,7 +11,9 @@ from types import TracebackType
 from typing import Self
 
 from dsbd_cli.cli.files import STANDARD, is_special
+from dsbd_cli.cli.naming import as_typed
 from dsbd_cli.cli.options import FileOptions
+from dsbd_cli.cli.settings import OPTIONS
 from dsbd_cli.data.compression import frame_maker
 from dsbd_cli.data.jsonl import LineWriter
 from dsbd_cli.data.lock import open_locked
@@ -101,6 +103,7 @@ class Outputs:
         if stream.seek(0, io.SEEK_END) > 0:
             before, self.created = read_settings(output)
             if difference := fingerprint_difference(before, self._settings):
+                difference = as_typed(difference, OPTIONS)
                 raise UsageError(
                     f"--resume: {output} was made with other settings: {difference}; use the same, or name another file"
                 )

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dsbd_cli.cli.drafter_options import DrafterOptions, drafter_settings
+from dsbd_cli.cli.naming import as_typed, names_of
 from dsbd_cli.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.config import (
     BUILTIN_DRAFT,
     BUILTIN_TARGET,
     DEFAULT_BATCH_SIZE,
-    DRAFTERS,
     MAX_AUTO_DEPTH,
     MODEL_DRAFTERS,
     MethodConfig,
@@ -21,14 +20,16 @@ from dsbd_cli.config import (
     RuleName,
     SamplingConfig,
     WidthName,
+    check_drafter_name,
 )
 from dsbd_cli.errors import UsageError
 from dsbd_cli.records import RowReader
 
-__all__ = ["RunSettings", "fixed_depth", "run_settings"]
+__all__ = ["OPTIONS", "RunSettings", "fixed_depth", "run_settings"]
 
 T = TypeVar("T")
 
+OPTIONS = names_of(PairOptions, MethodOptions, DrafterOptions, SamplingOptions, DeviceOptions, RowOptions)
 FOREST_FREE_RULES: tuple[RuleName, ...] = ("coupled", "search")
 DYNAMIC_RULES: tuple[RuleName, ...] = ("rejection", "with-replacement")
 
@@ -55,8 +56,8 @@ def run_settings(
     drafter: DrafterOptions | None = None,
 ) -> RunSettings:
     """Settle defaults and refuse what contradicts itself. Raises UsageError."""
-    proposing = drafter_settings(drafter or DrafterOptions())
     _check_drafter(drafter, method)
+    proposing = drafter_settings(drafter or DrafterOptions())
     target, draft = _pair(pair, method, str(proposing["drafter"]))
     _check_devices(devices, draft)
     drafting = draft is not None or not _needs_draft(str(proposing["drafter"]))
@@ -83,7 +84,7 @@ def run_settings(
         config = _method(method, proposing, drafting=drafting)
         rows = _rows(sampling, config, strict=bool(failing.strict))
     except UsageError as error:
-        raise UsageError(_named_as_option(str(error))) from None
+        raise UsageError(as_typed(str(error), OPTIONS)) from None
     batch_size: int | None = None
     if devices.batch_size != "auto":
         batch_size = _given(_number("--batch-size", devices.batch_size, 0), DEFAULT_BATCH_SIZE)
@@ -128,8 +129,11 @@ def _needs_draft(drafter: str) -> bool:
 def _check_drafter(given: DrafterOptions | None, method: MethodOptions) -> None:
     """What can be told before any default is known."""
     name = given.drafter if given is not None else None
-    if name is not None and not set(name.split("+")) <= set(DRAFTERS):
-        raise UsageError(f"--drafter is {name!r}, but must be one of {', '.join(DRAFTERS)}, or two joined by +")
+    if name is not None:
+        try:
+            check_drafter_name(name)
+        except UsageError as error:
+            raise UsageError(as_typed(str(error), OPTIONS)) from None
     if name is not None and _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
         raise UsageError(f"--depth 0 drafts nothing, but --drafter is {name}: drop one of them")
 
@@ -144,6 +148,8 @@ def _pair(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, 
             raise UsageError(f"--draft {pair.draft} would do nothing, because drafter {drafter} runs no model: drop it")
         return target, None
     if pair.draft == "none":
+        if method.rule == "fuzzy":
+            raise UsageError("--rule fuzzy compares the target with a draft model, but --draft is none: name one")
         if drafter != MethodConfig().drafter:
             raise UsageError(f"--drafter {drafter} needs a draft model, but --draft is none: name one")
         if method.depth is not None and depth:
@@ -239,8 +245,3 @@ def _max_errors(given: RowOptions) -> int | None:
     if given.max_errors is not None and given.max_errors < 1:
         raise UsageError(f"--max-errors is {given.max_errors}, but must be 1 or more")
     return 1 if given.fail_fast else given.max_errors
-
-
-def _named_as_option(message: str) -> str:
-    """`min_width is 5, ...` of the library, as the user typed it: `--min-width is 5, ...`."""
-    return re.sub(r"^([a-z][a-z_]*)(?= is )", lambda found: "--" + found[0].replace("_", "-"), message)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 
 from dsbd_cli.cli.declare import flag, grouped, option
+from dsbd_cli.cli.forest_options import ForestOptions
 from dsbd_cli.cli.messages import say
-from dsbd_cli.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.cli.options import DeviceOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.cli.settings import RunSettings, fixed_depth, run_settings
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.data.compression import open_input
@@ -42,7 +43,8 @@ class TrimOptions:
     """What is counted, what is kept, where it goes."""
 
     output: Annotated[
-        Path | None, option(TRIM, "--output", "-o", text="new folder for the trimmed draft", metavar="FOLDER")
+        Path | None,
+        option(TRIM, "--output", "-o", text="new folder for the trimmed draft (required)", metavar="FOLDER"),
     ] = None
     texts: Annotated[
         list[str] | None,
@@ -77,7 +79,7 @@ class TrimOptions:
 def trim_draft(
     trim: TrimOptions,
     pair: PairOptions,
-    method: MethodOptions,
+    method: ForestOptions,
     sampling: SamplingOptions,
     devices: DeviceOptions,
     arguments: Sequence[str],
@@ -94,7 +96,14 @@ def trim_draft(
         raise UsageError("give either --texts or --prompts: what shall be counted")
     if trim.json and trim.quiet:
         raise UsageError("--json and --quiet cannot be used together: give one of them")
+    if method.depth == "auto":
+        raise UsageError(
+            "--depth auto takes another D and K from iteration to iteration, so the two drafts could not be compared: "
+            "give a depth"
+        )
     settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions())
+    if settings.draft is None and pair.draft != "none":
+        raise UsageError("--depth 0 runs no draft, but trimming needs its acceptance: drop it")
     if settings.draft is None:
         raise UsageError("there is no draft to trim: name one with --draft")
     with ExitStack() as stack:
@@ -125,8 +134,8 @@ class _Trimming:
         from dsbd_cli.models.trim import check
 
         check(self._draft, self._output, size=self._trim.size, coverage=self._trim.coverage)
-        prompts = self._prompts(self._trim.prompts)
-        held = self._prompts(self._trim.held_out)
+        prompts = self._prompts(self._trim.prompts, "--prompts")
+        held = self._prompts(self._trim.held_out, "--held-out")
         if self._trim.held_out is None:
             held = prompts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY][:HELD_OUT_MOST]
             prompts = [one for number, one in enumerate(prompts, 1) if number % HELD_OUT_EVERY]
@@ -139,15 +148,15 @@ class _Trimming:
         elif not self._trim.quiet:
             _show(report, measured, len(held), str(self._output))
 
-    def _prompts(self, path: Path | None) -> list[Request]:
+    def _prompts(self, path: Path | None, name: str) -> list[Request]:
         requests: list[Request] = []
-        for number, line in _lines(path, self._stack) if path is not None else ():
+        for number, line in _lines(path, self._stack, name) if path is not None else ():
             row = self._settings.rows.read(line, index=len(requests), number=number)
             if row.request is None:
-                raise UsageError(f"{path}: {row.error}")
+                raise UsageError(f"{name} {path}: {row.error}")
             requests.append(row.request)
         if path is not None and not requests:
-            raise UsageError(f"{path} holds no prompts")
+            raise UsageError(f"{name} {path} holds no prompts")
         return requests
 
     def _count(self, prompts: list[Request]) -> Counter[int]:
@@ -164,7 +173,7 @@ class _Trimming:
 
     def _texts(self) -> Iterator[str]:
         for name in self._trim.texts or ():
-            for number, line in _lines(Path(name), self._stack):
+            for number, line in _lines(Path(name), self._stack, "--texts"):
                 try:
                     text = answer_text(line if isinstance(line, bytes) else b"")
                 except InvalidRowError as error:
@@ -234,11 +243,12 @@ class _Trimming:
         return record
 
 
-def _lines(path: Path, stack: ExitStack) -> Iterator[tuple[int, bytes | LongLine]]:
+def _lines(path: Path, stack: ExitStack, name: str) -> Iterator[tuple[int, bytes | LongLine]]:
+    """Numbered lines of a file. name: the option that named it, for errors."""
     try:
         stream = stack.enter_context(open_input(path))
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise UsageError(f"{name} {path} cannot be read: {error.strerror or error}") from None
     assert isinstance(stream, io.BufferedReader), "open_input gives no other"
     yield from read_lines(stream)
 

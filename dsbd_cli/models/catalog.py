@@ -82,13 +82,21 @@ class Fit:
 def fit(target: str, draft: str, *, trust_remote_code: bool = False) -> Fit:
     """Whether a draft can draft for a target, as far as tokenizers and configs tell; no weights are loaded.
 
-    Raises PairError where they do not fit, ModelNotFoundError or ModelError where their files are not here.
+    Raises PairError where they do not fit, UnsupportedModelError for a trimmed target, ModelNotFoundError or ModelError
+    where their files are not here.
     """
-    from dsbd_cli.models.pair import check_pair
+    from dsbd_cli.models.head import head_rows
+    from dsbd_cli.models.pair import check_pair, trimmed_target
 
-    ours, our_width, our_limit = _described(ModelSpec(target, "target", trust_remote_code=trust_remote_code))
-    theirs, their_width, their_limit = _described(ModelSpec(draft, "draft", trust_remote_code=trust_remote_code))
+    large = ModelSpec(target, "target", trust_remote_code=trust_remote_code)
+    small = ModelSpec(draft, "draft", trust_remote_code=trust_remote_code)
+    ours, our_width, our_limit = _described(large)
+    theirs, their_width, their_limit = _described(small)
+    if head_rows(_local_folder(large)) is not None:
+        raise trimmed_target(large)
     notes = check_pair(ours, theirs, our_width, their_width)
+    if (rows := head_rows(_local_folder(small))) is not None:
+        notes += (f"the draft is trimmed: its head has {rows} rows, and it proposes no other tokens",)
     limits = [limit for limit in (our_limit, their_limit) if limit is not None]
     if our_limit != their_limit:
         notes += (f"positions differ: {our_limit} in the target, {their_limit} in the draft; the fewer count",)

@@ -18,7 +18,17 @@ from torch import Tensor, nn
 
 from dsbd_cli.errors import ModelError, UnsupportedModelError
 
-__all__ = ["HEAD_FILE", "TrimmedHead", "head_keys", "install", "installed", "output_head", "read_head", "write_head"]
+__all__ = [
+    "HEAD_FILE",
+    "TrimmedHead",
+    "head_keys",
+    "head_rows",
+    "install",
+    "installed",
+    "output_head",
+    "read_head",
+    "write_head",
+]
 
 HEAD_FILE = "dsbd_head.safetensors"
 FORMAT = "dsbd.head/1"
@@ -92,6 +102,18 @@ def read_head(folder: Path) -> TrimmedHead | None:
     if not (int(ids[0]) >= 0 and int(ids[-1]) < int(size) and bool((ids.diff() > 0).all())):
         raise _damaged(path, f"the ids are not ascending ids below {size}")
     return TrimmedHead(ids, weight, tensors.get("bias"), int(size))
+
+
+def head_rows(folder: Path) -> int | None:
+    """Rows of a trimmed draft's head, from the file's header alone; None for an ordinary checkpoint."""
+    path = folder / HEAD_FILE
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            return int(file.get_slice("ids").get_shape()[0])
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, " ".join(str(error).split())[:120]) from None
 
 
 def install(model: Any, head: TrimmedHead, name: str) -> None:

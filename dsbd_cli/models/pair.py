@@ -15,7 +15,7 @@ from dsbd_cli.models.packing import pack
 from dsbd_cli.models.selftest import self_test
 from dsbd_cli.models.tokenize import HFCodec
 
-__all__ = ["LoadedPair", "check_pair", "load_model", "load_pair", "markers"]
+__all__ = ["LoadedPair", "check_pair", "load_model", "load_pair", "markers", "trimmed_target"]
 
 _SHOWN = 3
 
@@ -100,11 +100,14 @@ def load_model(spec: ModelSpec) -> tuple[CausalForestModel, HFCodec]:
         raise UnsupportedModelError(f"{spec.role} model {spec.source!r}: {error}") from error
     if trimmed := installed(model):
         if spec.role == "target":
-            raise UnsupportedModelError(
-                f"target model {spec.source!r} is a trimmed draft: only a draft may lack tokens"
-            )
+            raise trimmed_target(spec)
         forest.spread(*trimmed)
     return forest, HFCodec(tokenizer, eos_ids(model, tokenizer))
+
+
+def trimmed_target(spec: ModelSpec) -> UnsupportedModelError:
+    """The refusal of a target whose head lacks tokens."""
+    return UnsupportedModelError(f"target model {spec.source!r} is a trimmed draft: only a draft may lack tokens")
 
 
 def _tokens(codec: HFCodec) -> dict[int, str]:

@@ -106,8 +106,12 @@ def _check_size(size: int, special: int, vocab_size: int) -> None:
 
 def check(spec: ModelSpec, output: Path, *, size: int | None, coverage: float | None) -> tuple[Path, Any]:
     """Folder and config of a draft that can be trimmed; everything that can be refused before anything is counted."""
-    if (size is None) == (coverage is None):
+    if size is None and coverage is None:
+        raise UsageError("--size or --coverage is missing: say how many rows to keep, or which share they shall cover")
+    if size is not None and coverage is not None:
         raise UsageError("--size and --coverage say the same in two ways: give one of them")
+    if size is not None and size < 1:
+        raise UsageError(f"--size is {size}, but must be 1 or more")
     if coverage is not None and not 0 < coverage <= 1:
         raise UsageError(f"--coverage is {coverage}, but must be above 0 and at most 1")
     if output.exists():

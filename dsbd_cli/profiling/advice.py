@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dsbd_cli.profiling.predict import NEAR
 from dsbd_cli.profiling.runs import Run, drafts_nodes, phases_of
 from dsbd_cli.reports.profile_data import Machine, MeasuredSetting, Prediction, Setting
 
@@ -57,30 +58,37 @@ def drafting(run: Run) -> list[str]:
 
 
 def neighbours(now: Prediction, found: Sequence[Prediction]) -> list[str]:
-    """Whether a longer or a wider draft would pay, each alone, predicted."""
+    """Whether a longer or a wider draft would pay, each alone and held against no draft too, as predicted."""
     here = now.setting
     same = [one for one in found if one.setting.depth and one.setting.min_width == here.min_width]
+    plain = next((one.tokens_per_s for one in found if not one.setting.depth), 0.0)
     told = []
-    for name, field in (("longer", "depth"), ("wider", "drafts_per_layer")):
-        line = [
-            one
-            for one in same
-            if all(
-                getattr(one.setting, other) == getattr(here, other)
-                for other in ("depth", "drafts_per_layer")
-                if other != field
-            )
-        ]
-        for word, side in ((name, 1), ("shorter" if field == "depth" else "narrower", -1)):
+    for field, other, words in (
+        ("depth", "drafts_per_layer", (("longer", 1), ("shorter", -1))),
+        ("drafts_per_layer", "depth", (("wider", 1), ("narrower", -1))),
+    ):
+        line = [one for one in same if getattr(one.setting, other) == getattr(here, other)]
+        for word, side in words:
             further = [one for one in line if side * (getattr(one.setting, field) - getattr(here, field)) > 0]
             if further:
                 best = max(further, key=lambda one: one.tokens_per_s)
-                change = best.tokens_per_s / now.tokens_per_s - 1
-                verdict = "would pay" if change > WORTH else "would not pay"
-                told.append(
-                    f"a {word} draft {verdict}: {best.setting.label} is predicted to change speed by {change:+.0%}"
-                )
+                told.append(f"a {word} draft {_verdict(best, now.tokens_per_s, plain)}")
     return told
+
+
+def _verdict(best: Prediction, now: float, plain: float) -> str:
+    """What another draft would do to the speed. now, plain: predicted tokens/s as set and without a draft."""
+    change = best.tokens_per_s / now - 1
+    label = best.setting.label
+    if abs(change) <= WORTH:
+        return f"would change little: {label} is predicted within {WORTH:.0%} of the speed as set"
+    predicted = f"{label} is predicted to change speed by {change:+.0%}"
+    if change < 0:
+        return f"would not pay: {predicted}"
+    if best.tokens_per_s < plain:
+        without = f"no draft by {plain / now - 1:+.0%}"
+        return f"would be faster than as set, but still slower than no draft: {predicted}, {without}"
+    return f"would pay: {predicted}"
 
 
 def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: Setting) -> list[str]:
@@ -93,8 +101,13 @@ def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: Setting)
             told.append(f"speculation does not pay as set: no draft is {1 / ratio:.2f} times as fast (measured)")
         else:
             told.append(f"speculation pays: {ratio:.2f} times the tokens/s of no draft (measured)")
-        if not best.depth:
-            told.append("with this draft no D and K was both predicted and measured to be faster: use no draft")
+        if not best.depth and ratio < 1:
+            told.append("with this drafter no D and K was both predicted and measured to be faster: use no draft")
+        elif not best.depth:
+            told.append(
+                f"no draft is recommended all the same: it is within {1 - NEAR:.0%} of the fastest, and all beams live "
+                "without a draft, where narrow layers lose text"
+            )
     for one in (now, *tried):
         if one.predicted is None:
             continue

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from dsbd_cli.profiling.acceptance import Rates
 from dsbd_cli.reports.profile_data import NO_DRAFT, Prediction, Setting
 
-__all__ = ["Costs", "Line", "choose", "layer_costs", "predict", "predictions"]
+__all__ = ["NEAR", "Costs", "Line", "choose", "layer_costs", "predict", "predictions"]
 
 NEAR = 0.95
 

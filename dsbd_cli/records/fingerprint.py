@@ -34,8 +34,12 @@ def fingerprint_difference(old: Mapping[str, object], new: Mapping[str, object])
     for name in dict.fromkeys([*new, *old]):
         before, now = old.get(name), new.get(name)
         if before != now or isinstance(before, bool) is not isinstance(now, bool):
-            told.append(f"{_shown(name)} was {shorten(before)} and is {shorten(now)}")
+            told.append(f"{_shown(name)} was {_value(before)} and is {_value(now)}")
     return ", ".join(told) or None
+
+
+def _value(value: object) -> str:
+    return "not set" if value is None else shorten(value)
 
 
 def _shown(name: str) -> str:

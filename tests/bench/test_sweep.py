@@ -77,6 +77,7 @@ def test_an_axis_that_acts_on_nothing_is_an_error() -> None:
     ("text", "message"),
     [
         ("dsbd-couple", "no method 'dsbd-couple': did you mean dsbd-coupled"),
+        ("dsbd-coupled,all", "all stands for every method"),
         ("zzz", "no method 'zzz': all, or some of greedy"),
         ("greedy,greedy", "greedy stands there twice"),
         ("greedy,", "no method ''"),

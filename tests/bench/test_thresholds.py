@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from dsbd_cli import Engine, SamplingConfig, load
-from dsbd_cli.bench.choice import choose, curves, reference_of, without_reference
+from dsbd_cli.bench.choice import choose, curves, doubts, reference_of, without_reference
 from dsbd_cli.bench.prepare import BenchSpec
 from dsbd_cli.bench.run import Bench
 from dsbd_cli.bench.sweep import Setting, plan
@@ -57,6 +57,21 @@ def test_the_rule(numbers: dict[str, tuple[float, float]], tolerance: float, cho
     assert found.chosen == (None if chosen is None else f"dsbd-fuzzy {chosen}")
     assert found.curve == tuple(f"dsbd-fuzzy T={value}" for value in (0.1, 0.2, 0.4)), "smallest first"
     assert f"{100 * tolerance:g} points below that of dsbd-rejection" in found.rule
+
+
+def test_scores_that_cannot_tell_thresholds_apart_are_told() -> None:
+    """Guards against a choice on an empty scale, or on records so few that one answer exceeds the tolerance."""
+    made = settings("dsbd-rejection", "dsbd-fuzzy")
+    (curve,) = curves(made)
+
+    def told(score: float, records: int) -> str:
+        found = rows(made, {"": (score, 2.0), "T=0.1": (0.0, 3.0), "T=0.2": (0.0, 3.5), "T=0.4": (0.0, 4.0)})
+        many = {name: dataclasses.replace(row, records=records) for name, row in found.items()}
+        return " ".join(doubts("sql", curve, many, 0.02))
+
+    assert "sql: dsbd-rejection scores 0.0% on dev records" in told(0.0, 2)
+    assert "with 2 dev records one answer is 50.0 points, more than the 2 that may be lost" in told(0.5, 2)
+    assert told(0.5, 50) == ""
 
 
 def test_a_curve_for_each_shape_of_the_forest_and_none_of_one_threshold() -> None:

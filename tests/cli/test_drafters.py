@@ -27,7 +27,7 @@ REFUSED = [
     ("--drafter ngram --draft builtin:draft", "runs no model"),
     ("--drafter rsd-c --draft none", "needs a draft model"),
     ("--drafter ngram --depth 0", "--depth 0 drafts nothing"),
-    ("--drafter retrieval", "needs an index"),
+    ("--drafter retrieval", "needs --index FILE"),
     ("--index x", "does not read one"),
     ("--drafter ngram --index x", "does not read one"),
     ("--drafter ngram --width threshold", "width threshold"),

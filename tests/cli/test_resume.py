@@ -70,8 +70,8 @@ def test_other_settings_are_refused_by_name(job: Callable[..., Outcome], tmp_pat
     before = (tmp_path / "out").read_bytes()
     outcome = job("--resume", "--seed", "2", "--num-beams", "2")
     assert (outcome.code, len(outcome.loads)) == (2, 1)
-    assert "made with other settings: num_beams was 4 and is 2, " in outcome.err
-    assert "seed was 1 and is 2" in outcome.err
+    assert "made with other settings: --num-beams was 4 and is 2, " in outcome.err
+    assert "--seed was 1 and is 2" in outcome.err
     for same in ("--batch-size 3", "--max-errors 9", "--verbose", "--device cpu", "--summary " + str(tmp_path / "s")):
         assert job("--resume", "--seed", "1", *same.split()).code == 3
     assert (tmp_path / "out").read_bytes() == before

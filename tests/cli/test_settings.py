@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dsbd_cli.cli.naming import as_typed
 from tests.cli.conftest import Outcome
 
 Dsbd = Callable[..., Outcome]
@@ -72,18 +73,25 @@ REFUSED = {
     "--config no-such-file": "--config no-such-file cannot be read: No such file",
     "--output x --stats x": "--output and --stats are both x",
     "--input README.md --output README.md --overwrite": "--output README.md is the input",
-    "--rule fuzzy": "--fuzzy-threshold is missing, but rule fuzzy needs it",
+    "--rule fuzzy": "--fuzzy-threshold is missing, but --rule fuzzy needs it",
     "--rule fuzzy --fuzzy-threshold -1": "--fuzzy-threshold is -1.0",
     "--rule fuzzy --fuzzy-threshold inf": "--fuzzy-threshold is inf",
-    "--rule fuzzy --fuzzy-threshold 0.1 --draft none": "rule fuzzy compares the target with a draft",
-    "--rule fuzzy --fuzzy-threshold 0.1 --drafter rsd-c": "use drafter beam",
-    "--rule fuzzy --fuzzy-threshold 0.1 --width threshold": "use width fixed",
-    "--rule fuzzy --fuzzy-threshold 0.1 --warp-scope beam": "use warp_scope pool",
+    "--rule fuzzy --fuzzy-threshold 0.1 --draft none": "--rule fuzzy compares the target with a draft model",
+    "--draft none --drafter ngram+bridge": "--drafter is 'ngram+bridge', but bridge",
+    "--draft none --drafter ngram+beam": "--drafter is 'ngram+beam', but must be beam+ngram",
+    "--draft none --drafter beam+ngram": "--drafter beam+ngram needs a draft model, but --draft is none",
+    "--rule fuzzy --fuzzy-threshold 0.1 --drafter rsd-c": "use --drafter beam",
+    "--rule fuzzy --fuzzy-threshold 0.1 --width threshold": "use --width fixed",
+    "--rule fuzzy --fuzzy-threshold 0.1 --warp-scope beam": "--warp-scope beam gives them no weight: use --warp-scope",
     "--fuzzy-threshold 0.1": "--fuzzy-threshold is 0.1, but the rule is coupled",
     "--rule rejection --fallback strict": "--fallback is 'strict', but the rule is rejection",
     "--divergence l2": "Invalid value for '--divergence'",
     "--rule fast": "Invalid value for '--rule': 'fast' is not one of",
-    "--num-beams four": "Invalid value for '--num-beams'",
+    "--num-beams four": "Invalid value for '--num-beams': 'four' is not an integer",
+    "--temperature warm": "Invalid value for '--temperature': 'warm' is not a number",
+    "--drafter retrieval": "--drafter retrieval needs --index FILE: make one with dsbd index",
+    "--index x": "--index would do nothing, because drafter beam does not read one",
+    "--rule rejection --width threshold --drafter ngram": "use --width fixed",
     "--no-such-option": "No such option: --no-such-option",
     "file.jsonl": "unexpected extra argument",
 }
@@ -167,3 +175,16 @@ def test_what_does_not_act_is_null_in_the_record(dsbd: Dsbd) -> None:
     [dynamic] = dsbd("generate", "--rule", "rejection", lines=[{"prompt": "a"}]).records
     assert dynamic["method"]["width_threshold"] == 0.7
     assert dynamic["exactness"] == "dynamic-width"
+
+
+@pytest.mark.parametrize(
+    ("message", "typed"),
+    [
+        ("depth is 3: raise depth or drop it", "--depth is 3: raise --depth or drop it"),
+        ("a depth is 3, because depth 3 is", "a depth is 3, because depth 3 is"),
+        ("num_beams was 4 and is 2, seed was 1 and is 2", "--num-beams was 4 and is 2, --seed was 1 and is 2"),
+        ("--num-beams is 1, warp_scope beam", "--num-beams is 1, warp_scope beam"),  # no option of this command
+    ],
+)
+def test_fields_are_named_as_the_options_that_were_typed(message: str, typed: str) -> None:
+    assert as_typed(message, {"depth", "seed", "num_beams"}) == typed

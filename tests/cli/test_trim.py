@@ -69,6 +69,20 @@ def test_from_prompts_to_a_draft(
     assert [row["text"] for row in full] == [row["text"] for row in again]
 
 
+def test_models_check_knows_a_trimmed_head(
+    pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    small = str(tmp_path / "small")
+    native = tmp_path / "native.jsonl"
+    generate(pair, prompts, native)
+    trim(pair, "--texts", str(native), "--size", "120", "-o", small, "--quiet")
+    capfd.readouterr()
+    assert run(["models", "check", pair[0], small]) == 0
+    assert "note: the draft is trimmed: its head has 120 rows" in capfd.readouterr().out
+    assert run(["models", "check", small, pair[1]]) == 1
+    assert "is a trimmed draft: only a draft may lack tokens" in capfd.readouterr().err
+
+
 def test_from_texts(pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Guards both record forms, several files, the table, and silence."""
     native, openai = tmp_path / "native.jsonl", tmp_path / "openai.jsonl"
@@ -93,10 +107,19 @@ def test_from_texts(pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: 
         ("--size 9 --prompts {p}", "--output is missing"),
         ("--size 9 -o {o}", "give either --texts or --prompts"),
         ("--size 9 -o {o} --prompts {p} --texts {p}", "give either --texts or --prompts"),
-        ("-o {o} --texts {n}", "--size and --coverage say the same in two ways: give one of them"),
+        ("-o {o} --texts {n}", "--size or --coverage is missing"),
+        ("-o {o} --texts {n} --size 0", "--size is 0, but must be 1 or more"),
+        ("-o {o} --texts {n} --size -3", "--size is -3, but must be 1 or more"),
+        (
+            "-o {o} --texts {n} --size 50 --coverage 0.5",
+            "--size and --coverage say the same in two ways: give one of them",
+        ),
         ("-o {o} --prompts {p} --size 4000", "--size is 4000, but the draft has only 380 logits"),
         ("-o {o} --texts {p} --size 50", "prompts.jsonl, line 1: it holds no text"),
-        ("-o {o} --texts {o}.none --size 50", "cannot be read: No such file"),
+        ("-o {o} --texts {o}.none --size 50", "error: --texts {o}.none cannot be read: No such file"),
+        ("-o {o} --prompts {o}.none --size 50", "error: --prompts {o}.none cannot be read: No such file"),
+        ("-o {o} --prompts {p} --held-out {o}.none --size 50", "--held-out {o}.none cannot be read: No such file"),
+        ("-o {o} --prompts {p} --size 50 --depth auto", "the two drafts could not be compared: give a depth"),
         ("-o {o} --prompts {e} --size 50", "holds no prompts"),
         ("-o {p} --prompts {p} --size 50", "exists: name a new folder"),
         ("-o {o} --prompts {p} --size 50 --json -q", "--json and --quiet cannot be used together"),
@@ -109,11 +132,13 @@ def test_refusals(
     (tmp_path / "native.jsonl").write_text('{"text": "The fox"}\n{"error": {"type": "x"}}\n')
     names = {"p": prompts, "o": tmp_path / "new", "e": tmp_path / "empty.jsonl", "n": tmp_path / "native.jsonl"}
     trim(pair, *options.format(**names).split(), code=2)
-    assert message in capfd.readouterr().err
+    assert message.format(**names) in capfd.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
-def test_no_draft_to_trim(pair: tuple[str, str], prompts: str, tmp_path: Path) -> None:
+def test_no_draft_to_trim(
+    pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     arguments = [
         "--target",
         pair[0],
@@ -127,6 +152,10 @@ def test_no_draft_to_trim(pair: tuple[str, str], prompts: str, tmp_path: Path) -
         str(tmp_path / "x"),
     ]
     assert run(["trim-draft", *arguments]) == 2
+    assert "there is no draft to trim: name one with --draft" in capfd.readouterr().err
+    small = ["--target", "builtin:target", "--depth", "0", *arguments[4:]]
+    assert run(["trim-draft", *small]) == 2
+    assert "--depth 0 runs no draft" in capfd.readouterr().err
 
 
 def test_texts_of_records() -> None:

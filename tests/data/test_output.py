@@ -232,9 +232,9 @@ def test_a_fingerprint_tells_what_differs() -> None:
         dtype="float32",
     )
     assert fingerprint_difference(stored, new) == (
-        "num_beams was 4 and is 2, draft was 'd' and is None, stop was ['a'] and is ['b'], seed was 3 and is 4"
+        "num_beams was 4 and is 2, draft was 'd' and is not set, stop was ['a'] and is ['b'], seed was 3 and is 4"
     )
-    assert fingerprint_difference({**old, "x\n": 1}, old) == "'x\\n' was 1 and is None"
+    assert fingerprint_difference({**old, "x\n": 1}, old) == "'x\\n' was 1 and is not set"
     assert fingerprint_difference({**old, "seed": True}, {**old, "seed": 1}) == "seed was True and is 1"
 
 

@@ -145,7 +145,8 @@ def test_choice_of_ids() -> None:
         ({"coverage": 0.0}, "--coverage is 0.0, but must be above 0"),
         ({"coverage": 1.5}, "--coverage is 1.5"),
         ({"size": 9, "coverage": 0.5}, "give one of them"),
-        ({}, "give one of them"),
+        ({}, "--size or --coverage is missing"),
+        ({"size": 0}, "--size is 0, but must be 1 or more"),
     ],
 )
 def test_sizes_that_make_no_sense(settings: dict[str, Any], message: str, checkpoint: Path, tmp_path: Path) -> None:

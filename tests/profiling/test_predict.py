@@ -130,6 +130,7 @@ def test_notes_say_when_speculation_does_not_pay() -> None:
     now, plain = measured(Setting(4, 8), 10.0), measured(NO_DRAFT, 20.0)
     told = " ".join(advice.notes(now, [plain], NO_DRAFT))
     assert "no draft is 2.00 times as fast" in told
+    assert "with this drafter no D and K" in told
     assert "use no draft" in told
     assert "the prediction for no draft was off by -50%" in told
     told = " ".join(advice.notes(now, [measured(NO_DRAFT, 8.0)], Setting(4, 8)))
@@ -154,5 +155,24 @@ def test_whether_a_longer_or_wider_draft_would_pay() -> None:
     assert told == [
         "a longer draft would pay: D=3 K=8 is predicted to change speed by +10%",
         "a shorter draft would not pay: D=1 K=8 is predicted to change speed by -10%",
-        "a wider draft would not pay: D=2 K=12 is predicted to change speed by +1%",
+        "a wider draft would change little: D=2 K=12 is predicted within 3% of the speed as set",
     ]
+
+
+def test_a_draft_that_only_comes_nearer_to_no_draft_does_not_pay() -> None:
+    found = [Prediction(Setting(2, 8), 2.0, 0.1, 10.0, 4.0), Prediction(Setting(1, 8), 2.0, 0.1, 16.2, 4.0)]
+    plain = Prediction(NO_DRAFT, 1.0, 0.1, 17.7, 4.0)
+    assert advice.neighbours(found[0], [*found, plain]) == [
+        "a shorter draft would be faster than as set, but still slower than no draft: D=1 K=8 is predicted to change "
+        "speed by +62%, no draft by +77%"
+    ]
+    assert "would pay" in advice.neighbours(found[0], [*found, replace(plain, tokens_per_s=16.0)])[0]
+
+
+def test_notes_say_why_a_slower_run_without_a_draft_is_recommended() -> None:
+    now, plain = measured(Setting(4, 8, 1), 52.4), measured(NO_DRAFT, 51.1)
+    best = choose([(one.setting, one.tokens_per_s.median) for one in (now, plain)], 4)
+    told = " ".join(advice.notes(now, [plain], best))
+    assert "speculation pays: 1.03 times" in told
+    assert "no draft is recommended all the same: it is within 5% of the fastest" in told
+    assert "use no draft" not in told
