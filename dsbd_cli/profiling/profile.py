@@ -122,7 +122,7 @@ def _forest(job: Job) -> ShownForest:
     names = [piece.decode("utf-8", "replace") for piece in pieces] + [""] * (size - len(pieces))
     ends = job.bench.codec.eos_ids
     names = [name or ("<end>" if token in ends else f"<{token}>") for token, name in enumerate(names)]
-    return snapshot.shown(request.id, job.method.rule, steps[job.show - 1].steps, names)
+    return snapshot.shown(request.id, job.method.rule, steps[job.show - 1].steps, names, job.method.drafter)
 
 
 def _memory(job: Job) -> tuple[Owner, ...]:

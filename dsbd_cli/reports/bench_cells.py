@@ -146,7 +146,7 @@ def choice_columns(report: BenchReport, choice: Choice) -> tuple[list[Column], d
     ]
     return head, {
         subject: [
-            Column(f"{title}, dev", lambda row, cell=cell: cell(dev[row.name])),  # type: ignore[misc]
+            Column(f"{title}, dev", lambda row, cell=cell: cell(dev[row.name]) if row.name in dev else DASH),  # type: ignore[misc]
             Column(f"{title}, test", cell),
         ]
         for subject, (title, cell) in numbers.items()

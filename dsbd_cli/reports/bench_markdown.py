@@ -56,7 +56,7 @@ def markdown_page(report: BenchReport, title: str = "dsbd bench") -> str:
             markdown_table([*head, *quality_columns(rows), *speed_columns(rows), *resource_columns(rows)], rows)
         )
         parts.append(markdown_table([*head, *work_columns(rows)], rows))
-        for choice in (one for one in report.choices if one.task == task):
+        for choice in (one for one in report.choices if one.task == task and report.curve(one)):
             named, numbers = choice_columns(report, choice)
             columns = [*named, *(column for pair in numbers.values() for column in pair)]
             parts.append(f"### {choice_title(report, choice)}\n")

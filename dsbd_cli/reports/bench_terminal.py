@@ -25,10 +25,10 @@ from dsbd_cli.reports.bench_cells import (
     work_columns,
 )
 from dsbd_cli.reports.bench_data import BenchReport, BenchRow, Choice
+from dsbd_cli.reports.screen import Screen
 
-__all__ = ["MIN_WIDTH", "print_report"]
+__all__ = ["print_report"]
 
-MIN_WIDTH, WIDTH_OF_FILES = 100, 120
 GAP = 3  # between columns, as rich draws them
 SHORT_TITLE = 13
 
@@ -37,8 +37,7 @@ Section = tuple[str, list[Column]]
 
 def print_report(report: BenchReport, stream: IO[str]) -> None:
     """Write the tables. A stream that is no terminal gets plain text, 120 columns wide."""
-    console = Console(file=stream, width=None if stream.isatty() else WIDTH_OF_FILES, highlight=False)
-    console.width = max(console.width, MIN_WIDTH)  # a narrow terminal wraps lines; cut cells would be lost
+    console = Screen(stream)
     for line in environment_lines(report):
         console.print(Text(line, style="dim"))
     for task in report.tasks:
@@ -47,7 +46,7 @@ def print_report(report: BenchReport, stream: IO[str]) -> None:
         for title, columns in _packed(setting_columns(rows), _sections(rows), rows, console.width):
             console.print()
             console.print(_table(f"{heading}: {title}", columns, rows))
-        for choice in (one for one in report.choices if one.task == task):
+        for choice in (one for one in report.choices if one.task == task and report.curve(one)):
             _print_choice(console, report, choice)
     console.print()
     for line in reading_lines(report.rows):
@@ -112,7 +111,7 @@ def _widths(columns: Sequence[Column], rows: Sequence[BenchRow]) -> int:
 def _width(column: Column, rows: Sequence[BenchRow]) -> int:
     """Cells and short headings stay whole; a long heading is wrapped between words."""
     title = max(min(len(column.title), SHORT_TITLE), *(len(word) for word in column.title.split()))
-    return max(title, *(len(column.cell(row)) for row in rows))
+    return max([title, *(len(column.cell(row)) for row in rows)])
 
 
 def _table(title: str, columns: Sequence[Column], rows: Sequence[BenchRow]) -> Table:

@@ -176,7 +176,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ShownNode:
-    """A node of a shown forest. p, q: None where they are not defined; parent: place in the list, None of a root."""
+    """A node of a shown forest. p, q: None where they are not defined; parent: place in the list, None of a root;
+    proposer: which of two drafters, or both; None where one drafts."""
 
     token: str
     layer: int
@@ -184,6 +185,7 @@ class ShownNode:
     state: NodeState
     p: float | None
     q: float | None
+    proposer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

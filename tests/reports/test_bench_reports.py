@@ -91,6 +91,32 @@ def test_dev_and_test_stand_side_by_side() -> None:
     assert [cell.strip() for cell in rows[1].split("|")[6:8]] == ["3.25", "2.50"]
 
 
+@pytest.mark.parametrize("measured", [(), ("dsbd-rejection",), ("dsbd-rejection", "dsbd-fuzzy W=4 K=12 D=2 T=0.1")])
+def test_a_run_that_was_stopped_on_the_way_is_told_all_the_same(measured: tuple[str, ...]) -> None:
+    whole = tuned(("sql",))
+    rows = [one for one in whole.rows if one.method == "greedy" or one.name in measured]
+    stopped = dataclasses.replace(whole, rows=rows, complete=False)
+    stream = io.StringIO()
+    print_report(stopped, stream)
+    assert ("is chosen" in stream.getvalue()) == ("is chosen" in markdown_page(stopped)) == bool(measured)
+    assert_whole(bench_figure(stopped))
+
+
+class Gone(io.StringIO):
+    """A pipe whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def test_a_reader_who_has_gone_ends_the_command_and_not_the_interpreter() -> None:
+    with pytest.raises(BrokenPipeError):
+        print_report(report(), Gone())
+
+
 def test_json_lines_say_which_split_they_are_of() -> None:
     lines = [json.loads(line) for line in json_lines(tuned(("sql",))).splitlines()]
     of_split = {split: [line for line in lines if line["split"] == split] for split in ("test", "dev")}
