@@ -29,6 +29,7 @@ from dsbd_cli.reports.profile_data import (
     NO_DRAFT,
     Curve,
     DepthRate,
+    DrafterRate,
     Machine,
     MeasuredSetting,
     Owner,
@@ -40,6 +41,7 @@ from dsbd_cli.reports.profile_data import (
     spread_of,
 )
 from dsbd_cli.requests import derive_seed
+from dsbd_cli.stats import DrafterStats
 
 __all__ = ["Job", "take_profile"]
 
@@ -360,4 +362,14 @@ def _profile(
         notes=tuple(told),
         recommended_command=job.render(best),
         forest=forest,
+        drafters=_drafter_rates(first),
     )
+
+
+def _drafter_rates(run: Run) -> tuple[DrafterRate, ...]:
+    """Of a run with two drafters, the first one first."""
+    sums: dict[str, DrafterStats] = {}
+    for result in run.results:
+        for name, part in result.stats.drafters.items():
+            sums.setdefault(name, DrafterStats()).add(part)
+    return tuple(DrafterRate(name, part.drafted, part.accepted) for name, part in sums.items())

@@ -26,6 +26,7 @@ from dsbd_cli.reports.bench_cells import (
 )
 from dsbd_cli.reports.bench_data import BenchReport, BenchRow, Choice
 from dsbd_cli.reports.screen import Screen
+from dsbd_cli.reports.words import plural
 
 __all__ = ["print_report"]
 
@@ -42,7 +43,7 @@ def print_report(report: BenchReport, stream: IO[str]) -> None:
         console.print(Text(line, style="dim"))
     for task in report.tasks:
         rows = report.of(task)
-        heading = f"{task}, {max(row.records for row in rows)} records"
+        heading = f"{task}, {plural(max(row.records for row in rows), 'record')}"
         for title, columns in _packed(setting_columns(rows), _sections(rows), rows, console.width):
             console.print()
             console.print(_table(f"{heading}: {title}", columns, rows))
@@ -61,7 +62,7 @@ def _print_choice(console: Console, report: BenchReport, choice: Choice) -> None
     head, sections = choice_columns(report, choice)
     for title, shown in _packed(head, sections.items(), rows, console.width):
         console.print()
-        console.print(_table(f"{choice_title(report, choice)}: {title}", shown, rows))
+        console.print(_table(f"{choice_title(report, choice)}, {title}", shown, rows))
     console.print(Text(choice_line(report, choice)))
 
 
@@ -69,15 +70,17 @@ def _packed(head: list[Column], sections: Iterable[Section], rows: Sequence[Benc
     """Sections side by side as long as they fit, else one below the other, else cut between columns."""
     room = width - 1 - _widths(head, rows)
     titles: list[str] = []
+    seen: set[str] = set()
     columns: list[Column] = []
     for title, wanted in sections:
         for group in _split(wanted, rows, room):
             if columns and _widths([*columns, *group], rows) > room:
-                yield " and ".join(titles), [*head, *columns]
+                yield ", ".join(titles), [*head, *columns]
                 titles, columns = [], []
-            titles.append(title)
+            titles.append(title if title not in seen else f"{title}, continued")
+            seen.add(title)
             columns += group
-    yield " and ".join(titles), [*head, *columns]
+    yield ", ".join(titles), [*head, *columns]
 
 
 def _sections(rows: Sequence[BenchRow]) -> Iterator[Section]:

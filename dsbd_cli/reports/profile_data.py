@@ -14,6 +14,7 @@ __all__ = [
     "Curve",
     "CurvePoint",
     "DepthRate",
+    "DrafterRate",
     "Machine",
     "MeasuredSetting",
     "Owner",
@@ -128,6 +129,15 @@ class DepthRate:
 
 
 @dataclass(frozen=True, slots=True)
+class DrafterRate:
+    """Measured: nodes that one of two drafters proposed, and how many were accepted; a node of both is the first's."""
+
+    name: str
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """Predicted from measured costs and acceptance, not measured."""
 
@@ -205,7 +215,8 @@ class ShownForest:
 class Profile:
     """Everything one `dsbd profile` found out. `now` is the setting in use; `best` the recommended one.
 
-    draft: name of the draft model, None where none runs; drafter: who proposes, None where nobody does.
+    draft: name of the draft model, None where none runs; drafter: who proposes, None where nobody does; drafters: what
+    each brought, where there are two.
     """
 
     command: str
@@ -231,3 +242,4 @@ class Profile:
     notes: tuple[str, ...]
     recommended_command: str
     forest: ShownForest | None = None
+    drafters: tuple[DrafterRate, ...] = ()

@@ -88,6 +88,12 @@ def test_the_forest_of_two_drafters_says_who_proposed(dsbd: Dsbd, prompts: Path,
     assert all((node["q"] is None) == (node["proposer"] == "rsd-s") for node in drafted)
     assert all(node["proposer"] is None for node in nodes if node["state"] in ("root", "completed"))
     assert "  rsd-s" in done.out
+    rates = json.loads(written.read_text())["drafters"]
+    assert [one["name"] for one in rates] == ["beam", "rsd-s"]
+    assert all(0 < one["accepted"] <= one["drafted"] for one in rates)
+    said = " ".join(done.out.split())
+    assert f"beam {rates[0]['accepted']} of {rates[0]['drafted']} nodes" in said
+    assert "…" not in done.out
 
 
 def test_quiet_prints_the_command_alone(dsbd: Dsbd, prompts: Path) -> None:
