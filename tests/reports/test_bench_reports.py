@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dsbd_cli.bench.methods import METHODS
@@ -191,6 +192,48 @@ def test_nothing_of_the_curves_is_cut() -> None:
         "sql: thresholds of rule fuzzy",
         "qa: thresholds of rule fuzzy",
     ]
+
+
+def panel(figure: Figure, title: str) -> Axes:
+    (found,) = [axes for axes in figure.axes if title in axes.get_title("left")]
+    return found
+
+
+def test_scores_of_zero_are_drawn_at_zero() -> None:
+    rows = [dataclasses.replace(one, scores={"exact match": Interval(0.0, 0.0, 0.0)}) for one in report().rows]
+    axes = panel(bench_figure(dataclasses.replace(report(), rows=rows)), "quality against speed")
+    assert axes.get_ylim()[0] == 0
+    assert axes.get_ylim()[1] >= 5
+
+
+def test_the_curve_has_the_colour_of_its_method_and_steps_per_call_to_the_right() -> None:
+    whole = tuned(("sql",))
+    rows = [one for one in whole.rows if one.method in ("greedy", "dsbd-rejection") or one.setting]
+    level = {"exact match": Interval(0.5, 0.4, 0.7)}
+    dev = [dataclasses.replace(one, scores=level) for one in whole.dev_rows]
+    figure = bench_figure(dataclasses.replace(whole, rows=rows, dev_rows=dev, choices=whole.choices[:1]))
+    curve = panel(figure, "thresholds")
+    assert curve.get_xlabel() == "beam-sampling steps per target call"
+    lines = {line.get_label(): line for line in curve.get_lines()}
+    assert list(lines["dsbd-fuzzy W=4 K=12 D=2"].get_xdata()) == [2.5] * 3
+    depth = {line.get_label(): line for line in panel(figure, "by depth").get_lines()}
+    assert lines["dsbd-fuzzy W=4 K=12 D=2"].get_color() == depth["dsbd-fuzzy W=4 K=12 D=2 T=0.05"].get_color()
+    assert {"filled: test", "open: dev", "chosen on dev"} < lines.keys()
+    assert [text.get_text() for text in curve.texts] == ["T=0.05", "T=0.1", "T=0.4", "T=0.05, 0.1, 0.4"]
+
+
+def test_settings_of_a_sweep_and_drafters_are_told_apart() -> None:
+    names = "W=4 drafter=beam", "W=4 drafter=ngram"
+    rows = [
+        dataclasses.replace(row("sql", "dsbd-coupled", place, name), settings={"drafter": name.partition("r=")[2]})
+        for place, name in enumerate(names)
+    ]
+    figure = bench_figure(BenchReport(rows, {}, {}))
+    points = [line for line in panel(figure, "quality").get_lines() if len(line.get_xdata()) == 1]
+    assert len({line.get_marker() for line in points if line.get_marker() not in ("", "None")}) == 2
+    curves = panel(figure, "by depth").get_lines()
+    assert [line.get_label() for line in curves] == [f"dsbd-coupled {name}" for name in names]
+    assert_whole(figure)
 
 
 def assert_whole(figure: Figure) -> None:
