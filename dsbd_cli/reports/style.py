@@ -78,11 +78,10 @@ def plain_axes(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 def score_limits(axes: Axes) -> None:
-    """After everything is drawn: percents upwards stay within 0 and 100, and equal ones do not look far apart."""
+    """After everything is drawn: percents upwards begin at 0 or above, and equal ones do not look far apart."""
     low, high = axes.get_ylim()
     spare = max(0.0, LEAST_POINTS - (high - low)) / 2
-    low, high = max(0.0, low - spare), min(100.0, high + spare)
-    axes.set_ylim(min(low, 100 - LEAST_POINTS), max(high, LEAST_POINTS))
+    axes.set_ylim(max(0.0, low - spare), max(high + spare, LEAST_POINTS))
 
 
 def picture_bytes(figure: Figure, suffix: str = ".png") -> bytes:

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dsbd_cli.bench.methods import METHODS
+from dsbd_cli.config import MethodConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.reports.bench_data import BenchReport, BenchRow, Choice, Energy, Interval, pareto_front
 from dsbd_cli.reports.bench_json import json_lines
@@ -158,6 +159,23 @@ def test_every_json_line_is_complete_by_itself() -> None:
     assert (first["energy_source"], first["energy"]["j_per_token"]) == ("unavailable", None)
     assert (second["energy_source"], second["energy"]["j_per_token"]) == ("nvml", 0.25)
     assert first["tokens_per_s_pooled"] == 100.0
+
+
+def test_settings_that_do_not_act_are_null() -> None:
+    def written(**changed: object) -> dict[str, object]:
+        config = MethodConfig(**changed)  # type: ignore[arg-type]
+        one = dataclasses.replace(row("sql", "greedy", 0), settings=dataclasses.asdict(config))
+        found: dict[str, object] = json.loads(json_lines(BenchReport([one], {}, {})))["settings"]
+        return found
+
+    plain = written(depth=0)
+    acting = {name for name, value in plain.items() if value is not None}
+    assert acting == {"rule", "num_beams", "depth", "warp_scope", "memory_saving"}
+    beam = written()
+    assert (beam["drafter"], beam["ngram"], beam["tree"], beam["fusion_top_k"]) == ("beam", None, None, None)
+    assert beam["width_threshold"] is None
+    both = written(drafter="beam+ngram", width="threshold")
+    assert (both["ngram"], both["fusion_top_k"], both["width_threshold"]) == (4, 16, 0.7)
 
 
 def test_markdown_tables_are_whole() -> None:
