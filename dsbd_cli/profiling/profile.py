@@ -363,6 +363,7 @@ def _profile(
         recommended_command=job.render(best),
         forest=forest,
         drafters=_drafter_rates(first),
+        tree=method.tree if method.depth and "dynamic-tree" in method.drafter.split("+") else None,
     )
 
 

@@ -216,7 +216,7 @@ class Profile:
     """Everything one `dsbd profile` found out. `now` is the setting in use; `best` the recommended one.
 
     draft: name of the draft model, None where none runs; drafter: who proposes, None where nobody does; drafters: what
-    each brought, where there are two.
+    each brought, where there are two; tree: how drafter dynamic-tree chooses, None where it does not draft.
     """
 
     command: str
@@ -243,3 +243,4 @@ class Profile:
     recommended_command: str
     forest: ShownForest | None = None
     drafters: tuple[DrafterRate, ...] = ()
+    tree: str | None = None

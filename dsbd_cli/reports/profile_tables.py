@@ -91,7 +91,10 @@ def _head(profile: Profile) -> Text:
 
 def _drafting(profile: Profile) -> str:
     """Who drafts, and how much."""
-    who = f"{profile.drafter} " if profile.drafter else ""
+    name = profile.drafter or ""
+    if profile.tree is not None:
+        name = name.replace("dynamic-tree", f"dynamic-tree ({profile.tree})")
+    who = f"{name} " if name else ""
     return who + profile.now.setting.label
 
 

@@ -96,6 +96,24 @@ def test_the_forest_of_two_drafters_says_who_proposed(dsbd: Dsbd, prompts: Path,
     assert "…" not in done.out
 
 
+@pytest.mark.parametrize("tree", ["greedy", "threshold"])
+def test_the_head_says_how_a_dynamic_tree_is_chosen(dsbd: Dsbd, prompts: Path, tree: str) -> None:
+    one = ("--records", "1", "--drafter", "dynamic-tree", "--rule", "rejection", "--tree", tree)
+    done = dsbd("profile", "--prompts", str(prompts), *FEW, *one)
+    assert (done.code, done.err) == (0, "")
+    assert f"dynamic-tree ({tree}) D=2 K=3" in done.out
+
+
+def test_without_a_draft_no_phase_is_called_draft(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
+    written = tmp_path / "p.json"
+    plain = ("--records", "1", "--repeats", "1", "--draft", "none")
+    done = dsbd("profile", "--prompts", str(prompts), *plain, "--json", str(written))
+    assert done.code == 0
+    names = [one["name"] for one in json.loads(written.read_text())["now"]["phases"]]
+    assert "draft" not in names
+    assert {"target", "verify", "other"} < set(names)
+
+
 def test_quiet_prints_the_command_alone(dsbd: Dsbd, prompts: Path) -> None:
     done = dsbd("profile", "--prompts", str(prompts), *FEW, "--quiet", "--records", "1")
     assert (done.code, done.err) == (0, "")

@@ -142,6 +142,17 @@ def test_no_line_is_wider_than_the_screen_and_no_cell_is_cut(settings: tuple[str
     assert "note: a note" in text
 
 
+def test_titles_and_ranges_say_what_there_is() -> None:
+    one = dataclasses.replace(row("sql", "greedy", 0), records=1, ratios={"greedy": Interval(0.47, 0.47, 0.47)})
+    stream = io.StringIO()
+    print_report(BenchReport([one], {"threads": 1}, {}), stream)
+    text = stream.getvalue()
+    assert "sql, 1 record: quality, speed, memory" in text
+    assert "1 thread;" in text
+    assert "0.47x" in text
+    assert "0.47x (" not in text
+
+
 def test_columns_without_a_measurement_are_left_out_of_the_terminal() -> None:
     bare = BenchReport([row("sql", "greedy", 0)], {}, {})
     stream = io.StringIO()
