@@ -15,7 +15,7 @@ from dsbd_cli._version import __version__
 from dsbd_cli.cli.bench import bench
 from dsbd_cli.cli.generate import generate
 from dsbd_cli.cli.index import index
-from dsbd_cli.cli.messages import error_line, set_style, tracebacks_wanted
+from dsbd_cli.cli.messages import error_line, say, set_style, tracebacks_wanted
 from dsbd_cli.cli.models import app as models_app
 from dsbd_cli.cli.profile import profile
 from dsbd_cli.cli.signals import StoppedError
@@ -26,6 +26,7 @@ from dsbd_cli.errors import DsbdError, OutputError
 __all__ = ["app", "main", "run"]
 
 INTERRUPTED = 130
+STOPPED = "stopped before there was a result"
 
 app = typer.Typer(name="dsbd", pretty_exceptions_enable=False)
 app.command("generate")(generate)
@@ -82,8 +83,11 @@ def run(arguments: Sequence[str]) -> int:
         message = error.format_message().replace("Value error, ", "")
         return _report(f"{message}{hint}", error.exit_code)
     except StoppedError as stopped:
+        if stopped.early:
+            say(STOPPED)
         return stopped.exit_code
     except (KeyboardInterrupt, typer.Abort):
+        say(STOPPED)
         return INTERRUPTED
     except Exception as error:
         detail = f"{type(error).__name__}: {error}".rstrip(": ")

@@ -298,18 +298,13 @@ def _write(found: Profile, wanted: ProfileOptions) -> None:
 
 def _print(found: Profile) -> None:
     """The tables, and the tree if there is one, on standard output."""
-    from rich.console import Console
     from rich.text import Text
 
     from dsbd_cli.reports.profile_tables import profile_tables
     from dsbd_cli.reports.profile_tree import forest_tree
+    from dsbd_cli.reports.screen import Screen
 
-    class Output(Console):
-        def on_broken_pipe(self) -> None:
-            """Nobody reads any more: no error, as for every command."""
-            raise BrokenPipeError
-
-    console = Output(highlight=False, emoji=False, markup=False)
+    console = Screen(sys.stdout)
     for part in profile_tables(found):
         console.print(part, soft_wrap=isinstance(part, Text))
     if found.forest is not None:

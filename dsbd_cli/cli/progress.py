@@ -13,6 +13,7 @@ from dsbd_cli.cli.talk_options import TalkOptions
 from dsbd_cli.cli.totals import Totals
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
 
 __all__ = ["LOG_INTERVAL_S", "Reporter"]
@@ -68,7 +69,7 @@ class Reporter:
             if self._verbose:
                 say(error, level="warning", event="row_failed")
         if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], description=self._line())
+            self._progress.update(self._progress.task_ids[0], description=self._live_text())
 
     def at(self, position: int, *, skipped: bool = False) -> None:
         """The input is worked off up to this byte; skipped: because an earlier run had done so."""
@@ -94,6 +95,11 @@ class Reporter:
         left = self._left()
         return self.totals.line() + (f", {left}" if left else "")
 
+    def _live_text(self) -> str:
+        """What changes most stands first, because a narrow terminal cuts the end."""
+        left = self._left()
+        return (f"{left}, " if left else "") + self.totals.line()
+
     def _left(self) -> str:
         """Share of the input that is done, and the time that the rest will take at this speed."""
         if not self.input_bytes:
@@ -101,9 +107,9 @@ class Reporter:
         share = min(1.0, self._bytes / self.input_bytes)
         done = self._bytes - self._bytes_before
         if done <= 0 or share >= 1:
-            return f"{share:.0%}"
+            return f"{share:.0%} done"
         seconds = int(self.totals.seconds * (self.input_bytes - self._bytes) / done)
-        return f"{share:.0%}, {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
+        return f"{share:.0%} done, {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
 
     def _log(self) -> None:
         """Event.wait goes by the monotonic clock: a clock that is set back neither stops nor floods the log."""
@@ -112,12 +118,17 @@ class Reporter:
             log(self._line(), self.totals.numbers())
 
 
-def _live_line() -> Progress:
+def _live_line(console: Console | None = None) -> Progress:
     """One line on standard error that is replaced as rows are done; rich looks after NO_COLOR and the width."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
+    # the text alone gives way where the terminal is narrow
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    text = TextColumn("{task.description}", markup=False, table_column=rest)
+    columns = (SpinnerColumn(), TimeElapsedColumn(), text)
+    console = console or Console(stderr=True)
+    progress = Progress(*columns, console=console, transient=True, redirect_stdout=False, expand=True)
     progress.add_task("starting", total=None)
     return progress

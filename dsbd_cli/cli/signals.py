@@ -21,8 +21,10 @@ class StoppedError(BaseException):
     No Exception, because libraries catch those; no KeyboardInterrupt, because typer has an exit code of its own for it.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, early: bool = False) -> None:
+        """early: nothing has been told of the run yet."""
         super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.early = early
         self.exit_code = 128 + number
 
 
@@ -52,7 +54,7 @@ class StopSignals:
             signal.signal(handled, signal.SIG_DFL)
         self.number = number
         if self.on_stop is None:
-            raise StoppedError(number)
+            raise StoppedError(number, early=True)
         if not self._quiet:
             write_from_signal("stopping after this iteration; the same once more stops at once")
         self.on_stop()

@@ -29,6 +29,7 @@ from dsbd_cli.reports.profile_data import (
     NO_DRAFT,
     Curve,
     DepthRate,
+    DrafterRate,
     Machine,
     MeasuredSetting,
     Owner,
@@ -40,6 +41,7 @@ from dsbd_cli.reports.profile_data import (
     spread_of,
 )
 from dsbd_cli.requests import derive_seed
+from dsbd_cli.stats import DrafterStats
 
 __all__ = ["Job", "take_profile"]
 
@@ -122,7 +124,7 @@ def _forest(job: Job) -> ShownForest:
     names = [piece.decode("utf-8", "replace") for piece in pieces] + [""] * (size - len(pieces))
     ends = job.bench.codec.eos_ids
     names = [name or ("<end>" if token in ends else f"<{token}>") for token, name in enumerate(names)]
-    return snapshot.shown(request.id, job.method.rule, steps[job.show - 1].steps, names)
+    return snapshot.shown(request.id, job.method.rule, steps[job.show - 1].steps, names, job.method.drafter)
 
 
 def _memory(job: Job) -> tuple[Owner, ...]:
@@ -360,4 +362,15 @@ def _profile(
         notes=tuple(told),
         recommended_command=job.render(best),
         forest=forest,
+        drafters=_drafter_rates(first),
+        tree=method.tree if method.depth and "dynamic-tree" in method.drafter.split("+") else None,
     )
+
+
+def _drafter_rates(run: Run) -> tuple[DrafterRate, ...]:
+    """Of a run with two drafters, the first one first."""
+    sums: dict[str, DrafterStats] = {}
+    for result in run.results:
+        for name, part in result.stats.drafters.items():
+            sums.setdefault(name, DrafterStats()).add(part)
+    return tuple(DrafterRate(name, part.drafted, part.accepted) for name, part in sums.items())

@@ -183,7 +183,9 @@ def phases_of(run: Run) -> tuple[Phase, ...]:
         "write": run.write_s,
     }
     seconds["verify"] -= seconds["compact"]
-    if run.method.drafter == "bridge":
+    if not run.method.depth:
+        del seconds["draft"]  # nothing is drafted: making the roots is `other`
+    elif run.method.drafter == "bridge":
         seconds["draft"] -= log.forward_s("draft", "prefill")
     seconds["other"] = max(0.0, run.seconds - sum(seconds.values()))
     count = max(log.iterations, 1)

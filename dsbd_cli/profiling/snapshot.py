@@ -70,8 +70,8 @@ class Snapshot:
         finished = {(nodes[at // size], tokens[at // size][at % size]) for at in ends}
         self.layers.append(_Layer(live, pairs, taken, completed, finished))
 
-    def shown(self, prompt_id: str, rule: str, walked: int, names: list[str]) -> ShownForest:
-        """The tree. walked: layers that yielded a step; names: of the tokens by id."""
+    def shown(self, prompt_id: str, rule: str, walked: int, names: list[str], drafter: str = "") -> ShownForest:
+        """The tree. walked: layers that yielded a step; names: of the tokens by id; drafter: as in MethodConfig."""
         assert self.forest is not None
         forest, row = self.forest, self.row
         nodes: list[ShownNode] = []
@@ -79,7 +79,7 @@ class Snapshot:
         for number in range(forest.depth + 1):
             layer = forest.layers[number]
             above = self.layers[number - 1] if 0 < number <= walked else None
-            log_q = _drawn(forest, number, row)
+            log_q, proposers = _drawn(forest, number, row), _proposers(forest, number, row, drafter)
             tokens, parents, valid = (_numbers(getattr(layer, name), row) for name in ("token", "parent", "valid"))
             for at, token in enumerate(tokens):
                 if not valid[at]:
@@ -88,9 +88,11 @@ class Snapshot:
                 pair = (parent, token)
                 state = "root" if number == 0 else _state(above, index, pair)
                 p = above.law.get(pair, 0.0) if above is not None and parent in above.live else None
-                q = None if log_q is None else math.exp(log_q[at])
+                q = math.exp(log_q[at]) if at < len(log_q) else None
                 place[index] = len(nodes)
-                nodes.append(ShownNode(names[token], number, place[parent] if number else None, state, p, q))
+                nodes.append(
+                    ShownNode(names[token], number, place[parent] if number else None, state, p, q, proposers[at])
+                )
             if above is not None:
                 nodes += _undrafted(above, number, place, tokens, parents, valid, names)
         if walked > forest.depth:
@@ -130,10 +132,25 @@ def _undrafted(
     ]
 
 
-def _drawn(forest: Forest, number: int, row: int) -> list[float] | None:
-    """log Q of the nodes of a drafted layer; None of the roots, and where the law was not recorded."""
+def _drawn(forest: Forest, number: int, row: int) -> list[float]:
+    """log Q of the first nodes of a drafted layer; those past the end were not drawn from a law."""
     law = forest.laws[number - 1] if number else None
-    return None if law is None else law.log_drawn[row].tolist()
+    drawn: list[float] = [] if law is None else law.log_drawn[row].tolist()
+    return drawn
+
+
+def _proposers(forest: Forest, number: int, row: int, drafter: str) -> list[str | None]:
+    """Which of two drafters proposed each node of a layer; None of the roots, and where there is one drafter."""
+    layer = forest.layers[number]
+    first, _, second = drafter.partition("+")
+    if not number or not second or forest.firsts is None:
+        return [None] * layer.token.shape[1]
+    found: list[str | None] = []
+    seconds = [forest.firsts == 0] * layer.token.shape[1] if layer.second is None else layer.second[row].tolist()
+    for place, too in enumerate(seconds):
+        own = place < forest.firsts
+        found.append(f"{first} and {second}" if own and too else first if own else second)
+    return found
 
 
 def _numbers(value: Tensor, row: int) -> list[int]:

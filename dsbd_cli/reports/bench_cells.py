@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dsbd_cli.reports.bench_data import BenchReport, BenchRow, Choice, Interval
+from dsbd_cli.reports.words import plural
 
 __all__ = [
     "DASH",
@@ -59,9 +60,11 @@ def percent(interval: Interval | None) -> str:
 
 
 def ratio(interval: Interval | None) -> str:
-    """1.42x (1.38–1.47)."""
+    """1.42x (1.38–1.47); of one window without the range, which says nothing."""
     if interval is None:
         return DASH
+    if interval.low == interval.high:
+        return f"{interval.value:.2f}x"
     return f"{interval.value:.2f}x ({interval.low:.2f}–{interval.high:.2f})"
 
 
@@ -146,7 +149,7 @@ def choice_columns(report: BenchReport, choice: Choice) -> tuple[list[Column], d
     ]
     return head, {
         subject: [
-            Column(f"{title}, dev", lambda row, cell=cell: cell(dev[row.name])),  # type: ignore[misc]
+            Column(f"{title}, dev", lambda row, cell=cell: cell(dev[row.name]) if row.name in dev else DASH),  # type: ignore[misc]
             Column(f"{title}, test", cell),
         ]
         for subject, (title, cell) in numbers.items()
@@ -157,7 +160,7 @@ def choice_title(report: BenchReport, choice: Choice) -> str:
     """On how many records."""
     dev = max(row.records for row in report.dev_of(choice.task).values())
     test = max((row.records for row in report.of(choice.task)), default=0)
-    return f"{choice.task}, {dev} dev records and {test} test records: fuzzy threshold"
+    return f"{choice.task}, {plural(dev, 'dev record')} and {plural(test, 'test record')}: fuzzy threshold"
 
 
 def choice_line(report: BenchReport, choice: Choice) -> str:
@@ -191,7 +194,7 @@ def environment_lines(report: BenchReport) -> list[str]:
     return [
         f"target {run.get('target')}{draft}; {run.get('dtype')}, batches of {run.get('batch_size')}, "
         f"at most {run.get('max_new_tokens')} new tokens",
-        f"{env.get('device')}, {env.get('threads')} threads; {packages}{commit}",
+        f"{env.get('device')}, {plural(env.get('threads'), 'thread')}; {packages}{commit}",
     ]
 
 

@@ -18,6 +18,7 @@ from dsbd_cli.reports.bench_cells import (
     work_columns,
 )
 from dsbd_cli.reports.bench_data import BenchReport, BenchRow
+from dsbd_cli.reports.words import plural
 
 __all__ = ["markdown_page", "markdown_table"]
 
@@ -51,12 +52,12 @@ def markdown_page(report: BenchReport, title: str = "dsbd bench") -> str:
     for task in report.tasks:
         rows = report.of(task)
         head = setting_columns(rows)
-        parts.append(f"## {task}, {max(row.records for row in rows)} records\n")
+        parts.append(f"## {task}, {plural(max(row.records for row in rows), 'record')}\n")
         parts.append(
             markdown_table([*head, *quality_columns(rows), *speed_columns(rows), *resource_columns(rows)], rows)
         )
         parts.append(markdown_table([*head, *work_columns(rows)], rows))
-        for choice in (one for one in report.choices if one.task == task):
+        for choice in (one for one in report.choices if one.task == task and report.curve(one)):
             named, numbers = choice_columns(report, choice)
             columns = [*named, *(column for pair in numbers.values() for column in pair)]
             parts.append(f"### {choice_title(report, choice)}\n")

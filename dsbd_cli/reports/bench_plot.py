@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dsbd_cli.reports.bench_curve import curve_panel
 from dsbd_cli.reports.bench_data import BenchReport, BenchRow, pareto_front
-from dsbd_cli.reports.style import COLOURS, INK, MUTED, new_figure, plain_axes
+from dsbd_cli.reports.style import COLOURS, INK, MUTED, new_figure, plain_axes, score_limits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,9 @@ MAX_BARS = 20  # with more points their error bars would hide them
 WIDE_RANGE = 12.0
 KEY_LINES = 24
 
-Look = dict[str, tuple[str, str]]
+STYLES = ("-", "--", ":", "-.")
+
+Look = dict[tuple[str, str], tuple[str, str]]
 
 
 def bench_figure(report: BenchReport) -> Figure:
@@ -33,18 +35,31 @@ def bench_figure(report: BenchReport) -> Figure:
     tasks = report.tasks
     ratios = (*RATIOS, RATIOS[0]) if report.choices else RATIOS
     figure = new_figure(WIDTH * sum(ratios) / sum(RATIOS), HEIGHT * len(tasks))
-    names = list(dict.fromkeys(row.method for row in report.rows))
-    # 7 colours and 8 markers have no common factor: 56 methods look different
-    look = {name: (HUES[i % len(HUES)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(names)}
+    look, by_setting = _look(report.rows)
+    colours = {method: colour for (method, _), (colour, _) in look.items()}
     panels = figure.subplots(len(tasks), len(ratios), squeeze=False, width_ratios=ratios)
     for (left, middle, right, *more), task in zip(panels, tasks, strict=True):
         rows = report.of(task)
         front = _quality(left, rows, task, look)
         _depth(middle, rows, task, look)
-        _key(right, rows, front, look)
+        _key(right, rows, front, look, by_setting=by_setting)
         for axes in more:
-            curve_panel(axes, report, task)
+            curve_panel(axes, report, task, colours)
     return figure
+
+
+def _look(rows: Sequence[BenchRow]) -> tuple[Look, bool]:
+    """Colour and marker by method and setting, and whether settings have markers of their own."""
+    methods = list(dict.fromkeys(row.method for row in rows))
+    settings = list(dict.fromkeys(["", *(row.setting for row in rows)]))
+    if 1 < len(settings) <= len(MARKERS) and len(methods) <= len(HUES):
+        return {
+            (row.method, row.setting): (HUES[methods.index(row.method)], MARKERS[settings.index(row.setting)])
+            for row in rows
+        }, True
+    # 7 colours and 8 markers have no common factor: 56 methods look different
+    looks = {name: (HUES[i % len(HUES)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(methods)}
+    return {(row.method, row.setting): looks[row.method] for row in rows}, False
 
 
 def _quality(axes: Axes, rows: Sequence[BenchRow], task: str, look: Look) -> list[BenchRow]:
@@ -59,7 +74,7 @@ def _quality(axes: Axes, rows: Sequence[BenchRow], task: str, look: Look) -> lis
     order = pareto_front(points)
     axes.plot(*zip(*(points[i] for i in order), strict=True), color=MUTED, linestyle="--", linewidth=1.2, zorder=1)
     for row, (x, y) in zip(shown, points, strict=True):
-        colour, marker = look[row.method]
+        colour, marker = look[row.method, row.setting]
         if row.quality is not None and len(shown) <= MAX_BARS:
             axes.vlines(x, 100 * row.quality.low, 100 * row.quality.high, color=colour, alpha=0.35, linewidth=1.5)
         axes.plot(
@@ -71,6 +86,7 @@ def _quality(axes: Axes, rows: Sequence[BenchRow], task: str, look: Look) -> lis
             markeredgecolor="white",
             markeredgewidth=0.8,
             zorder=3,
+            clip_on=False,
         )
     for number, index in enumerate(order[::-1], 1):
         axes.annotate(
@@ -80,6 +96,8 @@ def _quality(axes: Axes, rows: Sequence[BenchRow], task: str, look: Look) -> lis
     if min(speeds) > 0 and max(speeds) / min(speeds) > WIDE_RANGE:
         axes.set_xscale("log")
     axes.margins(0.08, 0.1)
+    if metric:
+        score_limits(axes)
     return [shown[index] for index in order[::-1]]
 
 
@@ -89,13 +107,15 @@ def _level(row: BenchRow) -> float | None:
 
 
 def _depth(axes: Axes, rows: Sequence[BenchRow], task: str, look: Look) -> None:
-    """Share of target calls in which a layer passed, for the deepest setting of each method."""
+    """Share of target calls in which a layer passed, for the deepest setting of each method with each
+    drafter."""
     from matplotlib.ticker import MaxNLocator
 
-    chosen: dict[str, BenchRow] = {}
+    chosen: dict[tuple[str, object], BenchRow] = {}
     for row in rows:
-        if len(row.passed_by_depth) > len(chosen[row.method].passed_by_depth if row.method in chosen else ()):
-            chosen[row.method] = row
+        key = row.method, row.settings.get("drafter")
+        if len(row.passed_by_depth) > len(chosen[key].passed_by_depth if key in chosen else ()):
+            chosen[key] = row
     swept = any(row.setting for row in chosen.values())
     title = f"{task}: layers passed, by depth" + (" (deepest settings)" if swept else "")
     plain_axes(axes, title, "layer of the drafted forest", "target calls in which it passed (%)")
@@ -104,23 +124,38 @@ def _depth(axes: Axes, rows: Sequence[BenchRow], task: str, look: Look) -> None:
     if not chosen:
         axes.text(0.5, 0.5, "nothing was drafted", transform=axes.transAxes, ha="center", color=MUTED)
         axes.set_xticks([])
-    for name, row in chosen.items():
-        colour, marker = look[name]
+    methods = [method for method, _ in chosen]
+    for place, row in enumerate(chosen.values()):
+        colour, marker = look[row.method, row.setting]
+        style = STYLES[methods[:place].count(row.method) % len(STYLES)]
         shares = [100 * share for share in row.passed_by_depth]
-        axes.plot(range(1, len(shares) + 1), shares, marker=marker, color=colour, linewidth=1.6, markersize=6)
+        layers = range(1, len(shares) + 1)
+        axes.plot(layers, shares, style, marker=marker, color=colour, linewidth=1.6, markersize=6, label=row.name)
+    if swept:
+        axes.legend(loc="upper right", frameon=False, fontsize=7.5, labelcolor=INK)
 
 
-def _key(axes: Axes, rows: Sequence[BenchRow], front: Sequence[BenchRow], look: Look) -> None:
-    """Which mark is which method, and the numbered points of the front."""
+def _key(axes: Axes, rows: Sequence[BenchRow], front: Sequence[BenchRow], look: Look, *, by_setting: bool) -> None:
+    """Which mark is which method, or which colour the method and which mark the setting, and the numbered points of
+    the front."""
     from matplotlib.lines import Line2D
 
     axes.axis("off")
+    firsts = {row.method: look[row.method, row.setting] for row in reversed(rows)}
     names = list(dict.fromkeys(row.method for row in rows))
     marks: list[Line2D] = [
-        Line2D([], [], color=look[name][0], marker=look[name][1], linestyle="", markersize=7, label=name)
+        Line2D([], [], color=firsts[name][0], linewidth=6, solid_capstyle="butt", label=name)
+        if by_setting
+        else Line2D([], [], color=firsts[name][0], marker=firsts[name][1], linestyle="", markersize=7, label=name)
         for name in names
     ]
-    room = max(1, KEY_LINES - len(names) - 3)
+    if by_setting:
+        settings = {row.setting: look[row.method, row.setting][1] for row in rows if row.setting}
+        marks += [
+            Line2D([], [], color=MUTED, marker=marker, linestyle="", markersize=7, label=setting)
+            for setting, marker in settings.items()
+        ]
+    room = max(1, KEY_LINES - len(marks) - 3)
     listed = [f"{number}  {_point(row)}" for number, row in enumerate(front, 1)][:room]
     if len(front) > room:
         listed.append(f"… and {len(front) - room} slower ones")

@@ -25,10 +25,11 @@ from dsbd_cli.reports.bench_cells import (
     work_columns,
 )
 from dsbd_cli.reports.bench_data import BenchReport, BenchRow, Choice
+from dsbd_cli.reports.screen import Screen
+from dsbd_cli.reports.words import plural
 
-__all__ = ["MIN_WIDTH", "print_report"]
+__all__ = ["print_report"]
 
-MIN_WIDTH, WIDTH_OF_FILES = 100, 120
 GAP = 3  # between columns, as rich draws them
 SHORT_TITLE = 13
 
@@ -37,17 +38,16 @@ Section = tuple[str, list[Column]]
 
 def print_report(report: BenchReport, stream: IO[str]) -> None:
     """Write the tables. A stream that is no terminal gets plain text, 120 columns wide."""
-    console = Console(file=stream, width=None if stream.isatty() else WIDTH_OF_FILES, highlight=False)
-    console.width = max(console.width, MIN_WIDTH)  # a narrow terminal wraps lines; cut cells would be lost
+    console = Screen(stream)
     for line in environment_lines(report):
         console.print(Text(line, style="dim"))
     for task in report.tasks:
         rows = report.of(task)
-        heading = f"{task}, {max(row.records for row in rows)} records"
+        heading = f"{task}, {plural(max(row.records for row in rows), 'record')}"
         for title, columns in _packed(setting_columns(rows), _sections(rows), rows, console.width):
             console.print()
             console.print(_table(f"{heading}: {title}", columns, rows))
-        for choice in (one for one in report.choices if one.task == task):
+        for choice in (one for one in report.choices if one.task == task and report.curve(one)):
             _print_choice(console, report, choice)
     console.print()
     for line in reading_lines(report.rows):
@@ -62,7 +62,7 @@ def _print_choice(console: Console, report: BenchReport, choice: Choice) -> None
     head, sections = choice_columns(report, choice)
     for title, shown in _packed(head, sections.items(), rows, console.width):
         console.print()
-        console.print(_table(f"{choice_title(report, choice)}: {title}", shown, rows))
+        console.print(_table(f"{choice_title(report, choice)}, {title}", shown, rows))
     console.print(Text(choice_line(report, choice)))
 
 
@@ -70,15 +70,17 @@ def _packed(head: list[Column], sections: Iterable[Section], rows: Sequence[Benc
     """Sections side by side as long as they fit, else one below the other, else cut between columns."""
     room = width - 1 - _widths(head, rows)
     titles: list[str] = []
+    seen: set[str] = set()
     columns: list[Column] = []
     for title, wanted in sections:
         for group in _split(wanted, rows, room):
             if columns and _widths([*columns, *group], rows) > room:
-                yield " and ".join(titles), [*head, *columns]
+                yield ", ".join(titles), [*head, *columns]
                 titles, columns = [], []
-            titles.append(title)
+            titles.append(title if title not in seen else f"{title}, continued")
+            seen.add(title)
             columns += group
-    yield " and ".join(titles), [*head, *columns]
+    yield ", ".join(titles), [*head, *columns]
 
 
 def _sections(rows: Sequence[BenchRow]) -> Iterator[Section]:
@@ -112,7 +114,7 @@ def _widths(columns: Sequence[Column], rows: Sequence[BenchRow]) -> int:
 def _width(column: Column, rows: Sequence[BenchRow]) -> int:
     """Cells and short headings stay whole; a long heading is wrapped between words."""
     title = max(min(len(column.title), SHORT_TITLE), *(len(word) for word in column.title.split()))
-    return max(title, *(len(column.cell(row)) for row in rows))
+    return max([title, *(len(column.cell(row)) for row in rows)])
 
 
 def _table(title: str, columns: Sequence[Column], rows: Sequence[BenchRow]) -> Table:

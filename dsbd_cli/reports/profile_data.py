@@ -14,6 +14,7 @@ __all__ = [
     "Curve",
     "CurvePoint",
     "DepthRate",
+    "DrafterRate",
     "Machine",
     "MeasuredSetting",
     "Owner",
@@ -128,6 +129,15 @@ class DepthRate:
 
 
 @dataclass(frozen=True, slots=True)
+class DrafterRate:
+    """Measured: nodes that one of two drafters proposed, and how many were accepted; a node of both is the first's."""
+
+    name: str
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """Predicted from measured costs and acceptance, not measured."""
 
@@ -176,7 +186,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ShownNode:
-    """A node of a shown forest. p, q: None where they are not defined; parent: place in the list, None of a root."""
+    """A node of a shown forest. p, q: None where they are not defined; parent: place in the list, None of a root;
+    proposer: which of two drafters, or both; None where one drafts."""
 
     token: str
     layer: int
@@ -184,6 +195,7 @@ class ShownNode:
     state: NodeState
     p: float | None
     q: float | None
+    proposer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +215,8 @@ class ShownForest:
 class Profile:
     """Everything one `dsbd profile` found out. `now` is the setting in use; `best` the recommended one.
 
-    draft: name of the draft model, None where none runs; drafter: who proposes, None where nobody does.
+    draft: name of the draft model, None where none runs; drafter: who proposes, None where nobody does; drafters: what
+    each brought, where there are two; tree: how drafter dynamic-tree chooses, None where it does not draft.
     """
 
     command: str
@@ -229,3 +242,5 @@ class Profile:
     notes: tuple[str, ...]
     recommended_command: str
     forest: ShownForest | None = None
+    drafters: tuple[DrafterRate, ...] = ()
+    tree: str | None = None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from dsbd_cli.reports.profile_data import Curve, Profile
 from dsbd_cli.reports.style import COLOURS, new_figure, plain_axes
+from dsbd_cli.reports.words import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +44,7 @@ def profile_figure(profile: Profile) -> Figure:
     figure.suptitle(
         f"{models}, {profile.dtype}, {profile.rule}, W={profile.num_beams}, "
         + (f"drafter {profile.drafter}, " if profile.drafter else "")
-        + f"{profile.prompts} prompts; "
+        + f"{plural(profile.prompts, 'prompt')}; "
         f"{profile.machine.device}, threads: {profile.machine.threads}",
         fontsize=10,
     )

@@ -11,10 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from dsbd_cli.reports.profile_data import Curve, MeasuredSetting, Prediction, Profile, Setting
+from dsbd_cli.reports.words import plural
 
 __all__ = ["bytes_text", "profile_tables", "seconds_text"]
 
 BAR = 24
+MARKS = {">": "in use", "*": "recommended"}
 
 
 def seconds_text(value: float) -> str:
@@ -39,7 +41,8 @@ def _table(*columns: str) -> Table:
     """Left-aligned first column, numbers on the right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="")
     for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place else "left", no_wrap=not place)
+        # ranges, too, stay on one line; only notes, in columns without a heading, are wrapped
+        table.add_column(column, justify="right" if place else "left", no_wrap=bool(column) or not place)
     return table
 
 
@@ -75,16 +78,23 @@ def _head(profile: Profile) -> Text:
     text.append(f"{models}, {profile.dtype}\n", style="bold")
     text.append(
         f"{profile.rule}, W={profile.num_beams}, {_drafting(profile)}, width {profile.width}; "
-        f"{profile.prompts} prompts, {profile.prompt_tokens} tokens, {profile.batch_size} rows at most together\n"
+        f"{plural(profile.prompts, 'prompt')}, {profile.prompt_tokens} tokens, "
+        f"{plural(profile.batch_size, 'row')} at most together\n"
     )
     loaded = "" if load is None else f", load average {load:.2f}"
-    text.append(f"{machine.device}, {machine.threads} threads on {machine.cores} cores{loaded}\n", style="dim")
+    text.append(
+        f"{machine.device}, {plural(machine.threads, 'thread')} on {plural(machine.cores, 'core')}{loaded}\n",
+        style="dim",
+    )
     return text
 
 
 def _drafting(profile: Profile) -> str:
     """Who drafts, and how much."""
-    who = f"{profile.drafter} " if profile.drafter else ""
+    name = profile.drafter or ""
+    if profile.tree is not None:
+        name = name.replace("dynamic-tree", f"dynamic-tree ({profile.tree})")
+    who = f"{name} " if name else ""
     return who + profile.now.setting.label
 
 
@@ -108,7 +118,8 @@ def _phases(profile: Profile) -> RenderableType:
 def _curve(curve: Curve) -> RenderableType:
     letter = "N" if curve.role == "target" else "K"
     caption = (
-        f"{curve.rows} rows, {curve.slots} active slots each; KV {bytes_text(curve.kv_bytes_per_slot)} a slot; "
+        f"{plural(curve.rows, 'row')} of so many nodes, {curve.slots} active slots each; "
+        f"KV {bytes_text(curve.kv_bytes_per_slot)} a slot; "
         f"mean forward of the runs {seconds_text(curve.in_run_s)}"
     )
     if curve.bandwidth_bytes_per_s is not None and curve.matmul_flops_per_s is not None:
@@ -117,7 +128,7 @@ def _curve(curve: Curve) -> RenderableType:
             f"{curve.bandwidth_bytes_per_s / 1e9:.1f} GB/s, "
             f"matmul {curve.matmul_flops_per_s / 1e9:.0f} GFLOP/s;\n{caption}"
         )
-    table = _table("nodes a row", "median", "range", "per node", "floor", "bound by", "of roofline")
+    table = _table("nodes", "median", "range", "per node", "floor", "bound by", "roofline")
     for point in curve.points:
         floor, share = point.floor_s, point.share_of_floor
         table.add_row(
@@ -147,7 +158,22 @@ def _acceptance(profile: Profile) -> RenderableType:
     return _part(
         f"Acceptance by depth at K={profile.now.setting.drafts_per_layer} (measured)",
         table,
-        "chance that a layer passes once it is reached, in forests of this K and in larger ones, replayed",
+        "chance that a layer passes once it is reached, in forests of this K and in larger ones, replayed"
+        + _by_drafter(profile),
+    )
+
+
+def _by_drafter(profile: Profile) -> str:
+    """What each of two brought, in the setting in use."""
+    if not profile.drafters:
+        return ""
+    rates = [
+        f"{one.name} {one.accepted} of {one.drafted} nodes"
+        + (f" ({one.accepted / one.drafted:.0%})" if one.drafted else "")
+        for one in profile.drafters
+    ]
+    return (
+        f"\naccepted at {profile.now.setting.label}: {', '.join(rates)}; a node that both proposed is the first one's"
     )
 
 
@@ -160,16 +186,19 @@ def _grids(profile: Profile) -> Iterator[RenderableType]:
     width = _at_width(profile)
     shown = [one for one in profile.predictions if one.setting.depth and one.setting.min_width == width]
     plain = next(one for one in profile.predictions if not one.setting.depth)
+    marks = [_mark(one.setting, profile) for one in shown]
+    key = ", ".join(f"{sign} {name}" for sign, name in MARKS.items() if any(sign in mark for mark in marks))
+    key = key and f"; {key}"
     at = f" at W_min={width}" if width else ""
     yield _part(
         f"Steps per target call by D and K{at} (predicted)",
         _grid(profile, shown, lambda one: f"{one.steps_per_call:.2f}"),
-        "no draft: 1.00; > in use, * recommended",
+        f"no draft: 1.00{key}",
     )
     yield _part(
         f"Tokens/s by D and K{at} (predicted)",
         _grid(profile, shown, lambda one: f"{one.tokens_per_s:.1f}"),
-        f"no draft: {plain.tokens_per_s:.1f}; > in use, * recommended",
+        f"no draft: {plain.tokens_per_s:.1f}{key}",
     )
 
 

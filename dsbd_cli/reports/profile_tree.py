@@ -55,6 +55,8 @@ def _label(node: ShownNode) -> Text:
         label.append(f"  P {_number(node.p)}", style="dim" if node.p is None else "")
         if node.state != "completed":
             label.append(f"  Q {_number(node.q)}", style="dim" if node.q is None else "")
+    if node.proposer is not None:
+        label.append(f"  {node.proposer}", style="dim")
     return label
 
 

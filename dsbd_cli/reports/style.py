@@ -16,7 +16,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "FORMATS", "INK", "MUTED", "new_figure", "picture_bytes", "plain_axes", "require_plots"]
+__all__ = [
+    "COLOURS",
+    "FORMATS",
+    "INK",
+    "MUTED",
+    "new_figure",
+    "picture_bytes",
+    "plain_axes",
+    "require_plots",
+    "score_limits",
+]
 
 COLOURS = {
     "blue": "#0072B2",
@@ -31,6 +41,7 @@ COLOURS = {
 INK, MUTED, GRID = "#222222", "#777777", "#DDDDDD"
 FORMATS = (".png", ".svg", ".pdf")
 DPI = 160
+LEAST_POINTS = 5.0
 
 
 def require_plots(option: str, path: Path) -> None:
@@ -64,6 +75,13 @@ def plain_axes(axes: Axes, title: str, x: str, y: str) -> None:
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(MUTED)
+
+
+def score_limits(axes: Axes) -> None:
+    """After everything is drawn: percents upwards begin at 0 or above, and equal ones do not look far apart."""
+    low, high = axes.get_ylim()
+    spare = max(0.0, LEAST_POINTS - (high - low)) / 2
+    axes.set_ylim(max(0.0, low - spare), max(high + spare, LEAST_POINTS))
 
 
 def picture_bytes(figure: Figure, suffix: str = ".png") -> bytes:

@@ -76,6 +76,44 @@ def test_without_a_draft_and_with_threshold_width(dsbd: Dsbd, prompts: Path) -> 
     assert "The fastest D and K of every W_min" in done.out
 
 
+def test_the_forest_of_two_drafters_says_who_proposed(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
+    """The second drafter's nodes stand past the first one's law: they have no Q."""
+    written = tmp_path / "p.json"
+    two = ("--records", "1", "--drafter", "beam+rsd-s", "--show", "2", "--json", str(written))
+    done = dsbd("profile", "--prompts", str(prompts), *FEW, *two)
+    assert (done.code, done.err) == (0, "")
+    nodes = json.loads(written.read_text())["forest"]["nodes"]
+    drafted = [node for node in nodes if node["parent"] is not None and node["proposer"] is not None]
+    assert {"rsd-s"} < {node["proposer"] for node in drafted} <= {"beam", "rsd-s", "beam and rsd-s"}
+    assert all((node["q"] is None) == (node["proposer"] == "rsd-s") for node in drafted)
+    assert all(node["proposer"] is None for node in nodes if node["state"] in ("root", "completed"))
+    assert "  rsd-s" in done.out
+    rates = json.loads(written.read_text())["drafters"]
+    assert [one["name"] for one in rates] == ["beam", "rsd-s"]
+    assert all(0 < one["accepted"] <= one["drafted"] for one in rates)
+    said = " ".join(done.out.split())
+    assert f"beam {rates[0]['accepted']} of {rates[0]['drafted']} nodes" in said
+    assert "…" not in done.out
+
+
+@pytest.mark.parametrize("tree", ["greedy", "threshold"])
+def test_the_head_says_how_a_dynamic_tree_is_chosen(dsbd: Dsbd, prompts: Path, tree: str) -> None:
+    one = ("--records", "1", "--drafter", "dynamic-tree", "--rule", "rejection", "--tree", tree)
+    done = dsbd("profile", "--prompts", str(prompts), *FEW, *one)
+    assert (done.code, done.err) == (0, "")
+    assert f"dynamic-tree ({tree}) D=2 K=3" in done.out
+
+
+def test_without_a_draft_no_phase_is_called_draft(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
+    written = tmp_path / "p.json"
+    plain = ("--records", "1", "--repeats", "1", "--draft", "none")
+    done = dsbd("profile", "--prompts", str(prompts), *plain, "--json", str(written))
+    assert done.code == 0
+    names = [one["name"] for one in json.loads(written.read_text())["now"]["phases"]]
+    assert "draft" not in names
+    assert {"target", "verify", "other"} < set(names)
+
+
 def test_quiet_prints_the_command_alone(dsbd: Dsbd, prompts: Path) -> None:
     done = dsbd("profile", "--prompts", str(prompts), *FEW, "--quiet", "--records", "1")
     assert (done.code, done.err) == (0, "")
@@ -162,7 +200,7 @@ def test_a_prompt_that_cannot_be_decoded(dsbd: Dsbd, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_end_it_quietly(
+def test_signals_end_it_with_one_line(
     dsbd: Dsbd, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
     def swallowed(*_: object) -> None:
@@ -173,7 +211,7 @@ def test_signals_end_it_quietly(
 
     monkeypatch.setattr(dsbd_cli.profiling.profile, "take_profile", swallowed)
     done = dsbd("profile", "--prompts", str(prompts), "--json", str(tmp_path / "p.json"))
-    assert (done.code, done.out, done.err) == (code, "", "")
+    assert (done.code, done.out, done.err) == (code, "", "dsbd: stopped before there was a result\n")
     assert not (tmp_path / "p.json").exists()
 
 

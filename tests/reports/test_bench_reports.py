@@ -8,9 +8,11 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dsbd_cli.bench.methods import METHODS
+from dsbd_cli.config import MethodConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.reports.bench_data import BenchReport, BenchRow, Choice, Energy, Interval, pareto_front
 from dsbd_cli.reports.bench_json import json_lines
@@ -91,6 +93,32 @@ def test_dev_and_test_stand_side_by_side() -> None:
     assert [cell.strip() for cell in rows[1].split("|")[6:8]] == ["3.25", "2.50"]
 
 
+@pytest.mark.parametrize("measured", [(), ("dsbd-rejection",), ("dsbd-rejection", "dsbd-fuzzy W=4 K=12 D=2 T=0.1")])
+def test_a_run_that_was_stopped_on_the_way_is_told_all_the_same(measured: tuple[str, ...]) -> None:
+    whole = tuned(("sql",))
+    rows = [one for one in whole.rows if one.method == "greedy" or one.name in measured]
+    stopped = dataclasses.replace(whole, rows=rows, complete=False)
+    stream = io.StringIO()
+    print_report(stopped, stream)
+    assert ("is chosen" in stream.getvalue()) == ("is chosen" in markdown_page(stopped)) == bool(measured)
+    assert_whole(bench_figure(stopped))
+
+
+class Gone(io.StringIO):
+    """A pipe whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def test_a_reader_who_has_gone_ends_the_command_and_not_the_interpreter() -> None:
+    with pytest.raises(BrokenPipeError):
+        print_report(report(), Gone())
+
+
 def test_json_lines_say_which_split_they_are_of() -> None:
     lines = [json.loads(line) for line in json_lines(tuned(("sql",))).splitlines()]
     of_split = {split: [line for line in lines if line["split"] == split] for split in ("test", "dev")}
@@ -114,6 +142,17 @@ def test_no_line_is_wider_than_the_screen_and_no_cell_is_cut(settings: tuple[str
     assert "note: a note" in text
 
 
+def test_titles_and_ranges_say_what_there_is() -> None:
+    one = dataclasses.replace(row("sql", "greedy", 0), records=1, ratios={"greedy": Interval(0.47, 0.47, 0.47)})
+    stream = io.StringIO()
+    print_report(BenchReport([one], {"threads": 1}, {}), stream)
+    text = stream.getvalue()
+    assert "sql, 1 record: quality, speed, memory" in text
+    assert "1 thread;" in text
+    assert "0.47x" in text
+    assert "0.47x (" not in text
+
+
 def test_columns_without_a_measurement_are_left_out_of_the_terminal() -> None:
     bare = BenchReport([row("sql", "greedy", 0)], {}, {})
     stream = io.StringIO()
@@ -131,6 +170,23 @@ def test_every_json_line_is_complete_by_itself() -> None:
     assert (first["energy_source"], first["energy"]["j_per_token"]) == ("unavailable", None)
     assert (second["energy_source"], second["energy"]["j_per_token"]) == ("nvml", 0.25)
     assert first["tokens_per_s_pooled"] == 100.0
+
+
+def test_settings_that_do_not_act_are_null() -> None:
+    def written(**changed: object) -> dict[str, object]:
+        config = MethodConfig(**changed)  # type: ignore[arg-type]
+        one = dataclasses.replace(row("sql", "greedy", 0), settings=dataclasses.asdict(config))
+        found: dict[str, object] = json.loads(json_lines(BenchReport([one], {}, {})))["settings"]
+        return found
+
+    plain = written(depth=0)
+    acting = {name for name, value in plain.items() if value is not None}
+    assert acting == {"rule", "num_beams", "depth", "warp_scope", "memory_saving"}
+    beam = written()
+    assert (beam["drafter"], beam["ngram"], beam["tree"], beam["fusion_top_k"]) == ("beam", None, None, None)
+    assert beam["width_threshold"] is None
+    both = written(drafter="beam+ngram", width="threshold")
+    assert (both["ngram"], both["fusion_top_k"], both["width_threshold"]) == (4, 16, 0.7)
 
 
 def test_markdown_tables_are_whole() -> None:
@@ -165,6 +221,48 @@ def test_nothing_of_the_curves_is_cut() -> None:
         "sql: thresholds of rule fuzzy",
         "qa: thresholds of rule fuzzy",
     ]
+
+
+def panel(figure: Figure, title: str) -> Axes:
+    (found,) = [axes for axes in figure.axes if title in axes.get_title("left")]
+    return found
+
+
+def test_scores_of_zero_are_drawn_at_zero() -> None:
+    rows = [dataclasses.replace(one, scores={"exact match": Interval(0.0, 0.0, 0.0)}) for one in report().rows]
+    axes = panel(bench_figure(dataclasses.replace(report(), rows=rows)), "quality against speed")
+    assert axes.get_ylim()[0] == 0
+    assert axes.get_ylim()[1] >= 5
+
+
+def test_the_curve_has_the_colour_of_its_method_and_steps_per_call_to_the_right() -> None:
+    whole = tuned(("sql",))
+    rows = [one for one in whole.rows if one.method in ("greedy", "dsbd-rejection") or one.setting]
+    level = {"exact match": Interval(0.5, 0.4, 0.7)}
+    dev = [dataclasses.replace(one, scores=level) for one in whole.dev_rows]
+    figure = bench_figure(dataclasses.replace(whole, rows=rows, dev_rows=dev, choices=whole.choices[:1]))
+    curve = panel(figure, "thresholds")
+    assert curve.get_xlabel() == "beam-sampling steps per target call"
+    lines = {line.get_label(): line for line in curve.get_lines()}
+    assert list(lines["dsbd-fuzzy W=4 K=12 D=2"].get_xdata()) == [2.5] * 3
+    depth = {line.get_label(): line for line in panel(figure, "by depth").get_lines()}
+    assert lines["dsbd-fuzzy W=4 K=12 D=2"].get_color() == depth["dsbd-fuzzy W=4 K=12 D=2 T=0.05"].get_color()
+    assert {"filled: test", "open: dev", "chosen on dev"} < lines.keys()
+    assert [text.get_text() for text in curve.texts] == ["T=0.05", "T=0.1", "T=0.4", "T=0.05, 0.1, 0.4"]
+
+
+def test_settings_of_a_sweep_and_drafters_are_told_apart() -> None:
+    names = "W=4 drafter=beam", "W=4 drafter=ngram"
+    rows = [
+        dataclasses.replace(row("sql", "dsbd-coupled", place, name), settings={"drafter": name.partition("r=")[2]})
+        for place, name in enumerate(names)
+    ]
+    figure = bench_figure(BenchReport(rows, {}, {}))
+    points = [line for line in panel(figure, "quality").get_lines() if len(line.get_xdata()) == 1]
+    assert len({line.get_marker() for line in points if line.get_marker() not in ("", "None")}) == 2
+    curves = panel(figure, "by depth").get_lines()
+    assert [line.get_label() for line in curves] == [f"dsbd-coupled {name}" for name in names]
+    assert_whole(figure)
 
 
 def assert_whole(figure: Figure) -> None:
