@@ -16,7 +16,8 @@ import typer
 
 from dsbd_cli.cli.declare import flag, grouped, option
 from dsbd_cli.cli.drafter_options import DrafterOptions
-from dsbd_cli.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.cli.forest_options import ForestOptions
+from dsbd_cli.cli.options import DeviceOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.cli.report_files import check_report_files
 from dsbd_cli.cli.settings import RunSettings, fixed_depth, run_settings
 from dsbd_cli.cli.signals import StopSignals
@@ -103,7 +104,7 @@ class ProfileOptions:
 def profile(
     prompts: PromptOptions,
     pair: PairOptions,
-    method: MethodOptions,
+    method: ForestOptions,
     drafter: DrafterOptions,
     sampling: SamplingOptions,
     devices: DeviceOptions,
