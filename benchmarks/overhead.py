@@ -3,8 +3,9 @@
     python -m benchmarks.overhead --shape tinyllama-1.1b --dtype bfloat16
 
 An iteration's floor is T_target(N) + D * T_draft(K), each forward timed alone at the same shapes in the same run
-(captured where the engine captures); overhead is what the engine's iterations take above it. Reads of the host are
-counted by the profiler over the same iterations.
+(captured where the engine captures); overhead is what the engine's iterations take above it. On the CPU, where a
+forward is over when its call returns, the share outside is also measured directly: what the calls of the iteration
+leave of it. Reads of the host are counted by the profiler over the same iterations.
 """
 
 from __future__ import annotations
@@ -23,8 +24,46 @@ from benchmarks.forwards import forward_times
 from benchmarks.inflate import SHAPES
 from benchmarks.speed import Bench, numbers, prepare
 from dsbd_cli import Engine, MethodConfig
+from dsbd_cli.models.adapter import CausalForestModel
 
 READS = ("aten::item", "aten::_local_scalar_dense", "aten::nonzero", "Memcpy DtoH (Device -> Pageable)")
+
+
+class Stopwatch:
+    """A model whose forward calls are timed; everything else is the model's."""
+
+    def __init__(self, model: CausalForestModel) -> None:
+        self._model, self.seconds = model, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return self._model.forward(*arguments, **named)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+def shares_outside(bench: Bench, method: MethodConfig, batch_size: int) -> list[float]:
+    """Share of each iteration outside the models' forward calls. Only where a call ends when the work does: the CPU."""
+    watched = [Stopwatch(bench.target)] + ([Stopwatch(bench.draft)] if method.depth else [])
+    models: list[Any] = [*watched, None][:2]
+    engine = Engine(models[0], models[1], bench.codec, method, batch_size=batch_size)
+    shares: list[float] = []
+    step = engine._stepper.step
+
+    def timed(*arguments: Any) -> Any:
+        inside, start = sum(model.seconds for model in watched), time.perf_counter()
+        result = step(*arguments)
+        whole = time.perf_counter() - start
+        shares.append(1 - (sum(model.seconds for model in watched) - inside) / whole)
+        return result
+
+    engine._stepper.step = timed  # type: ignore[method-assign]
+    list(engine.run(bench.requests))
+    return shares[len(shares) // 4 :]
 
 
 def iteration_times(bench: Bench, method: MethodConfig, batch_size: int) -> tuple[list[float], int]:
@@ -97,7 +136,8 @@ def main() -> None:
                 "method": f"{rule}, D={depth}, K={drafts}, batch {batch_size}",
                 "iteration ms": f"{run['iteration_s'] * 1e3:.1f}",
                 "forwards ms": f"{run['forwards_s'] * 1e3:.1f}",
-                "overhead": f"{run['overhead']:.1%}",
+                "above floor": f"{run['overhead']:.1%}",
+                "outside forwards": "" if run["outside"] is None else f"{run['outside']:.1%}",
                 "reads": f"{1 + sum(run['reads'].values()):.0f}",
             }
         )
@@ -114,8 +154,10 @@ def main() -> None:
 
 def measure(bench: Bench, method: MethodConfig, batch_size: int, rounds: int) -> dict[str, Any]:
     """Iterations and forwards in turn; medians."""
-    iterations, targets, drafts = [], [], []
+    iterations, targets, drafts, outside = [], [], [], list[float]()
     for _ in range(rounds):
+        if bench.target.device.type == "cpu":
+            outside += shares_outside(bench, method, batch_size)
         seconds, slots = iteration_times(bench, method, batch_size)
         iterations.append(statistics.median(seconds[len(seconds) // 4 :]))
         nodes = method.num_beams + method.depth * method.drafts_per_layer
@@ -134,6 +176,7 @@ def measure(bench: Bench, method: MethodConfig, batch_size: int, rounds: int) ->
         "iteration_s": iteration,
         "forwards_s": forwards,
         "overhead": 1 - forwards / iteration,
+        "outside": statistics.median(outside) if outside else None,
         "reads": reads_per_iteration(bench, method, batch_size),
     }
 

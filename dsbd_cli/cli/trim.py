@@ -268,8 +268,9 @@ def _rates(measured: Measure) -> dict[str, float | None]:
 
 
 def _show(report: TrimReport, measured: tuple[Measure, Measure] | None, prompts: int, output: str) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from dsbd_cli.reports.screen import Screen
 
     table = Table(box=None)
     table.add_column("")
@@ -288,7 +289,7 @@ def _show(report: TrimReport, measured: tuple[Measure, Measure] | None, prompts:
         rates = [_rates(one) for one in measured]
         for name, told in names.items():
             table.add_row(told, *("-" if rate[name] is None else f"{rate[name]:.3f}" for rate in rates))
-    console = Console()
+    console = Screen(sys.stdout)
     console.print(table)
     plural = "" if prompts == 1 else "s"
     on = f", measured on {prompts} held-out prompt{plural}" if measured is not None else ""
