@@ -22,7 +22,7 @@ __all__ = [
     "LayerDraws",
     "LayerView",
     "Rule",
-    "append",
+    "at_front",
     "complete_afresh",
     "entry_index",
     "largest",
@@ -217,8 +217,11 @@ def complete_afresh(view: LayerView, draws: LayerDraws, early: Tensor, keys: Ten
     more = live_draws(fresh, ends, beams)
     count = first.sum(1)
     missing = torch.where(count == view.width, beams - count, 0)  # fewer: nothing is left to draw
-    index, valid, node = append(
-        (draws.index, first, draws.node), (more.index, more.valid & (steps < missing.unsqueeze(1))), count
+    index, valid, node = at_front(
+        torch.cat((draws.index, more.index), 1),
+        torch.cat((first, more.valid & (steps < missing.unsqueeze(1))), 1),
+        torch.cat((draws.node, torch.full_like(more.index, -1)), 1),
+        beams,
     )
     keep = again.unsqueeze(1)
     valid = torch.where(keep, valid, draws.valid)
@@ -233,19 +236,15 @@ def complete_afresh(view: LayerView, draws: LayerDraws, early: Tensor, keys: Ten
     )
 
 
-def append(
-    first: tuple[Tensor, Tensor, Tensor], more: tuple[Tensor, Tensor], start: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Put further draws (index, valid) [R, m] behind the first ones (index, valid, node) [R, W], from `start` [R] on.
+def at_front(index: Tensor, valid: Tensor, node: Tensor, beams: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The first W valid draws of m, in order and without gaps: index, valid and node [R, m] -> [R, W] each.
 
-    Returns index, valid and node [R, W]; what does not fit is dropped, and further draws have node -1.
+    Places without a draw have index 0 and node -1.
     """
-    beams = first[0].shape[1]
-    index, valid, node = (torch.nn.functional.pad(item, (0, 1)) for item in first)
-    at = start.unsqueeze(1) + torch.arange(more[0].shape[1], device=start.device)
-    at = torch.where(more[1], at, beams).clamp(max=beams)
-    index, valid, node = index.scatter(1, at, more[0]), valid.scatter(1, at, more[1]), node.scatter(1, at, -1)
-    return index[:, :beams], valid[:, :beams], node[:, :beams]
+    at = torch.where(valid, valid.cumsum(1) - 1, beams).clamp(max=beams)
+    nowhere = index.new_zeros(len(index), beams + 1)
+    found = nowhere.scatter(1, at, index), nowhere.bool().scatter(1, at, valid), (nowhere - 1).scatter(1, at, node)
+    return found[0][:, :beams], found[1][:, :beams], found[2][:, :beams]
 
 
 def _ends(

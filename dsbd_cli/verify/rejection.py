@@ -21,8 +21,8 @@ from torch import Tensor
 from dsbd_cli.core.forest import DraftLaw
 from dsbd_cli.core.noise import ACCEPT, CLOCK, COMPLETION, RESIDUAL, gumbel, uniform
 from dsbd_cli.core.pool import DraftRequest, ends_before, live_draws, match_pairs
-from dsbd_cli.core.probs import NEVER, log_normalise
-from dsbd_cli.verify.base import DraftedLayer, LayerDraws, LayerView, append, entry_index, largest
+from dsbd_cli.core.probs import NEVER
+from dsbd_cli.verify.base import DraftedLayer, LayerDraws, LayerView, at_front, entry_index, largest
 
 __all__ = ["Rejection", "WithReplacement", "draft_law_at"]
 
@@ -36,19 +36,25 @@ class _Tests:
 
     Attributes:
         log_p: [R, M] float64, P without what is taken, not renormalised. p: [R, M] float64, the same as probabilities.
-        residual: [R, M] float64, P'.
-        live, accepted: [R] int64, live and all accepted drafts.
-        order: for every draft [R] int64, its place among the live draws, or -1. taken: for every draft [R] bool.
-        ends: [R, M] bool.
+        residual: [R, M] float64, P'; NaN where nothing is left of P.
+        live: [R, 1] int64, live accepted drafts. taken: for every draft [R, 1] bool.
     """
 
     log_p: Tensor
     p: Tensor
     residual: Tensor
     live: Tensor
-    accepted: Tensor
-    order: list[Tensor]
     taken: list[Tensor]
+
+
+@dataclass(slots=True)
+class _Accepted:
+    """Accepted drafts of a layer: pool index [R, K1] int64, which are accepted and live [R, K1] bool, how many are
+    accepted [R] int64, live or not, and the ending pairs among them [R, M] bool."""
+
+    index: Tensor
+    live: Tensor
+    count: Tensor
     ends: Tensor
 
 
@@ -107,7 +113,7 @@ def _locate(view: LayerView, drafts: DraftedLayer) -> _Places:
 def _normalise(law: Tensor, otherwise: Tensor) -> Tensor:
     """law / sum(law); where the sum underflows, `otherwise`."""
     total = law.sum(-1, keepdim=True)
-    return torch.where(total > TINY, law / total.clamp(min=TINY), otherwise)
+    return torch.where(total > TINY, law / total, otherwise)
 
 
 class Rejection:
@@ -141,55 +147,48 @@ class Rejection:
     def verify(self, view: LayerView) -> LayerDraws:
         """Test the drafts in order, then complete the layer where it stopped."""
         log_p = view.log_p.flatten(1).to(torch.float64)
-        tests = _Tests(
-            log_p=log_p,
-            p=log_p.exp(),
-            residual=log_p.exp(),
-            live=torch.zeros_like(view.width),
-            accepted=torch.zeros_like(view.width),
-            order=[],
-            taken=[],
-            ends=torch.zeros_like(log_p, dtype=torch.bool),
-        )
-        places = None
+        p = log_p.exp()
+        tests = _Tests(log_p, p, p, torch.zeros_like(view.width).unsqueeze(1), [])
+        accepted = places = None
         if view.drafts is not None and view.drafts.law is not None:
             places = _locate(view, view.drafts)
-            self._test_drafts(view, view.drafts, view.drafts.law, tests, places)
-        return self._finish(view, tests, places)
+            accepted = self._test_drafts(view, view.drafts, view.drafts.law, tests, places)
+        return self._finish(view, tests, accepted)
 
     def _test_drafts(
         self, view: LayerView, drafts: DraftedLayer, law: DraftLaw, tests: _Tests, places: _Places
-    ) -> None:
+    ) -> _Accepted:
         count = law.log_drawn.shape[1]
         log_rest = torch.zeros_like(law.log_rest) if self.replacement else law.log_rest
         u = uniform(view.key(ACCEPT).unsqueeze(1), torch.arange(count, device=log_rest.device))
         bound = u * torch.exp(law.log_drawn - log_rest)  # accepted below P'(d)
-        index, known = places.index[:, :count], places.known[:, :count]
-        ending = view.ends.flatten(1).gather(1, index)
+        index, ends = places.index[:, :count], view.ends.flatten(1)
+        lasting = ~ends.gather(1, index)
+        drawn = drafts.sampled[:, :count]
+        known = places.known[:, :count] & drawn
         tested, free = self.decide(view, drafts)
         allowed = known if tested is None else known & tested.unsqueeze(1)
-        freely = torch.zeros_like(known)
+        drawn = drawn if tested is None else drawn & tested.unsqueeze(1)
+        freely = None
         if free is not None:
             freely = known & torch.isfinite(view.logprob.flatten(1).gather(1, index)) & free.unsqueeze(1)
-        columns = zip(
-            torch.split(index, 1, 1),
-            self._drawn_laws(view, drafts, log_rest, places),
-            *(item.unbind(1) for item in (drafts.sampled[:, :count], allowed, bound, freely, ending)),
-            strict=True,
-        )
-        for at, q, sampled, allowed_now, bound_now, freely_now, ends_now in columns:
-            wanted = sampled & (tests.live < view.width)
-            passes = allowed_now & (bound_now < tests.residual.gather(1, at).squeeze(1))
-            accept = wanted & (passes if free is None else passes | freely_now)
-            self._update(tests, at, accept, wanted if tested is None else (wanted & tested) | accept, q)
-            lives = accept & ~ends_now
-            tests.order.append(torch.where(lives, tests.live, -1))
+        width, columns = view.width.unsqueeze(1), (torch.split(item, 1, 1) for item in (index, drawn, allowed, bound))
+        laws = self._drawn_laws(view, drafts, log_rest, places)
+        for j, (at, drawn_now, allowed_now, bound_now, q) in enumerate(zip(*columns, laws, strict=True)):
+            going = tests.live < width
+            accept = (bound_now < tests.residual.gather(1, at)) & allowed_now
+            over = drawn_now
+            if freely is not None:
+                accept |= freely[:, j : j + 1]
+                over = over | accept
+            accept &= going
+            self._update(tests, at, accept, over & going, q)
             tests.taken.append(accept)
-            tests.live = tests.live + lives
-        taken = torch.stack(tests.taken, 1)
-        tests.accepted = taken.sum(1)
-        ends = tests.ends.to(torch.int8).scatter_reduce(1, index, (taken & ending).to(torch.int8), "amax")
-        tests.ends = ends.bool()
+            tests.live = tests.live + (accept & lasting[:, j : j + 1])
+        taken = torch.cat(tests.taken, 1)
+        ending = (taken & ~lasting).to(torch.int8)
+        ended = torch.zeros_like(ends, dtype=torch.int8).scatter_reduce(1, index, ending, "amax")
+        return _Accepted(index, taken & lasting, taken.sum(1), ended.bool())
 
     def _drawn_laws(self, view: LayerView, drafts: DraftedLayer, log_rest: Tensor, places: _Places) -> Iterator[Tensor]:
         """Q' of each draft in turn, at the pairs of the target's pool: [R, M] float64. They do not depend on what is
@@ -221,42 +220,45 @@ class Rejection:
         What is left of P is renormalised in logs, as of Q.
         """
         rejected = _normalise((tests.residual - q).clamp(min=0), tests.p)
-        accepted = accept.unsqueeze(1)
         if not self.replacement:
-            tests.log_p = torch.where(accepted, tests.log_p.scatter(1, at, NEVER), tests.log_p)
-            tests.p = log_normalise(tests.log_p).exp()
-        after = torch.where(accepted, tests.p, rejected)
-        tests.residual = torch.where(open_.unsqueeze(1), after, tests.residual)
+            gone = torch.where(accept, NEVER, torch.zeros_like(accept, dtype=torch.float64))
+            tests.log_p = tests.log_p.scatter_add(1, at, gone)
+            tests.p = torch.softmax(tests.log_p, 1)
+        after = torch.where(accept, tests.p, rejected)
+        tests.residual = torch.where(open_, after, tests.residual)
 
-    def _finish(self, view: LayerView, tests: _Tests, places: _Places | None) -> LayerDraws:
+    def _finish(self, view: LayerView, tests: _Tests, accepted: _Accepted | None) -> LayerDraws:
         """Accepted drafts, then the missing draws; those that are drafted nodes count for the layer as well."""
-        beams = view.num_beams
-        exhausted = (tests.log_p == NEVER).all(1) & (tests.live > 0)
-        going = (tests.live < view.width) & ~exhausted
+        beams, ends, live = view.num_beams, view.ends.flatten(1), tests.live.squeeze(1)
+        exhausted = (tests.log_p == NEVER).all(1) & (live > 0)
+        going = (live < view.width) & ~exhausted
         fresh = self._noise(view)
-        first, first_real = largest((torch.log(tests.residual) + fresh[:, 0]).unsqueeze(1), 1)
-        first_real = first_real.squeeze(1) & going
-        first_ends = view.ends.flatten(1).gather(1, first).squeeze(1)
+        first, first_real = largest((torch.log(tests.residual.nan_to_num(0.0)) + fresh[:, 0]).unsqueeze(1), 1)
+        first_real &= going.unsqueeze(1)
+        first_ends = first_real & ends.gather(1, first)
         first_live = first_real & ~first_ends
         more, more_real, more_ends = self._complete(view, tests, fresh, first, first_real)
-        index = torch.zeros_like(view.node)
-        node, valid = index - 1, torch.zeros_like(view.valid)
-        drawn = (index, valid, node)
-        if places is not None and view.drafts is not None:
-            drawn = _accepted(drawn, tests, places, view.drafts.offset)
-        drawn = append(drawn, (first, first_live.unsqueeze(1)), tests.live)
-        start = tests.live + first_live
-        index, valid, node = append(drawn, (more, more_real & going.unsqueeze(1)), start)
+        drawn = [(first, first_live), (more, more_real & going.unsqueeze(1))]
+        nodes = [torch.full_like(first, -1), torch.full_like(more, -1)]
+        if accepted is not None and view.drafts is not None:
+            drawn.insert(0, (accepted.index, accepted.live))
+            order = torch.arange(accepted.index.shape[1], device=live.device) + view.drafts.offset
+            nodes.insert(0, order.expand_as(accepted.index))
+        indices, reals = zip(*drawn, strict=True)
+        index, valid, node = at_front(torch.cat(indices, 1), torch.cat(reals, 1), torch.cat(nodes, 1), beams)
         if view.drafts is not None and self.joins:
             node = torch.where(node < 0, _nodes(view, view.drafts, index, valid), node)
-        needed = valid & (torch.arange(beams, device=index.device) < view.width.unsqueeze(1))
+        steps = torch.arange(beams, device=index.device)
+        needed = valid & (steps < view.width.unsqueeze(1))
         passed = ((node >= 0) | ~needed).all(1) & needed.any(1)
         width = torch.where(passed, view.width, beams)
-        valid &= torch.arange(beams, device=index.device) < width.unsqueeze(1)
-        ends = tests.ends | more_ends(torch.where(going, (width - start).clamp(min=0), 0))
-        ends |= torch.zeros_like(ends).scatter(1, first, (first_real & first_ends).unsqueeze(1))
-        found = (valid & (node >= 0) & (torch.arange(beams, device=index.device) >= tests.live.unsqueeze(1))).sum(1)
-        return LayerDraws(index, valid, node, ends, valid, passed, tests.accepted + found)
+        valid &= steps < width.unsqueeze(1)
+        missing = (width - (live + first_live.squeeze(1))).clamp(min=0)
+        ended = more_ends(torch.where(going, missing, 0)) | torch.zeros_like(ends).scatter(1, first, first_ends)
+        count = (valid & (node >= 0) & (steps >= tests.live)).sum(1)
+        if accepted is not None:
+            ended, count = ended | accepted.ends, count + accepted.count
+        return LayerDraws(index, valid, node, ended, valid, passed, count)
 
     def _noise(self, view: LayerView) -> Tensor:
         """Gumbel noise [R, 2, M] float64 of the draw from the residual and of the draws that complete the layer."""
@@ -268,23 +270,10 @@ class Rejection:
     ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
         """Further live draws from P without what is taken, by the noise `fresh` [R, 2, M]: index and real [R, W], and a
         function that says which ending pairs [R, M] were drawn before the n-th of them, n [R] int64."""
-        law = torch.where(first_real.unsqueeze(1), tests.log_p.scatter(1, first, NEVER), tests.log_p)
+        law = torch.where(first_real, tests.log_p.scatter(1, first, NEVER), tests.log_p)
         keys, ends = law + fresh[:, 1], view.ends.flatten(1)
         draws = live_draws(keys, ends, view.num_beams)
         return draws.index, draws.valid, lambda count: ends_before(keys, ends, draws, count)
-
-
-def _accepted(
-    drawn: tuple[Tensor, Tensor, Tensor], tests: _Tests, places: _Places, offset: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Accepted drafts at their places among the live draws (index, valid, node) [R, W]."""
-    place = torch.stack(tests.order, 1)
-    beams = drawn[0].shape[1]
-    index, valid, node = (torch.nn.functional.pad(item, (0, 1)) for item in drawn)
-    at = torch.where(place >= 0, place, beams)
-    index, valid = index.scatter(1, at, places.index[:, : place.shape[1]]), valid.scatter(1, at, place >= 0)
-    node = node.scatter(1, at, torch.arange(place.shape[1], device=place.device).expand_as(place) + offset)
-    return index[:, :beams], valid[:, :beams], node[:, :beams]
 
 
 def _nodes(view: LayerView, drafts: DraftedLayer, index: Tensor, valid: Tensor) -> Tensor:

@@ -9,9 +9,27 @@ import pytest
 import torch
 
 from dsbd_cli.core.noise import STREAMS, extend_path, gumbel, path_gumbel, seed_key, stream_key, stream_keys, uniform
-from dsbd_cli.core.probs import pool_law, top_candidates
+from dsbd_cli.core.probs import BLOCKED_FROM, pool_law, top_candidates
 from dsbd_cli.verify.oracle import pool_law as oracle_pool_law
 from tests.engine.layers import WARPED, warp_of
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [BLOCKED_FROM - 7, BLOCKED_FROM, 3 * BLOCKED_FROM + 21])
+@pytest.mark.parametrize("far", [-79.0, -95.0, -2000.0, -math.inf])
+def test_candidates_of_a_large_vocabulary_equal_a_plain_sort(far: float, vocabulary: int, dtype: torch.dtype) -> None:
+    """Guards the search by blocks (what lies past the last block, several of the best in one) and the sum over the
+    vocabulary where most of it is far below the best token."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(2, 3, vocabulary, generator=generator)
+    logits[:, 1, 40:] += far
+    logits[:, 2, :-5] += far
+    found = top_candidates(logits.to(dtype), 40)
+    exact = torch.log_softmax(logits.to(dtype).double(), -1)
+    wanted = exact.sort(-1, descending=True).values[..., :40]
+    assert torch.allclose(found.logprobs.double(), wanted, rtol=1e-6, atol=4e-6)
+    assert torch.allclose(exact.gather(-1, found.tokens), wanted, rtol=0, atol=0)
+    assert all(len(set(row)) == 40 for row in found.tokens.flatten(0, 1).tolist())
 
 
 @pytest.mark.parametrize("scope", ["pool", "beam"])
