@@ -17,9 +17,8 @@ NEVER = float("-inf")
 BLOCKED_FROM = 4096  # tokens; smaller vocabularies are sorted whole
 BLOCK = 64
 PART = 1 << 21  # numbers worked on at a time: enough for all threads, few enough for the cache
-LOWEST = (
-    -80.0
-)  # exp of less is subnormal, which costs processors ten times as much, and changes no float32 sum with a 1
+# exp of less is subnormal: ten times slower on processors, and no part of a float32 sum with a 1
+LOWEST = -80.0
 
 
 @dataclass(slots=True)
