@@ -1,4 +1,5 @@
-"""How often layers pass: fading counts by choice of drafts and by layer, of one request or of all. No tensors."""
+"""How often layers pass: fading counts by choice of drafts and by layer, of one request or of all; and how many
+iterations requests take. No tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import add, mul, truediv
 
-__all__ = ["FADE", "Acceptance"]
+__all__ = ["FADE", "Acceptance", "Lives"]
 
 FADE = 0.97  # weight of the past, observation by observation
 
@@ -47,3 +48,22 @@ class Acceptance:
         walks. prior: those rates times the weight."""
         passed, reached = map(add, self.passed[choice], prior), map(weight.__add__, self.reached[choice])
         return list(accumulate(map(truediv, passed, reached), mul))
+
+
+@dataclass(slots=True)
+class Lives:
+    """Iterations that a request takes: a fading mean over those that ended. expected: at first, what is believed before
+    any has, as if one had shown it."""
+
+    expected: float
+    ended: int = 1
+    _running: dict[int, tuple[Acceptance, int]] = field(default_factory=dict)  # the object is kept, so is its id
+
+    def see(self, requests: Sequence[Acceptance]) -> None:
+        """The requests of one more iteration; those no longer among them have ended."""
+        running = {id(request): (request, self._running.get(id(request), (request, 0))[1] + 1) for request in requests}
+        for key, (_, iterations) in self._running.items():
+            if key not in running:
+                self.ended += 1
+                self.expected += (iterations - self.expected) * max(1 - FADE, 1 / self.ended)
+        self._running = running

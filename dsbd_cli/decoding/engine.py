@@ -18,7 +18,7 @@ from dsbd_cli.decoding.budget import PEEK, fitting_rows
 from dsbd_cli.decoding.devices import captures, current, events
 from dsbd_cli.decoding.encode import Encoder
 from dsbd_cli.decoding.outcome import collect, record_iteration
-from dsbd_cli.decoding.planner import planner_for
+from dsbd_cli.decoding.planner import Reading, planner_for
 from dsbd_cli.decoding.prefill import prefill
 from dsbd_cli.decoding.scheduler import Job, ResultOrder, Scheduler, Source, bucket
 from dsbd_cli.decoding.state import BatchState
@@ -260,11 +260,15 @@ class Engine:
     def _prefill(self, model: ForestModel, new: Sequence[tuple[int, Job]]) -> None:
         prefill(model, [row for row, _ in new], [job.prompt for _, job in new], trash=self._slots - 1)
 
-    def _prefill_draft(self, draft: ForestModel, running: Sequence[tuple[int, Job]]) -> None:
-        """Prompts of the rows that are about to draft for the first time; one that never drafts costs nothing."""
+    def _prefill_draft(self, draft: ForestModel, running: Sequence[tuple[int, Job]], timer: PhaseTimer) -> None:
+        """Prompts of the rows that are about to draft for the first time; one that never drafts costs nothing. timer:
+        gets a lap `read` if there are any."""
         new = [(row, job) for row, job in running if not job.prefilled]
         if new:
-            self._prefill(draft, new)
+            with current(draft.device):
+                timer.start()
+                self._prefill(draft, new)
+                timer.lap("read")
         for _, job in new:
             job.prefilled = True
 
@@ -308,10 +312,9 @@ class Engine:
         """One iteration of all rows; finished ones hand in their results."""
         running = scheduler.running
         requests = [job.acceptance for _, job in running]
-        lag = unread = 0
-        if self.draft is not None:
-            lag, unread = self._lag(scheduler), sum(len(job.prompt) for _, job in running if not job.prefilled)
-        shape = self._planner.choose(requests, lag, unread)
+        reading = self._reading(scheduler)
+        shape, lag = self._planner.choose(requests, reading), reading.lag
+        timer = PhaseTimer(events(self.target.device if self.draft is None else self.draft.device))
         nodes = shape.nodes(self.method.num_beams)
         busy = scheduler.most_used() + nodes
         self._reserve(state, busy + 1)
@@ -322,12 +325,12 @@ class Engine:
         if idle:
             lag, idle = 0, all(job.drafted <= job.trunk for _, job in running)
         elif self.draft is not None:
-            self._prefill_draft(self.draft, running)
+            self._prefill_draft(self.draft, running, timer)
         with current(self.target.device):
             report = self._stepper.step(state, Plan(active, shape, lag, idle))
             seconds = self._stepper.timer.seconds()
         layers_of = [report.layers[row] for row, _ in running]
-        self._planner.observe(shape, requests, layers_of, seconds, lag, self._stepper.steady)
+        self._planner.observe(shape, requests, layers_of, seconds | timer.seconds(), reading, self._stepper.steady)
         for row, job in running:
             counters = report.rows[row]
             layers = report.layers[row]
@@ -340,12 +343,16 @@ class Engine:
                 order.put(job.number, collect(state.finished, row, scheduler.remove(row), self.codec))
                 state.release(row)
 
-    def _lag(self, scheduler: Scheduler) -> int:
-        """Slots that the draft must run before it drafts: W times a power of two, so that shapes repeat; 0 if none."""
+    def _reading(self, scheduler: Scheduler) -> Reading:
+        """What the draft must run before it drafts. The lag is W times a power of two, so that shapes repeat, or 0."""
+        if self.draft is None:
+            return Reading()
         lag, size = scheduler.longest_lag(), self.method.num_beams
         while size < lag:
             size *= 2
-        return size if lag else 0
+        lengths = [(len(job.prompt), job.prefilled) for _, job in scheduler.running]
+        unread = sum(length for length, prefilled in lengths if not prefilled)
+        return Reading(size if lag else 0, unread, sum(length for length, _ in lengths))
 
     def _fail(self, state: BatchState, scheduler: Scheduler, row: int, order: ResultOrder) -> None:
         """A row whose model returned NaN: an error result, and clean memory for the next request."""

@@ -7,16 +7,18 @@ does not pay is left alone, but for a probe now and then.
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add, mul
 from typing import Protocol
 
 from dsbd_cli.config import TEXT_DRAFTERS, MethodConfig, Proposers
-from dsbd_cli.decoding.acceptance import FADE, Acceptance
+from dsbd_cli.decoding.acceptance import FADE, Acceptance, Lives
 
-__all__ = ["AdaptivePlanner", "FixedPlanner", "Line", "Planner", "Shape", "planner_for"]
+__all__ = ["NOTHING", "AdaptivePlanner", "FixedPlanner", "Line", "Planner", "Reading", "Shape", "planner_for"]
 
 LayerCounters = Sequence[dict[str, int]]
 
@@ -25,7 +27,9 @@ PROBE_SHARE = 0.01  # of the time goes into probes, as far as that leaves room b
 WARM = 1  # first iterations of a shape, whose times (allocation, caches) are not believed
 TRIES = 8  # iterations in which a shape that is to be timed must have given a time that is believed
 BETTER = 1.02  # a change must promise so much
-PAID_OFF = 32  # iterations in which what the draft has to catch up on must pay
+PAID_OFF = 32  # iterations in which what the draft has to catch up on must pay, or what a request takes if that is less
+READS = 16  # readings of prompts that say how long the next takes
+HOPED = 0.9  # acceptance of a draft as good as drafts get
 FIRST_RATE = 0.7  # acceptance believed before anything is seen, and its weight in layers
 PRIOR = 2.0
 TRUST = 8.0  # weight, in layers, of what all requests showed, against what a request shows itself
@@ -44,12 +48,29 @@ class Shape:
         return num_beams + self.depth * self.drafts_per_layer
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a draft model has to run before it drafts.
+
+    Attributes:
+        lag: most slots of a row, past the prompt, that it has not run.
+        unread: prompt tokens of all rows that it has not run. prompts: all prompt tokens of all rows.
+    """
+
+    lag: int = 0
+    unread: int = 0
+    prompts: int = 0
+
+
+NOTHING = Reading()
+
+
 class Planner(Protocol):
     """Chooses the shape of each iteration. requests: what the running rows have shown, one entry each, the same objects
-    from iteration to iteration. lag: most slots of a row that the draft has not run."""
+    from iteration to iteration."""
 
-    def choose(self, requests: Sequence[Acceptance], lag: int = 0, unread: int = 0) -> Shape:
-        """Shape of the next iteration. unread: prompt tokens, of all rows, that the draft has not run."""
+    def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
+        """Shape of the next iteration."""
         ...
 
     def observe(
@@ -58,12 +79,12 @@ class Planner(Protocol):
         requests: Sequence[Acceptance],
         layers: Sequence[LayerCounters],
         seconds: dict[str, float],
-        lag: int = 0,
+        reading: Reading = NOTHING,
         steady: bool = True,
     ) -> None:
         """What an iteration did. layers: counters of every running row; seconds: of the phases draft, target and
-        verify; steady: they are what an iteration of this shape will take again (no capture, no plain run of what
-        will be replayed)."""
+        verify, and `read` where the draft read prompts before; reading: what it read; steady: the three phases are what
+        an iteration of this shape will take again (no capture, no plain run of what will be replayed)."""
         ...
 
 
@@ -73,7 +94,7 @@ class FixedPlanner:
     def __init__(self, method: MethodConfig) -> None:
         self._shape = Shape(method.depth, method.drafts_per_layer)
 
-    def choose(self, requests: Sequence[Acceptance], lag: int = 0, unread: int = 0) -> Shape:
+    def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
         """D and K as configured."""
         return self._shape
 
@@ -83,7 +104,7 @@ class FixedPlanner:
         requests: Sequence[Acceptance],
         layers: Sequence[LayerCounters],
         seconds: dict[str, float],
-        lag: int = 0,
+        reading: Reading = NOTHING,
         steady: bool = True,
     ) -> None:
         """Nothing to learn."""
@@ -137,7 +158,8 @@ class AdaptivePlanner:
         self._share = method.second_share if len(self._parts) > 1 else 0
         self._beams, self._depth = method.num_beams, method.depth
         most = method.drafts_per_layer
-        self._shared = Acceptance()
+        self._shared, self._lives = Acceptance(), Lives(PAID_OFF)
+        self._prompts = deque[tuple[int, float]](maxlen=READS)  # tokens and seconds
         self._shared.open(len(self._choices), method.depth)
         self._rates = self._shared_rates()
         self._drafts, self._target, self._rest = {part: Line() for part in self._parts}, Line(), Line()
@@ -152,24 +174,26 @@ class AdaptivePlanner:
         ]
         self._now = 0
         # to begin with, shapes apart enough to tell what a node and a layer cost
-        wide = [Shape(min(method.depth, 4), most, part) for part in self._parts]
+        wide = [Shape(min(method.depth, 2), most, part) for part in self._parts]
         narrow = Shape(min(method.depth, 2), self._choices[0][0])
         self._untimed = [*wide, self._shapes[0], narrow]  # the last one first
         self._tries = 0
         self._since_probe, self._patience, self._probes = 0, PROBE_EVERY, 0
         self._probe_cost: float | None = None  # seconds, more than without; None: no probe under way
 
-    def choose(self, requests: Sequence[Acceptance], lag: int = 0, unread: int = 0) -> Shape:
+    def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
         """The shape of the most expected steps per second."""
         rows = len(requests)
-        seconds = self._seconds(rows, rows * lag + unread)
-        if self._probe_cost is None and len(self._untimed) <= len(self._parts) and not self._could_pay(seconds):
-            self._untimed.clear()  # the wide ones would be dear and for nothing; a probe may say otherwise later
+        seconds = self._seconds(rows, reading)
+        if self._untimed and self._probe_cost is None and len(self._untimed) <= len(self._parts):
+            # the wide ones, by what the narrow one took: too deep would be dear and for nothing
+            depth = self._could_pay(seconds)
+            self._untimed = [replace(shape, depth=min(depth, shape.depth)) for shape in self._untimed if depth]
         if self._untimed:
             return self._untimed[-1]
         self._since_probe += 1
-        if self._probe_is_due(lag):
-            return self._probe()
+        if self._probe_is_due(reading.lag):
+            return self._probe(rows * reading.lag)
         goodput = [steps / max(time, 1e-9) for steps, time in zip(self._steps(requests), seconds, strict=True)]
         best = max(goodput)
         if best > BETTER * goodput[self._now]:
@@ -182,11 +206,14 @@ class AdaptivePlanner:
         requests: Sequence[Acceptance],
         layers: Sequence[LayerCounters],
         seconds: dict[str, float],
-        lag: int = 0,
+        reading: Reading = NOTHING,
         steady: bool = True,
     ) -> None:
         """Learn from an iteration."""
         rows = len(requests)
+        self._lives.see(requests)
+        if "read" in seconds:
+            self._prompts.append((reading.unread, seconds["read"]))
         if shape.depth:
             self._count(shape, requests, layers)
         if steady:
@@ -199,7 +226,7 @@ class AdaptivePlanner:
         self._target.add(rows * shape.nodes(self._beams), seconds["target"])
         self._rest.add(shape.depth, seconds["verify"])
         if shape.depth:
-            nodes = self._drafting_nodes(shape) + lag / shape.depth
+            nodes = self._drafting_nodes(shape) + reading.lag / shape.depth
             self._drafts[shape.drafters].add(rows * nodes, seconds["draft"] / shape.depth)
 
     def _steps(self, requests: Sequence[Acceptance]) -> list[float]:
@@ -216,9 +243,12 @@ class AdaptivePlanner:
             found += list(accumulate(alive, initial=rows))[1:]
         return found
 
-    def _seconds(self, rows: int, behind: int = 0) -> list[float]:
-        """Time that an iteration of each shape is expected to take; 0 before any was timed. behind: tokens that the
-        draft would have to catch up on first, a cost that counts for PAID_OFF iterations to come."""
+    def _seconds(self, rows: int, reading: Reading = NOTHING) -> list[float]:
+        """Time that an iteration of each shape is expected to take; 0 before any was timed. What the draft would have
+        to catch up on first is a cost spread over some iterations to come, and so is every further request's prompt."""
+        life = self._lives.expected
+        lag, read = rows * reading.lag / min(PAID_OFF, life), (reading.unread + reading.prompts) / life
+        per_token = self._per_token()
         (target, per_node), (rest, per_layer) = self._target.fit(), self._rest.fit()
         lines = {part: line.fit() for part, line in self._drafts.items()}
         found = []
@@ -226,25 +256,35 @@ class AdaptivePlanner:
             taken = max(0.0, target + rows * per_node * nodes) + max(0.0, rest + per_layer * depth)
             if depth:
                 draft, per_draft = lines[part]
-                late = behind * per_draft / PAID_OFF if part != "second" else 0.0
-                taken += late + depth * max(0.0, draft + rows * per_draft * drafting)
+                if part != "second":
+                    taken += lag * per_draft + read * (per_draft if per_token is None else per_token)
+                taken += depth * max(0.0, draft + rows * per_draft * drafting)
             found.append(taken)
         return found
 
-    def _could_pay(self, seconds: Sequence[float]) -> bool:
-        """Some shape would be faster than no draft if all its layers passed."""
-        plain = max(seconds[0], 1e-9)
-        return any((1 + shape.depth) * plain > time for shape, time in zip(self._shapes, seconds, strict=True))
+    def _per_token(self) -> float | None:
+        """Seconds in which the draft reads a token of a prompt; None before it was seen. The median: a first reading
+        sets things up."""
+        return statistics.median(seconds / tokens for tokens, seconds in self._prompts) if self._prompts else None
+
+    def _could_pay(self, seconds: Sequence[float]) -> int:
+        """Deepest shape that would be faster than no draft if nearly all its layers passed; 0 if none would."""
+        plain, steps = seconds[0], list(accumulate(HOPED**depth for depth in range(self._depth + 1)))
+        return max(
+            shape.depth for shape, time in zip(self._shapes, seconds, strict=True) if steps[shape.depth] * plain >= time
+        )
 
     def _probe_is_due(self, lag: int) -> bool:
         """A probe waits, up to as long again, for a moment when the draft has little to catch up on."""
         waited = self._since_probe - self._patience
         return waited >= 0 and (lag <= 4 * self._beams or waited >= self._patience)
 
-    def _probe(self) -> Shape:
-        """The most drafts there are, at the present depth, of the drafters in turn."""
+    def _probe(self, behind: int) -> Shape:
+        """The most drafts there are, at the present depth, of the drafters in turn. behind: tokens of answers that the
+        draft has to catch up on first."""
         now, part = self._shapes[self._now], self._parts[self._probes % len(self._parts)]
-        self._since_probe, self._probe_cost, self._probes = 0, 0.0, self._probes + 1
+        catching_up = behind * self._drafts[part].fit()[1] if part != "second" else 0.0
+        self._since_probe, self._probe_cost, self._probes = 0, catching_up, self._probes + 1
         self._untimed.append(Shape(max(1, now.depth), self._shapes[0].drafts_per_layer, part))
         return self._untimed[-1]
 

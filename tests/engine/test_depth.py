@@ -19,10 +19,11 @@ from dsbd_cli.config import MethodConfig, Proposers, SamplingConfig
 from dsbd_cli.core.protocols import ForestInput
 from dsbd_cli.decoding.acceptance import Acceptance
 from dsbd_cli.decoding.engine import Engine
-from dsbd_cli.decoding.planner import AdaptivePlanner, FixedPlanner, Line, Shape, planner_for
+from dsbd_cli.decoding.planner import NOTHING, AdaptivePlanner, FixedPlanner, Line, Reading, Shape, planner_for
 from dsbd_cli.errors import UsageError
 from dsbd_cli.requests import Request
 from tests.engine.toys import NumberCodec, TableLM, table_pair
+from tests.engine.worlds import World, method
 
 VOCABULARY = 12
 
@@ -34,7 +35,7 @@ class RandomPlanner:
         self.random, self.depth, self.drafts, self.used = random.Random(seed), depth, drafts, set[Shape]()
         self.parts: tuple[Proposers, ...] = ("all",)
 
-    def choose(self, requests: Sequence[Acceptance], lag: int = 0, unread: int = 0) -> Shape:
+    def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
         depth = 0 if self.random.random() < 0.7 else self.random.randint(1, self.depth)
         shape = Shape(depth, self.random.randint(3, self.drafts), self.random.choice(self.parts))
         self.used.add(shape)
@@ -46,7 +47,7 @@ class RandomPlanner:
         requests: Sequence[Acceptance],
         layers: Sequence[object],
         seconds: dict[str, float],
-        lag: int = 0,
+        reading: Reading = NOTHING,
         steady: bool = True,
     ) -> None:
         assert set(seconds) >= {"draft", "target", "verify"}
@@ -99,53 +100,6 @@ def test_any_sequence_of_shapes_gives_the_same_text(rule: str, beams: int) -> No
         planner = RandomPlanner(seed, 5, 8)
         assert decode(planner, rule, batch_size, beams) == plain
         assert len({shape.depth for shape in planner.used}) >= 4
-
-
-class World:
-    """Seconds and acceptance of a made-up machine and pair."""
-
-    def __init__(self, target: tuple[float, float], draft: float, rate: float, per_draft: float = 0.0) -> None:
-        self.target, self.draft, self.rate, self.per_draft = target, draft, rate, per_draft
-        self.random, self.request = random.Random(5), Acceptance()
-
-    def chance(self, shape: Shape) -> float:
-        return min(1.0, self.rate + self.per_draft * shape.drafts_per_layer)
-
-    def seconds(self, shape: Shape) -> dict[str, float]:
-        target = self.target[0] + self.target[1] * shape.nodes(4)
-        return {"draft": self.draft * shape.depth, "target": target, "verify": 0.001 * (1 + shape.depth)}
-
-    def steps(self, shape: Shape) -> float:
-        return sum(self.chance(shape) ** depth for depth in range(shape.depth + 1))
-
-    def goodput(self, shape: Shape) -> float:
-        return self.steps(shape) / sum(self.seconds(shape).values())
-
-    def at(self, shape: Shape) -> tuple[Shape, list[Acceptance], list[list[dict[str, int]]], dict[str, float]]:
-        """What an iteration of the one request shows."""
-        layers, alive = [], True
-        for _ in range(shape.depth):
-            passed = alive and self.random.random() < self.chance(shape)
-            layers.append({"reached": int(alive), "passed": int(passed), "needed": 4 if passed else 0})
-            alive = passed
-        return shape, [self.request], [layers], self.seconds(shape)
-
-    def iterate_counted(self, planner: AdaptivePlanner, lag: int = 0) -> tuple[Shape, int]:
-        """Shape and steps of an iteration."""
-        shown = self.at(planner.choose([self.request], lag))
-        planner.observe(*shown)
-        return shown[0], 1 + sum(layer["passed"] for layer in shown[2][0])
-
-    def iterate(self, planner: AdaptivePlanner, lag: int = 0) -> Shape:
-        return self.iterate_counted(planner, lag)[0]
-
-    def best(self) -> float:
-        shapes = [Shape(depth, drafts) for depth in range(9) for drafts in (4, 5, 6, 8)]
-        return max(map(self.goodput, shapes))
-
-
-def method() -> MethodConfig:
-    return MethodConfig(num_beams=4, drafts_per_layer=8, depth=8, adaptive_depth=True)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +252,7 @@ def test_runs_before_a_capture_and_the_capture_tell_nothing_about_time(stable: b
             shown[3]["draft"] *= 6
             shown[3]["target"] *= 2
         shown[3]["draft"] += 1.0 * (seen[key] == 3)
-        planner.observe(*shown, 0, seen[key] > 3)
+        planner.observe(*shown, NOTHING, seen[key] > 3)
         depths.append(shown[0].depth)
     assert sum(depth > 4 for depth in depths[-1000:]) > 900
 
@@ -320,12 +274,12 @@ def test_a_dear_probe_waits_for_a_moment_with_little_to_catch_up_on_and_comes_mo
     planner, world = AdaptivePlanner(method()), World((0.05, 0.002), 0.02, 0.0)
     for _ in range(40):
         world.iterate(planner)
-    late = next(number for number in range(1000) if world.iterate(planner, lag=512).depth)
+    late = next(number for number in range(1000) if world.iterate(planner, Reading(512)).depth)
     assert late > 80
     planner, world = AdaptivePlanner(method()), World((0.05, 0.002), 0.02, 0.0)
     for _ in range(40):
         world.iterate(planner)
-    assert next(number for number in range(1000) if world.iterate(planner, lag=4).depth) < 40
+    assert next(number for number in range(1000) if world.iterate(planner, Reading(4)).depth) < 40
 
 
 def test_planning_is_cheap_for_many_rows() -> None:
@@ -368,10 +322,11 @@ def test_the_draft_reads_a_prompt_only_when_it_is_to_draft(drafts_for: Callable[
     counted, seen = Prefilled(draft.table), 0
 
     class Planned(RandomPlanner):
-        def choose(self, requests: Sequence[Acceptance], lag: int = 0, unread: int = 0) -> Shape:
+        def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
             nonlocal seen
             seen += 1
-            assert unread == (0 if counted.prompts else 4 * 3)
+            prompts = len(requests) * 3
+            assert reading == Reading(reading.lag, 0 if counted.prompts else prompts, prompts)
             return Shape(drafts_for(seen), 8)
 
     config = MethodConfig(num_beams=3, drafts_per_layer=8, depth=5)

@@ -22,7 +22,7 @@ from dsbd_cli.core.forest import DraftLaw, Forest
 from dsbd_cli.core.protocols import ForestInput
 from dsbd_cli.decoding.acceptance import Acceptance
 from dsbd_cli.decoding.engine import Engine
-from dsbd_cli.decoding.planner import Shape, _parts
+from dsbd_cli.decoding.planner import NOTHING, Reading, Shape, _parts
 from dsbd_cli.drafting.base import DraftContext, LayerDrafts, record_law
 from dsbd_cli.drafting.dynamic import DynamicTree
 from dsbd_cli.drafting.index import CorpusTokens, write_index
@@ -369,7 +369,7 @@ class Always(RandomPlanner):
         super().__init__(0, shape.depth, shape.drafts_per_layer)
         self.shape = shape
 
-    def choose(self, requests: Sequence[Acceptance], lag: int = 0, unread: int = 0) -> Shape:
+    def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
         return self.shape
 
 

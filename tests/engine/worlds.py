@@ -1,0 +1,65 @@
+"""A machine and a pair of models made of numbers, for planners to learn."""
+
+from __future__ import annotations
+
+import random
+
+from dsbd_cli.config import MethodConfig
+from dsbd_cli.decoding.acceptance import Acceptance
+from dsbd_cli.decoding.planner import NOTHING, AdaptivePlanner, Reading, Shape
+
+
+class World:
+    """Seconds and acceptance of a made-up machine and pair."""
+
+    def __init__(
+        self, target: tuple[float, float], draft: float, rate: float, per_draft: float = 0.0, node: float = 0.0
+    ) -> None:
+        """Seconds of a target call, alone and per node; of a draft call, and per node; chance of a layer to pass, and
+        more of it per draft."""
+        self.target, self.draft, self.rate, self.per_draft, self.node = target, draft, rate, per_draft, node
+        self.random, self.request = random.Random(5), Acceptance()
+
+    def chance(self, shape: Shape) -> float:
+        return min(1.0, self.rate + self.per_draft * shape.drafts_per_layer)
+
+    def seconds(self, shape: Shape) -> dict[str, float]:
+        target = self.target[0] + self.target[1] * shape.nodes(4)
+        drafted = self.draft * shape.depth + self.node * (
+            4 * (shape.depth > 0) + shape.drafts_per_layer * max(0, shape.depth - 1)
+        )
+        return {"draft": drafted, "target": target, "verify": 0.001 * (1 + shape.depth)}
+
+    def steps(self, shape: Shape) -> float:
+        return sum(self.chance(shape) ** depth for depth in range(shape.depth + 1))
+
+    def goodput(self, shape: Shape) -> float:
+        return self.steps(shape) / sum(self.seconds(shape).values())
+
+    def at(self, shape: Shape) -> tuple[Shape, list[Acceptance], list[list[dict[str, int]]], dict[str, float]]:
+        """What an iteration of the one request shows."""
+        layers, alive = [], True
+        for _ in range(shape.depth):
+            passed = alive and self.random.random() < self.chance(shape)
+            layers.append({"reached": int(alive), "passed": int(passed), "needed": 4 if passed else 0})
+            alive = passed
+        return shape, [self.request], [layers], self.seconds(shape)
+
+    def iterate_counted(self, planner: AdaptivePlanner, reading: Reading = NOTHING) -> tuple[Shape, int]:
+        """Shape and steps of an iteration."""
+        shown = self.at(planner.choose([self.request], reading))
+        if reading.unread and shown[0].depth:
+            shown[3]["read"] = self.node * reading.unread
+        planner.observe(*shown, reading)
+        return shown[0], 1 + sum(layer["passed"] for layer in shown[2][0])
+
+    def iterate(self, planner: AdaptivePlanner, reading: Reading = NOTHING) -> Shape:
+        return self.iterate_counted(planner, reading)[0]
+
+    def best(self) -> float:
+        shapes = [Shape(depth, drafts) for depth in range(9) for drafts in (4, 5, 6, 8)]
+        return max(map(self.goodput, shapes))
+
+
+def method() -> MethodConfig:
+    return MethodConfig(num_beams=4, drafts_per_layer=8, depth=8, adaptive_depth=True)
