@@ -193,7 +193,7 @@ class AdaptivePlanner:
             return self._untimed[-1]
         self._since_probe += 1
         if self._probe_is_due(reading.lag):
-            return self._probe(rows * reading.lag)
+            return self._probe()
         goodput = [steps / max(time, 1e-9) for steps, time in zip(self._steps(requests), seconds, strict=True)]
         best = max(goodput)
         if best > BETTER * goodput[self._now]:
@@ -279,12 +279,10 @@ class AdaptivePlanner:
         waited = self._since_probe - self._patience
         return waited >= 0 and (lag <= 4 * self._beams or waited >= self._patience)
 
-    def _probe(self, behind: int) -> Shape:
-        """The most drafts there are, at the present depth, of the drafters in turn. behind: tokens of answers that the
-        draft has to catch up on first."""
+    def _probe(self) -> Shape:
+        """The most drafts there are, at the present depth, of the drafters in turn."""
         now, part = self._shapes[self._now], self._parts[self._probes % len(self._parts)]
-        catching_up = behind * self._drafts[part].fit()[1] if part != "second" else 0.0
-        self._since_probe, self._probe_cost, self._probes = 0, catching_up, self._probes + 1
+        self._since_probe, self._probe_cost, self._probes = 0, 0.0, self._probes + 1
         self._untimed.append(Shape(max(1, now.depth), self._shapes[0].drafts_per_layer, part))
         return self._untimed[-1]
 
