@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import add, mul
 from typing import Protocol
@@ -173,11 +173,9 @@ class AdaptivePlanner:
             for shape in self._shapes
         ]
         self._now = 0
-        # to begin with, shapes apart enough to tell what a node and a layer cost
-        wide = [Shape(min(method.depth, 2), most, part) for part in self._parts]
-        narrow = Shape(min(method.depth, 2), self._choices[0][0])
-        self._untimed = [*wide, self._shapes[0], narrow]  # the last one first
-        self._tries = 0
+        # to begin with, shapes apart enough to tell what a node and a layer cost; the last one first
+        self._untimed = [Shape(min(method.depth, 1), self._choices[0][0]), self._shapes[0]]
+        self._starting, self._tries = True, 0
         self._since_probe, self._patience, self._probes = 0, PROBE_EVERY, 0
         self._probe_cost: float | None = None  # seconds, more than without; None: no probe under way
 
@@ -185,10 +183,8 @@ class AdaptivePlanner:
         """The shape of the most expected steps per second."""
         rows = len(requests)
         seconds = self._seconds(rows, reading)
-        if self._untimed and self._probe_cost is None and len(self._untimed) <= len(self._parts):
-            # the wide ones, by what the narrow one took: too deep would be dear and for nothing
-            depth = self._could_pay(seconds)
-            self._untimed = [replace(shape, depth=min(depth, shape.depth)) for shape in self._untimed if depth]
+        if self._starting and not self._untimed:
+            self._starting, self._untimed = False, self._could_pay(seconds)
         if self._untimed:
             return self._untimed[-1]
         self._since_probe += 1
@@ -267,12 +263,16 @@ class AdaptivePlanner:
         sets things up."""
         return statistics.median(seconds / tokens for tokens, seconds in self._prompts) if self._prompts else None
 
-    def _could_pay(self, seconds: Sequence[float]) -> int:
-        """Deepest shape that would be faster than no draft if nearly all its layers passed; 0 if none would."""
-        plain, steps = seconds[0], list(accumulate(HOPED**depth for depth in range(self._depth + 1)))
-        return max(
-            shape.depth for shape, time in zip(self._shapes, seconds, strict=True) if steps[shape.depth] * plain >= time
-        )
+    def _could_pay(self, seconds: Sequence[float]) -> list[Shape]:
+        """The largest shape of one or two layers, of each part, that would be faster than no draft if nearly all its
+        layers passed. Larger ones would be dear to try, and for nothing."""
+        plain, steps = seconds[0], (1.0, 1 + HOPED, 1 + HOPED + HOPED**2)
+        found = dict[Proposers, Shape]()
+        for shape, time in zip(self._shapes[1:], seconds[1:], strict=True):
+            if shape.depth < len(steps) and steps[shape.depth] * plain > time:
+                known = found.setdefault(shape.drafters, shape)
+                found[shape.drafters] = max(known, shape, key=lambda item: item.nodes(self._beams))
+        return list(found.values())
 
     def _probe_is_due(self, lag: int) -> bool:
         """A probe waits, up to as long again, for a moment when the draft has little to catch up on."""

@@ -1,0 +1,20 @@
+"""Tensor operations of an iteration outside the forwards: what a GPU launches. Counts, which no machine changes. Guards
+work per layer, draft or vocabulary entry that slips into the iteration."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.operations import count
+from dsbd_cli import MethodConfig
+
+# a twentieth above what was counted on 2026-11-21 at W=4, K=8, D=4: 1165, 857, 2500
+MOST = {"coupled": 1225, "search": 900, "rejection": 2625}
+
+
+@pytest.mark.parametrize("rule", MOST)
+def test_an_iteration_launches_no_more_than_it_did(rule: str) -> None:
+    method = MethodConfig(rule=rule, num_beams=4, drafts_per_layer=8, depth=4)  # type: ignore[arg-type]
+    found = [counting.outside.total() for counting in count(method, 2)]
+    assert len(found) == 2
+    assert MOST[rule] // 2 < max(found) <= MOST[rule]
