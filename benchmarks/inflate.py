@@ -56,40 +56,52 @@ SHAPES = {
 
 
 def inflate(
-    small: LlamaForCausalLM, shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0
+    small: LlamaForCausalLM,
+    shape: Shape,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> LlamaForCausalLM:
-    """A model of the given shape with the small model's logits; padding ids get the lowest logits.
+    """A model of the given shape with the small model's logits; padding ids get the lowest logits. Made where it is to
+    run: a host would take a minute for the random weights of a 7B shape.
 
     Raises ValueError where the small model does not fit into the shape.
     """
     config = small.config
     _check(config, shape)
-    large = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.inner,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=config.rope_parameters,
-            rms_norm_eps=1e-12,
-            tie_word_embeddings=False,
-            bos_token_id=config.bos_token_id,
-            eos_token_id=config.eos_token_id,
-            pad_token_id=config.pad_token_id,
-            dtype=dtype,
-        )
-    )
-    generator = torch.Generator().manual_seed(seed)
+    small = small.to(device)
+    with torch.device("meta"):
+        large = LlamaForCausalLM(_large_config(config, shape, dtype)).to(dtype)
+    large.to_empty(device=device)
+    # the frequencies are no weights: computed, and in float32 whatever the weights are
+    large.model.rotary_emb = type(large.model.rotary_emb)(large.config).to(device)
+    generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for parameter in large.parameters():
             parameter.normal_(0.0, 0.02, generator=generator)
         _fill(small, large, shape)
     large.generation_config = small.generation_config
-    return large.to(dtype).eval()
+    return large.eval()
+
+
+def _large_config(config: LlamaConfig, shape: Shape, dtype: torch.dtype) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=config.rope_parameters,
+        rms_norm_eps=1e-12,
+        tie_word_embeddings=False,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        dtype=dtype,
+    )
 
 
 def _check(config: LlamaConfig, shape: Shape) -> None:
@@ -150,16 +162,16 @@ def _attention(source: torch.nn.Module, target: torch.nn.Module, config: LlamaCo
     small = width // heads
     spread = _spread(small, shape.head_dim)
     groups = shape.heads // shape.kv_heads
-    scale = math.sqrt(shape.head_dim / small)
+    scale, dtype = math.sqrt(shape.head_dim / small), target.q_proj.weight.dtype
     for head in range(heads):
         rows = slice(head * small, (head + 1) * small)
         query = torch.arange(shape.head_dim) + head * groups * shape.head_dim
         key = torch.arange(shape.head_dim) + head * shape.head_dim
         target.q_proj.weight[query] = 0.0
-        target.q_proj.weight[query[spread], :width] = source.q_proj.weight[rows] * scale
-        target.k_proj.weight[key[spread], :width] = source.k_proj.weight[rows]
-        target.v_proj.weight[key[:small], :width] = source.v_proj.weight[rows]
-        target.o_proj.weight[:width, query[:small]] = source.o_proj.weight[:, rows]
+        target.q_proj.weight[query[spread], :width] = (source.q_proj.weight[rows] * scale).to(dtype)
+        target.k_proj.weight[key[spread], :width] = source.k_proj.weight[rows].to(dtype)
+        target.v_proj.weight[key[:small], :width] = source.v_proj.weight[rows].to(dtype)
+        target.o_proj.weight[:width, query[:small]] = source.o_proj.weight[:, rows].to(dtype)
 
 
 def _spread(small: int, large: int) -> Tensor:

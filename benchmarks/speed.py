@@ -97,7 +97,7 @@ def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Ben
     for role, name in (("target", shape), ("draft", draft_shape)):
         for models in copies:
             small = AutoModelForCausalLM.from_pretrained(resolve(f"builtin:{role}").path, dtype=torch.float32)
-            large = small if name == "small" else inflate(small, SHAPES[name], dtype)
+            large = small if name == "small" else inflate(small, SHAPES[name], dtype, device=device)
             models.append(large.to(device).requires_grad_(False))
     ours, plain = copies[0], copies[-1]
     tokenizer = load_tokenizer(resolve("builtin:target").path, ModelSpec("builtin:target"))

@@ -44,6 +44,14 @@ def test_logits_are_the_small_models(shape: Shape) -> None:
         assert float((weight == 0).double().mean()) < 0.6, "mostly random, so that it costs what real weights cost"
 
 
+def test_positions_are_as_exact_in_bfloat16() -> None:
+    """Guards rotary frequencies that are rounded with the weights: the model of long texts would be another one."""
+    model, shape = small(), Shape(64, 3, 8, 8, 16, 80, 90)
+    exact, rounded = inflate(model, shape), inflate(model, shape, torch.bfloat16)
+    assert next(rounded.parameters()).dtype == torch.bfloat16
+    assert torch.equal(rounded.model.rotary_emb.inv_freq, exact.model.rotary_emb.inv_freq)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="does not fit"):
         inflate(small(), Shape(32, 2, 4, 4, 8, 48, 60))
