@@ -59,6 +59,15 @@ class Lives:
     ended: int = 1
     _running: dict[int, tuple[Acceptance, int]] = field(default_factory=dict)  # the object is kept, so is its id
 
+    def now(self) -> float:
+        """Iterations that the running requests take, of which some are known to take more than was expected."""
+        running = [max(self.expected, iterations) for _, iterations in self._running.values()]
+        return sum(running) / len(running) if running else self.expected
+
+    def restart(self) -> None:
+        """The running requests start over; none has ended."""
+        self._running.clear()
+
     def see(self, requests: Sequence[Acceptance]) -> None:
         """The requests of one more iteration; those no longer among them have ended."""
         running = {id(request): (request, self._running.get(id(request), (request, 0))[1] + 1) for request in requests}

@@ -18,7 +18,7 @@ from dsbd_cli.decoding.budget import PEEK, fitting_rows
 from dsbd_cli.decoding.devices import captures, current, events
 from dsbd_cli.decoding.encode import Encoder
 from dsbd_cli.decoding.outcome import collect, record_iteration
-from dsbd_cli.decoding.planner import Reading, planner_for
+from dsbd_cli.decoding.planner import Reading, Shape, planner_for
 from dsbd_cli.decoding.prefill import prefill
 from dsbd_cli.decoding.scheduler import Job, ResultOrder, Scheduler, Source, bucket
 from dsbd_cli.decoding.state import BatchState
@@ -131,6 +131,7 @@ class Engine:
         self._slots = 0
         self._reserved: tuple[object, ...] | None = None  # rows, slots and generations of both caches
         self._running = False
+        self._shape: Shape | None = None  # of the iteration under way
 
     @property
     def stepper(self) -> Stepper:
@@ -184,6 +185,7 @@ class Engine:
             try:
                 state = self._admit(state, scheduler, backlog)
                 self._iterate(state, scheduler, order)
+                self._shape = None
                 self._proven = max(self._proven, len(scheduler.jobs))
             except torch.OutOfMemoryError:
                 self._recover(scheduler, order, backlog)
@@ -200,8 +202,11 @@ class Engine:
                 self._shrink(state, kept)
 
     def _recover(self, scheduler: Scheduler, order: ResultOrder, backlog: deque[Job]) -> None:
-        """After out of memory: the running requests wait again, for half as many rows."""
+        """After out of memory: the running requests wait again, for fewer drafts where the planner has a choice, or for
+        half as many rows."""
         running = [job for _, job in scheduler.running]
+        smaller = self._planner.out_of_memory(self._shape, len(running))
+        self._shape = None
         self._reserved = None
         self._forget_graphs()
         for model in (self.target, self.draft):
@@ -209,15 +214,17 @@ class Engine:
                 model.release()
         if isinstance(self._drafter, BridgeDrafter):
             self._drafter.release()
-        if len(running) == 1 and not running[0].retried:
+        alone = len(running) == 1 and not smaller
+        if alone and not running[0].retried:
             running[0].retried = True  # once more, with all memory given back
-        elif len(running) == 1:
+        elif alone:
             job = running.pop()
             tokens = len(job.prompt) + job.request.sampling.max_new_tokens
             error = OutOfMemoryRowError(f"out of memory with this row alone ({tokens} tokens): shorten it")
             order.put(job.number, RequestResult(job.request, (), len(job.prompt), job.stats, error))
         # a row that fails alone says nothing about how many others fit
-        self._rows = max(1, len(running) // 2) if running else self._proven
+        if not smaller:
+            self._rows = max(1, len(running) // 2) if running else self._proven
         for job in running:
             job.stats = RequestStats()
         backlog.extendleft(reversed(running))
@@ -314,6 +321,7 @@ class Engine:
         requests = [job.acceptance for _, job in running]
         reading = self._reading(scheduler)
         shape, lag = self._planner.choose(requests, reading), reading.lag
+        self._shape = shape
         timer = PhaseTimer(events(self.target.device if self.draft is None else self.draft.device))
         nodes = shape.nodes(self.method.num_beams)
         busy = scheduler.most_used() + nodes

@@ -7,6 +7,7 @@ does not pay is left alone, but for a probe now and then.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -16,9 +17,10 @@ from operator import add, mul
 from typing import Protocol
 
 from dsbd_cli.config import TEXT_DRAFTERS, MethodConfig, Proposers
-from dsbd_cli.decoding.acceptance import FADE, Acceptance, Lives
+from dsbd_cli.decoding.acceptance import Acceptance, Lives
+from dsbd_cli.decoding.timing import Line
 
-__all__ = ["NOTHING", "AdaptivePlanner", "FixedPlanner", "Line", "Planner", "Reading", "Shape", "planner_for"]
+__all__ = ["NOTHING", "AdaptivePlanner", "FixedPlanner", "Planner", "Reading", "Shape", "planner_for"]
 
 LayerCounters = Sequence[dict[str, int]]
 
@@ -87,6 +89,11 @@ class Planner(Protocol):
         an iteration of this shape will take again (no capture, no plain run of what will be replayed)."""
         ...
 
+    def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
+        """An iteration of this shape, or what comes before one, did not fit into memory, and the running requests start
+        over. True: this shape will not be chosen again for as many rows, so that they may still fit."""
+        ...
+
 
 class FixedPlanner:
     """The configured shape, always."""
@@ -109,38 +116,9 @@ class FixedPlanner:
     ) -> None:
         """Nothing to learn."""
 
-
-@dataclass(slots=True)
-class Line:
-    """seconds = a + b * x by least squares over fading observations; b is never negative, and stays what it was where x
-    has been the same for long."""
-
-    weight: float = 0.0
-    x: float = 0.0
-    y: float = 0.0
-    xx: float = 0.0
-    xy: float = 0.0
-    slope: float = 0.0
-
-    def add(self, x: float, y: float) -> None:
-        """One observation."""
-        self.weight, self.x, self.y = FADE * self.weight + 1, FADE * self.x + x, FADE * self.y + y
-        self.xx, self.xy = FADE * self.xx + x * x, FADE * self.xy + x * y
-
-    def fit(self) -> tuple[float, float]:
-        """a and b; zeros before any observation."""
-        if not self.weight:
-            return 0.0, 0.0
-        mean_x, mean_y = self.x / self.weight, self.y / self.weight
-        spread = self.xx / self.weight - mean_x * mean_x
-        if spread > 1e-6 * (1 + mean_x * mean_x):
-            self.slope = max(0.0, (self.xy / self.weight - mean_x * mean_y) / spread)
-        return mean_y - self.slope * mean_x, self.slope
-
-    def at(self, x: float) -> float:
-        """Predicted seconds; 0 before any observation."""
-        a, b = self.fit()
-        return max(0.0, a + b * x)
+    def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
+        """There is no other shape."""
+        return False
 
 
 class AdaptivePlanner:
@@ -160,6 +138,8 @@ class AdaptivePlanner:
         most = method.drafts_per_layer
         self._shared, self._lives = Acceptance(), Lives(PAID_OFF)
         self._prompts = deque[tuple[int, float]](maxlen=READS)  # tokens and seconds
+        self._has_read = False
+        self._room = math.inf  # nodes of all rows that fit into memory
         self._shared.open(len(self._choices), method.depth)
         self._rates = self._shared_rates()
         self._drafts, self._target, self._rest = {part: Line() for part in self._parts}, Line(), Line()
@@ -185,12 +165,16 @@ class AdaptivePlanner:
         seconds = self._seconds(rows, reading)
         if self._starting and not self._untimed:
             self._starting, self._untimed = False, self._could_pay(seconds)
+        self._untimed = [shape for shape in self._untimed if self._fits(shape, rows)]
         if self._untimed:
             return self._untimed[-1]
-        self._since_probe += 1
-        if self._probe_is_due(reading.lag):
-            return self._probe()
-        goodput = [steps / max(time, 1e-9) for steps, time in zip(self._steps(requests), seconds, strict=True)]
+        self._since_probe, self._probe_cost = self._since_probe + 1, None
+        if self._probe_is_due(reading.lag) and self._fits(shape := self._next_probe(), rows):
+            return self._probe(shape)
+        goodput = [
+            steps / max(time, 1e-9) if self._fits(shape, rows) else 0.0
+            for shape, steps, time in zip(self._shapes, self._steps(requests), seconds, strict=True)
+        ]
         best = max(goodput)
         if best > BETTER * goodput[self._now]:
             self._now, self._patience = goodput.index(best), PROBE_EVERY
@@ -209,7 +193,9 @@ class AdaptivePlanner:
         rows = len(requests)
         self._lives.see(requests)
         if "read" in seconds:
-            self._prompts.append((reading.unread, seconds["read"]))
+            if self._has_read:  # the first reading sets things up
+                self._prompts.append((reading.unread, seconds["read"]))
+            self._has_read = True
         if shape.depth:
             self._count(shape, requests, layers)
         if steady:
@@ -224,6 +210,17 @@ class AdaptivePlanner:
         if shape.depth:
             nodes = self._drafting_nodes(shape) + reading.lag / shape.depth
             self._drafts[shape.drafters].add(rows * nodes, seconds["draft"] / shape.depth)
+
+    def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
+        """No shape of as many nodes again, but for the roots alone."""
+        self._lives.restart()
+        if shape is None or not shape.depth:
+            return False
+        self._room, self._tries = rows * shape.nodes(self._beams) - 1, 0
+        return True
+
+    def _fits(self, shape: Shape, rows: int) -> bool:
+        return not shape.depth or rows * shape.nodes(self._beams) <= self._room
 
     def _steps(self, requests: Sequence[Acceptance]) -> list[float]:
         """Steps that one target call of each shape is expected to yield, of all requests together."""
@@ -242,7 +239,7 @@ class AdaptivePlanner:
     def _seconds(self, rows: int, reading: Reading = NOTHING) -> list[float]:
         """Time that an iteration of each shape is expected to take; 0 before any was timed. What the draft would have
         to catch up on first is a cost spread over some iterations to come, and so is every further request's prompt."""
-        life = self._lives.expected
+        life = self._lives.now()
         lag, read = rows * reading.lag / min(PAID_OFF, life), (reading.unread + reading.prompts) / life
         per_token = self._per_token()
         (target, per_node), (rest, per_layer) = self._target.fit(), self._rest.fit()
@@ -259,8 +256,7 @@ class AdaptivePlanner:
         return found
 
     def _per_token(self) -> float | None:
-        """Seconds in which the draft reads a token of a prompt; None before it was seen. The median: a first reading
-        sets things up."""
+        """Seconds in which the draft reads a token of a prompt; None before it was seen."""
         return statistics.median(seconds / tokens for tokens, seconds in self._prompts) if self._prompts else None
 
     def _could_pay(self, seconds: Sequence[float]) -> list[Shape]:
@@ -279,12 +275,16 @@ class AdaptivePlanner:
         waited = self._since_probe - self._patience
         return waited >= 0 and (lag <= 4 * self._beams or waited >= self._patience)
 
-    def _probe(self) -> Shape:
-        """The most drafts there are, at the present depth, of the drafters in turn."""
-        now, part = self._shapes[self._now], self._parts[self._probes % len(self._parts)]
+    def _next_probe(self) -> Shape:
+        """The most drafts there are, at the present depth and a layer deeper, of the drafters in turn."""
+        turn, part = divmod(self._probes, len(self._parts))
+        depth = min(self._shapes[self._now].depth + turn % 2, self._depth)
+        return Shape(max(1, depth), self._shapes[0].drafts_per_layer, self._parts[part])
+
+    def _probe(self, shape: Shape) -> Shape:
         self._since_probe, self._probe_cost, self._probes = 0, 0.0, self._probes + 1
-        self._untimed.append(Shape(max(1, now.depth), self._shapes[0].drafts_per_layer, part))
-        return self._untimed[-1]
+        self._untimed.append(shape)
+        return shape
 
     def _tried(self, timed: bool, taken: float, plain: float) -> None:
         """An iteration of the shape that is to be timed. taken, plain: seconds of it, and of one of the present shape.

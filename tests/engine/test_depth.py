@@ -7,7 +7,6 @@ drafts at a loss, never drafts again, does not notice that the world changed, or
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Sequence
 
@@ -15,42 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsbd_cli.config import MethodConfig, Proposers, SamplingConfig
+from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.core.protocols import ForestInput
 from dsbd_cli.decoding.acceptance import Acceptance
 from dsbd_cli.decoding.engine import Engine
-from dsbd_cli.decoding.planner import NOTHING, AdaptivePlanner, FixedPlanner, Line, Reading, Shape, planner_for
+from dsbd_cli.decoding.planner import NOTHING, AdaptivePlanner, FixedPlanner, Reading, Shape, planner_for
+from dsbd_cli.decoding.timing import Line
 from dsbd_cli.errors import UsageError
 from dsbd_cli.requests import Request
 from tests.engine.toys import NumberCodec, TableLM, table_pair
-from tests.engine.worlds import World, method
+from tests.engine.worlds import RandomPlanner, World, method
 
 VOCABULARY = 12
-
-
-class RandomPlanner:
-    """Any shape at any time; often none, so that the draft falls far behind."""
-
-    def __init__(self, seed: int, depth: int, drafts: int) -> None:
-        self.random, self.depth, self.drafts, self.used = random.Random(seed), depth, drafts, set[Shape]()
-        self.parts: tuple[Proposers, ...] = ("all",)
-
-    def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
-        depth = 0 if self.random.random() < 0.7 else self.random.randint(1, self.depth)
-        shape = Shape(depth, self.random.randint(3, self.drafts), self.random.choice(self.parts))
-        self.used.add(shape)
-        return shape
-
-    def observe(
-        self,
-        shape: Shape,
-        requests: Sequence[Acceptance],
-        layers: Sequence[object],
-        seconds: dict[str, float],
-        reading: Reading = NOTHING,
-        steady: bool = True,
-    ) -> None:
-        assert set(seconds) >= {"draft", "target", "verify"}
 
 
 class CheckedDraft(TableLM):
@@ -397,3 +372,31 @@ def test_threshold_width_keeps_the_drafter_whose_law_it_needs() -> None:
     config = MethodConfig(drafter="beam+ngram", rule="rejection", width="threshold", adaptive_depth=True)
     planner, world = AdaptivePlanner(config), TwoDrafters((0.05, 0.001), 0.04, 0.2, 0.9)
     assert {world.iterate(planner).drafters for _ in range(300)} == {"all", "first"}
+
+
+class Narrow(TableLM):
+    """Has memory for so many nodes of a forward."""
+
+    room, refused = 0, 0
+
+    def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
+        if logits and batch.tokens.numel() > self.room:
+            self.refused += 1
+            raise torch.OutOfMemoryError
+        return super().forward(batch, logits=logits)
+
+
+@pytest.mark.parametrize("room", [3 * 4, 3 * 4 + 20, 3])
+def test_drafts_that_do_not_fit_into_memory_are_left_out(room: int) -> None:
+    """Guards a shape that is tried again and again, until every request has failed that would fit without drafts."""
+    target, draft = table_pair(1, VOCABULARY, 0.4)
+    narrow = Narrow(target.table)
+    narrow.room = room
+    config = MethodConfig(rule="coupled", num_beams=3, drafts_per_layer=8, depth=5, adaptive_depth=True)
+    engine = Engine(narrow, draft, NumberCodec(VOCABULARY, (2,)), config, batch_size=4)
+    sampling = SamplingConfig(max_new_tokens=40, top_k=6, n_best=3)
+    results = engine.run(Request(str(i), i, prompt_ids=(i % 5, i % 7), sampling=sampling) for i in range(12))
+    assert [[hypothesis.token_ids for hypothesis in result.hypotheses] for result in results] == decode(
+        None, "coupled", 4
+    )
+    assert 0 < narrow.refused < 12

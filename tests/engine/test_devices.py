@@ -28,6 +28,7 @@ from dsbd_cli.requests import Request, RequestResult
 from tests.engine.pretend import DEVICE, pretend
 from tests.engine.test_graphs import FakeRecorder
 from tests.engine.toys import NumberCodec, TableLM, table_pair
+from tests.engine.worlds import RandomPlanner
 from tests.models.tiny import FIT
 
 VOCABULARY = 12
@@ -73,12 +74,19 @@ def reports_of(method: MethodConfig, patch: pytest.MonkeyPatch) -> list[Report]:
     """Counters of all iterations of a run on the CPU."""
     target, draft = table_pair(1, VOCABULARY, 0.5)
     engine = Engine(target, draft if method.needs_draft else None, NumberCodec(VOCABULARY, (2,)), method, batch_size=2)
+    _plan(engine, method)
     seen: list[Report] = []
     real = step_module._report
     with patch.context() as inner:
         inner.setattr(step_module, "_report", lambda *arguments: (seen.append(real(*arguments)), seen[-1])[1])
         assert all(result.hypotheses for result in engine.run(requests(method)))
     return seen
+
+
+def _plan(engine: Engine, method: MethodConfig) -> None:
+    """The same shapes in both runs: those of --depth auto depend on the clock."""
+    if method.adaptive_depth:
+        engine._planner = RandomPlanner(1, method.depth, method.drafts_per_layer)
 
 
 def decode(engine: Engine, method: MethodConfig, reports: Iterator[Report], patch: pytest.MonkeyPatch) -> int:
@@ -91,6 +99,7 @@ def decode(engine: Engine, method: MethodConfig, reports: Iterator[Report], patc
     def collected(finished: Any, row: int, job: Any, codec: Any) -> RequestResult:
         return RequestResult(job.request, (), len(job.prompt), job.stats)
 
+    _plan(engine, method)
     step = engine.stepper.step
 
     def watched(*arguments: Any) -> Report:

@@ -1,12 +1,41 @@
-"""A machine and a pair of models made of numbers, for planners to learn."""
+"""A machine and a pair of models made of numbers, for planners to learn; and a planner that has its own way."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config import MethodConfig, Proposers
 from dsbd_cli.decoding.acceptance import Acceptance
 from dsbd_cli.decoding.planner import NOTHING, AdaptivePlanner, Reading, Shape
+
+
+class RandomPlanner:
+    """Any shape at any time; often none, so that the draft falls far behind."""
+
+    def __init__(self, seed: int, depth: int, drafts: int) -> None:
+        self.random, self.depth, self.drafts, self.used = random.Random(seed), depth, drafts, set[Shape]()
+        self.parts: tuple[Proposers, ...] = ("all",)
+
+    def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
+        depth = 0 if self.random.random() < 0.7 else self.random.randint(1, self.depth)
+        shape = Shape(depth, self.random.randint(3, self.drafts), self.random.choice(self.parts))
+        self.used.add(shape)
+        return shape
+
+    def observe(
+        self,
+        shape: Shape,
+        requests: Sequence[Acceptance],
+        layers: Sequence[object],
+        seconds: dict[str, float],
+        reading: Reading = NOTHING,
+        steady: bool = True,
+    ) -> None:
+        assert set(seconds) >= {"draft", "target", "verify"}
+
+    def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
+        return False
 
 
 class World:
