@@ -386,7 +386,7 @@ class Narrow(TableLM):
         return super().forward(batch, logits=logits)
 
 
-@pytest.mark.parametrize("room", [3 * 4, 3 * 4 + 20, 3])
+@pytest.mark.parametrize("room", [3 * 4, 3])
 def test_drafts_that_do_not_fit_into_memory_are_left_out(room: int) -> None:
     """Guards a shape that is tried again and again, until every request has failed that would fit without drafts."""
     target, draft = table_pair(1, VOCABULARY, 0.4)
