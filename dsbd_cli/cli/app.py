@@ -74,6 +74,12 @@ def run(arguments: Sequence[str]) -> int:
     except (ClosedOutputError, BrokenPipeError):
         _drop_output()
         return 0
+    except SystemExit as ended:
+        # the parser ends so where nobody reads its text any more
+        if not isinstance(ended.__context__, BrokenPipeError):
+            raise
+        _drop_output()
+        return 0
     except DsbdError as error:
         if isinstance(error, OutputError):
             _drop_output()

@@ -116,14 +116,22 @@ def read_settings(output: Path) -> tuple[Settings, int]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """The whole file or, whatever happens, the one before. Raises OutputError."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """The whole file or, whatever happens, the one before; a link stays one. What is no file (a device, a pipe) is
+    written to. Raises OutputError."""
+    if path.exists() and not path.is_file():
+        try:
+            path.write_bytes(data)
+        except OSError as error:
+            raise OutputError(f"cannot write {path}: {error.strerror}") from error
+        return
+    real = Path(os.path.realpath(path))
+    temporary = real.with_name(f".{real.name}.tmp")
     try:
         with temporary.open("wb") as stream:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-        temporary.replace(path)
+        temporary.replace(real)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()

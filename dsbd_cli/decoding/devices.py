@@ -14,7 +14,7 @@ from dsbd_cli.decoding.step import Work
 from dsbd_cli.decoding.timing import Event
 from dsbd_cli.errors import UsageError
 
-__all__ = ["captures", "current", "events"]
+__all__ = ["captures", "current", "events", "out_of_memory"]
 
 
 def events(device: torch.device) -> Callable[[], Event] | None:
@@ -49,3 +49,8 @@ def captures(
         )
         raise UsageError(f"cuda_graphs cannot be had: {reason}")
     return IterationGraphs(CudaRecorder(target.device)) if possible and wanted is not False else None
+
+
+def out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """An allocation failed. The processor's allocator has no error class of its own."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

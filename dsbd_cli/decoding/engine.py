@@ -15,7 +15,7 @@ from dsbd_cli.core.beams import fit_window
 from dsbd_cli.core.protocols import ForestModel, TextCodec
 from dsbd_cli.core.stops import StopTable
 from dsbd_cli.decoding.budget import PEEK, fitting_rows
-from dsbd_cli.decoding.devices import captures, current, events
+from dsbd_cli.decoding.devices import captures, current, events, out_of_memory
 from dsbd_cli.decoding.encode import Encoder
 from dsbd_cli.decoding.outcome import collect, record_iteration
 from dsbd_cli.decoding.planner import Reading, Shape, planner_for
@@ -187,7 +187,9 @@ class Engine:
                 self._iterate(state, scheduler, order)
                 self._shape = None
                 self._proven = max(self._proven, len(scheduler.jobs))
-            except torch.OutOfMemoryError:
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
                 self._recover(scheduler, order, backlog)
                 yield from order.ready()
                 return

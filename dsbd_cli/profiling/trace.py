@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.core.forest import Forest
+from dsbd_cli.data.resume import write_atomically
 from dsbd_cli.decoding.engine import Engine
 from dsbd_cli.drafting.base import DraftContext
 from dsbd_cli.errors import OutputError
@@ -80,11 +82,12 @@ def write_trace(bench: Bench, method: MethodConfig, path: Path) -> int:
     synchronise(*bench.devices)
     with _without_stderr():
         profiler.stop()
-    part = path.with_name(f".{path.name}.part{path.suffix}")  # the suffix decides on compression
     try:
-        profiler.export_chrome_trace(str(part))
-        os.replace(part, path)
+        with tempfile.TemporaryDirectory() as folder:
+            part = Path(folder) / f"trace{path.suffix}"  # the suffix decides on compression
+            profiler.export_chrome_trace(str(part))
+            data = part.read_bytes()
     except (OSError, RuntimeError) as error:
-        part.unlink(missing_ok=True)
         raise OutputError(f"cannot write {path}: {error}") from error
+    write_atomically(path, data)
     return log.iterations

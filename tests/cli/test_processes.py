@@ -69,6 +69,16 @@ def test_a_closed_output_ends_quietly(start: Start) -> None:
     assert feeder.wait(DEADLINE) in (0, 1, 120)
 
 
+@pytest.mark.parametrize("arguments", ["models", "--help", "generate --help"])
+def test_lists_that_nobody_reads_end_quietly(arguments: str) -> None:
+    command = [sys.executable, "-m", "dsbd_cli", *arguments.split()]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipe(process.stdout).close()  # long before it writes
+    process.stdout = None
+    code, _, err = finish(process)
+    assert (code, err) == (0, b"")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_keeps_what_is_written(start: Start, number: signal.Signals) -> None:
     """The slow row has many iterations: guards against a run that ends a row or a batch first."""

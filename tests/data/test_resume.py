@@ -116,6 +116,23 @@ def test_settings_stand_beside_the_file(tmp_path: Path) -> None:
             read_settings(output)
 
 
+def test_a_pipe_is_written_to_and_a_link_stays_one(tmp_path: Path) -> None:
+    """Guards a report that takes the place of the pipe, the device or the link that was named."""
+    real, link, pipe = tmp_path / "real", tmp_path / "link", tmp_path / "pipe"
+    real.write_bytes(b"old")
+    link.symlink_to(real)
+    write_atomically(link, b"new")
+    assert link.is_symlink()
+    assert real.read_bytes() == b"new"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_atomically(pipe, b"report")
+    assert os.read(reader, 100) == b"report"
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["link", "pipe", "real"]
+
+
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "x"
     with pytest.raises(OutputError, match="No such file"):

@@ -177,21 +177,28 @@ class Cramped(TableLM):
     """Runs out of memory with more than `room` rows, or with a prompt that starts with token 9."""
 
     room = 2
+    error: RuntimeError = torch.OutOfMemoryError()
 
     def reserve(self, rows: int, slots: int) -> None:
         if rows > self.room:
-            raise torch.OutOfMemoryError
+            raise self.error
         super().reserve(rows, slots)
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         if not logits and (batch.tokens[:, 0] == 9).any():
-            raise torch.OutOfMemoryError
+            raise self.error
         return super().forward(batch, logits=logits)
 
 
-def test_out_of_memory_halves_the_batch_and_goes_on() -> None:
+@pytest.mark.parametrize("allocator", ["cuda", "cpu"])
+def test_out_of_memory_halves_the_batch_and_goes_on(allocator: str) -> None:
     table, draft = table_pair(1, VOCABULARY, 0.5)
-    decoder = Engine(Cramped(table.table), draft, NumberCodec(VOCABULARY, (2,)), MethodConfig(), batch_size=9)
+    cramped = Cramped(table.table)
+    if allocator == "cpu":  # what the processor's allocator says
+        with pytest.raises(RuntimeError) as found:
+            torch.empty(1 << 60, dtype=torch.uint8)
+        cramped.error = found.value
+    decoder = Engine(cramped, draft, NumberCodec(VOCABULARY, (2,)), MethodConfig(), batch_size=9)
     good = requests(14)
     heavy = Request("heavy", 1, prompt_ids=(9, 1), sampling=good[0].sampling)
     results = list(decoder.run([*good[:5], heavy, *good[5:]]))
