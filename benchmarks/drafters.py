@@ -30,12 +30,12 @@ from benchmarks.common import environment, markdown_table, results_folder, write
 from benchmarks.inflate import SHAPES
 from benchmarks.speed import Bench, prepare
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
-from dsbd_cli.drafting import BridgedDraft
-from dsbd_cli.drafting.index import CorpusTokens, write_index
-from dsbd_cli.models.pair import markers
-from dsbd_cli.models.tokenize import HFCodec
+from dsbd_cli.engine.drafting import BridgedDraft
+from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
+from dsbd_cli.engine.models.pair import markers
+from dsbd_cli.engine.models.tokenize import HFCodec
+from dsbd_cli.lab.tasks import TASKS
 from dsbd_cli.requests import RequestResult, derive_seed
-from dsbd_cli.tasks import TASKS
 
 NEW_TOKENS = 48
 WARM_UP_TOKENS = 4

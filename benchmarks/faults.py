@@ -354,8 +354,8 @@ FAULTS: dict[str, Callable[[Folder], Result]] = {
 
 def real_engine(place: Path, rows: int) -> Folder:
     """A job for the real command, with the built-in pair or with random checkpoints."""
+    from dsbd_cli.engine.models.registry import BUILTIN, resolve
     from dsbd_cli.errors import ModelError
-    from dsbd_cli.models.registry import BUILTIN, resolve
 
     names, pair = list(BUILTIN), "built-in"
     try:

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.common import environment, markdown_table, results_folder, write_results
-from dsbd_cli.core.probs import top_candidates
-from dsbd_cli.drafting.logits import DraftLogits
+from dsbd_cli.engine.core.probs import top_candidates
+from dsbd_cli.engine.drafting.logits import DraftLogits
 
 CANDIDATES = 58  # of a row with top-k 50
 

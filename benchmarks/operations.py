@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 from dsbd_cli import MethodConfig, Request, SamplingConfig, load
-from dsbd_cli.tasks import TASKS
+from dsbd_cli.lab.tasks import TASKS
 
 SKIPPED = 2  # first iterations, which set things up
-FORWARD = "models/adapter.py"
+FORWARD = "engine/models/adapter.py"
 VIEWS = frozenset(
     "alias as_strided detach empty empty_like empty_strided expand flatten permute reshape select slice split "
     "split_with_sizes squeeze t transpose unbind unflatten unsqueeze view _unsafe_view _reshape_alias".split()

@@ -24,10 +24,10 @@ from typing import Any
 import orjson
 
 from dsbd_cli.config import MethodConfig
-from dsbd_cli.data.compression import open_input
-from dsbd_cli.data.jsonl import LineWriter
-from dsbd_cli.data.source import LineSource
-from dsbd_cli.records import MethodRecord, Row, RowReader, native_record, openai_record
+from dsbd_cli.job.data.compression import open_input
+from dsbd_cli.job.data.jsonl import LineWriter
+from dsbd_cli.job.data.source import LineSource
+from dsbd_cli.job.records import MethodRecord, Row, RowReader, native_record, openai_record
 from dsbd_cli.requests import Hypothesis, Request, RequestResult
 from dsbd_cli.stats import RequestStats
 

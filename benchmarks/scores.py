@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 from dsbd_cli import Engine, MethodConfig, Request, RequestResult, SamplingConfig, load
+from dsbd_cli.lab.tasks import TASKS, TaskRecord
 from dsbd_cli.requests import derive_seed
-from dsbd_cli.tasks import TASKS, TaskRecord
 
 METHODS: dict[str, MethodConfig] = {
     "greedy": MethodConfig(rule="search", num_beams=1, depth=0),

@@ -25,13 +25,13 @@ from benchmarks.inflate import SHAPES, inflate
 from benchmarks.outcome import Outcome, Runner, delivered
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config import ModelSpec
-from dsbd_cli.models.adapter import CausalForestModel
-from dsbd_cli.models.loader import eos_ids, load_tokenizer
-from dsbd_cli.models.packing import pack
-from dsbd_cli.models.registry import resolve
-from dsbd_cli.models.tokenize import HFCodec
+from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.loader import eos_ids, load_tokenizer
+from dsbd_cli.engine.models.packing import pack
+from dsbd_cli.engine.models.registry import resolve
+from dsbd_cli.engine.models.tokenize import HFCodec
+from dsbd_cli.lab.tasks import TASKS
 from dsbd_cli.requests import derive_seed
-from dsbd_cli.tasks import TASKS
 
 NEW_TOKENS = 48
 

@@ -25,15 +25,15 @@ import orjson
 
 from benchmarks.common import results_folder
 from dsbd_cli import SamplingConfig, load
-from dsbd_cli.bench.prepare import BenchSpec
-from dsbd_cli.bench.run import Bench
-from dsbd_cli.bench.sweep import choose_methods, plan, read_values
-from dsbd_cli.reports.bench_data import BenchReport, BenchRow
-from dsbd_cli.reports.bench_json import json_lines
-from dsbd_cli.reports.bench_markdown import markdown_page
-from dsbd_cli.reports.bench_plot import bench_figure
-from dsbd_cli.reports.style import picture_bytes
-from dsbd_cli.tasks.choose import open_dataset
+from dsbd_cli.lab.bench.prepare import BenchSpec
+from dsbd_cli.lab.bench.run import Bench
+from dsbd_cli.lab.bench.sweep import choose_methods, plan, read_values
+from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
+from dsbd_cli.lab.reports.bench_json import json_lines
+from dsbd_cli.lab.reports.bench_markdown import markdown_page
+from dsbd_cli.lab.reports.bench_plot import bench_figure
+from dsbd_cli.lab.reports.style import picture_bytes
+from dsbd_cli.lab.tasks.choose import open_dataset
 
 BASELINE = "beam-sampling"
 REFERENCES = "greedy,beam-search,beam-sampling,hf-beam-search,hf-beam-sampling"

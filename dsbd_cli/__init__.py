@@ -19,8 +19,8 @@ from dsbd_cli._version import __version__
 
 if TYPE_CHECKING:
     from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
-    from dsbd_cli.decoding.engine import Engine
-    from dsbd_cli.decoding.load import load
+    from dsbd_cli.engine.decoding.engine import Engine
+    from dsbd_cli.engine.decoding.load import load
     from dsbd_cli.errors import (
         DsbdError,
         InvalidRowError,
@@ -61,8 +61,8 @@ __all__ = [
 
 _HOMES = {
     "config": ("MethodConfig", "ModelSpec", "SamplingConfig"),
-    "decoding.engine": ("Engine",),
-    "decoding.load": ("load",),
+    "engine.decoding.engine": ("Engine",),
+    "engine.decoding.load": ("load",),
     "requests": ("Hypothesis", "Request", "RequestResult"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -1,6 +1,6 @@
 """`python -m dsbd_cli` is `dsbd`."""
 
-from dsbd_cli.cli.app import main
+from dsbd_cli.job.cli.app import main
 
 if __name__ == "__main__":
     main()

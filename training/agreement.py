@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from dsbd_cli.tasks import TASKS, Task
+from dsbd_cli.lab.tasks import TASKS, Task
 from training.scores import answers, load
 
 

@@ -10,7 +10,7 @@ from itertools import islice
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from dsbd_cli.tasks import TASKS, TaskRecord
+from dsbd_cli.lab.tasks import TASKS, TaskRecord
 from training.settings import BRANCHES
 
 QUESTION_WEIGHT = 0.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import islice
 
-from dsbd_cli.tasks import TASKS
+from dsbd_cli.lab.tasks import TASKS
 
 COUNTS = {"sql": 5, "qa": 3}
 SEED = 0

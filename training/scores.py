@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from dsbd_cli.tasks import TASKS, Task, TaskRecord
+from dsbd_cli.lab.tasks import TASKS, Task, TaskRecord
 
 MAX_NEW_TOKENS = 64
 BATCH = 50

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from dsbd_cli.tasks import TASKS
+from dsbd_cli.lab.tasks import TASKS
 from training.settings import EOS, MAX_POSITIONS, TOKENIZER_RECORDS, VOCAB_SIZE
 
 # Digits stand alone; "_word" is one piece, so that a column's last word has a token of its own.

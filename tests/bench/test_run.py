@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from dsbd_cli import Engine, Request, SamplingConfig, load
-from dsbd_cli.bench.prepare import BenchSpec, prepare
-from dsbd_cli.bench.run import Bench
-from dsbd_cli.bench.sweep import plan
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.errors import UsageError
+from dsbd_cli.lab.bench.prepare import BenchSpec, prepare
+from dsbd_cli.lab.bench.run import Bench
+from dsbd_cli.lab.bench.sweep import plan
+from dsbd_cli.lab.tasks.choose import open_dataset
+from dsbd_cli.lab.tasks.lines import jsonl_dataset
 from dsbd_cli.requests import derive_seed
-from dsbd_cli.tasks.choose import open_dataset
-from dsbd_cli.tasks.lines import jsonl_dataset
 
 SAMPLING = SamplingConfig(max_new_tokens=24)
 NAMES = ["greedy", "beam-sampling", "dsbd-coupled", "dsbd-memory-saving", "hf-beam-search", "hf-assisted"]

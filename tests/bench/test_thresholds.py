@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import pytest
 
 from dsbd_cli import Engine, SamplingConfig, load
-from dsbd_cli.bench.choice import choose, curves, doubts, reference_of, without_reference
-from dsbd_cli.bench.prepare import BenchSpec
-from dsbd_cli.bench.run import Bench
-from dsbd_cli.bench.sweep import Setting, plan
-from dsbd_cli.reports.bench_data import BenchReport, BenchRow, Interval
-from dsbd_cli.tasks.choose import open_dataset
-from dsbd_cli.tasks.dataset import Dataset
-from dsbd_cli.tasks.record import TaskRecord
+from dsbd_cli.lab.bench.choice import choose, curves, doubts, reference_of, without_reference
+from dsbd_cli.lab.bench.prepare import BenchSpec
+from dsbd_cli.lab.bench.run import Bench
+from dsbd_cli.lab.bench.sweep import Setting, plan
+from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Interval
+from dsbd_cli.lab.tasks.choose import open_dataset
+from dsbd_cli.lab.tasks.dataset import Dataset
+from dsbd_cli.lab.tasks.record import TaskRecord
 
 THRESHOLDS = {"fuzzy_threshold": [0.4, 0.1, 0.2]}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import dsbd_cli.decoding
-from dsbd_cli.cli.app import run
+import dsbd_cli.engine.decoding
+from dsbd_cli.job.cli.app import run
 from tests.cli import fake
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def dsbd(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     loads: list[dict[str, object]] = []
     module = fake.module(fake.fake_load(loads))
     monkeypatch.setitem(sys.modules, fake.MODULE, module)
-    monkeypatch.setattr(dsbd_cli.decoding, "load", module, raising=False)
+    monkeypatch.setattr(dsbd_cli.engine.decoding, "load", module, raising=False)
     monkeypatch.delenv("DSBD_DEBUG", raising=False)
 
     def call(*arguments: str, lines: list[object] | bytes = b"", terminals: tuple[str, ...] = ()) -> Outcome:

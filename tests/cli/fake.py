@@ -15,13 +15,13 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 
-import dsbd_cli.decoding
+import dsbd_cli.engine.decoding
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.errors import ModelError, PromptTooLongError
 from dsbd_cli.requests import Hypothesis, Request, RequestResult
 from dsbd_cli.stats import LayerStats, RequestStats, StepStats
 
-MODULE = "dsbd_cli.decoding.load"
+MODULE = "dsbd_cli.engine.decoding.load"
 FAILING = "fail"
 
 
@@ -89,7 +89,7 @@ class FakeEngine:
 
 
 def fake_load(calls: list[dict[str, object]] | None = None) -> Callable[..., FakeEngine]:
-    """A stand-in for dsbd_cli.decoding.load.load that notes what it was called with."""
+    """A stand-in for dsbd_cli.engine.decoding.load.load that notes what it was called with."""
 
     def load(target: str, draft: str | None, **options: object) -> FakeEngine:
         if calls is not None:
@@ -110,13 +110,13 @@ def module(load: Callable[..., FakeEngine]) -> types.ModuleType:
 
 
 if __name__ == "__main__":
-    from dsbd_cli.cli import progress
-    from dsbd_cli.cli.app import main
+    from dsbd_cli.job.cli import progress
+    from dsbd_cli.job.cli.app import main
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     progress.LOG_INTERVAL_S = float(os.environ.get("FAKE_LOG_S", "60"))
     if os.environ.get("FAKE_CLOCK") == "backwards":
         moments = count(2_000_000_000, -3600)
         time.time = lambda: float(next(moments))
-    sys.modules[MODULE] = dsbd_cli.decoding.__dict__["load"] = module(fake_load())
+    sys.modules[MODULE] = dsbd_cli.engine.decoding.__dict__["load"] = module(fake_load())
     main()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dsbd_cli.cli.app import run
+from dsbd_cli.job.cli.app import run
 from tests.drafting.bridged import EMOJI, bytes_only
 from tests.models.conftest import byte_level, save, wrap
 

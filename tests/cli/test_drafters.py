@@ -87,7 +87,7 @@ def builtin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     import io
     import sys
 
-    from dsbd_cli.cli.app import run
+    from dsbd_cli.job.cli.app import run
 
     def call(*arguments: str) -> Outcome:
         streams = {

@@ -145,12 +145,12 @@ def test_files_are_written_and_never_replaced_by_accident(dsbd: Dsbd, tmp_path: 
 
 
 def test_a_failed_load_leaves_no_output_file(dsbd: Dsbd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import dsbd_cli.decoding
+    import dsbd_cli.engine.decoding
 
     def broken(*_: object, **__: object) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr(dsbd_cli.decoding.__dict__["load"], "load", broken)
+    monkeypatch.setattr(dsbd_cli.engine.decoding.__dict__["load"], "load", broken)
     output = tmp_path / "out.jsonl"
     assert dsbd("generate", "-o", str(output), lines=prompts("a")).code == 1
     assert not output.exists()

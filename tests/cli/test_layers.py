@@ -131,8 +131,8 @@ def test_every_option_can_stand_in_a_file(dsbd: Dsbd) -> None:
     """Guards against an option of a type that the file cannot hold."""
     import dataclasses
 
-    from dsbd_cli.cli import options
-    from dsbd_cli.cli.layers import _fields
+    from dsbd_cli.job.cli import options
+    from dsbd_cli.job.cli.layers import _fields
 
     groups = tuple(getattr(options, name) for name in options.__all__)
     table = _fields(groups)

@@ -159,7 +159,7 @@ def test_start_up_imports_neither_torch_nor_transformers(arguments: str) -> None
         "import sys, runpy\n"
         "try: runpy.run_module('dsbd_cli', run_name='__main__')\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'dsbd_cli.decoding.engine'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'dsbd_cli.engine.decoding.engine'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )
     command = [sys.executable, "-c", code, *arguments.split()]

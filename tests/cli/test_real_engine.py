@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.cli.app import run
+from dsbd_cli.job.cli.app import run
 from tests.models.conftest import byte_level, save, wrap
 
 LINES = [

@@ -154,12 +154,12 @@ def test_stats_are_appended(job: Callable[..., Outcome], tmp_path: Path) -> None
 def test_overwrite_replaces_only_when_the_models_are_loaded(
     job: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import dsbd_cli.decoding
+    import dsbd_cli.engine.decoding
 
     job(lines=ROWS)
     before = (tmp_path / "out").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(dsbd_cli.decoding.__dict__["load"], "load", lambda *_, **__: 1 / 0)
+        patch.setattr(dsbd_cli.engine.decoding.__dict__["load"], "load", lambda *_, **__: 1 / 0)
         assert job("--overwrite").code == 1
     assert (tmp_path / "out").read_bytes() == before
     assert job("--overwrite", lines=ROWS[:1]).code == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.cli.naming import as_typed
+from dsbd_cli.job.cli.naming import as_typed
 from tests.cli.conftest import Outcome
 
 Dsbd = Callable[..., Outcome]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dsbd_cli.cli.app import run
-from dsbd_cli.records.texts import answer_text
+from dsbd_cli.job.cli.app import run
+from dsbd_cli.job.records.texts import answer_text
 from tests.models.conftest import byte_level, save, wrap
 
 PROMPTS = [json.dumps({"id": str(n), "prompt": "The quick fox " * (1 + n % 3), "seed": n}) for n in range(16)]

@@ -8,10 +8,19 @@ import math
 import pytest
 import torch
 
-from dsbd_cli.core.noise import STREAMS, extend_path, gumbel, path_gumbel, seed_key, stream_key, stream_keys, uniform
-from dsbd_cli.core.probs import BLOCKED_FROM, pool_law, top_candidates
-from dsbd_cli.verify.oracle import pool_law as oracle_pool_law
+from dsbd_cli.engine.core.noise import (
+    STREAMS,
+    extend_path,
+    gumbel,
+    path_gumbel,
+    seed_key,
+    stream_key,
+    stream_keys,
+    uniform,
+)
+from dsbd_cli.engine.core.probs import BLOCKED_FROM, pool_law, top_candidates
 from tests.engine.layers import WARPED, warp_of
+from tests.oracles.rules import pool_law as oracle_pool_law
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

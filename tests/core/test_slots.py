@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 
-from dsbd_cli.core.slots import Layout, SlotTable, compact, lagging, node_slots
+from dsbd_cli.engine.core.slots import Layout, SlotTable, compact, lagging, node_slots
 
 
 class Simulation:

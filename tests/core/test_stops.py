@@ -7,7 +7,7 @@ import random
 
 import torch
 
-from dsbd_cli.core.stops import StopTable, find_stop
+from dsbd_cli.engine.core.stops import StopTable, find_stop
 
 TOKENS = [b"a", b"b", b"ab", b"ba", b"aab", b"", b"c", b"\n", "é".encode(), "é".encode()[:1], "é".encode()[1:]]
 

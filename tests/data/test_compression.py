@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from dsbd_cli.data import jsonl
-from dsbd_cli.data.compression import DecompressionError, frame_maker, open_input
-from dsbd_cli.data.jsonl import LineWriter, read_lines
+from dsbd_cli.job.data import jsonl
+from dsbd_cli.job.data.compression import DecompressionError, frame_maker, open_input
+from dsbd_cli.job.data.jsonl import LineWriter, read_lines
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = [".gz", ".zst"]
@@ -133,7 +133,7 @@ def test_the_same_lines_give_the_same_bytes() -> None:
 CHILD = """
 import sys
 from pathlib import Path
-from dsbd_cli.data.jsonl import LineWriter
+from dsbd_cli.job.data.jsonl import LineWriter
 writer = LineWriter.create(Path(sys.argv[1]), overwrite=False)
 number = 0
 while True:

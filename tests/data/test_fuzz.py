@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
-from dsbd_cli.data.jsonl import read_lines
-from dsbd_cli.records import MethodRecord, Row, RowReader, native_record, openai_record, text_record
+from dsbd_cli.job.data.jsonl import read_lines
+from dsbd_cli.job.records import MethodRecord, Row, RowReader, native_record, openai_record, text_record
 from dsbd_cli.requests import Hypothesis, RequestResult
 from dsbd_cli.stats import RequestStats
 
@@ -162,9 +162,9 @@ def test_whole_rows_are_read_as_they_are(row_id: str, prompt: str, metadata: dic
 
 CHILD = """
 import resource
-from dsbd_cli.data.jsonl import read_lines
+from dsbd_cli.job.data.jsonl import read_lines
 from dsbd_cli.config import MethodConfig
-from dsbd_cli.records import MethodRecord, RowReader, native_record
+from dsbd_cli.job.records import MethodRecord, RowReader, native_record
 import io
 SIZE = 10_000_000
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsbd_cli.data.jsonl import ClosedOutputError, LineWriter, check_new, read_lines
 from dsbd_cli.errors import OutputError, UsageError
-from dsbd_cli.records import LongLine
+from dsbd_cli.job.data.jsonl import ClosedOutputError, LineWriter, check_new, read_lines
+from dsbd_cli.job.records import LongLine
 
 
 class Slow(io.BytesIO):

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from dsbd_cli.config import SamplingConfig
-from dsbd_cli.records import Row, RowReader
-from dsbd_cli.records.forms import UNSUPPORTED
+from dsbd_cli.job.records import Row, RowReader
+from dsbd_cli.job.records.forms import UNSUPPORTED
 from dsbd_cli.requests import Request, derive_seed
 
 RUN = RowReader(SamplingConfig(), seed=3, num_beams=4)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from dsbd_cli.cli.totals import Totals
 from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.errors import InvalidRowError, NumericalError, OutOfMemoryRowError, PromptTooLongError, RowError
-from dsbd_cli.records import (
+from dsbd_cli.job.cli.totals import Totals
+from dsbd_cli.job.records import (
     MethodRecord,
     Row,
     RowReader,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsbd_cli.config import SamplingConfig
-from dsbd_cli.records import ROW_FIELDS, LongLine, Row, RowReader
+from dsbd_cli.job.records import ROW_FIELDS, LongLine, Row, RowReader
 from dsbd_cli.requests import Request, derive_seed
 
 RUN = RowReader(SamplingConfig(top_k=7), seed=3, num_beams=4)

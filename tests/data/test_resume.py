@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.data.lock import open_locked
-from dsbd_cli.data.resume import (
+from dsbd_cli.errors import OutputError, UsageError
+from dsbd_cli.job.data.lock import open_locked
+from dsbd_cli.job.data.resume import (
     TAIL_BYTES,
     DoneRows,
     cut,
@@ -25,7 +26,6 @@ from dsbd_cli.data.resume import (
     write_atomically,
     write_settings,
 )
-from dsbd_cli.errors import OutputError, UsageError
 
 
 def opened(path: Path, data: bytes) -> io.FileIO:
@@ -155,7 +155,7 @@ def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
     """Guards against a lock file that outlives a kill -9."""
     path = tmp_path / "out"
     code = (
-        "import sys, time; from pathlib import Path; from dsbd_cli.data.lock import open_locked\n"
+        "import sys, time; from pathlib import Path; from dsbd_cli.job.data.lock import open_locked\n"
         "stream = open_locked(Path(sys.argv[1]), create_only=True); print('locked', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as process:

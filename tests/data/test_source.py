@@ -16,11 +16,11 @@ from typing import BinaryIO
 
 import pytest
 
-from dsbd_cli.data import source as module
-from dsbd_cli.data.compression import open_input
-from dsbd_cli.data.source import LineSource
 from dsbd_cli.errors import DsbdError
-from dsbd_cli.records import LongLine
+from dsbd_cli.job.data import source as module
+from dsbd_cli.job.data.compression import open_input
+from dsbd_cli.job.data.source import LineSource
+from dsbd_cli.job.records import LongLine
 
 WAIT_S = 30.0  # a machine may be slow; nothing here passes by being fast
 
@@ -180,7 +180,7 @@ class Torn(io.BytesIO):
 
 CHILD = """
 import sys
-from dsbd_cli.data.source import LineSource
+from dsbd_cli.job.data.source import LineSource
 with LineSource(sys.stdin.buffer, "standard input") as source:
     for item in source:
         if item is not None:

@@ -11,10 +11,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from dsbd_cli.core.protocols import ForestInput
-from dsbd_cli.models.tokenize import HFCodec, byte_alphabet
-from dsbd_cli.models.toy import HashModel
+from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.models.tokenize import HFCodec, byte_alphabet
 from tests.models.conftest import TEXTS, byte_fallback, byte_level, unigram, wrap
+from tests.toy import HashModel
 
 EMOJI = "🙂👩‍👩‍👧 e\u0301a\u0308 ok 東京 🙂👩‍👩‍👧 e\u0301a\u0308"
 

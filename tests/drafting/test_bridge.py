@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
-from dsbd_cli.decoding.engine import Engine
-from dsbd_cli.drafting import BridgedDraft, BridgeDrafter
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.drafting import BridgedDraft, BridgeDrafter
+from dsbd_cli.engine.models.pair import markers
 from dsbd_cli.errors import UsageError
-from dsbd_cli.models.pair import markers
 from dsbd_cli.requests import Request, RequestResult
 from tests.drafting.bridged import EMOJI, TextModel, codec
 from tests.models.conftest import CHAT, byte_level, wrap

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dsbd_cli.drafting.index import BODY, SORTED, CorpusTokens, open_index, sort_suffixes, write_index
+from dsbd_cli.engine.drafting.index import BODY, SORTED, CorpusTokens, open_index, sort_suffixes, write_index
 from dsbd_cli.errors import UsageError
 
 TOKENS = [f"{number} ".encode() for number in range(50)]

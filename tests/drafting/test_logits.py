@@ -10,11 +10,11 @@ from torch import Tensor
 
 from dsbd_cli import Engine, Request, SamplingConfig
 from dsbd_cli.config import MethodConfig
-from dsbd_cli.core.probs import BLOCKED_FROM, top_candidates
-from dsbd_cli.core.protocols import ForestInput
-from dsbd_cli.drafting.logits import DraftLogits, head_ids
-from dsbd_cli.models.toy import HashModel
+from dsbd_cli.engine.core.probs import BLOCKED_FROM, top_candidates
+from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 from tests.engine.toys import NumberCodec
+from tests.toy import HashModel
 
 V = 60
 IDS = torch.arange(1, V, 2)  # no end token is drafted, nor any other even one

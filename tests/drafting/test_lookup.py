@@ -13,18 +13,18 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from dsbd_cli.core.beams import Beams
-from dsbd_cli.core.noise import stream_keys
-from dsbd_cli.core.slots import Layout, SlotTable
-from dsbd_cli.core.stops import StopTable
-from dsbd_cli.drafting.base import DraftContext, Endings
-from dsbd_cli.drafting.index import CorpusIndex, CorpusTokens, sort_suffixes
-from dsbd_cli.drafting.ngram import NgramSource
-from dsbd_cli.drafting.paths import PathDrafter, Paths
-from dsbd_cli.drafting.retrieval import HITS, LONGEST, RetrievalSource
-from dsbd_cli.drafting.text import Prompts, contexts, suffix
-from dsbd_cli.drafting.trigram import CAP, GAIN, KEPT, TrigramSource
-from dsbd_cli.verify.coupled import Coupled
+from dsbd_cli.engine.core.beams import Beams
+from dsbd_cli.engine.core.noise import stream_keys
+from dsbd_cli.engine.core.slots import Layout, SlotTable
+from dsbd_cli.engine.core.stops import StopTable
+from dsbd_cli.engine.drafting.base import DraftContext, Endings
+from dsbd_cli.engine.drafting.index import CorpusIndex, CorpusTokens, sort_suffixes
+from dsbd_cli.engine.drafting.ngram import NgramSource
+from dsbd_cli.engine.drafting.paths import PathDrafter, Paths
+from dsbd_cli.engine.drafting.retrieval import HITS, LONGEST, RetrievalSource
+from dsbd_cli.engine.drafting.text import Prompts, contexts, suffix
+from dsbd_cli.engine.drafting.trigram import CAP, GAIN, KEPT, TrigramSource
+from dsbd_cli.engine.verify.coupled import Coupled
 from tests.engine.layers import warp_of
 
 CPU = torch.device("cpu")

@@ -11,15 +11,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
-from dsbd_cli.decoding.engine import Engine
-from dsbd_cli.drafting.ngram import NgramSource
-from dsbd_cli.drafting.paths import PathDrafter, PathSource
-from dsbd_cli.drafting.trigram import TrigramSource
-from dsbd_cli.models.toy import HashModel
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.drafting.ngram import NgramSource
+from dsbd_cli.engine.drafting.paths import PathDrafter, PathSource
+from dsbd_cli.engine.drafting.trigram import TrigramSource
 from dsbd_cli.requests import Request
 from tests.drafting.test_lookup import make_context, make_corpus, source_of
 from tests.drafting.test_trees import Grown, make
 from tests.engine.toys import NumberCodec
+from tests.toy import HashModel
 
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal", "is_nonzero")
 

@@ -6,9 +6,9 @@ import random
 
 import torch
 
-from dsbd_cli.core.protocols import ForestInput
-from dsbd_cli.drafting.prefixes import PrefixCache
-from dsbd_cli.models.toy import HashModel
+from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.drafting.prefixes import PrefixCache
+from tests.toy import HashModel
 
 V = 50
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dsbd_cli.drafting.spelling import Spelling, split_word, standing_tail, valid_prefix
+from dsbd_cli.engine.drafting.spelling import Spelling, split_word, standing_tail, valid_prefix
 
 TEXT = "naïve 東京 🙂👩‍👩‍👧 e\u0301a\u0308 Grüße, ok\n\tx"
 PIECES = [b"", b"a", b"b", b"ab", b"abc", b" ", b" a", b" ab", b"\xf0\x9f", b"\x99\x82", b"\xf0", b"\xff", b"\xff\xff"]

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from dsbd_cli.core.forest import Forest
-from dsbd_cli.core.noise import gumbel, stream_keys
-from dsbd_cli.drafting import DraftContext
-from dsbd_cli.drafting.base import children, roots
-from dsbd_cli.drafting.beam import BeamDrafter
-from dsbd_cli.drafting.dynamic import DynamicTree
-from dsbd_cli.drafting.logits import DraftLogits
-from dsbd_cli.drafting.rsd import ConstantBranching, RowDraws, StochasticBeams, _conditioned
-from dsbd_cli.models.toy import TableModel
-from dsbd_cli.verify.rejection import Rejection
-from dsbd_cli.verify.search import Search
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.noise import gumbel, stream_keys
+from dsbd_cli.engine.drafting import DraftContext
+from dsbd_cli.engine.drafting.base import children, roots
+from dsbd_cli.engine.drafting.beam import BeamDrafter
+from dsbd_cli.engine.drafting.dynamic import DynamicTree
+from dsbd_cli.engine.drafting.logits import DraftLogits
+from dsbd_cli.engine.drafting.rsd import ConstantBranching, RowDraws, StochasticBeams, _conditioned
+from dsbd_cli.engine.verify.rejection import Rejection
+from dsbd_cli.engine.verify.search import Search
 from tests.drafting.test_lookup import make_context
+from tests.toy import TableModel
 
 VOCABULARY = 50
 MODEL = TableModel(torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 2)

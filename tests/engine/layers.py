@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsbd_cli.core.forest import DraftLaw
-from dsbd_cli.core.noise import DRAFT, seed_key, stream_key
-from dsbd_cli.core.pool import DraftRequest
-from dsbd_cli.core.probs import Candidates, PoolLaw, Warp, pool_law, top_candidates
-from dsbd_cli.drafting.base import record_law
-from dsbd_cli.verify.base import DraftedLayer, LayerView, Rule
-from dsbd_cli.verify.oracle import Pair
+from dsbd_cli.engine.core.forest import DraftLaw
+from dsbd_cli.engine.core.noise import DRAFT, seed_key, stream_key
+from dsbd_cli.engine.core.pool import DraftRequest
+from dsbd_cli.engine.core.probs import Candidates, PoolLaw, Warp, pool_law, top_candidates
+from dsbd_cli.engine.drafting.base import record_law
+from dsbd_cli.engine.verify.base import DraftedLayer, LayerView, Rule
+from tests.oracles.rules import Pair
 
 WARPED = ((1.0, 0, 1.0, 0.0), (0.6, 4, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (0.8, 6, 0.9, 0.05))
 

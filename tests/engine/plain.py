@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from dsbd_cli.verify.oracle import Chooser, Pair, beam_step, pool_law, search_layer
+from tests.oracles.rules import Chooser, Pair, beam_step, pool_law, search_layer
 
 Path = tuple[int, ...]
 Rows = Callable[[Path], Mapping[int, float]]

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
-from dsbd_cli.decoding import budget
-from dsbd_cli.decoding.budget import LOGIT_BYTES, SHARE, fitting_rows, free_bytes
-from dsbd_cli.decoding.engine import Engine
+from dsbd_cli.engine.decoding import budget
+from dsbd_cli.engine.decoding.budget import LOGIT_BYTES, SHARE, fitting_rows, free_bytes
+from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.requests import Request
 from tests.engine.toys import NumberCodec, table_pair
 

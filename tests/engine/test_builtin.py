@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import dsbd_cli
+from dsbd_cli.lab.tasks import TASKS, TaskRecord
 from dsbd_cli.requests import Request, RequestResult, derive_seed
-from dsbd_cli.tasks import TASKS, TaskRecord
 
 NEW = 48
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
-from dsbd_cli.core.protocols import ForestInput
-from dsbd_cli.decoding.acceptance import Acceptance
-from dsbd_cli.decoding.engine import Engine
-from dsbd_cli.decoding.planner import NOTHING, AdaptivePlanner, FixedPlanner, Reading, Shape, planner_for
-from dsbd_cli.decoding.timing import Line
+from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.decoding.acceptance import Acceptance
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.decoding.planner import NOTHING, AdaptivePlanner, FixedPlanner, Reading, Shape, planner_for
+from dsbd_cli.engine.decoding.timing import Line
 from dsbd_cli.errors import UsageError
 from dsbd_cli.requests import Request
 from tests.engine.toys import NumberCodec, TableLM, table_pair

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
-from dsbd_cli.core.protocols import ForestInput
-from dsbd_cli.decoding import engine as engine_module
-from dsbd_cli.decoding import step as step_module
-from dsbd_cli.decoding.engine import Engine
-from dsbd_cli.decoding.graphs import IterationGraphs
-from dsbd_cli.decoding.step import Report
-from dsbd_cli.models import adapter
-from dsbd_cli.models.adapter import CausalForestModel
+from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.decoding import engine as engine_module
+from dsbd_cli.engine.decoding import step as step_module
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.decoding.graphs import IterationGraphs
+from dsbd_cli.engine.decoding.step import Report
+from dsbd_cli.engine.models import adapter
+from dsbd_cli.engine.models.adapter import CausalForestModel
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.pretend import DEVICE, pretend
 from tests.engine.test_graphs import FakeRecorder

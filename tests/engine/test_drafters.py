@@ -18,27 +18,27 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config import MODEL_DRAFTERS, MethodConfig, Proposers, SamplingConfig
-from dsbd_cli.core.forest import DraftLaw, Forest
-from dsbd_cli.core.protocols import ForestInput
-from dsbd_cli.decoding.acceptance import Acceptance
-from dsbd_cli.decoding.engine import Engine
-from dsbd_cli.decoding.planner import NOTHING, Reading, Shape, _parts
-from dsbd_cli.drafting.base import DraftContext, LayerDrafts, record_law
-from dsbd_cli.drafting.dynamic import DynamicTree
-from dsbd_cli.drafting.index import CorpusTokens, write_index
-from dsbd_cli.drafting.logits import DraftLogits
-from dsbd_cli.drafting.rsd import RowDraws
-from dsbd_cli.models.toy import HashModel
-from dsbd_cli.profiling.watch import watch
+from dsbd_cli.engine.core.forest import DraftLaw, Forest
+from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.decoding.acceptance import Acceptance
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.decoding.planner import NOTHING, Reading, Shape, _parts
+from dsbd_cli.engine.drafting.base import DraftContext, LayerDrafts, record_law
+from dsbd_cli.engine.drafting.dynamic import DynamicTree
+from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
+from dsbd_cli.engine.drafting.logits import DraftLogits
+from dsbd_cli.engine.drafting.rsd import RowDraws
+from dsbd_cli.engine.verify.base import LayerDraws, LayerView
+from dsbd_cli.lab.profiling.watch import watch
 from dsbd_cli.requests import Request, RequestResult
-from dsbd_cli.verify.base import LayerDraws, LayerView
-from dsbd_cli.verify.oracle import enumerate_law
 from tests.engine import plain
 from tests.engine.plain import Settings, sampled
 from tests.engine.test_depth import RandomPlanner
 from tests.engine.test_law import ENDING, PLAIN, Results, excess
 from tests.engine.test_same_text import texts
 from tests.engine.toys import NumberCodec, table_pair, table_rows
+from tests.oracles.rules import enumerate_law
+from tests.toy import HashModel
 
 VOCABULARY = 12
 LENGTHS = (2, 9, 5, 14)

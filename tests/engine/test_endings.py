@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
-from dsbd_cli.core.protocols import ForestInput
-from dsbd_cli.decoding.engine import Engine
+from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import (
     InvalidRowError,
     NumericalError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
-from dsbd_cli.decoding.engine import Engine
+from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import PromptTooLongError
 from dsbd_cli.requests import Request
 from tests.engine.toys import NumberCodec, table_pair

@@ -10,19 +10,19 @@ import torch
 
 from dsbd_cli.config import DIVERGENCES, FuzzyConfig, MethodConfig
 from dsbd_cli.config import RULES as RULE_NAMES
-from dsbd_cli.decoding.engine import Engine
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.verify import RULES, make_rule
+from dsbd_cli.engine.verify.divergence import divergence
+from dsbd_cli.engine.verify.fuzzy import Fuzzy, layer_divergence
 from dsbd_cli.errors import UsageError
-from dsbd_cli.verify import RULES, make_rule
-from dsbd_cli.verify.divergence import divergence
-from dsbd_cli.verify.fuzzy import Fuzzy, layer_divergence
-from dsbd_cli.verify.oracle import Pair, normalise
-from dsbd_cli.verify.oracle_fuzzy import divergence as oracle_divergence
-from dsbd_cli.verify.oracle_fuzzy import fuzzy_layer
 from tests.engine.layers import WARPED, Layer, random_layer
 from tests.engine.plain import Settings
 from tests.engine.test_law import exact_law, excess, run_engine
 from tests.engine.test_twins import LayerNoise, assert_same
 from tests.engine.toys import NumberCodec, TableLM, table_pair
+from tests.oracles.fuzzy import divergence as oracle_divergence
+from tests.oracles.fuzzy import fuzzy_layer
+from tests.oracles.rules import Pair, normalise
 
 ROWS = 120
 REQUESTS = 3_000  # alpha as in test_law; the other law of the last statistical test is found with these

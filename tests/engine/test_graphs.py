@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
-from dsbd_cli.decoding import graphs as graphs_module
-from dsbd_cli.decoding.engine import Engine
-from dsbd_cli.decoding.graphs import Homes, IterationGraphs, Phase, Recording
+from dsbd_cli.engine.decoding import graphs as graphs_module
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.decoding.graphs import Homes, IterationGraphs, Phase, Recording
 from dsbd_cli.errors import UsageError
 from dsbd_cli.requests import Request
 from tests.engine.toys import NumberCodec, table_pair
@@ -132,7 +132,7 @@ def test_asking_for_graphs_without_a_gpu_is_refused() -> None:
 @pytest.mark.parametrize("rule", ["coupled", "search", "rejection"])
 def test_the_captured_path_ran_and_gave_the_same_texts(rule: str) -> None:
     from dsbd_cli import load
-    from dsbd_cli.tasks import TASKS
+    from dsbd_cli.lab.tasks import TASKS
 
     texts = []
     for captured in (False, True):

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
-from dsbd_cli.decoding.engine import Engine
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.verify.rejection import Rejection
 from dsbd_cli.requests import Request
-from dsbd_cli.verify.oracle import enumerate_law
-from dsbd_cli.verify.rejection import Rejection
 from tests.engine.plain import Settings, decode, sampled
 from tests.engine.toys import NumberCodec, table_pair, table_rows
+from tests.oracles.rules import enumerate_law
 
 REQUESTS = 6_000
 Results = tuple[tuple[int, ...], ...]

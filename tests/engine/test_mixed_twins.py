@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsbd_cli.core.noise import DRAFT, gumbel, stream_key
-from dsbd_cli.core.probs import row_law
-from dsbd_cli.drafting.base import LayerDrafts, fuse, record_law
-from dsbd_cli.verify import RULES
-from dsbd_cli.verify.base import DraftedLayer, entry_index
-from dsbd_cli.verify.oracle_mixed import MixedRule, Node, parent_nodes, pool_nodes
+from dsbd_cli.engine.core.noise import DRAFT, gumbel, stream_key
+from dsbd_cli.engine.core.probs import row_law
+from dsbd_cli.engine.drafting.base import LayerDrafts, fuse, record_law
+from dsbd_cli.engine.verify import RULES
+from dsbd_cli.engine.verify.base import DraftedLayer, entry_index
 from tests.engine.layers import WARPED, Layer, random_layer, warp_of
 from tests.engine.test_twins import LayerNoise, assert_same
+from tests.oracles.mixed import MixedRule, Node, parent_nodes, pool_nodes
 
 ROWS = 120
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
-from dsbd_cli.decoding import step as step_module
-from dsbd_cli.decoding.engine import Engine
-from dsbd_cli.models.reads import HostReads
+from dsbd_cli.engine.decoding import step as step_module
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.models.reads import HostReads
 from dsbd_cli.requests import Request
 from tests.engine.toys import NumberCodec, table_pair
 

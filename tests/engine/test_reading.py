@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from dsbd_cli.decoding.acceptance import Acceptance, Lives
-from dsbd_cli.decoding.planner import AdaptivePlanner, Reading
+from dsbd_cli.engine.decoding.acceptance import Acceptance, Lives
+from dsbd_cli.engine.decoding.planner import AdaptivePlanner, Reading
 from tests.engine.worlds import World, method
 
 

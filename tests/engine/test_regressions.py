@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
-from dsbd_cli.core.protocols import ForestInput
-from dsbd_cli.decoding.engine import Engine
+from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.models.adapter import CausalForestModel
 from dsbd_cli.errors import InvalidRowError, UsageError
-from dsbd_cli.models.adapter import CausalForestModel
 from dsbd_cli.requests import Request
 from tests.engine.toys import NumberCodec, TableLM, table_pair
 from tests.models.tiny import build

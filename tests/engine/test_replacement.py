@@ -11,9 +11,9 @@ import math
 
 import torch
 
-from dsbd_cli.core.noise import seed_key
-from dsbd_cli.verify import LayerView
-from dsbd_cli.verify.rejection import WithReplacement
+from dsbd_cli.engine.core.noise import seed_key
+from dsbd_cli.engine.verify import LayerView
+from dsbd_cli.engine.verify.rejection import WithReplacement
 
 ROWS, BEAMS = 40_000, 2
 LAW = torch.tensor([[0.30, 0.05, 0.10, 0.15], [0.08, 0.12, 0.05, 0.15]])  # token 3 ends

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
-from dsbd_cli.core.noise import extend_path, path_gumbel, seed_key
-from dsbd_cli.decoding.engine import Engine
+from dsbd_cli.engine.core.noise import extend_path, path_gumbel, seed_key
+from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.plain import Path, Settings, coupled, decode
 from tests.engine.toys import NumberCodec, table_pair, table_rows

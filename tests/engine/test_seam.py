@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsbd_cli.core.forest import Forest
-from dsbd_cli.drafting.base import DraftContext
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.drafting.base import DraftContext
 from tests.engine.test_drafters import ALONE, FUSED, decode, index, make_engine, name_of
 
 __all__ = ["index"]

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
-from dsbd_cli.decoding.engine import Engine
-from dsbd_cli.models.adapter import CausalForestModel
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.models.adapter import CausalForestModel
 from dsbd_cli.requests import Request
 from tests.engine.toys import NumberCodec
 from tests.models.tiny import V, build

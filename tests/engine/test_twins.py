@@ -13,10 +13,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from dsbd_cli.core.noise import ACCEPT, COMPLETION, RESIDUAL, gumbel, path_gumbel, stream_key, uniform
-from dsbd_cli.verify import RULES, LayerDraws
-from dsbd_cli.verify.base import entry_index
-from dsbd_cli.verify.oracle import (
+from dsbd_cli.engine.core.noise import ACCEPT, COMPLETION, RESIDUAL, gumbel, path_gumbel, stream_key, uniform
+from dsbd_cli.engine.verify import RULES, LayerDraws
+from dsbd_cli.engine.verify.base import entry_index
+from dsbd_cli.engine.verify.rejection import draft_law_at
+from dsbd_cli.engine.verify.width import expected_width as expected_width_tensor
+from tests.engine.layers import WARPED, Layer, random_layer
+from tests.oracles.rules import (
     Law,
     LayerResult,
     Pair,
@@ -25,10 +28,7 @@ from dsbd_cli.verify.oracle import (
     verify_layer_rejection,
     verify_layer_with_replacement,
 )
-from dsbd_cli.verify.oracle_width import expected_width
-from dsbd_cli.verify.rejection import draft_law_at
-from dsbd_cli.verify.width import expected_width as expected_width_tensor
-from tests.engine.layers import WARPED, Layer, random_layer
+from tests.oracles.width import expected_width
 
 ROWS = 150
 

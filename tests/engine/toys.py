@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dsbd_cli.core.protocols import ForestInput
+from dsbd_cli.engine.core.protocols import ForestInput
 from tests.engine.plain import Rows
 
 

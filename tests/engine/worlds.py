@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 
 from dsbd_cli.config import MethodConfig, Proposers
-from dsbd_cli.decoding.acceptance import Acceptance
-from dsbd_cli.decoding.planner import NOTHING, AdaptivePlanner, Reading, Shape
+from dsbd_cli.engine.decoding.acceptance import Acceptance
+from dsbd_cli.engine.decoding.planner import NOTHING, AdaptivePlanner, Reading, Shape
 
 
 class RandomPlanner:

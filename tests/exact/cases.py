@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from dsbd_cli.verify.oracle import Pair, pool_law
+from tests.oracles.rules import Pair, pool_law
 
 EXACT = 1e-12
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from dsbd_cli.verify.oracle import Chooser, Law, Pair, beam_step
-from dsbd_cli.verify.oracle_choice import normalise, without
-from dsbd_cli.verify.oracle_mixed import MixedRule, Node, parent_nodes, pool_nodes
+from tests.oracles.choice import normalise, without
+from tests.oracles.mixed import MixedRule, Node, parent_nodes, pool_nodes
+from tests.oracles.rules import Chooser, Law, Pair, beam_step
 
 from .trees import ROOT, Beam, Model, Path, child
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from dsbd_cli.verify.oracle import (
+from tests.oracles.rules import (
     LayerResult,
     NoiseChooser,
     Pair,

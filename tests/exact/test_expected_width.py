@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dsbd_cli.verify.oracle import Chooser, WithReplacementRule, draft_layer, enumerate_law
-from dsbd_cli.verify.oracle_width import acceptance_counts, expected_width
+from tests.oracles.rules import Chooser, WithReplacementRule, draft_layer, enumerate_law
+from tests.oracles.width import acceptance_counts, expected_width
 
 from .cases import EXACT, LayerCase, case_id, with_replacement_cases
 

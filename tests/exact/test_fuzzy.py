@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 
 from dsbd_cli.config import DIVERGENCES
-from dsbd_cli.verify.oracle import Chooser, enumerate_law, total_variation
-from dsbd_cli.verify.oracle_fuzzy import divergence, fuzzy_layer
+from tests.oracles.fuzzy import divergence, fuzzy_layer
+from tests.oracles.rules import Chooser, enumerate_law, total_variation
 
 from .cases import EXACT
 from .forests import pool

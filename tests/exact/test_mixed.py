@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 
-from dsbd_cli.verify.oracle import Chooser, Law, enumerate_law, total_variation
-from dsbd_cli.verify.oracle_choice import without
-from dsbd_cli.verify.oracle_mixed import MixedRule, Node, pool_nodes
+from tests.oracles.choice import without
+from tests.oracles.mixed import MixedRule, Node, pool_nodes
+from tests.oracles.rules import Chooser, Law, enumerate_law, total_variation
 
 from .cases import EXACT
 from .forests import (

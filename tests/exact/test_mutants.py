@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dsbd_cli.verify.oracle import (
+from tests.oracles.rules import (
     Chooser,
     Law,
     Pair,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 
 import pytest
 
-from dsbd_cli.verify.oracle import (
+from tests.oracles.rules import (
     Chooser,
     Law,
     LayerResult,

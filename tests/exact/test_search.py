@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from dsbd_cli.verify.oracle import search_layer
+from tests.oracles.rules import search_layer
 
 from .trees import ROOT, Beam, Model, child
 

@@ -11,8 +11,8 @@ from collections import defaultdict
 
 import pytest
 
-from dsbd_cli.verify.oracle import WithReplacementRule, enumerate_law, total_variation
-from dsbd_cli.verify.oracle_width import expected_width
+from tests.oracles.rules import WithReplacementRule, enumerate_law, total_variation
+from tests.oracles.width import expected_width
 
 from .cases import EXACT
 from .test_one_layer import width_error

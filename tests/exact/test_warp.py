@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dsbd_cli.verify.oracle import pool_law, warp
+from tests.oracles.rules import pool_law, warp
 
 
 def logs(*masses: float) -> dict[int, float]:

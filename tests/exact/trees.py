@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dsbd_cli.verify.oracle import (
+from tests.oracles.rules import (
     Chooser,
     Law,
     Pair,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.metrics.energy import EnergyMeter, NvmlReader, RaplReader, find_meter
+from dsbd_cli.lab.metrics.energy import EnergyMeter, NvmlReader, RaplReader, find_meter
 
 
 class FakeNvml:

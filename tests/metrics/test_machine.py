@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsbd_cli.metrics.environment import commit_of, cpu_name, environment
-from dsbd_cli.metrics.memory import PeakMemory, peak_rss_bytes
+from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, environment
+from dsbd_cli.lab.metrics.memory import PeakMemory, peak_rss_bytes
 
 MIB = 2**20
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from dsbd_cli.core.protocols import ForestInput, ForestModel
-from dsbd_cli.models.adapter import CausalForestModel
-from dsbd_cli.models.attention import NAME
+from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
+from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.attention import NAME
 from tests.models.tiny import FIT, Row, build, forest_input, plain_logits, worst
 
 SLOTS = 64
@@ -112,7 +112,7 @@ def test_grouped_attention_is_used_and_equal() -> None:
     assert forest.module.config._attn_implementation == NAME  # type: ignore[union-attr]
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    from dsbd_cli.models.attention import grouped_attention
+    from dsbd_cli.engine.models.attention import grouped_attention
 
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 6, 5, 8), torch.randn(2, 3, 11, 8), torch.randn(2, 3, 11, 4)

@@ -16,10 +16,10 @@ import torch
 from huggingface_hub import constants
 
 from dsbd_cli.config import ModelSpec
+from dsbd_cli.engine.models import hub, loader
+from dsbd_cli.engine.models.loader import eos_ids, load
+from dsbd_cli.engine.models.packing import packing_works
 from dsbd_cli.errors import ModelError, ModelNotFoundError, UnsupportedModelError, UsageError
-from dsbd_cli.models import hub, loader
-from dsbd_cli.models.loader import eos_ids, load
-from dsbd_cli.models.packing import packing_works
 from tests.models.conftest import save
 
 DEAD = "http://127.0.0.1:9"  # nothing listens there
@@ -105,7 +105,7 @@ def test_cached_hub_id_by_environment(checkpoint: Path, tmp_path: Path) -> None:
     """Guards HF_HOME: a fresh process finds the cache there and prints nothing of its own."""
     cache_as(tmp_path / "hub", "me/tiny", checkpoint)
     code = (
-        "from dsbd_cli.config import ModelSpec; from dsbd_cli.models.loader import load;"
+        "from dsbd_cli.config import ModelSpec; from dsbd_cli.engine.models.loader import load;"
         "print(load(ModelSpec('me/tiny', device='cpu'))[0].config.model_type)"
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dsbd_cli.models.packing import PackedLinear, pack, packing_works
+from dsbd_cli.engine.models.packing import PackedLinear, pack, packing_works
 
 needs_packing = pytest.mark.skipif(not packing_works(torch.float32), reason="this torch build cannot pack weights")
 

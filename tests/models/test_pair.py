@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from dsbd_cli.config import ModelSpec
-from dsbd_cli.core.protocols import ForestModel, TextCodec
+from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
+from dsbd_cli.engine.models.pair import check_pair, load_pair
+from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import PairError, UnsupportedModelError
-from dsbd_cli.models.pair import check_pair, load_pair
-from dsbd_cli.models.tokenize import HFCodec
 from tests.models.conftest import numbers, save
 
 

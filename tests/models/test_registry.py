@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dsbd_cli.engine.models.registry import ALIASES, Location, known_names, resolve, user_file
 from dsbd_cli.errors import ModelNotFoundError, UsageError
-from dsbd_cli.models.registry import ALIASES, Location, known_names, resolve, user_file
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +79,6 @@ def test_bad_user_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_no_torch() -> None:
     """Guards the start-up time of commands that only list names."""
-    code = "import sys, dsbd_cli.models.registry as r; r.known_names(); print('torch' in sys.modules)"
+    code = "import sys, dsbd_cli.engine.models.registry as r; r.known_names(); print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"

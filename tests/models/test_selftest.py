@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsbd_cli.engine.models.adapter import CausalForestModel, MaskPlan
+from dsbd_cli.engine.models.selftest import self_test
 from dsbd_cli.errors import UnsupportedModelError
-from dsbd_cli.models.adapter import CausalForestModel, MaskPlan
-from dsbd_cli.models.selftest import self_test
 from tests.models.tiny import FIT, UNFIT, build
 
 

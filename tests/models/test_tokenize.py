@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from dsbd_cli.engine.models.tokenize import HFCodec, byte_alphabet
 from dsbd_cli.errors import InvalidRowError
-from dsbd_cli.models.tokenize import HFCodec, byte_alphabet
 from tests.models.conftest import CHAT, KINDS, TEXTS, wrap
 
 

@@ -13,14 +13,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
-from dsbd_cli.core.protocols import ForestInput
-from dsbd_cli.decoding.engine import Engine
-from dsbd_cli.drafting.logits import DraftLogits, head_ids
+from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
+from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.head import HEAD_FILE
+from dsbd_cli.engine.models.pair import load_model, load_pair
+from dsbd_cli.engine.models.trim import choose_ids, count_texts, trim
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
-from dsbd_cli.models.adapter import CausalForestModel
-from dsbd_cli.models.head import HEAD_FILE
-from dsbd_cli.models.pair import load_model, load_pair
-from dsbd_cli.models.trim import choose_ids, count_texts, trim
 from dsbd_cli.requests import Request
 from tests.models.conftest import numbers, save
 from tests.models.tiny import FIT, V

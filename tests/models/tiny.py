@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from dsbd_cli.core.protocols import ForestInput, ForestModel
+from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
 
 V = 97
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig, load
+from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.packing import PackedLinear, packing_works
+from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import UsageError
-from dsbd_cli.models.adapter import CausalForestModel
-from dsbd_cli.models.packing import PackedLinear, packing_works
-from dsbd_cli.models.tokenize import HFCodec
-from dsbd_cli.peers import PeerConfig
-from dsbd_cli.peers.transformers_generate import TransformersPeer, delivered, sequence_logprob
-from dsbd_cli.tasks import TASKS
+from dsbd_cli.lab.peers import PeerConfig
+from dsbd_cli.lab.peers.transformers_generate import TransformersPeer, delivered, sequence_logprob
+from dsbd_cli.lab.tasks import TASKS
 
 SAMPLING = SamplingConfig(max_new_tokens=24)
 

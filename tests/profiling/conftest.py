@@ -1,4 +1,4 @@
-"""A toy pair behind `dsbd_cli.decoding.load`, and what `dsbd profile` says about it."""
+"""A toy pair behind `dsbd_cli.engine.decoding.load`, and what `dsbd profile` says about it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-import dsbd_cli.decoding
+import dsbd_cli.engine.decoding
 from dsbd_cli import Engine, MethodConfig
-from dsbd_cli.cli.app import run
-from dsbd_cli.decoding.engine import EngineInfo
-from dsbd_cli.drafting import BridgedDraft
+from dsbd_cli.engine.decoding.engine import EngineInfo
+from dsbd_cli.engine.drafting import BridgedDraft
+from dsbd_cli.job.cli.app import run
 from tests.drafting.bridged import TextModel, codec
 from tests.engine.toys import NumberCodec, table_pair
 
@@ -46,10 +46,10 @@ class Outcome:
 @pytest.fixture
 def dsbd(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """dsbd("profile", ...) in this process, on the toy pair."""
-    module = types.ModuleType("dsbd_cli.decoding.load")
+    module = types.ModuleType("dsbd_cli.engine.decoding.load")
     module.load = toy_load  # type: ignore[attr-defined]
-    monkeypatch.setitem(__import__("sys").modules, "dsbd_cli.decoding.load", module)
-    monkeypatch.setattr(dsbd_cli.decoding, "load", module, raising=False)
+    monkeypatch.setitem(__import__("sys").modules, "dsbd_cli.engine.decoding.load", module)
+    monkeypatch.setattr(dsbd_cli.engine.decoding, "load", module, raising=False)
     monkeypatch.delenv("DSBD_DEBUG", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from dsbd_cli import Engine, MethodConfig, Request, RequestResult, SamplingConfig
-from dsbd_cli.profiling.acceptance import LayerProbe, Rates, acceptance_rates, first_drafts, passes
-from dsbd_cli.profiling.probe import DraftProbe, SlotProbe
-from dsbd_cli.profiling.watch import watch
+from dsbd_cli.lab.profiling.acceptance import LayerProbe, Rates, acceptance_rates, first_drafts, passes
+from dsbd_cli.lab.profiling.probe import DraftProbe, SlotProbe
+from dsbd_cli.lab.profiling.watch import watch
 from tests.engine.toys import NumberCodec, table_pair
 
 VOCABULARY = 12

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-import dsbd_cli.profiling.profile
-from dsbd_cli.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
-from dsbd_cli.cli.profile import _renderer, option_words
-from dsbd_cli.cli.settings import run_settings
-from dsbd_cli.drafting.index import CorpusTokens, write_index
-from dsbd_cli.reports import profile_tables
-from dsbd_cli.reports.profile_data import NO_DRAFT, Setting
+import dsbd_cli.lab.profiling.profile
+from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
+from dsbd_cli.job.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.job.cli.profile import _renderer, option_words
+from dsbd_cli.job.cli.settings import run_settings
+from dsbd_cli.lab.reports import profile_tables
+from dsbd_cli.lab.reports.profile_data import NO_DRAFT, Setting
 from tests.engine.toys import NumberCodec
 from tests.profiling.conftest import VOCABULARY, Outcome
 
@@ -135,7 +135,7 @@ def unloadable(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(sys.modules["dsbd_cli.decoding.load"], "load", fail)
+    monkeypatch.setattr(sys.modules["dsbd_cli.engine.decoding.load"], "load", fail)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_the_fixture_above_works(dsbd: Dsbd, prompts: Path, unloadable: None) ->
 def test_a_plot_without_matplotlib(
     dsbd: Dsbd, tmp_path: Path, unloadable: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dsbd_cli.reports.style.find_spec", lambda name: None)
+    monkeypatch.setattr("dsbd_cli.lab.reports.style.find_spec", lambda name: None)
     done = dsbd("profile", "--plot", str(tmp_path / "p.png"))
     assert done.code == 2
     assert "pip install 'dsbd[plots]'" in done.err
@@ -209,7 +209,7 @@ def test_signals_end_it_with_one_line(
         except Exception:  # as libraries do around their imports
             raise ModuleNotFoundError from None
 
-    monkeypatch.setattr(dsbd_cli.profiling.profile, "take_profile", swallowed)
+    monkeypatch.setattr(dsbd_cli.lab.profiling.profile, "take_profile", swallowed)
     done = dsbd("profile", "--prompts", str(prompts), "--json", str(tmp_path / "p.json"))
     assert (done.code, done.out, done.err) == (code, "", "dsbd: stopped before there was a result\n")
     assert not (tmp_path / "p.json").exists()

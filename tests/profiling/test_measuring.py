@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from dsbd_cli import DsbdError, Engine, MethodConfig, Request, SamplingConfig
-from dsbd_cli.models.adapter import CausalForestModel
-from dsbd_cli.models.sizes import size_of
-from dsbd_cli.profiling.curves import forest_input, measure_forwards
-from dsbd_cli.profiling.machine import describe_machine, machine_rates
-from dsbd_cli.profiling.profile import costs_of
-from dsbd_cli.profiling.runs import Bench, method_for, phases_of, setting_of
-from dsbd_cli.profiling.timers import PHASES, RunLog, TimedModel
-from dsbd_cli.reports.profile_data import NO_DRAFT, Curve, CurvePoint, Setting, spread_of
+from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.sizes import size_of
+from dsbd_cli.lab.profiling.curves import forest_input, measure_forwards
+from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
+from dsbd_cli.lab.profiling.profile import costs_of
+from dsbd_cli.lab.profiling.runs import Bench, method_for, phases_of, setting_of
+from dsbd_cli.lab.profiling.timers import PHASES, RunLog, TimedModel
+from dsbd_cli.lab.reports.profile_data import NO_DRAFT, Curve, CurvePoint, Setting, spread_of
 from tests.engine.toys import NumberCodec, TableLM, table_pair
 from tests.models.tiny import build
 

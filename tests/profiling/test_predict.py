@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from dsbd_cli.models.sizes import ModelSize
-from dsbd_cli.profiling import advice
-from dsbd_cli.profiling.acceptance import Rates
-from dsbd_cli.profiling.curves import node_counts, points_of
-from dsbd_cli.profiling.machine import MachineRates
-from dsbd_cli.profiling.memory import owners
-from dsbd_cli.profiling.predict import Costs, Line, choose, layer_costs, predict, predictions
-from dsbd_cli.profiling.probe import SlotPeak
-from dsbd_cli.reports.profile_data import NO_DRAFT, Machine, MeasuredSetting, Prediction, Setting, Spread, spread_of
+from dsbd_cli.engine.models.sizes import ModelSize
+from dsbd_cli.lab.profiling import advice
+from dsbd_cli.lab.profiling.acceptance import Rates
+from dsbd_cli.lab.profiling.curves import node_counts, points_of
+from dsbd_cli.lab.profiling.machine import MachineRates
+from dsbd_cli.lab.profiling.memory import owners
+from dsbd_cli.lab.profiling.predict import Costs, Line, choose, layer_costs, predict, predictions
+from dsbd_cli.lab.profiling.probe import SlotPeak
+from dsbd_cli.lab.reports.profile_data import NO_DRAFT, Machine, MeasuredSetting, Prediction, Setting, Spread, spread_of
 
 COSTS = Costs(
     target=Line(((4, 0.010), (36, 0.042))),

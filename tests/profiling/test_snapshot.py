@@ -11,10 +11,10 @@ from rich.console import Console
 from torch import Tensor
 
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
-from dsbd_cli.profiling.snapshot import Snapshot
-from dsbd_cli.profiling.watch import watch
-from dsbd_cli.reports.profile_data import ShownForest, ShownNode
-from dsbd_cli.reports.profile_tree import SYMBOLS, forest_tree
+from dsbd_cli.lab.profiling.snapshot import Snapshot
+from dsbd_cli.lab.profiling.watch import watch
+from dsbd_cli.lab.reports.profile_data import ShownForest, ShownNode
+from dsbd_cli.lab.reports.profile_tree import SYMBOLS, forest_tree
 from tests.engine.toys import NumberCodec, TableLM, table_pair
 
 VOCABULARY = 6

@@ -11,15 +11,15 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dsbd_cli.bench.methods import METHODS
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.errors import UsageError
-from dsbd_cli.reports.bench_data import BenchReport, BenchRow, Choice, Energy, Interval, pareto_front
-from dsbd_cli.reports.bench_json import json_lines
-from dsbd_cli.reports.bench_markdown import markdown_page
-from dsbd_cli.reports.bench_plot import bench_figure
-from dsbd_cli.reports.bench_terminal import print_report
-from dsbd_cli.reports.style import picture_bytes, require_plots
+from dsbd_cli.lab.bench.methods import METHODS
+from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Choice, Energy, Interval, pareto_front
+from dsbd_cli.lab.reports.bench_json import json_lines
+from dsbd_cli.lab.reports.bench_markdown import markdown_page
+from dsbd_cli.lab.reports.bench_plot import bench_figure
+from dsbd_cli.lab.reports.bench_terminal import print_report
+from dsbd_cli.lab.reports.style import picture_bytes, require_plots
 
 
 def row(task: str, method: str, place: int, setting: str = "") -> BenchRow:
@@ -289,6 +289,6 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before(monkeypatch: pytest.Mo
     with pytest.raises(UsageError, match=r"must end in .png"):
         require_plots("--plot", Path("x.jpeg"))
 
-    monkeypatch.setattr("dsbd_cli.reports.style.find_spec", lambda name: None)
+    monkeypatch.setattr("dsbd_cli.lab.reports.style.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'dsbd\[plots\]'"):
         require_plots("--plot", Path("x.png"))

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import dsbd_cli.models
-from dsbd_cli.tasks import TASKS
+import dsbd_cli.engine.models
+from dsbd_cli.lab.tasks import TASKS
 
-BUILTIN = Path(dsbd_cli.models.__path__[0]) / "builtin"
+BUILTIN = Path(dsbd_cli.engine.models.__path__[0]) / "builtin"
 FOLDERS = [BUILTIN / "target", BUILTIN / "draft"]
 LARGEST_BYTES = 16 * 2**20
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dsbd_cli.errors import UsageError
-from dsbd_cli.tasks.choose import TASK_NAMES, open_dataset
-from dsbd_cli.tasks.dataset import with_dev
-from dsbd_cli.tasks.lines import jsonl_dataset, mt_bench_dataset
+from dsbd_cli.lab.tasks.choose import TASK_NAMES, open_dataset
+from dsbd_cli.lab.tasks.dataset import with_dev
+from dsbd_cli.lab.tasks.lines import jsonl_dataset, mt_bench_dataset
 
 DATA = Path(__file__).parent / "data"
 

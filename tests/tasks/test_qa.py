@@ -6,8 +6,8 @@ from itertools import islice
 
 import pytest
 
-from dsbd_cli.tasks import QaTask, TaskRecord
-from dsbd_cli.tasks.qa import f1, normalize
+from dsbd_cli.lab.tasks import QaTask, TaskRecord
+from dsbd_cli.lab.tasks.qa import f1, normalize
 
 TASK = QaTask()
 

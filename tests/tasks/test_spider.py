@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from dsbd_cli.errors import UsageError
-from dsbd_cli.tasks.execute import is_ordered
-from dsbd_cli.tasks.spider import open_database, score_spider, spider_dataset
+from dsbd_cli.lab.tasks.execute import is_ordered
+from dsbd_cli.lab.tasks.spider import open_database, score_spider, spider_dataset
 
 FOLDER = Path(__file__).parent / "data" / "spider"
 ENDLESS = "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT count(*) FROM t"

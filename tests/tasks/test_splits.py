@@ -9,8 +9,8 @@ from itertools import islice
 
 import pytest
 
-from dsbd_cli.tasks import SPLITS, TASKS
-from dsbd_cli.tasks.words import split_of
+from dsbd_cli.lab.tasks import SPLITS, TASKS
+from dsbd_cli.lab.tasks.words import split_of
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))
@@ -23,7 +23,7 @@ def test_same_seed_same_records(name: str) -> None:
 
 def test_records_do_not_depend_on_the_process() -> None:
     """Hash randomisation or set order must not reach the records."""
-    code = "from dsbd_cli.tasks import TASKS; print([next(t.records('test', 1)).prompt for t in TASKS.values()])"
+    code = "from dsbd_cli.lab.tasks import TASKS; print([next(t.records('test', 1)).prompt for t in TASKS.values()])"
     here = str([next(task.records("test", 1)).prompt for task in TASKS.values()])
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert there == here
@@ -55,6 +55,6 @@ def test_people_belong_to_the_split(split: str) -> None:
 
 
 def test_tasks_do_not_import_torch() -> None:
-    code = "import sys; import dsbd_cli.tasks; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    code = "import sys; import dsbd_cli.lab.tasks; print('torch' in sys.modules, 'transformers' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.split() == ["False", "False"]

@@ -6,7 +6,7 @@ from itertools import islice, pairwise
 
 import pytest
 
-from dsbd_cli.tasks import SqlTask, TaskRecord
+from dsbd_cli.lab.tasks import SqlTask, TaskRecord
 
 TASK = SqlTask()
 

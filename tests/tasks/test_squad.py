@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dsbd_cli.errors import UsageError
-from dsbd_cli.tasks.dataset import Dataset
-from dsbd_cli.tasks.squad import squad_dataset
+from dsbd_cli.lab.tasks.dataset import Dataset
+from dsbd_cli.lab.tasks.squad import squad_dataset
 
 DATA = Path(__file__).parent / "data"
 

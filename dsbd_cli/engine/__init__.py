@@ -1,0 +1,1 @@
+"""The engine: requests in, results out. Nothing here knows the command line or a file format."""

@@ -1,0 +1,143 @@
+"""Live beams between iterations, and the best finished hypotheses. Device tensors only; one row per request.
+
+Letters: R requests, W beams, F = W finished hypotheses kept, T tail window, L history length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.probs import NEVER
+from dsbd_cli.engine.core.slots import SlotTable
+
+__all__ = ["Beams", "Finished", "fit_window", "select_rows"]
+
+T = TypeVar("T", "Beams", "Finished", SlotTable)
+
+
+@dataclass(slots=True)
+class Beams:
+    """Live beams of every row. All live beams of a row have the same length.
+
+    Attributes:
+        valid: [R, W] bool. token: [R, W] int64, the pending token (not yet run through the models).
+        weight, logprob: [R, W] float32, s and l. path: [R, W] int64 path keys. stop_state: [R, W] int64.
+        ancestors: [R, W, T] bool, ancestors among the tail slots.
+        history: [R, W, L] int64, generated tokens.
+        length: [R] int64, generated tokens (the pending one included). depth: [R] int64, position of the pending
+            tokens.
+    """
+
+    valid: Tensor
+    token: Tensor
+    weight: Tensor
+    logprob: Tensor
+    path: Tensor
+    stop_state: Tensor
+    ancestors: Tensor
+    history: Tensor
+    length: Tensor
+    depth: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, beams: int, window: int, history: int, device: torch.device) -> Beams:
+        """No live beam anywhere."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(rows, *shape, dtype=dtype, device=device)
+
+        return cls(
+            valid=zeros(beams, dtype=torch.bool),
+            token=zeros(beams),
+            weight=zeros(beams, dtype=torch.float32),
+            logprob=zeros(beams, dtype=torch.float32),
+            path=zeros(beams),
+            stop_state=zeros(beams) + 1,
+            ancestors=zeros(beams, window, dtype=torch.bool),
+            history=zeros(beams, history),
+            length=zeros(),
+            depth=zeros(),
+        )
+
+
+@dataclass(slots=True)
+class Finished:
+    """The best `num_beams` finished hypotheses of every row, best first.
+
+    Attributes:
+        score, logprob: [R, F] float32 (score -inf: none). length: [R, F] int64. by_length: [R, F] bool, ended by the
+            length limit.
+        source: [R, F] int64, where the tokens are while a forest is walked: an older entry (>= 0) or a new pair (-1).
+        node, token: [R, F] int64, parent node and last token of a new pair.
+        tokens: [R, F, L] int64.
+    """
+
+    score: Tensor
+    logprob: Tensor
+    length: Tensor
+    by_length: Tensor
+    source: Tensor
+    node: Tensor
+    token: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, kept: int, history: int, device: torch.device) -> Finished:
+        """Nothing finished anywhere."""
+        number = torch.zeros(rows, kept, dtype=torch.int64, device=device)
+        score = torch.full((rows, kept), NEVER, dtype=torch.float32, device=device)
+        return cls(
+            score=score,
+            logprob=score.clone(),
+            length=number,
+            by_length=torch.zeros_like(number, dtype=torch.bool),
+            source=torch.arange(kept, device=device).expand(rows, kept).clone(),
+            node=number.clone(),
+            token=number.clone(),
+            tokens=torch.zeros(rows, kept, history, dtype=torch.int64, device=device),
+        )
+
+    def best_after(self, score: Tensor) -> tuple[Tensor, Tensor]:
+        """The best F after each of L layers that bring new ones of these scores [R, L, E] (-inf: none): their scores,
+        best first, and where they stand among the old ones followed by all new ones, [R, L, F] each."""
+        kept, (_, layers, count) = self.score.shape[1], score.shape
+        number = torch.arange(layers, device=score.device)
+        seen = (number.unsqueeze(1) >= number).unsqueeze(2).expand(-1, -1, count).flatten(1)  # [L, L * E]
+        seen = torch.nn.functional.pad(seen, (kept, 0), value=True)
+        together = torch.cat((self.score, score.flatten(1)), 1).unsqueeze(1)
+        best, index = torch.topk(torch.where(seen, together, NEVER), kept, dim=2)
+        return best, index
+
+    def take(self, new: Finished, score: Tensor, index: Tensor, steps: Tensor) -> None:
+        """Hold the best F after `steps` layers [R]; rows of 0 steps stay as they are. score, index: [R, L, F] of
+        best_after; new: fields [R, L, E] (`score` and `tokens` are not looked at)."""
+        last = (steps - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, score.shape[2])
+        some = (steps > 0).unsqueeze(1)
+        self.score = torch.where(some, score.gather(1, last).squeeze(1), self.score)
+        own = torch.arange(score.shape[2], device=score.device)
+        at = torch.where(some, index.gather(1, last).squeeze(1), own)
+        for name in ("logprob", "length", "by_length", "source", "node", "token"):
+            both = torch.cat((getattr(self, name), getattr(new, name).flatten(1)), dim=1)
+            setattr(self, name, both.gather(1, at))
+
+    def settle(self, tokens: Tensor) -> None:
+        """Give every entry its tokens: older entries keep theirs, new ones take tokens [R, F, L]. Forgets the
+        sources."""
+        index = self.source.clamp(min=0).unsqueeze(-1).expand_as(self.tokens)
+        old = self.tokens.gather(1, index)
+        self.tokens = torch.where((self.source >= 0).unsqueeze(-1), old, tokens)
+        self.source = torch.arange(self.score.shape[1], device=self.score.device).expand_as(self.source).clone()
+
+
+def fit_window(ancestors: Tensor, window: int) -> Tensor:
+    """Ancestors [R, W, T] in a tail window of another size; what is cut off must be empty."""
+    return torch.nn.functional.pad(ancestors, (0, window - ancestors.shape[-1]))
+
+
+def select_rows(value: T, rows: Tensor) -> T:
+    """A dataclass of tensors with only these rows, in this order."""
+    return type(value)(**{field.name: getattr(value, field.name)[rows] for field in fields(value)})

@@ -1,0 +1,109 @@
+"""The forest of one iteration: flat arrays over nodes, layer after layer.
+
+Node order in a target forward is fixed: W roots (the beams' pending tokens), then K nodes for each of D layers; N = W
++ D*K. Absent nodes
+are invalid, never compacted away. T is the tail window, Vd the candidates of a draft node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.probs import Candidates
+
+__all__ = ["DraftLaw", "Forest", "LawScope", "LayerNodes", "at_nodes"]
+
+LawScope = Literal["pool", "parent"]
+
+
+@dataclass(slots=True)
+class DraftLaw:
+    """The law Q that the sampled nodes of one layer were really drawn from. K1 of its K nodes are sampled; they stand
+    first.
+
+    What a drafter promises: given the layers above and the drafts 0 .. j-1 of this layer, draft j has exactly the law
+    Q'_j, where
+        scope `pool`: Q'_j is Q over (parent, token) of the whole pool, without what was drawn before;
+        scope `parent`: Q'_j is the row q(. | parent_j), without what was drawn before below this parent. Which parent
+        is next may depend on anything but the token to be drawn.
+    So the order matters: it must be the order of the draws, not one that was made later from what they gave.
+
+    Attributes:
+        candidates: the tokens of each parent node, [R, n, Cq].
+        log_q: [R, n, Cq] float32, normalised over the pool, or (scope `parent`) in each row.
+        log_drawn: [R, K1] float64, log Q of each drafted pair.
+        log_rest: [R, K1] float64, log of the mass not drawn before each draw (0 for the first): of Q, or of the
+            parent's row.
+    """
+
+    candidates: Candidates
+    log_q: Tensor
+    log_drawn: Tensor
+    log_rest: Tensor
+    scope: LawScope = "pool"
+
+
+@dataclass(slots=True)
+class LayerNodes:
+    """Nodes of one layer: W roots or K drafts, sampled ones first in draw order.
+
+    Attributes:
+        token, parent (node index in the forest), root (beam index), path (path key), stop_state: [R, n] int64.
+        valid, ends: [R, n] bool; an ending node is never extended.
+        sampled: [R, n] bool, drawn from the recorded law; otherwise the node is deterministic: chosen by something
+            that is no draw of this layer (rank, n-gram, corpus). Roots are not sampled.
+        weight: [R, n] float32, running weight under the draft.
+        path_tokens: [R, n, D] int64, tokens from layer 1 down to the node.
+        ancestors: [R, n, T] bool over the tail window, the node itself included.
+        second: [R, n] bool, nodes that the second of two drafters proposed, alone or too; None where one drafted.
+    """
+
+    token: Tensor
+    parent: Tensor
+    root: Tensor
+    path: Tensor
+    stop_state: Tensor
+    valid: Tensor
+    ends: Tensor
+    sampled: Tensor
+    weight: Tensor
+    path_tokens: Tensor
+    ancestors: Tensor
+    second: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Forest:
+    """Layers 0 (roots) to D, and the law each drafted layer came from (laws[l] is the law of layer l + 1).
+
+    firsts: with two drafters, how many nodes of each layer are the first one's, which stand before those that only the
+    second one proposed; 0 where the second drafted alone, without any model.
+    """
+
+    num_beams: int
+    drafts_per_layer: int
+    layers: list[LayerNodes]
+    laws: list[DraftLaw | None] = field(default_factory=list)
+    firsts: int | None = None
+
+    @property
+    def depth(self) -> int:
+        """D, drafted layers."""
+        return len(self.layers) - 1
+
+    def offset(self, layer: int) -> int:
+        """Index of the first node of a layer."""
+        return 0 if layer == 0 else self.num_beams + (layer - 1) * self.drafts_per_layer
+
+    def flat(self, name: str) -> Tensor:
+        """One field of all layers: [R, N] or [R, N, ...]."""
+        return torch.cat([getattr(layer, name) for layer in self.layers], dim=1)
+
+
+def at_nodes(value: Tensor, index: Tensor) -> Tensor:
+    """What the nodes `index` [R, m] have in value [R, n, X]: [R, m, X]."""
+    return value.gather(1, index.unsqueeze(-1).expand(-1, -1, value.shape[-1]))

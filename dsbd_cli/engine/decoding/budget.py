@@ -1,0 +1,50 @@
+"""How many requests fit in memory together: `--batch-size auto`. An estimate; out of memory still halves the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from dsbd_cli.engine.core.protocols import ForestModel
+
+__all__ = ["PEEK", "fitting_rows", "free_bytes"]
+
+CGROUP = Path("/sys/fs/cgroup")
+PEEK = 64  # requests looked at for their lengths
+SHARE = 0.7  # of the free memory; the rest is for activations and fragments
+MOST_ROWS = {"cuda": 128, "cpu": 16}  # more rows than this brought no more speed, or were never measured
+LOGIT_BYTES = 12  # per node and token of the vocabulary: the model's own logits and two float32 copies
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be taken on a device; on the CPU what the system, and the container, give without swap."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil  # only the CPU path needs it
+
+    available = int(psutil.virtual_memory().available)
+    return min([available, *_left_in_container()])
+
+
+def _left_in_container(folder: Path = CGROUP) -> list[int]:
+    """Limit less use of the control group that holds this process; nothing where there is no limit."""
+    try:
+        limit, used = (folder / "memory.max").read_text(), (folder / "memory.current").read_text()
+        cache = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return [int(limit) - int(used) + int(cache.get("inactive_file", 0))]
+    except (OSError, ValueError):  # no such files, or the word max
+        return []
+
+
+def fitting_rows(models: Sequence[ForestModel], slots: int, nodes: int, free: int | None = None) -> int:
+    """Rows of `slots` cache slots and `nodes` nodes in flight that fit into the memory free on the first device.
+
+    At least 1. free: bytes, measured where None.
+    """
+    device = models[0].device
+    here = [model for model in models if model.device == device]
+    row = slots * sum(model.kv_bytes_per_slot() for model in here) + nodes * models[0].vocab_size * LOGIT_BYTES
+    available = free_bytes(device) if free is None else free
+    return max(1, min(int(SHARE * available) // max(row, 1), MOST_ROWS.get(device.type, 16)))

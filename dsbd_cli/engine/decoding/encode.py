@@ -1,0 +1,76 @@
+"""Requests to token ids, and everything that makes one request impossible to decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import takewhile
+
+from dsbd_cli.config import OnTooLong
+from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
+from dsbd_cli.errors import InvalidRowError, PromptTooLongError
+from dsbd_cli.requests import Request
+
+__all__ = ["Encoder"]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """What requests are checked against."""
+
+    target: ForestModel
+    draft: ForestModel | None
+    codec: TextCodec
+    num_beams: int
+    on_too_long: OnTooLong
+
+    def encode(self, request: Request) -> tuple[list[int], int]:
+        """Token ids of the prompt, and how many were dropped. Raises RowError where it cannot be decoded."""
+        if request.prompt_ids is not None:
+            ids = list(request.prompt_ids)
+        elif request.messages is not None:
+            ids = self.codec.encode_chat([dict(message) for message in request.messages])
+        else:
+            ids = self.codec.encode(request.prompt or "")
+        self._check(request, ids)
+        return self._fit(request, ids)
+
+    def _check(self, request: Request, ids: list[int]) -> None:
+        """Everything that makes one request impossible to decode. Raises RowError."""
+        if not ids:
+            raise InvalidRowError("prompt is empty: there is no token to start from")
+        if foreign := [token for token in ids if not 0 <= token < self.target.vocab_size]:
+            raise InvalidRowError(
+                f"prompt holds token id {foreign[0]}, but the target has {self.target.vocab_size} ids"
+            )
+        if not 0 <= request.seed < 2**63:
+            raise InvalidRowError(f"seed is {request.seed}, but must be from 0 to 2**63 - 1")
+        for stop in request.sampling.stop:
+            if any("\ud800" <= letter <= "\udfff" for letter in stop):
+                raise InvalidRowError(f"stop is {stop!r}, which is no valid text: it holds half a surrogate pair")
+        if request.sampling.n_best > self.num_beams:
+            raise InvalidRowError(
+                f"n_best is {request.sampling.n_best}, but num_beams is {self.num_beams}: there are no more hypotheses"
+            )
+
+    def _fit(self, request: Request, ids: list[int]) -> tuple[list[int], int]:
+        """The prompt as the models' positions allow it, and how many tokens were dropped. Raises PromptTooLongError."""
+        new = request.sampling.max_new_tokens
+        limits = [
+            (model.max_positions, role)
+            for role, model in (("target", self.target), ("draft", self.draft))
+            if model is not None and model.max_positions is not None
+        ]
+        limit, role = min(limits, key=lambda pair: pair[0], default=(len(ids) + new, ""))
+        if len(ids) + new <= limit:
+            return ids, 0
+        if self.on_too_long == "truncate-left" and (kept := self._cut(ids, limit - new)):
+            return kept, len(ids) - len(kept)
+        raise PromptTooLongError(
+            f"prompt has {len(ids)} tokens and max_new_tokens is {new}, but the {role} has {limit} positions"
+        )
+
+    def _cut(self, ids: list[int], room: int) -> list[int]:
+        """The last ids that fit into the room, after the tokens that the tokenizer begins every text with."""
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(ids, self.codec.encode(""), strict=False))
+        begin = len(list(same))
+        return ids[:begin] + ids[len(ids) - room + begin :] if room > begin else []

@@ -1,0 +1,181 @@
+"""How far each row came in a walk, what ended on the way, and the counters: over all layers at once.
+
+A layer's draws do not depend on what ended above it, only whether they are used does. So all layers are verified first
+and the ends of all of them are looked at together, in a few operations instead of some sixty per layer.
+
+Letters: R requests, W beams, L = D + 1 layers, F finished hypotheses kept, E new ones that a layer can bring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.beams import Finished
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.probs import NEVER
+from dsbd_cli.engine.decoding.state import BatchState
+from dsbd_cli.engine.verify.base import LayerDraws, LayerView
+
+__all__ = ["COUNTERS", "Live", "Verified", "Way", "counters", "verified", "way_of"]
+
+COUNTERS = (
+    *("reached", "drafted", "live_parents", "width", "accepted", "passed", "needed"),
+    *("drafted_second", "accepted_second", "held_second"),
+)
+"""Of a drafted layer: `reached` is 0 where the walk stopped above, `needed` the drafts it took, in draw order, to fill
+the layer (0 where it did not pass).
+
+Of two drafters: `drafted_second` and `accepted_second` are of the nodes that only the second one proposed, `needed` of
+the first one's, unless the second drafted alone; `held_second` says that the second one proposed all that it took to
+pass.
+"""
+
+
+@dataclass(slots=True)
+class Live:
+    """Live beams of one step: the pair (parent node, token) of each, its forest node if it was drafted (else -1), and
+    its scores. All [R, W]."""
+
+    parent: Tensor
+    token: Tensor
+    node: Tensor
+    valid: Tensor
+    weight: Tensor
+    logprob: Tensor
+
+
+@dataclass(slots=True)
+class Verified:
+    """What is kept of one verified layer; none of it is as large as the pool.
+
+    Attributes:
+        live: beams of the next step. draws: countable, passed and accepted, as the rule said.
+        before, before_valid: [R, W], nodes of the beams that the step began with. width: [R].
+        logprob, node, token: [R, F], the best pairs that ended here: raw score (-inf: none), parent node, last token.
+    """
+
+    live: Live
+    countable: Tensor
+    passed: Tensor
+    accepted: Tensor
+    before: Tensor
+    before_valid: Tensor
+    width: Tensor
+    logprob: Tensor
+    node: Tensor
+    token: Tensor
+
+
+def verified(view: LayerView, draws: LayerDraws, live: Live, kept: int) -> Verified:
+    """Keep what the end of the walk needs. kept: F."""
+    flat = view.logprob.flatten(1).masked_fill(~draws.ends, NEVER)
+    ended, index = torch.topk(flat, min(kept, flat.shape[1]), dim=1)
+    beam, token = view.pair(index)
+    return Verified(
+        live=live,
+        countable=draws.countable,
+        passed=draws.passed,
+        accepted=draws.accepted,
+        before=view.node,
+        before_valid=view.valid,
+        width=view.width,
+        logprob=ended,
+        node=view.node.gather(1, beam),
+        token=token,
+    )
+
+
+@dataclass(slots=True)
+class Way:
+    """How far each row came: active [R, L] bool, the layers that count; steps [R], how many; done [R] bool."""
+
+    active: Tensor
+    steps: Tensor
+    done: Tensor
+
+
+def way_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Way:
+    """Take new hypotheses into the best finished ones, layer by layer, until a layer does not pass or the request is
+    done. rows: [R] bool, those that walk. Updates `state.finished`.
+
+    The end test is transformers': no live beam, scored at its present length, beats the worst of the best `num_beams`
+    finished ones.
+    """
+    finished, limits = state.finished, state.limits
+    number = torch.arange(1, len(layers) + 1, device=rows.device)
+    length = state.beams.length.unsqueeze(1) + number  # [R, L]
+    scale = length.to(torch.float32).pow(limits.length_penalty.unsqueeze(1))
+    out_of_length = length >= limits.max_new.unsqueeze(1)
+    live_logprob, valid = _stack([item.live.logprob for item in layers]), _stack([item.live.valid for item in layers])
+    countable = _stack([item.countable for item in layers]) & out_of_length.unsqueeze(2)
+    cut = torch.where(countable, live_logprob, NEVER)
+    logprob = torch.cat((_stack([item.logprob for item in layers]), cut), 2)  # [R, L, E]
+    best_score, index = finished.best_after(logprob / scale.unsqueeze(2))
+    full = (best_score > NEVER).all(2)
+    best_live = torch.where(valid, live_logprob, NEVER).amax(2) / scale
+    hopeless = full & (best_live <= best_score[:, :, -1])
+    done = out_of_length | hopeless | (limits.early.unsqueeze(1) & full) | ~valid.any(2)
+    on = _stack([item.passed for item in layers]) & ~done
+    active = torch.cat((rows.unsqueeze(1), on[:, :-1]), 1).to(torch.int64).cumprod(1)
+    steps = active.sum(1)
+    new = Finished(
+        score=logprob,  # best_score has those that count
+        logprob=logprob,
+        length=length.unsqueeze(2).expand_as(logprob),
+        by_length=(torch.arange(logprob.shape[2], device=rows.device) >= layers[0].logprob.shape[1]).expand_as(logprob),
+        source=torch.full_like(logprob, -1, dtype=torch.int64),
+        node=torch.cat((_stack([item.node for item in layers]), _stack([item.live.parent for item in layers])), 2),
+        token=torch.cat((_stack([item.token for item in layers]), _stack([item.live.token for item in layers])), 2),
+        tokens=finished.tokens,
+    )
+    finished.take(new, best_score, index, steps)
+    active = active.to(torch.bool)
+    return Way(active, steps, (done & active).any(1))
+
+
+def counters(forest: Forest, layers: list[Verified], active: Tensor) -> Tensor:
+    """COUNTERS of the drafted layers: [R, D, len(COUNTERS)] int64. active: [R, L] bool."""
+    depth = len(layers)
+    if not depth:
+        return active.new_zeros(len(active), 0, len(COUNTERS), dtype=torch.int64)
+    drafted, parent = (
+        _stack([item.valid for item in forest.layers[1:]]),
+        _stack([item.parent for item in forest.layers[1:]]),
+    )
+    before, before_valid = _stack([item.before for item in layers]), _stack([item.before_valid for item in layers])
+    living = ((parent.unsqueeze(3) == before.unsqueeze(2)) & before_valid.unsqueeze(2)).any(3) & drafted
+    passed, reached = _stack([item.passed for item in layers]), active[:, :depth]
+    node, valid = _stack([item.live.node for item in layers]), _stack([item.live.valid for item in layers])
+    offset = forest.num_beams + forest.drafts_per_layer * torch.arange(depth, device=node.device)
+    place = torch.where(valid & (node >= 0), node - offset.unsqueeze(1), -1)  # [R, D, W]
+    mine = place < forest.firsts if forest.firsts else place >= 0
+    columns = [
+        reached,
+        drafted.sum(2),
+        living.sum(2),
+        _stack([item.width for item in layers]),
+        _stack([item.accepted for item in layers]),
+        passed & reached,
+        torch.where(mine, place + 1, 0).amax(2) * passed,
+        *_of_second(forest, drafted, place, passed),
+    ]
+    return torch.stack([column.to(torch.int64) for column in columns], 2)
+
+
+def _of_second(forest: Forest, drafted: Tensor, place: Tensor, passed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The counters of two drafters, [R, D] each: drafted [R, D, K], place [R, D, W] among the layer's nodes or -1."""
+    if forest.firsts is None:
+        nothing = torch.zeros_like(passed)
+        return nothing, nothing, nothing
+    second = [layer.second for layer in forest.layers[1:]]
+    proposed = _stack([torch.zeros_like(drafted[:, 0]) if item is None else item for item in second])
+    held = proposed.gather(2, place.clamp(min=0)) | (place < 0)
+    return drafted[:, :, forest.firsts :].sum(2), (place >= forest.firsts).sum(2), passed & held.all(2)
+
+
+def _stack(values: list[Tensor]) -> Tensor:
+    """[R, ...] of each layer -> [R, L, ...]."""
+    return torch.stack(values, 1)

@@ -1,0 +1,107 @@
+"""From device rows to results: hypotheses as text, counters as statistics. Host side, once per request or iteration."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from dsbd_cli.engine.core.beams import Finished
+from dsbd_cli.engine.core.protocols import TextCodec
+from dsbd_cli.engine.core.stops import find_stop
+from dsbd_cli.engine.decoding.scheduler import Job
+from dsbd_cli.errors import NumericalError
+from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult
+from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
+
+__all__ = ["collect", "record_iteration"]
+
+
+def collect(finished: Finished, row: int, job: Job, codec: TextCodec) -> RequestResult:
+    """Result of a finished row: its n_best hypotheses, best first."""
+    job.stats.total_s = time.perf_counter() - job.started
+    sampling, eos = job.request.sampling, set(codec.eos_ids)
+    names = ("score", "logprob", "length", "by_length", "tokens")
+    score, logprob, length, by_length, tokens = (getattr(finished, name)[row].tolist() for name in names)
+    hypotheses = []
+    for rank in range(min(sampling.n_best, len(score))):
+        if score[rank] == -torch.inf:
+            break
+        ids = tokens[rank][: length[rank]]
+        text = codec.decode(ids[:-1] if ids[-1] in eos else ids)
+        cut = find_stop(text, sampling.stop)
+        reason: FinishReason = "length" if by_length[rank] else "stop"
+        hypotheses.append(Hypothesis(text[:cut], tuple(ids), reason, logprob[rank], score[rank]))
+    error = None
+    if not hypotheses:
+        error = NumericalError("no hypothesis has a finite score: the settings of this row are too extreme")
+    return RequestResult(
+        job.request, tuple(hypotheses), len(job.prompt), job.stats, error, truncated_tokens=job.truncated
+    )
+
+
+def record_iteration(
+    job: Job,
+    counters: dict[str, int],
+    layers: list[dict[str, int]],
+    seconds: dict[str, float],
+    sharing: int,
+    nodes: int,
+    log: bool,
+    drafters: tuple[str, ...] = (),
+) -> None:
+    """Add one iteration to a request's statistics. seconds: of the whole iteration, shared by `sharing` requests;
+    drafters: names of the two, where there are two."""
+    stats = job.stats
+    reached = [
+        LayerStats(
+            layer=number,
+            drafted=layer["drafted"],
+            live_parents=layer["live_parents"],
+            width=layer["width"],
+            accepted=layer["accepted"],
+            passed=bool(layer["passed"]),
+            drafters=_by_drafter(layer, drafters),
+        )
+        for number, layer in enumerate(layers, 1)
+        if layer["reached"]
+    ]
+    for layer in layers if drafters else ():
+        for name, part in _by_drafter(layer, drafters).items():
+            part.accepted *= layer["reached"]
+            stats.drafters.setdefault(name, DrafterStats()).add(part)
+    times = {name: value / sharing for name, value in seconds.items()}
+    stats.target_calls += 1
+    stats.steps += counters["steps"]
+    stats.drafted += sum(layer["drafted"] for layer in layers)
+    stats.accepted += sum(layer.accepted for layer in reached)
+    stats.width_sum += counters["width_sum"]
+    stats.kv_peak_slots = max(stats.kv_peak_slots, job.used + nodes)
+    stats.draft_s += times["draft"]
+    stats.target_s += times["target"]
+    stats.verify_s += times["verify"]
+    if log:
+        stats.step_log.append(
+            StepStats(
+                id=job.request.id,
+                iteration=stats.target_calls,
+                passed_layers=sum(layer.passed for layer in reached),
+                steps=counters["steps"],
+                nodes=nodes,
+                kv_slots=job.used + nodes,
+                trunk=job.trunk,
+                layers=reached,
+                draft_s=times["draft"],
+                target_s=times["target"],
+                verify_s=times["verify"],
+            )
+        )
+
+
+def _by_drafter(layer: dict[str, int], drafters: tuple[str, ...]) -> dict[str, DrafterStats]:
+    """Drafted and accepted nodes of a layer by drafter; empty where there are not two."""
+    if len(drafters) != 2:
+        return {}
+    drafted, accepted = layer["drafted_second"], layer["accepted_second"]
+    first = DrafterStats(layer["drafted"] - drafted, layer["accepted"] - accepted)
+    return {drafters[0]: first, drafters[1]: DrafterStats(drafted, accepted)}

@@ -1,0 +1,142 @@
+"""Which requests run together: rows, lengths and budgets as plain numbers, no tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from dsbd_cli.engine.decoding.acceptance import Acceptance
+from dsbd_cli.requests import Request, RequestResult
+from dsbd_cli.stats import RequestStats
+
+__all__ = ["Job", "ResultOrder", "Scheduler", "Source", "bucket"]
+
+
+def bucket(size: int, step: int) -> int:
+    """size rounded up to a multiple of step, so that shapes repeat."""
+    return -(-size // step) * step
+
+
+@dataclass(slots=True)
+class Job:
+    """A request on its way through the engine. `used`, `trunk` and `drafted` are the row's slots after the last
+    iteration; `truncated` tokens of the prompt were dropped; `retried`: it ran out of memory alone once; `prefilled`:
+    the draft has read the prompt; `acceptance`: what the planner has seen of it."""
+
+    number: int
+    request: Request
+    prompt: list[int]
+    stats: RequestStats = field(default_factory=RequestStats)
+    started: float = 0.0
+    used: int = 0
+    trunk: int = 0
+    drafted: int = 0
+    truncated: int = 0
+    retried: bool = False
+    prefilled: bool = False
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+
+class Source:
+    """Numbered requests, read one at a time. An item None says that nothing is ready yet."""
+
+    def __init__(self, requests: Iterable[Request | None]) -> None:
+        self._requests = iter(requests)
+        self._number = 0
+        self._exhausted = False
+
+    def exhausted(self) -> bool:
+        """The end of the input has been seen."""
+        return self._exhausted
+
+    def next(self) -> tuple[int, Request] | None:
+        """The next request and its number; None at the end, or where nothing is ready."""
+        if self._exhausted:
+            return None
+        try:
+            request = next(self._requests)
+        except StopIteration:
+            self._exhausted = True
+            return None
+        if request is None:
+            return None
+        self._number += 1
+        return self._number - 1, request
+
+
+class Scheduler:
+    """Rows and the jobs in them. A finished job frees its row at once and the next one takes it."""
+
+    def __init__(self, rows: int) -> None:
+        self.jobs: list[Job | None] = [None] * rows
+
+    @property
+    def running(self) -> list[tuple[int, Job]]:
+        """(row, job) of every taken row."""
+        return [(row, job) for row, job in enumerate(self.jobs) if job is not None]
+
+    @property
+    def free(self) -> list[int]:
+        """Rows without a job."""
+        return [row for row, job in enumerate(self.jobs) if job is None]
+
+    def place(self, row: int, job: Job) -> None:
+        """Give a free row to a job."""
+        assert self.jobs[row] is None
+        self.jobs[row] = job
+        job.used = job.trunk = job.drafted = len(job.prompt) - 1
+        job.prefilled = False
+
+    def remove(self, row: int) -> Job:
+        """Free a row."""
+        job = self.jobs[row]
+        assert job is not None
+        self.jobs[row] = None
+        return job
+
+    def shrink(self) -> list[int] | None:
+        """Rows to keep when at most half of them are taken and nothing waits; None when it does not pay."""
+        taken = [row for row, _ in self.running]
+        if not taken or 2 * len(taken) > len(self.jobs):
+            return None
+        self.jobs = [self.jobs[row] for row in taken]
+        return taken
+
+    def most_used(self) -> int:
+        """Largest number of used slots over the rows."""
+        return max((job.used for _, job in self.running), default=0)
+
+    def longest_lag(self) -> int:
+        """Largest number of slots that the draft has not run, over the rows."""
+        return max((job.used - job.drafted for _, job in self.running), default=0)
+
+    def longest_tail(self) -> int:
+        """Largest number of tail slots over the rows."""
+        return max((job.used - job.trunk for _, job in self.running), default=0)
+
+
+class ResultOrder:
+    """Gives results back in input order: a result waits until all earlier ones are out."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, RequestResult] = {}
+        self._next = 0
+        self._out: deque[RequestResult] = deque()
+
+    def put(self, number: int, result: RequestResult) -> None:
+        """Hand in a result."""
+        self._waiting[number] = result
+        while self._next in self._waiting:
+            self._out.append(self._waiting.pop(self._next))
+            self._next += 1
+
+    @property
+    def held(self) -> int:
+        """Results that wait for an earlier one."""
+        return len(self._waiting)
+
+    def ready(self) -> Iterator[RequestResult]:
+        """Results whose turn has come."""
+        while self._out:
+            yield self._out.popleft()

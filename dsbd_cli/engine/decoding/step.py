@@ -1,0 +1,262 @@
+"""One iteration: draft a forest, run the target once over it, walk it, commit what survives. Device tensors in and out.
+
+Nothing is read back to the host except one small tensor of counters at the end (`Report`), the iteration's only
+synchronisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.forest import Forest, at_nodes
+from dsbd_cli.engine.core.noise import extend_path, stream_keys
+from dsbd_cli.engine.core.probs import NEVER, top_candidates
+from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
+from dsbd_cli.engine.core.slots import Layout, compact
+from dsbd_cli.engine.decoding.ending import COUNTERS, Live
+from dsbd_cli.engine.decoding.graphs import IterationGraphs, shapes
+from dsbd_cli.engine.decoding.planner import Shape
+from dsbd_cli.engine.decoding.state import BatchState
+from dsbd_cli.engine.decoding.timing import PhaseTimer
+from dsbd_cli.engine.decoding.walk import Walk, walk
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, Endings
+from dsbd_cli.engine.drafting.beam import run
+from dsbd_cli.engine.verify.base import Rule
+
+__all__ = ["Plan", "Report", "Stepper", "Work"]
+
+PHASES = ("draft", "target", "verify")
+ROW_FIELDS = ("done", "invalid", "steps", "width_sum", "used", "trunk", "drafted")
+
+
+@dataclass(slots=True)
+class Report:
+    """Counters of one iteration, on the host: rows[r][field], layers[r][layer][field]."""
+
+    rows: list[dict[str, int]]
+    layers: list[list[dict[str, int]]]
+    draft_calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Shapes of one iteration, chosen on the host.
+
+    Attributes:
+        slots: S, active cache slots. shape: D and K.
+        lag: most used slots of a row that the draft has not run, or more.
+        idle: the draft runs nothing, and holds no slot of any row's tail.
+    """
+
+    slots: int
+    shape: Shape
+    lag: int
+    idle: bool = False
+
+
+class Work:
+    """Results of the phases of one iteration, each read by the next."""
+
+    context: DraftContext
+    forest: Forest
+    draft_calls: int
+    logits: Tensor
+    counters: Tensor
+
+
+class Stepper:
+    """Runs iterations of one batch. `steady`: the last one took the time that its shape will take again."""
+
+    def __init__(
+        self,
+        target: ForestModel,
+        draft: ForestModel | None,
+        drafter: Drafter,
+        rule: Rule,
+        endings: Endings,
+        timer: PhaseTimer,
+        graphs: IterationGraphs[Work] | None = None,
+    ) -> None:
+        """graphs: where iterations are captured; None runs them plainly."""
+        self.target, self.draft, self.drafter = target, draft, drafter
+        self.rule, self.endings, self.timer, self.graphs = rule, endings, timer, graphs
+        self.steady = True
+        limits = [model.max_positions for model in (target, draft) if model is not None and model.max_positions]
+        self.last_position = min(limits, default=2**31) - 1
+
+    def step(self, state: BatchState, plan: Plan) -> Report:
+        """One iteration."""
+        work = Work()
+
+        def draft() -> None:
+            work.context = self._context(state, plan)
+            work.forest = self.drafter.propose(work.context)
+            work.draft_calls = self.drafter.calls
+
+        def target() -> None:
+            work.logits = self._target(state, work.forest, work.context)
+
+        def verify() -> None:
+            work.counters = self._verify(state, work.forest, work.logits, work.context.keys, plan.idle)
+
+        phases = (draft, target, verify)
+        self.steady = True
+        self.timer.start()
+        if self.graphs is None:
+            for name, phase in zip(PHASES, phases, strict=True):
+                phase()
+                self.timer.lap(name)
+        else:
+            key = (plan, *self._static(state))
+            work = self.graphs.run(key, state, work, phases, lambda number: self.timer.lap(PHASES[number]))
+            self.steady = self.graphs.steady
+        return _report(work.counters, work.draft_calls)
+
+    def _static(self, state: BatchState) -> tuple[Hashable, ...]:
+        """Everything beside the plan that fixes shapes, branches or addresses of an iteration."""
+        warp = state.warp
+        return (
+            shapes(state),
+            (warp.max_top_k, warp.any_top_k, warp.any_top_p, warp.any_min_p),
+            self.endings.stops.version if self.endings.stops.used else None,
+        )
+
+    def _verify(self, state: BatchState, forest: Forest, logits: Tensor, keys: Tensor, idle: bool) -> Tensor:
+        """Walk the forest and commit what survives; returns the packed counters."""
+        beams, top_k, vocabulary = state.method.num_beams, state.warp.max_top_k, logits.shape[-1]
+        size = self.rule.candidates(beams, self.endings.num_eos, top_k, vocabulary)
+        if self.endings.stops.used and not self.rule.warps:
+            size = vocabulary  # any number of tokens may complete a stop string
+        outcome = walk(state, forest, top_candidates(logits, size), self.rule, self.endings, keys)
+        self._commit(state, forest, outcome, idle)
+        return _pack(state, outcome)
+
+    def _context(self, state: BatchState, plan: Plan) -> DraftContext:
+        method, table, shape = state.method, state.table, plan.shape
+        nodes = shape.nodes(method.num_beams)
+        layer_of = torch.arange(nodes, device=table.used.device) - method.num_beams
+        layer_of = torch.div(layer_of, shape.drafts_per_layer, rounding_mode="floor") + 1
+        layer_of[: method.num_beams] = 0
+        # drafts past the last position can never be taken, but must be embeddable
+        positions = (state.beams.depth.unsqueeze(1) + layer_of).clamp(max=self.last_position)
+        layout = Layout.of(table, nodes, state.beams.ancestors.shape[-1], plan.slots)
+        table.positions.scatter_(1, layout.slots, positions)
+        return DraftContext(
+            beams=state.beams,
+            table=table,
+            layout=layout,
+            rule=self.rule,
+            warp=state.warp,
+            endings=self.endings,
+            depth=shape.depth,
+            drafts_per_layer=shape.drafts_per_layer,
+            slots=plan.slots,
+            trash=table.positions.shape[1] - 1,
+            row_key=state.row_key,
+            iteration=state.iteration,
+            keys=stream_keys(state.row_key, state.iteration, shape.depth + 1),
+            lag=plan.lag,
+            record_law=self.rule.needs_law or method.width == "threshold",
+            prompts=state.prompts,
+            drafters=shape.drafters,
+        )
+
+    def _target(self, state: BatchState, forest: Forest, context: DraftContext) -> Tensor:
+        """Target logits of all nodes: [R, N, V]."""
+        table, tokens, at = state.table, forest.flat("token"), context.layout.slots
+        table.tokens.scatter_(1, at, tokens)
+        batch = ForestInput(
+            tokens=tokens,
+            positions=table.positions.gather(1, at),
+            slots=at,
+            mask=context.layout.mask(forest.flat("ancestors")),
+            slot_positions=table.positions[:, : context.slots],
+        )
+        logits = run(self.target, batch, table.used.device)
+        assert logits is not None
+        return logits
+
+    def _commit(self, state: BatchState, forest: Forest, outcome: Walk, idle: bool) -> None:
+        """Final beams become the live beams; both caches keep only their ancestors."""
+        beams, live, table = state.beams, outcome.live, state.table
+        _settle(state, forest, outcome)
+        if state.method.memory_saving:
+            live = _best_only(live)
+        going = state.active & ~outcome.done
+        live.valid = live.valid & going.unsqueeze(1)
+        beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, outcome.steps)
+        ancestors = at_nodes(forest.flat("ancestors"), live.parent)
+        # the draft has run all layers but the last; without a draft layer, or without the draft, nothing new
+        ran = forest.depth > 0 and forest.firsts != 0
+        run_by_draft = table.used + forest.offset(forest.depth) if ran else table.drafted
+        moved = compact(table, ancestors, live.valid, run_by_draft)
+        for model in (self.target, None if idle else self.draft):
+            if model is not None:
+                model.move(moved.source.to(model.device), moved.target.to(model.device))
+        beams.valid, beams.token, beams.weight, beams.logprob = live.valid, live.token, live.weight, live.logprob
+        beams.path = extend_path(forest.flat("path").gather(1, live.parent), live.token)
+        state_before = forest.flat("stop_state").gather(1, live.parent)
+        beams.stop_state, beams.ancestors = self.endings.step(state_before, live.token), moved.ancestors
+        beams.length = beams.length + outcome.steps
+        beams.depth = beams.depth + outcome.steps
+        state.iteration = state.iteration + 1
+
+
+def _best_only(live: Live) -> Live:
+    """The best beam alone, in the first place."""
+    best = torch.where(live.valid, live.logprob, NEVER).argmax(1, keepdim=True)
+    width = live.valid.shape[1]
+    only = Live(*(getattr(live, item.name).gather(1, best).repeat(1, width) for item in fields(live)))
+    only.valid &= torch.arange(width, device=best.device) == 0
+    return only
+
+
+def _history(history: Tensor, length: Tensor, forest: Forest, parent: Tensor, token: Tensor, steps: Tensor) -> Tensor:
+    """Generated tokens of pairs (parent node, token) [R, m]: their root's history, the path to the parent, the token.
+
+    What stands past the new length is meaningless and overwritten later.
+    """
+    path = at_nodes(forest.flat("path_tokens"), parent)
+    path = torch.nn.functional.pad(path, (0, 1))
+    last = (steps - 1).clamp(min=0)
+    last = last.unsqueeze(1).expand_as(parent) if last.dim() == 1 else last
+    path = path.scatter(2, last.unsqueeze(-1), token.unsqueeze(-1))
+    taken = at_nodes(history, forest.flat("root").gather(1, parent))
+    at = length.unsqueeze(1) + torch.arange(path.shape[2], device=path.device)
+    at = at.clamp(max=history.shape[2] - 1).unsqueeze(1).expand_as(path)
+    return taken.scatter(2, at, path)
+
+
+def _settle(state: BatchState, forest: Forest, outcome: Walk) -> None:
+    """Write the tokens of hypotheses that finished in this iteration."""
+    finished, beams = state.finished, state.beams
+    steps = finished.length - beams.length.unsqueeze(1)
+    steps = steps.clamp(1, forest.depth + 1)
+    # older entries were nodes of another forest, perhaps a larger one; what they would take is not used
+    parent = finished.node.clamp(0, forest.offset(forest.depth + 1) - 1)
+    finished.settle(_history(beams.history, beams.length, forest, parent, finished.token, steps))
+
+
+def _pack(state: BatchState, outcome: Walk) -> Tensor:
+    """All counters of an iteration in one tensor: [R, ROW_FIELDS + D * COUNTERS] int64."""
+    table = state.table
+    rows = [outcome.done, outcome.invalid, outcome.steps, outcome.width_sum, table.used, table.trunk, table.drafted]
+    return torch.cat((torch.stack([value.to(torch.int64) for value in rows], 1), outcome.counters.flatten(1)), 1)
+
+
+def _report(counters: Tensor, draft_calls: int) -> Report:
+    """The iteration's only transfer to the host."""
+    table = counters.tolist()
+    first, width = len(ROW_FIELDS), len(COUNTERS)
+    return Report(
+        rows=[dict(zip(ROW_FIELDS, line[:first], strict=True)) for line in table],
+        layers=[
+            [dict(zip(COUNTERS, line[start : start + width], strict=True)) for start in range(first, len(line), width)]
+            for line in table
+        ],
+        draft_calls=draft_calls,
+    )

@@ -1,0 +1,90 @@
+"""Drafters: how a forest is proposed. `DRAFTERS` makes each by name; two names joined by + are fused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dsbd_cli.config import MethodConfig
+from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, Endings
+from dsbd_cli.engine.drafting.beam import BeamDrafter, NoDrafter
+from dsbd_cli.engine.drafting.bridge import BridgedDraft, BridgeDrafter
+from dsbd_cli.engine.drafting.dynamic import DynamicTree
+from dsbd_cli.engine.drafting.fusion import FusionDrafter
+from dsbd_cli.engine.drafting.index import open_index
+from dsbd_cli.engine.drafting.ngram import NgramSource
+from dsbd_cli.engine.drafting.paths import PathDrafter
+from dsbd_cli.engine.drafting.retrieval import RetrievalSource
+from dsbd_cli.engine.drafting.rsd import ConstantBranching, StochasticBeams
+from dsbd_cli.engine.drafting.trigram import TrigramSource
+
+__all__ = [
+    "DRAFTERS",
+    "BeamDrafter",
+    "BridgeDrafter",
+    "BridgedDraft",
+    "DraftContext",
+    "Drafter",
+    "Endings",
+    "NoDrafter",
+    "Setting",
+    "make_drafter",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What drafters are made from. model: of the draft, None where there is none."""
+
+    method: MethodConfig
+    model: ForestModel | BridgedDraft | None
+    vocab_size: int
+    codec: TextCodec
+    device: torch.device
+
+    def draft(self) -> ForestModel:
+        """The draft model, which a drafter that needs one has been given."""
+        assert self.model is not None, "checked when the engine is made"
+        assert not isinstance(self.model, BridgedDraft), "checked when the engine is made"
+        return self.model
+
+    def bridged(self) -> BridgedDraft:
+        """The draft of a bridge."""
+        assert isinstance(self.model, BridgedDraft), "checked when the engine is made"
+        return self.model
+
+
+def _retrieval(setting: Setting) -> PathDrafter:
+    assert setting.method.index is not None, "checked by MethodConfig"
+    index = open_index(Path(setting.method.index), setting.codec.token_bytes())
+    return PathDrafter(RetrievalSource(index, setting.device))
+
+
+DRAFTERS: dict[str, Callable[[Setting], BeamDrafter | PathDrafter | BridgeDrafter]] = {
+    "beam": lambda of: BeamDrafter(of.draft(), of.vocab_size),
+    "rsd-c": lambda of: ConstantBranching(of.draft(), of.vocab_size, of.method.branching),
+    "rsd-s": lambda of: StochasticBeams(of.draft(), of.vocab_size),
+    "dynamic-tree": lambda of: DynamicTree(of.draft(), of.vocab_size, of.method.tree, of.method.value_threshold),
+    "bridge": lambda of: BridgeDrafter(of.bridged(), of.vocab_size),
+    "ngram": lambda of: PathDrafter(NgramSource(of.method.ngram)),
+    "retrieval": _retrieval,
+    "trigram": lambda of: PathDrafter(TrigramSource()),
+}
+
+
+def make_drafter(setting: Setting) -> Drafter:
+    """The drafter that a method names. Raises UsageError where its index cannot be used."""
+    method = setting.method
+    if method.depth == 0:
+        return NoDrafter()
+    first, *more = [DRAFTERS[name](setting) for name in method.drafter_names]
+    if not more:
+        return first
+    second = more[0]
+    assert not isinstance(first, BridgeDrafter), "checked by MethodConfig"
+    assert not isinstance(second, BridgeDrafter), "checked by MethodConfig"
+    return FusionDrafter(first, second, method.second_share, method.fusion_top_k)

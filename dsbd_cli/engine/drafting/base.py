@@ -1,0 +1,247 @@
+"""What a drafter is given and what it returns. A drafter never looks at the target's logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.config import Proposers
+from dsbd_cli.engine.core.beams import Beams
+from dsbd_cli.engine.core.forest import DraftLaw, Forest, LawScope, LayerNodes, at_nodes
+from dsbd_cli.engine.core.noise import extend_path
+from dsbd_cli.engine.core.pool import DraftRequest, match_pairs
+from dsbd_cli.engine.core.probs import NEVER, Candidates, Warp
+from dsbd_cli.engine.core.slots import Layout, SlotTable
+from dsbd_cli.engine.core.stops import StopTable
+from dsbd_cli.engine.drafting.text import Prompts
+
+__all__ = [
+    "DraftContext",
+    "Drafter",
+    "DrawRule",
+    "Endings",
+    "LayerDrafts",
+    "children",
+    "fuse",
+    "record_law",
+    "roots",
+]
+
+
+class DrawRule(Protocol):
+    """What a drafter needs of a verification rule (see verify.base.Rule).
+
+    Attributes:
+        samples: `draft` draws at random from log_q; otherwise it takes the best, and the nodes are deterministic.
+        replacement: the rule wants independent draws, which only a pool law of the whole layer gives.
+    """
+
+    drafts_end: bool
+    warps: bool
+    samples: bool
+    replacement: bool
+
+    def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
+        """Candidates per node that are enough to find every draw."""
+        ...
+
+    def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
+        """Draw pairs of the draft's pool: flat index [R, K] in draw order and which are real [R, K]."""
+        ...
+
+    def noise(self, request: DraftRequest) -> Tensor:
+        """[R, n, C] what `draft` adds to log_q before it takes the largest (without replacement); zeros where the best
+        are taken. A drafter that draws per parent or by stochastic beam search perturbs with this."""
+        ...
+
+
+@dataclass(slots=True)
+class Endings:
+    """Which pairs end a sequence: end tokens [V] bool, how many there are, and the stop automaton."""
+
+    eos: Tensor
+    num_eos: int
+    stops: StopTable
+
+    def step(self, state: Tensor, tokens: Tensor) -> Tensor:
+        """Stop states after the tokens. state [R, n]; tokens [R, n] or [R, n, C]."""
+        if self.stops.used:
+            return self.stops.step(state, tokens)
+        return torch.ones_like(tokens)
+
+    def ends(self, state: Tensor, tokens: Tensor) -> Tensor:
+        """[R, n, C] bool (or [R, n])."""
+        ending = self.eos[tokens]
+        return ending | (self.stops.step(state, tokens) == 0) if self.stops.used else ending
+
+
+@dataclass(slots=True)
+class DraftContext:
+    """One iteration as a drafter sees it.
+
+    Attributes:
+        beams, table: live beams and slots. layout: of this iteration's nodes. rule: how drafts are drawn.
+        warp, endings: the rows' settings. depth: D. drafts_per_layer: K. slots: S, active cache slots.
+        trash: slot absent nodes write to. row_key, iteration: [R] int64.
+        keys: [R, L, STREAMS] int64, stream keys, L > D. lag: most used slots of a row that the draft has not run, or
+            more. record_law: the layer laws Q are needed. prompts: only where the drafter reads the text (needs_text).
+        drafters: which of two drafters take part.
+    """
+
+    beams: Beams
+    table: SlotTable
+    layout: Layout
+    rule: DrawRule
+    warp: Warp
+    endings: Endings
+    depth: int
+    drafts_per_layer: int
+    slots: int
+    trash: int
+    row_key: Tensor
+    iteration: Tensor
+    keys: Tensor
+    lag: int
+    record_law: bool
+    prompts: Prompts | None = None
+    drafters: Proposers = "all"
+
+
+class Drafter(Protocol):
+    """Proposes a forest.
+
+    Attributes:
+        calls: how many draft forwards the last proposal took.
+        needs_text: it reads context.prompts.
+    """
+
+    calls: int
+    needs_text: bool
+
+    def propose(self, context: DraftContext) -> Forest:
+        """Roots and D layers of K nodes."""
+        ...
+
+
+def roots(context: DraftContext) -> LayerNodes:
+    """Layer 0: the beams' pending tokens. Root weights are the target's."""
+    beams = context.beams
+    rows, width = beams.token.shape
+    index = torch.arange(width, device=beams.token.device).expand(rows, width)
+    return LayerNodes(
+        token=beams.token,
+        parent=index,
+        root=index,
+        path=beams.path,
+        stop_state=beams.stop_state,
+        valid=beams.valid,
+        ends=torch.zeros_like(beams.valid),
+        sampled=torch.zeros_like(beams.valid),
+        weight=beams.weight,
+        path_tokens=torch.zeros(rows, width, context.depth, dtype=torch.int64, device=beams.token.device),
+        ancestors=beams.ancestors | context.layout.own[:, :width],
+    )
+
+
+@dataclass(slots=True)
+class LayerDrafts:
+    """The nodes proposed for one layer, before they are part of a forest: sampled ones first, in draw order.
+
+    Attributes:
+        above: [R, m] int64, index of the parent among the nodes of the layer above (0 .. n-1).
+        token: [R, m] int64. valid, sampled: [R, m] bool (sampled implies valid).
+        weight: [R, m] float32, running weight under whatever proposed it; the least ones are pruned first.
+    """
+
+    above: Tensor
+    token: Tensor
+    valid: Tensor
+    sampled: Tensor
+    weight: Tensor
+
+
+def children(context: DraftContext, forest: Forest, layer: int, drafts: LayerDrafts) -> LayerNodes:
+    """Nodes of layer + 1 below the nodes of `layer`. The drafts must be m = K (context.drafts_per_layer) wide: pad with
+    invalid ones. Invalid drafts may hold any token in 0 .. V-1 and any parent in 0 .. n-1."""
+    nodes, above, token = forest.layers[layer], drafts.above, drafts.token
+    assert above.shape[1] == forest.drafts_per_layer
+    path_tokens = at_nodes(nodes.path_tokens, above)
+    path_tokens[:, :, layer] = token
+    first = forest.offset(layer + 1)
+    state = nodes.stop_state.gather(1, above)
+    return LayerNodes(
+        token=token,
+        parent=above + forest.offset(layer),
+        root=nodes.root.gather(1, above),
+        path=extend_path(nodes.path.gather(1, above), token),
+        stop_state=context.endings.step(state, token),
+        valid=drafts.valid,
+        ends=context.endings.ends(state, token),
+        sampled=drafts.sampled,
+        weight=drafts.weight,
+        path_tokens=path_tokens,
+        ancestors=at_nodes(nodes.ancestors, above) | context.layout.own[:, first : first + above.shape[1]],
+    )
+
+
+def fuse(first: LayerDrafts, second: LayerDrafts, width: int) -> tuple[LayerDrafts, Tensor]:
+    """One layer of `width` nodes from two proposals with the same layer above: all of `first`, in its order, then the
+    nodes of `second` (deterministic ones only) that are not among them, heaviest first.
+
+    width - m1 nodes of `second` fit; if it has fewer, the rest is padding. `first` must fit. Second result: where each
+    node of `second` [R, m2] stands in the fused layer (a duplicate: its equal in `first`), -1 if it is absent or
+    dropped. Below, the parents of the second proposal are `place.gather(1, above)`, valid where that is not -1; those
+    of the first do not change.
+    """
+    kept, room = first.token.shape[1], width - first.token.shape[1]
+    assert room >= 0
+    equal = match_pairs(second.above, second.token, first.above, first.token, first.valid)
+    new = second.valid & (equal < 0)
+    order = torch.where(new, second.weight, NEVER).argsort(dim=1, descending=True, stable=True)
+    # an absent node sorts with impossible ones, so real ones go first by validity
+    order = order.gather(1, (~new.gather(1, order)).to(torch.int8).argsort(dim=1, stable=True))
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
+    place = torch.where(new & (rank < room), rank + kept, torch.where(second.valid, equal, -1))
+    fitting = order[:, :room]
+    padding = room - fitting.shape[1]
+
+    def join(mine: Tensor, other: Tensor) -> Tensor:
+        return torch.cat((mine, torch.nn.functional.pad(other.gather(1, fitting), (0, padding))), 1)
+
+    drafts = LayerDrafts(
+        above=join(first.above, second.above),
+        token=join(first.token, second.token),
+        valid=join(first.valid, new),
+        sampled=join(first.sampled, torch.zeros_like(second.valid)),
+        weight=join(first.weight, second.weight),
+    )
+    return drafts, place
+
+
+def record_law(
+    candidates: Candidates, log_q: Tensor, index: Tensor, valid: Tensor, scope: LawScope = "pool"
+) -> DraftLaw:
+    """The law of K1 draws and the mass left before each, summed from what is left so that nothing cancels.
+
+    log_q: [R, n, C] float32, normalised over the pool or (scope `parent`) in each row (see probs.row_law).
+    index: [R, K1] flat index of each draw, in draw order. valid: [R, K1] bool.
+    """
+    law = log_q.flatten(1).to(torch.float64)
+    drawn = torch.where(valid, law.gather(1, index), NEVER)
+    # with replacement an index can occur twice; `log_rest` is not used there. Absent draws must take nothing away.
+    taken = torch.zeros_like(law, dtype=torch.int8).scatter_reduce(1, index, valid.to(torch.int8), "amax").bool()
+    left = law.masked_fill(taken, NEVER)
+    if scope == "pool":
+        tail = torch.logcumsumexp(drawn.flip(1), 1).flip(1)
+        return DraftLaw(candidates, log_q, drawn, torch.logaddexp(tail, torch.logsumexp(left, 1, keepdim=True)))
+    above = index // log_q.shape[2]
+    rest = torch.logsumexp(left.view(log_q.shape), 2).gather(1, above)
+    later = torch.ones(index.shape[1], index.shape[1], dtype=torch.bool, device=index.device).triu()
+    same = (above.unsqueeze(2) == above.unsqueeze(1)) & later
+    tail = torch.logsumexp(torch.where(same, drawn.unsqueeze(1), NEVER), 2)
+    return DraftLaw(candidates, log_q, drawn, torch.logaddexp(tail, rest), scope)

@@ -1,0 +1,151 @@
+"""The drafter of the paper: beam sampling with a small model, K pairs of the draft's pool per layer (Qin et al. 2025,
+section 3.1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.forest import DraftLaw, Forest
+from dsbd_cli.engine.core.noise import DRAFT
+from dsbd_cli.engine.core.pool import DraftRequest
+from dsbd_cli.engine.core.probs import NEVER, Candidates, pool_law
+from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
+from dsbd_cli.engine.core.slots import lagging
+from dsbd_cli.engine.drafting.base import DraftContext, LayerDrafts, children, record_law, roots
+from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
+
+__all__ = ["BeamDrafter", "NoDrafter", "draft_calls", "draft_candidates", "run"]
+
+MERGED_LAG = 16  # more late tokens than this get a forward of their own, without the output head
+
+
+class NoDrafter:
+    """No drafts: the forest is the roots alone, and decoding is plain beam sampling or beam search."""
+
+    calls = 0
+    needs_text = False
+
+    def propose(self, context: DraftContext) -> Forest:
+        """Only layer 0."""
+        beams = context.beams
+        return Forest(beams.token.shape[1], 0, [roots(context)])
+
+
+class BeamDrafter:
+    """Drafts with a model over the same slots as the target's. Others that run a model differ in `drafts` alone."""
+
+    needs_text = False
+
+    def __init__(self, model: ForestModel, vocab_size: int) -> None:
+        """vocab_size: V of the target; draft logits past it are cut."""
+        self.model = model
+        self.vocab_size = vocab_size
+        self._ids = head_ids(model, vocab_size)
+        self.calls = 0
+
+    def propose(self, context: DraftContext) -> Forest:
+        """D draft forwards: the first takes the roots (and tokens the draft has not run), each further one a layer."""
+        forest = Forest(context.beams.token.shape[1], context.drafts_per_layer, [roots(context)])
+        for layer in range(context.depth):
+            logits = self.forward(context, forest, layer)
+            drafts, law = self.drafts(context, forest, layer, logits, context.drafts_per_layer)
+            forest.layers.append(children(context, forest, layer, drafts))
+            forest.laws.append(law)
+        self.calls = draft_calls(context)
+        return forest
+
+    def forward(self, context: DraftContext, forest: Forest, layer: int) -> DraftLogits:
+        """Draft logits of one layer's nodes."""
+        nodes, table, first = forest.layers[layer], context.table, forest.offset(layer)
+        count = nodes.token.shape[1]
+        slots = context.layout.slots[:, first : first + count]
+        mask = context.layout.mask(nodes.ancestors)
+        here = table.positions[:, : context.slots]
+        batch = ForestInput(nodes.token, table.positions.gather(1, slots), slots, mask, here)
+        if layer == 0 and context.lag:
+            late = _late(context)
+            if context.lag > MERGED_LAG:
+                run(self.model, late, nodes.token.device, logits=False)
+            else:
+                batch = _joined(late, batch)
+        logits = run(self.model, batch, nodes.token.device)
+        assert logits is not None
+        return DraftLogits.of(logits[:, -count:], self._ids, self.vocab_size)
+
+    def drafts(
+        self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
+    ) -> tuple[LayerDrafts, DraftLaw | None]:
+        """`count` draws from the draft's pool below one layer, and the law they were drawn from where one is needed.
+        logits: of the layer's nodes."""
+        nodes, rule = forest.layers[layer], context.rule
+        candidates = draft_candidates(context, forest, logits)
+        live = nodes.valid & ~nodes.ends
+        if rule.warps:
+            law = pool_law(candidates, nodes.weight, live, context.warp)
+            log_q, weight = law.log_p, law.weight
+        else:
+            weight = torch.where(live, nodes.weight, NEVER).unsqueeze(-1) + candidates.logprobs
+            log_q = weight
+        allowed = log_q
+        if not rule.drafts_end:
+            allowed = log_q.masked_fill(context.endings.ends(nodes.stop_state, candidates.tokens), NEVER)
+        stream = context.keys[:, layer, DRAFT]
+        index, valid = rule.draft(DraftRequest(allowed, candidates.tokens, nodes.path, stream, count))
+        drafts = LayerDrafts(
+            above=index // candidates.tokens.shape[2],
+            token=candidates.tokens.flatten(1).gather(1, index),
+            valid=valid,
+            sampled=valid & rule.samples,
+            weight=weight.flatten(1).gather(1, index),
+        )
+        return drafts, record_law(candidates, log_q, index, valid) if context.record_law else None
+
+    def follow(self, place: Tensor) -> None:
+        """As the second of two drafters: the layer is made of both. place: [R, m] where each of the drafts given for
+        it stands, -1 where it was dropped. Whoever keeps numbers of its nodes moves them there."""
+
+
+def draft_calls(context: DraftContext) -> int:
+    """Draft forwards of an iteration: one per layer, and one more where much is late."""
+    return context.depth + (context.depth > 0 and context.lag > MERGED_LAG)
+
+
+def draft_candidates(context: DraftContext, forest: Forest, logits: DraftLogits) -> Candidates:
+    """Candidates of the draft's nodes, enough for K draws. A draft that returns NaN proposes nothing; the target
+    decides alone."""
+    size = context.rule.candidates(forest.num_beams, 1, context.warp.max_top_k, logits.width)
+    candidates = logits.candidates(max(size, min(context.drafts_per_layer + 8, logits.width)))
+    candidates.logprobs = candidates.logprobs.nan_to_num(nan=NEVER, neginf=NEVER)
+    return candidates
+
+
+def _late(context: DraftContext) -> ForestInput:
+    """The slots in use that the draft has not run (and a few that it has, to fill the shape)."""
+    table = context.table
+    behind, mask = lagging(table, context.layout, context.beams.ancestors, context.lag)
+    known = behind.clamp(min=0)
+    return ForestInput(
+        tokens=table.tokens.gather(1, known),
+        positions=table.positions.gather(1, known),
+        slots=torch.where(behind >= 0, behind, context.trash),
+        mask=mask,
+        slot_positions=table.positions[:, : context.slots],
+    )
+
+
+def _joined(first: ForestInput, then: ForestInput) -> ForestInput:
+    """Both in one forward."""
+    tokens, positions, slots, mask = (
+        torch.cat((getattr(first, name), getattr(then, name)), 1) for name in ("tokens", "positions", "slots", "mask")
+    )
+    return ForestInput(tokens, positions, slots, mask, then.slot_positions)
+
+
+def run(model: ForestModel, batch: ForestInput, device: torch.device, *, logits: bool = True) -> Tensor | None:
+    """Logits of a model that may live on another device; None with logits=False."""
+    if model.device != device:
+        names = ("tokens", "positions", "slots", "mask", "slot_positions")
+        batch = ForestInput(*(getattr(batch, name).to(model.device) for name in names))
+    result = model.forward(batch, logits=logits)
+    return None if result is None else result.to(device)

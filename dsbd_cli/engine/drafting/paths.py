@@ -1,0 +1,146 @@
+"""Deterministic drafts as weighted paths of tokens below the beams, and the tree they form layer by layer.
+
+Letters: R requests, M paths of a request, D layers, K nodes per layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.beams import Beams
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.probs import NEVER
+from dsbd_cli.engine.drafting.base import DraftContext, LayerDrafts, children, roots
+
+__all__ = ["PathDrafter", "PathSource", "PathTree", "Paths", "beam_share"]
+
+
+@dataclass(slots=True)
+class Paths:
+    """Continuations of the beams.
+
+    Attributes:
+        root: [R, M] int64, beam. tokens: [R, M, D] int64, any id in 0 .. V-1 where a path has ended.
+        length: [R, M] int64, tokens of each path; 0: absent.
+        weight: [R, M] float32, above 0. A node of the tree weighs as much as the paths through it.
+    """
+
+    root: Tensor
+    tokens: Tensor
+    length: Tensor
+    weight: Tensor
+
+
+class PathSource(Protocol):
+    """Where paths come from. It reads contexts from context.prompts."""
+
+    def paths(self, context: DraftContext) -> Paths:
+        """Paths of context.depth tokens at most."""
+        ...
+
+
+def beam_share(beams: Beams) -> Tensor:
+    """Share of each live beam in the beams' mass, so that likelier beams get more nodes: [R, W] float32."""
+    weight = torch.where(beams.valid, beams.weight, NEVER)
+    return torch.softmax(weight, 1).nan_to_num(nan=0.0)  # a row without live beams
+
+
+class PathTree:
+    """A tree under construction: where each path stands in the layer that was built last."""
+
+    def __init__(self, paths: Paths) -> None:
+        self._paths = paths
+        self._at = paths.root  # [R, M] place in the layer above, -1 where the path has left the tree
+        self._group = paths.root
+
+    def drafts(self, context: DraftContext, forest: Forest, layer: int, count: int) -> LayerDrafts:
+        """The `count` heaviest nodes below one layer, heaviest first; weights are logs."""
+        nodes, paths = forest.layers[layer], self._paths
+        above, token = self._at.clamp(min=0), paths.tokens[:, :, layer]
+        here = (self._at >= 0) & (paths.length > layer)
+        here &= (nodes.valid & ~nodes.ends).gather(1, above)
+        if not context.rule.drafts_end:
+            here &= ~context.endings.ends(nodes.stop_state.gather(1, above), token)
+        first = _first_equal(torch.where(here, (above << 40) + token, -1))
+        weight = torch.where(here, paths.weight, 0.0)
+        total = torch.zeros_like(weight).scatter_add(1, first, weight)
+        index = torch.arange(first.shape[1], device=first.device)
+        leads = here & (first == index)
+        total = torch.where(leads, torch.log(total), NEVER)
+        order = total.argsort(dim=1, descending=True, stable=True)[:, :count]
+        self._group = _places(order, first, here)
+        return _pad(
+            LayerDrafts(
+                above=above.gather(1, order),
+                token=token.gather(1, order),
+                valid=leads.gather(1, order),
+                sampled=torch.zeros_like(order, dtype=torch.bool),
+                weight=total.gather(1, order),
+            ),
+            count - order.shape[1],
+        )
+
+    def follow(self, place: Tensor | None = None) -> None:
+        """Go down to the nodes that `drafts` gave. place: [R, count] where each of them stands in the layer that was
+        made of them, -1 where it was dropped; None: where `drafts` put it."""
+        at = self._group if place is None else place.gather(1, self._group.clamp(min=0))
+        self._at = torch.where(self._group >= 0, at, -1)
+
+
+class PathDrafter:
+    """Drafts that are the paths of one source. Needs no model; nodes are deterministic."""
+
+    calls = 0
+    needs_text = True
+
+    def __init__(self, source: PathSource) -> None:
+        self.source = source
+
+    def propose(self, context: DraftContext) -> Forest:
+        """The K heaviest nodes of every layer."""
+        beams, count = context.beams, context.drafts_per_layer
+        forest = Forest(beams.token.shape[1], count, [roots(context)])
+        if context.depth == 0:
+            return forest
+        tree = PathTree(self.source.paths(context))
+        for layer in range(context.depth):
+            drafts = tree.drafts(context, forest, layer, count)
+            tree.follow()
+            forest.layers.append(children(context, forest, layer, drafts))
+            forest.laws.append(None)
+        return forest
+
+
+def _first_equal(key: Tensor) -> Tensor:
+    """For each entry the first one of its row with the same key: [R, M] int64."""
+    order = key.argsort(dim=1, stable=True)
+    ranked = key.gather(1, order)
+    index = torch.arange(key.shape[1], device=key.device).expand_as(key)
+    new = torch.nn.functional.pad(ranked[:, 1:] != ranked[:, :-1], (1, 0), value=True)
+    start = torch.where(new, index, 0).cummax(1).values
+    return torch.empty_like(order).scatter_(1, order, order.gather(1, start))
+
+
+def _places(order: Tensor, first: Tensor, here: Tensor) -> Tensor:
+    """Where each path's node stands among the ones taken, -1 if it is not: [R, M]. order: [R, m] taken entries."""
+    rank = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    place = torch.full_like(first, -1).scatter(1, order, rank).gather(1, first)
+    return torch.where(here, place, -1)
+
+
+def _pad(drafts: LayerDrafts, more: int) -> LayerDrafts:
+    """`more` absent drafts behind the others."""
+    if more <= 0:
+        return drafts
+    pad = torch.nn.functional.pad
+    return LayerDrafts(
+        above=pad(drafts.above, (0, more)),
+        token=pad(drafts.token, (0, more)),
+        valid=pad(drafts.valid, (0, more)),
+        sampled=pad(drafts.sampled, (0, more)),
+        weight=pad(drafts.weight, (0, more), value=NEVER),
+    )

@@ -1,0 +1,179 @@
+"""Recursive speculative decoding (Jeon et al. 2024, arXiv 2402.14160): children are drawn without replacement below
+each node, from the node's own law, instead of from the pool of a layer.
+
+Letters: R requests, n nodes of the layer above, C candidates, K drafts per layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.forest import DraftLaw, Forest, LayerNodes
+from dsbd_cli.engine.core.noise import DRAFT
+from dsbd_cli.engine.core.pool import DraftRequest
+from dsbd_cli.engine.core.probs import NEVER, Candidates, log_normalise, row_law
+from dsbd_cli.engine.core.protocols import ForestModel
+from dsbd_cli.engine.drafting.base import DraftContext, LayerDrafts, record_law
+from dsbd_cli.engine.drafting.beam import BeamDrafter, draft_candidates
+from dsbd_cli.engine.drafting.logits import DraftLogits
+
+__all__ = ["ConstantBranching", "RowDraws", "StochasticBeams", "root_law"]
+
+
+class RowDraws:
+    """Perturbed laws of the nodes of one layer, each on its own.
+
+    Attributes:
+        log_q: [R, n, C] float32, each node's own warped law. noise: [R, n, C], as the rule draws.
+        allowed: [R, n, C] bool, pairs that may be drafted.
+    """
+
+    def __init__(self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits) -> None:
+        self._context, self.nodes = context, forest.layers[layer]
+        self.candidates = draft_candidates(context, forest, logits)
+        nodes, rule, tokens = self.nodes, context.rule, self.candidates.tokens
+        self.log_q = row_law(self.candidates, context.warp) if rule.warps else self.candidates.logprobs
+        self.allowed = (nodes.valid & ~nodes.ends).unsqueeze(-1) & (self.log_q > NEVER)
+        if not rule.drafts_end:
+            self.allowed = self.allowed & ~context.endings.ends(nodes.stop_state, tokens)
+        stream = context.keys[:, layer, DRAFT]
+        self.noise = rule.noise(DraftRequest(self.log_q, tokens, nodes.path, stream, context.drafts_per_layer))
+
+    @property
+    def keys(self) -> Tensor:
+        """log q + noise, -inf where a pair must not be drafted: the largest of a row, in order, are its draws."""
+        return (self.log_q + self.noise).masked_fill(~self.allowed, NEVER)
+
+    def drafts(self, index: Tensor, valid: Tensor, sampled: bool = True) -> tuple[LayerDrafts, DraftLaw | None]:
+        """Pairs by flat index [R, m] in draw order, and the law of their rows."""
+        candidates, nodes = self.candidates, self.nodes
+        weight = nodes.weight.unsqueeze(-1) + _step_weight(self._context, candidates, self.log_q)
+        sampled = sampled and self._context.rule.samples
+        drafts = LayerDrafts(
+            above=index // candidates.tokens.shape[2],
+            token=candidates.tokens.flatten(1).gather(1, index),
+            valid=valid,
+            sampled=valid & sampled,
+            weight=weight.flatten(1).gather(1, index),
+        )
+        recorded = sampled and self._context.record_law
+        return drafts, record_law(candidates, self.log_q, index, valid, "parent") if recorded else None
+
+
+def _step_weight(context: DraftContext, candidates: Candidates, log_q: Tensor) -> Tensor:
+    """What a token adds to the running weight: with warp scope `beam` weights are sums of warped logs."""
+    return log_q if context.rule.warps and context.warp.scope == "beam" else candidates.logprobs
+
+
+def root_law(context: DraftContext, nodes: LayerNodes) -> Tensor:
+    """log share of each root in the law that beams are drawn from: [R, W] float64."""
+    weight = torch.where(nodes.valid, nodes.weight, NEVER).to(torch.float64)
+    if context.rule.warps and context.warp.scope == "pool":
+        weight = weight / context.warp.temperature.unsqueeze(1)
+    return log_normalise(weight)
+
+
+def carry(value: Tensor | None, nodes: LayerNodes, layer: int, base: Tensor) -> Tensor:
+    """A drafter's own number for every node of a layer [R, n]: the one it kept for its own nodes, which stand first (or
+    where it is no NaN), and for nodes that another drafter added the running weight less `base` [R, 1], what the roots
+    weigh together."""
+    own = (nodes.weight - base).to(torch.float64)
+    if layer == 0 or value is None:
+        return own
+    value = torch.cat((value, own[:, value.shape[1] :]), 1)
+    return torch.where(torch.isnan(value), own, value)
+
+
+def placed(value: Tensor | None, place: Tensor) -> Tensor | None:
+    """A drafter's own numbers [R, m] where its nodes stand in a layer of two drafters, NaN elsewhere. place: [R, m],
+    -1 where a node was dropped."""
+    if value is None:
+        return None
+    assert value.shape == place.shape
+    wide = torch.full_like(torch.nn.functional.pad(value, (0, 1)), torch.nan)
+    return wide.scatter(1, torch.where(place >= 0, place, value.shape[1]), value)[:, :-1]
+
+
+def root_mass(nodes: LayerNodes) -> Tensor:
+    """log of the mass of the roots: [R, 1] float32."""
+    total = torch.logsumexp(torch.where(nodes.valid, nodes.weight, NEVER), 1, keepdim=True)
+    return torch.where(torch.isfinite(total), total, 0.0)
+
+
+class ConstantBranching(BeamDrafter):
+    """RSD-C: every node of a layer gets the same number of children by Gumbel-top-k."""
+
+    def __init__(self, model: ForestModel, vocab_size: int, branching: int = 0) -> None:
+        """branching: children per node at most; 0: as many as K nodes allow. Where they are more than K, the first
+        nodes have them."""
+        super().__init__(model, vocab_size)
+        self.branching = branching
+
+    def drafts(
+        self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
+    ) -> tuple[LayerDrafts, DraftLaw | None]:
+        """Every node's first draw, then every node's second one, and so on."""
+        rows = RowDraws(context, forest, layer, logits)
+        parents = rows.nodes.valid & ~rows.nodes.ends
+        number = parents.sum(1, keepdim=True).clamp(min=1)
+        most = self.branching or count
+        branches = torch.div(count, number, rounding_mode="floor").clamp(1, most).unsqueeze(-1)
+        keys, index = rows.keys.topk(min(count, rows.keys.shape[2]), dim=2)  # [R, n, J]
+        draw = torch.arange(index.shape[2], device=index.device)
+        place = draw * number.unsqueeze(-1) + (parents.cumsum(1) - 1).unsqueeze(-1)
+        kept = (keys > NEVER) & (draw < branches) & (place < count)
+        flat = index + torch.arange(index.shape[1], device=index.device).unsqueeze(-1) * rows.keys.shape[2]
+        at = torch.where(kept, place, count).flatten(1)
+        chosen = flat.new_zeros(flat.shape[0], count + 1).scatter(1, at, flat.flatten(1))[:, :count]
+        valid = torch.zeros_like(chosen, dtype=torch.bool)
+        valid = torch.nn.functional.pad(valid, (0, 1)).scatter(1, at, True)[:, :count]
+        return rows.drafts(torch.where(valid, chosen, 0), valid)
+
+
+class StochasticBeams(BeamDrafter):
+    """RSD-S: stochastic beam search (Kool et al. 2019). The K nodes of a layer with the largest perturbed
+    log-probability; a node's best child has its parent's perturbation, so a layer is a sample without replacement of
+    whole paths. Cutting the layer is unbiased, because the maximum of Gumbel numbers is independent of which it is.
+
+    Several beams stand below a root of their own whose children they are: phi is the log of a beam's share, and its
+    perturbation is 0.
+    """
+
+    def __init__(self, model: ForestModel, vocab_size: int) -> None:
+        super().__init__(model, vocab_size)
+        self._phi: Tensor | None = None
+        self._perturbed: Tensor | None = None
+
+    def drafts(
+        self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
+    ) -> tuple[LayerDrafts, DraftLaw | None]:
+        """The largest G' of the layer, in that order."""
+        rows = RowDraws(context, forest, layer, logits)
+        base = root_mass(forest.layers[0])
+        phi = carry(self._phi, rows.nodes, layer, base)
+        above = carry(self._perturbed, rows.nodes, layer, base)
+        if layer == 0:
+            phi = above = root_law(context, rows.nodes)
+        below = phi.unsqueeze(-1) + rows.log_q
+        key = (below + rows.noise).masked_fill(~rows.allowed, NEVER)
+        if context.rule.samples:
+            key = _conditioned(key, above.unsqueeze(-1))
+        flat = torch.where(rows.allowed & ~torch.isnan(key), key, NEVER).flatten(1)
+        best, index = flat.topk(min(count, flat.shape[1]), dim=1)
+        more = count - index.shape[1]
+        best = torch.nn.functional.pad(best, (0, more), value=NEVER)
+        index = torch.nn.functional.pad(index, (0, more))
+        self._phi, self._perturbed = below.flatten(1).gather(1, index), best
+        return rows.drafts(index, best > NEVER)
+
+    def follow(self, place: Tensor) -> None:
+        """phi and G' go with the nodes."""
+        self._phi, self._perturbed = placed(self._phi, place), placed(self._perturbed, place)
+
+
+def _conditioned(key: Tensor, above: Tensor) -> Tensor:
+    """Gumbel numbers of siblings [R, n, C], moved so that their largest is the parent's [R, n, 1]; the order stays."""
+    largest = key.amax(-1, keepdim=True)
+    v = above - key + torch.log(-torch.expm1(key - largest))
+    return above - v.clamp(min=0) - torch.log1p(torch.exp(-v.abs()))

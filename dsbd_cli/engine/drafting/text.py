@@ -1,0 +1,61 @@
+"""The tokens a beam has behind it, prompt and output so far, for drafters that look things up instead of running a
+model. Letters: R requests, W beams, P prompt room, L history, X = P + L."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.beams import Beams
+
+__all__ = ["NO_TOKEN", "Prompts", "contexts", "suffix"]
+
+NO_TOKEN = -1
+
+
+@dataclass(slots=True)
+class Prompts:
+    """Prompts of all rows: tokens [R, P] int64, length [R] int64."""
+
+    tokens: Tensor
+    length: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, device: torch.device) -> Prompts:
+        """Rows without a prompt."""
+        number = torch.zeros(rows, dtype=torch.int64, device=device)
+        return cls(number.unsqueeze(1).clone(), number)
+
+    def put(self, row: int, prompt: Sequence[int]) -> None:
+        """The prompt of one row; the room grows where it must."""
+        more = len(prompt) - self.tokens.shape[1]
+        if more > 0:
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, more))
+        self.tokens[row, : len(prompt)] = torch.tensor(prompt, device=self.tokens.device)
+        self.length[row] = len(prompt)
+
+    def select(self, rows: Tensor) -> Prompts:
+        """Only these rows [n] int64, in this order."""
+        return Prompts(self.tokens[rows], self.length[rows])
+
+
+def contexts(prompts: Prompts, beams: Beams) -> tuple[Tensor, Tensor]:
+    """Each beam's tokens [R, W, X], NO_TOKEN past the end, and their number [R]. The last one is the pending token."""
+    history = beams.history
+    at = torch.arange(prompts.tokens.shape[1] + history.shape[2], device=history.device)
+    own = at - prompts.length.unsqueeze(1)  # [R, X] place in the history
+    index = own.clamp(0, history.shape[2] - 1).unsqueeze(1).expand(-1, history.shape[1], -1)
+    prompt = torch.nn.functional.pad(prompts.tokens, (0, history.shape[2])).unsqueeze(1)
+    tokens = torch.where((own < 0).unsqueeze(1), prompt, history.gather(2, index))
+    length = prompts.length + beams.length
+    return tokens.masked_fill((at >= length.unsqueeze(1)).unsqueeze(1), NO_TOKEN), length
+
+
+def suffix(tokens: Tensor, length: Tensor, count: int) -> Tensor:
+    """The last `count` tokens of every context, in order, NO_TOKEN before its beginning: [R, W, count]."""
+    at = length.unsqueeze(1) - torch.arange(count, 0, -1, device=tokens.device)  # [R, count]
+    index = at.clamp(min=0).unsqueeze(1).expand(-1, tokens.shape[1], -1)
+    return tokens.gather(2, index).masked_fill((at < 0).unsqueeze(1), NO_TOKEN)

@@ -1,0 +1,277 @@
+"""A transformers causal language model as a ForestModel: the only place where a transformers forward is called.
+
+Shape letters: R rows, n nodes of a forward, S active cache slots, V vocabulary, B sequences, T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.models.attention import use_grouped_attention
+from dsbd_cli.engine.models.cache import ForestCache
+from dsbd_cli.engine.models.reads import HostReads
+from dsbd_cli.errors import UnsupportedModelError
+
+__all__ = ["CausalForestModel", "MaskPlan", "unsupported"]
+
+# Layer kinds whose state is one key and one value per token, so that a tree of tokens can be held.
+_LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+@dataclass(frozen=True, slots=True)
+class MaskPlan:
+    """Which masks a model wants.
+
+    Attributes:
+        kinds: layer kinds of a model that takes one mask per kind; empty for a model that takes a single mask.
+        window: width of sliding windows, counted in positions; None without windows.
+        chunk: width of attention chunks; None without chunks.
+    """
+
+    kinds: tuple[str, ...]
+    window: int | None
+    chunk: int | None
+
+    @classmethod
+    def of(cls, config: Any) -> MaskPlan:
+        """Read a (text) config. Raises UnsupportedModelError for layers that keep more than keys and values."""
+        kinds = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
+        if unfit := [kind for kind in kinds if kind not in _LAYER_KINDS]:
+            raise UnsupportedModelError(
+                f"{config.model_type} has {', '.join(unfit)} layers, whose state cannot branch into a tree: "
+                "use a model with attention layers only"
+            )
+        used = getattr(config, "use_sliding_window", None) is not False
+        window = getattr(config, "sliding_window", None) if used else None
+        chunk = getattr(config, "attention_chunk_size", None)
+        if kinds in ((), ("full_attention",)):
+            return cls((), None if kinds else window, None)
+        return cls(kinds, window, chunk)
+
+    def seen(self, kind: str, batch: ForestInput) -> Tensor:
+        """[R, n, S] bool: what each node sees in the layers of one kind."""
+        if kind == "full_attention":
+            return batch.mask
+        here, there = batch.positions[:, :, None], batch.slot_positions[:, None, :]
+        if kind == "chunked_attention" and self.chunk is not None:
+            return batch.mask & (here // self.chunk == there // self.chunk)
+        return batch.mask if self.window is None else batch.mask & (here - there < self.window)
+
+
+class CausalForestModel:
+    """A loaded transformers model over a packed forest. Construction runs one token through it to learn its shapes.
+
+    Raises UnsupportedModelError when the architecture keeps more than keys and values or cannot take a forest's mask.
+    """
+
+    def __init__(self, model: Any, name: str, stock: Callable[[], Any] | None = None) -> None:
+        """stock: loads the model once more, as it was before its weights were packed."""
+        self.name = name
+        self._load_stock = stock
+        self._stock: Any = None
+        self._model = model
+        self._body = model.base_model if model.base_model is not model else model.get_decoder()
+        self._config = model.config.get_text_config(decoder=True)
+        self._plan = MaskPlan.of(self._config)
+        self._cache = ForestCache()
+        self._device = _input_device(model)
+        self._embeddings = int(model.get_input_embeddings().weight.shape[0])
+        self._mask_dtype = model.dtype
+        use_grouped_attention(model)
+        self._reads = False
+        logits = self._probe()
+        self._mask_dtype = self._cache.dtype
+        self._dtype = logits.dtype
+        self._width = logits.shape[-1]
+        self._kept: Tensor | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """V, width of the logits that forward returns, or would if the head lacked no tokens."""
+        return self._width
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs are expected and logits returned."""
+        return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the logits."""
+        return self._dtype
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions the model was made for; a learned table cannot go past it, a rotary model gets worse there."""
+        limit = getattr(self._config, "max_position_embeddings", None)
+        rope = getattr(self._config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            # past this length transformers changes the frequencies of the whole batch, whatever the others' lengths
+            limit = rope.get("original_max_position_embeddings") or limit
+        return int(limit) if limit else None
+
+    @property
+    def generation(self) -> int:
+        """Changes whenever the cache's memory moves."""
+        return self._cache.generation
+
+    @property
+    def capturable(self) -> bool:
+        """A forward may become a CUDA graph: all weights lie on one GPU, no hook moves them about, and nothing is read
+        back."""
+        devices = {parameter.device for parameter in self._model.parameters()}
+        hooked = any(hasattr(module, "_hf_hook") for module in self._model.modules())
+        return not self._reads and not hooked and len(devices) == 1 and next(iter(devices)).type == "cuda"
+
+    @property
+    def module(self) -> nn.Module:
+        """The transformers model itself, for comparators."""
+        module: nn.Module = self._model
+        return module
+
+    def stock(self) -> nn.Module:
+        """The model as transformers runs it, for comparators: loaded a second time where ours has packed weights."""
+        if self._load_stock is None:
+            return self.module
+        if self._stock is None:
+            self._stock = self._load_stock()
+        module: nn.Module = self._stock
+        return module
+
+    @property
+    def architecture(self) -> str:
+        """Class name of the transformers model, for messages."""
+        return type(self._model).__name__
+
+    def fit_width(self, width: int) -> None:
+        """Return logits of this width: more columns are cut off, missing ones are -inf.
+
+        For drafts whose padding ids differ from the target's; that the ids mean the same is checked by check_pair.
+        """
+        self._width = width
+        if self._kept is not None:
+            self._kept = self._kept[self._kept < width]
+
+    def spread(self, ids: Tensor, width: int) -> None:
+        """Take the model's logits as those of `ids` [n] int64, ascending, in a vocabulary of this width."""
+        self._kept, self._width = ids.to(self._device), width
+
+    @property
+    def head_ids(self) -> Tensor | None:
+        """Tokens [m] int64 of the logits' columns, ascending, where the head lacks some; None: column v is token v."""
+        return self._kept
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Own cache memory for rows x slots; grows only and keeps what is there."""
+        self._cache.reserve(rows, slots)
+
+    def release(self) -> None:
+        """Give the cache's memory back."""
+        self._cache.release()
+
+    @torch.no_grad()
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep only these cache rows, in this order: rows [n] int64. The memory stays reserved."""
+        self._cache.select_rows(rows)
+
+    @torch.no_grad()
+    def clear(self, row: int) -> None:
+        """Zero a cache row: NaN times a weight of zero is NaN, so a failed request would reach the next one."""
+        self._cache.clear(row)
+
+    def kv_bytes_per_slot(self) -> int:
+        """Bytes of keys and values that one token holds over all layers."""
+        return self._cache.bytes_per_slot
+
+    @torch.no_grad()
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy cache contents slot by slot within each row: source, target [R, T] int64."""
+        self._cache.move(source, target)
+
+    @torch.no_grad()
+    def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
+        """Write the nodes, return logits [R, n, V] in the model's dtype, [R, n, m] where the head lacks tokens (see
+        head_ids); with logits=False the head is not run."""
+        output = self._run(self._model if logits else self._body, batch)
+        return self._fitted(output.logits.to(self._device)) if logits else None
+
+    @torch.no_grad()
+    def plain(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, V] of separate sequences [B, T] by an ordinary causal forward, without our cache and masks."""
+        logits: Tensor = self._model(input_ids=tokens, use_cache=False, return_dict=True).logits
+        return logits.to(self._device)
+
+    def _run(self, runner: Any, batch: ForestInput) -> Any:
+        self._cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
+        return runner(
+            # a narrower draft knows no id of its target's extra ones: any legal id will do, only acceptance suffers
+            input_ids=batch.tokens.clamp(max=self._embeddings - 1),
+            position_ids=batch.positions,
+            attention_mask=self._masks(batch),
+            past_key_values=self._cache,
+            use_cache=True,
+            return_dict=True,
+        )
+
+    def _masks(self, batch: ForestInput) -> Tensor | dict[str, Tensor]:
+        kinds = self._plan.kinds
+        if not kinds:
+            return self._additive(self._plan.seen("sliding_attention", batch))
+        return {kind: self._additive(self._plan.seen(kind, batch)) for kind in {"full_attention", *kinds}}
+
+    def _additive(self, seen: Tensor) -> Tensor:
+        """[R, n, S] bool -> [R, 1, n, S], which eager and sdpa add to scores. Never -inf: an empty row would be NaN."""
+        mask = torch.zeros(seen.shape, dtype=self._mask_dtype, device=seen.device)
+        return mask.masked_fill_(~seen, torch.finfo(self._mask_dtype).min)[:, None]
+
+    def _fitted(self, logits: Tensor) -> Tensor:
+        if self._kept is not None:
+            return logits[..., : len(self._kept)]
+        if self._width <= logits.shape[-1]:
+            return logits[..., : self._width]
+        return nn.functional.pad(logits, (0, self._width - logits.shape[-1]), value=float("-inf"))
+
+    def _probe(self) -> Tensor:
+        """Logits of one token; makes the cache learn the shapes of all layers, then gives its memory back."""
+        zero = torch.zeros((1, 1), dtype=torch.int64, device=self._device)
+        mask = torch.ones((1, 1, 1), dtype=torch.bool, device=self._device)
+        with unsupported(self.architecture), torch.no_grad():
+            self.reserve(1, 1)
+            with HostReads() as reads:
+                output = self._run(self._model, ForestInput(zero, zero, zero, mask, zero))
+            self._reads = bool(reads.counts)
+            if not self.kv_bytes_per_slot():
+                raise ValueError("it keeps no keys and values")
+        self.release()
+        logits: Tensor = output.logits
+        return logits
+
+
+def _input_device(model: Any) -> torch.device:
+    """Where token ids go; offloaded embeddings lie on no real device, and are run where accelerate says."""
+    device: torch.device = model.get_input_embeddings().weight.device
+    if device.type != "meta":
+        return device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextlib.contextmanager
+def unsupported(architecture: str) -> Iterator[None]:
+    """Turn what a model raises into one sentence; models refuse in many words. Memory errors pass."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, UnsupportedModelError):
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())[:160]
+        raise UnsupportedModelError(
+            f"{architecture} cannot hold a tree of tokens ({type(error).__name__}: {said}); "
+            "use a model whose attention goes by mask and position_ids, such as Llama, Qwen or OPT"
+        ) from error

@@ -1,0 +1,210 @@
+"""ModelSpec -> a transformers model and tokenizer, ready for inference. The network is asked only when it must be."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsbd_cli.config import ModelSpec
+from dsbd_cli.engine.models.head import head_keys, install, read_head
+from dsbd_cli.engine.models.hub import locate
+from dsbd_cli.engine.models.packing import packing_works
+from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
+
+__all__ = ["Checkpoint", "eos_ids", "load", "load_config", "load_tokenizer"]
+
+Checkpoint = tuple[Any, Any]
+
+SMALL_BYTES = 64 << 20  # weights of this size are no burden in float32 either
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(spec: ModelSpec) -> Checkpoint:
+    """(model, tokenizer) of a spec, weights frozen, in evaluation mode, nothing printed.
+
+    dtype auto is the checkpoint's own on CUDA. On the CPU it is float32, which rounds no weight, except for a large
+    bfloat16 checkpoint where the processor multiplies bfloat16 itself: there half the bytes are half the time. Raises
+    ModelNotFoundError, ModelError (unfit files, missing weights), UnsupportedModelError (no causal language model) and
+    UsageError (device).
+    """
+    placement = _placement(spec)
+    with _quiet():
+        folder = locate(spec)
+        config = load_config(folder, spec)
+        model = _model(folder, spec, config, placement)
+        tokenizer = load_tokenizer(folder, spec)
+    model.eval()
+    model.requires_grad_(False)
+    return model, tokenizer
+
+
+def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a text: the generation settings' if they name any, else the config's, else the tokenizer's."""
+    for source in (getattr(model, "generation_config", None), model.config.get_text_config(decoder=True), tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        if found is not None and found != []:
+            return tuple(dict.fromkeys(found if isinstance(found, (list, tuple)) else [int(found)]))
+    return ()
+
+
+def load_tokenizer(folder: Path, spec: ModelSpec) -> Any:
+    """The tokenizer in a checkpoint folder."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=spec.trust_remote_code, local_files_only=True)
+    except Exception as error:
+        raise ModelError(f"{_name(spec)}: its tokenizer cannot be loaded: {_said(error)}") from error
+
+
+def _placement(spec: ModelSpec) -> dict[str, Any]:
+    """Keyword arguments that put the weights where the spec wants them."""
+    if spec.device_map is not None:
+        return {"device_map": _device_map(spec)}
+    if spec.device == "auto":
+        return {"device_map": {"": "cuda:0"}} if torch.cuda.is_available() else {}
+    try:
+        device = torch.device(spec.device)
+    except RuntimeError:
+        raise UsageError(f"{spec.role} device {spec.device!r} is not a device: use auto, cpu, cuda or cuda:N") from None
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UsageError(f"{spec.role} device {spec.device!r} is not there: {count} CUDA devices are visible")
+    return {} if device.type == "cpu" else {"device_map": {"": str(device)}}
+
+
+def _device_map(spec: ModelSpec) -> Any:
+    given = spec.device_map or ""
+    if not given.startswith("{"):
+        return given
+    try:
+        return json.loads(given)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{spec.role} device map {given!r} is not JSON: {error}") from None
+
+
+def load_config(folder: Path, spec: ModelSpec) -> Any:
+    """The config in a checkpoint folder."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=spec.trust_remote_code, local_files_only=True)
+    except Exception as error:
+        hint = "" if spec.trust_remote_code else _remote_code_hint(folder)
+        raise ModelError(f"{_name(spec)}: its config cannot be read: {_said(error)}{hint}") from error
+
+
+def _remote_code_hint(folder: Path) -> str:
+    wants = "auto_map" in (folder / "config.json").read_text(encoding="utf-8", errors="replace")
+    return " (it brings its own code: --trust-remote-code runs it)" if wants else ""
+
+
+def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    _check_weights(folder, spec)
+    head = read_head(folder)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=_dtype(spec, config, folder),
+            attn_implementation=_attention(config),
+            use_safetensors=None if spec.allow_pickle else True,
+            trust_remote_code=spec.trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+            **placement,
+        )
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ModelError(f"{_name(spec)} does not fit in memory: {_said(error)}") from error
+    except Exception as error:
+        if "Unrecognized configuration class" in str(error):
+            raise UnsupportedModelError(
+                f"{_name(spec)} is a {config.model_type}, which is no causal language model"
+            ) from None
+        raise ModelError(f"{_name(spec)} cannot be loaded: {_said(error)}") from error
+    model, report = loaded
+    _check_report(report, spec, set() if head is None else head_keys(model))
+    if head is not None:
+        install(model, head, _name(spec))
+    return model
+
+
+def _check_weights(folder: Path, spec: ModelSpec) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    if not any(folder.glob("*.bin")):
+        raise ModelError(f"{_name(spec)}: {folder} holds no weights (*.safetensors)")
+    if not spec.allow_pickle:
+        raise ModelError(
+            f"{_name(spec)} has only pickled weights (*.bin), which can run code when loaded: "
+            "convert them to safetensors, or give --allow-pickle if you trust them"
+        )
+
+
+def _check_report(report: dict[str, Any], spec: ModelSpec, elsewhere: set[str]) -> None:
+    """Weights that are absent would be drawn at random, and the text would be noise without a word.
+
+    elsewhere: names of weights that come from another file.
+    """
+    for kind in ("missing_keys", "mismatched_keys"):
+        if keys := sorted(set(map(str, report.get(kind) or ())) - elsewhere):
+            shown = ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
+            raise ModelError(
+                f"{_name(spec)}: {len(keys)} weights are missing or misshapen ({shown}): get the files again"
+            )
+
+
+def _dtype(spec: ModelSpec, config: Any, folder: Path) -> Any:
+    if spec.dtype != "auto":
+        return _DTYPES[spec.dtype]
+    if getattr(config, "quantization_config", None) is not None:
+        return "auto"
+    places = spec.device if spec.device_map is None else _device_map(spec)
+    named = set(places.values()) if isinstance(places, dict) else {places}
+    if not named <= {"cpu", "disk"} and torch.cuda.is_available():
+        return "auto"
+    stored = getattr(config.get_text_config(decoder=True), "dtype", None)
+    large = sum(file.stat().st_size for file in folder.glob("*.safetensors")) > SMALL_BYTES
+    halves = large and stored in (torch.bfloat16, "bfloat16") and packing_works(torch.bfloat16)
+    return torch.bfloat16 if halves else torch.float32
+
+
+def _attention(config: Any) -> str | None:
+    """eager where scores are capped, which sdpa would leave out; else None: sdpa where the architecture has it."""
+    text = config.get_text_config(decoder=True)
+    return "eager" if getattr(text, "attn_logit_softcapping", None) is not None else None
+
+
+def _name(spec: ModelSpec) -> str:
+    return f"{spec.role} model {spec.source!r}"
+
+
+def _said(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the libraries' progress bars and warnings off stderr, which is for our own messages.
+
+    transformers stays quiet afterwards, because it also warns while it tokenizes and runs.
+    """
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.set_verbosity(logging.CRITICAL)
+    hf_logging.disable_progress_bar()
+    for name in ("huggingface_hub", "accelerate"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,144 @@
+"""Target and draft together: one vocabulary, each loaded and self-tested."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dsbd_cli.config import ModelSpec
+from dsbd_cli.engine.core.protocols import ForestModel
+from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.head import installed
+from dsbd_cli.engine.models.loader import eos_ids, load
+from dsbd_cli.engine.models.packing import pack
+from dsbd_cli.engine.models.selftest import self_test
+from dsbd_cli.engine.models.tokenize import HFCodec
+from dsbd_cli.errors import PairError, UnsupportedModelError
+
+__all__ = ["LoadedPair", "check_pair", "load_model", "load_pair", "markers", "trimmed_target"]
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPair:
+    """A target, its draft (None without one) and the codec of the target.
+
+    Attributes:
+        target_dtype: torch's name without prefix: float32, bfloat16, float16.
+        draft_dtype: the same, None without a draft.
+        notes: differences that do not matter for the result, for the user to read.
+        draft_codec: of a draft that is bridged: with ids of its own, to be spoken to through text.
+    """
+
+    target: ForestModel
+    draft: ForestModel | None
+    codec: HFCodec
+    target_dtype: str
+    draft_dtype: str | None
+    notes: tuple[str, ...] = ()
+    draft_codec: HFCodec | None = None
+
+
+def check_pair(target: HFCodec, draft: HFCodec, target_width: int, draft_width: int) -> tuple[str, ...]:
+    """Require one vocabulary: every id that both tokenizers name, and both models can emit, is the same token.
+
+    Widths of the logits may differ by padding ids, and one side may lack added tokens. Returns notes on differences
+    that are harmless. Raises PairError with the first few differing tokens.
+    """
+    ours, theirs = _tokens(target), _tokens(draft)
+    spare = _added(target) | _added(draft)
+    excused = {i for i in spare if i not in ours or i not in theirs}
+    named = sorted(ours.keys() | theirs.keys())
+    wrong = [i for i in named if ours.get(i) != theirs.get(i) and i not in excused]
+    if wrong:
+        raise PairError(_differing(wrong, ours, theirs))
+    notes = _width_notes(ours, spare, target_width, draft_width)
+    if target.eos_ids != draft.eos_ids:
+        used, left = _ids(target.eos_ids), _ids(draft.eos_ids)
+        notes += (f"end tokens differ: the target's ({used}) are used, not the draft's ({left})",)
+    return notes
+
+
+def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = False) -> LoadedPair:
+    """Load and self-test a target and, unless None, its draft, whose logits are made as wide as the target's.
+
+    bridged: the two need not share a vocabulary, because drafts come through text; the draft's logits stay as they are.
+    Raises the ModelError family and UsageError of loader, selftest and check_pair.
+    """
+    model, codec = load_model(target)
+    if draft is None:
+        return LoadedPair(model, None, codec, _dtype_name(model), None)
+    small, small_codec = load_model(draft)
+    dtypes = _dtype_name(model), _dtype_name(small)
+    if bridged:
+        return LoadedPair(model, small, codec, *dtypes, draft_codec=small_codec)
+    notes = check_pair(codec, small_codec, model.vocab_size, small.vocab_size)
+    small.fit_width(model.vocab_size)
+    return LoadedPair(model, small, codec, *dtypes, notes)
+
+
+def markers(target: HFCodec, draft: HFCodec) -> dict[int, int]:
+    """Special tokens that both tokenizers have, by name: the target's id -> the draft's."""
+    theirs = {token.content: index for index, token in draft.tokenizer.added_tokens_decoder.items() if token.special}
+    ours = target.tokenizer.added_tokens_decoder.items()
+    return {index: theirs[token.content] for index, token in ours if token.special and token.content in theirs}
+
+
+def _dtype_name(model: CausalForestModel) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def load_model(spec: ModelSpec) -> tuple[CausalForestModel, HFCodec]:
+    """One model, its weights packed where it runs on the CPU, self-tested, and its codec."""
+    model, tokenizer = load(spec)
+    try:
+        packed = pack(model) > 0
+        forest = CausalForestModel(model, spec.source, stock=(lambda: load(spec)[0]) if packed else None)
+        self_test(forest)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{spec.role} model {spec.source!r}: {error}") from error
+    if trimmed := installed(model):
+        if spec.role == "target":
+            raise trimmed_target(spec)
+        forest.spread(*trimmed)
+    return forest, HFCodec(tokenizer, eos_ids(model, tokenizer))
+
+
+def trimmed_target(spec: ModelSpec) -> UnsupportedModelError:
+    """The refusal of a target whose head lacks tokens."""
+    return UnsupportedModelError(f"target model {spec.source!r} is a trimmed draft: only a draft may lack tokens")
+
+
+def _tokens(codec: HFCodec) -> dict[int, str]:
+    return {index: token for token, index in codec.tokenizer.get_vocab().items()}
+
+
+def _added(codec: HFCodec) -> set[int]:
+    return set(codec.tokenizer.added_tokens_decoder)
+
+
+def _differing(wrong: list[int], ours: dict[int, str], theirs: dict[int, str]) -> str:
+    def name(token: str | None, role: str) -> str:
+        return f"nothing in the {role}" if token is None else f"{token!r} in the {role}"
+
+    shown = "; ".join(f"id {i}: {name(ours.get(i), 'target')}, {name(theirs.get(i), 'draft')}" for i in wrong[:_SHOWN])
+    return (
+        f"target and draft have different vocabularies: {shown}; {len(wrong)} differ; "
+        "choose a draft of its family, or --drafter bridge, which drafts through text"
+    )
+
+
+def _width_notes(named: dict[int, str], spare: set[int], target_width: int, draft_width: int) -> tuple[str, ...]:
+    """Raises PairError when ordinary tokens of the target lie beyond one model's logits."""
+    needed = max((i for i in named if i not in spare), default=-1) + 1
+    for role, width in (("target", target_width), ("draft", draft_width)):
+        if width < needed:
+            raise PairError(f"the {role} has {width} logits for a vocabulary of {needed} tokens: choose another {role}")
+    if target_width == draft_width:
+        return ()
+    return (f"logits differ in padding only: {target_width} in the target, {draft_width} in the draft",)
+
+
+def _ids(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids)) or "none"

@@ -1,0 +1,148 @@
+"""Check, on the model just loaded, that a packed forest gives the logits of its separate paths.
+
+Some architectures fail silently: they bias or cut attention by slot, whatever the mask says. A list of names would be
+out of date at once, so a small forest is tried, with its tokens scattered over the slots.
+
+Shape letters: N nodes of the test forest, B its paths, T tokens of the longest path, V vocabulary, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
+from dsbd_cli.engine.models.adapter import unsupported
+from dsbd_cli.errors import UnsupportedModelError
+
+__all__ = ["CheckableModel", "SelfTestReport", "self_test"]
+
+PROMPT = 7
+# Three roots, four levels: parent of every node, in node order; -1 hangs on the prompt.
+PARENTS = (-1, -1, -1, 0, 0, 1, 3, 4, 5, 7, 8)
+# Wider than the windows by slot that are in use (256), so that such a window cuts something off.
+SLOTS = 400
+# How many limits the worst node may be off.
+OUTLIER = 3
+
+# Root mean square of a node's logit error, relative to the spread of its logits. Wrong masks give 0.2 and more at most
+# nodes; rounding gives up to a third of the limit at the median, and now and then more (an expert chosen otherwise).
+_LIMITS = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+
+
+class CheckableModel(ForestModel, Protocol):
+    """A forest model that can also run separate sequences in its plain way."""
+
+    @property
+    def architecture(self) -> str: ...
+
+    def plain(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, V] of sequences [B, T]."""
+        ...
+
+    def release(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTestReport:
+    """Relative errors measured: median and largest over the nodes, and the limit for the median."""
+
+    median_error: float
+    largest_error: float
+    limit: float
+
+
+def _path(node: int) -> list[int]:
+    """Nodes from the root to `node`."""
+    parent = PARENTS[node]
+    return [*([] if parent < 0 else _path(parent)), node]
+
+
+def _depth(node: int) -> int:
+    return PROMPT + len(_path(node)) - 1
+
+
+def self_test(model: CheckableModel) -> SelfTestReport:
+    """Two forwards of a packed forest (one after a move) and one of its paths; leaves the cache released.
+
+    Raises UnsupportedModelError in one sentence when they disagree or the model refuses.
+    """
+    total = PROMPT + len(PARENTS)
+    generator = torch.Generator().manual_seed(20)
+    tokens = torch.randint(0, model.vocab_size, (total,), generator=generator).to(model.device)
+    # a permutation spread over nearly all slots: neither order nor distance of slots means anything
+    slots = (torch.randperm(total, generator=generator) * ((SLOTS - 2) // total)).to(model.device)
+    with unsupported(model.architecture):
+        expected = _separate(model, tokens)
+        packed = _packed(model, tokens, slots)
+    report = _compare(packed, expected)
+    if not (report.median_error <= report.limit and report.largest_error <= OUTLIER * report.limit):
+        raise UnsupportedModelError(
+            f"{model.architecture} cannot hold a tree of tokens: the logits of a packed forest are off "
+            f"by {report.largest_error:.1g} of their spread (attention or position by cache slot); use another model"
+        )
+    return report
+
+
+def _separate(model: CheckableModel, tokens: Tensor) -> Tensor:
+    """[N, V] logits of every node by running its path alone. Padding on the right changes nothing before it."""
+    leaves = [node for node in range(len(PARENTS)) if node not in PARENTS]
+    paths = [list(range(PROMPT)) + [PROMPT + node for node in _path(leaf)] for leaf in leaves]
+    longest = max(map(len, paths))
+    index = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=tokens.device)
+    logits = model.plain(tokens[index])  # [B, T, V]
+    rows = [next(row for row, leaf in enumerate(leaves) if node in _path(leaf)) for node in range(len(PARENTS))]
+    depths = [_depth(node) for node in range(len(PARENTS))]
+    return logits[torch.tensor(rows, device=logits.device), torch.tensor(depths, device=logits.device)]
+
+
+def _packed(model: CheckableModel, tokens: Tensor, slots: Tensor) -> Tensor:
+    """[N, V] logits of the nodes in one row: the first six with the prompt, the rest after the slots have moved."""
+    split = PROMPT + 6
+    total = len(tokens)
+    device = tokens.device
+    seen = torch.zeros((total, total), dtype=torch.bool)
+    seen[:PROMPT, :PROMPT] = torch.ones(PROMPT, PROMPT).tril().bool()
+    for node in range(len(PARENTS)):
+        seen[PROMPT + node, :PROMPT] = True
+        seen[PROMPT + node, [PROMPT + other for other in _path(node)]] = True
+    seen = seen.to(device)
+    positions = torch.tensor([*range(PROMPT), *map(_depth, range(len(PARENTS)))], device=device)
+
+    def run(first: int, last: int) -> Tensor:
+        mask = torch.zeros((last - first, SLOTS), dtype=torch.bool, device=device)
+        mask[:, slots] = seen[first:last]
+        slot_positions = torch.zeros(SLOTS, dtype=torch.int64, device=device)
+        slot_positions[slots] = positions
+        part = slice(first, last)
+        batch = ForestInput(
+            tokens[None, part], positions[None, part], slots[None, part], mask[None], slot_positions[None]
+        )
+        logits = model.forward(batch)
+        assert logits is not None
+        return logits[0]
+
+    try:
+        model.reserve(1, SLOTS)
+        before = run(0, split)[PROMPT:]
+        moved = slots.roll(1)  # every slot's content goes to another occupied slot: reads must come before writes
+        model.move(slots[None, :split], moved[None, :split])
+        slots = moved
+        after = run(split, total)
+    finally:
+        model.release()
+    return torch.cat((before, after))
+
+
+def _compare(packed: Tensor, expected: Tensor) -> SelfTestReport:
+    exact = packed.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    limit = _LIMITS[torch.float16 if packed.dtype == torch.float32 and not exact else packed.dtype]
+    resolution = 2 * torch.finfo(packed.dtype).eps / limit  # logits far from zero are stored coarsely
+    packed, expected = packed.double(), expected.double()
+    scale = expected.std(dim=-1) + resolution * expected.square().mean(dim=-1).sqrt()
+    errors = (packed - expected).square().mean(dim=-1).sqrt() / scale.clamp_min(1e-12)  # [N]
+    errors = errors.nan_to_num(nan=float("inf"))
+    return SelfTestReport(errors.median().item(), errors.max().item(), limit)

@@ -1,0 +1,256 @@
+"""What a verification rule sees of one layer, and what it returns. Pure tensors; the noise is drawn from keys, never
+from a global state.
+
+Letters: R requests, W beams, K drafts per layer, C candidates per beam, M = W*C pairs of the pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.forest import DraftLaw
+from dsbd_cli.engine.core.noise import stream_key
+from dsbd_cli.engine.core.pool import DraftRequest, LiveDraws, ends_before, live_draws, match_pairs
+from dsbd_cli.engine.core.probs import NEVER
+
+__all__ = [
+    "DraftedLayer",
+    "LayerDraws",
+    "LayerView",
+    "Rule",
+    "at_front",
+    "complete_afresh",
+    "entry_index",
+    "largest",
+    "membership",
+]
+
+
+@dataclass(slots=True)
+class DraftedLayer:
+    """The drafted nodes below the live beams' layer, sampled ones first in draw order.
+
+    Attributes:
+        parent: [R, K] int64, forest index of the parent. token: [R, K] int64. valid: [R, K] bool.
+        sampled: [R, K] bool, drawn from the law.
+        offset: forest index of the first of them.
+        law: the law of the first K1 nodes, which may be sampled; None when there is no such node, or when no rule or
+            width in use looks at it.
+        above_weight: [R, n] float32, running weight under the draft of the nodes that the law's parents are.
+    """
+
+    parent: Tensor
+    token: Tensor
+    valid: Tensor
+    sampled: Tensor
+    offset: int
+    law: DraftLaw | None
+    above_weight: Tensor
+
+
+@dataclass(slots=True)
+class LayerView:
+    """One step of the target's law over the live beams.
+
+    Attributes:
+        log_p: [R, W, C] float32, pool law P, -inf outside its support.
+        tokens: [R, W, C] int64. ends: [R, W, C] bool, pairs that end the sequence.
+        logprob: [R, W, C] float32, raw log-probability l of each child.
+        node: [R, W] int64, forest index of each live beam. valid: [R, W] bool. path: [R, W] int64 path keys.
+        row_key, iteration: [R] int64, for per-step noise. layer: 0 for the step below the roots.
+        full: the candidates are the whole vocabulary, in order.
+        drafts: None for the bonus layer.
+        width: [R] int64, w_l: live beams the layer needs to pass. dynamic: it may be less than W.
+        noise: [R, W, C] float32, G(x, v) of the candidates, where it is at hand (Rule.path_noise).
+        keys: [R, STREAMS] int64, stream keys of this layer, where they are at hand.
+    """
+
+    log_p: Tensor
+    tokens: Tensor
+    ends: Tensor
+    logprob: Tensor
+    node: Tensor
+    valid: Tensor
+    path: Tensor
+    row_key: Tensor
+    iteration: Tensor
+    layer: int
+    full: bool
+    drafts: DraftedLayer | None
+    width: Tensor
+    dynamic: bool
+    noise: Tensor | None = None
+    keys: Tensor | None = None
+
+    def key(self, stream: int) -> Tensor:
+        """[R] int64, key of one stream of this layer's noise."""
+        if self.keys is not None:
+            return self.keys[:, stream]
+        return stream_key(self.row_key, self.iteration, self.layer, stream)
+
+    @property
+    def num_beams(self) -> int:
+        """W."""
+        return self.node.shape[1]
+
+    def pair(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Beam and token of flat pool indices [R, m]."""
+        return index // self.tokens.shape[2], self.tokens.flatten(1).gather(1, index)
+
+
+@dataclass(slots=True)
+class LayerDraws:
+    """What one layer yields.
+
+    Attributes:
+        index: [R, W] int64, flat pool index of each live draw, in draw order. valid: [R, W] bool.
+        node: [R, W] int64, the drafted node equal to each draw, or -1.
+        ends: [R, M] bool, pairs that became finished hypotheses.
+        countable: [R, W] bool, live draws that count as hypotheses when the length limit ends the request here.
+        passed: [R] bool, all live draws are drafted nodes and there are as many as the layer needs.
+        accepted: [R] int64, drafted nodes taken.
+    """
+
+    index: Tensor
+    valid: Tensor
+    node: Tensor
+    ends: Tensor
+    countable: Tensor
+    passed: Tensor
+    accepted: Tensor
+
+
+class Rule(Protocol):
+    """A verification rule.
+
+    Attributes:
+        needs_law: the rule compares P with the draft's law Q.
+        drafts_end: drafts of end tokens are of use to the rule.
+        warps: the rule samples from the warped law; otherwise raw scores rank the pairs.
+        samples: `draft` draws at random; otherwise drafts are the best pairs, which makes them deterministic nodes.
+        replacement: draws are independent and duplicates stay.
+        path_noise: the target draws with G(x, v), noise that depends on nothing but the pair.
+    """
+
+    needs_law: bool
+    path_noise: bool
+    drafts_end: bool
+    warps: bool
+    samples: bool
+    replacement: bool
+
+    def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
+        """Candidates per beam that are enough to find every draw."""
+        ...
+
+    def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
+        """Draw pairs of the draft's pool: flat index [R, K] in draw order and which are real [R, K]."""
+        ...
+
+    def noise(self, request: DraftRequest) -> Tensor:
+        """[R, n, C] what `draft` adds to log_q before it takes the largest; zeros where the best are taken."""
+        ...
+
+    def verify(self, view: LayerView) -> LayerDraws:
+        """Draw the next live beams of one layer."""
+        ...
+
+
+def largest(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest keys of the pool, in order: flat index [R, K] and which are real. keys [R, n, C]."""
+    draws = live_draws(keys.flatten(1), torch.zeros_like(keys.flatten(1), dtype=torch.bool), count)
+    return draws.index, draws.valid
+
+
+def entry_index(tokens: Tensor) -> Tensor:
+    """A number of its own for every pair of a pool, whatever the candidates: [R, n, C] int64 from tokens."""
+    nodes = torch.arange(tokens.shape[1], device=tokens.device).view(1, -1, 1)
+    return (nodes << 32) + tokens + 1
+
+
+def membership(view: LayerView, keys: Tensor, rank_limit: bool) -> tuple[LayerDraws, Tensor]:
+    """Layer whose draws do not depend on the drafts: the largest keys are drawn, and it passes if the first w_l live
+    ones are drafted. Second result, where the width is dynamic: the end-token draws before the w_l-th live one, [R, M]
+    bool.
+
+    keys: [R, W, C] float. With `rank_limit` an end counts only among the W best pairs (transformers' beam search), not
+    until the last live draw.
+    """
+    beams = view.num_beams
+    flat, ends = keys.flatten(1), view.ends.flatten(1)
+    draws = live_draws(flat, ends, beams)
+    parent, token = view.pair(draws.index)
+    steps = torch.arange(beams, device=flat.device).unsqueeze(0)
+    needed = (steps < view.width.unsqueeze(1)) & draws.valid
+    if view.drafts is None:
+        node = torch.full_like(draws.index, -1)
+        passed = torch.zeros_like(view.width, dtype=torch.bool)
+    else:
+        drafts = view.drafts
+        found = match_pairs(view.node.gather(1, parent), token, drafts.parent, drafts.token, drafts.valid)
+        node = torch.where(draws.valid & (found >= 0), found + drafts.offset, -1)
+        passed = ((node >= 0) | ~needed).all(1) & needed.any(1)
+    width = torch.where(passed, view.width, beams)
+    valid = draws.valid & (steps < width.unsqueeze(1))
+    finished, countable = _ends(view, flat, ends, draws, width, rank_limit)
+    accepted = ((node >= 0) & valid).sum(1)
+    early = ends_before(flat, ends, draws, view.width) if view.dynamic else finished
+    return LayerDraws(draws.index, valid, node, finished, countable & valid, passed, accepted), early
+
+
+def complete_afresh(view: LayerView, draws: LayerDraws, early: Tensor, keys: Tensor) -> LayerDraws:
+    """Where a layer with w_l < W did not pass, draw what lies beyond the w_l-th live draw again, with other noise.
+
+    That the layer stopped says something about the noise of the pairs that were not drawn (drafts were chosen by the
+    same noise), so going on with it would bias the law. keys: [R, W, C], log P with fresh noise.
+    """
+    beams = view.num_beams
+    steps = torch.arange(beams, device=keys.device).unsqueeze(0)
+    again = ~draws.passed & (view.width < beams)
+    first = draws.valid & (steps < view.width.unsqueeze(1))
+    taken = early.to(torch.int8).scatter_reduce(1, draws.index, first.to(torch.int8), "amax").bool()
+    fresh, ends = keys.flatten(1).masked_fill(taken, NEVER), view.ends.flatten(1)
+    more = live_draws(fresh, ends, beams)
+    count = first.sum(1)
+    missing = torch.where(count == view.width, beams - count, 0)  # fewer: nothing is left to draw
+    index, valid, node = at_front(
+        torch.cat((draws.index, more.index), 1),
+        torch.cat((first, more.valid & (steps < missing.unsqueeze(1))), 1),
+        torch.cat((draws.node, torch.full_like(more.index, -1)), 1),
+        beams,
+    )
+    keep = again.unsqueeze(1)
+    valid = torch.where(keep, valid, draws.valid)
+    return LayerDraws(
+        index=torch.where(keep, index, draws.index),
+        valid=valid,
+        node=torch.where(keep, node, draws.node),
+        ends=torch.where(keep, early | ends_before(fresh, ends, more, missing), draws.ends),
+        countable=valid,
+        passed=draws.passed,
+        accepted=torch.where(again, ((draws.node >= 0) & first).sum(1), draws.accepted),
+    )
+
+
+def at_front(index: Tensor, valid: Tensor, node: Tensor, beams: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The first W valid draws of m, in order and without gaps: index, valid and node [R, m] -> [R, W] each.
+
+    Places without a draw have index 0 and node -1.
+    """
+    at = torch.where(valid, valid.cumsum(1) - 1, beams).clamp(max=beams)
+    nowhere = index.new_zeros(len(index), beams + 1)
+    found = nowhere.scatter(1, at, index), nowhere.bool().scatter(1, at, valid), (nowhere - 1).scatter(1, at, node)
+    return found[0][:, :beams], found[1][:, :beams], found[2][:, :beams]
+
+
+def _ends(
+    view: LayerView, keys: Tensor, ends: Tensor, draws: LiveDraws, width: Tensor, rank_limit: bool
+) -> tuple[Tensor, Tensor]:
+    if not rank_limit:
+        return ends_before(keys, ends, draws, width), torch.ones_like(draws.valid)
+    last = torch.topk(keys, min(view.num_beams, keys.shape[-1]), dim=-1).values[:, -1:]
+    return ends & (keys >= last) & torch.isfinite(keys), draws.key >= last

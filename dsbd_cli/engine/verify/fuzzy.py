@@ -1,0 +1,56 @@
+"""Fuzzy speculative decoding (Holsman et al. 2025, arXiv 2502.20704): a layer is taken as drafted wherever the laws of
+target and draft are close enough, whatever the drafted tokens. Lossy on purpose.
+
+Letters: R requests, W beams, V vocabulary, M = W*V pairs of the pool.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.config import FuzzyConfig
+from dsbd_cli.engine.core.probs import NEVER, log_normalise
+from dsbd_cli.engine.verify.base import DraftedLayer, LayerView
+from dsbd_cli.engine.verify.divergence import divergence
+from dsbd_cli.engine.verify.rejection import Rejection, at_pool, draft_law_at
+
+__all__ = ["Fuzzy", "layer_divergence"]
+
+
+class Fuzzy(Rejection):
+    """Rule `fuzzy`: where Div(P, Q) <= T the first w drafts with live parents are taken. Elsewhere fallback `target`
+    draws from P itself and the layer stops, as published; `strict` tests the drafts as rule `rejection` does.
+
+    With one beam and one draft per layer: keep the leading run of accepted positions, then one token from p. The
+    divergence is over the whole vocabulary, so both laws are kept whole: W*V float64 numbers per layer and row.
+    """
+
+    def __init__(self, config: FuzzyConfig) -> None:
+        """config: divergence, threshold T, fallback, and whether raw or warped laws are compared."""
+        self.config = config
+        self.joins = config.fallback == "strict"
+
+    def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
+        """All: divergences are over the whole vocabulary."""
+        return vocab_size
+
+    def decide(self, view: LayerView, drafts: DraftedLayer) -> tuple[Tensor, Tensor]:
+        """Rows [R] bool whose drafts are tested, and rows whose drafts are taken untested."""
+        close = layer_divergence(view, drafts, self.config) <= self.config.threshold
+        return ~close & self.joins, close
+
+
+def layer_divergence(view: LayerView, drafts: DraftedLayer, config: FuzzyConfig) -> Tensor:
+    """Div of the two pool laws over the live parents: [R] float64.
+
+    Raw laws have no temperature and no cuts: exp(running weight) times the model's own probabilities, the target's
+    weights with p and the draft's with q. With one beam the weights do not matter.
+    """
+    assert drafts.law is not None
+    if config.law == "warped":
+        p, q = view.log_p, draft_law_at(view, drafts)
+    else:
+        p, q = view.logprob, at_pool(view, drafts, drafts.above_weight.unsqueeze(-1) + drafts.law.candidates.logprobs)
+    p = torch.where(view.valid.unsqueeze(-1), p, NEVER).flatten(1).to(torch.float64)
+    return divergence(log_normalise(p).exp(), log_normalise(q).exp(), config.divergence)

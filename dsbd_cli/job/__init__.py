@@ -1,0 +1,1 @@
+"""The job: the command, rows in and records out, and what survives a crash."""

@@ -1,0 +1,289 @@
+"""`dsbd bench`: methods side by side on the user's models and data."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from dsbd_cli.config import MethodConfig
+from dsbd_cli.errors import UsageError
+from dsbd_cli.job.cli.bench_options import (
+    DEFAULT_RECORDS,
+    DEFAULT_ROUNDS,
+    DEFAULT_TASKS,
+    BenchOutputs,
+    ChoiceOptions,
+    DataOptions,
+    SweepOptions,
+)
+from dsbd_cli.job.cli.declare import grouped
+from dsbd_cli.job.cli.messages import log, say
+from dsbd_cli.job.cli.naming import as_typed, names_of
+from dsbd_cli.job.cli.options import DeviceOptions, DrawOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.job.cli.report_files import check_report_files
+from dsbd_cli.job.cli.settings import RunSettings, run_settings
+from dsbd_cli.job.cli.signals import StoppedError, StopSignals
+from dsbd_cli.job.data.resume import write_atomically
+from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
+from dsbd_cli.lab.bench.methods import FUZZY_METHODS, Value
+from dsbd_cli.lab.bench.sweep import Plan, Setting, choose_methods, plan, read_values
+from dsbd_cli.lab.tasks.choose import open_dataset
+from dsbd_cli.lab.tasks.dataset import Dataset, with_dev
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.engine import Engine
+    from dsbd_cli.lab.bench.run import Bench
+    from dsbd_cli.lab.reports.bench_data import BenchReport
+
+__all__ = ["bench"]
+
+LOG_INTERVAL_S = 60.0
+TASK_SEED = 0
+
+
+class Progress(Protocol):
+    """Called with windows done, windows in all, and what is measured next."""
+
+    def __call__(self, done: int, total: int, name: str) -> None: ...
+
+
+@grouped
+def bench(
+    data: DataOptions,
+    sweep: SweepOptions,
+    choice: ChoiceOptions,
+    pair: PairOptions,
+    drawing: DrawOptions,
+    devices: DeviceOptions,
+    outputs: BenchOutputs,
+    arguments: Sequence[str],
+) -> None:
+    """Compare methods on these models and this data: quality, speed, steps per target call, memory and energy.
+
+    The models are loaded once. Every few records are answered by every method in turn.
+
+    Without options: the built-in pair on its two tasks, in under two minutes. Ctrl-C prints what is measured by then.
+    """
+    draft_wanted = pair.draft != "none"
+    records = _at_least("--records", data.records, DEFAULT_RECORDS)
+    rounds = _at_least("--rounds", data.rounds, DEFAULT_ROUNDS)
+    dev_records = _at_least("--dev-records", choice.dev_records, records, least=0)
+    planned = _plan(sweep, draft_wanted, tuned=dev_records > 0)
+    chosen = _check_choice(choice, planned, dev_records)
+    settings = run_settings(pair, MethodOptions(), _sampling(drawing, planned), devices, RowOptions())
+    if pair.draft is not None and draft_wanted and not any(one.drafts for one in planned.settings):
+        raise UsageError(f"--draft {pair.draft} would do nothing, because no method of --methods drafts: drop it")
+    if settings.batch_size is None:
+        raise UsageError("--batch-size auto would compare methods at different sizes: give a number")
+    check_report_files(
+        {"--json": outputs.json, "--markdown": outputs.markdown, "--plot": outputs.plot},
+        overwrite=bool(outputs.overwrite),
+    )
+    datasets, notes = _datasets(data, choice, chosen=chosen)
+    with StopSignals(quiet=bool(outputs.quiet)) as signals:
+        from dsbd_cli.lab.bench.prepare import BenchSpec
+        from dsbd_cli.lab.bench.run import Bench
+
+        spec = BenchSpec(
+            datasets=datasets,
+            settings=planned.settings,
+            records=records,
+            rounds=rounds,
+            batch_size=settings.batch_size,
+            sampling=settings.rows.sampling,
+            seed=settings.rows.seed,
+            data=None if data.data is None else str(data.data),
+            notes=(*planned.notes, *notes),
+            dev_records=dev_records,
+            tolerance=DEFAULT_TOLERANCE if choice.fuzzy_tolerance is None else choice.fuzzy_tolerance,
+        )
+        engine = _load(settings, devices, planned.settings)
+        running = Bench(engine, spec, command=[str(word) for word in arguments] or ["bench"])
+        signals.on_stop = running.stop
+        _run(running, outputs)
+        if signals.number is not None:
+            raise StoppedError(signals.number)
+
+
+def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> Plan:
+    """The settings. tuned: a threshold of rule fuzzy is to be chosen, which needs something to be held against."""
+    lists = {
+        name: read_values("--" + name.replace("_", "-"), name, text)
+        for name, text in dataclasses.asdict(sweep).items()
+        if name not in ("methods", "index") and text is not None
+    }
+    methods = sweep.methods
+    if methods is None and "fuzzy_threshold" in lists:
+        methods = ",".join(FUZZY_METHODS)
+    try:
+        planned = _planned(methods, lists, None if sweep.index is None else str(sweep.index), draft, tuned=tuned)
+    except UsageError as error:
+        raise UsageError(as_typed(str(error), names_of(SweepOptions))) from None
+    notes = tuple(as_typed(note, names_of(SweepOptions)) for note in planned.notes)
+    return dataclasses.replace(planned, notes=notes)
+
+
+def _planned(
+    methods: str | None, lists: dict[str, list[Value]], index: str | None, draft: bool, *, tuned: bool
+) -> Plan:
+    names = choose_methods(methods, draft=draft, drafters=lists.get("drafter", ()))
+    planned = plan(names, lists, index)
+    if not tuned or not without_reference(planned.settings):
+        return planned
+    note = "beam-sampling is run as well, because a fuzzy threshold is chosen by what the target alone scores"
+    again = plan(["beam-sampling", *names], lists, index)
+    return dataclasses.replace(again, notes=(note, *again.notes))
+
+
+def _check_choice(choice: ChoiceOptions, planned: Plan, dev_records: int) -> bool:
+    """Whether a threshold is chosen. Raises UsageError for options of a choice that is not made."""
+    tolerance = choice.fuzzy_tolerance
+    if tolerance is not None and not 0 <= tolerance <= 1:
+        raise UsageError(f"--fuzzy-tolerance is {tolerance:g}, but must be from 0 to 1")
+    several = bool(curves(planned.settings))
+    reason = "--dev-records is 0" if several else "no two values of --fuzzy-threshold are run"
+    for name in ("dev_records", "dev_data", "fuzzy_tolerance"):
+        value = getattr(choice, name)
+        if value is None or (several and (dev_records or name == "dev_records")):
+            continue
+        raise UsageError(f"--{name.replace('_', '-')} {value} would do nothing, because {reason}: drop it")
+    return several and dev_records > 0
+
+
+def _sampling(drawing: DrawOptions, planned: Plan) -> SamplingOptions:
+    """As options of generate. Raises UsageError for options of sampling where no method samples."""
+    given = {item.name: getattr(drawing, item.name) for item in dataclasses.fields(drawing)}
+    idle = [name for name in ("temperature", "top_k", "top_p", "min_p", "seed") if given[name] is not None]
+    if idle and not any(one.samples for one in planned.settings):
+        names = ", ".join("--" + name.replace("_", "-") for name in idle)
+        raise UsageError(f"{names} would do nothing, because no method of --methods samples: drop it")
+    return SamplingOptions(**given)
+
+
+def _at_least(option: str, value: int | None, default: int, *, least: int = 1) -> int:
+    if value is not None and value < least:
+        raise UsageError(f"{option} is {value}, but must be {least} or more")
+    return default if value is None else value
+
+
+def _datasets(data: DataOptions, choice: ChoiceOptions, *, chosen: bool) -> tuple[list[Dataset], list[str]]:
+    """The data sets, and what is to be said of them. chosen: on dev records, where answers are scored."""
+    names = [name.strip() for name in (data.task or DEFAULT_TASKS).split(",")]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise UsageError(f"--task: {name} stands there twice: drop one")
+    if data.data is not None and len(names) > 1:
+        raise UsageError(f"--data {data.data} belongs to one task, but --task is {', '.join(names)}: name one")
+    if choice.dev_data is not None and data.data is None:
+        raise UsageError(f"--dev-data {choice.dev_data} goes with --data, which is not given")
+    opened = [open_dataset(name, data.data, TASK_SEED, choice.dev_data) for name in names]
+    if not chosen:
+        return opened, []
+    found, notes = [], []
+    for dataset in opened:
+        if dataset.metrics:
+            found.append(with_dev(dataset))
+            continue
+        for name in ("dev_records", "dev_data", "fuzzy_tolerance"):
+            if (value := getattr(choice, name)) is not None:
+                given = f"--{name.replace('_', '-')} {value}"
+                raise UsageError(f"{given} would do nothing, because answers of {dataset.name} are not scored: drop it")
+        found.append(dataset)
+        notes.append(f"{dataset.name}: answers are not scored, so no fuzzy threshold is chosen on dev records")
+    return found, notes
+
+
+def _load(settings: RunSettings, devices: DeviceOptions, planned: Sequence[Setting]) -> Engine:
+    """Where torch is imported. A draft that no method needs is not loaded."""
+    from dsbd_cli.engine.decoding import load as loading
+
+    draft = settings.draft if any(one.drafts for one in planned) else None
+    return loading.load(
+        settings.target,
+        draft,
+        method=MethodConfig() if draft is not None else MethodConfig(depth=0),
+        batch_size=settings.batch_size,
+        log_steps=False,
+        dtype=devices.dtype or "auto",
+        device=devices.device or "auto",
+        device_map=devices.device_map,
+        draft_device=devices.draft_device,
+        trust_remote_code=bool(devices.trust_remote_code),
+        allow_pickle=bool(devices.allow_pickle),
+    )
+
+
+def _run(running: Bench, outputs: BenchOutputs) -> None:
+    """Measure, then print and write, also what was measured until a signal came."""
+    with _progress(quiet=bool(outputs.quiet)) as progress:
+        report = running.run(progress)
+    if not report.rows:
+        say("stopped before anything was measured")
+        return
+    from dsbd_cli.lab.reports.bench_terminal import print_report
+
+    _write(report, outputs)
+    print_report(report, sys.stdout)
+    sys.stdout.flush()
+
+
+def _write(report: BenchReport, outputs: BenchOutputs) -> None:
+    if outputs.json is not None:
+        from dsbd_cli.lab.reports.bench_json import json_lines
+
+        write_atomically(outputs.json, json_lines(report))
+    if outputs.markdown is not None:
+        from dsbd_cli.lab.reports.bench_markdown import markdown_page
+
+        write_atomically(outputs.markdown, markdown_page(report).encode())
+    if outputs.plot is not None:
+        from dsbd_cli.lab.reports.bench_plot import bench_figure
+        from dsbd_cli.lab.reports.style import picture_bytes
+
+        write_atomically(outputs.plot, picture_bytes(bench_figure(report), outputs.plot.suffix))
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Progress]:
+    """A bar on a terminal, a log line a minute elsewhere."""
+    if quiet or sys.stderr is None:
+        yield lambda done, total, name: None
+    elif sys.stderr.isatty():
+        with _bar() as told:
+            yield told
+    else:
+        yield _Log()
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
+        task = bar.add_task("warming up", total=None)
+        yield lambda done, total, name: bar.update(task, completed=done, total=total, description=name)
+
+
+class _Log:
+    """A line a minute."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        if time.monotonic() - self._last >= LOG_INTERVAL_S:
+            self._last = time.monotonic()
+            log(f"{done} of {total} windows, {name}", {"done": done, "total": total})

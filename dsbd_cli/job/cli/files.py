@@ -1,0 +1,100 @@
+"""Which files may be named together, and the input. All of it is settled before any model is loaded."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
+
+from dsbd_cli.errors import UsageError
+from dsbd_cli.job.cli.options import FileOptions
+from dsbd_cli.job.data.compression import open_input
+
+__all__ = ["STANDARD", "can_resume", "check_files", "is_special", "open_source"]
+
+STANDARD = Path("-")
+COMPRESSED = (".gz", ".zst")
+
+
+def is_special(path: Path) -> bool:
+    """A device or a named pipe: it may be written to, but holds nothing that could be lost."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def can_resume(files: FileOptions) -> bool:
+    """Whether what this run writes can be gone on with."""
+    path = files.output
+    if path is None or path == STANDARD or is_special(path) or files.output_format == "text":
+        return False
+    return not any(one is not None and one.suffix in COMPRESSED for one in (path, files.stats))
+
+
+def check_files(files: FileOptions) -> None:
+    """Refuse names and switches that cannot work together. Raises UsageError."""
+    named = [
+        (option, path)
+        for option, path in (("--output", files.output), ("--stats", files.stats), ("--summary", files.summary))
+        if path is not None and path != STANDARD
+    ]
+    for option, path in (("--stats", files.stats), ("--summary", files.summary)):
+        if path == STANDARD:
+            raise UsageError(f"{option} needs a file: on standard output its lines would mix with the records")
+    if files.overwrite and not named:
+        raise UsageError("--overwrite replaces the --output, --stats and --summary files, but none is given: drop it")
+    _check_resume(files)
+    for place, (option, path) in enumerate(named):
+        if files.input is not None and _same(path, files.input):
+            raise UsageError(f"{option} {path} is the input: name another file")
+        for other, taken in named[:place]:
+            if _same(path, taken):
+                raise UsageError(f"{other} and {option} are both {taken}: name two files")
+        _check_place(option, path, may_exist=bool(files.overwrite or files.resume))
+
+
+def _check_resume(files: FileOptions) -> None:
+    if not files.resume:
+        if files.retry_errors:
+            raise UsageError("--retry-errors works on the file of an earlier run: add --resume")
+        return
+    if files.overwrite:
+        raise UsageError("--resume keeps the output and --overwrite replaces it: give one of them")
+    if files.output is None or files.output == STANDARD:
+        raise UsageError("--resume needs the file to go on with: name it with --output")
+    if is_special(files.output):
+        raise UsageError(f"--resume: {files.output} is no ordinary file, so nothing can be read back from it")
+    for path in (files.output, files.stats):
+        if path is not None and path.suffix in COMPRESSED:
+            raise UsageError(f"--resume cannot go on with {path}, which is compressed: write plain lines")
+    if files.output_format == "text":
+        raise UsageError("--resume cannot go on with --output-format text, whose lines do not say which row they are")
+
+
+def _check_place(option: str, path: Path, *, may_exist: bool) -> None:
+    if path.is_dir():
+        raise UsageError(f"{option} {path} is a folder: name a file")
+    if path.is_file() and not may_exist:
+        on = "go on with it with --resume, " if option == "--output" else ""
+        raise UsageError(f"{option} {path} exists: name another file, {on}or replace it with --overwrite")
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {path}: the folder {path.parent} does not exist")
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve() and not (one.exists() and not one.is_file())
+
+
+def open_source(files: FileOptions, stack: ExitStack) -> tuple[BinaryIO, str, int | None]:
+    """The input, its name, and its size in bytes where that is known. Raises UsageError."""
+    path = files.input
+    if path is not None and path != STANDARD:
+        try:
+            size = path.stat().st_size if path.is_file() and path.suffix not in COMPRESSED else None
+            return stack.enter_context(open_input(path)), str(path), size
+        except OSError as error:
+            raise UsageError(f"--input {path} cannot be read: {error.strerror or error}") from None
+    if sys.stdin is None:
+        raise UsageError("standard input is closed: name a file with --input")
+    if path is None and sys.stdin.isatty():
+        raise UsageError("no input: use dsbd generate < prompts.jsonl, or --input FILE (--input - reads the terminal)")
+    return sys.stdin.buffer, "standard input", None

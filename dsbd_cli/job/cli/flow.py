@@ -1,0 +1,145 @@
+"""Rows through an engine: input order is kept, failed rows wait for their turn, done rows are passed over."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from dsbd_cli.errors import DsbdError
+from dsbd_cli.job.cli.progress import Reporter
+from dsbd_cli.job.data.jsonl import LineWriter
+from dsbd_cli.job.data.resume import DoneRows
+from dsbd_cli.job.records import LongLine, Row, row_error, step_records
+from dsbd_cli.requests import Request, RequestResult
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.engine import Engine
+
+__all__ = ["MakeRecord", "RowFlow", "TooManyErrorsError"]
+
+MAX_KNOWN_IDS = 1_000_000
+
+Line = tuple[int, bytes | LongLine] | None
+MakeRecord = Callable[[Row, RequestResult | None], bytes]
+
+
+class ReadRow(Protocol):
+    """RowReader.read or RowReader.read_text."""
+
+    def __call__(self, line: bytes | LongLine, *, index: int, number: int) -> Row: ...
+
+
+class TooManyErrorsError(DsbdError):
+    """As many rows failed as --max-errors allows."""
+
+
+class RowFlow:
+    """The rows of one run. What was written stays, whatever ends it early."""
+
+    def __init__(
+        self,
+        source: Iterable[Line],
+        read: ReadRow,
+        reporter: Reporter,
+        *,
+        done: DoneRows | None,
+        max_errors: int | None,
+        stopping: Callable[[], bool],
+    ) -> None:
+        """done: what an earlier run has left. stopping: a signal has come."""
+        self._lines, self._read_row, self._reporter = iter(source), read, reporter
+        self._done, self._max_errors, self._stopping = done, max_errors, stopping
+        self._index = self._position = 0
+        self._next: tuple[int, Row] | None = None
+        self._pending: deque[tuple[int, Row]] = deque()
+        self._ids: set[int] = set()
+
+    def anything_left(self) -> bool:
+        """Pass over the rows that are done. False: there is nothing else, and no model is needed."""
+        for item in self._rows():
+            if item is not None:
+                self._next = item
+                return True
+        return False
+
+    def run(self, engine: Engine, record: MakeRecord, writer: LineWriter, steps: LineWriter | None) -> None:
+        """Answer every row that is not done."""
+        self._record, self._writer, self._steps = record, writer, steps
+        for result in engine.run(self._requests()):
+            position, row = self._pending.popleft()
+            assert row.request is result.request, "the engine answers in input order"
+            self._write(position, row, result)
+            self._write_failed()
+        if not self._stopping():
+            self._write_failed()
+            assert not self._pending, "the engine answers every request"
+        writer.flush()
+
+    def _requests(self) -> Iterator[Request | None]:
+        for item in self._rows():
+            if self._stopping():
+                return
+            if item is None:
+                self._writer.flush()
+                yield None
+                continue
+            self._pending.append(item)
+            if item[1].request is not None:
+                yield item[1].request
+            else:
+                self._write_failed()
+
+    def _rows(self) -> Iterator[tuple[int, Row] | None]:
+        """Rows that are not done, each with the bytes of the input up to its end; None where nothing is ready."""
+        if self._next is not None:
+            yield self._next
+            self._next = None
+        for item in self._lines:
+            if item is None:
+                yield None
+                continue
+            number, line = item
+            row = self._read_row(line, index=self._index, number=number)
+            self._index += 1
+            self._position += (line.size if isinstance(line, LongLine) else len(line)) + 1
+            self._note_id(row)
+            if self._done is not None and self._done.take(row.id, row.key):
+                self._reporter.totals.skipped += 1
+                self._reporter.at(self._position, skipped=True)
+                continue
+            for warning in row.warnings:
+                self._reporter.warn(warning)
+            yield self._position, row
+
+    def _note_id(self, row: Row) -> None:
+        """An id that stands twice is told: whoever joins on ids must know. Memory for this is bounded."""
+        name = hash(row.id)
+        if name in self._ids:
+            self._reporter.totals.duplicates += 1
+            self._reporter.warn(f"line {row.number}: the id {row.id!r} has been used before", kind="duplicate")
+        elif len(self._ids) < MAX_KNOWN_IDS:
+            self._ids.add(name)
+
+    def _write_failed(self) -> None:
+        """Failed rows at the front need not wait for anybody."""
+        while self._pending and self._pending[0][1].error is not None:
+            self._write(*self._pending.popleft(), None)
+
+    def _write(self, position: int, row: Row, result: RequestResult | None) -> None:
+        """Steps first: a record says that all of its row is written."""
+        error = row_error(row, result)
+        if result is not None:
+            if self._steps is not None:
+                for line in step_records(result.stats.step_log):
+                    self._steps.write(line)
+            self._reporter.totals.add(result)
+        self._writer.write(self._record(row, result))
+        self._reporter.at(position)
+        if error is None:
+            self._reporter.row()
+            return
+        self._reporter.row(error=f"row {row.index} (id {row.id}): {error}", kind=type(error).__name__)
+        if self._max_errors is not None and self._reporter.totals.failed >= self._max_errors:
+            rows = "a row has" if self._max_errors == 1 else f"{self._max_errors} rows have"
+            raise TooManyErrorsError(f"{rows} failed, the last one at {error}")

@@ -1,0 +1,219 @@
+"""`dsbd generate`: lines in, one record per line out, in input order, each written as soon as it is done."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import typer
+
+from dsbd_cli._version import __version__
+from dsbd_cli.errors import UsageError
+from dsbd_cli.job.cli.declare import grouped, help_texts
+from dsbd_cli.job.cli.drafter_options import DrafterOptions
+from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, open_source
+from dsbd_cli.job.cli.flow import MakeRecord, RowFlow, TooManyErrorsError
+from dsbd_cli.job.cli.layers import job_text, unknown_variables
+from dsbd_cli.job.cli.messages import set_style, tracebacks_wanted
+from dsbd_cli.job.cli.naming import as_typed
+from dsbd_cli.job.cli.options import (
+    DeviceOptions,
+    FileOptions,
+    JobOptions,
+    MethodOptions,
+    PairOptions,
+    RowOptions,
+    SamplingOptions,
+)
+from dsbd_cli.job.cli.outputs import Outputs
+from dsbd_cli.job.cli.progress import Reporter
+from dsbd_cli.job.cli.settings import OPTIONS, RunSettings, run_settings
+from dsbd_cli.job.cli.signals import StoppedError, StopSignals
+from dsbd_cli.job.cli.summary import Summary, rows_exit_code
+from dsbd_cli.job.cli.talk_options import TalkOptions
+from dsbd_cli.job.data.source import LineSource
+from dsbd_cli.job.records import MethodRecord, native_record, openai_record, run_fingerprint, text_record
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.engine import Engine, EngineInfo
+
+__all__ = ["generate"]
+
+
+@grouped
+def generate(
+    files: FileOptions,
+    failing: RowOptions,
+    pair: PairOptions,
+    method: MethodOptions,
+    drafter: DrafterOptions,
+    sampling: SamplingOptions,
+    devices: DeviceOptions,
+    talk: TalkOptions,
+    job: JobOptions,
+    arguments: Sequence[str],
+) -> None:
+    """Answer prompts with speculative beam decoding: JSON lines in, one JSON line per input line out.
+
+    A line is an object with prompt (or messages), an id and sampling options of its own, or a line of an OpenAI batch.
+
+    Every option may also stand in --config FILE or in a variable such as DSBD_NUM_BEAMS.
+
+    The command line wins over the file, the file over the environment.
+    """
+    set_style(json_lines=bool(talk.log_json), tracebacks=bool(talk.debug) or tracebacks_wanted())
+    if talk.quiet and talk.verbose:
+        raise UsageError("--quiet and --verbose cannot be used together: give one of them")
+    settings = run_settings(pair, method, sampling, devices, failing, drafter)
+    if files.input_format == "text" and failing.strict:
+        raise UsageError("--strict would do nothing, because lines of text have no fields: drop it")
+    groups = (files, failing, pair, method, drafter, sampling, devices, talk)
+    if job.print_config:
+        typer.echo(job_text(groups, help_texts(groups)))
+        return
+    check_files(files)
+    run = _Run(files, settings, devices, talk, arguments)
+    for line in unknown_variables((*map(type, groups), JobOptions)):
+        run.reporter.warn(line)
+    if code := run.answer():
+        raise typer.Exit(code)
+
+
+class _Run:
+    """One run over one input."""
+
+    def __init__(
+        self,
+        files: FileOptions,
+        settings: RunSettings,
+        devices: DeviceOptions,
+        talk: TalkOptions,
+        arguments: Sequence[str],
+    ) -> None:
+        self._files, self._settings, self._devices, self._arguments = files, settings, devices, arguments
+        self._method = MethodRecord(settings.method, settings.target, settings.draft)
+        self._fingerprint = run_fingerprint(
+            self._method,
+            settings.rows,
+            dtype=devices.dtype or "auto",
+            on_too_long=settings.on_too_long,
+            strict=settings.rows.strict,
+            input_format=files.input_format or "auto",
+            output_format=files.output_format or "native",
+            dsbd=__version__,
+        )
+        self._signals = StopSignals(quiet=bool(talk.quiet))
+        on_terminal = files.output in (None, STANDARD) and sys.stdout is not None and sys.stdout.isatty()
+        self.reporter = Reporter(talk, records_on_terminal=on_terminal)
+
+    def answer(self) -> int:
+        """Answer the rows; returns the exit code of a run that came to its end."""
+        with ExitStack() as stack:
+            stack.enter_context(self._signals)
+            stream, name, size = open_source(self._files, stack)
+            self.reporter.input_bytes = size
+            outputs = stack.enter_context(Outputs(self._files, self._fingerprint))
+            for line in outputs.notes:
+                self.reporter.warn(line)
+            settings = {**self._fingerprint, "batch_size": self._settings.batch_size}
+            summary = stack.enter_context(Summary(self._files.summary, self.reporter.totals, settings))
+            stack.callback(self.reporter.stop)
+            flow = self._flow(stack.enter_context(LineSource(stream, name)), outputs)
+            self._answer(flow, outputs, summary)
+        return rows_exit_code(self.reporter.totals)
+
+    def _flow(self, source: LineSource, outputs: Outputs) -> RowFlow:
+        rows, totals = self._settings.rows, self.reporter.totals
+        if outputs.done is not None:
+            totals.skipped_failed, totals.retried = outputs.done.failed, outputs.retried
+        return RowFlow(
+            source,
+            rows.read_text if self._files.input_format == "text" else rows.read,
+            self.reporter,
+            done=outputs.done,
+            max_errors=self._settings.max_errors,
+            stopping=lambda: self._signals.number is not None,
+        )
+
+    def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
+        totals = self.reporter.totals
+        try:
+            engine = self._load() if outputs.done is None or flow.anything_left() or outputs.is_empty else None
+        except StoppedError:
+            self.reporter.summary("stopped before a row was answered", always=True)
+            raise
+        if engine is not None:
+            summary.info = engine.info
+            writer, steps = outputs.begin()
+            self.reporter.begin(_describe(self._settings, engine.info))
+            self._signals.on_stop = engine.stop
+            try:
+                flow.run(engine, self._maker(outputs.created), writer, steps)
+            except TooManyErrorsError as error:
+                raise TooManyErrorsError(f"{error}; {self._how_to_resume()}") from None
+        if (number := self._signals.number) is not None:
+            self.reporter.summary(f"stopped: {totals.line()}; {self._how_to_resume()}", always=True)
+            raise StoppedError(number)
+        if outputs.done is not None and outputs.done.left:
+            self.reporter.warn(
+                f"{self._files.output} holds {outputs.done.left} records of rows that are not in the input any more"
+            )
+        self.reporter.summary(totals.line())
+
+    def _maker(self, created: int) -> MakeRecord:
+        """How this run writes a row."""
+        method, form = self._method, self._files.output_format
+        if form == "openai":
+            return lambda row, result: openai_record(row, result, method, created)
+        if form == "text":
+            return text_record
+        return lambda row, result: native_record(row, result, method)
+
+    def _how_to_resume(self) -> str:
+        """The command that goes on with this run."""
+        if not can_resume(self._files):
+            return "what is written is complete, but only a plain native or openai --output FILE can be resumed"
+        arguments = [one for one in self._arguments if one not in ("--overwrite", "--resume")]
+        undo = ["--no-overwrite"] if self._files.overwrite and "--overwrite" not in self._arguments else []
+        command = shlex.join(["dsbd", *arguments, *undo, "--resume"])
+        again = " with the same input" if self._files.input in (None, STANDARD) else ""
+        return f"what is written is complete; go on{again} with: {command}"
+
+    def _load(self) -> Engine:
+        """Where torch is imported."""
+        from dsbd_cli.engine.decoding import load as loading
+
+        settings, devices = self._settings, self._devices
+        try:
+            return loading.load(
+                settings.target,
+                settings.draft,
+                method=settings.method,
+                batch_size=settings.batch_size,
+                log_steps=self._files.stats is not None,
+                on_too_long=settings.on_too_long,
+                dtype=devices.dtype or "auto",
+                device=devices.device or "auto",
+                device_map=devices.device_map,
+                draft_device=devices.draft_device,
+                cuda_graphs=devices.cuda_graphs,
+                trust_remote_code=bool(devices.trust_remote_code),
+                allow_pickle=bool(devices.allow_pickle),
+            )
+        except UsageError as error:
+            raise UsageError(as_typed(str(error), OPTIONS)) from None
+
+
+def _describe(settings: RunSettings, info: EngineInfo | None) -> str:
+    method = settings.method
+    most = "up to " if method.adaptive_depth else ""
+    drafts = f"{most}{method.depth} layers of {method.drafts_per_layer} drafts" if method.depth else "no draft"
+    drafts += f" by {method.drafter}" if method.depth and method.drafter != "beam" else ""
+    models = f"target {settings.target}" + (f", draft {settings.draft}" if settings.draft else "")
+    models += f" ({info.dtype}, {info.device})" if info is not None else ""
+    return (
+        f"{models}; rule {method.rule}, {method.num_beams} beams, {drafts}, width {method.width} ({method.exactness})"
+    )

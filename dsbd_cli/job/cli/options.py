@@ -1,0 +1,386 @@
+"""Every option, declared once, in groups that commands share. None means not given: defaults are the library's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from dsbd_cli.config import (
+    BUILTIN_DRAFT,
+    BUILTIN_TARGET,
+    DEFAULT_BATCH_SIZE,
+    DIVERGENCES,
+    DTYPES,
+    ON_TOO_LONG,
+    RULES,
+    DivergenceName,
+    FallbackName,
+    FuzzyConfig,
+    FuzzyLawName,
+    MethodConfig,
+    OnTooLong,
+    RuleName,
+    SamplingConfig,
+    WarpScope,
+    WidthName,
+)
+from dsbd_cli.job.cli.declare import flag, option, switch
+from dsbd_cli.job.records import RowReader
+
+__all__ = [
+    "DeviceOptions",
+    "DrawOptions",
+    "FileOptions",
+    "JobOptions",
+    "MethodOptions",
+    "PairOptions",
+    "RowOptions",
+    "SamplingOptions",
+]
+
+FILES, ROWS, MODELS, METHOD = "Input and output", "Rows that fail", "Models", "Method"
+SAMPLING, ENDING, DEVICES = "Sampling", "Ending and ranking", "Devices"
+JOB = "Options from a file"
+
+InputFormat = Literal["auto", "text"]
+OutputFormat = Literal["native", "openai", "text"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+_METHOD, _SAMPLING, _FUZZY = MethodConfig(), SamplingConfig(), FuzzyConfig(0)
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """Where lines come from and go to."""
+
+    input: Annotated[
+        Path | None,
+        option(
+            FILES,
+            "--input",
+            "-i",
+            text="file to read, compressed if it ends in .gz or .zst; - is standard input",
+            default="-",
+            metavar="FILE",
+        ),
+    ] = None
+    input_format: Annotated[
+        InputFormat | None,
+        option(
+            FILES,
+            "--input-format",
+            text="auto: JSON lines, flat or of the OpenAI batch form, told apart line by line; "
+            "text: every line is a prompt",
+            default="auto",
+            metavar="FORM",
+        ),
+    ] = None
+    output: Annotated[
+        Path | None,
+        option(
+            FILES,
+            "--output",
+            "-o",
+            text="file to write, compressed if it ends in .gz or .zst; - is standard output",
+            default="-",
+            metavar="FILE",
+        ),
+    ] = None
+    output_format: Annotated[
+        OutputFormat | None,
+        option(
+            FILES,
+            "--output-format",
+            text="native: records with scores and counters; openai: lines of the OpenAI batch form; "
+            "text: the text alone, escaped as in JSON; an empty line for a row that failed",
+            default="native",
+            metavar="FORM",
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool | None, flag(FILES, "--overwrite", text="replace the --output, --stats and --summary files")
+    ] = None
+    resume: Annotated[
+        bool | None,
+        flag(
+            FILES,
+            "--resume",
+            text="go on with the --output file: rows that it holds are not done again; without one, begin",
+        ),
+    ] = None
+    retry_errors: Annotated[
+        bool | None,
+        flag(FILES, "--retry-errors", text="with --resume: drop the failed rows from --output and answer them again"),
+    ] = None
+    stats: Annotated[
+        Path | None, option(FILES, "--stats", text="write one line per iteration to this file", metavar="FILE")
+    ] = None
+    summary: Annotated[
+        Path | None,
+        option(FILES, "--summary", text="write counts, times, versions and settings as JSON here", metavar="FILE"),
+    ] = None
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """What happens to rows that cannot be answered as they stand."""
+
+    on_too_long: Annotated[
+        OnTooLong | None,
+        option(
+            ROWS,
+            "--on-too-long",
+            text=f"a prompt that does not fit the models: {' or '.join(ON_TOO_LONG)}",
+            default="error",
+            metavar="WHAT",
+        ),
+    ] = None
+    strict: Annotated[bool | None, flag(ROWS, "--strict", text="a row with an unknown field fails")] = None
+    max_errors: Annotated[
+        int | None,
+        option(ROWS, "--max-errors", text="end the run with exit code 1 when N rows have failed", metavar="N"),
+    ] = None
+    fail_fast: Annotated[bool | None, flag(ROWS, "--fail-fast", text="the same as --max-errors 1")] = None
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Options from a file."""
+
+    config: Annotated[
+        Path | None,
+        option(JOB, "--config", text="TOML file with any of these options by their long names", metavar="FILE"),
+    ] = None
+    print_config: Annotated[
+        bool | None, switch(JOB, "--print-config", text="print the options as such a file, and answer nothing")
+    ] = None
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """The two models."""
+
+    target: Annotated[
+        str | None,
+        option(MODELS, "--target", text="alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL"),
+    ] = None
+    draft: Annotated[
+        str | None,
+        option(
+            MODELS, "--draft", text="alias, folder or hub id; none: no draft", default=BUILTIN_DRAFT, metavar="MODEL"
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """How beams are drafted and verified."""
+
+    num_beams: Annotated[
+        int | None,
+        option(METHOD, "--num-beams", text="W, live beams at most", default=_METHOD.num_beams, metavar="W"),
+    ] = None
+    drafts_per_layer: Annotated[
+        int | None,
+        option(
+            METHOD,
+            "--drafts-per-layer",
+            text="K, drafted nodes per layer",
+            default=f"{_METHOD.drafts_per_layer}, or 2W if that is more",
+            metavar="K",
+        ),
+    ] = None
+    depth: Annotated[
+        str | None,
+        option(
+            METHOD,
+            "--depth",
+            text="D, drafted layers; 0: no draft; auto: what measures fastest, with K as upper bound",
+            default=f"auto where the text does not depend on it (rules coupled and search, width fixed, no "
+            f"--memory-saving), else {_METHOD.depth}",
+            metavar="D",
+        ),
+    ] = None
+    rule: Annotated[
+        RuleName | None,
+        option(METHOD, "--rule", text=f"verification: {', '.join(RULES)}", default=_METHOD.rule, metavar="RULE"),
+    ] = None
+    width: Annotated[
+        WidthName | None,
+        option(
+            METHOD,
+            "--width",
+            text="live beams a layer must yield: fixed (W), or threshold (as many as are likely)",
+            default="threshold for rejection and with-replacement where drafter beam stands first, else fixed",
+            metavar="POLICY",
+        ),
+    ] = None
+    width_threshold: Annotated[
+        float | None,
+        option(
+            METHOD,
+            "--width-threshold",
+            text="wanted chance that a layer yields its width",
+            default=_METHOD.width_threshold,
+            metavar="T",
+        ),
+    ] = None
+    min_width: Annotated[
+        int | None,
+        option(METHOD, "--min-width", text="least width of a threshold layer", default=_METHOD.min_width, metavar="W"),
+    ] = None
+    warp_scope: Annotated[
+        WarpScope | None,
+        option(
+            METHOD,
+            "--warp-scope",
+            text="warp the joint law of the beams (pool), or each beam's row (beam)",
+            default=_METHOD.warp_scope,
+            metavar="SCOPE",
+        ),
+    ] = None
+    fuzzy_threshold: Annotated[
+        float | None,
+        option(
+            METHOD,
+            "--fuzzy-threshold",
+            text="rule fuzzy, which needs it: take a layer as drafted where target and draft differ by T at most",
+            metavar="T",
+        ),
+    ] = None
+    divergence: Annotated[
+        DivergenceName | None,
+        option(
+            METHOD, "--divergence", text=f"rule fuzzy: {', '.join(DIVERGENCES)}", default=_FUZZY.divergence, metavar="D"
+        ),
+    ] = None
+    fallback: Annotated[
+        FallbackName | None,
+        option(
+            METHOD,
+            "--fallback",
+            text="rule fuzzy, above T: target (draw from it) or strict (test the drafts as rejection does)",
+            default=_FUZZY.fallback,
+            metavar="HOW",
+        ),
+    ] = None
+    fuzzy_law: Annotated[
+        FuzzyLawName | None,
+        option(
+            METHOD,
+            "--fuzzy-law",
+            text="rule fuzzy: compare raw laws or warped ones",
+            default=_FUZZY.law,
+            metavar="LAW",
+        ),
+    ] = None
+    memory_saving: Annotated[
+        bool | None, flag(METHOD, "--memory-saving", text="keep only the best beam between iterations")
+    ] = None
+
+
+@dataclass(frozen=True)
+class DrawOptions:
+    """How one text is drawn, ended and ranked."""
+
+    temperature: Annotated[
+        float | None,
+        option(SAMPLING, "--temperature", text="above 0", default=_SAMPLING.temperature, metavar="X"),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        option(SAMPLING, "--top-k", text="keep the N likeliest; 0: all", default=_SAMPLING.top_k, metavar="N"),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        option(SAMPLING, "--top-p", text="keep the likeliest of this mass", default=_SAMPLING.top_p, metavar="X"),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        option(SAMPLING, "--min-p", text="drop below X times the likeliest", default=_SAMPLING.min_p, metavar="X"),
+    ] = None
+    seed: Annotated[
+        int | None,
+        option(
+            SAMPLING,
+            "--seed",
+            text="a row's seed comes from this one and its id",
+            default=RowReader().seed,
+            metavar="N",
+        ),
+    ] = None
+    max_new_tokens: Annotated[
+        int | None,
+        option(
+            ENDING, "--max-new-tokens", text="generated tokens at most", default=_SAMPLING.max_new_tokens, metavar="N"
+        ),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        option(ENDING, "--stop", text="end a text before this string; may be repeated", metavar="TEXT"),
+    ] = None
+    length_penalty: Annotated[
+        float | None,
+        option(
+            ENDING,
+            "--length-penalty",
+            text="score = logprob / num_tokens ** X",
+            default=_SAMPLING.length_penalty,
+            metavar="X",
+        ),
+    ] = None
+    early_stopping: Annotated[
+        bool | None, flag(ENDING, "--early-stopping", text="end a row as soon as W hypotheses are finished")
+    ] = None
+
+
+@dataclass(frozen=True)
+class SamplingOptions(DrawOptions):
+    """What each row asks for, unless the row says otherwise."""
+
+    n_best: Annotated[
+        int | None,
+        option(ENDING, "--n-best", text="hypotheses to report per row", default=_SAMPLING.n_best, metavar="N"),
+    ] = None
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """How the models are loaded and run."""
+
+    batch_size: Annotated[
+        str | None,
+        option(
+            DEVICES,
+            "--batch-size",
+            text="rows decoded together; auto: what fits in memory",
+            default=DEFAULT_BATCH_SIZE,
+            metavar="N",
+        ),
+    ] = None
+    dtype: Annotated[
+        DtypeName | None,
+        option(DEVICES, "--dtype", text=f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE"),
+    ] = None
+    device: Annotated[
+        str | None, option(DEVICES, "--device", text="cpu, cuda, cuda:1, ...", default="auto", metavar="DEVICE")
+    ] = None
+    device_map: Annotated[
+        str | None, option(DEVICES, "--device-map", text="spread the target over devices, as in auto", metavar="MAP")
+    ] = None
+    draft_device: Annotated[
+        str | None,
+        option(DEVICES, "--draft-device", text="of the draft", default="the target's", metavar="DEVICE"),
+    ] = None
+    cuda_graphs: Annotated[
+        bool | None,
+        flag(
+            DEVICES, "--cuda-graphs", text="capture iterations on the GPU (default: where both models lie on one GPU)"
+        ),
+    ] = None
+    trust_remote_code: Annotated[
+        bool | None, flag(DEVICES, "--trust-remote-code", text="run code that a checkpoint brings with it")
+    ] = None
+    allow_pickle: Annotated[
+        bool | None, flag(DEVICES, "--allow-pickle", text="load .bin weights where there are no safetensors")
+    ] = None

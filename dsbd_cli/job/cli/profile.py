@@ -1,0 +1,312 @@
+"""`dsbd profile`: where time and memory go on this machine, and which settings would be faster."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from dsbd_cli.errors import UsageError
+from dsbd_cli.job.cli.declare import flag, grouped, option
+from dsbd_cli.job.cli.drafter_options import DrafterOptions
+from dsbd_cli.job.cli.forest_options import ForestOptions
+from dsbd_cli.job.cli.options import DeviceOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.job.cli.report_files import check_report_files
+from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, run_settings
+from dsbd_cli.job.cli.signals import StopSignals
+from dsbd_cli.job.data.compression import open_input
+from dsbd_cli.job.data.resume import write_atomically
+from dsbd_cli.job.data.source import LineSource
+from dsbd_cli.lab.reports.style import picture_bytes
+from dsbd_cli.lab.tasks import TASKS
+from dsbd_cli.requests import Request, derive_seed
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.engine import Engine
+    from dsbd_cli.lab.reports.profile_data import Profile, Setting
+
+__all__ = ["ProfileOptions", "option_words", "profile"]
+
+PROMPTS, PROFILE = "Prompts", "Profile"
+RECORDS, REPEATS = 8, 3
+TASK_SEED = 0
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """What is decoded to be measured."""
+
+    prompts: Annotated[
+        Path | None,
+        option(PROMPTS, "--prompts", text="file of JSON lines as generate reads them", metavar="FILE"),
+    ] = None
+    task: Annotated[
+        Literal["sql", "qa"] | None,
+        option(PROMPTS, "--task", text="prompts of one built-in task: sql or qa", default="both", metavar="TASK"),
+    ] = None
+    records: Annotated[
+        int | None, option(PROMPTS, "--records", text="prompts at most", default=RECORDS, metavar="N")
+    ] = None
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What is written besides the tables."""
+
+    repeats: Annotated[
+        int | None,
+        option(PROFILE, "--repeats", text="timed runs of each setting, taken in turn", default=REPEATS, metavar="N"),
+    ] = None
+    show: Annotated[
+        int | None,
+        option(
+            PROFILE, "--show", text="show the draft forest of iteration N of the first prompt as a tree", metavar="N"
+        ),
+    ] = None
+    json: Annotated[
+        Path | None, option(PROFILE, "--json", text="write all numbers here as one JSON document", metavar="FILE")
+    ] = None
+    plot: Annotated[
+        Path | None,
+        option(
+            PROFILE,
+            "--plot",
+            text="draw phases and curves here: .png, .svg or .pdf (needs dsbd[plots])",
+            metavar="FILE",
+        ),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        option(
+            PROFILE,
+            "--trace",
+            text="write a Chrome trace of the first iterations here; compressed if it ends in .gz",
+            metavar="FILE",
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool | None, flag(PROFILE, "--overwrite", text="replace the --json, --plot and --trace files")
+    ] = None
+    quiet: Annotated[
+        bool | None, flag(PROFILE, "--quiet", "-q", text="print the recommended command line and nothing else")
+    ] = None
+
+
+@grouped
+def profile(
+    prompts: PromptOptions,
+    pair: PairOptions,
+    method: ForestOptions,
+    drafter: DrafterOptions,
+    sampling: SamplingOptions,
+    devices: DeviceOptions,
+    wanted: ProfileOptions,
+    arguments: Sequence[str],
+) -> None:
+    """Measure where time and memory go with these models and prompts, and recommend K, D and W_min for this machine.
+
+    Every prompt is decoded about ten times. Numbers are measured unless they are called predicted.
+    """
+    fixed = fixed_depth(pair, method, drafter.drafter)
+    settings = run_settings(pair, fixed, sampling, devices, RowOptions(), drafter)
+    if settings.method.adaptive_depth:
+        raise UsageError(
+            "--depth auto takes another D and K from iteration to iteration, so its phases are a mix of many: "
+            "give the depth that is to be profiled"
+        )
+    repeats = REPEATS if wanted.repeats is None else wanted.repeats
+    for name, value in (("--repeats", repeats), ("--show", wanted.show), ("--records", prompts.records)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} is {value}, but must be 1 or more")
+    if wanted.quiet and wanted.show is not None and wanted.json is None:
+        raise UsageError("--show prints a tree and --quiet prints nothing but a command: drop one, or add --json")
+    check_report_files(
+        {"--json": wanted.json, "--plot": wanted.plot, "--trace": wanted.trace}, overwrite=bool(wanted.overwrite)
+    )
+    requests = _requests(prompts, settings)
+    groups = (pair, method, drafter, sampling, devices)
+    command = shlex.join(["dsbd", *(arguments or ["profile"])])
+    # libraries turn a KeyboardInterrupt in the middle of an import into errors of their own
+    with StopSignals(quiet=True), _talk(quiet=bool(wanted.quiet)) as told:
+        found = _measure(
+            settings, devices, requests, wanted, command, _renderer(groups, prompts.prompts), repeats, told
+        )
+    _write(found, wanted)
+
+
+def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, ...]:
+    """The prompts to be decoded. Raises UsageError where there are none, InvalidRowError with the first bad line."""
+    count = RECORDS if prompts.records is None else prompts.records
+    if prompts.prompts is None:
+        reader, tasks = settings.rows, [TASKS[prompts.task]] if prompts.task else list(TASKS.values())
+        streams = [task.records("test", TASK_SEED) for task in tasks]
+        records = itertools.islice(itertools.chain.from_iterable(zip(*streams, strict=True)), count)
+        return tuple(
+            Request(one.id, derive_seed(reader.seed, one.id), one.prompt, sampling=reader.sampling) for one in records
+        )
+    if prompts.task is not None:
+        raise UsageError("--prompts and --task cannot be used together: give one of them")
+    found: list[Request] = []
+    try:
+        with open_input(prompts.prompts) as stream, LineSource(stream, str(prompts.prompts)) as source:
+            for number, line in itertools.islice(filter(None, source), count):
+                row = settings.rows.read(line, index=len(found), number=number)
+                if row.request is None:
+                    raise UsageError(f"--prompts {prompts.prompts}: {row.error}")
+                found.append(row.request)
+    except OSError as error:
+        raise UsageError(f"--prompts {prompts.prompts} cannot be read: {error.strerror or error}") from None
+    if not found:
+        raise UsageError(f"--prompts {prompts.prompts} holds no prompt")
+    return tuple(found)
+
+
+@contextmanager
+def _talk(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A line on a terminal that says what is being measured; nothing elsewhere."""
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
+        yield lambda message: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("loading the models") as status:
+        yield status.update
+
+
+def _measure(
+    settings: RunSettings,
+    devices: DeviceOptions,
+    requests: tuple[Request, ...],
+    wanted: ProfileOptions,
+    command: str,
+    render: Callable[[Setting], str],
+    repeats: int,
+    told: Callable[[str], None],
+) -> Profile:
+    """Where torch is imported."""
+    engine, before = _load(settings, devices)
+    from dsbd_cli.lab.profiling.profile import Job, take_profile
+    from dsbd_cli.lab.profiling.runs import Bench
+
+    assert engine.info is not None
+    return take_profile(
+        Job(
+            bench=Bench(
+                engine.target,
+                engine.bridged or engine.draft,
+                engine.codec,
+                requests,
+                settings.batch_size or len(requests),
+                (settings.target, settings.draft),
+            ),
+            method=settings.method,
+            repeats=repeats,
+            command=command,
+            dtype=engine.info.dtype,
+            resident_before=before,
+            render=render,
+            told=told,
+            show=wanted.show,
+            trace=wanted.trace,
+        )
+    )
+
+
+def _load(settings: RunSettings, devices: DeviceOptions) -> tuple[Engine, int | None]:
+    """The models, and the bytes that this process held before them."""
+    from dsbd_cli.engine.decoding import load as loading
+
+    # what is imported here would else count as the models' memory
+    from dsbd_cli.lab.profiling.memory import resident_bytes
+
+    before = resident_bytes()
+    engine = loading.load(
+        settings.target,
+        settings.draft,
+        method=settings.method,
+        batch_size=settings.batch_size,
+        dtype=devices.dtype or "auto",
+        device=devices.device or "auto",
+        device_map=devices.device_map,
+        draft_device=devices.draft_device,
+        trust_remote_code=bool(devices.trust_remote_code),
+        allow_pickle=bool(devices.allow_pickle),
+    )
+    return engine, before
+
+
+def option_words(group: object, changed: dict[str, object]) -> list[str]:
+    """The options of a group as words of a command line, with some values changed; None leaves one out."""
+    assert dataclasses.is_dataclass(group)
+    words = []
+    for item in dataclasses.fields(group):
+        value = changed.get(item.name, getattr(group, item.name))
+        name = "--" + item.name.replace("_", "-")
+        if value is True:
+            words.append(name)
+        elif value is False:
+            words.append("--no-" + name.removeprefix("--"))
+        elif isinstance(value, list):
+            words += [word for one in value for word in (name, str(one))]
+        elif value is not None:
+            words += [name, str(value)]
+    return words
+
+
+def _renderer(groups: tuple[object, ...], prompts: Path | None) -> Callable[[Setting], str]:
+    """How a setting is written as a ready command."""
+
+    def render(setting: Setting) -> str:
+        changed: dict[str, object] = {"depth": setting.depth, "drafts_per_layer": setting.drafts_per_layer}
+        if setting.min_width is not None:
+            changed |= {"width": "threshold", "min_width": setting.min_width}
+        if not setting.depth:
+            names = ["depth", "drafts_per_layer", "width", "width_threshold", "min_width", "draft_device"]
+            names += ["fuzzy_threshold", "divergence", "fallback", "fuzzy_law"]
+            names += [item.name for item in dataclasses.fields(DrafterOptions)]
+            names += ["rule"] if any(getattr(group, "rule", None) == "fuzzy" for group in groups) else []
+            changed = {**dict.fromkeys(names), "draft": "none"}
+        words = [word for group in groups for word in option_words(group, changed)]
+        source = shlex.quote(str(prompts)) if prompts is not None else "prompts.jsonl"
+        return f"{shlex.join(['dsbd', 'generate', *words])} --input {source}"
+
+    return render
+
+
+def _write(found: Profile, wanted: ProfileOptions) -> None:
+    if wanted.json is not None:
+        import orjson
+
+        document = {"schema": "dsbd.profile/1", **dataclasses.asdict(found)}
+        write_atomically(wanted.json, orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
+    if wanted.plot is not None:
+        from dsbd_cli.lab.reports.profile_plots import profile_figure
+
+        write_atomically(wanted.plot, picture_bytes(profile_figure(found), wanted.plot.suffix))
+    if wanted.quiet:
+        typer.echo(found.recommended_command)
+        return
+    _print(found)
+
+
+def _print(found: Profile) -> None:
+    """The tables, and the tree if there is one, on standard output."""
+    from rich.text import Text
+
+    from dsbd_cli.lab.reports.profile_tables import profile_tables
+    from dsbd_cli.lab.reports.profile_tree import forest_tree
+    from dsbd_cli.lab.reports.screen import Screen
+
+    console = Screen(sys.stdout)
+    for part in profile_tables(found):
+        console.print(part, soft_wrap=isinstance(part, Text))
+    if found.forest is not None:
+        console.print(forest_tree(found.forest))

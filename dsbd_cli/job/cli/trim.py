@@ -1,0 +1,296 @@
+"""`dsbd trim-draft`: a draft with a smaller LM head, and what that costs and saves."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import orjson
+
+from dsbd_cli.config import ModelSpec
+from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError
+from dsbd_cli.job.cli.declare import flag, grouped, option
+from dsbd_cli.job.cli.forest_options import ForestOptions
+from dsbd_cli.job.cli.messages import say
+from dsbd_cli.job.cli.options import DeviceOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, run_settings
+from dsbd_cli.job.data.compression import open_input
+from dsbd_cli.job.data.jsonl import read_lines
+from dsbd_cli.job.records.row import LongLine
+from dsbd_cli.job.records.texts import answer_text
+from dsbd_cli.requests import Request
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.compare import Measure
+    from dsbd_cli.engine.decoding.engine import Engine
+    from dsbd_cli.engine.models.trim import TrimReport
+
+__all__ = ["TRIM_SCHEMA", "trim_draft"]
+
+TRIM_SCHEMA = "dsbd.trim/1"
+TRIM = "Trimming"
+HELD_OUT_EVERY, HELD_OUT_MOST = 8, 64
+
+
+@dataclass(frozen=True)
+class TrimOptions:
+    """What is counted, what is kept, where it goes."""
+
+    output: Annotated[
+        Path | None,
+        option(TRIM, "--output", "-o", text="new folder for the trimmed draft (required)", metavar="FOLDER"),
+    ] = None
+    texts: Annotated[
+        list[str] | None,
+        option(TRIM, "--texts", text="count a file that dsbd generate wrote; may be repeated", metavar="FILE"),
+    ] = None
+    prompts: Annotated[
+        Path | None,
+        option(
+            TRIM,
+            "--prompts",
+            text=f"answer these prompts now and count the answers; every {HELD_OUT_EVERY}th is held out",
+            metavar="FILE",
+        ),
+    ] = None
+    held_out: Annotated[
+        Path | None,
+        option(TRIM, "--held-out", text="prompts to measure on instead of every eighth one", metavar="FILE"),
+    ] = None
+    size: Annotated[
+        int | None,
+        option(TRIM, "--size", text="rows to keep, special and end tokens among them", metavar="N"),
+    ] = None
+    coverage: Annotated[
+        float | None,
+        option(TRIM, "--coverage", text="keep as many rows as cover this share of the counted tokens", metavar="X"),
+    ] = None
+    json: Annotated[bool | None, flag(TRIM, "--json", text="one JSON object on standard output, no table")] = None
+    quiet: Annotated[bool | None, flag(TRIM, "--quiet", "-q", text="no table, nothing but errors")] = None
+
+
+@grouped
+def trim_draft(
+    trim: TrimOptions,
+    pair: PairOptions,
+    method: ForestOptions,
+    sampling: SamplingOptions,
+    devices: DeviceOptions,
+    arguments: Sequence[str],
+) -> None:
+    """Write a draft whose LM head has only the rows of frequent tokens (VocabTrim): cheaper to run, the text the same.
+
+    Tokens are counted in what the target says: in files of dsbd generate (--texts), or in answers to --prompts.
+
+    Acceptance and time of both drafts are measured on held-out prompts and shown.
+    """
+    if trim.output is None:
+        raise UsageError("--output is missing: name a new folder for the trimmed draft")
+    if (trim.texts is None) == (trim.prompts is None):
+        raise UsageError("give either --texts or --prompts: what shall be counted")
+    if trim.json and trim.quiet:
+        raise UsageError("--json and --quiet cannot be used together: give one of them")
+    if method.depth == "auto":
+        raise UsageError(
+            "--depth auto takes another D and K from iteration to iteration, so the two drafts could not be compared: "
+            "give a depth"
+        )
+    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions())
+    if settings.draft is None and pair.draft != "none":
+        raise UsageError("--depth 0 runs no draft, but trimming needs its acceptance: drop it")
+    if settings.draft is None:
+        raise UsageError("there is no draft to trim: name one with --draft")
+    with ExitStack() as stack:
+        _Trimming(trim, settings, devices, trim.output, stack).run()
+
+
+class _Trimming:
+    """One run of the command."""
+
+    def __init__(
+        self, trim: TrimOptions, settings: RunSettings, devices: DeviceOptions, output: Path, stack: ExitStack
+    ) -> None:
+        self._trim, self._settings, self._devices = trim, settings, devices
+        self._output, self._stack = output, stack
+        own = devices.draft_device or (devices.device if devices.device_map is None else None)
+        self._draft = ModelSpec(
+            source=settings.draft or "",
+            role="draft",
+            dtype=devices.dtype or "auto",
+            device=own or "auto",
+            trust_remote_code=bool(devices.trust_remote_code),
+            allow_pickle=bool(devices.allow_pickle),
+        )
+        self._engine_made: Engine | None = None
+
+    def run(self) -> None:
+        """Count, write, measure, tell."""
+        from dsbd_cli.engine.models.trim import check
+
+        check(self._draft, self._output, size=self._trim.size, coverage=self._trim.coverage)
+        prompts = self._prompts(self._trim.prompts, "--prompts")
+        held = self._prompts(self._trim.held_out, "--held-out")
+        if self._trim.held_out is None:
+            held = prompts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY][:HELD_OUT_MOST]
+            prompts = [one for number, one in enumerate(prompts, 1) if number % HELD_OUT_EVERY]
+        report = self._write(self._count(prompts))
+        measured = self._measure(held) if held else None
+        if measured is None and not self._trim.quiet:
+            say("nothing is measured, because no prompts are held out: --held-out FILE names some")
+        if self._trim.json:
+            sys.stdout.buffer.write(orjson.dumps(self._record(report, len(held), measured)) + b"\n")
+        elif not self._trim.quiet:
+            _show(report, measured, len(held), str(self._output))
+
+    def _prompts(self, path: Path | None, name: str) -> list[Request]:
+        requests: list[Request] = []
+        for number, line in _lines(path, self._stack, name) if path is not None else ():
+            row = self._settings.rows.read(line, index=len(requests), number=number)
+            if row.request is None:
+                raise UsageError(f"{name} {path}: {row.error}")
+            requests.append(row.request)
+        if path is not None and not requests:
+            raise UsageError(f"{name} {path} holds no prompts")
+        return requests
+
+    def _count(self, prompts: list[Request]) -> Counter[int]:
+        if self._trim.texts is not None:
+            from dsbd_cli.engine.models.trim import count_texts
+
+            return count_texts(self._draft, self._texts())
+        counts: Counter[int] = Counter()
+        for result in self._engine_of().run(prompts):
+            if result.error is not None:
+                raise DsbdError(f"prompt {result.request.id} cannot be answered: {result.error}")
+            counts.update(result.hypotheses[0].token_ids)
+        return counts
+
+    def _texts(self) -> Iterator[str]:
+        for name in self._trim.texts or ():
+            for number, line in _lines(Path(name), self._stack, "--texts"):
+                try:
+                    text = answer_text(line if isinstance(line, bytes) else b"")
+                except InvalidRowError as error:
+                    raise UsageError(f"--texts {name}, line {number}: {error}") from None
+                if text is not None:
+                    yield text
+
+    def _write(self, counts: Counter[int]) -> TrimReport:
+        from dsbd_cli.engine.models.catalog import end_tokens
+        from dsbd_cli.engine.models.trim import trim
+
+        target = ModelSpec(self._settings.target, trust_remote_code=bool(self._devices.trust_remote_code))
+        return trim(
+            self._draft,
+            self._output,
+            counts,
+            size=self._trim.size,
+            coverage=self._trim.coverage,
+            end_tokens=end_tokens(target),
+        )
+
+    def _measure(self, held: list[Request]) -> tuple[Measure, Measure]:
+        from dsbd_cli.engine.decoding.compare import measure, with_draft
+
+        before = self._engine_of()
+        small = ModelSpec(
+            str(self._output),
+            "draft",
+            self._draft.dtype,
+            self._draft.device,
+            trust_remote_code=self._draft.trust_remote_code,
+        )
+        first, second = measure((before, with_draft(before, small)), held)
+        return first, second
+
+    def _engine_of(self) -> Engine:
+        """The target with the full draft, loaded when it is first needed."""
+        if self._engine_made is None:
+            from dsbd_cli.engine.decoding.load import load
+
+            devices, settings = self._devices, self._settings
+            self._engine_made = load(
+                settings.target,
+                settings.draft,
+                method=settings.method,
+                batch_size=settings.batch_size,
+                dtype=devices.dtype or "auto",
+                device=devices.device or "auto",
+                device_map=devices.device_map,
+                draft_device=devices.draft_device,
+                trust_remote_code=bool(devices.trust_remote_code),
+                allow_pickle=bool(devices.allow_pickle),
+            )
+        return self._engine_made
+
+    def _record(self, report: TrimReport, prompts: int, measured: tuple[Measure, Measure] | None) -> dict[str, object]:
+        record: dict[str, object] = {
+            "schema": TRIM_SCHEMA,
+            "target": self._settings.target,
+            "draft": self._settings.draft,
+            "output": str(self._output),
+            **asdict(report),
+            "held_out_prompts": prompts,
+        }
+        for name, numbers in zip(("before", "after"), measured or (None, None), strict=True):
+            record[name] = numbers if numbers is None else {**asdict(numbers), **_rates(numbers)}
+        return record
+
+
+def _lines(path: Path, stack: ExitStack, name: str) -> Iterator[tuple[int, bytes | LongLine]]:
+    """Numbered lines of a file. name: the option that named it, for errors."""
+    try:
+        stream = stack.enter_context(open_input(path))
+    except OSError as error:
+        raise UsageError(f"{name} {path} cannot be read: {error.strerror or error}") from None
+    assert isinstance(stream, io.BufferedReader), "open_input gives no other"
+    yield from read_lines(stream)
+
+
+def _rates(measured: Measure) -> dict[str, float | None]:
+    """What the sums say, None where nothing was counted."""
+
+    def per(value: float, count: int) -> float | None:
+        return round(value / count, 6) if count else None
+
+    return {
+        "acceptance_rate": per(measured.accepted, measured.drafted),
+        "steps_per_call": per(measured.steps, measured.target_calls),
+        "draft_ms_per_token": per(1e3 * measured.draft_s, measured.tokens),
+        "target_ms_per_token": per(1e3 * measured.target_s, measured.tokens),
+    }
+
+
+def _show(report: TrimReport, measured: tuple[Measure, Measure] | None, prompts: int, output: str) -> None:
+    from rich.table import Table
+
+    from dsbd_cli.lab.reports.screen import Screen
+
+    table = Table(box=None)
+    table.add_column("")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right")
+    table.add_row("head rows", str(report.vocab_size), str(report.kept))
+    table.add_row("head MB", *(f"{n / 1e6:.3f}" for n in (report.head_bytes_before, report.head_bytes_after)))
+    table.add_row(f"of {report.counted} counted tokens", "100 %", f"{report.coverage:.2%}")
+    if measured is not None:
+        names = {
+            "acceptance_rate": "drafts accepted",
+            "steps_per_call": "steps per target call",
+            "draft_ms_per_token": "draft ms per token",
+            "target_ms_per_token": "target ms per token",
+        }
+        rates = [_rates(one) for one in measured]
+        for name, told in names.items():
+            table.add_row(told, *("-" if rate[name] is None else f"{rate[name]:.3f}" for rate in rates))
+    console = Screen(sys.stdout)
+    console.print(table)
+    plural = "" if prompts == 1 else "s"
+    on = f", measured on {prompts} held-out prompt{plural}" if measured is not None else ""
+    console.print(f"{output} is written{on}", markup=False, highlight=False, soft_wrap=True)

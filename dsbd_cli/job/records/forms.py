@@ -1,0 +1,170 @@
+"""The ways to write a row, brought to one: fields under their own names, and what was not used of the row.
+
+flat      {id | custom_id, prompt | messages, overrides of the run's sampling options, metadata}
+envelope  {custom_id, method: "POST", url: "/v1/completions" | "/v1/chat/completions", body: {...}}, a line of an
+          OpenAI batch file
+`null` means not given.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from dsbd_cli.config import SamplingConfig
+from dsbd_cli.errors import InvalidRowError
+from dsbd_cli.job.records.row import MAX_SHOWN, Fields, Form, shorten
+
+__all__ = ["ALIASES", "ROW_FIELDS", "Shape", "as_written", "shape_of"]
+
+ALIASES = {
+    "custom_id": "id",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "n": "n_best",
+}
+ROW_FIELDS = ("id", "prompt", "messages", "seed", *(item.name for item in fields(SamplingConfig)), "metadata")
+URLS: dict[str, Form] = {"/v1/completions": "openai-completions", "/v1/chat/completions": "openai-chat"}
+PROMPT_OF: dict[Form, str] = {"openai-completions": "prompt", "openai-chat": "messages"}
+
+# Fields of other servers that say nothing about the text.
+WITHOUT_EFFECT = frozenset(
+    "model user store service_tier safety_identifier prompt_cache_key prompt_cache_retention stream_options "
+    "parallel_tool_calls prediction".split()
+)
+# Fields that would change the text but cannot be honoured, with the values under which they change nothing.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0, 0.0),
+    "function_call": ("none",),
+    "functions": ([],),
+    "ignore_eos": (False,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0, 0.0),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1, 1.0),
+    "response_format": ({"type": "text"},),
+    "stop_token_ids": ([],),
+    "stream": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+HINTS = {
+    "best_of": "the number of beams is the run's --num-beams",
+    "stream": "records are written as rows are done",
+    "logprobs": "a native record has the log-probability of each text",
+}
+KNOWN = (*ROW_FIELDS, *ALIASES)
+OWN = frozenset(KNOWN)
+ENVELOPE = ("custom_id", "method", "url", "body")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A row brought to one form. `fields` holds no null; `unused` are fields that are not known, with their values."""
+
+    form: Form
+    fields: Fields
+    unused: list[tuple[str, object]]
+
+    def explain(self, name: str, value: object) -> str:
+        """What to tell of an unused field. Slow: there may be a million of them in a line."""
+        outside = self.form != "flat" and not name.startswith("body.")
+        known = ENVELOPE if outside else KNOWN
+        near = difflib.get_close_matches(name.removeprefix("body.")[:MAX_SHOWN], known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(known[: len(ROW_FIELDS)])}"
+        return f"unknown field {shorten(name)} (value {shorten(value)}): {hint}"
+
+
+def shape_of(raw: Fields) -> Shape:
+    """The row's form and its fields. Raises InvalidRowError."""
+    if ("body" in raw or "url" in raw) and "prompt" not in raw and "messages" not in raw:
+        return _envelope(raw)
+    unused: list[tuple[str, object]] = []
+    return Shape("flat", _named(raw, unused, prefix=""), unused)
+
+
+def as_written(message: str, raw: Fields) -> str:
+    """A message that begins with a field's name, with the name as it stands in the row: `body.max_tokens is ...`."""
+    name = message.split(" ", 1)[0].split("[", 1)[0]
+    if name not in ROW_FIELDS:
+        return message
+    body = raw.get("body")
+    for prefix, row in (("", raw), ("body.", body)):
+        if isinstance(row, dict):
+            written: list[str] = [
+                key for key, value in row.items() if ALIASES.get(key, key) == name and value is not None
+            ]
+            if written:
+                return prefix + (name if name in written else written[0]) + message[len(name) :]
+    return message
+
+
+def _envelope(raw: Fields) -> Shape:
+    method, url, body = raw.get("method"), raw.get("url"), raw.get("body")
+    if method not in ("POST", None):
+        raise InvalidRowError(f"method is {shorten(method)}, but must be POST")
+    if not isinstance(url, str) or url not in URLS:
+        raise InvalidRowError(f"url is {shorten(url)}, but must be {' or '.join(URLS)}")
+    if not isinstance(body, dict):
+        raise InvalidRowError(f"body is {shorten(body)}, but must be an object")
+    unused: list[tuple[str, object]] = []
+    row: Fields = {}
+    for name, value in raw.items():
+        if name in ("id", "custom_id", "metadata"):
+            _put(row, name, value, prefix="")
+        elif name not in ENVELOPE and value is not None:
+            unused.append((name, value))
+    if body.get("id") is not None or body.get("custom_id") is not None:
+        raise InvalidRowError("body has an id of its own: give custom_id beside body, not inside")
+    if body.get("metadata") is not None and row.get("metadata") is not None:
+        raise InvalidRowError("metadata is given beside body and inside: drop one")
+    row.update(_named(body, unused, prefix="body."))
+    form = URLS[url]
+    other = "messages" if PROMPT_OF[form] == "prompt" else "prompt"
+    if other in row:
+        raise InvalidRowError(f"body.{other} is given, but url is {url}, which takes {PROMPT_OF[form]}")
+    return Shape(form, row, unused)
+
+
+def _named(raw: Mapping[str, object], unused: list[tuple[str, object]], *, prefix: str) -> Fields:
+    """The row under its fields' own names, without those that are null or say nothing."""
+    row: Fields = {}
+    for name, value in raw.items():
+        if name in OWN:
+            _put(row, name, value, prefix=prefix)
+        elif value is None or name in WITHOUT_EFFECT:
+            continue
+        elif name in UNSUPPORTED:
+            _refuse(name, value, prefix)
+        else:
+            unused.append((prefix + name, value))
+    return row
+
+
+def _put(row: Fields, name: str, value: object, *, prefix: str) -> None:
+    if value is None:
+        return
+    known = ALIASES.get(name, name)
+    if known in row:
+        raise InvalidRowError(
+            f"{prefix}{name} is {shorten(value)}, but {known} is given under another name too: drop one"
+        )
+    row[known] = value
+
+
+def _refuse(name: str, value: object, prefix: str) -> None:
+    """Equal is not enough: 0 == False, but `logprobs: 0` asks for log-probabilities."""
+    if not any(type(value) is type(neutral) and value == neutral for neutral in UNSUPPORTED[name]):
+        hint = f" ({HINTS[name]})" if name in HINTS else ""
+        raise InvalidRowError(f"{prefix}{name} is {shorten(value)}, which is not supported{hint}: drop it")

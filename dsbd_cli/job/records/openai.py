@@ -1,0 +1,92 @@
+"""Lines of an OpenAI batch output file, as the clients of that format parse them.
+
+    {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}, and the row's "key" for --resume
+
+The body is a `text_completion` or a `chat.completion`; for a failed row it is {"error": {...}} with status code 400
+(the row is at fault) or 500 (the run could not), and `error` has its code and message once more. Ids are hashes of
+what the row asks for, so that a resumed run writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import orjson
+
+from dsbd_cli.errors import InvalidRowError, OutOfMemoryRowError, PromptTooLongError, RowError
+from dsbd_cli.job.records.native import usage
+from dsbd_cli.job.records.output import MethodRecord, dump_line, row_error
+from dsbd_cli.job.records.row import Fields, Row
+from dsbd_cli.requests import Request, RequestResult
+
+__all__ = ["openai_record"]
+
+
+def openai_record(row: Row, result: RequestResult | None, method: MethodRecord, created: int) -> bytes:
+    """The line of a row, answered or failed. created: Unix time of the run in seconds; the same when resumed.
+
+    result: the engine's answer; None for a row with an error of its own.
+    """
+    error = row_error(row, result)
+    if error is not None or result is None:
+        assert error is not None, "a row without a result has an error"
+        status, body = _failed(error)
+        told: Fields | None = {"code": body["code"], "message": body["message"]}
+        return _line(row, status, {"error": body}, told)
+    return _line(row, 200, _body(row, result, method, created), None)
+
+
+def _line(row: Row, status: int, body: Fields, error: Fields | None) -> bytes:
+    response = {"status_code": status, "request_id": f"req_{row.key}", "body": body}
+    line = {"id": f"batch_req_{row.key}", "custom_id": row.id, "response": response, "error": error, "key": row.key}
+    return dump_line(line)
+
+
+def _body(row: Row, result: RequestResult, method: MethodRecord, created: int) -> Fields:
+    chat = result.request.messages is not None
+    body: Fields = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{row.key}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": created,
+        "model": method.target,
+        "choices": _choices(result.request, result),
+        "usage": usage(result),
+        "system_fingerprint": method.fingerprint,
+    }
+    if row.metadata is not None:
+        body["metadata"] = _string_values(row.metadata)
+    return body
+
+
+def _choices(request: Request, result: RequestResult) -> list[Fields]:
+    choices: list[Fields] = []
+    for rank, beam in enumerate(result.hypotheses):
+        choice: Fields = {"index": rank}
+        if request.messages is not None:
+            choice["message"] = {"role": "assistant", "content": beam.text, "refusal": None}
+        else:
+            choice["text"] = beam.text
+        choice["logprobs"] = None
+        choice["finish_reason"] = beam.finish_reason
+        choices.append(choice)
+    return choices
+
+
+def _string_values(metadata: object) -> dict[str, str]:
+    """The format has metadata of strings only; anything else stands there as JSON."""
+    items = metadata if isinstance(metadata, dict) else {"metadata": metadata}
+    return {
+        str(name): value if isinstance(value, str) else orjson.dumps(value).decode() for name, value in items.items()
+    }
+
+
+def _failed(error: RowError) -> tuple[int, Fields]:
+    """Status code and the error object of a body."""
+    if isinstance(error, PromptTooLongError):
+        status, code = 400, "context_length_exceeded"
+    elif isinstance(error, InvalidRowError):
+        status, code = 400, "invalid_request"
+    elif isinstance(error, OutOfMemoryRowError):
+        status, code = 500, "out_of_memory"
+    else:
+        status, code = 500, "model_error"
+    kind = "invalid_request_error" if status == 400 else "server_error"
+    return status, {"message": str(error), "type": kind, "param": None, "code": code}

@@ -1,0 +1,125 @@
+"""What every form of output shares: the names of the run, which rows failed, and JSON that stays on its line."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from dataclasses import dataclass, field
+
+import orjson
+
+from dsbd_cli.config import MethodConfig
+from dsbd_cli.errors import NumericalError, RowError
+from dsbd_cli.job.records.row import Fields, Row
+from dsbd_cli.requests import RequestResult
+
+__all__ = ["MethodRecord", "dump_line", "row_error"]
+
+
+@dataclass(frozen=True, slots=True)
+class MethodRecord:
+    """What is the same in every output record of a run: the method and the names of the models."""
+
+    method: MethodConfig
+    target: str
+    draft: str | None
+    encoded: orjson.Fragment = field(init=False, repr=False, compare=False)  # fields() as JSON
+    fingerprint: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # a folder's name may hold bytes that are no UTF-8
+        object.__setattr__(self, "target", _unicode(self.target))
+        object.__setattr__(self, "draft", None if self.draft is None else _unicode(self.draft))
+        encoded = orjson.dumps(self.fields())
+        object.__setattr__(self, "encoded", orjson.Fragment(encoded))
+        object.__setattr__(self, "fingerprint", f"fp_{hashlib.blake2b(encoded, digest_size=5).hexdigest()}")
+
+    def fields(self) -> Fields:
+        """The `method` object of a record; what does not act in this run is null."""
+        method = self.method
+        drafted = method.depth > 0
+        dynamic = drafted and method.width == "threshold"
+        return {
+            "rule": method.rule,
+            "num_beams": method.num_beams,
+            "drafts_per_layer": method.drafts_per_layer if drafted else None,
+            "depth": "auto" if method.adaptive_depth else method.depth,
+            "width": method.width,
+            "width_threshold": method.width_threshold if dynamic else None,
+            "min_width": method.min_width if dynamic else None,
+            "warp_scope": method.warp_scope,
+            "memory_saving": method.memory_saving,
+            **self._drafter(),
+            **self._fuzzy(),
+            "target": self.target,
+            "draft": self.draft,
+        }
+
+    def _fuzzy(self) -> Fields:
+        """Settings of rule fuzzy, where that is the rule."""
+        fuzzy = self.method.fuzzy
+        if fuzzy is None:
+            return {}
+        return {
+            "fuzzy_threshold": fuzzy.threshold,
+            "divergence": fuzzy.divergence,
+            "fallback": fuzzy.fallback,
+            "fuzzy_law": fuzzy.law,
+        }
+
+    def _drafter(self) -> Fields:
+        """Who drafted, and the options that this drafter reads."""
+        method = self.method
+        if not method.depth:
+            return {"drafter": None}
+        names = method.drafter_names
+        options: Fields = {"drafter": method.drafter}
+        if "ngram" in names:
+            options["ngram"] = method.ngram
+        if "retrieval" in names:
+            options["index"] = _unicode(method.index or "")
+        if "rsd-c" in names:
+            options["branching"] = method.branching
+        if "dynamic-tree" in names:
+            options["tree"] = method.tree
+            options["tree_threshold"] = method.value_threshold if method.tree == "threshold" else None
+        if len(names) == 2:
+            options["second_drafts"] = method.second_share
+            options["fusion_top_k"] = method.fusion_top_k if method.judges_lookups else None
+        return options
+
+
+def _unicode(name: str) -> str:
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def row_error(row: Row, result: RequestResult | None) -> RowError | None:
+    """Why a row has no answer, or None. A score that is not a finite number is an error: NaN is never written."""
+    if row.error is not None:
+        return row.error
+    assert result is not None, "a row without an error has a result"
+    if result.error is not None:
+        return type(result.error)(f"line {row.number}: {result.error}")
+    for beam in result.hypotheses:
+        if not (math.isfinite(beam.logprob) and math.isfinite(beam.score)):
+            return NumericalError(
+                f"line {row.number}: logprob is {beam.logprob} and score is {beam.score}: not finite numbers"
+            )
+    return None
+
+
+# Control characters that JSON lets stand: DEL, C1 (0x9b begins a terminal sequence) and the Unicode line ends.
+_CONTROLS = re.compile(rb"\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8\xa9]")
+
+
+def dump_line(record: object) -> bytes:
+    """JSON without any raw control character or line end, so that no text can write outside its record."""
+    line = orjson.dumps(record)
+    if b"\x7f" in line or not (line.isascii() or (b"\xc2" not in line and b"\xe2\x80" not in line)):
+        line = _CONTROLS.sub(_escaped, line)
+    return line
+
+
+def _escaped(found: re.Match[bytes]) -> bytes:
+    return b"\\u%04x" % ord(found[0].decode())

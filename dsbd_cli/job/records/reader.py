@@ -1,0 +1,215 @@
+"""Lines to rows. Whatever stands in a line, the answer is a Row; nothing in a line raises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import orjson
+
+from dsbd_cli.config import RuleName, SamplingConfig
+from dsbd_cli.errors import InvalidRowError, UsageError
+from dsbd_cli.job.records.fields import boolean, integer, messages, number, strings, text
+from dsbd_cli.job.records.forms import Shape, as_written, shape_of
+from dsbd_cli.job.records.parse import parse_object
+from dsbd_cli.job.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key, shorten
+from dsbd_cli.requests import Request, derive_seed
+
+__all__ = ["RowReader"]
+
+WARP_FIELDS = {"temperature": None, "top_k": 0, "top_p": 1, "min_p": 0}  # with the value that draws nothing
+SAMPLING_FIELDS = frozenset(SamplingConfig.__dataclass_fields__)
+
+# Values that are numbers but would break a batch rather than a row.
+MAX_NEW_TOKENS = 1 << 20
+MAX_TOP_K = (1 << 31) - 1
+MAX_TEMPERATURE = 1e6
+MAX_STOPS, MAX_STOP_BYTES = 16, 256
+MAX_WARNED = 100
+
+
+@dataclass(frozen=True, slots=True)
+class RowReader:
+    """Turns input lines into rows; holds what a row inherits from the run.
+
+    Attributes:
+        sampling: options of rows that do not set their own.
+        seed: of the run; with a row's id it makes the row's seed.
+        rule: the run's rule; under `search` a row must not ask for sampling.
+        num_beams: of the run; the most `n` that a row may ask for.
+        strict: an unknown field is the row's error instead of a warning.
+    """
+
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    seed: int = 0
+    rule: RuleName = "coupled"
+    num_beams: int = 4
+    strict: bool = False
+    _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    _known: dict[bytes, SamplingConfig] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def read(self, line: bytes | LongLine, *, index: int, number: int) -> Row:
+        """The row of a line of JSON, flat or in an OpenAI batch envelope.
+
+        index: of the row, from 0. number: of the line, from 1. What is in the line never raises.
+        """
+        form: Form = "flat"
+        row_id = str(index)
+        raw: Fields = {}
+        metadata: object | None = None
+        warnings: tuple[str, ...] = ()
+        try:
+            raw = parse_object(_held(line))
+            row_id = _row_id(raw, row_id)
+            shape = shape_of(raw)
+            form, metadata = shape.form, shape.fields.get("metadata")
+            warnings = self._warnings(shape, number)
+            request = self._request(shape.fields, row_id)
+        except (InvalidRowError, UsageError) as error:
+            told = InvalidRowError(f"line {number}: {as_written(str(error), raw)}")
+            return Row(index, number, row_id, None, told, form, metadata, _raw_key(row_id, line), warnings)
+        shape.fields["id"] = row_id
+        key = content_key(orjson.dumps(shape.fields, option=orjson.OPT_SORT_KEYS))
+        return Row(index, number, row_id, request, None, form, metadata, key, warnings)
+
+    def read_text(self, line: bytes | LongLine, *, index: int, number: int) -> Row:
+        """The row of a line of plain text, which is the prompt."""
+        row_id = str(index)
+        key = _raw_key(row_id, line)
+        try:
+            prompt = _decoded(_held(line))
+        except InvalidRowError as error:
+            told = InvalidRowError(f"line {number}: {error}")
+            return Row(index, number, row_id, None, told, "text", None, key)
+        request = Request(row_id, derive_seed(self.seed, row_id), prompt, sampling=self.sampling)
+        return Row(index, number, row_id, request, None, "text", None, key)
+
+    def _warnings(self, shape: Shape, number: int) -> tuple[str, ...]:
+        """What is unknown in this row and was not yet told. Raises InvalidRowError under `strict`."""
+        if not shape.unused:
+            return ()
+        if self.strict:
+            raise InvalidRowError(shape.explain(*shape.unused[0]))
+        told = []
+        for name, value in shape.unused:
+            if len(self._warned) > MAX_WARNED:
+                break
+            if name not in self._warned:
+                full = len(self._warned) == MAX_WARNED
+                self._warned.add(name)
+                told.append(
+                    "more unknown fields: not named any more" if full else f"{shape.explain(name, value)}; not used"
+                )
+        return tuple([f"line {number}: {message}" for message in told])
+
+    def _request(self, row: Fields, row_id: str) -> Request:
+        if "prompt" in row and "messages" in row:
+            raise InvalidRowError("prompt and messages are both given: give one of them")
+        if "prompt" not in row and "messages" not in row:
+            raise InvalidRowError("neither prompt nor messages is given")
+        prompt = text(row, "prompt") if "prompt" in row else None
+        chat = messages(row["messages"]) if "messages" in row else None
+        seed = integer(row, "seed", 0) if "seed" in row else derive_seed(self.seed, row_id)
+        if seed < 0:
+            raise InvalidRowError(f"seed is {seed}, but must be from 0 to 2**63 - 1")
+        return Request(row_id, seed, prompt, chat, None, self._sampling(row))
+
+    def _sampling(self, row: Fields) -> SamplingConfig:
+        own = {name: value for name, value in row.items() if name in SAMPLING_FIELDS}
+        if not own:
+            return self.sampling
+        # most rows of a file ask for the same; JSON, since a dict holds 1 and true to be equal
+        written = orjson.dumps(own)
+        known = self._known.get(written)
+        if known is None:
+            known = self._checked(own)
+            self._known.clear()
+            self._known[written] = known
+        return known
+
+    def _checked(self, row: Fields) -> SamplingConfig:
+        run = self.sampling
+        if self.rule == "search":
+            row = _without_warps(row)
+        elif type(temperature := row.get("temperature")) in (int, float) and temperature == 0:
+            raise InvalidRowError("temperature is 0, which is beam search: run these rows with --rule search")
+        sampling = SamplingConfig(
+            temperature=number(row, "temperature", run.temperature),
+            top_k=integer(row, "top_k", run.top_k),
+            top_p=number(row, "top_p", run.top_p),
+            min_p=number(row, "min_p", run.min_p),
+            max_new_tokens=integer(row, "max_new_tokens", run.max_new_tokens),
+            stop=strings(row, "stop", run.stop),
+            length_penalty=number(row, "length_penalty", run.length_penalty),
+            early_stopping=boolean(row, "early_stopping", run.early_stopping),
+            n_best=integer(row, "n_best", run.n_best),
+        )
+        if sampling.n_best > self.num_beams:
+            raise InvalidRowError(
+                f"n_best is {sampling.n_best}, but the run has num_beams {self.num_beams}: lower it, or raise that"
+            )
+        _check_limits(row, sampling)
+        return sampling
+
+
+def _check_limits(row: Fields, sampling: SamplingConfig) -> None:
+    """Only of what the row itself asks for."""
+    for name, value, limit in (
+        ("max_new_tokens", sampling.max_new_tokens, MAX_NEW_TOKENS),
+        ("top_k", sampling.top_k, MAX_TOP_K),
+        ("temperature", sampling.temperature, MAX_TEMPERATURE),
+    ):
+        if name in row and value > limit:
+            raise InvalidRowError(f"{name} is {shorten(row[name])}, but must be at most {limit:.0f}")
+    if "stop" in row and len(sampling.stop) > MAX_STOPS:
+        raise InvalidRowError(f"stop is a list of {len(sampling.stop)} strings, but must be of at most {MAX_STOPS}")
+    if "stop" in row and (size := sum(len(item.encode()) for item in sampling.stop)) > MAX_STOP_BYTES:
+        raise InvalidRowError(
+            f"stop is {shorten(list(sampling.stop))}, {size} bytes in all, but must be at most {MAX_STOP_BYTES}"
+        )
+
+
+def _without_warps(row: Fields) -> Fields:
+    """Under the rule search temperature 0 says what the rule does, and beside it nothing is drawn from."""
+    kept = {name: value for name, value in row.items() if name not in WARP_FIELDS}
+    temperature = row.get("temperature")
+    if type(temperature) in (int, float) and temperature == 0:
+        return kept
+    for name, neutral in WARP_FIELDS.items():
+        value = row.get(name)
+        if value is not None and (isinstance(value, bool) or value != neutral):
+            raise InvalidRowError(f"{name} is {shorten(value)}, but the rule search draws nothing: drop it")
+    return kept
+
+
+def _row_id(raw: Fields, default: str) -> str:
+    value = raw.get("id")
+    if value is None:
+        value = raw.get("custom_id")
+    if value is None:
+        return default
+    if type(value) is int:
+        return str(value)
+    if not isinstance(value, str) or not value:
+        raise InvalidRowError(f"id is {shorten(value)}, but must be a non-empty string or an integer")
+    return value
+
+
+def _raw_key(row_id: str, line: bytes | LongLine) -> str:
+    if isinstance(line, LongLine):
+        line = b"%d:%b" % (line.size, line.head)
+    return content_key(orjson.dumps(row_id) + line)
+
+
+def _held(line: bytes | LongLine) -> bytes:
+    if isinstance(line, LongLine):
+        shown = shorten(line.head.decode("utf-8", "replace"))
+        raise InvalidRowError(f"the line has {line.size} bytes, but must have at most {MAX_LINE_BYTES}: {shown}")
+    return line
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as bad:
+        shown = shorten(line[:200].decode("utf-8", "replace"))
+        raise InvalidRowError(f"not UTF-8: byte 0x{line[bad.start]:02x} at byte {bad.start + 1}: {shown}") from None

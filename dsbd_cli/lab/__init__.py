@@ -1,0 +1,1 @@
+"""The lab: benchmarks, profiles and their reports. A user who only generates never loads it."""

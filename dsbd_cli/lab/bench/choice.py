@@ -1,0 +1,106 @@
+"""A threshold of rule fuzzy is chosen on dev records and reported on test records (Holsman et al. 2025, section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dsbd_cli.config import MethodConfig
+from dsbd_cli.lab.bench.sweep import Setting
+from dsbd_cli.lab.reports.bench_data import BenchRow, Choice
+
+__all__ = ["DEFAULT_TOLERANCE", "Curve", "choose", "curves", "doubts", "reference_of", "without_reference"]
+
+DEFAULT_TOLERANCE = 0.02
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Settings of rule fuzzy that differ in their threshold alone, the smallest first.
+
+    Attributes:
+        reference: draws from the target's own law with as many beams; None where no such setting is run.
+    """
+
+    settings: tuple[Setting, ...]
+    reference: Setting | None
+
+
+def curves(settings: Sequence[Setting]) -> tuple[Curve, ...]:
+    """Every curve of two thresholds or more: a choice for each W, K and D of a sweep."""
+    found: dict[tuple[object, ...], list[Setting]] = {}
+    for setting in settings:
+        fields = setting.fields()
+        if fields.get("rule") == "fuzzy":
+            fields.pop("fuzzy_threshold")
+            found.setdefault((setting.method, *fields.values()), []).append(setting)
+    return tuple(
+        Curve(tuple(sorted(some, key=_threshold)), reference_of(some[0], settings))
+        for some in found.values()
+        if len(some) > 1
+    )
+
+
+def reference_of(fuzzy: Setting, settings: Sequence[Setting]) -> Setting | None:
+    """The setting with the target's law and as many beams: rule rejection if there, else another, as they stand."""
+    exact = [one for one in settings if _is_exact(one) and one.num_beams == fuzzy.num_beams]
+    return min(exact, key=lambda one: one.fields()["rule"] != "rejection", default=None)
+
+
+def without_reference(settings: Sequence[Setting]) -> bool:
+    """Whether some curve has nothing that its scores could be held against."""
+    return any(curve.reference is None for curve in curves(settings))
+
+
+def choose(task: str, curve: Curve, rows: Mapping[str, BenchRow], tolerance: float) -> Choice:
+    """Of the thresholds whose score is at most `tolerance` below the reference's the one of most steps per target call;
+    of equal ones the smallest.
+
+    rows: name of the setting -> its row on dev records, the reference among them. Steps per call decide, not tokens/s:
+    within a curve a call costs the same, and they do not depend on the clock.
+    """
+    assert curve.reference is not None
+    least = _score(rows[curve.reference.name]) - tolerance - ROUNDING
+    good = [one for one in curve.settings if _score(rows[one.name]) >= least]
+    chosen = max(good, key=lambda one: (rows[one.name].steps_per_call or 0.0, -_threshold(one)), default=None)
+    names = tuple(one.name for one in curve.settings)
+    return Choice(task, names, curve.reference.name, tolerance, None if chosen is None else chosen.name)
+
+
+def doubts(task: str, curve: Curve, rows: Mapping[str, BenchRow], tolerance: float) -> list[str]:
+    """Why the dev scores are too few or too low to choose by; rows as for `choose`."""
+    assert curve.reference is not None
+    reference = rows[curve.reference.name]
+    score, records = _score(reference), reference.records
+    found = []
+    if score <= tolerance:
+        found.append(
+            f"{task}: {reference.name} scores {score:.1%} on dev records, so no threshold can lose more than "
+            f"{100 * tolerance:g} points: the choice was made by steps per target call alone"
+        )
+    elif records * tolerance < 1:
+        found.append(
+            f"{task}: with {records} dev records one answer is {100 / records:.1f} points, more than the "
+            f"{100 * tolerance:g} that may be lost: the choice allowed no loss at all; raise --dev-records"
+        )
+    return found
+
+
+def _is_exact(setting: Setting) -> bool:
+    config = setting.config
+    return (
+        isinstance(config, MethodConfig)
+        and config.rule in ("rejection", "coupled")
+        and config.exactness in ("same-text", "same-law")
+    )
+
+
+def _threshold(setting: Setting) -> float:
+    assert isinstance(setting.config, MethodConfig)
+    return setting.config.fuzzy_threshold or 0.0
+
+
+def _score(row: BenchRow) -> float:
+    assert row.quality is not None, "thresholds are chosen where answers are scored"
+    return row.quality.value

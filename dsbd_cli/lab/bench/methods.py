@@ -1,0 +1,147 @@
+"""The table of methods that can be compared: ours, the baselines as settings of our engine, and transformers'.
+
+To add a method, add an entry to METHODS; to sweep another field of MethodConfig, add it to AXES and name it in the
+`axes` of the methods that it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from dsbd_cli.config import DRAFTERS, MAX_AUTO_DEPTH, MethodConfig
+from dsbd_cli.lab.peers.config import PeerConfig, PeerName
+
+__all__ = ["AXES", "BASELINES", "DEFAULT_METHODS", "FUZZY_METHODS", "METHODS", "Axis", "Method", "Value"]
+
+Value = int | float | str
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A field of MethodConfig that a sweep may set: its letter in labels and the type of its values."""
+
+    letter: str
+    kind: Callable[[str], Value]
+    expected: str
+
+    def label(self, value: Value) -> str:
+        """As in `W=4`; a name stands for itself."""
+        return value if isinstance(value, str) else f"{self.letter}={value:g}"
+
+
+def _drafter(text: str) -> str:
+    """A drafter, or two joined by +, that the loaded pair can be run with. Raises ValueError."""
+    if not set(text.split("+")) <= set(DRAFTERS) - {"bridge"}:
+        raise ValueError(text)
+    return text
+
+
+AXES: dict[str, Axis] = {
+    "num_beams": Axis("W", int, "an integer"),
+    "drafts_per_layer": Axis("K", int, "an integer"),
+    "depth": Axis("D", int, "an integer"),
+    "width_threshold": Axis("t", float, "a number"),
+    "min_width": Axis("Wmin", int, "an integer"),
+    "drafter": Axis(
+        "", _drafter, f"one of {', '.join(name for name in DRAFTERS if name != 'bridge')}, or two joined by +"
+    ),
+    "fuzzy_threshold": Axis("T", float, "a number"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One way to decode.
+
+    Attributes:
+        about: what it is, in a few words.
+        fixed: fields of MethodConfig that make it what it is.
+        axes: names in AXES that act on it.
+        peer: transformers' method, where it is theirs.
+    """
+
+    about: str
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    axes: tuple[str, ...] = ()
+    peer: PeerName | None = None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it needs a draft model."""
+        return self.peer == "assisted" if self.peer else self.fixed.get("depth") != 0
+
+    def config(self, point: Mapping[str, object]) -> MethodConfig | PeerConfig:
+        """At one point of a sweep. Raises UsageError where the fields do not go together."""
+        if self.peer is not None:
+            return PeerConfig(self.peer, **point)  # type: ignore[arg-type]
+        return MethodConfig(**{**self.fixed, **point})  # type: ignore[arg-type]
+
+
+BEAMS = ("num_beams",)
+DRAFTED = ("num_beams", "drafts_per_layer", "depth")
+ANY_DRAFTER = (*DRAFTED, "drafter")
+CHOSEN = ("num_beams", "drafts_per_layer", "drafter")
+AUTO = {"adaptive_depth": True, "depth": MAX_AUTO_DEPTH}
+THRESHOLD = (*DRAFTED, "width_threshold", "min_width")
+
+METHODS: dict[str, Method] = {
+    "greedy": Method("the likeliest token", {"rule": "search", "num_beams": 1, "depth": 0}),
+    "multinomial": Method("plain sampling", {"rule": "coupled", "num_beams": 1, "depth": 0}),
+    "speculative": Method(
+        "speculative sampling of one sequence",
+        {"rule": "rejection", "num_beams": 1, "drafts_per_layer": 1},
+        ("depth",),
+    ),
+    "beam-search": Method("beam search without a draft", {"rule": "search", "depth": 0}, BEAMS),
+    "beam-sampling": Method("beam sampling without a draft", {"rule": "coupled", "depth": 0}, BEAMS),
+    "dsbd-coupled": Method("rule coupled, fixed width", {"rule": "coupled"}, ANY_DRAFTER),
+    "dsbd-search": Method("rule search: beam search with a draft", {"rule": "search"}, ANY_DRAFTER),
+    "dsbd-coupled-auto": Method("rule coupled, D and K by measurement", {"rule": "coupled", **AUTO}, CHOSEN),
+    "dsbd-search-auto": Method("rule search, D and K by measurement", {"rule": "search", **AUTO}, CHOSEN),
+    "dsbd-rejection": Method("rule rejection, fixed width", {"rule": "rejection"}, ANY_DRAFTER),
+    "dsbd-with-replacement": Method("the paper's law, fixed width", {"rule": "with-replacement"}, DRAFTED),
+    "dsbd-coupled-threshold": Method(
+        "rule coupled, threshold width", {"rule": "coupled", "width": "threshold"}, THRESHOLD
+    ),
+    "dsbd-rejection-threshold": Method(
+        "rule rejection, threshold width", {"rule": "rejection", "width": "threshold"}, THRESHOLD
+    ),
+    "dsbd-with-replacement-threshold": Method(
+        "the paper's law, threshold width", {"rule": "with-replacement", "width": "threshold"}, THRESHOLD
+    ),
+    "dsbd-memory-saving": Method(
+        "rule rejection, threshold width, one beam kept between iterations",
+        {"rule": "rejection", "width": "threshold", "memory_saving": True},
+        THRESHOLD,
+    ),
+    "dsbd-fuzzy": Method(
+        "rule fuzzy: lossy on purpose",
+        {"rule": "fuzzy", "fuzzy_threshold": 0.2},
+        (*DRAFTED, "fuzzy_threshold"),
+    ),
+    "hf-greedy": Method("transformers' greedy", peer="greedy"),
+    "hf-beam-search": Method("transformers' beam search", axes=BEAMS, peer="beam-search"),
+    "hf-beam-sampling": Method("transformers' beam sampling", axes=BEAMS, peer="beam-sampling"),
+    "hf-assisted": Method("transformers' assisted sampling, one sequence at a time", peer="assisted"),
+}
+
+# What speeds are compared with: the same number of beams without a draft, and one sequence.
+BASELINES = ("beam-sampling", "greedy", "beam-search")
+
+DEFAULT_METHODS = (
+    "greedy",
+    "beam-search",
+    "beam-sampling",
+    "speculative",
+    "dsbd-search",
+    "dsbd-coupled",
+    "dsbd-coupled-auto",
+    "dsbd-rejection-threshold",
+    "hf-beam-search",
+    "hf-beam-sampling",
+    "hf-assisted",
+)
+
+# What --fuzzy-threshold alone compares: plain sampling, the lossless rule with a draft, and the curve.
+FUZZY_METHODS = ("beam-sampling", "dsbd-rejection", "dsbd-fuzzy")

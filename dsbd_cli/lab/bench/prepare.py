@@ -1,0 +1,122 @@
+"""What a run is asked for, and the prompts of a task as token ids that fit both models."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from dsbd_cli.config import SamplingConfig
+from dsbd_cli.engine.core.protocols import TextCodec
+from dsbd_cli.errors import InvalidRowError, UsageError
+from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
+from dsbd_cli.lab.bench.sweep import Setting
+from dsbd_cli.lab.tasks.dataset import Dataset
+from dsbd_cli.lab.tasks.record import TaskRecord
+
+__all__ = ["BenchSpec", "Prepared", "Prompt", "prepare", "window_size"]
+
+MIN_WINDOW = 8
+MAX_SKIPPED_PER_RECORD = 100
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSpec:
+    """All of a run but the models.
+
+    Attributes:
+        datasets: what is answered; `data`: where it came from, for the record.
+        settings: methods at points of a sweep, in order.
+        records: of each data set, at most.
+        rounds: how often every record is timed; quality and counters come from the first time.
+        batch_size: requests decoded together.
+        seed: of the noise; a record's own comes from it and the record's id.
+        notes: of the plan, to be told with the results.
+        dev_records: of each data set that has dev records, at most; thresholds of rule fuzzy are chosen on them. 0:
+            nothing is chosen.
+        tolerance: by how much the score of a chosen threshold may be below that of the target's own law.
+    """
+
+    datasets: Sequence[Dataset]
+    settings: Sequence[Setting]
+    records: int
+    rounds: int
+    batch_size: int
+    sampling: SamplingConfig
+    seed: int = 0
+    data: str | None = None
+    notes: Sequence[str] = field(default_factory=tuple)
+    dev_records: int = 0
+    tolerance: float = DEFAULT_TOLERANCE
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A record and its token ids."""
+
+    record: TaskRecord
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A data set with the prompts that are run, in windows, and what is to be said about them."""
+
+    dataset: Dataset
+    windows: tuple[tuple[Prompt, ...], ...]
+    notes: tuple[str, ...]
+
+
+def window_size(batch_size: int) -> int:
+    """Records that are timed in one stretch."""
+    return max(MIN_WINDOW, batch_size)
+
+
+def prepare(dataset: Dataset, codec: TextCodec, count: int, size: int, room: int | None) -> Prepared:
+    """The first `count` records that fit, in windows of `size`. room: tokens a prompt may have, None for any number.
+
+    Raises UsageError where no record fits, or conversations meet a tokenizer without a chat template.
+    """
+    prompts: list[Prompt] = []
+    too_long = plain_chats = 0
+    for record in itertools.islice(dataset.records(), MAX_SKIPPED_PER_RECORD * count):
+        if len(prompts) == count:
+            break
+        ids, as_plain = _encode(record, codec)
+        if not ids:
+            raise UsageError(f"record {record.id} has an empty prompt")
+        if room is not None and len(ids) > room:
+            too_long += 1
+            continue
+        plain_chats += as_plain
+        prompts.append(Prompt(record, tuple(ids)))
+    if not prompts:
+        raise UsageError(
+            f"no record of {dataset.name} fits: with the new tokens the models hold prompts of {room} tokens; "
+            "lower --max-new-tokens, or use other models"
+        )
+    notes = list(dataset.notes)
+    if too_long:
+        notes.append(f"{dataset.name}: {too_long} records longer than {room} tokens do not fit the models, left out")
+    if len(prompts) < count and too_long == 0:
+        notes.append(f"{dataset.name}: the data holds {len(prompts)} records, fewer than the {count} asked for")
+    if plain_chats:
+        notes.append(
+            f"{dataset.name}: the target's tokenizer has no chat template, so questions are given as plain text"
+        )
+    windows = tuple(tuple(prompts[start : start + size]) for start in range(0, len(prompts), size))
+    return Prepared(dataset, windows, tuple(notes))
+
+
+def _encode(record: TaskRecord, codec: TextCodec) -> tuple[list[int], bool]:
+    """Token ids, and whether a conversation was taken as plain text."""
+    messages = record.meta.get("messages")
+    if messages is None:
+        return codec.encode(record.prompt), False
+    try:
+        return codec.encode_chat(cast("list[dict[str, str]]", messages)), False
+    except InvalidRowError as error:
+        if not record.prompt:
+            raise UsageError(f"record {record.id}: {error}") from None
+        return codec.encode(record.prompt), True

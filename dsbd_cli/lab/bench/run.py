@@ -1,0 +1,205 @@
+"""The run: every window of records by every method in turn, so that a drift of the machine meets all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.lab.bench.choice import choose, curves, doubts
+from dsbd_cli.lab.bench.prepare import BenchSpec, Prepared, prepare, window_size
+from dsbd_cli.lab.bench.runners import Runner, make_runner
+from dsbd_cli.lab.bench.sweep import Setting
+from dsbd_cli.lab.bench.tally import Tally, ratios_of
+from dsbd_cli.lab.metrics.energy import EnergyMeter, find_meter
+from dsbd_cli.lab.metrics.environment import environment
+from dsbd_cli.lab.metrics.memory import PeakMemory
+from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
+
+__all__ = ["Bench"]
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Records of a task and the settings that answer them. dev: they are for a choice, not to be reported alone."""
+
+    task: str
+    data: Prepared
+    settings: tuple[Setting, ...]
+    rounds: int
+    dev: bool = False
+
+
+class Bench:
+    """Everything that is measured with one pair of models.
+
+    The models are loaded once, by the engine `pair`; every method runs on them.
+    """
+
+    def __init__(
+        self, pair: Engine, spec: BenchSpec, *, command: Sequence[str], meter: EnergyMeter | None = None
+    ) -> None:
+        """command: the command line, for the record. meter: of the target's device, if left out.
+
+        Raises UsageError where a record or a setting cannot be run.
+        """
+        self._pair, self._spec = pair, spec
+        device = pair.target.device
+        self._meter = meter or find_meter(str(device), synchronize=lambda: _wait(device))
+        self._memory = PeakMemory(device)
+        self._stopping = False
+        size, room = window_size(spec.batch_size), self._room()
+        self._curves = curves(spec.settings) if spec.dev_records else ()
+        self._parts = list(self._divided(size, room))
+        self._runners = {setting: self._runner(setting) for setting in spec.settings}
+        self._tallies = {
+            (part, setting): Tally(part.task, setting, self._batch_size(setting))
+            for part in self._parts
+            for setting in part.settings
+        }
+        self._environment = environment(command, str(device))
+
+    @property
+    def units(self) -> int:
+        """Timed windows in all."""
+        return sum(part.rounds * len(part.settings) * len(part.data.windows) for part in self._parts)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether stop was called."""
+        return self._stopping
+
+    def stop(self) -> None:
+        """End soon; windows that are done stay. May be called from a signal handler."""
+        self._stopping = True
+        for runner in self._runners.values():
+            runner.stop()
+
+    def run(self, progress: Progress = lambda done, total, name: None) -> BenchReport:
+        """Measure all of it. progress: called before each window with windows done, windows in all, and its name."""
+        self._meter.measure_idle()
+        first = self._parts[0].data.windows[0][:1]
+        for runner in self._runners.values():
+            if not self._stopping:
+                runner.run(first)  # warm-up: lazy set-up and the first use of kernels
+        done = 0
+        for number in range(self._spec.rounds):
+            for window in range(max(len(part.data.windows) for part in self._parts)):
+                for part in self._parts:
+                    if number < part.rounds and window < len(part.data.windows):
+                        done = self._window(part, number, window, done, progress)
+        progress(done, self.units, "")
+        return self.report()
+
+    def report(self) -> BenchReport:
+        """What is measured until now."""
+        rows, dev_rows = self._rows(dev=False), self._rows(dev=True)
+        chosen_from = [
+            (part.task, curve, {row.name: row for row in dev_rows if row.task == part.task}, self._spec.tolerance)
+            for part in self._parts
+            for curve in self._curves
+            if part.dev and self._is_measured(part)
+        ]
+        choices = [choose(*one) for one in chosen_from]
+        doubted = [note for one in chosen_from for note in doubts(*one)]
+        data_notes = [note for part in self._parts for note in part.data.notes]
+        notes = list(dict.fromkeys([*self._spec.notes, *data_notes, *doubted]))
+        if not self._meter.available:
+            notes.append(f"energy is not measured: {self._meter.reason}")
+        elif self._meter.idle_watts is not None:
+            notes.append(f"energy by {self._meter.source}; the idle machine draws {self._meter.idle_watts:.1f} W")
+        complete = not self._stopping
+        return BenchReport(rows, self._environment, self._about(), notes, complete, dev_rows, choices)
+
+    def _divided(self, size: int, room: int | None) -> Iterator[Part]:
+        """What is run: all settings on every data set; on dev records the curves and what they are held against."""
+        spec, codec = self._spec, self._pair.codec
+        wanted = {one for curve in self._curves for one in (curve.reference, *curve.settings)}
+        tuned = tuple(one for one in spec.settings if one in wanted)
+        for dataset in spec.datasets:
+            if tuned and dataset.dev is not None:
+                data = prepare(dataset.dev, codec, spec.dev_records, size, room)
+                yield Part(dataset.name, data, tuned, rounds=1, dev=True)
+            data = prepare(dataset, codec, spec.records, size, room)
+            yield Part(dataset.name, data, tuple(spec.settings), spec.rounds)
+
+    def _rows(self, *, dev: bool) -> list[BenchRow]:
+        """Of the test records, or of the dev records."""
+        tallies = [tally for (part, _), tally in self._tallies.items() if part.dev == dev]
+        return [
+            tally.row(ratios_of(tally, tallies), self._meter, self._memory.source) for tally in tallies if tally.speeds
+        ]
+
+    def _is_measured(self, part: Part) -> bool:
+        """Whether every setting has answered all records."""
+        return all(len(self._tallies[part, one].speeds) == len(part.data.windows) for one in part.settings)
+
+    def _window(self, part: Part, number: int, window: int, done: int, progress: Progress) -> int:
+        """One window by every method; who begins goes round."""
+        data, settings = part.data, part.settings
+        first = (number * len(data.windows) + window) % len(settings)
+        for setting in (*settings[first:], *settings[:first]):
+            if self._stopping:
+                return done
+            progress(done, self.units, f"{data.dataset.name}: {setting.name}")
+            self._measure(part, setting, number, window)
+            done += 1
+        return done
+
+    def _measure(self, part: Part, setting: Setting, number: int, window: int) -> None:
+        prompts, runner = part.data.windows[window], self._runners[setting]
+        tally = self._tallies[part, setting]
+        self._memory.start()
+        self._meter.start()
+        answers = runner.run(prompts)
+        used = self._meter.stop()
+        peak = self._memory.peak()
+        if self._stopping or len(answers) < len(prompts):
+            return  # cut off: its time says nothing
+        tally.add_time((number, window), sum(answer.tokens for answer in answers), used, peak)
+        if number == 0:
+            scores = [part.data.dataset.score(p.record, a.text) for p, a in zip(prompts, answers, strict=True)]
+            tally.add_answers(answers, scores, runner.with_logprobs(prompts, answers))
+
+    def _runner(self, setting: Setting) -> Runner:
+        spec = self._spec
+        return make_runner(self._pair, setting, spec.sampling, spec.seed, spec.batch_size)
+
+    def _batch_size(self, setting: Setting) -> int:
+        limit = getattr(setting.config, "max_batch", None)
+        return min(self._spec.batch_size, limit or self._spec.batch_size)
+
+    def _room(self) -> int | None:
+        """Tokens that a prompt may have in every model that some setting uses."""
+        models = [self._pair.target]
+        if self._pair.draft is not None and any(setting.drafts for setting in self._spec.settings):
+            models.append(self._pair.draft)
+        limits = [model.max_positions for model in models if model.max_positions is not None]
+        return min(limits) - self._spec.sampling.max_new_tokens if limits else None
+
+    def _about(self) -> dict[str, object]:
+        info, spec = self._pair.info, self._spec
+        return {
+            "target": info.target if info else None,
+            "draft": info.draft if info else None,
+            "dtype": info.dtype if info else None,
+            "torch_device": str(self._pair.target.device),
+            "batch_size": spec.batch_size,
+            "window_records": window_size(spec.batch_size),
+            "rounds": spec.rounds,
+            "dev_records": spec.dev_records if self._curves else 0,
+            "seed": spec.seed,
+            "data": spec.data,
+            "notes": list(spec.notes),
+            **dataclasses.asdict(spec.sampling),
+        }
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,141 @@
+"""One interface over our engine and transformers' generate: prompts in, answers out, on models that all share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.tokenize import HFCodec
+from dsbd_cli.errors import ModelError
+from dsbd_cli.lab.bench.prepare import Prompt
+from dsbd_cli.lab.bench.sweep import Setting
+from dsbd_cli.lab.peers.config import PeerConfig
+from dsbd_cli.lab.peers.transformers_generate import Delivered, TransformersPeer
+from dsbd_cli.requests import Request, derive_seed
+from dsbd_cli.stats import RequestStats
+
+__all__ = ["Answer", "Runner", "make_runner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The best text of one prompt.
+
+    Attributes:
+        tokens: delivered, the end token included.
+        logprob: raw target, nats; None until it is asked for.
+        stats: counters; None for others' code.
+        kv_bytes: peak of this request in all caches; None where it is not known.
+        error: why there is no text.
+    """
+
+    text: str
+    tokens: int
+    logprob: float | None
+    stats: RequestStats | None
+    kv_bytes: int | None
+    error: str | None = None
+
+
+class Runner(Protocol):
+    """A method that answers windows of prompts."""
+
+    def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        """Answers in order; fewer after `stop`."""
+        ...
+
+    def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
+        """Log-probabilities of the answers; may run the target, so it is not for timing."""
+        ...
+
+    def stop(self) -> None:
+        """End soon, for good."""
+        ...
+
+
+class EngineRunner:
+    """Our engine. The caches are given back after each window, so that a method's memory is its own."""
+
+    def __init__(
+        self, pair: Engine, method: MethodConfig, sampling: SamplingConfig, seed: int, batch_size: int
+    ) -> None:
+        draft = pair.draft if method.needs_draft else None
+        self._engine = Engine(pair.target, draft, pair.codec, method, batch_size=batch_size, log_steps=True)
+        self._sampling, self._seed = sampling, seed
+        models = [model for model in (pair.target, draft) if model is not None]
+        self._models = models
+        self._bytes_per_slot = sum(model.kv_bytes_per_slot() for model in models)
+
+    def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        """Answers in order; fewer after `stop`."""
+        requests = [
+            Request(p.record.id, derive_seed(self._seed, p.record.id), prompt_ids=p.ids, sampling=self._sampling)
+            for p in prompts
+        ]
+        answers = []
+        for result in self._engine.run(requests):
+            kv_bytes = result.stats.kv_peak_slots * self._bytes_per_slot
+            if result.error is not None or not result.hypotheses:
+                answers.append(Answer("", 0, None, result.stats, kv_bytes, str(result.error)))
+                continue
+            best = result.hypotheses[0]
+            answers.append(Answer(best.text, best.num_tokens, best.logprob, result.stats, kv_bytes))
+        for model in self._models:
+            model.release()
+        return answers
+
+    def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
+        """The engine has summed them up already."""
+        return [answer.logprob or 0.0 for answer in answers]
+
+    def stop(self) -> None:
+        """End after the iteration that is under way."""
+        self._engine.stop()
+
+
+class PeerRunner:
+    """transformers' generate."""
+
+    def __init__(self, name: str, peer: TransformersPeer, seed: int) -> None:
+        self._name, self._peer, self._seed = name, peer, seed
+        self._delivered: list[Delivered] = []
+
+    def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        """Answers in order; none of a window in which `stop` came."""
+        seed = derive_seed(self._seed, prompts[0].record.id)
+        try:
+            self._delivered = list(self._peer.run([prompt.ids for prompt in prompts], seed))
+        except Exception as error:  # a model that transformers cannot decode raises what it likes
+            said = " ".join(str(error).split())[:200]
+            raise ModelError(
+                f"{self._name}: transformers' generate fails ({type(error).__name__}: {said}): "
+                "leave it out of --methods"
+            ) from error
+        if self._peer.stopped:
+            return []
+        return [Answer(one.text, len(one.token_ids), None, None, one.kv_bytes) for one in self._delivered]
+
+    def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
+        """One plain forward of the target per answer of the last window."""
+        return self._peer.logprobs([prompt.ids for prompt in prompts], self._delivered)
+
+    def stop(self) -> None:
+        """End after the token that is under way."""
+        self._peer.stop()
+
+
+def make_runner(pair: Engine, setting: Setting, sampling: SamplingConfig, seed: int, batch_size: int) -> Runner:
+    """The runner of a setting. Raises ModelError where transformers' generate cannot be had."""
+    config = setting.config
+    if isinstance(config, MethodConfig):
+        return EngineRunner(pair, config, sampling, seed, batch_size)
+    assert isinstance(config, PeerConfig)
+    target, draft, codec = pair.target, pair.draft, pair.codec
+    if not isinstance(target, CausalForestModel) or not isinstance(codec, HFCodec):
+        raise ModelError(f"{setting.method}: the target is no transformers model; leave it out of --methods")
+    assistant = draft if isinstance(draft, CausalForestModel) else None
+    return PeerRunner(setting.name, TransformersPeer(config, target, assistant, codec, sampling, batch_size), seed)

@@ -1,0 +1,162 @@
+"""From names of methods and lists of values to the settings that are run."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dsbd_cli.config import MODEL_DRAFTERS, MethodConfig
+from dsbd_cli.errors import UsageError
+from dsbd_cli.lab.bench.methods import AXES, DEFAULT_METHODS, METHODS, Method, Value
+from dsbd_cli.lab.peers.config import PeerConfig
+
+__all__ = ["Plan", "Setting", "Sweep", "choose_methods", "plan", "read_values"]
+
+Sweep = Mapping[str, Sequence[Value]]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One method at one point of the sweep; `label` is the point, as in `W=4 K=8`, and empty without a sweep."""
+
+    method: str
+    label: str
+    config: MethodConfig | PeerConfig
+
+    @property
+    def name(self) -> str:
+        """Method and label."""
+        return f"{self.method} {self.label}".strip()
+
+    @property
+    def num_beams(self) -> int:
+        """W."""
+        return self.config.num_beams
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a draft model runs."""
+        return self.config.kind == "assisted" if isinstance(self.config, PeerConfig) else self.config.needs_draft
+
+    @property
+    def samples(self) -> bool:
+        """Whether it draws at random."""
+        return self.config.samples if isinstance(self.config, PeerConfig) else self.config.rule != "search"
+
+    def fields(self) -> dict[str, object]:
+        """All settings by the library's names."""
+        return dataclasses.asdict(self.config)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Settings in order, and what was left out and why."""
+
+    settings: tuple[Setting, ...]
+    notes: tuple[str, ...]
+
+
+def choose_methods(text: str | None, *, draft: bool = True, drafters: Sequence[Value] = ()) -> list[str]:
+    """Names from a comma list; `all` is every method, None the default ones. draft: a draft model is there; drafters:
+    of the sweep.
+
+    Raises UsageError for names that do not exist, stand twice, or need the draft that is not there.
+    """
+    lookups = bool(drafters) and not any(set(str(name).split("+")) & set(MODEL_DRAFTERS) for name in drafters)
+
+    def runs(method: Method) -> bool:
+        return draft or not method.drafts or (lookups and "drafter" in method.axes)
+
+    if text in (None, "all"):
+        every = DEFAULT_METHODS if text is None else tuple(METHODS)
+        return [name for name in every if runs(METHODS[name])]
+    assert text is not None
+    names = [name.strip() for name in text.split(",")]
+    for place, name in enumerate(names):
+        if name == "all":
+            raise UsageError("--methods: all stands for every method, so no other name goes with it: drop it")
+        if name not in METHODS:
+            near = difflib.get_close_matches(name, METHODS, n=3)
+            hint = f"did you mean {', '.join(near)}?" if near else f"all, or some of {', '.join(METHODS)}"
+            raise UsageError(f"--methods: there is no method {name!r}: {hint}")
+        if name in names[:place]:
+            raise UsageError(f"--methods: {name} stands there twice: drop one")
+        if not runs(METHODS[name]):
+            raise UsageError(f"--methods: {name} needs a draft, but --draft is none")
+    return names
+
+
+def read_values(option: str, axis: str, text: str) -> list[Value]:
+    """Values of one list, as in `1,2,4`. Raises UsageError."""
+    values: list[Value] = []
+    for part in text.split(","):
+        try:
+            values.append(AXES[axis].kind(part.strip()))
+        except ValueError:
+            raise UsageError(
+                f"{option} is {text!r}, but must be {AXES[axis].expected}, or several with commas"
+            ) from None
+    if len(set(values)) < len(values):
+        raise UsageError(f"{option} is {text!r}, where a value stands twice: drop one")
+    return values
+
+
+def plan(names: Sequence[str], sweep: Sweep, index: str | None = None) -> Plan:
+    """Every method at every point of the axes that act on it; the others keep the library's defaults.
+
+    Points that cannot be (fewer drafts than beams, ...) are left out with a note. Raises UsageError for an axis that
+    acts on no method, for an index that no drafter reads, and where nothing is left of a method.
+
+    index: file of dsbd index, for drafter retrieval.
+    """
+    if index is not None and not any("retrieval" in str(name).split("+") for name in sweep.get("drafter", ())):
+        raise UsageError(f"--index {index} would do nothing, because no --drafter is retrieval: drop it")
+    for axis in sweep:
+        if not any(axis in METHODS[name].axes for name in names):
+            raise UsageError(f"--{axis.replace('_', '-')} would do nothing: it acts on none of {', '.join(names)}")
+    settings: list[Setting] = []
+    left_out: dict[str, list[str]] = {}
+    for name in names:
+        made, faults = _settings(name, METHODS[name], sweep, index)
+        if not made:
+            point, fault = faults[0]
+            raise UsageError(f"{name} {point}: {fault}".replace(" : ", ": "))
+        settings += made
+        for point, fault in faults:
+            left_out.setdefault(fault, []).append(f"{name} {point}")
+    notes = tuple(f"left out: {', '.join(which)}: {fault}" for fault, which in left_out.items())
+    return Plan(tuple(settings), notes)
+
+
+def _settings(
+    name: str, method: Method, sweep: Sweep, index: str | None
+) -> tuple[list[Setting], list[tuple[str, str]]]:
+    axes = [axis for axis in method.axes if axis in sweep]
+    made, faults = [], []
+    for values in itertools.product(*(sweep[axis] for axis in axes)):
+        point = dict(zip(axes, values, strict=True))
+        label = " ".join(AXES[axis].label(value) for axis, value in point.items())
+        try:
+            made.append(Setting(name, label, method.config(_completed(method, point, index))))
+        except UsageError as error:
+            faults.append((label, str(error)))
+    return made, faults
+
+
+def _completed(method: Method, point: Mapping[str, Value], index: str | None) -> dict[str, Value]:
+    """What is not given is as in `dsbd generate`: also transformers' beams, and drafts follow the number of beams."""
+    beams = point.get("num_beams", MethodConfig().num_beams)
+    if method.peer is not None:
+        return {"num_beams": beams} if "num_beams" in method.axes else {}
+    if index is not None and "retrieval" in str(point.get("drafter")).split("+"):
+        point = {**point, "index": index}
+    if method.fixed.get("memory_saving") and beams == 1:
+        raise UsageError("memory-saving keeps one beam of several: it needs num_beams 2 or more")
+    if method.drafts and point.get("depth") == 0:
+        raise UsageError("depth 0 drafts nothing: that is the baseline without a draft")
+    if "drafts_per_layer" in method.axes and "drafts_per_layer" not in point:
+        return {**point, "drafts_per_layer": max(MethodConfig().drafts_per_layer, 2 * int(beams))}
+    return dict(point)

@@ -1,0 +1,155 @@
+"""What one setting has done on one task, window by window, and the row that comes of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from dsbd_cli.config import MethodConfig
+from dsbd_cli.lab.bench.methods import BASELINES
+from dsbd_cli.lab.bench.runners import Answer
+from dsbd_cli.lab.bench.statistics import bootstrap_mean, middle_half
+from dsbd_cli.lab.bench.sweep import Setting
+from dsbd_cli.lab.metrics.energy import EnergyMeter, EnergyWindow
+from dsbd_cli.lab.reports.bench_data import BenchRow, Energy
+from dsbd_cli.stats import DrafterStats, RequestStats
+
+__all__ = ["Tally", "ratios_of"]
+
+
+class Counters:
+    """Sums of our engine's counters; nothing is kept of single requests."""
+
+    def __init__(self, depth: int) -> None:
+        self._sums: Counter[str] = Counter()
+        self._drafted, self._accepted, self._passed = ([0] * depth for _ in range(3))
+        self._drafters: dict[str, DrafterStats] = {}
+
+    def add(self, stats: RequestStats) -> None:
+        """One request."""
+        self._sums["requests"] += 1
+        for name in ("target_calls", "draft_calls", "steps", "drafted", "accepted", "width_sum"):
+            self._sums[name] += getattr(stats, name)
+        for name, part in stats.drafters.items():
+            self._drafters.setdefault(name, DrafterStats()).add(part)
+        for layer in (layer for step in stats.step_log for layer in step.layers if layer.layer <= len(self._drafted)):
+            self._drafted[layer.layer - 1] += layer.drafted
+            self._accepted[layer.layer - 1] += layer.accepted
+            self._passed[layer.layer - 1] += layer.passed
+
+    def fields(self) -> dict[str, object]:
+        """Fields of a BenchRow; none where another code has no such counters."""
+        sums = self._sums
+        if not sums["requests"]:
+            return {}
+        return {
+            "steps_per_call": _share(sums["steps"], sums["target_calls"]),
+            "acceptance_rate": _share(sums["accepted"], sums["drafted"]),
+            "accepted_by_drafter": {name: part.acceptance_rate for name, part in self._drafters.items()},
+            "accepted_by_depth": tuple(a / d if d else 0.0 for a, d in zip(self._accepted, self._drafted, strict=True)),
+            "passed_by_depth": tuple(_share(count, sums["target_calls"]) or 0.0 for count in self._passed),
+            "mean_width": _share(sums["width_sum"], sums["steps"]),
+            "target_calls": sums["target_calls"] / sums["requests"],
+            "draft_calls": sums["draft_calls"] / sums["requests"],
+        }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+class Tally:
+    """Sums over the windows of one setting on one task."""
+
+    def __init__(self, task: str, setting: Setting, batch_size: int) -> None:
+        self.task, self.setting, self.batch_size = task, setting, batch_size
+        self.speeds: dict[tuple[int, int], float] = {}  # (round, window) -> tokens/s
+        self._tokens = 0
+        self._seconds = 0.0
+        self._measured = [0.0, 0.0, 0]  # joules, seconds, tokens of windows long enough for the counter
+        self._scores: dict[str, list[float]] = {}
+        self._logprob, self._logprob_tokens = 0.0, 0
+        self._counters = Counters(getattr(setting.config, "depth", 0))
+        self._kv: list[int] = []
+        self._peaks: list[int] = []
+        self._records = self._failed = 0
+
+    def add_time(self, place: tuple[int, int], tokens: int, window: EnergyWindow, peak: int | None) -> None:
+        """One timed window. place: round and number of the window; peak: bytes."""
+        self.speeds[place] = tokens / window.seconds
+        self._tokens += tokens
+        self._seconds += window.seconds
+        if window.joules is not None:
+            for index, value in enumerate((window.joules, window.seconds, tokens)):
+                self._measured[index] += value
+        if peak is not None:
+            self._peaks.append(peak)
+
+    def add_answers(
+        self, answers: Sequence[Answer], scores: Sequence[Mapping[str, float]], logprobs: Sequence[float]
+    ) -> None:
+        """Answers of the first round with their scores and log-probabilities."""
+        for answer, found, logprob in zip(answers, scores, logprobs, strict=True):
+            self._records += 1
+            self._failed += answer.error is not None
+            for name, value in found.items():
+                self._scores.setdefault(name, []).append(value)
+            if answer.error is None:
+                self._logprob += logprob
+                self._logprob_tokens += answer.tokens
+            if answer.stats is not None:
+                self._counters.add(answer.stats)
+            if answer.kv_bytes is not None:
+                self._kv.append(answer.kv_bytes)
+
+    def row(self, ratios: Mapping[str, Sequence[float]], meter: EnergyMeter, memory_source: str) -> BenchRow:
+        """The row of at least one window. ratios: baseline -> speed ratios of the windows that both have done."""
+        config = self.setting.config
+        return BenchRow(
+            task=self.task,
+            method=self.setting.method,
+            setting=self.setting.label,
+            settings=self.setting.fields(),
+            batch_size=self.batch_size,
+            exactness=config.exactness if isinstance(config, MethodConfig) else None,
+            records=self._records,
+            failed=self._failed,
+            windows=len(self.speeds),
+            tokens=self._tokens,
+            seconds=self._seconds,
+            scores={name: bootstrap_mean(values) for name, values in self._scores.items()},
+            logprob_per_token=self._logprob / self._logprob_tokens if self._logprob_tokens else None,
+            tokens_per_s=middle_half(list(self.speeds.values())),
+            ratios={name: middle_half(values) for name, values in ratios.items()},
+            kv_peak_bytes=max(self._kv, default=None),
+            peak_memory_bytes=max(self._peaks, default=None),
+            memory_source=memory_source,
+            energy=self._energy(meter),
+            **self._counters.fields(),  # type: ignore[arg-type]
+        )
+
+    def _energy(self, meter: EnergyMeter) -> Energy:
+        joules, seconds, tokens = self._measured
+        if not tokens:
+            return Energy(source=meter.source, idle_watts=meter.idle_watts)
+        idle = meter.idle_watts
+        above = None if idle is None else (joules - idle * seconds) / tokens
+        return Energy(meter.source, joules / tokens, above, idle, joules / seconds)
+
+
+def ratios_of(tally: Tally, others: Sequence[Tally]) -> dict[str, list[float]]:
+    """Speed over each baseline's, of the same round and window.
+
+    The baseline with as many beams is taken, else its first one (a method with one beam has no other).
+    """
+    found = {}
+    for name in BASELINES:
+        candidates = [one for one in others if one.task == tally.task and one.setting.method == name]
+        same = [one for one in candidates if one.setting.num_beams == tally.setting.num_beams]
+        if not candidates or tally.setting.method == name:
+            continue
+        base = (same or candidates)[0]
+        pairs = [tally.speeds[place] / speed for place, speed in base.speeds.items() if speed and place in tally.speeds]
+        if pairs:
+            found[name] = pairs
+    return found

@@ -1,0 +1,5 @@
+"""Other people's decoding of the same loaded models, to compare with. Names and settings need no torch."""
+
+from dsbd_cli.lab.peers.config import PEERS, PeerConfig
+
+__all__ = ["PEERS", "PeerConfig"]

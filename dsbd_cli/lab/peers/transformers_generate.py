@@ -1,0 +1,202 @@
+"""transformers' own `generate` on the same weights, as transformers loads them: same prompts, same limits.
+
+Prompts of one batch are padded on the left. Only delivered tokens count: those of the returned (best) sequence up to
+and with its end token, never the padding behind it. A module that our engine uses too has transformers' stock attention
+meanwhile; one whose weights we have packed is loaded a second time.
+
+Shape letters: B prompts of a batch, T tokens of the longest prompt, n new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from dsbd_cli.config import SamplingConfig
+from dsbd_cli.engine.core.stops import find_stop
+from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.attention import NAME as GROUPED
+from dsbd_cli.engine.models.tokenize import HFCodec
+from dsbd_cli.lab.peers.config import PeerConfig
+
+__all__ = ["Delivered", "TransformersPeer"]
+
+STOCK = "sdpa"
+
+
+class _Generating(Protocol):
+    """What is used of a PreTrainedModel."""
+
+    config: object
+
+    def set_attn_implementation(self, name: str) -> None: ...
+
+    def generate(self, inputs: Tensor, **options: object) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """One answer.
+
+    Attributes:
+        token_ids: the new tokens up to and with the end token.
+        text: as a reader gets it: special tokens left out, cut before a stop string.
+        kv_bytes: keys and values that `generate` held for this prompt at its end, padding included; None where it
+            does not hand its cache out.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    kv_bytes: int | None
+
+
+class _Halt(StoppingCriteria):
+    """Ends all sequences once it is told to."""
+
+    def __init__(self) -> None:
+        self.told = False
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
+        return torch.full((input_ids.shape[0],), self.told, dtype=torch.bool, device=input_ids.device)
+
+
+class TransformersPeer:
+    """One comparator over loaded models."""
+
+    def __init__(
+        self,
+        config: PeerConfig,
+        target: CausalForestModel,
+        draft: CausalForestModel | None,
+        codec: HFCodec,
+        sampling: SamplingConfig,
+        batch_size: int,
+    ) -> None:
+        """draft: needed by `assisted` only. sampling: for all prompts; search and greedy take its limits alone."""
+        self.config = config
+        self.batch_size = min(batch_size, config.max_batch or batch_size)
+        self._target, self._codec, self._sampling = target, codec, sampling
+        self._module = cast("_Generating", target.stock())
+        self._assistant = draft.stock() if draft is not None and config.kind == "assisted" else None
+        assert self._assistant is not None or config.kind != "assisted", "assisted generation needs a draft"
+        self._halt = _Halt()
+        self._settings = self._generation_config()
+
+    def stop(self) -> None:
+        """End soon; answers that are under way come out cut."""
+        self._halt.told = True
+
+    @property
+    def stopped(self) -> bool:
+        """Whether stop was called."""
+        return self._halt.told
+
+    def run(self, prompts: Sequence[Sequence[int]], seed: int) -> Iterator[Delivered]:
+        """Answers to tokenised prompts, in order. The global random state is as before afterwards."""
+        with stock_attention(self._module), _seeded(seed, self._target.device):
+            for start in range(0, len(prompts), self.batch_size):
+                if not self._halt.told:
+                    yield from self._batch(prompts[start : start + self.batch_size])
+
+    def _generation_config(self) -> GenerationConfig:
+        asked, eos = self._sampling, list(self._codec.eos_ids)
+        chosen: dict[str, object] = {"do_sample": self.config.samples, "num_beams": self.config.num_beams}
+        if self.config.samples:
+            chosen |= {"temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p}
+            chosen |= {"min_p": asked.min_p} if asked.min_p else {}
+        if self.config.num_beams > 1:
+            chosen |= {"length_penalty": asked.length_penalty, "early_stopping": asked.early_stopping}
+        return GenerationConfig(
+            max_new_tokens=asked.max_new_tokens,
+            eos_token_id=eos or None,
+            pad_token_id=eos[0] if eos else 0,
+            stop_strings=list(asked.stop) or None,
+            return_dict_in_generate=True,
+            **chosen,
+        )
+
+    def _batch(self, prompts: Sequence[Sequence[int]]) -> Iterator[Delivered]:
+        width = max(map(len, prompts))
+        tokens = torch.zeros((len(prompts), width), dtype=torch.int64)  # [B, T]
+        mask = torch.zeros_like(tokens)
+        for row, prompt in enumerate(prompts):
+            tokens[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        options: dict[str, object] = {"attention_mask": mask.to(self._target.device)}
+        if self._assistant is not None:
+            options["assistant_model"] = self._assistant
+        if self._sampling.stop:
+            options["tokenizer"] = self._codec.tokenizer
+        out = self._module.generate(
+            tokens.to(self._target.device),
+            generation_config=self._settings,
+            stopping_criteria=StoppingCriteriaList([self._halt]),
+            **options,
+        )
+        held = _cache_bytes(out.past_key_values) if self._assistant is None else None  # type: ignore[attr-defined]
+        for row in out.sequences[:, width:].tolist():  # type: ignore[attr-defined]
+            ids = delivered(row, self._codec.eos_ids)
+            yield Delivered(ids, self._text(ids), None if held is None else held // len(prompts))
+
+    def _text(self, ids: tuple[int, ...]) -> str:
+        body = ids[:-1] if ids and ids[-1] in self._codec.eos_ids else ids
+        text = self._codec.decode(list(body))
+        return text[: find_stop(text, self._sampling.stop)]
+
+    def logprobs(self, prompts: Sequence[Sequence[int]], answers: Sequence[Delivered]) -> list[float]:
+        """Raw target log-probability (nats) of each answer after its prompt, by separate forwards; not for timing."""
+        return [
+            sequence_logprob(self._target, prompt, answer.token_ids)
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+
+def delivered(row: Sequence[int], eos: Sequence[int]) -> tuple[int, ...]:
+    """Tokens up to and with the first end token."""
+    end = next((place + 1 for place, token in enumerate(row) if token in eos), len(row))
+    return tuple(row[:end])
+
+
+@torch.inference_mode()
+def sequence_logprob(model: CausalForestModel, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """Sum of log p(token | before) over the answer, in nats, from one plain forward."""
+    if not answer:
+        return 0.0
+    tokens = torch.tensor([[*prompt, *answer]], device=model.device)
+    logits = model.plain(tokens)[0, len(prompt) - 1 : -1].float()  # [n, V]
+    chosen = torch.tensor(answer, device=logits.device)
+    return float(logits.log_softmax(-1).gather(-1, chosen[:, None]).double().sum())
+
+
+def _cache_bytes(cache: object) -> int:
+    """Bytes of all keys and values in a transformers cache."""
+    layers = getattr(cache, "layers", ())
+    tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@contextlib.contextmanager
+def stock_attention(module: _Generating) -> Iterator[None]:
+    """transformers' own attention for a module that was switched to ours; others are left alone."""
+    ours = getattr(module.config, "_attn_implementation", None) == GROUPED
+    if ours:
+        module.set_attn_implementation(STOCK)
+    try:
+        yield
+    finally:
+        if ours:
+            module.set_attn_implementation(GROUPED)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """transformers draws from torch's global generators: seed them, and give them back as they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

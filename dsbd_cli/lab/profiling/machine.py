@@ -1,0 +1,65 @@
+"""The machine: what it is called, what else it is doing, and what it can do at most, as measured."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, versions
+from dsbd_cli.lab.profiling.timers import synchronise
+from dsbd_cli.lab.reports.profile_data import Machine
+
+__all__ = ["MachineRates", "describe_machine", "machine_rates"]
+
+MIB = 1 << 20
+
+
+def describe_machine(device: torch.device) -> Machine:
+    """As it is now: call it before anything is measured."""
+    try:
+        load: float | None = os.getloadavg()[0]
+    except (AttributeError, OSError):
+        load = None
+    cores = os.cpu_count() or 1
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    return Machine(name, torch.get_num_threads(), cores, load, versions(), commit_of(Path(__file__).parents[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class MachineRates:
+    """What the device was measured to do. copy: bytes read + written per second; matmul: operations per second."""
+
+    copy_bytes_per_s: float
+    matmul_flops_per_s: float
+
+
+def _fastest(run: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Seconds of the fastest of several rounds, after one to warm up."""
+    seconds = []
+    for _ in range(rounds + 1):
+        synchronise(device)
+        start = time.perf_counter()
+        run()
+        synchronise(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
+
+
+def machine_rates(device: torch.device, dtype: torch.dtype, working_bytes: int) -> MachineRates:
+    """Copy bandwidth at the size of the weights (caches count, as they do for the model) and the matmul rate.
+
+    Sizes: 1 MiB to 1 GiB copied; square matrices of 1024 (CPU) or 4096.
+    """
+    size = min(max(working_bytes, MIB), 1024 * MIB)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copying = _fastest(lambda: target.copy_(source), device, 8)
+    side = 4096 if device.type == "cuda" else 1024
+    left = torch.ones(side, side, dtype=dtype, device=device)
+    multiplying = _fastest(lambda: left @ left, device, 5)
+    return MachineRates(2 * size / copying, 2 * side**3 / multiplying)

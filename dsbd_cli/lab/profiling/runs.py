@@ -1,0 +1,192 @@
+"""Whole runs of an engine with clocks around everything: the measured side of a profile."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from dsbd_cli.config import MethodConfig
+from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.drafting import BridgedDraft
+from dsbd_cli.errors import DsbdError
+from dsbd_cli.job.data.jsonl import LineWriter
+from dsbd_cli.job.records import MethodRecord, Row, native_record
+from dsbd_cli.lab.profiling.timers import RunLog, TimedCodec, TimedModel, log_phases, synchronise
+from dsbd_cli.lab.reports.profile_data import NO_DRAFT, Phase, Setting
+from dsbd_cli.requests import Request, RequestResult
+
+__all__ = ["Bench", "Run", "drafts_nodes", "method_for", "phases_of", "setting_of"]
+
+
+def drafts_nodes(method: MethodConfig) -> bool:
+    """Whether a draft model runs the forest's nodes: not for look-ups, which have none, nor for a bridge, whose draft
+    has tokens of its own."""
+    return method.needs_draft and method.drafter != "bridge"
+
+
+def setting_of(method: MethodConfig) -> Setting:
+    """What a profile varies of a method."""
+    if not method.depth:
+        return NO_DRAFT
+    return Setting(method.depth, method.drafts_per_layer, method.min_width if method.width == "threshold" else None)
+
+
+def method_for(method: MethodConfig, setting: Setting) -> MethodConfig:
+    """The method with another setting; without a draft the width is always W."""
+    if not setting.depth:
+        # what belongs to drafting goes; rule fuzzy without a draft is plain sampling
+        return MethodConfig(
+            rule="coupled" if method.rule == "fuzzy" else method.rule,
+            num_beams=method.num_beams,
+            depth=0,
+            warp_scope=method.warp_scope,
+            memory_saving=method.memory_saving,
+        )
+    changed = replace(method, depth=setting.depth, drafts_per_layer=setting.drafts_per_layer)
+    return changed if setting.min_width is None else replace(changed, min_width=setting.min_width)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of all requests. seconds: wall clock from the first request to the last record written."""
+
+    method: MethodConfig
+    log: RunLog
+    results: tuple[RequestResult, ...]
+    seconds: float
+    write_s: float
+
+    @property
+    def tokens(self) -> int:
+        """Of the best texts."""
+        return sum(result.hypotheses[0].num_tokens for result in self.results if result.hypotheses)
+
+    @property
+    def steps(self) -> int:
+        """Steps of all requests."""
+        return sum(result.stats.steps for result in self.results)
+
+    @property
+    def calls(self) -> int:
+        """Target calls, counted per request."""
+        return sum(result.stats.target_calls for result in self.results)
+
+    @property
+    def width(self) -> float:
+        """Live beams per step."""
+        return sum(result.stats.width_sum for result in self.results) / max(self.steps, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The models and requests that all runs of a profile share."""
+
+    target: ForestModel
+    draft: ForestModel | BridgedDraft | None
+    codec: TextCodec
+    requests: tuple[Request, ...]
+    batch_size: int
+    names: tuple[str, str | None]
+
+    @property
+    def draft_model(self) -> ForestModel | None:
+        """The draft's model, also of a bridged draft."""
+        return self.draft.model if isinstance(self.draft, BridgedDraft) else self.draft
+
+    @property
+    def models(self) -> tuple[ForestModel, ...]:
+        """Target and draft."""
+        return tuple(model for model in (self.target, self.draft_model) if model is not None)
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Of the models."""
+        return tuple({model.device for model in self.models})
+
+    def engine(
+        self, method: MethodConfig, log: RunLog, *, log_steps: bool = False, name_scopes: bool = False
+    ) -> Engine:
+        """A new engine over the same models, with clocks that write into `log`."""
+        engine = Engine(
+            TimedModel(self.target, "target", log, name_scopes=name_scopes),
+            self._timed_draft(log, name_scopes=name_scopes) if method.needs_draft else None,
+            TimedCodec(self.codec, log),
+            method,
+            batch_size=self.batch_size,
+            log_steps=log_steps,
+        )
+        log_phases(engine, log, name_scopes=name_scopes)
+        return engine
+
+    def _timed_draft(self, log: RunLog, *, name_scopes: bool) -> ForestModel | BridgedDraft:
+        assert self.draft is not None, "loaded where the method needs it"
+        if isinstance(self.draft, BridgedDraft):
+            return replace(self.draft, model=TimedModel(self.draft.model, "draft", log, name_scopes=name_scopes))
+        return TimedModel(self.draft, "draft", log, name_scopes=name_scopes)
+
+    def run(self, engine: Engine, log: RunLog, requests: Sequence[Request] | None = None) -> Run:
+        """Answer the requests and write their records to a file that is thrown away. Raises what a row failed with."""
+        writing = 0.0
+        method = MethodRecord(engine.method, *self.names)
+        results = []
+        with tempfile.TemporaryDirectory() as folder:
+            synchronise(*self.devices)
+            start = time.perf_counter()
+            with LineWriter.create(Path(folder) / "records.jsonl", overwrite=False) as writer:
+                for index, result in enumerate(engine.run(self.requests if requests is None else requests)):
+                    if result.error is not None:
+                        raise DsbdError(f"prompt {result.request.id} cannot be profiled: {result.error}")
+                    before = time.perf_counter()
+                    row = Row(index, index + 1, result.request.id, result.request, None, "flat", None, "")
+                    writer.write(native_record(row, result, method))
+                    writing += time.perf_counter() - before
+                    results.append(result)
+                before = time.perf_counter()
+            writing += time.perf_counter() - before
+            synchronise(*self.devices)
+            seconds = time.perf_counter() - start
+        for model in self.models:
+            model.release()
+        return Run(engine.method, log, tuple(results), seconds, writing)
+
+    def timed(self, method: MethodConfig, *, every: bool = True) -> Run:
+        """A run with no other watchers than the clocks. every: log all forwards, and so capture no CUDA graph."""
+        log = RunLog(every=every)
+        return self.run(self.engine(method, log), log)
+
+    @property
+    def captures(self) -> bool:
+        """Whether an engine without clocks would capture iterations as CUDA graphs; a bridge reads on the host."""
+        bridged = isinstance(self.draft, BridgedDraft)
+        return not bridged and all(getattr(model, "capturable", False) for model in self.models)
+
+
+def phases_of(run: Run) -> tuple[Phase, ...]:
+    """Where the seconds of a run went; `other` is what is left: scheduling, the host's reads, memory for the batch.
+
+    `compact` is moving what is kept in both caches; where moves are not logged it is part of `verify`. A bridge runs
+    new texts through its draft in the phase `draft`; they count as `prefill`.
+    """
+    log = run.log
+    seconds = {
+        "tokenise": log.tokenise_s,
+        "prefill": log.forward_s("target", "prefill") + log.forward_s("draft", "prefill"),
+        **log.phases,
+        "compact": log.move_s(),
+        "detokenise": log.detokenise_s,
+        "write": run.write_s,
+    }
+    seconds["verify"] -= seconds["compact"]
+    if not run.method.depth:
+        del seconds["draft"]  # nothing is drafted: making the roots is `other`
+    elif run.method.drafter == "bridge":
+        seconds["draft"] -= log.forward_s("draft", "prefill")
+    seconds["other"] = max(0.0, run.seconds - sum(seconds.values()))
+    count = max(log.iterations, 1)
+    return tuple(Phase(name, value, value / count, value / run.seconds) for name, value in seconds.items())

@@ -1,0 +1,158 @@
+"""The forest of one iteration of one prompt and the walk's verdict on it, for people to look at."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.noise import seed_key
+from dsbd_cli.engine.drafting.base import DraftContext
+from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule
+from dsbd_cli.lab.reports.profile_data import NodeState, ShownForest, ShownNode
+
+__all__ = ["Snapshot"]
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One verified layer of the row, on the host: live beams as forest nodes, P of pairs, draws and ends."""
+
+    live: dict[int, int]  # forest node -> beam
+    law: dict[tuple[int, int], float]  # (forest node, token) -> P
+    taken: set[int]  # drafted nodes that were drawn
+    completed: list[tuple[int, int]]  # (forest node, token) drawn and not drafted
+    finished: set[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """An observer that keeps iteration `number` (from 1) of the request with this seed."""
+
+    seed: int
+    number: int
+    forest: Forest | None = None
+    layers: list[_Layer] = field(default_factory=list)
+    row: int = 0
+    _here: bool = False
+
+    def proposed(self, context: DraftContext, forest: Forest) -> None:
+        """Keep the forest if its row and iteration are the wanted ones."""
+        key = int(seed_key(torch.tensor(self.seed, dtype=torch.int64)))
+        wanted = (context.row_key == key) & (context.iteration == self.number - 1) & context.beams.valid.any(1)
+        self._here = bool(wanted.any())
+        if self._here:
+            self.row, self.forest = int(wanted.to(torch.int8).argmax()), forest
+
+    def verified(self, rule: Rule, view: LayerView, draws: LayerDraws) -> None:
+        """Keep the layer of the wanted row."""
+        if not self._here:
+            return
+        row = self.row
+        nodes, valid = _numbers(view.node, row), _numbers(view.valid, row)
+        live = {node: beam for beam, node in enumerate(nodes) if valid[beam]}
+        tokens = view.tokens[row].tolist()
+        law = view.log_p[row].to(torch.float64).exp().tolist()
+        size = len(tokens[0])
+        pairs = {(node, t): p for node, beam in live.items() for t, p in zip(tokens[beam], law[beam], strict=True)}
+        index, drawn = _numbers(draws.index, row), _numbers(draws.valid, row)
+        taken, completed = set(), []
+        for place, node in enumerate(_numbers(draws.node, row)):
+            if drawn[place] and node >= 0:
+                taken.add(node)
+            elif drawn[place]:
+                beam, column = divmod(index[place], size)
+                completed.append((nodes[beam], tokens[beam][column]))
+        ends = torch.nonzero(draws.ends[row]).flatten().tolist()
+        finished = {(nodes[at // size], tokens[at // size][at % size]) for at in ends}
+        self.layers.append(_Layer(live, pairs, taken, completed, finished))
+
+    def shown(self, prompt_id: str, rule: str, walked: int, names: list[str], drafter: str = "") -> ShownForest:
+        """The tree. walked: layers that yielded a step; names: of the tokens by id; drafter: as in MethodConfig."""
+        assert self.forest is not None
+        forest, row = self.forest, self.row
+        nodes: list[ShownNode] = []
+        place: dict[int, int] = {}
+        for number in range(forest.depth + 1):
+            layer = forest.layers[number]
+            above = self.layers[number - 1] if 0 < number <= walked else None
+            log_q, proposers = _drawn(forest, number, row), _proposers(forest, number, row, drafter)
+            tokens, parents, valid = (_numbers(getattr(layer, name), row) for name in ("token", "parent", "valid"))
+            for at, token in enumerate(tokens):
+                if not valid[at]:
+                    continue
+                index, parent = forest.offset(number) + at, parents[at]
+                pair = (parent, token)
+                state = "root" if number == 0 else _state(above, index, pair)
+                p = above.law.get(pair, 0.0) if above is not None and parent in above.live else None
+                q = math.exp(log_q[at]) if at < len(log_q) else None
+                place[index] = len(nodes)
+                nodes.append(
+                    ShownNode(names[token], number, place[parent] if number else None, state, p, q, proposers[at])
+                )
+            if above is not None:
+                nodes += _undrafted(above, number, place, tokens, parents, valid, names)
+        if walked > forest.depth:
+            nodes += _undrafted(self.layers[forest.depth], forest.depth + 1, place, [], [], [], names)
+        return ShownForest(prompt_id, self.number, rule, forest.num_beams, walked, forest.depth, tuple(nodes))
+
+
+def _state(above: _Layer | None, index: int, pair: tuple[int, int]) -> NodeState:
+    """What became of a drafted node; `above` is None below the last layer walked."""
+    if above is None:
+        return "unreached"
+    if index in above.taken:
+        return "accepted"
+    if pair in above.finished:
+        return "finished"
+    return "rejected" if pair[0] in above.live else "dead"
+
+
+def _undrafted(
+    layer: _Layer,
+    number: int,
+    place: dict[int, int],
+    tokens: list[int],
+    parents: list[int],
+    valid: list[int],
+    names: list[str],
+) -> list[ShownNode]:
+    """Pairs that the exact law drew and nobody had drafted: live beams, and hypotheses that ended."""
+    drafted = {pair for pair, real in zip(zip(parents, tokens, strict=True), valid, strict=True) if real}
+    found = [
+        ShownNode(names[pair[1]], number, place[pair[0]], "completed", layer.law[pair], None)
+        for pair in layer.completed
+    ]
+    ended = sorted(layer.finished - drafted, key=lambda pair: -layer.law[pair])
+    return found + [
+        ShownNode(names[pair[1]], number, place[pair[0]], "finished", layer.law[pair], None) for pair in ended
+    ]
+
+
+def _drawn(forest: Forest, number: int, row: int) -> list[float]:
+    """log Q of the first nodes of a drafted layer; those past the end were not drawn from a law."""
+    law = forest.laws[number - 1] if number else None
+    drawn: list[float] = [] if law is None else law.log_drawn[row].tolist()
+    return drawn
+
+
+def _proposers(forest: Forest, number: int, row: int, drafter: str) -> list[str | None]:
+    """Which of two drafters proposed each node of a layer; None of the roots, and where there is one drafter."""
+    layer = forest.layers[number]
+    first, _, second = drafter.partition("+")
+    if not number or not second or forest.firsts is None:
+        return [None] * layer.token.shape[1]
+    found: list[str | None] = []
+    seconds = [forest.firsts == 0] * layer.token.shape[1] if layer.second is None else layer.second[row].tolist()
+    for place, too in enumerate(seconds):
+        own = place < forest.firsts
+        found.append(f"{first} and {second}" if own and too else first if own else second)
+    return found
+
+
+def _numbers(value: Tensor, row: int) -> list[int]:
+    numbers: list[int] = value[row].tolist()
+    return numbers

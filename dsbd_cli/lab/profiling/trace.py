@@ -1,0 +1,93 @@
+"""A Chrome trace of a few iterations, by torch's profiler."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile
+
+from dsbd_cli.config import MethodConfig
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.drafting.base import DraftContext
+from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule
+from dsbd_cli.errors import OutputError
+from dsbd_cli.job.data.resume import write_atomically
+from dsbd_cli.lab.profiling.runs import Bench
+from dsbd_cli.lab.profiling.timers import RunLog, synchronise
+from dsbd_cli.lab.profiling.watch import WatchedDrafter
+
+__all__ = ["TRACED_ITERATIONS", "write_trace"]
+
+TRACED_ITERATIONS = 8
+
+
+@dataclass(slots=True)
+class _StopAfter:
+    """Ends a run with its `left`-th iteration."""
+
+    engine: Engine
+    left: int
+
+    def proposed(self, context: DraftContext, forest: Forest) -> None:
+        """One iteration more."""
+        self.left -= 1
+        if self.left <= 0:
+            self.engine.stop()
+
+    def verified(self, rule: Rule, view: LayerView, draws: LayerDraws) -> None:
+        """Nothing to do."""
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """The profiler's C++ side says there when it begins and ends."""
+    try:
+        kept = os.dup(2)
+    except OSError:
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def write_trace(bench: Bench, method: MethodConfig, path: Path) -> int:
+    """Trace the first iterations of the first batch into a file; phases and forwards stand in it by name.
+
+    Opens in chrome://tracing or ui.perfetto.dev; with a name that ends in .gz it is compressed. Returns the
+    iterations that are in it. Raises OutputError.
+    """
+    activities = [ProfilerActivity.CPU]
+    if any(device.type == "cuda" for device in bench.devices):
+        activities.append(ProfilerActivity.CUDA)
+    log = RunLog()
+    engine = bench.engine(method, log, name_scopes=True)
+    engine.stepper.drafter = WatchedDrafter(engine.stepper.drafter, _StopAfter(engine, TRACED_ITERATIONS))
+    profiler = profile(activities=activities, acc_events=True)
+    with _without_stderr():
+        profiler.start()
+    for _ in engine.run(bench.requests[: bench.batch_size]):
+        pass
+    synchronise(*bench.devices)
+    with _without_stderr():
+        profiler.stop()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            part = Path(folder) / f"trace{path.suffix}"  # the suffix decides on compression
+            profiler.export_chrome_trace(str(part))
+            data = part.read_bytes()
+    except (OSError, RuntimeError) as error:
+        raise OutputError(f"cannot write {path}: {error}") from error
+    write_atomically(path, data)
+    return log.iterations

@@ -1,0 +1,78 @@
+"""Looking into an engine from outside: a drafter and a rule that tell an observer what passes through them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.pool import DraftRequest
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter
+from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule
+
+__all__ = ["Observer", "WatchedDrafter", "WatchedRule", "watch"]
+
+
+class Observer(Protocol):
+    """Is told of every forest and every verified layer of all rows, on the device. Must change nothing."""
+
+    def proposed(self, context: DraftContext, forest: Forest) -> None:
+        """A forest was drafted."""
+        ...
+
+    def verified(self, rule: Rule, view: LayerView, draws: LayerDraws) -> None:
+        """A layer was verified. Layers below the one where a row stopped are verified too, for nothing."""
+        ...
+
+
+class WatchedDrafter:
+    """Drafts as the inner drafter does, and tells."""
+
+    def __init__(self, inner: Drafter, observer: Observer) -> None:
+        self.inner, self.observer = inner, observer
+        self.calls, self.needs_text = 0, inner.needs_text
+
+    def propose(self, context: DraftContext) -> Forest:
+        """The inner drafter's forest."""
+        forest = self.inner.propose(context)
+        self.calls = self.inner.calls
+        self.observer.proposed(context, forest)
+        return forest
+
+
+class WatchedRule:
+    """Verifies as the inner rule does, and tells. Asks for the law Q in every case, so that it can be shown."""
+
+    needs_law = True
+
+    def __init__(self, inner: Rule, observer: Observer) -> None:
+        self.inner, self.observer = inner, observer
+        self.drafts_end, self.warps, self.path_noise = inner.drafts_end, inner.warps, inner.path_noise
+        self.samples, self.replacement = inner.samples, inner.replacement
+
+    def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
+        """As the inner rule."""
+        return self.inner.candidates(num_beams, num_eos, max_top_k, vocab_size)
+
+    def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
+        """As the inner rule."""
+        return self.inner.draft(request)
+
+    def noise(self, request: DraftRequest) -> Tensor:
+        """As the inner rule."""
+        return self.inner.noise(request)
+
+    def verify(self, view: LayerView) -> LayerDraws:
+        """The inner rule's draws."""
+        draws = self.inner.verify(view)
+        self.observer.verified(self.inner, view, draws)
+        return draws
+
+
+def watch(engine: Engine, observer: Observer) -> None:
+    """From now on the engine's iterations are told to the observer."""
+    stepper = engine.stepper
+    stepper.drafter = WatchedDrafter(stepper.drafter, observer)
+    stepper.rule = WatchedRule(stepper.rule, observer)

@@ -1,0 +1,210 @@
+"""Numbers as short text, the same on the terminal and in markdown. What was not measured is a dash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Choice, Interval
+from dsbd_cli.lab.reports.words import plural
+
+__all__ = [
+    "DASH",
+    "Column",
+    "choice_columns",
+    "choice_line",
+    "choice_title",
+    "environment_lines",
+    "quality_columns",
+    "reading_lines",
+    "resource_columns",
+    "setting_columns",
+    "speed_columns",
+    "work_columns",
+]
+
+DASH = "–"
+BASELINES = {"beam-sampling": "vs beam sampling", "greedy": "vs greedy"}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A heading and the text of a row; text columns stand on the left."""
+
+    title: str
+    cell: Callable[[BenchRow], str]
+    text: bool = False
+
+
+def number(value: float | None, form: str) -> str:
+    """The number in this form, or a dash."""
+    return DASH if value is None else format(value, form)
+
+
+def size(count: float | None) -> str:
+    """Bytes with a unit."""
+    if count is None:
+        return DASH
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def percent(interval: Interval | None) -> str:
+    """84.5 (79–90)."""
+    if interval is None:
+        return DASH
+    return f"{100 * interval.value:.1f} ({100 * interval.low:.0f}–{100 * interval.high:.0f})"
+
+
+def ratio(interval: Interval | None) -> str:
+    """1.42x (1.38–1.47); of one window without the range, which says nothing."""
+    if interval is None:
+        return DASH
+    if interval.low == interval.high:
+        return f"{interval.value:.2f}x"
+    return f"{interval.value:.2f}x ({interval.low:.2f}–{interval.high:.2f})"
+
+
+def speed(value: float) -> str:
+    """Three digits that count."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def setting_columns(rows: Sequence[BenchRow]) -> list[Column]:
+    """Name of the method, and its setting where a sweep has set something."""
+    columns = [Column("method", lambda row: row.method, text=True)]
+    if any(row.setting for row in rows):
+        columns.append(Column("setting", lambda row: row.setting, text=True))
+    return columns
+
+
+def quality_columns(rows: Sequence[BenchRow]) -> list[Column]:
+    """Scores and log-probability."""
+    columns = [
+        Column(f"{metric} %", lambda row, metric=metric: percent(row.scores.get(metric)))  # type: ignore[misc]
+        for metric in dict.fromkeys(metric for row in rows for metric in row.scores)
+    ]
+    return [*columns, Column("log-prob/token", lambda row: number(row.logprob_per_token, ".3f"))]
+
+
+def speed_columns(rows: Sequence[BenchRow]) -> list[Column]:
+    """Tokens per second, and how that compares."""
+    return [
+        Column("tokens/s", lambda row: speed(row.tokens_per_s.value)),
+        *(
+            Column(title, lambda row, name=name: ratio(row.ratios.get(name)))  # type: ignore[misc]
+            for name, title in BASELINES.items()
+            if any(name in row.ratios for row in rows)
+        ),
+    ]
+
+
+def work_columns(rows: Sequence[BenchRow]) -> list[Column]:
+    """What was done for it: calls, widths, how deep drafts were right."""
+    return [
+        Column("steps/target call", lambda row: number(row.steps_per_call, ".2f")),
+        Column("target calls", lambda row: number(row.target_calls, ".1f")),
+        Column("draft calls", lambda row: number(row.draft_calls, ".1f")),
+        Column("width", lambda row: number(row.mean_width, ".2f")),
+        Column("accepted %", _accepted),
+        Column(
+            "layers passed %, by depth",
+            lambda row: " ".join(f"{100 * share:.0f}" for share in row.passed_by_depth) or DASH,
+        ),
+    ]
+
+
+def resource_columns(rows: Sequence[BenchRow]) -> list[Column]:
+    """Memory and energy."""
+    return [
+        Column("KV peak/request", lambda row: size(row.kv_peak_bytes)),
+        Column("peak memory", lambda row: size(row.peak_memory_bytes)),
+        Column("J/token", lambda row: number(row.energy.j_per_token, ".3g")),
+        Column("J/token above idle", lambda row: number(row.energy.j_per_token_above_idle, ".3g")),
+    ]
+
+
+def _accepted(row: BenchRow) -> str:
+    """Of all drafts, and of each drafter's where there are two."""
+    parts = [f"{name} {number(_hundred(rate), '.0f')}" for name, rate in row.accepted_by_drafter.items()]
+    return number(_hundred(row.acceptance_rate), ".0f") + (f" ({', '.join(parts)})" if parts else "")
+
+
+def choice_columns(report: BenchReport, choice: Choice) -> tuple[list[Column], dict[str, list[Column]]]:
+    """Columns of a curve's test rows: what names them, and by subject the numbers of dev and test side by side."""
+    dev = report.dev_of(choice.task)
+    metric = next((row.metric for row in dev.values()), None)
+    numbers: dict[str, tuple[str, Callable[[BenchRow], str]]] = {
+        "quality": (f"{metric} %", lambda row: percent(row.quality)),
+        "work": ("steps/target call", lambda row: number(row.steps_per_call, ".2f")),
+        "speed": ("tokens/s", lambda row: speed(row.tokens_per_s.value)),
+    }
+    head = [
+        Column("method", lambda row: row.method, text=True),
+        Column("setting", lambda row: row.setting, text=True),
+        Column("chosen", lambda row: "yes" if row.name == choice.chosen else "", text=True),
+    ]
+    return head, {
+        subject: [
+            Column(f"{title}, dev", lambda row, cell=cell: cell(dev[row.name]) if row.name in dev else DASH),  # type: ignore[misc]
+            Column(f"{title}, test", cell),
+        ]
+        for subject, (title, cell) in numbers.items()
+    }
+
+
+def choice_title(report: BenchReport, choice: Choice) -> str:
+    """On how many records."""
+    dev = max(row.records for row in report.dev_of(choice.task).values())
+    test = max((row.records for row in report.of(choice.task)), default=0)
+    return f"{choice.task}, {plural(dev, 'dev record')} and {plural(test, 'test record')}: fuzzy threshold"
+
+
+def choice_line(report: BenchReport, choice: Choice) -> str:
+    """The chosen setting with its scores, and the rule."""
+    if choice.chosen is None:
+        lost = f"every threshold loses more than {100 * choice.tolerance:g} points on dev records"
+        return f"{choice.task}: none is chosen: {lost}. Rule: {choice.rule}."
+    dev = report.dev_of(choice.task)[choice.chosen]
+    test = next((row for row in report.of(choice.task) if row.name == choice.chosen), None)
+    scores = [
+        f"{100 * row.quality.value:.1f} % on {name}"
+        for name, row in (("dev", dev), ("test", test))
+        if row is not None and row.quality is not None
+    ]
+    coarse = f" One dev record is {100 / dev.records:.1f} points." if dev.records * choice.tolerance < 1 else ""
+    return f"{choice.task}: {choice.chosen} is chosen: {', '.join(scores)}. Rule: {choice.rule}.{coarse}"
+
+
+def _hundred(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def environment_lines(report: BenchReport) -> list[str]:
+    """What ran where, and how to read the numbers."""
+    env, run = report.environment, report.run
+    versions = env.get("versions")
+    named = versions if isinstance(versions, dict) else {}
+    draft = f", draft {run['draft']}" if run.get("draft") else ", no draft"
+    commit = f", commit {env['commit']}" if env.get("commit") else ""
+    packages = ", ".join(f"{name} {named[name]}" for name in ("dsbd", "torch", "transformers") if named.get(name))
+    return [
+        f"target {run.get('target')}{draft}; {run.get('dtype')}, batches of {run.get('batch_size')}, "
+        f"at most {run.get('max_new_tokens')} new tokens",
+        f"{env.get('device')}, {plural(env.get('threads'), 'thread')}; {packages}{commit}",
+    ]
+
+
+def reading_lines(rows: Sequence[BenchRow]) -> list[str]:
+    """What the ranges are."""
+    lines = []
+    if any(row.scores for row in rows):
+        lines.append("Scores: mean over the records (95 % bootstrap interval).")
+    lines.append(
+        "tokens/s: delivered tokens of the best beams, median of the windows; ratios: median of neighbouring windows "
+        "(middle half)."
+    )
+    return lines

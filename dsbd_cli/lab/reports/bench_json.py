@@ -1,0 +1,70 @@
+"""One JSON line per method, setting and split, each complete by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import orjson
+
+from dsbd_cli.config import TEXT_DRAFTERS
+from dsbd_cli.lab.reports.bench_data import SCHEMA, BenchReport, BenchRow
+
+__all__ = ["json_lines"]
+
+
+def json_lines(report: BenchReport) -> bytes:
+    """All rows, those of dev records last. What was not measured is null, and so is a setting that does not act."""
+    pairs = [("test", row) for row in report.rows] + [("dev", row) for row in report.dev_rows]
+    return b"".join(orjson.dumps(_record(report, row, split)) + b"\n" for split, row in pairs)
+
+
+def _record(report: BenchReport, row: BenchRow, split: str) -> dict[str, object]:
+    fields = dataclasses.asdict(row)
+    energy = fields.pop("energy")
+    fields["settings"] = _acting(row.settings)
+    return {
+        "schema": SCHEMA,
+        "split": split,
+        "choice": _choice(report, row),
+        **fields,
+        "tokens_per_s_pooled": row.tokens / row.seconds if row.seconds else None,
+        "energy_source": energy.pop("source"),
+        "energy": energy,
+        "complete": report.complete,
+        "run": report.run,
+        **report.environment,
+    }
+
+
+def _acting(settings: Mapping[str, object]) -> dict[str, object]:
+    """Settings of dsbd's methods: null where another one keeps them from acting. Those of others' code as they are."""
+    if "depth" not in settings:
+        return dict(settings)
+    names = str(settings.get("drafter")).split("+")
+    drafts, two, wide = bool(settings["depth"]), len(names) == 2, settings.get("width") == "threshold"
+    looks_up = two and names[0] not in TEXT_DRAFTERS and names[1] in TEXT_DRAFTERS
+    acts = {
+        "drafts_per_layer": drafts,
+        "width": drafts,
+        "width_threshold": drafts and wide,
+        "min_width": drafts and wide,
+        "adaptive_depth": drafts,
+        "drafter": drafts,
+        "ngram": drafts and "ngram" in names,
+        "index": drafts and "retrieval" in names,
+        "branching": drafts and "rsd-c" in names,
+        "tree": drafts and "dynamic-tree" in names,
+        "tree_threshold": drafts and "dynamic-tree" in names and settings.get("tree") == "threshold",
+        "second_drafts": drafts and two,
+        "fusion_top_k": drafts and looks_up,
+    }
+    return {name: value if acts.get(name, True) else None for name, value in settings.items()}
+
+
+def _choice(report: BenchReport, row: BenchRow) -> dict[str, object] | None:
+    """How the threshold of this row's curve was chosen; null where the row is on none."""
+    for choice in report.choices:
+        if row.task == choice.task and row.name in choice.curve:
+            return {**dataclasses.asdict(choice), "rule": choice.rule, "is_chosen": row.name == choice.chosen}
+    return None

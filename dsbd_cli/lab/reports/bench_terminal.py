@@ -1,0 +1,139 @@
+"""A bench run on the terminal: as many tables as it takes for none to be wider than the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dsbd_cli.lab.reports.bench_cells import (
+    DASH,
+    Column,
+    choice_columns,
+    choice_line,
+    choice_title,
+    environment_lines,
+    quality_columns,
+    reading_lines,
+    resource_columns,
+    setting_columns,
+    speed_columns,
+    work_columns,
+)
+from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Choice
+from dsbd_cli.lab.reports.screen import Screen
+from dsbd_cli.lab.reports.words import plural
+
+__all__ = ["print_report"]
+
+GAP = 3  # between columns, as rich draws them
+SHORT_TITLE = 13
+
+Section = tuple[str, list[Column]]
+
+
+def print_report(report: BenchReport, stream: IO[str]) -> None:
+    """Write the tables. A stream that is no terminal gets plain text, 120 columns wide."""
+    console = Screen(stream)
+    for line in environment_lines(report):
+        console.print(Text(line, style="dim"))
+    for task in report.tasks:
+        rows = report.of(task)
+        heading = f"{task}, {plural(max(row.records for row in rows), 'record')}"
+        for title, columns in _packed(setting_columns(rows), _sections(rows), rows, console.width):
+            console.print()
+            console.print(_table(f"{heading}: {title}", columns, rows))
+        for choice in (one for one in report.choices if one.task == task and report.curve(one)):
+            _print_choice(console, report, choice)
+    console.print()
+    for line in reading_lines(report.rows):
+        console.print(Text(line, style="dim"))
+    for note in report.notes:
+        console.print(Text(f"note: {note}"))
+
+
+def _print_choice(console: Console, report: BenchReport, choice: Choice) -> None:
+    """The curve, dev beside test, and what was chosen by which rule."""
+    rows = report.curve(choice)
+    head, sections = choice_columns(report, choice)
+    for title, shown in _packed(head, sections.items(), rows, console.width):
+        console.print()
+        console.print(_table(f"{choice_title(report, choice)}, {title}", shown, rows))
+    console.print(Text(choice_line(report, choice)))
+
+
+def _packed(head: list[Column], sections: Iterable[Section], rows: Sequence[BenchRow], width: int) -> Iterator[Section]:
+    """Sections side by side as long as they fit, else one below the other, else cut between columns."""
+    room = width - 1 - _widths(head, rows)
+    titles: list[str] = []
+    seen: set[str] = set()
+    columns: list[Column] = []
+    for title, wanted in sections:
+        for group in _split(wanted, rows, room):
+            if columns and _widths([*columns, *group], rows) > room:
+                yield ", ".join(titles), [*head, *columns]
+                titles, columns = [], []
+            titles.append(title if title not in seen else f"{title}, continued")
+            seen.add(title)
+            columns += group
+    yield ", ".join(titles), [*head, *columns]
+
+
+def _sections(rows: Sequence[BenchRow]) -> Iterator[Section]:
+    """Columns in which nothing was measured are left out; the notes say why."""
+    for title, columns in (
+        ("quality", quality_columns(rows)),
+        ("speed", speed_columns(rows)),
+        ("memory and energy", resource_columns(rows)),
+        ("work per record", work_columns(rows)),
+    ):
+        measured = [column for column in columns if any(column.cell(row) != DASH for row in rows)]
+        if measured:
+            memory_only = title == "memory and energy" and len(measured) <= 2
+            yield "memory" if memory_only else title, measured
+
+
+def _split(columns: list[Column], rows: Sequence[BenchRow], room: int) -> Iterator[list[Column]]:
+    group: list[Column] = []
+    for column in columns:
+        if group and _widths([*group, column], rows) > room:
+            yield group
+            group = []
+        group.append(column)
+    yield group
+
+
+def _widths(columns: Sequence[Column], rows: Sequence[BenchRow]) -> int:
+    return sum(_width(column, rows) + GAP for column in columns)
+
+
+def _width(column: Column, rows: Sequence[BenchRow]) -> int:
+    """Cells and short headings stay whole; a long heading is wrapped between words."""
+    title = max(min(len(column.title), SHORT_TITLE), *(len(word) for word in column.title.split()))
+    return max([title, *(len(column.cell(row)) for row in rows)])
+
+
+def _table(title: str, columns: Sequence[Column], rows: Sequence[BenchRow]) -> Table:
+    """Rows in which nothing was measured are left out."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1),
+    )
+    for column in columns:
+        table.add_column(
+            column.title, justify="left" if column.text else "right", width=_width(column, rows), vertical="bottom"
+        )
+    for row in rows:
+        cells = [column.cell(row) for column in columns]
+        if any(cell != DASH for cell, column in zip(cells, columns, strict=True) if not column.text):
+            table.add_row(*cells)
+    return table

@@ -1,0 +1,105 @@
+"""A profile as a picture: phases of the settings that were run, T_target(N) and T_draft(K) with their rooflines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dsbd_cli.lab.reports.profile_data import Curve, Profile
+from dsbd_cli.lab.reports.style import COLOURS, new_figure, plain_axes
+from dsbd_cli.lab.reports.words import plural
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["profile_figure"]
+
+# phases in their order: told apart by hatch as well as by colour
+LOOKS = {
+    "tokenise": ("sky", ""),
+    "prefill": ("orange", "//"),
+    "draft": ("green", ""),
+    "target": ("blue", "\\\\"),
+    "verify": ("vermillion", ""),
+    "compact": ("purple", "xx"),
+    "detokenise": ("yellow", ""),
+    "write": ("sky", ".."),
+    "other": ("black", ""),
+}
+MILLI = 1e3
+
+
+def profile_figure(profile: Profile) -> Figure:
+    """Needs matplotlib; see style.require_plots and style.picture_bytes."""
+    settings = 1 + len(profile.tried)
+    figure = new_figure(11, 6.0 + 0.5 * settings)
+    grid = figure.add_gridspec(3, len(profile.curves), height_ratios=(0.5 * settings, 0.25, 4.0))
+    bars, legend = figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, :])
+    _phases(bars, profile)
+    legend.axis("off")
+    legend.legend(*bars.get_legend_handles_labels(), loc="center", ncols=len(LOOKS), fontsize=9, frameon=False)
+    for place, curve in enumerate(profile.curves):
+        _curve(figure.add_subplot(grid[2, place]), curve)
+    models = profile.target + (f" with {profile.draft}" if profile.draft else ", no draft model")
+    figure.suptitle(
+        f"{models}, {profile.dtype}, {profile.rule}, W={profile.num_beams}, "
+        + (f"drafter {profile.drafter}, " if profile.drafter else "")
+        + f"{plural(profile.prompts, 'prompt')}; "
+        f"{profile.machine.device}, threads: {profile.machine.threads}",
+        fontsize=10,
+    )
+    return figure
+
+
+def _phases(axes: Axes, profile: Profile) -> None:
+    """Stacked bars: milliseconds per token of every setting that was run."""
+    labels = []
+    for row, one in enumerate((profile.now, *profile.tried)):
+        left = 0.0
+        for phase in one.phases:
+            colour, hatch = LOOKS[phase.name]
+            value = phase.total_s / max(one.tokens, 1) * MILLI
+            axes.barh(
+                row,
+                value,
+                left=left,
+                height=0.62,
+                color=COLOURS[colour],
+                hatch=hatch,
+                edgecolor="white",
+                linewidth=0.5,
+                label=phase.name if not row else None,
+            )
+            left += value
+        used = ", in use" if not row else ""
+        labels.append(f"{one.setting.label}{used}\n{one.tokens_per_s.median:.0f} tokens/s")
+    plain_axes(axes, "Where the time of a token goes (measured)", "milliseconds a token", "")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+
+
+def _curve(axes: Axes, curve: Curve) -> None:
+    """Medians with their range, and the roofline below."""
+    nodes = [point.nodes for point in curve.points]
+    middle = [point.seconds.median * MILLI for point in curve.points]
+    low = [point.seconds.low * MILLI for point in curve.points]
+    high = [point.seconds.high * MILLI for point in curve.points]
+    target = curve.role == "target"
+    colour = COLOURS["blue" if target else "vermillion"]
+    axes.fill_between(nodes, low, high, color=colour, alpha=0.2, linewidth=0, label="range")
+    axes.plot(nodes, middle, color=colour, marker="o" if target else "s", markersize=4, label="median")
+    floors = [point.floor_s * MILLI for point in curve.points if point.floor_s is not None]
+    if len(floors) == len(nodes):
+        axes.plot(nodes, floors, color=COLOURS["black"], linestyle="--", linewidth=1.2, label="roofline")
+    name = f"T_{curve.role}({'N' if target else 'K'})"
+    plain_axes(
+        axes,
+        f"{name}, {curve.rows} rows of {curve.slots} slots (measured)",
+        "nodes a row",
+        "milliseconds a forward",
+    )
+    axes.set_xlim(0, max(nodes) * 1.03)
+    axes.locator_params(axis="x", integer=True)
+    axes.set_ylim(0, max(high) * 1.08)
+    axes.legend(fontsize=9, frameon=False, loc="upper left")

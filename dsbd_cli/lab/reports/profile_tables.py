@@ -1,0 +1,277 @@
+"""A profile as tables in the terminal. Measured and predicted numbers are told apart in the titles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from dsbd_cli.lab.reports.profile_data import Curve, MeasuredSetting, Prediction, Profile, Setting
+from dsbd_cli.lab.reports.words import plural
+
+__all__ = ["bytes_text", "profile_tables", "seconds_text"]
+
+BAR = 24
+MARKS = {">": "in use", "*": "recommended"}
+
+
+def seconds_text(value: float) -> str:
+    """With a unit that suits it: 12.3 ms."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}" if value / size < 1000 else f"{value / size:.0f} {unit}"
+    return f"{value * 1e6:.3g} µs"
+
+
+def bytes_text(value: float | None) -> str:
+    """With a unit that suits it: 17.2 MiB; a dash for None."""
+    if value is None:
+        return "-"
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def _table(*columns: str) -> Table:
+    """Left-aligned first column, numbers on the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="")
+    for place, column in enumerate(columns):
+        # ranges, too, stay on one line; only notes, in columns without a heading, are wrapped
+        table.add_column(column, justify="right" if place else "left", no_wrap=bool(column) or not place)
+    return table
+
+
+def _part(title: str, table: Table, caption: str = "") -> Group:
+    """A table with a title above and a caption below, which may be wider than it."""
+    below = [Text(caption, style="dim")] if caption else []
+    return Group(Text(title, style="bold"), table, *below, Text())
+
+
+def profile_tables(profile: Profile) -> Iterator[RenderableType]:
+    """What stands on the terminal, from top to bottom."""
+    yield Group(_head(profile))
+    yield _phases(profile)
+    for curve in profile.curves:
+        yield _curve(curve)
+    if profile.acceptance:
+        yield _acceptance(profile)
+        yield from _grids(profile)
+        if profile.now.setting.min_width is not None:
+            yield _widths(profile)
+    yield _settings(profile)
+    yield _memory(profile)
+    yield Group(*[Text(f"- {note}") for note in profile.notes], Text())
+    yield Text("Recommended for these prompts on this machine:", style="bold")
+    # Text alone is not wrapped: this is a line to be copied
+    yield Text(f"  {profile.recommended_command}\n", style="bold green")
+
+
+def _head(profile: Profile) -> Text:
+    machine, load = profile.machine, profile.machine.load_average
+    models = f"{profile.target}" + (f" with {profile.draft}" if profile.draft else ", no draft model")
+    text = Text()
+    text.append(f"{models}, {profile.dtype}\n", style="bold")
+    text.append(
+        f"{profile.rule}, W={profile.num_beams}, {_drafting(profile)}, width {profile.width}; "
+        f"{plural(profile.prompts, 'prompt')}, {profile.prompt_tokens} tokens, "
+        f"{plural(profile.batch_size, 'row')} at most together\n"
+    )
+    loaded = "" if load is None else f", load average {load:.2f}"
+    text.append(
+        f"{machine.device}, {plural(machine.threads, 'thread')} on {plural(machine.cores, 'core')}{loaded}\n",
+        style="dim",
+    )
+    return text
+
+
+def _drafting(profile: Profile) -> str:
+    """Who drafts, and how much."""
+    name = profile.drafter or ""
+    if profile.tree is not None:
+        name = name.replace("dynamic-tree", f"dynamic-tree ({profile.tree})")
+    who = f"{name} " if name else ""
+    return who + profile.now.setting.label
+
+
+def _phases(profile: Profile) -> RenderableType:
+    now = profile.now
+    table = _table("phase", "run", "iteration", "share", "")
+    table.columns[-1].justify = "left"
+    for phase in now.phases:
+        bar = "█" * round(phase.share * BAR) or ("▏" if phase.share > 0.001 else "")
+        table.add_row(
+            phase.name, seconds_text(phase.total_s), seconds_text(phase.per_iteration_s), f"{phase.share:.1%}", bar
+        )
+    return _part(
+        f"Time by phase, {now.setting.label} (measured)",
+        table,
+        f"{now.iterations} iterations, {now.tokens} tokens in {seconds_text(now.seconds.median)}: "
+        f"{now.tokens_per_s.median:.1f} tokens/s ({now.tokens_per_s.low:.1f} to {now.tokens_per_s.high:.1f})",
+    )
+
+
+def _curve(curve: Curve) -> RenderableType:
+    letter = "N" if curve.role == "target" else "K"
+    caption = (
+        f"{plural(curve.rows, 'row')} of so many nodes, {curve.slots} active slots each; "
+        f"KV {bytes_text(curve.kv_bytes_per_slot)} a slot; "
+        f"mean forward of the runs {seconds_text(curve.in_run_s)}"
+    )
+    if curve.bandwidth_bytes_per_s is not None and curve.matmul_flops_per_s is not None:
+        caption = (
+            f"weights read per forward {bytes_text(curve.weight_bytes)}; measured: copy "
+            f"{curve.bandwidth_bytes_per_s / 1e9:.1f} GB/s, "
+            f"matmul {curve.matmul_flops_per_s / 1e9:.0f} GFLOP/s;\n{caption}"
+        )
+    table = _table("nodes", "median", "range", "per node", "floor", "bound by", "roofline")
+    for point in curve.points:
+        floor, share = point.floor_s, point.share_of_floor
+        table.add_row(
+            str(point.nodes),
+            seconds_text(point.seconds.median),
+            f"{seconds_text(point.seconds.low)} - {seconds_text(point.seconds.high)}",
+            seconds_text(point.seconds.median / point.nodes),
+            "-" if floor is None else seconds_text(floor),
+            point.bound or "-",
+            "-" if share is None else f"{share:.0%}",
+        )
+    return _part(f"T_{curve.role}({letter}): one forward against its roofline (measured)", table, caption)
+
+
+def _acceptance(profile: Profile) -> RenderableType:
+    table = _table("layer", "reached", "passed", "chance", "")
+    table.columns[-1].justify = "left"
+    for rate in profile.acceptance:
+        chance = rate.passed / rate.reached if rate.reached else None
+        table.add_row(
+            str(rate.depth),
+            str(rate.reached),
+            str(rate.passed),
+            "-" if chance is None else f"{chance:.0%}",
+            "" if chance is None else "█" * round(chance * BAR),
+        )
+    return _part(
+        f"Acceptance by depth at K={profile.now.setting.drafts_per_layer} (measured)",
+        table,
+        "chance that a layer passes once it is reached, in forests of this K and in larger ones, replayed"
+        + _by_drafter(profile),
+    )
+
+
+def _by_drafter(profile: Profile) -> str:
+    """What each of two brought, in the setting in use."""
+    if not profile.drafters:
+        return ""
+    rates = [
+        f"{one.name} {one.accepted} of {one.drafted} nodes"
+        + (f" ({one.accepted / one.drafted:.0%})" if one.drafted else "")
+        for one in profile.drafters
+    ]
+    return (
+        f"\naccepted at {profile.now.setting.label}: {', '.join(rates)}; a node that both proposed is the first one's"
+    )
+
+
+def _at_width(profile: Profile) -> int | None:
+    return profile.best.min_width or profile.now.setting.min_width
+
+
+def _grids(profile: Profile) -> Iterator[RenderableType]:
+    """Predicted tokens/s and steps per target call by depth and drafts per layer, for one W_min."""
+    width = _at_width(profile)
+    shown = [one for one in profile.predictions if one.setting.depth and one.setting.min_width == width]
+    plain = next(one for one in profile.predictions if not one.setting.depth)
+    marks = [_mark(one.setting, profile) for one in shown]
+    key = ", ".join(f"{sign} {name}" for sign, name in MARKS.items() if any(sign in mark for mark in marks))
+    key = key and f"; {key}"
+    at = f" at W_min={width}" if width else ""
+    yield _part(
+        f"Steps per target call by D and K{at} (predicted)",
+        _grid(profile, shown, lambda one: f"{one.steps_per_call:.2f}"),
+        f"no draft: 1.00{key}",
+    )
+    yield _part(
+        f"Tokens/s by D and K{at} (predicted)",
+        _grid(profile, shown, lambda one: f"{one.tokens_per_s:.1f}"),
+        f"no draft: {plain.tokens_per_s:.1f}{key}",
+    )
+
+
+def _grid(profile: Profile, shown: Sequence[Prediction], text: Callable[[Prediction], str]) -> Table:
+    """Depths down, drafts per layer across."""
+    drafts = sorted({one.setting.drafts_per_layer for one in shown})
+    table = _table("", *[f"K={k}" for k in drafts])
+    cells = {(one.setting.depth, one.setting.drafts_per_layer): one for one in shown}
+    for depth in sorted({one.setting.depth for one in shown}):
+        row = []
+        for k in drafts:
+            one = cells.get((depth, k))
+            mark = "" if one is None else _mark(one.setting, profile)
+            style = "bold green" if "*" in mark else "bold" if mark else ""
+            row.append(Text("-" if one is None else mark + text(one), style=style))
+        table.add_row(f"D={depth}", *row)
+    return table
+
+
+def _mark(setting: Setting, profile: Profile) -> str:
+    return (">" if setting == profile.now.setting else "") + ("*" if setting == profile.best else "")
+
+
+def _widths(profile: Profile) -> RenderableType:
+    """The fastest D and K of every W_min, predicted."""
+    best: dict[int, Prediction] = {}
+    for one in profile.predictions:
+        width = one.setting.min_width
+        if width is not None and (width not in best or one.tokens_per_s > best[width].tokens_per_s):
+            best[width] = one
+    table = _table("W_min", "setting", "tokens/s", "steps/call", "mean width")
+    for width, one in sorted(best.items()):
+        table.add_row(
+            str(width),
+            Setting(one.setting.depth, one.setting.drafts_per_layer).label,
+            f"{one.tokens_per_s:.1f}",
+            f"{one.steps_per_call:.2f}",
+            f"{one.mean_width:.2f}",
+        )
+    return _part(
+        "The fastest D and K of every W_min (predicted)",
+        table,
+        "narrow beams pass more layers and give worse texts: recommended is the widest within 5 % of the fastest",
+    )
+
+
+def _settings(profile: Profile) -> RenderableType:
+    table = _table("setting", "tokens/s", "range", "steps/call", "width", "predicted")
+    for one in (profile.now, *profile.tried):
+        table.add_row(*_setting_row(one, profile.now.setting, profile.best))
+    times = "once" if profile.repeats == 1 else f"{profile.repeats} times"
+    return _part(f"Settings run in turn, {times} each (measured)", table)
+
+
+def _setting_row(one: MeasuredSetting, now: Setting, best: Setting) -> Sequence[str]:
+    name = (
+        one.setting.label
+        + (", in use" if one.setting == now else "")
+        + (", recommended" if one.setting == best else "")
+    )
+    return (
+        name,
+        f"{one.tokens_per_s.median:.1f}",
+        f"{one.tokens_per_s.low:.1f} - {one.tokens_per_s.high:.1f}",
+        f"{one.steps_per_call:.2f}",
+        f"{one.mean_width:.2f}",
+        "-" if one.predicted is None else f"{one.predicted.tokens_per_s:.1f}",
+    )
+
+
+def _memory(profile: Profile) -> RenderableType:
+    table = _table("owner", "bytes", "")
+    table.columns[-1].justify = "left"
+    for owner in profile.memory:
+        table.add_row(owner.name, bytes_text(owner.bytes), escape(owner.note))
+    return _part("Memory by owner at the peak (measured)", table)

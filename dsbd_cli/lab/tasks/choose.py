@@ -1,0 +1,51 @@
+"""From a task's name and a path to a data set."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from dsbd_cli.errors import UsageError
+from dsbd_cli.lab.tasks.dataset import Dataset, builtin_dataset
+from dsbd_cli.lab.tasks.lines import jsonl_dataset, mt_bench_dataset
+from dsbd_cli.lab.tasks.qa import QaTask
+from dsbd_cli.lab.tasks.record import Task
+from dsbd_cli.lab.tasks.spider import spider_dataset
+from dsbd_cli.lab.tasks.sql import SqlTask
+from dsbd_cli.lab.tasks.squad import squad_dataset
+
+__all__ = ["TASK_NAMES", "open_dataset"]
+
+BUILTIN: dict[str, Task] = {"sql": SqlTask(), "qa": QaTask()}
+FROM_DISK: dict[str, Callable[[Path], Dataset]] = {
+    "squad": squad_dataset,
+    "spider": spider_dataset,
+    "mt-bench": mt_bench_dataset,
+    "jsonl": jsonl_dataset,
+}
+TASK_NAMES: tuple[str, ...] = (*BUILTIN, *FROM_DISK)
+
+
+def open_dataset(name: str, path: Path | None, seed: int, dev_path: Path | None = None) -> Dataset:
+    """The data set of a task. `path` is for those that lie on disk, `dev_path` for their dev records, if these lie
+    elsewhere. seed: of the built-in tasks. Raises UsageError.
+    """
+    if name in BUILTIN:
+        for given in (path, dev_path):
+            if given is not None:
+                raise UsageError(f"task {name} makes its own records: drop the data path {given}")
+        return builtin_dataset(BUILTIN[name], seed)
+    if name not in FROM_DISK:
+        raise UsageError(f"task is {name!r}, but must be one of {', '.join(TASK_NAMES)}")
+    if path is None:
+        raise UsageError(f"task {name} needs the path of its data: name it with --data")
+    data = FROM_DISK[name](path)
+    if dev_path is None:
+        return data
+    if dev_path.resolve() == path.resolve():
+        raise UsageError(f"--data and --dev-data are both {path}, but what is chosen on one is reported on the other")
+    dev = FROM_DISK[name](dev_path)
+    if data.metrics != dev.metrics:
+        raise UsageError(f"{path} and {dev_path} are not scored alike: give every line of both a reference, or none")
+    return dataclasses.replace(data, dev=dataclasses.replace(dev, name=f"{name} dev"))

@@ -1,0 +1,67 @@
+"""Records to measure on, wherever they come from, and how answers to them are scored."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from dsbd_cli.errors import UsageError
+from dsbd_cli.lab.tasks.record import Task, TaskRecord
+
+__all__ = ["Dataset", "builtin_dataset", "with_dev"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Records and their scorer.
+
+    Attributes:
+        name: as the user chose it: sql, squad, ...
+        metrics: names of the scores, the main one first; empty where answers cannot be scored.
+        records: of the data, in order; may be endless.
+        score: record and text -> one number from 0 to 1 for each metric.
+        notes: what the user should know of the data.
+        dev: other records of the same kind, to choose settings on; None where the data has no such split.
+    """
+
+    name: str
+    metrics: tuple[str, ...]
+    records: Callable[[], Iterator[TaskRecord]]
+    score: Callable[[TaskRecord, str], Mapping[str, float]]
+    notes: tuple[str, ...] = ()
+    dev: Dataset | None = None
+
+
+def builtin_dataset(task: Task, seed: int) -> Dataset:
+    """The test records of a built-in task, with its dev records."""
+
+    def score(record: TaskRecord, text: str) -> Mapping[str, float]:
+        found = {task.metric: float(task.score(record, text))}
+        overlap = getattr(task, "f1", None)
+        return found if overlap is None else {**found, "F1": overlap(record, text)}
+
+    metrics = (task.metric, "F1") if hasattr(task, "f1") else (task.metric,)
+    dev = Dataset(f"{task.name} dev", metrics, lambda: task.records("dev", seed), score)
+    return Dataset(task.name, metrics, lambda: task.records("test", seed), score, dev=dev)
+
+
+def with_dev(dataset: Dataset) -> Dataset:
+    """The data set with dev records, none of which it holds itself.
+
+    Data without such a split is divided, and a note says how: every second record is dev, so that both halves are of
+    one kind, however the file is ordered. Raises UsageError where there is only one record.
+    """
+    if dataset.dev is not None:
+        return dataset
+    if len(list(itertools.islice(dataset.records(), 2))) < 2:
+        raise UsageError(
+            f"{dataset.name} holds one record, but a threshold is chosen on dev records and reported on others: "
+            "name dev records with --dev-data, or choose nothing with --dev-records 0"
+        )
+    note = f"{dataset.name}: the data has no dev split: the 2nd, 4th, .. records are dev, the others are test"
+    every, name = dataset.records, f"{dataset.name} dev"
+    dev = dataclasses.replace(dataset, name=name, records=lambda: itertools.islice(every(), 1, None, 2), notes=())
+    notes = (*dataset.notes, note)
+    return dataclasses.replace(dataset, records=lambda: itertools.islice(every(), 0, None, 2), notes=notes, dev=dev)

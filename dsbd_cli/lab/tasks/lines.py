@@ -1,0 +1,115 @@
+"""Prompts from JSON lines: MT-Bench's question.jsonl (Zheng et al. 2023), and the user's own file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from dsbd_cli.errors import InvalidRowError, UsageError
+from dsbd_cli.job.records.parse import parse_object
+from dsbd_cli.lab.tasks.dataset import Dataset
+from dsbd_cli.lab.tasks.files import read_text
+from dsbd_cli.lab.tasks.record import TaskRecord
+
+__all__ = ["jsonl_dataset", "mt_bench_dataset"]
+
+KNOWN = {"id", "prompt", "messages", "reference"}
+
+Message = dict[str, str]
+
+
+def mt_bench_dataset(path: Path) -> Dataset:
+    """The first turn of every question, as a conversation. Nothing is scored: answers are judged by people or models.
+
+    Raises UsageError naming line and field.
+    """
+    records = []
+    for place, row in _rows(path):
+        turns = row.get("turns")
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+            raise UsageError(f"{place}: turns is {_shown(turns)}, but must be a list of texts")
+        name = row.get("question_id")
+        if not isinstance(name, int | str):
+            raise UsageError(f"{place}: question_id is {_shown(name)}, but must be a number or a text")
+        messages: list[Message] = [{"role": "user", "content": turns[0]}]
+        records.append(TaskRecord(f"mt-bench-{name}", turns[0], "", {"messages": messages}))
+    return Dataset("mt-bench", (), lambda: iter(records), _nothing)
+
+
+def jsonl_dataset(path: Path) -> Dataset:
+    """Lines with `prompt` or `messages`, an `id` if wanted, and on all lines or none a `reference` to be met exactly.
+
+    Raises UsageError naming line and field.
+    """
+    records: list[TaskRecord] = []
+    unused: set[str] = set()
+    scored: bool | None = None
+    for number, (place, row) in enumerate(_rows(path)):
+        record = _record(place, row, number)
+        has = "reference" in row
+        if scored is not None and has != scored:
+            raise UsageError(f"{place}: reference is on some lines only: give one to every line, or to none")
+        scored = has
+        unused |= row.keys() - KNOWN
+        records.append(record)
+    names = ", ".join(sorted(unused))
+    notes = (f"{path}: {names} is not looked at: every record is run with the same settings",) if unused else ()
+    metrics = ("exact match",) if scored else ()
+    return Dataset("jsonl", metrics, lambda: iter(records), _exact if scored else _nothing, notes)
+
+
+def _record(place: str, row: Mapping[str, object], number: int) -> TaskRecord:
+    prompt, messages, reference = row.get("prompt"), row.get("messages"), row.get("reference", "")
+    if (prompt is None) == (messages is None):
+        raise UsageError(f"{place}: give prompt or messages, one of them")
+    if prompt is not None and (not isinstance(prompt, str) or not prompt):
+        raise UsageError(f"{place}: prompt is {_shown(prompt)}, but must be a text that is not empty")
+    if messages is not None and not _are_messages(messages):
+        raise UsageError(
+            f"{place}: messages is {_shown(messages)}, but must be a list of objects with role and content"
+        )
+    if not isinstance(reference, str):
+        raise UsageError(f"{place}: reference is {_shown(reference)}, but must be a text")
+    name = row.get("id", f"line-{number + 1}")
+    if not isinstance(name, str | int):
+        raise UsageError(f"{place}: id is {_shown(name)}, but must be a text")
+    meta = {} if messages is None else {"messages": messages, "chat_only": True}
+    return TaskRecord(str(name), prompt if isinstance(prompt, str) else "", reference, meta)
+
+
+def _are_messages(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(one, dict) and set(one) == {"role", "content"} and all(isinstance(v, str) for v in one.values())
+            for one in value
+        )
+    )
+
+
+def _exact(record: TaskRecord, text: str) -> Mapping[str, float]:
+    return {"exact match": float(text.strip() == record.reference.strip())}
+
+
+def _nothing(record: TaskRecord, text: str) -> Mapping[str, float]:
+    return {}
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Place and object of every line that is not blank."""
+    found = False
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            found = True
+            try:
+                yield f"{path} line {number}", parse_object(line.encode())
+            except InvalidRowError as error:
+                raise UsageError(f"{path} line {number}: {error}") from None
+    if not found:
+        raise UsageError(f"{path} holds no line")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"

@@ -1,0 +1,168 @@
+"""Extractive question answering on short passages, scored by exact match and F1."""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dsbd_cli.lab.tasks.qa_facts import ROLES, THINGS, VERBS, Fact, make_fact, make_person, tell
+from dsbd_cli.lab.tasks.record import TaskRecord, check_split, rng_for
+
+TOP_LEVEL = 2
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A passage, the facts that it tells, and what each fact says was done."""
+
+    text: str
+    facts: tuple[Fact, ...]
+    deeds: tuple[str, ...]
+
+
+def normalize(text: str) -> str:
+    """Lower case without punctuation, articles and repeated spaces (SQuAD)."""
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
+
+
+def f1(gold: str, found: str) -> float:
+    """The F1 of the normalised words (SQuAD)."""
+    gold_words, found_words = normalize(gold).split(), normalize(found).split()
+    common = sum((Counter(gold_words) & Counter(found_words)).values())
+    if not common:
+        return float(gold_words == found_words)
+    precision, recall = common / len(found_words), common / len(gold_words)
+    return 2 * precision * recall / (precision + recall)
+
+
+def make_passage(split: str, rng: random.Random, level: int) -> Passage:
+    """One fact at level 0, two at level 1; at level 2 one or two, and some people have roles that stand for names."""
+    taken: set[str] = set()
+    count = (1, 2, rng.choice((1, 2)))[level]
+    verbs = rng.sample(tuple(VERBS), count)
+    nouns = rng.sample(THINGS, count)
+    if level > 1 and rng.random() < 0.2:
+        nouns[-1] = nouns[0]
+    elif level > 1 and rng.random() < 0.2:
+        verbs[-1] = verbs[0]
+    sentences, facts, deeds = [], [], []
+    for verb, noun, role in zip(verbs, nouns, rng.sample(ROLES, count), strict=True):
+        known = level > 1 and rng.random() < 0.6
+        person = make_person(split, rng, taken, role if known else "")
+        if known:
+            sentences.append(f"{person.name} was a {person.role}.")
+        fact = make_fact(split, rng, taken, person, verb, noun)
+        sentence, deed = tell(fact, rng, known and rng.random() < 0.4)
+        sentences.append(sentence)
+        facts.append(fact)
+        deeds.append(deed)
+    return Passage(" ".join(sentences), tuple(facts), tuple(deeds))
+
+
+def name_person(fact: Fact, rng: random.Random) -> str:
+    """The fact's person by name, or by role where it is known."""
+    return f"the {fact.person.role}" if fact.person.role and rng.random() < 0.3 else fact.person.name
+
+
+def name_thing(fact: Fact, others: list[Fact]) -> str:
+    """The fact's thing by its noun where that is enough, else in full."""
+    alone = all(other.noun != fact.noun for other in others)
+    return f"the {fact.noun}" if alone else fact.thing
+
+
+def clear(asked: str, fact: Fact, others: list[Fact]) -> bool:
+    """Whether the words of a question of this kind point to one fact."""
+    rivals = [other for other in others if other.verb == fact.verb]
+    if asked == "what":
+        return all(other.person != fact.person for other in rivals)
+    return all(other.thing != fact.thing for other in others)
+
+
+def ask_deed(fact: Fact, deed: str, rng: random.Random) -> tuple[str, str]:
+    """A question about all that a person did."""
+    hint = f" in {fact.town}" if fact.town else f" {fact.time}"
+    return f"what did {name_person(fact, rng)} do{hint if rng.random() < 0.5 else ''}", deed
+
+
+def ask(passage: Passage, rng: random.Random) -> tuple[str, str]:
+    """A question and the span that answers it."""
+    while True:
+        index = rng.randrange(len(passage.facts))
+        fact = passage.facts[index]
+        others = [other for other in passage.facts if other is not fact]
+        parts = [kind for kind in ("place", "time", "reason") if answer_of(kind, fact)]
+        asked = rng.choice(["deed", "deed", "what", "what", "who", *parts])
+        if asked == "deed":
+            return ask_deed(fact, passage.deeds[index], rng)
+        if not clear(asked, fact, others) or (asked == "who" and not fact.helper and rng.random() < 0.5):
+            continue
+        return word_question(asked, fact, others, rng), answer_of(asked, fact)
+
+
+def answer_of(asked: str, fact: Fact) -> str:
+    """The span that answers a question of this kind."""
+    spans = {"who": fact.actors, "what": fact.thing, "place": fact.place, "time": fact.time, "reason": fact.reason}
+    return spans[asked]
+
+
+def word_question(asked: str, fact: Fact, others: list[Fact], rng: random.Random) -> str:
+    """A question about one part of a fact, active or passive, with the fact's verb or another."""
+    base, synonym, synonym_past = VERBS[fact.verb]
+    other_word = rng.random() < 0.25
+    verb, past = (synonym, synonym_past) if other_word else (base, fact.verb)
+    if asked == "who":
+        return f"who {past} {name_thing(fact, others)}"
+    actor = name_person(fact, rng)
+    passive = rng.random() < 0.6
+    if asked == "what":
+        return f"what was {past} by {actor}" if passive else f"what did {actor} {verb}"
+    word = {"place": "where", "time": "when", "reason": "why"}[asked]
+    thing = name_thing(fact, others)
+    if passive:
+        return f"{word} was {thing} {past}"
+    return f"{word} did {actor} {verb} {thing}"
+
+
+class QaTask:
+    """Questions about passages of made-up people never seen in training; the answer is a span."""
+
+    name = "qa"
+    metric = "exact match"
+
+    def records(self, split: str, seed: int) -> Iterator[TaskRecord]:
+        """Endless records at the full level."""
+        for group in self.groups(split, seed, 1, TOP_LEVEL):
+            yield group[0]
+
+    def groups(self, split: str, seed: int, size: int, level: int) -> Iterator[list[TaskRecord]]:
+        """Endless groups of questions about one passage each."""
+        check_split(split)
+        index = 0
+        while True:
+            rng = rng_for(self.name, split, seed, size, level, index)
+            passage = make_passage(split, rng, level)
+            pairs = [ask(passage, rng) for _ in range(size)]
+            yield [
+                TaskRecord(
+                    f"qa-{split}-{seed}-{index}" + (f"-{place}" if size > 1 else ""),
+                    f"passage: {passage.text}\nquestion: {question}\nanswer:",
+                    answer,
+                    {},
+                )
+                for place, (question, answer) in enumerate(pairs)
+            ]
+            index += 1
+
+    def score(self, record: TaskRecord, text: str) -> bool:
+        """Whether the answers are the same after normalisation."""
+        return normalize(text) == normalize(record.reference)
+
+    def f1(self, record: TaskRecord, text: str) -> float:
+        """The F1 of the words that the answers share."""
+        return f1(record.reference, text)

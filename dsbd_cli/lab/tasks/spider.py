@@ -1,0 +1,103 @@
+"""Spider (Yu et al. 2018) from its official folder, scored by execution on its databases."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+
+from dsbd_cli.errors import UsageError
+from dsbd_cli.lab.tasks.dataset import Dataset
+from dsbd_cli.lab.tasks.execute import MAX_VALUE_BYTES, Rows, allow, budget_of_time, is_ordered, run, same_rows
+from dsbd_cli.lab.tasks.files import field, items, read_json
+from dsbd_cli.lab.tasks.record import TaskRecord
+
+__all__ = ["TIMEOUT_S", "open_database", "score_spider", "spider_dataset"]
+
+TIMEOUT_S = 30.0
+MAX_ROWS = 1_000_000
+METRIC = "execution accuracy"
+
+
+def spider_dataset(folder: Path, timeout_s: float = TIMEOUT_S) -> Dataset:
+    """The questions of dev.json with the schemas of tables.json and database/<id>/<id>.sqlite.
+
+    A statement may run `timeout_s` seconds. Raises UsageError naming a missing file or a wrong field; a gold
+    statement that fails on its database is such an error too, when its record is reached.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder: --task spider takes the one with dev.json, tables.json and database")
+    schemas = _schemas(folder / "tables.json")
+    questions = items({"dev": read_json(folder / "dev.json")}, "dev", str(folder))
+    if not questions:
+        raise UsageError(f"{folder / 'dev.json'} holds no question")
+
+    def records() -> Iterator[TaskRecord]:
+        for number, (place, asked) in enumerate(questions):
+            yield _record(folder, number, asked, place, schemas, timeout_s)
+
+    return Dataset("spider", (METRIC,), records, lambda record, text: score_spider(record, text, timeout_s))
+
+
+def _schemas(path: Path) -> dict[str, str]:
+    """Database id -> its schema as the built-in SQL task shows one."""
+    found = {}
+    for place, schema in items({"tables": read_json(path)}, "tables", str(path.parent)):
+        tables = field(schema, "table_names_original", list, place)
+        columns: list[list[str]] = [[] for _ in tables]
+        for column_place, column in items(schema, "column_names_original", place):
+            match column:
+                case [int(table), str(name)] if -1 <= table < len(tables):
+                    if table >= 0:  # -1 is the star
+                        columns[table].append(name)
+                case _:
+                    raise UsageError(f"{column_place} is {column!r}, but must be [table number, name]")
+        shown = [f"{name} ( {', '.join(names)} )" for name, names in zip(tables, columns, strict=True)]
+        found[field(schema, "db_id", str, place)] = "; ".join(shown)
+    return found
+
+
+def _record(
+    folder: Path, number: int, asked: object, place: str, schemas: Mapping[str, str], timeout_s: float
+) -> TaskRecord:
+    name = field(asked, "db_id", str, place)
+    question, gold = (" ".join(field(asked, key, str, place).split()) for key in ("question", "query"))
+    if name not in schemas:
+        raise UsageError(f"{place}.db_id is {name!r}, which tables.json does not hold")
+    path = folder / "database" / name / f"{name}.sqlite"
+    if not path.is_file():
+        raise UsageError(f"{place}: the database {path} does not exist")
+    rows = _execute(path, gold, timeout_s)
+    if rows is None:
+        raise UsageError(f"{place}.query fails on {path}: {gold}")
+    prompt = f"schema: {schemas[name]}\nquestion: {question}\nsql:"
+    meta = {"database": path, "rows": rows, "ordered": is_ordered(gold)}
+    return TaskRecord(f"spider-{number}", prompt, gold, meta)
+
+
+def open_database(path: Path) -> sqlite3.Connection:
+    """A database that can be read and nothing else: opened read-only, and closed to every other action."""
+    database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    database.text_factory = lambda data: data.decode(errors="replace")  # some of Spider's texts are not UTF-8
+    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 10 * MAX_VALUE_BYTES)
+    database.set_authorizer(allow)
+    return database
+
+
+def _execute(path: Path, sql: str, timeout_s: float) -> Rows | None:
+    try:
+        with closing(open_database(path)) as database:
+            return run(database, sql, over=budget_of_time(timeout_s), max_rows=MAX_ROWS)
+    except sqlite3.Error as error:
+        raise UsageError(f"{path} cannot be opened: {error}") from None
+
+
+def score_spider(record: TaskRecord, text: str, timeout_s: float = TIMEOUT_S) -> Mapping[str, float]:
+    """1 where the statement returns what the gold one returns: same columns in order, same rows with repeats, in the
+    same order where the gold statement orders them."""
+    path, gold = record.meta["database"], record.meta["rows"]
+    assert isinstance(path, Path)
+    assert isinstance(gold, list)
+    found = _execute(path, text.strip(), timeout_s)
+    return {METRIC: float(found is not None and same_rows(found, gold, bool(record.meta["ordered"])))}

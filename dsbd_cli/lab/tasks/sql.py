@@ -1,0 +1,85 @@
+"""Text-to-SQL on small schemas, scored by execution."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from typing import cast
+
+from dsbd_cli.lab.tasks.execute import TableData, connect, run, same_rows
+from dsbd_cli.lab.tasks.record import TaskRecord, check_split, rng_for
+from dsbd_cli.lab.tasks.schema import Schema, make_schema
+from dsbd_cli.lab.tasks.sql_forms import Clause, ask
+
+TOP_LEVEL = 2
+
+
+def tables_of(schema: Schema) -> dict[str, TableData]:
+    """The schema's tables as plain data."""
+    return {t.name: {"columns": [c.name for c in t.columns], "rows": [list(r) for r in t.rows]} for t in schema.tables}
+
+
+def draw_schema(split: str, rng: random.Random, level: int) -> Schema:
+    """A schema that fits the level: one table, two, or one to three."""
+    if level == 0:
+        return make_schema(split, rng, 1, 3)
+    if level == 1:
+        return make_schema(split, rng, 2, 3)
+    return make_schema(split, rng, rng.choice((1, 2, 2, 2, 3)), 3)
+
+
+def telling(database: sqlite3.Connection, sql: str) -> bool:
+    """Whether the gold result has rows and some value that is neither 0 nor NULL."""
+    rows = run(database, sql)
+    return bool(rows) and any(value not in (0, None) for value in (rows or [()])[0])
+
+
+def draw_clause(schema: Schema, database: sqlite3.Connection, rng: random.Random, level: int) -> Clause:
+    """A question whose gold result tells something."""
+    while True:
+        clause = ask(schema, rng, level)
+        if telling(database, clause.sql):
+            return clause
+
+
+class SqlTask:
+    """Questions about schemas never seen in training; the answer is one SELECT."""
+
+    name = "sql"
+    metric = "execution accuracy"
+
+    def records(self, split: str, seed: int) -> Iterator[TaskRecord]:
+        """Endless records at the full level."""
+        for group in self.groups(split, seed, 1, TOP_LEVEL):
+            yield group[0]
+
+    def groups(self, split: str, seed: int, size: int, level: int) -> Iterator[list[TaskRecord]]:
+        """Endless groups of questions about one schema each."""
+        check_split(split)
+        index = 0
+        while True:
+            rng = rng_for(self.name, split, seed, size, level, index)
+            schema = draw_schema(split, rng, level)
+            tables = tables_of(schema)
+            with closing(connect(tables)) as database:
+                clauses = [draw_clause(schema, database, rng, level) for _ in range(size)]
+            yield [
+                TaskRecord(
+                    f"sql-{split}-{seed}-{index}" + (f"-{place}" if size > 1 else ""),
+                    f"schema: {schema.text()}\nquestion: {clause.words}\nsql:",
+                    clause.sql,
+                    {"tables": tables, "ordered": " ORDER BY " in clause.sql},
+                )
+                for place, clause in enumerate(clauses)
+            ]
+            index += 1
+
+    def score(self, record: TaskRecord, text: str) -> bool:
+        """Whether `text`, run on the record's database, returns what the gold SQL returns."""
+        tables = cast("dict[str, TableData]", record.meta["tables"])
+        with closing(connect(tables)) as database:
+            gold = run(database, record.reference)
+            found = run(database, text.strip())
+        return gold is not None and found is not None and same_rows(found, gold, bool(record.meta["ordered"]))

@@ -1,5 +1,0 @@
-"""Other people's decoding of the same loaded models, to compare with. Names and settings need no torch."""
-
-from dsbd_cli.peers.config import PEERS, PeerConfig
-
-__all__ = ["PEERS", "PeerConfig"]

@@ -1,9 +1,0 @@
-"""Tasks: generators of records and scorers of answers. Nothing here imports torch."""
-
-from dsbd_cli.tasks.qa import QaTask
-from dsbd_cli.tasks.record import SPLITS, Task, TaskRecord
-from dsbd_cli.tasks.sql import SqlTask
-
-TASKS: dict[str, Task] = {task.name: task for task in (SqlTask(), QaTask())}
-
-__all__ = ["SPLITS", "TASKS", "QaTask", "SqlTask", "Task", "TaskRecord"]

@@ -1,0 +1,1 @@
+"""Scalar float64 twins of the verification rules: every branch is enumerated."""

@@ -1,0 +1,374 @@
+"""The specification in executable form: scalar float64, no tensors. Slow twin of the core and of the verifiers.
+
+P is the target's pool law, Q the draft's, W live beams at most, K drafts per layer. Every random decision goes through
+a Chooser (oracle_choice), so that tests can feed noise or enumerate all branches. The rules are those of Qin et al.,
+AAAI 2025 (arXiv 2409.16560), made exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from tests.oracles.choice import (
+    Chooser,
+    Law,
+    NoiseChooser,
+    Pair,
+    enumerate_law,
+    normalise,
+    total_variation,
+    without,
+)
+
+__all__ = [
+    "Chooser",
+    "Draw",
+    "Law",
+    "LayerResult",
+    "NoiseChooser",
+    "Pair",
+    "Pool",
+    "RejectionRule",
+    "WithReplacementRule",
+    "beam_step",
+    "coupled_layer",
+    "draft_layer",
+    "enumerate_law",
+    "normalise",
+    "pool_law",
+    "search_layer",
+    "total_variation",
+    "verify_layer_rejection",
+    "verify_layer_with_replacement",
+    "warp",
+    "without",
+]
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+def warp(
+    log_weights: Mapping[KeyT, float], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> dict[KeyT, float]:
+    """Law of these log-weights after temperature, top-k, top-p and min-p, in that order.
+
+    Cuts go by value, so entries tied with the last one kept all stay. top_k 0, top_p 1 and min_p 0 cut nothing.
+    """
+    finite = {key: value / temperature for key, value in log_weights.items() if value > -math.inf}
+    if not finite:
+        return {}
+    if top_k:
+        lowest = sorted(finite.values(), reverse=True)[min(top_k, len(finite)) - 1]
+        finite = {key: value for key, value in finite.items() if value >= lowest}
+    highest = max(finite.values())
+    law = normalise({key: math.exp(value - highest) for key, value in finite.items()})
+    if top_p < 1.0:
+        lowest = _value_reaching(top_p, law.values())
+        law = normalise({key: mass for key, mass in law.items() if mass >= lowest})
+    lowest = min_p * max(law.values())
+    return normalise({key: mass for key, mass in law.items() if mass >= lowest})
+
+
+def _value_reaching(top_p: float, masses: Iterable[float]) -> float:
+    """The mass at which the descending cumulative sum first reaches top_p; the least one if rounding keeps it below."""
+    total, mass = 0.0, 0.0
+    for mass in sorted(masses, reverse=True):
+        total += mass
+        if total >= top_p:
+            break
+    return mass
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """All pairs of a step.
+
+    Attributes:
+        law: normalised over the pool, support only.
+        weights: running weight s of each child, natural log.
+    """
+
+    law: dict[Pair, float]
+    weights: dict[Pair, float]
+
+
+def pool_law(
+    weights: Mapping[int, float],
+    rows: Mapping[int, Mapping[int, float]],
+    scope: Literal["pool", "beam"] = "pool",
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> Pool:
+    """P(i, v) of live beams with weights s_i and rows log p(v | x^i).
+
+    Scope `pool` warps the joint law and accumulates raw logs; `beam` warps each beam's row, renormalises it and
+    accumulates its logs.
+    """
+    if scope == "pool":
+        joint = {(beam, token): weights[beam] + row for beam in weights for token, row in rows[beam].items()}
+        return Pool(warp(joint, temperature, top_k, top_p, min_p), joint)
+    joint = {}
+    for beam, weight in weights.items():
+        row = warp(rows[beam], temperature, top_k, top_p, min_p)
+        joint.update({(beam, token): weight + math.log(mass) for token, mass in row.items()})
+    return Pool(warp(joint), joint)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A drawn pair.
+
+    Attributes:
+        source: number of the draft that it is, None when it is no drafted node.
+        ends: its token ends the sequence: a finished hypothesis, not a live beam.
+    """
+
+    pair: Pair
+    source: int | None
+    ends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerResult:
+    """Draws of one layer in order. A layer that did not pass is the last one of its iteration."""
+
+    draws: tuple[Draw, ...]
+    passed: bool
+
+    @property
+    def pairs(self) -> tuple[Pair, ...]:
+        return tuple(draw.pair for draw in self.draws)
+
+    @property
+    def live(self) -> tuple[Draw, ...]:
+        return tuple(draw for draw in self.draws if not draw.ends)
+
+    @property
+    def finished(self) -> tuple[Draw, ...]:
+        return tuple(draw for draw in self.draws if draw.ends)
+
+
+def beam_step(
+    law: Law, ends: Collection[int], width: int, chooser: Chooser, replacement: bool = False, limit: int | None = None
+) -> tuple[Pair, ...]:
+    """The law to reproduce: draw pairs until `width` are live, the support is exhausted or `limit` are drawn.
+
+    With replacement the draws are i.i.d. and duplicates stay; without a limit some live pair must have mass.
+    """
+    law, live = normalise(law), 0
+    drawn: list[Pair] = []
+    _require_end(law, ends, replacement, limit)
+    while law and live < width and len(drawn) != limit:
+        pair = chooser.draw(law, f"completion/{len(drawn)}" if replacement else "completion")
+        drawn.append(pair)
+        live += pair[1] not in ends
+        law = law if replacement else without(law, pair)
+    return tuple(drawn)
+
+
+def _require_end(law: Law, ends: Collection[int], replacement: bool, limit: int | None) -> None:
+    """I.i.d. draws from a law of ending pairs alone would never yield a live one."""
+    if replacement and limit is None and law and all(token in ends for _, token in law):
+        raise ValueError("no live pair has mass: draws with replacement need a limit")
+
+
+def draft_layer(law: Law, count: int, chooser: Chooser, replacement: bool = False) -> tuple[Pair, ...]:
+    """`count` ordered draws from the draft's pool law; fewer without replacement when the support is smaller."""
+    law = normalise(law)
+    drawn: list[Pair] = []
+    while law and len(drawn) < count:
+        pair = chooser.draw(law, f"draft/{len(drawn)}" if replacement else "draft")
+        drawn.append(pair)
+        law = law if replacement else without(law, pair)
+    return tuple(drawn)
+
+
+class RejectionRule:
+    """Multi-draft rejection without replacement, jointly exact for the ordered draws of a layer.
+
+    P' (`residual`) is the law of the next target draw given all tests so far, Q' (`draft_law`) the law of the next
+    draft. One test keeps "the next draw has law P'" true (Leviathan et al. 2023, arXiv 2211.17192; several drafts as in
+    recursive rejection sampling, arXiv 2402.14160). Each method is one place where the rule can be got wrong.
+    """
+
+    replacement = False
+
+    def first_draft_law(self, target: Law, draft_law: Law) -> Law:
+        """Q' before the first test: Q as it was sampled from, dead parents included."""
+        return normalise(draft_law)
+
+    def accept_probability(self, residual: Law, draft_law: Law, draft: Pair) -> float:
+        """min(1, P'(d) / Q'(d)); a draft of a dead parent has P'(d) = 0."""
+        chance = draft_law.get(draft, 0.0)
+        return min(1.0, residual.get(draft, 0.0) / chance) if chance > 0.0 else 0.0
+
+    def after_rejection(self, target: Law, residual: Law, draft_law: Law) -> Law:
+        """norm(max(0, P' - Q')), or P where nothing is left, which has probability 0."""
+        rest = {pair: max(0.0, mass - draft_law.get(pair, 0.0)) for pair, mass in residual.items()}
+        return normalise(rest) or target
+
+    def take(self, target: Law, pair: Pair) -> Law:
+        """P once `pair` is drawn."""
+        return without(target, pair)
+
+    def next_draft_law(self, draft_law: Law, draft: Pair) -> Law:
+        """Q' once `draft` has been looked at, accepted or not."""
+        return without(draft_law, draft)
+
+    def first_missing_law(self, target: Law, residual: Law, draft_law: Law) -> Law:
+        """Law of the first draw that completes a stopped layer."""
+        return residual
+
+    def verify(
+        self,
+        target: Law,
+        draft_law: Law,
+        drafts: Sequence[Pair],
+        ends: Collection[int],
+        width: int,
+        full_width: int,
+        chooser: Chooser,
+        limit: int | None = None,
+    ) -> LayerResult:
+        """Test the drafts until `width` live ones are accepted, then draw what is missing."""
+        draws: list[Draw] = []
+        target = normalise(target)
+        residual: Law = target
+        _require_end(target, ends, self.replacement, limit)
+        draft_law = self.first_draft_law(target, draft_law)
+        for number, draft in enumerate(drafts):
+            if _count_live(draws) == width or len(draws) == limit:
+                break
+            if chooser.accept(self.accept_probability(residual, draft_law, draft), number):
+                draws.append(Draw(draft, number, draft[1] in ends))
+                target = residual = self.take(target, draft)
+            else:
+                residual = self.after_rejection(target, residual, draft_law)
+            draft_law = self.next_draft_law(draft_law, draft)
+        first = self.first_missing_law(target, residual, draft_law)
+        return self.complete(target, first, draws, drafts, ends, width, full_width, chooser, limit)
+
+    def complete(
+        self,
+        target: Law,
+        first: Law,
+        draws: list[Draw],
+        drafts: Sequence[Pair],
+        ends: Collection[int],
+        width: int,
+        full_width: int,
+        chooser: Chooser,
+        limit: int | None = None,
+    ) -> LayerResult:
+        """Draw what is missing: one pair from `first`, then from P. A draw that is a drafted node counts as that node.
+
+        A layer passes if its first `width` live draws are nodes, or all live pairs of a smaller support are; otherwise
+        it goes on to `full_width`.
+        """
+        numbers = {} if self.replacement else {pair: number for number, pair in reversed(list(enumerate(drafts)))}
+        law, stream, passed = first, "residual", False
+        for wanted in (min(width, full_width), full_width):
+            while not passed and law and _count_live(draws) < wanted and len(draws) != limit:
+                pair = chooser.draw(law, f"{stream}/{len(draws)}" if self.replacement else stream)
+                draws.append(Draw(pair, numbers.get(pair), pair[1] in ends))
+                law = target = self.take(target, pair)
+                stream = "completion"
+            sources = [draw.source for draw in draws if not draw.ends]
+            passed |= bool(sources) and None not in sources and (len(sources) == width or not target)
+        return LayerResult(tuple(draws), passed)
+
+
+class WithReplacementRule(RejectionRule):
+    """The same for i.i.d. drafts and the i.i.d. law, the paper's setting: nothing drawn is ever removed."""
+
+    replacement = True
+
+    def take(self, target: Law, pair: Pair) -> Law:
+        return target
+
+    def next_draft_law(self, draft_law: Law, draft: Pair) -> Law:
+        return draft_law
+
+
+def _count_live(draws: Iterable[Draw]) -> int:
+    return sum(not draw.ends for draw in draws)
+
+
+def verify_layer_rejection(
+    target: Law,
+    draft_law: Law,
+    drafts: Sequence[Pair],
+    ends: Collection[int],
+    width: int,
+    full_width: int,
+    chooser: Chooser,
+) -> LayerResult:
+    """One layer of rule `rejection`: `width` is w of this layer, `full_width` W. No drafts: plain beam sampling."""
+    return RejectionRule().verify(target, draft_law, drafts, ends, width, full_width, chooser)
+
+
+def verify_layer_with_replacement(
+    target: Law,
+    draft_law: Law,
+    drafts: Sequence[Pair],
+    ends: Collection[int],
+    width: int,
+    full_width: int,
+    chooser: Chooser,
+    limit: int | None = None,
+) -> LayerResult:
+    """One layer of rule `with-replacement`; `limit` bounds the draws of the layer, ending ones included."""
+    return WithReplacementRule().verify(target, draft_law, drafts, ends, width, full_width, chooser, limit)
+
+
+def coupled_layer(
+    target: Law,
+    noise: Law,
+    drafts: Sequence[Pair],
+    ends: Collection[int],
+    width: int,
+    full_width: int,
+    fresh: Law | None = None,
+) -> LayerResult:
+    """Common random numbers: the draws are the leading entries of log P + G until `width` are live.
+
+    Passes if all live ones among them are drafted; otherwise goes on to `full_width` live with `fresh` noise, because
+    the stop says something about the noise of what was not drawn. `noise` is G(x^i, v).
+    """
+    law = normalise(target)
+    ranked = sorted(law, key=lambda pair: math.log(law[pair]) + noise[pair], reverse=True)
+    draws = _leading(ranked, drafts, ends, width)
+    live = [draw for draw in draws if not draw.ends]
+    if live and all(draw.source is not None for draw in live):
+        return LayerResult(draws, True)
+    rest = ranked[len(draws) :]
+    if fresh is not None and width < full_width:
+        rest = sorted(rest, key=lambda pair: math.log(law[pair]) + fresh[pair], reverse=True)
+    return LayerResult(draws + _leading(rest, drafts, ends, full_width - len(live)), False)
+
+
+def _leading(ranked: Iterable[Pair], drafts: Sequence[Pair], ends: Collection[int], width: int) -> tuple[Draw, ...]:
+    """Leading entries until `width` are live, with the number of the draft that each one is."""
+    numbers = {pair: number for number, pair in reversed(list(enumerate(drafts)))}
+    draws: list[Draw] = []
+    for pair in ranked:
+        if _count_live(draws) == width:
+            break
+        draws.append(Draw(pair, numbers.get(pair), pair[1] in ends))
+    return tuple(draws)
+
+
+def search_layer(scores: Law, drafts: Sequence[Pair], ends: Collection[int], width: int) -> LayerResult:
+    """Beam search: the `width` best pairs that do not end live on; one that ends finishes if its rank is below `width`.
+
+    As transformers' generate(do_sample=False). Passes if all live ones are drafted. Ties keep the order of `scores`.
+    """
+    ranked = sorted(scores, key=lambda pair: scores[pair], reverse=True)
+    draws = _leading(ranked, drafts, ends, width)
+    kept = tuple(draw for rank, draw in enumerate(draws) if not draw.ends or rank < width)
+    return LayerResult(kept, all(draw.source is not None for draw in kept if not draw.ends))
