@@ -22,6 +22,7 @@ FallbackName = Literal["target", "strict"]
 FuzzyLawName = Literal["raw", "warped"]
 Exactness = Literal["same-text", "same-law", "dynamic-width", "lossy"]
 OnTooLong = Literal["error", "truncate-left"]
+Numerics = Literal["invariant", "fast"]
 Proposers = Literal["all", "first", "second"]  # of two drafters, those that take part in an iteration
 
 RULES: tuple[str, ...] = ("coupled", "rejection", "with-replacement", "search", "fuzzy")
@@ -35,6 +36,7 @@ FALLBACKS: tuple[str, ...] = ("target", "strict")
 FUZZY_LAWS: tuple[str, ...] = ("raw", "warped")
 WARP_SCOPES: tuple[str, ...] = ("pool", "beam")
 ON_TOO_LONG: tuple[str, ...] = ("error", "truncate-left")
+NUMERICS: tuple[str, ...] = ("invariant", "fast")
 DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
 
 BUILTIN_TARGET = "builtin:target"
@@ -335,6 +337,8 @@ class ModelSpec:
         device_map: accelerate's device map (`auto`, ...), exclusive with device.
         trust_remote_code: run code from the checkpoint's repository.
         allow_pickle: load .bin weights where there are no safetensors.
+        numerics: of a target: `invariant` computes every node the same way whatever else is in a forward, so that a
+            text cannot depend on the draft or the batch; `fast` saves that work.
     """
 
     source: str
@@ -344,8 +348,10 @@ class ModelSpec:
     device_map: str | None = None
     trust_remote_code: bool = False
     allow_pickle: bool = False
+    numerics: Numerics = "invariant"
 
     def __post_init__(self) -> None:
+        _require(self.numerics in NUMERICS, "numerics", self.numerics, f"one of {', '.join(NUMERICS)}")
         _require(self.dtype in DTYPES, f"{self.role} dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         if self.device_map is not None and self.device != "auto":
             raise UsageError("device and device_map cannot be used together: give one of them")

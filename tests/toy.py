@@ -44,6 +44,11 @@ class _SlotModel:
         """As given; None is unbounded."""
         return self._max_positions
 
+    @property
+    def invariant(self) -> bool:
+        """A toy's logits are a function of the path."""
+        return True
+
     def reserve(self, rows: int, slots: int) -> None:
         """Own rows x slots; grows only and keeps what is there."""
         old = self._tokens

@@ -28,6 +28,10 @@ class ForestInput:
         mask: [R, n, S] bool, True where the node sees the slot (a real node sees itself). No row is all False.
         slot_positions: [R, S] int64, depth of the token in each slot; sliding windows go by it.
         rows: [R] int64 cache rows when this forward covers only some rows (prefill); None for all rows in order.
+        settled: how many leading slots of each row hold its prompt, R numbers. They never move, and every node sees
+            all of them, windows aside. Where given, the logits of a node must not depend on anything but its path: not
+            on the other nodes, the slots, the other rows or how many there are. None: speed comes first.
+        tail: T, how many slots from there on a row may use at most; of use with `settled` only.
     """
 
     tokens: Tensor
@@ -36,6 +40,8 @@ class ForestInput:
     mask: Tensor
     slot_positions: Tensor
     rows: Tensor | None = None
+    settled: tuple[int, ...] | None = None
+    tail: int = 0
 
 
 class ForestModel(Protocol):
@@ -54,6 +60,12 @@ class ForestModel(Protocol):
     @property
     def max_positions(self) -> int | None:
         """Depths at or past this cannot be embedded; None when unbounded."""
+        ...
+
+    @property
+    def invariant(self) -> bool:
+        """Whether forwards with `settled` keep its promise on this machine: a node's logits are the same to the last
+        bit in any company."""
         ...
 
     def reserve(self, rows: int, slots: int) -> None:

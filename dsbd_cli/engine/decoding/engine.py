@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsbd_cli.config import MethodConfig, OnTooLong
+from dsbd_cli.config import Exactness, MethodConfig, OnTooLong
 from dsbd_cli.engine.core.beams import fit_window
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.core.stops import StopTable
@@ -103,6 +103,7 @@ class Engine:
         self.target, self.draft, self.codec = target, shared, codec
         self.batch_size, self.info, self.log_steps = batch_size or 1, info, log_steps
         self._fit_batch = batch_size is None
+        self._invariant = target.invariant
         self._stopping = False
         self._encoder = Encoder(target, self.draft, codec, self.method.num_beams, on_too_long)
         device = target.device
@@ -132,6 +133,13 @@ class Engine:
         self._reserved: tuple[object, ...] | None = None  # rows, slots and generations of both caches
         self._running = False
         self._shape: Shape | None = None  # of the iteration under way
+
+    @property
+    def exactness(self) -> Exactness:
+        """What the output shares with plain decoding. It is the method's, but for `same-text`: where the target's
+        logits depend on what else is in a forward, rounding can change a text, and only the law is the same."""
+        promised = self.method.exactness
+        return "same-law" if promised == "same-text" and not self.target.invariant else promised
 
     @property
     def stepper(self) -> Stepper:
@@ -260,14 +268,14 @@ class Engine:
             if model is not None:
                 for row, _ in new:
                     model.clear(row)  # 0 times a NaN of an earlier request would be NaN
-        self._prefill(self.target, new)
+        self._prefill(self.target, new, apart=self._invariant)
         for row, job in new:
             sampling = job.request.sampling
             state.admit(row, job.prompt, job.request.seed, self._stops.start(sampling.stop), sampling)
         return state
 
-    def _prefill(self, model: ForestModel, new: Sequence[tuple[int, Job]]) -> None:
-        prefill(model, [row for row, _ in new], [job.prompt for _, job in new], trash=self._slots - 1)
+    def _prefill(self, model: ForestModel, new: Sequence[tuple[int, Job]], *, apart: bool) -> None:
+        prefill(model, [row for row, _ in new], [job.prompt for _, job in new], trash=self._slots - 1, apart=apart)
 
     def _prefill_draft(self, draft: ForestModel, running: Sequence[tuple[int, Job]], timer: PhaseTimer) -> None:
         """Prompts of the rows that are about to draft for the first time; one that never drafts costs nothing. timer:
@@ -276,7 +284,7 @@ class Engine:
         if new:
             with current(draft.device):
                 timer.start()
-                self._prefill(draft, new)
+                self._prefill(draft, new, apart=False)
                 timer.lap("read")
         for _, job in new:
             job.prefilled = True
@@ -337,7 +345,7 @@ class Engine:
         elif self.draft is not None:
             self._prefill_draft(self.draft, running, timer)
         with current(self.target.device):
-            report = self._stepper.step(state, Plan(active, shape, lag, idle))
+            report = self._stepper.step(state, Plan(active, shape, lag, idle, *self._settled(scheduler, nodes, active)))
             seconds = self._stepper.timer.seconds()
         layers_of = [report.layers[row] for row, _ in running]
         self._planner.observe(shape, requests, layers_of, seconds | timer.seconds(), reading, self._stepper.steady)
@@ -352,6 +360,16 @@ class Engine:
             elif counters["done"]:
                 order.put(job.number, collect(state.finished, row, scheduler.remove(row), self.codec))
                 state.release(row)
+
+    def _settled(self, scheduler: Scheduler, nodes: int, active: int) -> tuple[tuple[int, ...] | None, int]:
+        """`settled` and `tail` of the target's forward; on a GPU the same for all iterations of a shape."""
+        if not self._invariant:
+            return None, 0
+        if self.target.device.type != "cpu":
+            return (0,) * len(scheduler.jobs), active
+        settled = tuple(0 if job is None else len(job.prompt) - 1 for job in scheduler.jobs)
+        longest = max(job.used - settled[row] for row, job in scheduler.running)
+        return settled, bucket(longest + nodes, self._slot_step)
 
     def _reading(self, scheduler: Scheduler) -> Reading:
         """What the draft must run before it drafts. The lag is W times a power of two, so that shapes repeat, or 0."""

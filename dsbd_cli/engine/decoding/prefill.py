@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -11,20 +12,37 @@ from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
 __all__ = ["prefill"]
 
 CHUNK = 512
+STEP = 32  # widths of chunks; one that is no multiple of the vector width changes how a softmax is summed
 
 
-def prefill(model: ForestModel, rows: Sequence[int], prompts: Sequence[Sequence[int]], trash: int) -> None:
-    """Write prompts[i][:-1] to slots 0.. of cache row rows[i]. trash: the slot that padding is written to."""
-    known = [list(prompt[:-1]) for prompt in prompts]
-    longest = max((len(tokens) for tokens in known), default=0)
+def prefill(
+    model: ForestModel, rows: Sequence[int], prompts: Sequence[Sequence[int]], trash: int, *, apart: bool
+) -> None:
+    """Write prompts[i][:-1] to slots 0.. of cache row rows[i]. trash: the slot that padding is written to.
+
+    apart: rows share a forward only if their chunks are equally wide, so that what is written for a prompt does not
+    depend on its neighbours.
+    """
+    known = {row: list(prompt[:-1]) for row, prompt in zip(rows, prompts, strict=True)}
+    longest = max(map(len, known.values()), default=0)
     for start in range(0, longest, CHUNK):
-        picked = [(row, tokens) for row, tokens in zip(rows, known, strict=True) if len(tokens) > start]
-        width = min(CHUNK, max(len(tokens) for _, tokens in picked) - start)
-        _chunk(model, [row for row, _ in picked], [tokens[start : start + width] for _, tokens in picked], start, trash)
+        parts = {row: tokens[start : start + CHUNK] for row, tokens in known.items() if len(tokens) > start}
+        for width, together in _by_width(parts, apart).items():
+            _chunk(model, together, [parts[row] for row in together], start, width, trash)
 
 
-def _chunk(model: ForestModel, rows: list[int], parts: list[list[int]], start: int, trash: int) -> None:
-    width = max(len(part) for part in parts)
+def _by_width(parts: dict[int, list[int]], apart: bool) -> dict[int, list[int]]:
+    """Rows that go through the model together, by the width of their chunk."""
+    widths = {row: -(-len(part) // STEP) * STEP for row, part in parts.items()}
+    if not apart:
+        return {max(widths.values()): list(parts)}
+    groups = defaultdict[int, list[int]](list)
+    for row, width in widths.items():
+        groups[width].append(row)
+    return groups
+
+
+def _chunk(model: ForestModel, rows: list[int], parts: list[list[int]], start: int, width: int, trash: int) -> None:
     device = model.device
     tokens = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=device)
     length = torch.tensor([len(part) for part in parts], device=device).unsqueeze(1)

@@ -50,12 +50,15 @@ class Plan:
         slots: S, active cache slots. shape: D and K.
         lag: most used slots of a row that the draft has not run, or more.
         idle: the draft runs nothing, and holds no slot of any row's tail.
+        settled, tail: of ForestInput, for the target.
     """
 
     slots: int
     shape: Shape
     lag: int
     idle: bool = False
+    settled: tuple[int, ...] | None = None
+    tail: int = 0
 
 
 class Work:
@@ -98,7 +101,7 @@ class Stepper:
             work.draft_calls = self.drafter.calls
 
         def target() -> None:
-            work.logits = self._target(state, work.forest, work.context)
+            work.logits = self._target(state, plan, work.forest, work.context)
 
         def verify() -> None:
             work.counters = self._verify(state, work.forest, work.logits, work.context.keys, plan.idle)
@@ -165,7 +168,7 @@ class Stepper:
             drafters=shape.drafters,
         )
 
-    def _target(self, state: BatchState, forest: Forest, context: DraftContext) -> Tensor:
+    def _target(self, state: BatchState, plan: Plan, forest: Forest, context: DraftContext) -> Tensor:
         """Target logits of all nodes: [R, N, V]."""
         table, tokens, at = state.table, forest.flat("token"), context.layout.slots
         table.tokens.scatter_(1, at, tokens)
@@ -175,6 +178,8 @@ class Stepper:
             slots=at,
             mask=context.layout.mask(forest.flat("ancestors")),
             slot_positions=table.positions[:, : context.slots],
+            settled=plan.settled,
+            tail=plan.tail,
         )
         logits = run(self.target, batch, table.used.device)
         assert logits is not None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dsbd_cli.engine.core.protocols import ForestInput
-from dsbd_cli.engine.models.attention import use_grouped_attention
+from dsbd_cli.engine.models.attention import Sight, seeing, use_grouped_attention
 from dsbd_cli.engine.models.cache import ForestCache
 from dsbd_cli.engine.models.reads import HostReads
 from dsbd_cli.errors import UnsupportedModelError
@@ -74,6 +74,7 @@ class CausalForestModel:
     def __init__(self, model: Any, name: str, stock: Callable[[], Any] | None = None) -> None:
         """stock: loads the model once more, as it was before its weights were packed."""
         self.name = name
+        self.invariant = False  # whether `settled` keeps its promise on this machine: see invariance.py
         self._load_stock = stock
         self._stock: Any = None
         self._model = model
@@ -210,26 +211,33 @@ class CausalForestModel:
 
     def _run(self, runner: Any, batch: ForestInput) -> Any:
         self._cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
-        return runner(
-            # a narrower draft knows no id of its target's extra ones: any legal id will do, only acceptance suffers
-            input_ids=batch.tokens.clamp(max=self._embeddings - 1),
-            position_ids=batch.positions,
-            attention_mask=self._masks(batch),
-            past_key_values=self._cache,
-            use_cache=True,
-            return_dict=True,
-        )
+        sight = None if batch.settled is None else Sight(batch.settled, batch.tail)
+        masks = self._masks(batch, sight)
+        with seeing(sight):
+            return runner(
+                # a narrower draft knows no id of its target's extra ones: any legal id will do, only acceptance suffers
+                input_ids=batch.tokens.clamp(max=self._embeddings - 1),
+                position_ids=batch.positions,
+                attention_mask=masks,
+                past_key_values=self._cache,
+                use_cache=True,
+                return_dict=True,
+            )
 
-    def _masks(self, batch: ForestInput) -> Tensor | dict[str, Tensor]:
+    def _masks(self, batch: ForestInput, sight: Sight | None) -> Tensor | dict[str, Tensor]:
         kinds = self._plan.kinds
         if not kinds:
-            return self._additive(self._plan.seen("sliding_attention", batch))
-        return {kind: self._additive(self._plan.seen(kind, batch)) for kind in {"full_attention", *kinds}}
+            return self._additive("sliding_attention", batch, sight)
+        return {kind: self._additive(kind, batch, sight) for kind in {"full_attention", *kinds}}
 
-    def _additive(self, seen: Tensor) -> Tensor:
-        """[R, n, S] bool -> [R, 1, n, S], which eager and sdpa add to scores. Never -inf: an empty row would be NaN."""
+    def _additive(self, kind: str, batch: ForestInput, sight: Sight | None) -> Tensor:
+        """[R, 1, n, S], which eager and sdpa add to scores. Never -inf: an empty row would be NaN."""
+        seen = self._plan.seen(kind, batch)
         mask = torch.zeros(seen.shape, dtype=self._mask_dtype, device=seen.device)
-        return mask.masked_fill_(~seen, torch.finfo(self._mask_dtype).min)[:, None]
+        additive = mask.masked_fill_(~seen, torch.finfo(self._mask_dtype).min)[:, None]
+        if sight is not None:
+            sight.add(additive, seen, whole=seen is batch.mask)
+        return additive
 
     def _fitted(self, logits: Tensor) -> Tensor:
         if self._kept is not None:

@@ -1,23 +1,113 @@
-"""Attention for grouped-query models under a forest mask, without repeating keys and values.
+"""Attention of a packed forest: what a node computes does not depend on what else is in the forward.
 
-The stock sdpa path copies the cache `groups` times in every layer once a forward has a mask and more than one query.
-Here the query heads of one kv head are laid side by side as more queries instead, and only the small mask is repeated.
+A node sees its prompt and its own ancestors, but the slots between its ancestors hold other nodes, and which ones
+depends on the drafts and on the neighbours. A masked slot adds an exact zero, yet it moves the others to other places
+of a vectorised sum, and so changes the last bits. Here the keys of a row are split in two:
 
-Shape letters: R rows, H kv heads, G query heads per kv head, n queries, S slots, E head dim.
+- its *settled* slots hold the first tokens of its prompt, always the same ones in the same places. They go through
+  torch's fused kernel, row by row, so that their number is the row's own.
+- its *tail* holds everything else. Scores and sums are in float64, whose rounding error is some 2^-29 of a float32's
+  last bit, so that the order of a sum does not reach the result.
+
+The two parts are joined by their log-sums, as blocks are in FlashAttention (Dao et al. 2022). docs/numerics.md says
+what this guarantees and what it costs.
+
+Shape letters: R rows, H kv heads, G query heads per kv head, n queries, m = G * n, S slots, T tail slots, E head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-__all__ = ["NAME", "grouped_attention", "use_grouped_attention"]
+__all__ = ["NAME", "Sight", "grouped_attention", "seeing", "use_grouped_attention"]
 
 NAME = "dsbd_grouped"
+SETTLED_STEP = 32  # settled slots are counted in such steps: an odd remainder takes another kernel
+SETTLED_LEAST = 64  # a shorter prompt is all tail
+QUERY_STEP = 16  # queries too: a rest of fewer than four rows takes another kernel
+LOG2_E = math.log2(math.e)
+# exp2 of anything is equally fast, exp of what gives zero or a subnormal number is not
+MASKED = torch.finfo(torch.float32).min
+
+
+class Sight:
+    """Which slots the nodes of the forward that is under way see, split into settled ones and tail. Made once, used by
+    every layer.
+
+    settled: leading slots of each row that hold its prompt. tail: T, slots from there on that hold anything.
+    """
+
+    def __init__(self, settled: tuple[int, ...], tail: int) -> None:
+        self.settled = tuple(0 if count < SETTLED_LEAST else count - count % SETTLED_STEP for count in settled)
+        self.width = tail + max(count - own for count, own in zip(settled, self.settled, strict=True))
+        self._tails: dict[object, Tensor] = {}
+        self._heads: dict[object, list[Tensor] | None] = {}
+        self._at: Tensor | None = None
+
+    def add(self, additive: Tensor, seen: Tensor, whole: bool) -> None:
+        """Take the mask of one kind of layers: seen [R, n, S] bool and the tensor [R, 1, n, S] that the model is given.
+
+        whole: all nodes see all settled slots.
+        """
+        rows, nodes, slots = seen.shape
+        width = min(self.width, slots - min(self.settled))
+        if self._at is None:
+            start = torch.tensor(self.settled, device=seen.device).unsqueeze(1)
+            self._at = start + torch.arange(width, device=seen.device)  # [R, T]
+        at = self._at.unsqueeze(1).expand(-1, nodes, -1)
+        tail = seen.gather(2, at.clamp(max=slots - 1)) & (at < slots)
+        mask = torch.full((rows, 1, 1, nodes, width), MASKED, device=seen.device)
+        key = self._key(additive)
+        self._tails[key] = mask.masked_fill_(tail[:, None, None], 0.0)
+        self._heads[key] = None
+        if not whole:
+            self._heads[key] = [additive[row : row + 1, ..., :count] for row, count in enumerate(self.settled)]
+
+    def tail(self, mask: Tensor | None) -> Tensor | None:
+        """[R, 1, 1, n, T] float32 to be added to the scores of the tail; None for a mask that was not given to
+        `add`."""
+        return None if mask is None else self._tails.get(self._key(mask))
+
+    def head(self, mask: Tensor, row: int) -> Tensor | None:
+        """[1, 1, n, settled] to be added to the scores of a row's settled slots; None where nothing is masked."""
+        masks = self._heads[self._key(mask)]
+        return None if masks is None else masks[row]
+
+    def pick(self, states: Tensor) -> Tensor:
+        """Keys or values [R, H, S, E] of the tail: [R, H, T, E]."""
+        assert self._at is not None
+        rows, _, slots, _ = states.shape
+        if rows == 1:
+            return states[:, :, self.settled[0] : self.settled[0] + self._at.shape[1]]
+        index = torch.arange(rows, device=states.device).unsqueeze(1)
+        return states.transpose(1, 2)[index, self._at.clamp(max=slots - 1)].transpose(1, 2)
+
+    @staticmethod
+    def _key(mask: Tensor) -> object:
+        return mask.data_ptr(), mask.shape
+
+
+_sight: Sight | None = None
+
+
+@contextlib.contextmanager
+def seeing(sight: Sight | None) -> Iterator[None]:
+    """Forwards inside are those of a forest whose slots `sight` knows."""
+    global _sight  # noqa: PLW0603: transformers calls the attention function by name and passes nothing of ours on
+    _sight = sight
+    try:
+        yield
+    finally:
+        _sight = None
 
 
 def grouped_attention(
@@ -28,37 +118,191 @@ def grouped_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """query [R, H * G, n, E], key and value [R, H, S, E], mask [R, 1, n, S] -> [R, n, H * G, E].
 
-    Without a mask shared by all heads, and in prefills so long that the repeated mask is larger than repeated keys and
-    values would be, transformers' own sdpa function is called.
+    softcap: scores become softcap * tanh(score / softcap). s_aux: [H * G], a score per head that takes weight and gives
+    nothing (attention sinks).
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    plain = kwargs.get("position_bias") is None
+    tail = _sight.tail(attention_mask) if _sight is not None and plain else None
+    if tail is not None:
+        assert attention_mask is not None
+        assert _sight is not None
+        out = _by_parts(_sight, query, key, value, attention_mask, tail, scale, softcap, s_aux)
+    elif softcap is not None or s_aux is not None:
+        out = _written_out(query, key, value, attention_mask, scale, softcap, s_aux)
+    else:
+        return _fused(module, query, key, value, attention_mask, dropout, scaling, plain, kwargs)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _fused(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    plain: bool,
+    kwargs: dict[str, object],
+) -> tuple[Tensor, None]:
+    """torch's kernel over all slots at once, without repeating keys and values for grouped queries.
+
+    The stock path copies the cache `groups` times in every layer once a forward has a mask and more than one query.
+    Here the query heads of one kv head are laid side by side as more queries instead, and only the small mask is
+    repeated. Without a mask shared by all heads, and in prefills so long that the repeated mask is larger than repeated
+    keys and values would be, transformers' own sdpa function is called.
     """
     rows, heads, count, dim = query.shape
     kv_heads = key.shape[1]
-    shared = attention_mask is not None and attention_mask.shape[1] == 1 and kwargs.get("position_bias") is None
-    if attention_mask is None or not shared or heads == kv_heads or count > 2 * kv_heads * dim:
+    shared = mask is not None and mask.shape[1] == 1 and plain
+    if mask is None or not shared or heads == kv_heads or count > 2 * kv_heads * dim:
         stock: Callable[..., tuple[Tensor, None]] = sdpa_attention_forward
-        return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return stock(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     groups = heads // kv_heads
     out = nn.functional.scaled_dot_product_attention(
         query.reshape(rows, kv_heads, groups * count, dim),
         key,
         value,
-        attn_mask=attention_mask.repeat(1, 1, groups, 1),
+        attn_mask=mask.repeat(1, 1, groups, 1),
         dropout_p=dropout,
         scale=scaling,
     )
     return out.reshape(rows, heads, count, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
+def _by_parts(
+    sight: Sight,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    tail: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[R, H * G, n, E]: settled slots by the fused kernel, the tail in float64, joined by their log-sums."""
+    rows, heads, count, dim = query.shape
+    groups = heads // key.shape[1]
+    grouped = query.reshape(rows, key.shape[1], groups * count, dim)  # [R, H, m, E]
+    keys, values = sight.pick(key).to(torch.float64), sight.pick(value).to(torch.float64)
+    scores = torch.matmul(grouped.to(torch.float64), keys.transpose(2, 3)).to(torch.float32)
+    scores = scores.unflatten(2, (groups, count))  # [R, H, G, n, T]
+    scores = torch.add(tail, _capped(scores, scale, softcap), alpha=LOG2_E)  # to base 2
+    highest = scores.amax(-1, keepdim=True)
+    head = _settled(sight, grouped, key, value, mask, scale, count) if _fusible(sight, key, value, softcap) else None
+    if head is not None:
+        settled, log_sum = head[0].unflatten(2, (groups, count)), head[1].unflatten(2, (groups, count)).unsqueeze(-1)
+        log_sum = log_sum * LOG2_E
+        highest = torch.maximum(highest, log_sum)
+    weights = scores.sub_(highest).exp2_().to(torch.float64)
+    total = weights.sum(-1, keepdim=True)
+    out = torch.matmul(weights.flatten(2, 3), values).unflatten(2, (groups, count))
+    if head is not None:
+        share = (log_sum - highest).exp2_().to(torch.float64)
+        out.addcmul_(settled.to(torch.float64), share)
+        total.add_(share)
+    if sinks is not None:
+        sink = sinks.to(torch.float32).view(-1, groups, 1, 1) * LOG2_E
+        total.add_((sink - highest).exp2_())
+    return out.div_(total).flatten(1, 2).to(query.dtype)
+
+
+def _capped(scores: Tensor, scale: float, softcap: float | None) -> Tensor:
+    return scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
+
+
+def _fusible(sight: Sight, key: Tensor, value: Tensor, softcap: float | None) -> bool:
+    return max(sight.settled) > 0 and softcap is None and key.shape[-1] == value.shape[-1]
+
+
+def _settled(
+    sight: Sight, grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, count: int
+) -> tuple[Tensor, Tensor]:
+    """Attention over the settled slots alone: [R, H, m, E] and its natural log-sums [R, H, m] float32 (-inf where a row
+    has none)."""
+    rows, heads, queries, _ = grouped.shape
+    padded = nn.functional.pad(grouped, (0, 0, 0, -queries % QUERY_STEP))
+    even = len(set(sight.settled)) == 1 and sight.head(mask, 0) is None
+    outs, sums = [], []
+    for first in range(1 if even else rows):
+        part = slice(None) if even else slice(first, first + 1)
+        slots, masked = sight.settled[first], sight.head(mask, first)
+        if not slots:
+            outs.append(grouped.new_zeros(1, heads, queries, value.shape[-1]))
+            sums.append(grouped.new_full((1, heads, queries), MASKED, dtype=torch.float32))
+            continue
+        if masked is not None:
+            masked = masked.repeat(1, 1, queries // count, 1)
+            masked = nn.functional.pad(masked, (0, 0, 0, padded.shape[2] - queries))
+        out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            padded[part], key[part, :, :slots], value[part, :, :slots], attn_mask=masked, scale=scale
+        )
+        outs.append(out[:, :, :queries])
+        sums.append(log_sum[:, :, :queries])
+    if len(outs) == 1:
+        return outs[0], sums[0]
+    return torch.cat(outs), torch.cat(sums)
+
+
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """What the fused kernel does not offer, in float32: [R, H * G, n, E]."""
+    rows, heads, count, dim = query.shape
+    groups = heads // key.shape[1]
+    grouped = query.reshape(rows, key.shape[1], groups, count, dim).to(torch.float32)
+    scores = _capped(grouped @ key.unsqueeze(2).transpose(3, 4).to(torch.float32), scale, softcap)
+    if mask is not None:
+        scores = scores + mask.unsqueeze(1)
+    if sinks is not None:
+        sink = sinks.to(torch.float32).view(1, -1, groups, 1, 1).expand(rows, -1, -1, count, 1)
+        scores = torch.cat((scores, sink), -1)
+    weights = torch.softmax(scores, -1)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    return (weights @ value.unsqueeze(2).to(torch.float32)).flatten(1, 2).to(query.dtype)
+
+
 AttentionInterface.register(NAME, grouped_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def use_grouped_attention(model: PreTrainedModel) -> None:
-    """Switch a model that runs on sdpa and looks its attention function up by name; leave any other as it is."""
-    looks_up = getattr(model, "_supports_attention_backend", False)
-    if looks_up and getattr(model.config, "_attn_implementation", None) == "sdpa":
+def use_grouped_attention(model: Any) -> None:
+    """Switch a model that looks its attention function up by name; leave any other as it is.
+
+    One that runs on transformers' eager function, because torch's kernel has no caps and no sinks, is switched only if
+    its logits stay the same: its function might do more.
+    """
+    stock = getattr(model.config, "_attn_implementation", None)
+    if not getattr(model, "_supports_attention_backend", False):
+        return
+    if stock == "sdpa":
         model.set_attn_implementation(NAME)
+    elif stock == "eager" and (_has_caps(model) or any(hasattr(module, "sinks") for module in model.modules())):
+        embeddings = model.get_input_embeddings().weight
+        tokens = torch.arange(24, device=embeddings.device).remainder(len(embeddings)).unsqueeze(0)
+        with torch.no_grad():
+            before = model(input_ids=tokens, use_cache=False).logits.float()
+            model.set_attn_implementation(NAME)
+            after = model(input_ids=tokens, use_cache=False).logits.float()
+        limit = 1e-4 if model.dtype == torch.float32 else 6e-2
+        if not (after - before).square().mean().sqrt() <= limit * before.std():
+            model.set_attn_implementation(stock)
+
+
+def _has_caps(model: Any) -> bool:
+    return getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None

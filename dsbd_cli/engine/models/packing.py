@@ -20,15 +20,20 @@ __all__ = ["PackedLinear", "pack", "packing_works"]
 ROWS_HINT = 32  # blocks are chosen for about so many tokens; measured: any hint from 8 to 512 gives the same blocks
 LEAST_ROWS = 4  # fewer rows take a slower kernel; measured: 1 row 0.65 ms, 4 rows 0.51 ms for 5632 x 2048 in bfloat16
 MIN_FEATURES = 64
+MULTIPLIED = ("dt_proj",)  # layers whose weights Mamba and Jamba multiply by themselves
 
 
 class PackedLinear(nn.Module):
-    """x W^T + b with a packed W. Inference only: the weight is no parameter and has no gradient."""
+    """x W^T + b with a packed W. Inference only: the weight is no parameter and has no gradient.
+
+    `weight` tells shape and dtype to models that look at it (T5, Mamba) and holds no numbers: it lies on `meta`.
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.packed = _reorder(linear.weight.detach())
+        self.weight = torch.empty_like(linear.weight, device="meta", requires_grad=False)
         self.bias = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,7 +57,7 @@ def pack(model: nn.Module) -> int:
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and _suits(child)
+        if type(child) is nn.Linear and name not in MULTIPLIED and _suits(child)
     ]
     for parent, name, child in found:
         setattr(parent, name, PackedLinear(child))

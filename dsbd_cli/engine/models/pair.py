@@ -9,6 +9,7 @@ from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.models.adapter import CausalForestModel
 from dsbd_cli.engine.models.head import installed
+from dsbd_cli.engine.models.invariance import is_invariant
 from dsbd_cli.engine.models.loader import eos_ids, load
 from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.selftest import self_test
@@ -90,12 +91,15 @@ def _dtype_name(model: CausalForestModel) -> str:
 
 
 def load_model(spec: ModelSpec) -> tuple[CausalForestModel, HFCodec]:
-    """One model, its weights packed where it runs on the CPU, self-tested, and its codec."""
+    """One model, its weights packed where it runs on the CPU, self-tested, and its codec. A target that is to be
+    `invariant` is asked whether it is."""
     model, tokenizer = load(spec)
     try:
         packed = pack(model) > 0
         forest = CausalForestModel(model, spec.source, stock=(lambda: load(spec)[0]) if packed else None)
         self_test(forest)
+        # a draft only proposes: what it computes cannot reach the text
+        forest.invariant = spec.role == "target" and spec.numerics == "invariant" and is_invariant(forest)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{spec.role} model {spec.source!r}: {error}") from error
     if trimmed := installed(model):
