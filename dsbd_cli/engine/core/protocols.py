@@ -43,6 +43,19 @@ class ForestInput:
     settled: tuple[int, ...] | None = None
     tail: int = 0
 
+    def to(self, device: torch.device) -> ForestInput:
+        """The same on another device."""
+        return ForestInput(
+            self.tokens.to(device),
+            self.positions.to(device),
+            self.slots.to(device),
+            self.mask.to(device),
+            self.slot_positions.to(device),
+            None if self.rows is None else self.rows.to(device),
+            self.settled,
+            self.tail,
+        )
+
 
 class ForestModel(Protocol):
     """A causal language model over a packed forest: one cache row per request, a slot per token, visibility by mask."""

@@ -144,8 +144,5 @@ def _joined(first: ForestInput, then: ForestInput) -> ForestInput:
 
 def run(model: ForestModel, batch: ForestInput, device: torch.device, *, logits: bool = True) -> Tensor | None:
     """Logits of a model that may live on another device; None with logits=False."""
-    if model.device != device:
-        names = ("tokens", "positions", "slots", "mask", "slot_positions")
-        batch = ForestInput(*(getattr(batch, name).to(model.device) for name in names))
-    result = model.forward(batch, logits=logits)
+    result = model.forward(batch if model.device == device else batch.to(model.device), logits=logits)
     return None if result is None else result.to(device)

@@ -178,8 +178,12 @@ class PrefixCache:
                     tokens[r, i], positions[r, i], slots[r, i] = node.token, node.depth, node.slot
                     bits = np.frombuffer(node.seen.to_bytes(active // 8, "little"), dtype=np.uint8)
                     mask[r, i] = np.unpackbits(bits, bitorder="little")
-        device = self.model.device
-        depths = np.stack([row.positions for row in self._rows])
-        batch = ForestInput(*(torch.from_numpy(item).to(device) for item in (tokens, positions, slots, mask, depths)))
+        batch = ForestInput(
+            tokens=torch.from_numpy(tokens),
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(slots),
+            mask=torch.from_numpy(mask),
+            slot_positions=torch.from_numpy(np.stack([row.positions for row in self._rows])),
+        )
         self.forwards += 1
-        return self.model.forward(batch, logits=logits)
+        return self.model.forward(batch.to(self.model.device), logits=logits)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from dsbd_cli.errors import UnsupportedModelError
 
 __all__ = ["CausalForestModel", "MaskPlan", "unsupported"]
 
+LEAST_ROWS = 4  # products of fewer rows take other kernels
 # Layer kinds whose state is one key and one value per token, so that a tree of tokens can be held.
 _LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
@@ -87,6 +88,7 @@ class CausalForestModel:
         self._mask_dtype = model.dtype
         use_grouped_attention(model)
         self._reads = False
+        self._sight: Sight | None = None
         logits = self._probe()
         self._mask_dtype = self._cache.dtype
         self._dtype = logits.dtype
@@ -130,6 +132,11 @@ class CausalForestModel:
         devices = {parameter.device for parameter in self._model.parameters()}
         hooked = any(hasattr(module, "_hf_hook") for module in self._model.modules())
         return not self._reads and not hooked and len(devices) == 1 and next(iter(devices)).type == "cuda"
+
+    @property
+    def by_parts(self) -> bool:
+        """All layers of the last forward split their keys into settled slots and tail."""
+        return self._sight is not None and self._sight.used == len(self._cache.layers)
 
     @property
     def module(self) -> nn.Module:
@@ -200,8 +207,11 @@ class CausalForestModel:
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         """Write the nodes, return logits [R, n, V] in the model's dtype, [R, n, m] where the head lacks tokens (see
         head_ids); with logits=False the head is not run."""
+        rows, count = batch.tokens.shape
+        if batch.settled is not None and rows * count < LEAST_ROWS:
+            batch = _repeated(batch, -(-LEAST_ROWS // rows))
         output = self._run(self._model if logits else self._body, batch)
-        return self._fitted(output.logits.to(self._device)) if logits else None
+        return self._fitted(output.logits.to(self._device))[:, :count] if logits else None
 
     @torch.no_grad()
     def plain(self, tokens: Tensor) -> Tensor:
@@ -213,6 +223,7 @@ class CausalForestModel:
         self._cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
         sight = None if batch.settled is None else Sight(batch.settled, batch.tail)
         masks = self._masks(batch, sight)
+        self._sight = sight
         with seeing(sight):
             return runner(
                 # a narrower draft knows no id of its target's extra ones: any legal id will do, only acceptance suffers
@@ -268,6 +279,16 @@ def _input_device(model: Any) -> torch.device:
     if device.type != "meta":
         return device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _repeated(batch: ForestInput, count: int) -> ForestInput:
+    """The same with the last node as often as it takes to have `count` nodes; all write the same to the same slot."""
+    more = count - batch.tokens.shape[1]
+    tokens, positions, slots, mask = (
+        torch.cat((field, field[:, -1:].expand(-1, more, *field.shape[2:])), 1)
+        for field in (batch.tokens, batch.positions, batch.slots, batch.mask)
+    )
+    return replace(batch, tokens=tokens, positions=positions, slots=slots, mask=mask)
 
 
 @contextlib.contextmanager

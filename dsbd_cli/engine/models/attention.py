@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -44,10 +45,12 @@ class Sight:
     every layer.
 
     settled: leading slots of each row that hold its prompt. tail: T, slots from there on that hold anything.
+    `used` counts the layers that went by it: a model with attention functions of its own does not.
     """
 
     def __init__(self, settled: tuple[int, ...], tail: int) -> None:
         self.settled = tuple(0 if count < SETTLED_LEAST else count - count % SETTLED_STEP for count in settled)
+        self.used = 0  # by so many layers
         self.width = tail + max(count - own for count, own in zip(settled, self.settled, strict=True))
         self._tails: dict[object, Tensor] = {}
         self._heads: dict[object, list[Tensor] | None] = {}
@@ -96,18 +99,20 @@ class Sight:
         return mask.data_ptr(), mask.shape
 
 
-_sight: Sight | None = None
+_sight: ContextVar[Sight | None] = ContextVar("sight", default=None)
 
 
 @contextlib.contextmanager
 def seeing(sight: Sight | None) -> Iterator[None]:
-    """Forwards inside are those of a forest whose slots `sight` knows."""
-    global _sight  # noqa: PLW0603: transformers calls the attention function by name and passes nothing of ours on
-    _sight = sight
+    """Forwards inside are those of a forest whose slots `sight` knows.
+
+    transformers calls the attention function by name and passes nothing of ours on to it.
+    """
+    token = _sight.set(sight)
     try:
         yield
     finally:
-        _sight = None
+        _sight.reset(token)
 
 
 def grouped_attention(
@@ -129,11 +134,12 @@ def grouped_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plain = kwargs.get("position_bias") is None
-    tail = _sight.tail(attention_mask) if _sight is not None and plain else None
-    if tail is not None:
+    sight = _sight.get()
+    tail = sight.tail(attention_mask) if sight is not None and plain else None
+    if sight is not None and tail is not None:
         assert attention_mask is not None
-        assert _sight is not None
-        out = _by_parts(_sight, query, key, value, attention_mask, tail, scale, softcap, s_aux)
+        sight.used += 1
+        out = _by_parts(sight, query, key, value, attention_mask, tail, scale, softcap, s_aux)
     elif softcap is not None or s_aux is not None:
         out = _written_out(query, key, value, attention_mask, scale, softcap, s_aux)
     else:
@@ -266,7 +272,11 @@ def _written_out(
     groups = heads // key.shape[1]
     grouped = query.reshape(rows, key.shape[1], groups, count, dim).to(torch.float32)
     scores = _capped(grouped @ key.unsqueeze(2).transpose(3, 4).to(torch.float32), scale, softcap)
-    if mask is not None:
+    if mask is None and count > 1:  # how transformers asks for the plain causal one
+        mask = torch.ones(count, key.shape[2], dtype=torch.bool, device=key.device).tril()[None, None]
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask.unsqueeze(1), MASKED)
+    elif mask is not None:
         scores = scores + mask.unsqueeze(1)
     if sinks is not None:
         sink = sinks.to(torch.float32).view(1, -1, groups, 1, 1).expand(rows, -1, -1, count, 1)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 __all__ = ["PackedLinear", "pack", "packing_works"]
 
@@ -29,10 +30,11 @@ class PackedLinear(nn.Module):
     `weight` tells shape and dtype to models that look at it (T5, Mamba) and holds no numbers: it lies on `meta`.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear | Conv1D) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed = _reorder(linear.weight.detach())
+        weight = _weight(linear)
+        self.out_features, self.in_features = weight.shape
+        self.packed = _reorder(weight.detach())
         self.weight = torch.empty_like(linear.weight, device="meta", requires_grad=False)
         self.bias = None if linear.bias is None else linear.bias.detach()
 
@@ -53,20 +55,27 @@ def pack(model: nn.Module) -> int:
 
     Each original weight is freed as soon as it is packed, unless something else shares it (tied embeddings).
     """
-    found: list[tuple[nn.Module, str, nn.Linear]] = [
+    found: list[tuple[nn.Module, str, nn.Linear | Conv1D]] = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and name not in MULTIPLIED and _suits(child)
+        if isinstance(child, nn.Linear | Conv1D) and name not in MULTIPLIED and _suits(child)
     ]
     for parent, name, child in found:
         setattr(parent, name, PackedLinear(child))
     return len(found)
 
 
-def _suits(linear: nn.Linear) -> bool:
+def _weight(linear: nn.Linear | Conv1D) -> Tensor:
+    """[out, in]; GPT-2's layers hold theirs the other way round."""
+    weight: Tensor = linear.weight.t() if isinstance(linear, Conv1D) else linear.weight
+    return weight
+
+
+def _suits(linear: nn.Linear | Conv1D) -> bool:
     weight, bias = linear.weight, linear.bias
     hooked = bool(linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))
+    hooked |= type(linear) not in (nn.Linear, Conv1D)  # one with a forward of its own
     plain = weight.device.type == "cpu" and not hooked and (bias is None or bias.dtype == weight.dtype)
     return plain and min(weight.shape) >= MIN_FEATURES and packing_works(weight.dtype)
 

@@ -39,6 +39,9 @@ class CheckableModel(ForestModel, Protocol):
     @property
     def architecture(self) -> str: ...
 
+    @property
+    def by_parts(self) -> bool: ...
+
     def plain(self, tokens: Tensor) -> Tensor:
         """Logits [B, T, V] of sequences [B, T]."""
         ...

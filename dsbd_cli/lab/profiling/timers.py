@@ -132,6 +132,11 @@ class TimedModel:
         """As the inner model's."""
         return self.inner.max_positions
 
+    @property
+    def invariant(self) -> bool:
+        """As the model that is timed."""
+        return self.inner.invariant
+
     def reserve(self, rows: int, slots: int) -> None:
         """Logs the most rows x slots."""
         self.log.reserved[self.role] = max(self.log.reserved.get(self.role, 0), rows * slots)

@@ -1,0 +1,136 @@
+"""A node's logits do not depend on its company, and the check at load knows a model whose logits do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
+from dsbd_cli.engine.core.protocols import ForestModel
+from dsbd_cli.engine.decoding import prefill
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.models import attention
+from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.invariance import Company, _logits, is_invariant
+from dsbd_cli.engine.models.packing import pack
+from dsbd_cli.engine.models.pair import load_model, load_pair
+from dsbd_cli.requests import Request
+from tests.models.tiny import FIT, build
+
+# one of each kind of attention: full, one kv head, windows, caps, sinks
+KINDS = ("llama", "llama one kv head", "opt", "gpt2", "mistral window", "gemma2 window", "gemma3 window", "phi3 window")
+
+
+def wide(name: str, dtype: torch.dtype, *, packed: bool = True) -> CausalForestModel:
+    """A tiny model, wide enough that its products are packed."""
+    settings = FIT[name][1]
+    changes: dict[str, Any] = {"n_embd": 256} if "n_embd" in settings else {"hidden_size": 256}
+    changes |= {"intermediate_size": 192} if "intermediate_size" in settings else {}
+    changes |= {"head_dim": 64} if "head_dim" in settings else {}
+    changes |= {"ffn_dim": 192, "word_embed_proj_dim": 256} if "ffn_dim" in settings else {}
+    model = build(name, **changes).to(dtype)
+    if packed:
+        pack(model)
+    return CausalForestModel(model, name)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_bits_do_not_depend_on_the_company(name: str, dtype: torch.dtype) -> None:
+    """Guards each kind of attention against sums whose order goes by slot, by row or by the number of nodes."""
+    assert is_invariant(wide(name, dtype))
+
+
+@pytest.mark.parametrize("name", ["falcon rotary", "gptj"])
+def test_a_model_with_attention_of_its_own_is_not_trusted(name: str) -> None:
+    """Guards against luck: such a model's bits may stay in this one text."""
+    assert not is_invariant(wide(name, torch.float32))
+
+
+def all_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused kernel over all slots, gaps included."""
+
+    def fused(sight, query, key, value, mask, tail, scale, softcap, sinks):  # type: ignore[no-untyped-def]
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+    monkeypatch.setattr(attention, "_by_parts", fused)
+
+
+def narrow_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tail in float32."""
+    monkeypatch.setattr(attention.torch, "float64", torch.float32)
+
+
+def odd_remainders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many queries in the fused kernel as there happen to be."""
+    monkeypatch.setattr(attention, "QUERY_STEP", 1)
+
+
+@pytest.mark.parametrize("break_it", [all_slots_at_once, narrow_sums, odd_remainders])
+def test_mutants_are_found(break_it: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the check itself: each way to sum that was found to move bits must fail it."""
+    model = wide("opt", torch.float32)
+    assert is_invariant(model)
+    break_it(monkeypatch)
+    assert not is_invariant(model)
+
+
+def test_parts_give_what_the_fused_kernel_gives() -> None:
+    """Guards the joining of the two parts: wrong weights would be the same in every company."""
+    for name in KINDS:
+        model = wide(name, torch.float32)
+        company = Company(others=32, spread=5, slots=512)
+        with torch.inference_mode():
+            ours = _logits(model, company)
+            plain = _logits(model, company, by_parts=False)
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+def texts(target: ForestModel, draft: ForestModel | None, codec: Any, batch: int, **method: Any) -> list[Any]:
+    """Ids and log-probabilities of all hypotheses, to the last bit."""
+    engine = Engine(target, draft, codec, MethodConfig(**method), batch_size=batch)
+    prompt = "schema: road ( road_id, forest_id, late_area ); forest ( forest_id, first_street )\nquestion: find "
+    requests = [
+        Request(
+            id=str(row),
+            seed=row,
+            prompt=prompt * (1 + row % 3) + "the road " * row,
+            sampling=SamplingConfig(max_new_tokens=24, n_best=4),
+        )
+        for row in range(6)
+    ]
+    return [[(item.token_ids, item.logprob) for item in result.hypotheses] for result in engine.run(requests)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", ["coupled", "search"])
+def test_texts_and_logprobs_to_the_last_bit(rule: str, dtype: str) -> None:
+    """Guards the promise `same-text`: not the draft, the depth, the batch nor the neighbours may move a bit."""
+    pair = load_pair(ModelSpec("builtin:target", dtype=dtype), ModelSpec("builtin:draft", "draft", dtype=dtype))
+    assert pair.target.invariant
+    alone = texts(pair.target, None, pair.codec, 1, rule=rule, depth=0)
+    for batch in (3, 6):
+        assert texts(pair.target, None, pair.codec, batch, rule=rule, depth=0) == alone
+    assert texts(pair.target, pair.draft, pair.codec, 4, rule=rule, depth=3) == alone
+    assert texts(pair.target, None, pair.codec, 1, rule=rule, depth=4, drafter="ngram") == alone
+
+
+def test_fast_numerics_promise_less() -> None:
+    """Guards the record: where the check was not made or failed, `same-text` is not said."""
+    target, codec = load_model(ModelSpec("builtin:target", numerics="fast"))
+    engine = Engine(target, None, codec, MethodConfig(depth=0))
+    assert not target.invariant
+    assert engine.exactness == "same-law"
+    target.invariant = True
+    assert engine.exactness == "same-text"
+
+
+def test_a_prompt_is_read_the_same_way_beside_a_longer_one() -> None:
+    """Guards prefill: a chunk as wide as the longest neighbour's would move bits."""
+    parts = {0: [1] * 30, 1: [1] * 33, 2: [1] * 64, 3: [1] * 5}
+    assert prefill._by_width(parts, apart=True) == {32: [0, 3], 64: [1, 2]}
+    assert prefill._by_width(parts, apart=False) == {64: [0, 1, 2, 3]}
