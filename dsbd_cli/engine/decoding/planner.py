@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add, mul
 from typing import Protocol
@@ -48,6 +48,12 @@ class Shape:
     def nodes(self, num_beams: int) -> int:
         """N."""
         return num_beams + self.depth * self.drafts_per_layer
+
+    def within(self, steps: int) -> Shape:
+        """No deeper than what can be taken of it in `steps` steps, up to the next power of two: few depths are few
+        graphs to capture. Never less than `steps` layers, or else the rows beside a row would decide which of its
+        layers are drafted ones."""
+        return replace(self, depth=min(self.depth, 1 << max(0, steps - 1).bit_length()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +207,8 @@ class AdaptivePlanner:
         if steady:
             times = self._seen[rows, shape] = self._seen.get((rows, shape), 0) + 1
             steady = times > WARM
-        if self._untimed and shape == self._untimed[-1]:
-            self._tried(steady, sum(seconds.values()), self._seconds(rows)[self._now])
+        if self._untimed:  # a shape that was cut to what is left to generate was tried, but not timed
+            self._tried(steady and shape == self._untimed[-1], sum(seconds.values()), self._seconds(rows)[self._now])
         if not steady:
             return
         self._target.add(rows * shape.nodes(self._beams), seconds["target"])
