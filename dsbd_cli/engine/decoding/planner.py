@@ -34,6 +34,7 @@ READS = 16  # readings of prompts that say how long the next takes
 HOPED = 0.9  # acceptance of a draft as good as drafts get
 FIRST_RATE = 0.7  # acceptance believed before anything is seen, and its weight in layers
 PRIOR = 2.0
+SHALLOW = 8  # layers; so few are drafted however little is left to generate
 TRUST = 8.0  # weight, in layers, of what all requests showed, against what a request shows itself
 
 
@@ -50,10 +51,12 @@ class Shape:
         return num_beams + self.depth * self.drafts_per_layer
 
     def within(self, steps: int) -> Shape:
-        """No deeper than what can be taken of it in `steps` steps, up to the next power of two: few depths are few
-        graphs to capture. Never less than `steps` layers, or else the rows beside a row would decide which of its
-        layers are drafted ones."""
-        return replace(self, depth=min(self.depth, 1 << max(0, steps - 1).bit_length()))
+        """No deeper than what `steps` steps can take, rounded up to a power of two and to SHALLOW.
+
+        Few depths are few graphs to capture. With fewer layers than steps, the rows beside a row would decide which of
+        its layers are drafted.
+        """
+        return replace(self, depth=min(self.depth, max(SHALLOW, 1 << (steps - 1).bit_length())))
 
 
 @dataclass(frozen=True, slots=True)
