@@ -95,9 +95,7 @@ def huge(**method: object) -> Engine:
 
 
 def test_a_method_that_fits_into_no_memory_is_told_before_anything_is_allocated() -> None:
-    with pytest.raises(
-        UsageError, match=r"^num_beams is 100000000, but 100000000 nodes in an iteration of"
-    ):
+    with pytest.raises(UsageError, match=r"^num_beams is 100000000, but 100000000 nodes in an iteration of"):
         huge(num_beams=10**8, depth=0)
     with pytest.raises(UsageError, match=r"^num_beams is 4 and drafts_per_layer 100000000, but 100000004 nodes"):
         huge(drafts_per_layer=10**8, depth=1)
