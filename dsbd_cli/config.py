@@ -26,6 +26,7 @@ Numerics = Literal["invariant", "fast"]
 Proposers = Literal["all", "first", "second"]  # of two drafters, those that take part in an iteration
 
 RULES: tuple[str, ...] = ("coupled", "rejection", "with-replacement", "search", "fuzzy")
+COLD_RULES: tuple[str, ...] = ("coupled", "search")  # those that take temperature 0
 WIDTHS: tuple[str, ...] = ("fixed", "threshold")
 MODEL_DRAFTERS: tuple[str, ...] = ("beam", "rsd-c", "rsd-s", "dynamic-tree", "bridge")
 TEXT_DRAFTERS: tuple[str, ...] = ("ngram", "retrieval", "trigram")
@@ -68,7 +69,8 @@ class SamplingConfig:
     """What one request asks for.
 
     Attributes:
-        temperature: divides log-probabilities; above 0. Temperature 0 is beam search, which is the rule `search`.
+        temperature: divides log-probabilities. 0 is the limit: the most probable pairs are taken, without noise (rules
+            `coupled` and `search` only).
         top_k: keep the k most probable pairs of the pool (or tokens of a row, see warp_scope); 0 keeps all.
         top_p: keep the smallest set of most probable pairs whose mass reaches top_p; 1 keeps all.
         min_p: drop pairs less probable than min_p times the most probable; 0 keeps all.
@@ -91,10 +93,10 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         _require(
-            math.isfinite(self.temperature) and self.temperature > 0,
+            math.isfinite(self.temperature) and self.temperature >= 0,
             "temperature",
             self.temperature,
-            "above 0 (temperature 0 is beam search: use the rule search)",
+            "a finite number, 0 or more",
         )
         _require(self.top_k >= 0, "top_k", self.top_k, "0 (keep all) or more")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")

@@ -13,7 +13,7 @@ from tests.cli.conftest import Outcome
 Dsbd = Callable[..., Outcome]
 
 REFUSED = {
-    "--temperature 0": "--temperature 0 is beam search: use --rule search",
+    "--rule rejection --temperature 0": "--temperature is 0, which rule rejection does not take: use --rule coupled or",
     "--temperature -1": "--temperature is -1.0",
     "--temperature nan": "--temperature is nan",
     "--top-p 2": "--top-p is 2.0",
@@ -188,3 +188,10 @@ def test_what_does_not_act_is_null_in_the_record(dsbd: Dsbd) -> None:
 )
 def test_fields_are_named_as_the_options_that_were_typed(message: str, typed: str) -> None:
     assert as_typed(message, {"depth", "seed", "num_beams"}) == typed
+
+
+@pytest.mark.parametrize("rule", ["coupled", "search"])
+def test_temperature_0_is_taken(dsbd: Dsbd, rule: str) -> None:
+    assert dsbd("generate", "--rule", rule, "--temperature", "0").code == 0
+    if rule == "search":
+        assert dsbd("generate", "--rule", rule, "--temperature", "1").code == 2

@@ -18,7 +18,7 @@ from dsbd_cli.engine.core.noise import (
     stream_keys,
     uniform,
 )
-from dsbd_cli.engine.core.probs import BLOCKED_FROM, pool_law, top_candidates
+from dsbd_cli.engine.core.probs import BLOCKED_FROM, Room, pool_law, top_candidates
 from tests.engine.layers import WARPED, warp_of
 from tests.oracles.rules import pool_law as oracle_pool_law
 
@@ -33,11 +33,12 @@ def test_candidates_of_a_large_vocabulary_equal_a_plain_sort(far: float, vocabul
     logits = torch.randn(2, 3, vocabulary, generator=generator)
     logits[:, 1, 40:] += far
     logits[:, 2, :-5] += far
-    found = top_candidates(logits.to(dtype), 40)
+    found = top_candidates(logits.to(dtype), Room(40))
     exact = torch.log_softmax(logits.to(dtype).double(), -1)
     wanted = exact.sort(-1, descending=True).values[..., :40]
-    assert torch.allclose(found.logprobs.double(), wanted, rtol=1e-6, atol=4e-6)
-    assert torch.allclose(exact.gather(-1, found.tokens), wanted, rtol=0, atol=0)
+    assert torch.allclose(found.logprobs.sort(-1, descending=True).values.double(), wanted, rtol=1e-6, atol=4e-6)
+    chosen = exact.gather(-1, found.tokens).sort(-1, descending=True).values
+    assert torch.allclose(chosen, wanted, rtol=0, atol=0)
     assert all(len(set(row)) == 40 for row in found.tokens.flatten(0, 1).tolist())
 
 
@@ -50,7 +51,7 @@ def test_pool_law_equals_its_oracle(scope: str, settings: tuple[float, int, floa
     weight = torch.randn(60, 3, generator=generator)
     live = torch.rand(60, 3, generator=generator) < 0.8
     live[:, 0] = True
-    candidates = top_candidates(logits, settings[1] + more if settings[1] else 9)
+    candidates = top_candidates(logits, Room(settings[1] + more if settings[1] else 9))
     law = pool_law(candidates, weight, live, warp_of(60, settings, scope))
     logs = torch.log_softmax(logits.double(), -1)
     temperature, top_k, top_p, min_p = settings
@@ -84,10 +85,10 @@ def test_a_row_has_the_same_law_beside_rows_with_other_settings() -> None:
     """Guards batch-wide cuts: candidates and sorted values are sized by the largest top_k of the batch."""
     logits = torch.randn(1, 2, 12, generator=torch.Generator().manual_seed(1)).expand(2, -1, -1)
     weight, live = torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool)
-    alone = pool_law(top_candidates(logits[:1], 12), weight[:1], live[:1], warp_of(1, (0.7, 4, 0.8, 0.0), "pool"))
+    alone = pool_law(top_candidates(logits[:1], Room(12)), weight[:1], live[:1], warp_of(1, (0.7, 4, 0.8, 0.0), "pool"))
     both = warp_of(2, (0.7, 4, 0.8, 0.0), "pool")
-    both.top_k[1], both.top_p[1], both.max_top_k = 0, 1.0, 0
-    mixed = pool_law(top_candidates(logits, 12), weight, live, both)
+    both.top_k[1], both.top_p[1], both.all_top_k, both.even_top_k = 0, 1.0, False, False
+    mixed = pool_law(top_candidates(logits, Room(12)), weight, live, both)
     assert torch.equal(alone.log_p[0] > -math.inf, mixed.log_p[0] > -math.inf)
     assert torch.allclose(alone.log_p[0].exp(), mixed.log_p[0].exp(), atol=1e-6)
     assert (mixed.log_p[1] > -math.inf).all()
@@ -96,7 +97,7 @@ def test_a_row_has_the_same_law_beside_rows_with_other_settings() -> None:
 def test_ties_at_the_cut_all_stay() -> None:
     logits = torch.tensor([[[1.0, 1.0, 1.0, 0.0]]])
     law = pool_law(
-        top_candidates(logits, 4),
+        top_candidates(logits, Room(4)),
         torch.zeros(1, 1),
         torch.ones(1, 1, dtype=torch.bool),
         warp_of(1, (1.0, 2, 1.0, 0.0), "pool"),
@@ -166,7 +167,7 @@ def test_candidates_of_a_large_vocabulary_are_the_best_ones(vocabulary: int, cou
     logits[1, 3, 100:] = float("-inf")
     logits[1, 4, 7] = float("nan")
     before = logits.clone()
-    found = top_candidates(logits, count)
+    found = top_candidates(logits, Room(count))
     assert not found.full
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
     expected = torch.log_softmax(logits.double(), -1)
@@ -174,13 +175,15 @@ def test_candidates_of_a_large_vocabulary_are_the_best_ones(vocabulary: int, cou
     assert found.logprobs[1, 4].isnan().all()
     real = torch.ones(2, 9, dtype=torch.bool)
     real[1, 4] = False
-    torch.testing.assert_close(found.logprobs[real].double(), best[real], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(expected.gather(-1, found.tokens)[real], best[real])
+    ranked = found.logprobs.sort(-1, descending=True).values
+    torch.testing.assert_close(ranked[real].double(), best[real], rtol=1e-5, atol=1e-5)
+    chosen = expected.gather(-1, found.tokens).sort(-1, descending=True).values
+    torch.testing.assert_close(chosen[real], best[real])
     assert all(len(set(row.tolist())) == count for row in found.tokens.flatten(0, 1))
 
 
 def test_candidates_do_not_depend_on_the_rows_beside_them() -> None:
     logits = torch.randn(3, 20, 8192, generator=torch.Generator().manual_seed(1)).bfloat16()
-    whole, alone = top_candidates(logits, 20), top_candidates(logits[1:2, 5:6], 20)
+    whole, alone = top_candidates(logits, Room(20)), top_candidates(logits[1:2, 5:6], Room(20))
     assert torch.equal(whole.tokens[1, 5], alone.tokens[0, 0])
     assert torch.equal(whole.logprobs[1, 5], alone.logprobs[0, 0])

@@ -57,6 +57,7 @@ def test_sets_of_several_requests_do_not_mix() -> None:
 
 
 def test_text_is_cut_before_the_stop_that_completes_first() -> None:
-    assert find_stop("one two three", ["three", "two"]) == 4
-    assert find_stop("abcd", ["bcd", "c"]) == 2
-    assert find_stop("abcd", []) == 4
+    assert find_stop(b"one two three", ["three", "two"]) == 4
+    assert find_stop(b"abcd", ["bcd", "c"]) == 2
+    assert find_stop(b"abcd", ["cd", "bcd"]) == 1
+    assert find_stop(b"abcd", []) is None

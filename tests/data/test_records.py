@@ -111,9 +111,7 @@ REFUSED: list[tuple[object, str]] = [
     ({"prompt": "p", "custom_id": 1.5}, "custom_id is 1.5, but must be a non-empty string or an integer"),
     ({"prompt": "p", "id": "a", "custom_id": "b"}, "custom_id is 'b', but id is given under another name too"),
     ({"prompt": "p", "n": 1, "n_best": 1}, "n_best is 1, but n_best is given under another name too"),
-    ({"prompt": "p", "temperature": 0}, "temperature is 0, which is beam search: run these rows with --rule search"),
-    ({"prompt": "p", "temperature": 0.0}, "temperature is 0, which is beam search"),
-    ({"prompt": "p", "temperature": -1}, "temperature is -1.0, but must be above 0"),
+    ({"prompt": "p", "temperature": -1}, "temperature is -1.0, but must be a finite number, 0 or more"),
     ({"prompt": "p", "temperature": 1e300}, "temperature is 1e+300, but must be at most 1000000"),
     ({"prompt": "p", "temperature": "1"}, "temperature is '1', but must be a number"),
     ({"prompt": "p", "temperature": True}, "temperature is True, but must be a number"),
@@ -216,6 +214,13 @@ def test_search_takes_what_draws_nothing() -> None:
     for fields in ({"temperature": 0, "top_p": 0.9}, {"temperature": 0.0}, {"top_p": 1, "min_p": 0, "top_k": 0}):
         assert request({"prompt": "p", **fields}, search).sampling == RUN.sampling
     assert "top_k is False" in refusal({"prompt": "p", "top_k": False}, search)
+
+
+def test_temperature_0_is_for_the_rules_that_take_it() -> None:
+    for value in (0, 0.0):
+        assert request({"prompt": "p", "temperature": value, "top_p": 0.9}, RUN).sampling.temperature == 0
+        message = refusal({"prompt": "p", "temperature": value}, replace(RUN, rule="rejection"))
+        assert message.startswith("line 12: temperature is 0, which rule rejection does not take: run these rows with")
 
 
 def test_unknown_fields_are_told_once() -> None:

@@ -29,9 +29,11 @@ def warp_of(rows: int, settings: tuple[float, int, float, float], scope: str) ->
         min_p=torch.full((rows,), min_p),
         scope=scope,
         max_top_k=top_k,
-        any_top_k=top_k > 0,
+        all_top_k=top_k > 0,
+        even_top_k=True,
         any_top_p=top_p < 1,
         any_min_p=min_p > 0,
+        cold=torch.zeros(rows, dtype=torch.bool),
     )
 
 
@@ -103,7 +105,7 @@ def random_layer(
     valid = torch.rand(rows, beams, generator=generator) < 0.85
     valid[:, 0] = True
     weight = torch.randn(rows, drafts, generator=generator)
-    size = rule.candidates(beams, 1, warp.max_top_k, vocabulary)
+    size = rule.candidates(beams, 1, warp, vocabulary)
     own = top_candidates(target_logits, size).at(local)
     draft_candidates = top_candidates(draft_logits, size)
     live_weight = torch.randn(rows, beams, generator=generator)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tests.oracles.rules import Chooser, Pair, beam_step, pool_law, search_layer
+from tests.oracles.rules import Chooser, Pair, beam_step, cold_law, cold_step, pool_law, search_layer
 
 Path = tuple[int, ...]
 Rows = Callable[[Path], Mapping[int, float]]
@@ -63,6 +63,15 @@ def coupled(noise: Callable[[Path, int], float], settings: Settings) -> Step:
     return step
 
 
+def cold(settings: Settings) -> Step:
+    """Temperature 0: the likeliest pairs, of equal ones those that go on, then the first beam and the lowest token."""
+
+    def step(paths: list[Path], law: dict[Pair, float]) -> tuple[Pair, ...]:
+        return cold_step(law, settings.ends, settings.width)
+
+    return step
+
+
 def decode(rows: Rows, settings: Settings, step: Step | None = None) -> tuple[Text, ...]:
     """Best `width` hypotheses, best first. Without `step`: beam search by raw scores."""
     paths: list[Path] = [()]
@@ -79,7 +88,10 @@ def decode(rows: Rows, settings: Settings, step: Step | None = None) -> tuple[Te
             counted = {pair for pair in drawn if pair in best}
             child = raw
         else:
-            pool = pool_law(weights, table, settings.scope, settings.temperature, settings.top_k)
+            if settings.temperature == 0:
+                pool = cold_law(weights, table, settings.scope, settings.top_k)
+            else:
+                pool = pool_law(weights, table, settings.scope, settings.temperature, settings.top_k)
             drawn = step(paths, pool.law)
             counted, child = set(drawn), pool.weights
         live = [pair for pair in drawn if pair[1] not in settings.ends]

@@ -5,10 +5,13 @@ False-alarm odds: the statistical tests are seeded, so they are deterministic; o
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
+from typing import Literal
 
 import pytest
 
@@ -17,13 +20,16 @@ from tests.oracles.rules import (
     NoiseChooser,
     Pair,
     beam_step,
+    cold_law,
+    cold_step,
     coupled_layer,
     draft_layer,
     enumerate_law,
+    pool_law,
     verify_layer_rejection,
 )
 
-from .cases import LayerCase, without_replacement_cases
+from .cases import LayerCase, random_row, without_replacement_cases
 from .trees import ROOT, Beam, Model, Path, child
 
 CASES = {case.name: case for case in without_replacement_cases()}
@@ -121,6 +127,31 @@ def test_the_same_model_as_its_own_draft_passes_every_layer() -> None:
         model, noise = Model(seed, 5), PathNoise(seed)
         _, passed = decode(model, model, noise, "coupled", 4, 1, 2, frozenset({0}))
         assert passed == 2
+
+
+@pytest.mark.parametrize("scope", ["pool", "beam"])
+def test_temperature_0_is_the_limit_of_the_law(scope: Literal["pool", "beam"]) -> None:
+    """Enumerated: at temperature 0.012 nearly all mass is on the draws of the limit, unless two pairs nearly tie.
+
+    Two pairs that are 0.1 apart are drawn in the other order with a chance of exp(-0.1 / 0.012) = 2.4e-4.
+    """
+    rng, looked_at, cool = random.Random(scope), 0, 0.012
+    for case in range(1000):
+        tokens, width, top_k = rng.randint(3, 5), rng.randint(1, 3), rng.choice([0, 4])
+        rows = {beam: random_row(rng, tokens) for beam in range(rng.randint(1, 2))}
+        weights = {beam: -rng.random() for beam in rows}
+        ends = frozenset(rng.sample(range(tokens), rng.choice([0, 1])))
+        limit = cold_law(weights, rows, scope, top_k)
+        joint = sorted(limit.weights.values())
+        if min(after - before for before, after in itertools.pairwise(joint)) < 0.1 or joint[-1] - joint[0] > 8:
+            continue
+        looked_at += 1
+        # weights of scope beam are sums of warped logs, which grow as 1 / T
+        scaled = {beam: weight / cool for beam, weight in weights.items()} if scope == "beam" else weights
+        law = pool_law(scaled, rows, scope, cool, top_k).law
+        enumerated = enumerate_law(partial(beam_step, law, ends, width))
+        assert enumerated[cold_step(limit.law, ends, width)] > 0.99, case
+    assert looked_at > 100
 
 
 def quantile_chi2(freedom: int, z: float) -> float:

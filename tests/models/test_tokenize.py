@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from dsbd_cli.engine.decoding.outcome import text_of
 from dsbd_cli.engine.models.tokenize import HFCodec, byte_alphabet
 from dsbd_cli.errors import InvalidRowError
-from tests.models.conftest import CHAT, KINDS, TEXTS, wrap
+from tests.models.conftest import CHAT, KINDS, TEXTS, numbers, wrap
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -33,6 +34,33 @@ def test_bytes_join_to_the_text(tokenizer: Any) -> None:
     for ids in samples:
         joined = b"".join(table[i] for i in ids).decode()
         assert codec.decode(ids) in (joined, joined.removeprefix(" "))
+
+
+def test_texts_end_before_the_stop_string_their_bytes_complete(tokenizer: Any) -> None:
+    """Stop strings cut from the bytes of real texts, many of which begin with the space that the decoder drops."""
+    codec = HFCodec(tokenizer, (2,))
+    table, rng, spaced = codec.token_bytes(), random.Random(1), 0
+    for text in TEXTS * 30:
+        ids = codec.encode(text)
+        whole = b"".join(table[i] for i in ids).decode()
+        start = rng.choice([0, rng.randrange(len(whole))])
+        stop = whole[start : start + rng.randint(1, 6)]
+        ended = next(n for n in range(1, len(ids) + 1) if stop.encode() in b"".join(table[i] for i in ids[:n]))
+        kept = whole[: whole.index(stop)]
+        found = text_of(ids[:ended], (stop, "never there"), codec)
+        assert found in (kept, kept.removeprefix(" "))
+        assert found == codec.decode(ids[:ended])[: len(found)]
+        spaced += stop.startswith(" ") and start == 0
+        assert text_of(ids[: ended - 1], (stop,), codec) == codec.decode(ids[: ended - 1])
+    assert spaced > 10 or not whole.startswith(" ")
+
+
+def test_a_decoder_that_puts_spaces_between_tokens() -> None:
+    """What is cut off does not stand in such a text; the tokens before the stop string do."""
+    codec = HFCodec(numbers(), ())
+    assert codec.decode([5, 6, 17]) == "w5 w6 w17"
+    assert text_of([5, 6, 17], ("7",), codec) == "w5 w6 w1"
+    assert text_of([5, 6, 17], ("6w",), codec) == "w5w"
 
 
 def test_special_and_added_tokens(tokenizer: Any) -> None:

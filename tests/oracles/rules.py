@@ -34,6 +34,8 @@ __all__ = [
     "RejectionRule",
     "WithReplacementRule",
     "beam_step",
+    "cold_law",
+    "cold_step",
     "coupled_layer",
     "draft_layer",
     "enumerate_law",
@@ -117,6 +119,38 @@ def pool_law(
         row = warp(rows[beam], temperature, top_k, top_p, min_p)
         joint.update({(beam, token): weight + math.log(mass) for token, mass in row.items()})
     return Pool(warp(joint), joint)
+
+
+def cold_law(
+    weights: Mapping[int, float],
+    rows: Mapping[int, Mapping[int, float]],
+    scope: Literal["pool", "beam"] = "pool",
+    top_k: int = 0,
+) -> Pool:
+    """The pool at temperature 0, for cold_step: masses in the order in which the limit draws the pairs.
+
+    Weights of scope `beam` are T s in the limit: how far the tokens of a beam are below the best ones of their rows.
+    """
+    if scope == "pool":
+        return pool_law(weights, rows, scope, 1.0, top_k)
+    joint = {}
+    for beam, weight in weights.items():
+        best = max(rows[beam].values())
+        joint.update({(beam, token): weight + rows[beam][token] - best for token in warp(rows[beam], 1.0, top_k)})
+    return Pool(warp(joint), joint)
+
+
+def cold_step(law: Law, ends: Collection[int], width: int) -> tuple[Pair, ...]:
+    """beam_step in the limit of temperature 0: the likeliest pairs until `width` are live.
+
+    Of equal ones those that go on come first, then those of the first beam and of the lowest token.
+    """
+    drawn: list[Pair] = []
+    for pair in sorted(law, key=lambda pair: (-law[pair], pair[1] in ends, pair)):
+        if sum(token not in ends for _, token in drawn) == width:
+            break
+        drawn.append(pair)
+    return tuple(drawn)
 
 
 @dataclass(frozen=True, slots=True)

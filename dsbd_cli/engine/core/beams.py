@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.probs import NEVER
+from dsbd_cli.engine.core.probs import NEVER, best_first
 from dsbd_cli.engine.core.slots import SlotTable
 
 __all__ = ["Beams", "Finished", "fit_window", "select_rows"]
@@ -103,14 +103,14 @@ class Finished:
 
     def best_after(self, score: Tensor) -> tuple[Tensor, Tensor]:
         """The best F after each of L layers that bring new ones of these scores [R, L, E] (-inf: none): their scores,
-        best first, and where they stand among the old ones followed by all new ones, [R, L, F] each."""
+        best first, of equal ones the older first, and where they stand among the old ones followed by all new ones,
+        [R, L, F] each."""
         kept, (_, layers, count) = self.score.shape[1], score.shape
         number = torch.arange(layers, device=score.device)
         seen = (number.unsqueeze(1) >= number).unsqueeze(2).expand(-1, -1, count).flatten(1)  # [L, L * E]
         seen = torch.nn.functional.pad(seen, (kept, 0), value=True)
         together = torch.cat((self.score, score.flatten(1)), 1).unsqueeze(1)
-        best, index = torch.topk(torch.where(seen, together, NEVER), kept, dim=2)
-        return best, index
+        return best_first(torch.where(seen, together, NEVER), kept)
 
     def take(self, new: Finished, score: Tensor, index: Tensor, steps: Tensor) -> None:
         """Hold the best F after `steps` layers [R]; rows of 0 steps stay as they are. score, index: [R, L, F] of

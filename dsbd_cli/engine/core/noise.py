@@ -84,6 +84,10 @@ def gumbel(key: Tensor, index: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-uniform(key, index)))
 
 
-def path_gumbel(path: Tensor, tokens: Tensor) -> Tensor:
-    """G(x, v): the noise of token v after path x. path [R, n], tokens [R, n, C] -> [R, n, C] float32."""
-    return gumbel(path.unsqueeze(-1), tokens + 1).to(torch.float32)
+def path_gumbel(path: Tensor, tokens: Tensor, silent: Tensor | None = None) -> Tensor:
+    """G(x, v): the noise of token v after path x, 0 in silent rows. path [R, n], tokens [R, n, C] -> [R, n, C] float32.
+
+    silent: [R] bool.
+    """
+    noise = gumbel(path.unsqueeze(-1), tokens + 1).to(torch.float32)
+    return noise if silent is None else noise.masked_fill_(silent[:, None, None], 0.0)

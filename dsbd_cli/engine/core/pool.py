@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.probs import NEVER
+from dsbd_cli.engine.core.probs import NEVER, best_first
 
 __all__ = ["DraftRequest", "LiveDraws", "ends_before", "live_draws", "match_pairs"]
 
@@ -23,7 +23,7 @@ class DraftRequest:
     Attributes:
         log_q: [R, n, C] float32, the draft's pool law, -inf where a pair must not be drafted. tokens: [R, n, C] int64.
         path: [R, n] int64 path keys. stream: [R] int64, key of the layer's own draft noise.
-        count: K.
+        count: K. silent: [R] bool, rows that rule `coupled` draws without noise.
     """
 
     log_q: Tensor
@@ -31,6 +31,7 @@ class DraftRequest:
     path: Tensor
     stream: Tensor
     count: int
+    silent: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -52,11 +53,14 @@ class LiveDraws:
 
 
 def live_draws(keys: Tensor, ends: Tensor, count: int) -> LiveDraws:
-    """The `count` largest keys among pairs that do not end the sequence. keys [R, M] float, ends [R, M] bool."""
+    """The `count` largest keys among pairs that do not end the sequence, of equal ones the first.
+
+    keys [R, M] float, ends [R, M] bool.
+    """
     masked = keys.masked_fill(ends, NEVER)
     if masked.shape[-1] < count:
         masked = torch.nn.functional.pad(masked, (0, count - masked.shape[-1]), value=NEVER)
-    key, index = torch.topk(masked, count, dim=-1)
+    key, index = best_first(masked, count)
     return LiveDraws(torch.where(key > NEVER, index, 0), key)
 
 

@@ -5,29 +5,43 @@ Letters: R requests, n nodes, C candidates per node, V vocabulary. Natural logs,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-__all__ = ["Candidates", "PoolLaw", "Warp", "log_normalise", "pool_law", "row_law", "top_candidates"]
+__all__ = [
+    "Candidates",
+    "PoolLaw",
+    "Room",
+    "Warp",
+    "best_first",
+    "log_normalise",
+    "pool_law",
+    "row_law",
+    "top_candidates",
+]
 
 NEVER = float("-inf")
 
-BLOCKED_FROM = 4096  # tokens; smaller vocabularies are sorted whole
-BLOCK = 64
+BLOCKED_FROM = 1024  # tokens; smaller vocabularies are searched whole
+BLOCKS = (64, 8)
 PART = 1 << 21  # numbers worked on at a time: enough for all threads, few enough for the cache
 # exp of less is subnormal: ten times slower on processors, and no part of a float32 sum with a 1
 LOWEST = -80.0
+SORTED_TO = 512  # numbers; up to here a stable sort takes no longer than a search of what was told apart
+TIES = 8  # candidates beyond a row's top_k: so many pairs that are tied with the last one kept may stay
 
 
 @dataclass(slots=True)
 class Candidates:
-    """Tokens a node can go on with. `full` means every token in order (C = V); otherwise the C most probable ones.
+    """Tokens a node can go on with: every one (`full`, C = V), or the C most probable ones.
 
     Attributes:
-        tokens: [R, n, C] int64.
-        logprobs: [R, n, C] float32, raw log-probabilities (normalised over the whole vocabulary).
+        tokens: [R, n, C] int64, ascending. So of equal pairs of a pool the first is that of the first beam, then that
+            of the lowest token id, whatever C is.
+        logprobs: [R, n, C] float32, raw log-probabilities (normalised over the whole vocabulary); -inf where the node
+            has fewer candidates.
     """
 
     tokens: Tensor
@@ -40,14 +54,37 @@ class Candidates:
         return Candidates(self.tokens.gather(1, wide), self.logprobs.gather(1, wide), self.full)
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many candidates the nodes of a batch have. A node's own number must not depend on the rows beside it.
+
+    Attributes:
+        count: C, at least as many as any node has.
+        own: [R, 1] or [R, n] int64, of each node; None: all have `count`.
+        most: largest number of a node that has fewer than V.
+    """
+
+    count: int
+    own: Tensor | None = None
+    most: int = 0
+
+    def at_least(self, least: int) -> Room:
+        """The same with `least` for all nodes that have fewer."""
+        own = None if self.own is None else self.own.clamp(min=least)
+        return Room(max(self.count, least), own, max(self.most, least))
+
+
 @dataclass(slots=True)
 class Warp:
-    """Sampling settings of the rows of a batch. The flags say on the host which cuts any row asks for.
+    """Sampling settings of the rows of a batch. What the host knows of them is beside the tensors.
 
     Attributes:
         temperature, top_p, min_p: [R] float32. top_k: [R] int64, 0 = no cut.
         scope: `pool` warps the joint law over (beam, token), `beam` each beam's row.
-        max_top_k: largest top_k of the batch when every row has one, else 0.
+        max_top_k: largest top_k of the batch. all_top_k: every row has one. even_top_k: it is the same in all rows.
+        any_top_p, any_min_p: some row asks for this cut.
+        cold: [R] bool, rows of temperature 0, the limit: their pairs are drawn in the order of their weights, without
+            noise. any_cold: there are such rows.
     """
 
     temperature: Tensor
@@ -56,9 +93,27 @@ class Warp:
     min_p: Tensor
     scope: str
     max_top_k: int
-    any_top_k: bool
+    all_top_k: bool
+    even_top_k: bool
     any_top_p: bool
     any_min_p: bool
+    cold: Tensor
+    any_cold: bool = False
+
+    @property
+    def silent(self) -> Tensor | None:
+        """[R] bool, rows that draw without noise; None where there are none."""
+        return self.cold if self.any_cold else None
+
+    def room(self, vocab_size: int) -> Room:
+        """Candidates that hold the warped support: top_k pairs of one node at most, and room for ties."""
+        if not self.max_top_k:
+            return Room(vocab_size)
+        most = min(vocab_size, self.max_top_k + TIES)
+        if self.even_top_k:
+            return Room(most)
+        own = torch.where(self.top_k > 0, (self.top_k + TIES).clamp(max=vocab_size), vocab_size).unsqueeze(1)
+        return Room(most if self.all_top_k else vocab_size, own, most)
 
 
 @dataclass(slots=True)
@@ -66,7 +121,8 @@ class PoolLaw:
     """Joint law over (node, token).
 
     Attributes:
-        log_p: [R, n, C] float32, normalised over n and C together; -inf outside the support.
+        log_p: [R, n, C] float32, normalised over n and C together; -inf outside the support. In cold rows (see Warp)
+            T log P up to a constant.
         weight: [R, n, C] float32, running weight s of each child.
     """
 
@@ -74,42 +130,103 @@ class PoolLaw:
     weight: Tensor
 
 
-def top_candidates(logits: Tensor, count: int) -> Candidates:
-    """The `count` most probable tokens of every node; all of them in order when count reaches V. logits [R, n, V]."""
-    vocabulary = logits.shape[-1]
-    if count < vocabulary and logits.device.type == "cpu" and vocabulary >= BLOCKED_FROM:
-        rows = logits.flatten(0, -2)
-        parts = [_blocked(part, count) for part in torch.split(rows, max(1, PART // vocabulary))]
-        tokens, best = (torch.cat(part).view(*logits.shape[:-1], count) for part in zip(*parts, strict=True))
-        return Candidates(tokens, best, full=False)
-    values = logits.to(torch.float32)
-    total = torch.logsumexp(values, dim=-1, keepdim=True)
-    if count >= vocabulary:
-        tokens = torch.arange(vocabulary, device=logits.device).expand(values.shape)
-        return Candidates(tokens, values - total, full=True)
-    best, tokens = torch.topk(values, count, dim=-1)
-    return Candidates(tokens, best - total, full=False)
+def best_first(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest over the last dimension, best first: values and indices. Of equal ones the first comes first.
+
+    torch.topk leaves the order of equal numbers open, and which of them it takes.
+    """
+    if x.shape[-1] <= SORTED_TO:
+        best, index = torch.sort(x, dim=-1, descending=True, stable=True)
+        return best[..., :count], index[..., :count]
+    if x.dtype == torch.float64:
+        return torch.topk(x, count, dim=-1)  # holds noise of 52 bits: no two are equal
+    index = torch.topk(_apart(x, torch.arange(x.shape[-1], device=x.device)), count, dim=-1).indices
+    return x.gather(-1, index), index
 
 
-def _blocked(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` best tokens of a few rows and their log-probabilities, [n, count] each. logits [n, V].
+def _apart(x: Tensor, place: Tensor) -> Tensor:
+    """Numbers in the same order as the float32 x, in which equal ones are apart: the one of lower place is larger.
 
-    The best entries of a row lie in the blocks with the best maxima, so that only those are sorted. Few rows at a time
-    stay in the processor's cache (docs/experiments.md).
+    A float64 has 29 bits more, so what is taken away stays below the gap to the next float32. place: below 2**27.
+    """
+    wide = x.to(torch.float64)
+    return torch.addcmul(wide, wide.abs().clamp(1e-60, 1e300), place.to(torch.float64), value=-(2.0**-51))
+
+
+def top_candidates(logits: Tensor, room: Room) -> Candidates:
+    """The most probable tokens of every node, of equal ones those of lower id; all of them where C reaches V.
+
+    They stand in order of token id. What a node has does not depend on C: where it has fewer, the rest is impossible.
+    logits: [R, n, V].
+    """
+    rows, count = logits.flatten(0, -2), min(room.count, logits.shape[-1])
+    size = max(1, PART // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
+    if room.own is None:
+        parts = [_candidates(part, count) for part in torch.split(rows, size)]
+    else:
+        own = room.own.expand(logits.shape[:-1]).reshape(-1, 1)
+        pairs = zip(torch.split(rows, size), torch.split(own, size), strict=True)
+        parts = [_candidates(part, count, some, room.most) for part, some in pairs]
+    tokens, best = (
+        (part[0] if len(part) == 1 else torch.cat(part)).view(*logits.shape[:-1], count)
+        for part in zip(*parts, strict=True)
+    )
+    return Candidates(tokens, best, full=count == logits.shape[-1])
+
+
+def _candidates(logits: Tensor, count: int, own: Tensor | None = None, most: int = 0) -> tuple[Tensor, Tensor]:
+    """Candidates of a few nodes and their log-probabilities, [n, count] each. logits [n, V]. own: [n, 1], how many each
+    node has; most: the largest such number below V.
+
+    Few rows at a time stay in the processor's cache (docs/experiments.md).
     """
     values = logits.to(torch.float32, copy=True)
-    blocks = values.shape[-1] // BLOCK
-    edge = blocks * BLOCK
-    table = values[:, :edge].view(-1, blocks, BLOCK)
-    chosen = torch.topk(table.amax(-1), min(count, blocks), dim=-1, sorted=False).indices.unsqueeze(-1)
-    some = torch.cat((table.gather(1, chosen.expand(-1, -1, BLOCK)).flatten(1), values[:, edge:]), 1)
-    best, at = torch.topk(some, count, dim=-1)
-    inside = at < chosen.shape[1] * BLOCK
-    block = chosen.squeeze(-1).gather(1, torch.where(inside, at // BLOCK, 0))
-    tokens = torch.where(inside, block * BLOCK + at % BLOCK, at - chosen.shape[1] * BLOCK + edge)
-    highest = best[:, :1]
+    vocabulary = values.shape[-1]
+    full = count == vocabulary
+    over = None
+    if not full:
+        best, ranked = _best(values, count)
+        over = None if own is None else torch.arange(count, device=values.device) >= own
+        tokens, order = ranked.sort(dim=-1)
+        best = best.gather(-1, order)
+        over = None if over is None else over.gather(-1, order)
+    else:
+        best, tokens = values, torch.arange(vocabulary, device=values.device).expand_as(values)
+    if full and own is not None:
+        some, ranked = _best(values, min(most, vocabulary))
+        last = (own - 1).clamp(max=some.shape[-1] - 1)
+        limit, token = some.gather(-1, last), ranked.gather(-1, last)
+        over = ((values < limit) | ((values == limit) & (tokens > token))) & (own < vocabulary)
+    highest = best.amax(-1, keepdim=True)
+    best = best - highest
     total = values.sub_(highest).clamp_(min=LOWEST).exp_().sum(-1, keepdim=True).log_()
-    return tokens, best - highest - total
+    best = best.sub_(total)
+    return tokens, best if over is None else best.masked_fill_(over, NEVER)
+
+
+def _best(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of a few rows [n, V], best first, of equal ones the lower token first: values and tokens.
+
+    In a large vocabulary they lie in the blocks with the best maxima, and in these in the best parts of blocks, so that
+    only those are searched.
+    """
+    vocabulary, rows = values.shape[-1], len(values)
+    if vocabulary < BLOCKED_FROM:
+        return best_first(values, count)
+    edge = vocabulary // BLOCKS[0] * BLOCKS[0]
+    some = values[:, :edge]
+    tokens = torch.arange(0, edge, BLOCKS[0], device=values.device).expand(rows, -1)  # the first of each block
+    for size, next_size in zip(BLOCKS, (*BLOCKS[1:], 1), strict=True):
+        if tokens.shape[1] > 2 * count:
+            table = some.view(rows, -1, size)
+            best = torch.topk(_apart(table.amax(-1), tokens), count, dim=-1, sorted=False).indices
+            tokens = tokens.gather(1, best)
+            some = table.gather(1, best.unsqueeze(-1).expand(-1, -1, size)).flatten(1)
+        tokens = (tokens.unsqueeze(-1) + torch.arange(0, size, next_size, device=values.device)).flatten(1)
+    rest = torch.arange(edge, vocabulary, device=values.device).expand(rows, -1)
+    some, tokens = torch.cat((some, values[:, edge:]), 1), torch.cat((tokens, rest), 1)
+    at = torch.topk(_apart(some, tokens), count, dim=-1).indices
+    return some.gather(-1, at), tokens.gather(-1, at)
 
 
 def log_normalise(x: Tensor, of: Tensor | None = None) -> Tensor:
@@ -124,15 +241,27 @@ def pool_law(candidates: Candidates, weight: Tensor, live: Tensor, warp: Warp) -
     if warp.scope == "pool":
         joint = weight + candidates.logprobs
         scaled = _from_best(joint.flatten(1)) / warp.temperature.unsqueeze(1)
-        return PoolLaw(_cut(scaled, warp).view_as(joint), joint)
-    joint = weight + row_law(candidates, warp)
-    return PoolLaw(log_normalise(joint.flatten(1)).view_as(joint), joint)
+        log_p = _cut(scaled, warp).view_as(joint)
+    else:
+        joint = weight + row_law(candidates, warp)
+        log_p = log_normalise(joint.flatten(1)).view_as(joint)
+    return PoolLaw(_of_cold(joint, log_p, warp), joint)
 
 
 def row_law(candidates: Candidates, warp: Warp) -> Tensor:
-    """Each node's own warped law, normalised over its candidates: [R, n, C] float32."""
-    scaled = _from_best(candidates.logprobs) / warp.temperature[:, None, None]
-    return _cut(scaled.flatten(0, 1), _repeat(warp, scaled.shape[1])).view_as(scaled)
+    """Each node's own warped law, normalised over its candidates (but see _of_cold): [R, n, C] float32."""
+    best = _from_best(candidates.logprobs)
+    scaled = best / warp.temperature[:, None, None]
+    log_p = _cut(scaled.flatten(0, 1), _repeat(warp, scaled.shape[1])).view_as(scaled)
+    return _of_cold(best, log_p, warp)
+
+
+def _of_cold(x: Tensor, log_p: Tensor, warp: Warp) -> Tensor:
+    """log_p, but in cold rows T log p in the limit T -> 0, up to a constant: what was warped, where the cuts left it.
+
+    x, log_p: [R, n, C].
+    """
+    return torch.where(warp.cold[:, None, None] & (log_p > NEVER), x, log_p) if warp.any_cold else log_p
 
 
 def _from_best(x: Tensor) -> Tensor:
@@ -145,23 +274,21 @@ def _repeat(warp: Warp, times: int) -> Warp:
     """The settings of each row for each of its nodes."""
     fields = (warp.temperature, warp.top_k, warp.top_p, warp.min_p)
     temperature, top_k, top_p, min_p = (field.repeat_interleave(times) for field in fields)
-    return Warp(
-        temperature, top_k, top_p, min_p, warp.scope, warp.max_top_k, warp.any_top_k, warp.any_top_p, warp.any_min_p
-    )
+    return replace(warp, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 def _cut(x: Tensor, warp: Warp) -> Tensor:
     """top-k, top-p, min-p of log-weights x [rows, M], then normalise. Cuts go by value, so ties at a cut all stay."""
     best: Tensor | None = None
-    if warp.any_top_k:
-        count = min(warp.max_top_k or x.shape[-1], x.shape[-1])
+    if warp.max_top_k:
+        count = min(warp.max_top_k, x.shape[-1])
         best = torch.topk(x, count, dim=-1).values
         kth = best.gather(1, (warp.top_k - 1).clamp(0, count - 1).unsqueeze(1))
-        lowest = kth if warp.max_top_k else torch.where(warp.top_k.unsqueeze(1) > 0, kth, NEVER)
+        lowest = kth if warp.all_top_k else torch.where(warp.top_k.unsqueeze(1) > 0, kth, NEVER)
         x = torch.where(x >= lowest, x, NEVER)
         best = torch.where(best >= lowest, best, NEVER) if warp.any_top_p else None
     if warp.any_top_p:
-        if best is None or not warp.max_top_k:
+        if best is None or not warp.all_top_k:
             best = torch.sort(x, dim=-1, descending=True).values
         # of all that is left, not of `best`: how many entries tie with the last one must not matter
         mass = torch.exp(log_normalise(best, of=x)).cumsum(-1)

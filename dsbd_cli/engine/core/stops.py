@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["StopTable", "find_stop"]
+__all__ = ["NO_STOPS", "StopTable", "find_stop"]
 
-STOPPED = 0
+STOPPED, NO_STOPS = 0, 1  # states: a stop string is complete; the request has none
 MOST_SETS = 64
 
 
@@ -62,16 +62,15 @@ class StopTable:
         self._bytes = np.full((vocab_size, max(longest, 1)), -1, dtype=np.int16)
         for token, item in enumerate(padded):
             self._bytes[token, : len(item)] = list(item)
-        # State 0: stopped; state 1: a request without stop strings.
         self.table = torch.stack((torch.zeros(vocab_size), torch.ones(vocab_size))).to(device=device, dtype=torch.int32)
         self._states = 2  # rows in use
-        self._starts: dict[tuple[str, ...], int] = {(): 1}
+        self._starts: dict[tuple[str, ...], int] = {(): NO_STOPS}
         self.version = 0
 
     def forget(self) -> None:
         """Drop sets when many have gathered; only while no request holds a state."""
         if len(self._starts) > MOST_SETS:
-            self._starts, self._states = {(): 1}, 2
+            self._starts, self._states = {(): NO_STOPS}, 2
 
     @property
     def used(self) -> bool:
@@ -116,7 +115,8 @@ class StopTable:
         return self.table[wide, tokens].to(torch.int64)
 
 
-def find_stop(text: str, stops: Sequence[str]) -> int:
-    """Where the text is to be cut: start of the stop string that is complete first; len(text) when there is none."""
-    found = [(position + len(stop), position) for stop in stops if (position := text.find(stop)) >= 0]
-    return min(found)[1] if found else len(text)
+def find_stop(written: bytes, stops: Sequence[str]) -> int | None:
+    """Where the stop string that is complete first begins, of several the longest; None where there is none."""
+    places = [(written.find(stop.encode()), len(stop.encode())) for stop in stops]
+    found = [(start + size, start) for start, size in places if start >= 0]
+    return min(found)[1] if found else None

@@ -9,7 +9,7 @@ import torch
 
 from dsbd_cli.engine.core.protocols import ForestModel
 
-__all__ = ["PEEK", "fitting_rows", "free_bytes"]
+__all__ = ["PEEK", "fitting_rows", "free_bytes", "least_bytes", "memory_bytes"]
 
 CGROUP = Path("/sys/fs/cgroup")
 PEEK = 64  # requests looked at for their lengths
@@ -26,6 +26,24 @@ def free_bytes(device: torch.device) -> int:
 
     available = int(psutil.virtual_memory().available)
     return min([available, *_left_in_container()])
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All bytes of a device, in use or not; on the CPU those of the machine, or of the container."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    import psutil  # only the CPU path needs it
+
+    total = int(psutil.virtual_memory().total)
+    try:
+        return min(total, int((CGROUP / "memory.max").read_text()))
+    except (OSError, ValueError):  # no such file, or the word max
+        return total
+
+
+def least_bytes(nodes: int, vocab_size: int) -> int:
+    """Bytes that an iteration of one row takes in any case: float32 logits of its nodes, and what each sees of them."""
+    return nodes * (4 * vocab_size + nodes)
 
 
 def _left_in_container(folder: Path = CGROUP) -> list[int]:

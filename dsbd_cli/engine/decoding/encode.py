@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import takewhile
 
-from dsbd_cli.config import OnTooLong
+from dsbd_cli.config import COLD_RULES, MethodConfig, OnTooLong
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
-from dsbd_cli.errors import InvalidRowError, PromptTooLongError
+from dsbd_cli.engine.decoding.budget import least_bytes
+from dsbd_cli.engine.decoding.planner import Shape
+from dsbd_cli.errors import InvalidRowError, OutOfMemoryRowError, PromptTooLongError
 from dsbd_cli.requests import Request
 
 __all__ = ["Encoder"]
@@ -15,13 +17,14 @@ __all__ = ["Encoder"]
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """What requests are checked against."""
+    """What requests are checked against. memory: all bytes of the target's device."""
 
     target: ForestModel
     draft: ForestModel | None
     codec: TextCodec
-    num_beams: int
+    method: MethodConfig
     on_too_long: OnTooLong
+    memory: int
 
     def encode(self, request: Request) -> tuple[list[int], int]:
         """Token ids of the prompt, and how many were dropped. Raises RowError where it cannot be decoded."""
@@ -32,7 +35,18 @@ class Encoder:
         else:
             ids = self.codec.encode(request.prompt or "")
         self._check(request, ids)
+        self._check_memory(request)
         return self._fit(request, ids)
+
+    def _check_memory(self, request: Request) -> None:
+        """An iteration as deep as the request lets it be fits into memory. Raises OutOfMemoryRowError."""
+        method, steps = self.method, request.sampling.max_new_tokens
+        nodes = Shape(method.depth, method.drafts_per_layer).within(steps).nodes(method.num_beams)
+        if least_bytes(nodes, self.target.vocab_size) > self.memory:
+            raise OutOfMemoryRowError(
+                f"depth is {method.depth} and max_new_tokens {steps}: {nodes} nodes in an iteration do not fit into "
+                f"{self.memory / 2**30:.1f} GiB: lower depth or drafts_per_layer"
+            )
 
     def _check(self, request: Request, ids: list[int]) -> None:
         """Everything that makes one request impossible to decode. Raises RowError."""
@@ -47,9 +61,14 @@ class Encoder:
         for stop in request.sampling.stop:
             if any("\ud800" <= letter <= "\udfff" for letter in stop):
                 raise InvalidRowError(f"stop is {stop!r}, which is no valid text: it holds half a surrogate pair")
-        if request.sampling.n_best > self.num_beams:
+        if request.sampling.temperature == 0 and self.method.rule not in COLD_RULES:
             raise InvalidRowError(
-                f"n_best is {request.sampling.n_best}, but num_beams is {self.num_beams}: there are no more hypotheses"
+                f"temperature is 0, which rule {self.method.rule} does not take: use rule coupled or search"
+            )
+        if request.sampling.n_best > self.method.num_beams:
+            raise InvalidRowError(
+                f"n_best is {request.sampling.n_best}, but num_beams is {self.method.num_beams}: there are no more "
+                "hypotheses"
             )
 
     def _fit(self, request: Request, ids: list[int]) -> tuple[list[int], int]:

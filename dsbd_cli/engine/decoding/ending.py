@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.beams import Finished
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.probs import NEVER
+from dsbd_cli.engine.core.probs import NEVER, best_first
 from dsbd_cli.engine.decoding.state import BatchState
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 
@@ -72,7 +72,7 @@ class Verified:
 def verified(view: LayerView, draws: LayerDraws, live: Live, kept: int) -> Verified:
     """Keep what the end of the walk needs. kept: F."""
     flat = view.logprob.flatten(1).masked_fill(~draws.ends, NEVER)
-    ended, index = torch.topk(flat, min(kept, flat.shape[1]), dim=1)
+    ended, index = best_first(flat, min(kept, flat.shape[1]))
     beam, token = view.pair(index)
     return Verified(
         live=live,

@@ -14,7 +14,7 @@ from dsbd_cli.config import Exactness, MethodConfig, OnTooLong
 from dsbd_cli.engine.core.beams import fit_window
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.core.stops import StopTable
-from dsbd_cli.engine.decoding.budget import PEEK, fitting_rows
+from dsbd_cli.engine.decoding.budget import PEEK, fitting_rows, least_bytes, memory_bytes
 from dsbd_cli.engine.decoding.devices import captures, current, events, out_of_memory
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.decoding.outcome import collect, record_iteration
@@ -25,6 +25,7 @@ from dsbd_cli.engine.decoding.state import BatchState
 from dsbd_cli.engine.decoding.step import Plan, Stepper
 from dsbd_cli.engine.decoding.timing import PhaseTimer
 from dsbd_cli.engine.drafting import BridgedDraft, BridgeDrafter, Endings, Setting, make_drafter
+from dsbd_cli.engine.drafting.base import Stopped
 from dsbd_cli.engine.drafting.text import Prompts
 from dsbd_cli.engine.verify import make_rule
 from dsbd_cli.errors import (
@@ -105,8 +106,9 @@ class Engine:
         self._fit_batch = batch_size is None
         self._invariant = target.invariant
         self._stopping = False
-        self._encoder = Encoder(target, self.draft, codec, self.method.num_beams, on_too_long)
         device = target.device
+        memory = self._check_memory(device)
+        self._encoder = Encoder(target, self.draft, codec, self.method, on_too_long, memory)
         eos = torch.zeros(target.vocab_size, dtype=torch.bool)
         ending = {token for token in codec.eos_ids if token < target.vocab_size}
         eos[list(ending)] = True
@@ -121,18 +123,31 @@ class Engine:
             Endings(eos.to(device), len(ending), self._stops),
             PhaseTimer(events(device)),
             captures(target, shared, bridged, cuda_graphs),
+            lambda: self._stopping,
         )
         # larger steps are fewer shapes to capture
         self._slot_step, self._window_step = (128, 64) if self._stepper.graphs is not None else (32, 16)
         self._drafter, self._planner = drafter, planner_for(self.method)
         self._names = self.method.drafter_names if "+" in self.method.drafter else ()
-        self._nodes = self.method.num_beams + self.method.depth * self.method.drafts_per_layer
+        self._deepest = Shape(self.method.depth, self.method.drafts_per_layer)
         self._rows = self.batch_size  # out of memory lowers it
         self._proven = 1  # most rows that have run
         self._slots = 0
         self._reserved: tuple[object, ...] | None = None  # rows, slots and generations of both caches
         self._running = False
         self._shape: Shape | None = None  # of the iteration under way
+
+    def _check_memory(self, device: torch.device) -> int:
+        """Bytes of the device. Raises UsageError where it cannot hold an iteration of any row."""
+        method, memory = self.method, memory_bytes(device)
+        nodes = Shape(method.depth, method.drafts_per_layer).within(1).nodes(method.num_beams)
+        if least_bytes(nodes, self.target.vocab_size) > memory:
+            drafts = f" and drafts_per_layer {method.drafts_per_layer}" if method.depth else ""
+            raise UsageError(
+                f"num_beams is {method.num_beams}{drafts}, but {nodes} nodes in an iteration of a single row do not "
+                f"fit into {memory / 2**30:.1f} GiB: lower it"
+            )
+        return memory
 
     @property
     def exactness(self) -> Exactness:
@@ -147,7 +162,8 @@ class Engine:
         return self._stepper
 
     def stop(self) -> None:
-        """Ask `run` to end after the iteration it is in, for good; requests that are not done give no result.
+        """Ask `run` to end, at the next layer that is drafted or after the iteration it is in, for good; requests that
+        are not done give no result.
 
         May be called from a signal handler or another thread.
         """
@@ -178,12 +194,18 @@ class Engine:
         finally:
             self._running = False
 
+    def _nodes(self, jobs: Iterable[Job]) -> int:
+        """Most nodes of an iteration of these requests."""
+        steps = max(job.request.sampling.max_new_tokens for job in jobs)
+        return self._deepest.within(steps).nodes(self.method.num_beams)
+
     def _choose_rows(self, backlog: deque[Job]) -> None:
         """The batch size that memory allows, from the requests seen first."""
         if backlog:
-            slots = max(len(job.prompt) + job.request.sampling.max_new_tokens for job in backlog) + 2 * self._nodes
+            nodes = self._nodes(backlog)
+            slots = max(len(job.prompt) + job.request.sampling.max_new_tokens for job in backlog) + 2 * nodes
             models = [model for model in (self.target, self.draft) if model is not None]
-            self.batch_size = self._rows = fitting_rows(models, bucket(slots, self._slot_step), self._nodes)
+            self.batch_size = self._rows = fitting_rows(models, bucket(slots, self._slot_step), nodes)
             self._fit_batch = False
 
     def _decode(self, source: Source, order: ResultOrder, backlog: deque[Job]) -> Iterator[RequestResult]:
@@ -195,6 +217,8 @@ class Engine:
                 self._iterate(state, scheduler, order)
                 self._shape = None
                 self._proven = max(self._proven, len(scheduler.jobs))
+            except Stopped:
+                return
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error):
                     raise
@@ -230,7 +254,10 @@ class Engine:
         elif alone:
             job = running.pop()
             tokens = len(job.prompt) + job.request.sampling.max_new_tokens
-            error = OutOfMemoryRowError(f"out of memory with this row alone ({tokens} tokens): shorten it")
+            error = OutOfMemoryRowError(
+                f"out of memory with this row alone ({tokens} tokens, {self._nodes([job])} nodes in an iteration): "
+                "shorten it, or lower num_beams, depth or drafts_per_layer"
+            )
             order.put(job.number, RequestResult(job.request, (), len(job.prompt), job.stats, error))
         # a row that fails alone says nothing about how many others fit
         if not smaller:
@@ -256,14 +283,15 @@ class Engine:
         for row, job in new:
             scheduler.place(row, job)
         jobs = [job for _, job in scheduler.running]
-        history = max(job.request.sampling.max_new_tokens for job in jobs) + self.method.depth + 2
+        nodes, steps = self._nodes(jobs), max(job.request.sampling.max_new_tokens for job in jobs)
+        history = steps + self._deepest.within(steps).depth + 2
         slots = max(len(job.prompt) + job.request.sampling.max_new_tokens for job in jobs)
         if state is None:
-            state = self._allocate(len(scheduler.jobs), bucket(slots + 2 * self._nodes, self._slot_step), history)
+            state = self._allocate(len(scheduler.jobs), bucket(slots + 2 * nodes, self._slot_step), nodes, history)
         if not new:
             return state
         state.grow_history(history)
-        self._reserve(state, slots + self._nodes + 1)
+        self._reserve(state, slots + nodes + 1)
         for model in (self.target, self.draft):
             if model is not None:
                 for row, _ in new:
@@ -289,7 +317,7 @@ class Engine:
         for _, job in new:
             job.prefilled = True
 
-    def _allocate(self, rows: int, slots: int, history: int) -> BatchState:
+    def _allocate(self, rows: int, slots: int, nodes: int, history: int) -> BatchState:
         self._stops.forget()
         if self._reserved is None or self._reserved != self._reservation(rows, slots):
             self._forget_graphs()
@@ -298,7 +326,7 @@ class Engine:
                     model.release()  # else rows of one batch would multiply with slots of another
                     model.reserve(rows, slots)
         self._slots, self._reserved = slots, self._reservation(rows, slots)
-        window = bucket(self._nodes, self._window_step)
+        window = bucket(nodes, self._window_step)
         state = BatchState.empty(self.method, rows, slots, window, history, self.target.device)
         if self._drafter.needs_text:
             state.prompts = Prompts.empty(rows, self.target.device)
@@ -330,7 +358,8 @@ class Engine:
         running = scheduler.running
         requests = [job.acceptance for _, job in running]
         reading = self._reading(scheduler)
-        shape, lag = self._planner.choose(requests, reading), reading.lag
+        left = max(job.request.sampling.max_new_tokens - job.stats.steps for _, job in running)
+        shape, lag = self._planner.choose(requests, reading).within(left), reading.lag
         self._shape = shape
         timer = PhaseTimer(events(self.target.device if self.draft is None else self.draft.device))
         nodes = shape.nodes(self.method.num_beams)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -14,7 +17,7 @@ from dsbd_cli.errors import NumericalError
 from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult
 from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
 
-__all__ = ["collect", "record_iteration"]
+__all__ = ["collect", "record_iteration", "text_of"]
 
 
 def collect(finished: Finished, row: int, job: Job, codec: TextCodec) -> RequestResult:
@@ -28,16 +31,40 @@ def collect(finished: Finished, row: int, job: Job, codec: TextCodec) -> Request
         if score[rank] == -torch.inf:
             break
         ids = tokens[rank][: length[rank]]
-        text = codec.decode(ids[:-1] if ids[-1] in eos else ids)
-        cut = find_stop(text, sampling.stop)
+        text = text_of(ids[:-1] if ids[-1] in eos else ids, sampling.stop, codec)
         reason: FinishReason = "length" if by_length[rank] else "stop"
-        hypotheses.append(Hypothesis(text[:cut], tuple(ids), reason, logprob[rank], score[rank]))
+        hypotheses.append(Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank]))
     error = None
     if not hypotheses:
         error = NumericalError("no hypothesis has a finite score: the settings of this row are too extreme")
     return RequestResult(
         job.request, tuple(hypotheses), len(job.prompt), job.stats, error, truncated_tokens=job.truncated
     )
+
+
+def text_of(ids: list[int], stops: Sequence[str], codec: TextCodec) -> str:
+    """Text of the tokens, up to the stop string that the last of them completed.
+
+    Where that begins is known of the tokens' bytes, in which the automaton found it. A decoder may change the text, as
+    most drop a leading space, but what follows that place stands at the end of both.
+    """
+    text = codec.decode(ids)
+    if not stops:
+        return text
+    token_bytes = codec.token_bytes()
+    pieces = [token_bytes[token] if token < len(token_bytes) else b"" for token in ids]
+    whole = b"".join(pieces)
+    if (cut := find_stop(whole, stops)) is None:
+        return text
+    rest = whole[cut:].decode(errors="replace")
+    if text.endswith(rest):
+        return text.removesuffix(rest)
+    if rest.endswith(text):
+        return ""
+    # a decoder of its own kind: the tokens before the stop string, and what it leaves of the one in which it begins
+    ends = list(accumulate(map(len, pieces)))
+    count = bisect_right(ends, cut)
+    return codec.decode(ids[:count]) + whole[ends[count - 1] if count else 0 : cut].decode(errors="replace")
 
 
 def record_iteration(

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import add, mul
 from typing import Protocol
@@ -34,6 +34,7 @@ READS = 16  # readings of prompts that say how long the next takes
 HOPED = 0.9  # acceptance of a draft as good as drafts get
 FIRST_RATE = 0.7  # acceptance believed before anything is seen, and its weight in layers
 PRIOR = 2.0
+SHALLOW = 8  # layers; so few are drafted however little is left to generate
 TRUST = 8.0  # weight, in layers, of what all requests showed, against what a request shows itself
 
 
@@ -48,6 +49,14 @@ class Shape:
     def nodes(self, num_beams: int) -> int:
         """N."""
         return num_beams + self.depth * self.drafts_per_layer
+
+    def within(self, steps: int) -> Shape:
+        """No deeper than what `steps` steps can take, rounded up to a power of two and to SHALLOW.
+
+        Few depths are few graphs to capture. With fewer layers than steps, the rows beside a row would decide which of
+        its layers are drafted.
+        """
+        return replace(self, depth=min(self.depth, max(SHALLOW, 1 << (steps - 1).bit_length())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +210,8 @@ class AdaptivePlanner:
         if steady:
             times = self._seen[rows, shape] = self._seen.get((rows, shape), 0) + 1
             steady = times > WARM
-        if self._untimed and shape == self._untimed[-1]:
-            self._tried(steady, sum(seconds.values()), self._seconds(rows)[self._now])
+        if self._untimed:  # a shape that was cut to what is left to generate was tried, but not timed
+            self._tried(steady and shape == self._untimed[-1], sum(seconds.values()), self._seconds(rows)[self._now])
         if not steady:
             return
         self._target.add(rows * shape.nodes(self._beams), seconds["target"])

@@ -17,6 +17,8 @@ from dsbd_cli.engine.drafting.text import Prompts
 
 __all__ = ["BatchState", "Limits"]
 
+SMALLEST = 1e-30  # a top_p that the best entry alone reaches
+
 
 @dataclass(slots=True)
 class Limits:
@@ -63,7 +65,19 @@ class BatchState:
             row_key=number.clone(),
             iteration=number.clone(),
             limits=Limits(number + 1, real.clone(), torch.zeros_like(number, dtype=torch.bool)),
-            warp=Warp(real.clone(), number.clone(), real.clone(), real * 0, method.warp_scope, 0, False, False, False),
+            warp=Warp(
+                temperature=real.clone(),
+                top_k=number.clone(),
+                top_p=real.clone(),
+                min_p=real * 0,
+                scope=method.warp_scope,
+                max_top_k=0,
+                all_top_k=False,
+                even_top_k=True,
+                any_top_p=False,
+                any_min_p=False,
+                cold=torch.zeros_like(number, dtype=torch.bool),
+            ),
             sampling=[None] * rows,
         )
 
@@ -91,8 +105,11 @@ class BatchState:
         self.limits.max_new[row] = sampling.max_new_tokens
         self.limits.length_penalty[row] = sampling.length_penalty
         self.limits.early[row] = sampling.early_stopping
-        self.warp.temperature[row], self.warp.top_k[row] = sampling.temperature, sampling.top_k
-        self.warp.top_p[row], self.warp.min_p[row] = sampling.top_p, sampling.min_p
+        cold, warp = sampling.temperature == 0, self.warp
+        warp.cold[row], warp.temperature[row], warp.top_k[row] = cold, sampling.temperature or 1.0, sampling.top_k
+        # in the limit all mass is on the best entry, which is all that top-p and min-p leave
+        warp.top_p[row] = SMALLEST if cold and sampling.top_p < 1 else sampling.top_p
+        warp.min_p[row] = 1.0 if cold and sampling.min_p > 0 else sampling.min_p
         self.sampling[row] = sampling
         if self.prompts is not None:
             self.prompts.put(row, prompt)
@@ -109,10 +126,11 @@ class BatchState:
         """What the host knows about the rows' warps."""
         live = [item for item in self.sampling if item is not None]
         top_k = [item.top_k for item in live]
-        self.warp.max_top_k = max(top_k) if top_k and all(top_k) else 0
-        self.warp.any_top_k = any(top_k)
+        self.warp.max_top_k, self.warp.all_top_k = max(top_k, default=0), bool(top_k) and all(top_k)
+        self.warp.even_top_k = len(set(top_k)) < 2
         self.warp.any_top_p = any(item.top_p < 1 for item in live)
         self.warp.any_min_p = any(item.min_p > 0 for item in live)
+        self.warp.any_cold = any(item.temperature == 0 for item in live)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows."""
@@ -124,7 +142,7 @@ class BatchState:
         self.active, self.row_key, self.iteration = self.active[index], self.row_key[index], self.iteration[index]
         self.limits = Limits(limits.max_new[index], limits.length_penalty[index], limits.early[index])
         warp.temperature, warp.top_k = warp.temperature[index], warp.top_k[index]
-        warp.top_p, warp.min_p = warp.top_p[index], warp.min_p[index]
+        warp.top_p, warp.min_p, warp.cold = warp.top_p[index], warp.min_p[index], warp.cold[index]
         self.sampling = [self.sampling[row] for row in rows]
         if self.prompts is not None:
             self.prompts = self.prompts.select(index)

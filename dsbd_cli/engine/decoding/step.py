@@ -6,7 +6,7 @@ synchronisation.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
 
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.forest import Forest, at_nodes
 from dsbd_cli.engine.core.noise import extend_path, stream_keys
-from dsbd_cli.engine.core.probs import NEVER, top_candidates
+from dsbd_cli.engine.core.probs import NEVER, Room, top_candidates
 from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
 from dsbd_cli.engine.core.slots import Layout, compact
+from dsbd_cli.engine.core.stops import NO_STOPS
 from dsbd_cli.engine.decoding.ending import COUNTERS, Live
 from dsbd_cli.engine.decoding.graphs import IterationGraphs, shapes
 from dsbd_cli.engine.decoding.planner import Shape
@@ -83,10 +84,13 @@ class Stepper:
         endings: Endings,
         timer: PhaseTimer,
         graphs: IterationGraphs[Work] | None = None,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        """graphs: where iterations are captured; None runs them plainly."""
+        """graphs: where iterations are captured; None runs them plainly. stopping: an iteration is to end in its
+        middle, by raising Stopped."""
         self.target, self.draft, self.drafter = target, draft, drafter
         self.rule, self.endings, self.timer, self.graphs = rule, endings, timer, graphs
+        self.stopping = stopping
         self.steady = True
         limits = [model.max_positions for model in (target, draft) if model is not None and model.max_positions]
         self.last_position = min(limits, default=2**31) - 1
@@ -124,17 +128,19 @@ class Stepper:
         warp = state.warp
         return (
             shapes(state),
-            (warp.max_top_k, warp.any_top_k, warp.any_top_p, warp.any_min_p),
+            (warp.max_top_k, warp.all_top_k, warp.even_top_k, warp.any_top_p, warp.any_min_p, warp.any_cold),
             self.endings.stops.version if self.endings.stops.used else None,
         )
 
     def _verify(self, state: BatchState, forest: Forest, logits: Tensor, keys: Tensor, idle: bool) -> Tensor:
         """Walk the forest and commit what survives; returns the packed counters."""
-        beams, top_k, vocabulary = state.method.num_beams, state.warp.max_top_k, logits.shape[-1]
-        size = self.rule.candidates(beams, self.endings.num_eos, top_k, vocabulary)
+        vocabulary = logits.shape[-1]
+        room = self.rule.candidates(state.method.num_beams, self.endings.num_eos, state.warp, vocabulary)
         if self.endings.stops.used and not self.rule.warps:
-            size = vocabulary  # any number of tokens may complete a stop string
-        outcome = walk(state, forest, top_candidates(logits, size), self.rule, self.endings, keys)
+            # any number of tokens may complete a stop string, but only of the rows that have one
+            own = torch.where(forest.flat("stop_state") == NO_STOPS, room.count, vocabulary)
+            room = Room(vocabulary, own, room.count)
+        outcome = walk(state, forest, top_candidates(logits, room), self.rule, self.endings, keys)
         self._commit(state, forest, outcome, idle)
         return _pack(state, outcome)
 
@@ -166,6 +172,7 @@ class Stepper:
             record_law=self.rule.needs_law or method.width == "threshold",
             prompts=state.prompts,
             drafters=shape.drafters,
+            stopping=self.stopping,
         )
 
     def _target(self, state: BatchState, plan: Plan, forest: Forest, context: DraftContext) -> Tensor:

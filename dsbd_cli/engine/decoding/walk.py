@@ -65,7 +65,7 @@ def walk(state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, 
     nodes = Nodes(candidates, forest.flat("path"), forest.flat("stop_state"))
     broken = torch.isnan(candidates.logprobs).any(-1) & forest.flat("valid")
     invalid = broken.any(1) & state.active
-    noise = Noise(keys, _path_noise(nodes) if rule.path_noise else None)
+    noise = Noise(keys, _path_noise(nodes, state.warp.silent) if rule.path_noise else None)
     layers: list[Verified] = []
     for layer in range(forest.depth + 1):
         view, weight = _view(state, forest, nodes, noise, rule, endings, live, layer)
@@ -84,12 +84,12 @@ def walk(state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, 
     )
 
 
-def _path_noise(nodes: Nodes) -> Tensor | None:
+def _path_noise(nodes: Nodes, silent: Tensor | None) -> Tensor | None:
     """G(x, v) of every node's candidates, [R, N, C], in one go: a live beam of a layer that matters is a node. None
     where that would be much more than the few live nodes need."""
     if nodes.candidates.tokens.numel() > MOST_NOISE:
         return None
-    return path_gumbel(nodes.path, nodes.candidates.tokens)
+    return path_gumbel(nodes.path, nodes.candidates.tokens, silent)
 
 
 def _at_layer(values: list[Tensor], layer: Tensor) -> Tensor:
@@ -134,6 +134,7 @@ def _view(
         dynamic=state.method.width == "threshold",
         noise=None if noise.of_nodes is None else at_nodes(noise.of_nodes, known),
         keys=noise.keys[:, layer],
+        silent=state.warp.silent,
     )
     method = state.method
     if method.width == "threshold" and view.drafts is not None:

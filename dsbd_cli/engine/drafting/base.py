@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.forest import DraftLaw, Forest, LawScope, LayerNodes, at_nodes
 from dsbd_cli.engine.core.noise import extend_path
 from dsbd_cli.engine.core.pool import DraftRequest, match_pairs
-from dsbd_cli.engine.core.probs import NEVER, Candidates, Warp
+from dsbd_cli.engine.core.probs import NEVER, Candidates, Room, Warp
 from dsbd_cli.engine.core.slots import Layout, SlotTable
 from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.drafting.text import Prompts
@@ -24,11 +25,16 @@ __all__ = [
     "DrawRule",
     "Endings",
     "LayerDrafts",
+    "Stopped",
     "children",
     "fuse",
     "record_law",
     "roots",
 ]
+
+
+class Stopped(Exception):  # noqa: N818 - no error: somebody asked for it
+    """The engine was asked to stop in the middle of an iteration."""
 
 
 class DrawRule(Protocol):
@@ -44,7 +50,7 @@ class DrawRule(Protocol):
     samples: bool
     replacement: bool
 
-    def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
+    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
         """Candidates per node that are enough to find every draw."""
         ...
 
@@ -88,7 +94,7 @@ class DraftContext:
         trash: slot absent nodes write to. row_key, iteration: [R] int64.
         keys: [R, L, STREAMS] int64, stream keys, L > D. lag: most used slots of a row that the draft has not run, or
             more. record_law: the layer laws Q are needed. prompts: only where the drafter reads the text (needs_text).
-        drafters: which of two drafters take part.
+        drafters: which of two drafters take part. stopping: the engine was asked to stop.
     """
 
     beams: Beams
@@ -108,6 +114,7 @@ class DraftContext:
     record_law: bool
     prompts: Prompts | None = None
     drafters: Proposers = "all"
+    stopping: Callable[[], bool] = lambda: False
 
 
 class Drafter(Protocol):
@@ -165,7 +172,12 @@ class LayerDrafts:
 
 def children(context: DraftContext, forest: Forest, layer: int, drafts: LayerDrafts) -> LayerNodes:
     """Nodes of layer + 1 below the nodes of `layer`. The drafts must be m = K (context.drafts_per_layer) wide: pad with
-    invalid ones. Invalid drafts may hold any token in 0 .. V-1 and any parent in 0 .. n-1."""
+    invalid ones. Invalid drafts may hold any token in 0 .. V-1 and any parent in 0 .. n-1.
+
+    Every layer comes by here, so here the iteration ends where the engine was asked to stop. Raises Stopped.
+    """
+    if context.stopping():
+        raise Stopped
     nodes, above, token = forest.layers[layer], drafts.above, drafts.token
     assert above.shape[1] == forest.drafts_per_layer
     path_tokens = at_nodes(nodes.path_tokens, above)

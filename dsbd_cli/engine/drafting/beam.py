@@ -90,8 +90,8 @@ class BeamDrafter:
         allowed = log_q
         if not rule.drafts_end:
             allowed = log_q.masked_fill(context.endings.ends(nodes.stop_state, candidates.tokens), NEVER)
-        stream = context.keys[:, layer, DRAFT]
-        index, valid = rule.draft(DraftRequest(allowed, candidates.tokens, nodes.path, stream, count))
+        stream, silent = context.keys[:, layer, DRAFT], context.warp.silent
+        index, valid = rule.draft(DraftRequest(allowed, candidates.tokens, nodes.path, stream, count, silent))
         drafts = LayerDrafts(
             above=index // candidates.tokens.shape[2],
             token=candidates.tokens.flatten(1).gather(1, index),
@@ -114,8 +114,8 @@ def draft_calls(context: DraftContext) -> int:
 def draft_candidates(context: DraftContext, forest: Forest, logits: DraftLogits) -> Candidates:
     """Candidates of the draft's nodes, enough for K draws. A draft that returns NaN proposes nothing; the target
     decides alone."""
-    size = context.rule.candidates(forest.num_beams, 1, context.warp.max_top_k, logits.width)
-    candidates = logits.candidates(max(size, min(context.drafts_per_layer + 8, logits.width)))
+    room = context.rule.candidates(forest.num_beams, 1, context.warp, logits.width)
+    candidates = logits.candidates(room.at_least(min(context.drafts_per_layer + 8, logits.width)))
     candidates.logprobs = candidates.logprobs.nan_to_num(nan=NEVER, neginf=NEVER)
     return candidates
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.probs import NEVER, top_candidates
+from dsbd_cli.engine.core.probs import NEVER, Room, top_candidates
 from dsbd_cli.engine.drafting.base import DraftContext, LayerDrafts, children, fuse, roots
 from dsbd_cli.engine.drafting.beam import BeamDrafter, draft_calls
 from dsbd_cli.engine.drafting.logits import DraftLogits
@@ -149,7 +149,8 @@ def _judge(forest: Forest, layer: int, second: LayerDrafts, logits: Tensor, top_
     weight = nodes.weight.gather(1, second.above) + logprob
     valid = second.valid
     if top_k:
-        least = top_candidates(logits, min(top_k, vocabulary - 1)).logprobs[:, :, -1].gather(1, second.above)
+        found = top_candidates(logits, Room(min(top_k, vocabulary - 1)))
+        least = found.logprobs.amin(-1).gather(1, second.above)
         valid = valid & known & (logprob >= least - 1e-6)
     root = forest.layers[0].weight.gather(1, nodes.root.gather(1, second.above))  # its share is in the hits already
     priority = torch.where(known, second.weight + weight - root, NEVER)

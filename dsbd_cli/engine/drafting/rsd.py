@@ -38,7 +38,8 @@ class RowDraws:
         if not rule.drafts_end:
             self.allowed = self.allowed & ~context.endings.ends(nodes.stop_state, tokens)
         stream = context.keys[:, layer, DRAFT]
-        self.noise = rule.noise(DraftRequest(self.log_q, tokens, nodes.path, stream, context.drafts_per_layer))
+        count, silent = context.drafts_per_layer, context.warp.silent
+        self.noise = rule.noise(DraftRequest(self.log_q, tokens, nodes.path, stream, count, silent))
 
     @property
     def keys(self) -> Tensor:

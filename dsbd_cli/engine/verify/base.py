@@ -15,7 +15,7 @@ from torch import Tensor
 from dsbd_cli.engine.core.forest import DraftLaw
 from dsbd_cli.engine.core.noise import stream_key
 from dsbd_cli.engine.core.pool import DraftRequest, LiveDraws, ends_before, live_draws, match_pairs
-from dsbd_cli.engine.core.probs import NEVER
+from dsbd_cli.engine.core.probs import NEVER, Room, Warp
 
 __all__ = [
     "DraftedLayer",
@@ -67,6 +67,7 @@ class LayerView:
         width: [R] int64, w_l: live beams the layer needs to pass. dynamic: it may be less than W.
         noise: [R, W, C] float32, G(x, v) of the candidates, where it is at hand (Rule.path_noise).
         keys: [R, STREAMS] int64, stream keys of this layer, where they are at hand.
+        silent: [R] bool, rows that draw without noise (temperature 0), where there are any.
     """
 
     log_p: Tensor
@@ -85,6 +86,7 @@ class LayerView:
     dynamic: bool
     noise: Tensor | None = None
     keys: Tensor | None = None
+    silent: Tensor | None = None
 
     def key(self, stream: int) -> Tensor:
         """[R] int64, key of one stream of this layer's noise."""
@@ -143,7 +145,7 @@ class Rule(Protocol):
     samples: bool
     replacement: bool
 
-    def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
+    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
         """Candidates per beam that are enough to find every draw."""
         ...
 

@@ -8,10 +8,12 @@ et al. 2019).
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.noise import COMPLETION, gumbel, path_gumbel
 from dsbd_cli.engine.core.pool import DraftRequest
+from dsbd_cli.engine.core.probs import Room, Warp
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView, complete_afresh, entry_index, largest, membership
 
 __all__ = ["Coupled"]
@@ -27,9 +29,9 @@ class Coupled:
     samples = True
     replacement = False
 
-    def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
+    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
         """The warped support: top_k pairs of one beam at most, with room for ties."""
-        return min(vocab_size, max_top_k + 8) if max_top_k else vocab_size
+        return warp.room(vocab_size)
 
     def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
         """The largest of log Q + G, with the target's own noise."""
@@ -37,13 +39,16 @@ class Coupled:
 
     def noise(self, request: DraftRequest) -> Tensor:
         """G(x, v)."""
-        return path_gumbel(request.path, request.tokens)
+        return path_gumbel(request.path, request.tokens, request.silent)
 
     def verify(self, view: LayerView) -> LayerDraws:
         """Draw by log P + G, then ask which draws were drafted."""
-        noise = path_gumbel(view.path, view.tokens) if view.noise is None else view.noise
+        noise = path_gumbel(view.path, view.tokens, view.silent) if view.noise is None else view.noise
         draws, early = membership(view, view.log_p + noise, rank_limit=False)
         if not view.dynamic:
             return draws
         key = view.key(COMPLETION).view(-1, 1, 1)
-        return complete_afresh(view, draws, early, view.log_p + gumbel(key, entry_index(view.tokens)))
+        fresh = view.log_p + gumbel(key, entry_index(view.tokens))
+        if view.silent is not None:  # float32 holds the ties of rows without noise, which best_first knows how to break
+            fresh = torch.where(view.silent[:, None, None], view.log_p, fresh).to(torch.float32)
+        return complete_afresh(view, draws, early, fresh)

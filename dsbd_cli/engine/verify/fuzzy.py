@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config import FuzzyConfig
-from dsbd_cli.engine.core.probs import NEVER, log_normalise
+from dsbd_cli.engine.core.probs import NEVER, Room, Warp, log_normalise
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerView
 from dsbd_cli.engine.verify.divergence import divergence
 from dsbd_cli.engine.verify.rejection import Rejection, at_pool, draft_law_at
@@ -31,9 +31,9 @@ class Fuzzy(Rejection):
         self.config = config
         self.joins = config.fallback == "strict"
 
-    def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
+    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
         """All: divergences are over the whole vocabulary."""
-        return vocab_size
+        return Room(vocab_size)
 
     def decide(self, view: LayerView, drafts: DraftedLayer) -> tuple[Tensor, Tensor]:
         """Rows [R] bool whose drafts are tested, and rows whose drafts are taken untested."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from dsbd_cli.engine.core.forest import DraftLaw
 from dsbd_cli.engine.core.noise import ACCEPT, CLOCK, COMPLETION, RESIDUAL, gumbel, uniform
 from dsbd_cli.engine.core.pool import DraftRequest, ends_before, live_draws, match_pairs
-from dsbd_cli.engine.core.probs import NEVER
+from dsbd_cli.engine.core.probs import NEVER, Room, Warp
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, at_front, entry_index, largest
 
 __all__ = ["Rejection", "WithReplacement", "draft_law_at"]
@@ -128,9 +128,9 @@ class Rejection:
     joins = True
     """A missing draw that equals a drafted node is that node."""
 
-    def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
+    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
         """The warped support, with room for ties."""
-        return min(vocab_size, max_top_k + 8) if max_top_k else vocab_size
+        return warp.room(vocab_size)
 
     def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
         """K draws without replacement (Gumbel top-K)."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.pool import DraftRequest
+from dsbd_cli.engine.core.probs import Room, Warp
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView, largest, membership
 
 __all__ = ["Search"]
@@ -22,9 +23,9 @@ class Search:
     samples = False
     replacement = False
 
-    def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
+    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
         """As many as transformers looks at: W live ones remain when every end token ranks before them."""
-        return min(vocab_size, max(2, 1 + num_eos) * num_beams)
+        return Room(min(vocab_size, max(2, 1 + num_eos) * num_beams))
 
     def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
         """The K best pairs by the draft's own scores."""

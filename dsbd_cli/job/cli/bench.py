@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config import COLD_RULES, MethodConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.bench_options import (
     DEFAULT_RECORDS,
@@ -161,7 +161,17 @@ def _sampling(drawing: DrawOptions, planned: Plan) -> SamplingOptions:
     if idle and not any(one.samples for one in planned.settings):
         names = ", ".join("--" + name.replace("_", "-") for name in idle)
         raise UsageError(f"{names} would do nothing, because no method of --methods samples: drop it")
+    hot = [one.name for one in planned.settings if one.samples and not _takes_cold(one)]
+    if drawing.temperature == 0 and hot:
+        raise UsageError(
+            f"--temperature is 0, which {hot[0]} does not take: drop it, or take the method from --methods"
+        )
     return SamplingOptions(**given)
+
+
+def _takes_cold(setting: Setting) -> bool:
+    """It can be run at temperature 0."""
+    return isinstance(setting.config, MethodConfig) and setting.config.rule in COLD_RULES
 
 
 def _at_least(option: str, value: int | None, default: int, *, least: int = 1) -> int:

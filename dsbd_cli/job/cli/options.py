@@ -285,7 +285,9 @@ class DrawOptions:
 
     temperature: Annotated[
         float | None,
-        option(SAMPLING, "--temperature", text="above 0", default=_SAMPLING.temperature, metavar="X"),
+        option(
+            SAMPLING, "--temperature", text="0: the likeliest, no noise", default=_SAMPLING.temperature, metavar="X"
+        ),
     ] = None
     top_k: Annotated[
         int | None,

@@ -9,6 +9,7 @@ from typing import TypeVar
 from dsbd_cli.config import (
     BUILTIN_DRAFT,
     BUILTIN_TARGET,
+    COLD_RULES,
     DEFAULT_BATCH_SIZE,
     MAX_AUTO_DEPTH,
     MODEL_DRAFTERS,
@@ -72,7 +73,7 @@ def run_settings(
     if method.rule == "search":
         _refuse(
             "rule search is deterministic beam search",
-            ("--temperature", sampling.temperature),
+            ("--temperature", sampling.temperature or None),
             ("--top-k", sampling.top_k),
             ("--top-p", sampling.top_p),
             ("--min-p", sampling.min_p),
@@ -212,8 +213,8 @@ def _method(given: MethodOptions, proposing: Mapping[str, object], *, drafting: 
 
 
 def _rows(given: SamplingOptions, method: MethodConfig, *, strict: bool) -> RowReader:
-    if given.temperature == 0:
-        raise UsageError("--temperature 0 is beam search: use --rule search")
+    if given.temperature == 0 and method.rule not in COLD_RULES:
+        raise UsageError(f"--temperature is 0, which rule {method.rule} does not take: use --rule coupled or search")
     for text in given.stop or ():
         if not text.isprintable() and any("\ud800" <= char <= "\udfff" for char in text):
             raise UsageError(f"--stop is {text!r}, which is not UTF-8")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from dsbd_cli.config import RuleName, SamplingConfig
+from dsbd_cli.config import COLD_RULES, RuleName, SamplingConfig
 from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.job.records.fields import boolean, integer, messages, number, strings, text
 from dsbd_cli.job.records.forms import Shape, as_written, shape_of
@@ -130,8 +130,6 @@ class RowReader:
         run = self.sampling
         if self.rule == "search":
             row = _without_warps(row)
-        elif type(temperature := row.get("temperature")) in (int, float) and temperature == 0:
-            raise InvalidRowError("temperature is 0, which is beam search: run these rows with --rule search")
         sampling = SamplingConfig(
             temperature=number(row, "temperature", run.temperature),
             top_k=integer(row, "top_k", run.top_k),
@@ -143,6 +141,10 @@ class RowReader:
             early_stopping=boolean(row, "early_stopping", run.early_stopping),
             n_best=integer(row, "n_best", run.n_best),
         )
+        if self.rule not in COLD_RULES and sampling.temperature == 0:
+            raise InvalidRowError(
+                f"temperature is 0, which rule {self.rule} does not take: run these rows with --rule coupled or search"
+            )
         if sampling.n_best > self.num_beams:
             raise InvalidRowError(
                 f"n_best is {sampling.n_best}, but the run has num_beams {self.num_beams}: lower it, or raise that"

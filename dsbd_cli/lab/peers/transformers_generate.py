@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from dsbd_cli.config import SamplingConfig
-from dsbd_cli.engine.core.stops import find_stop
+from dsbd_cli.engine.decoding.outcome import text_of
 from dsbd_cli.engine.models.adapter import CausalForestModel
 from dsbd_cli.engine.models.attention import NAME as GROUPED
 from dsbd_cli.engine.models.tokenize import HFCodec
@@ -146,8 +146,7 @@ class TransformersPeer:
 
     def _text(self, ids: tuple[int, ...]) -> str:
         body = ids[:-1] if ids and ids[-1] in self._codec.eos_ids else ids
-        text = self._codec.decode(list(body))
-        return text[: find_stop(text, self._sampling.stop)]
+        return text_of(list(body), self._sampling.stop, self._codec)
 
     def logprobs(self, prompts: Sequence[Sequence[int]], answers: Sequence[Delivered]) -> list[float]:
         """Raw target log-probability (nats) of each answer after its prompt, by separate forwards; not for timing."""

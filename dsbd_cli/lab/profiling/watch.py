@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.pool import DraftRequest
+from dsbd_cli.engine.core.probs import Room, Warp
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule
@@ -52,9 +53,9 @@ class WatchedRule:
         self.drafts_end, self.warps, self.path_noise = inner.drafts_end, inner.warps, inner.path_noise
         self.samples, self.replacement = inner.samples, inner.replacement
 
-    def candidates(self, num_beams: int, num_eos: int, max_top_k: int, vocab_size: int) -> int:
+    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
         """As the inner rule."""
-        return self.inner.candidates(num_beams, num_eos, max_top_k, vocab_size)
+        return self.inner.candidates(num_beams, num_eos, warp, vocab_size)
 
     def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
         """As the inner rule."""
