@@ -188,3 +188,17 @@ def test_a_row_that_fails_ends_with_its_error_and_the_others_go_on() -> None:
     assert isinstance(ends["1"].error, InvalidRowError)
     assert ends["0"].text
     assert ends["2"].text
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_byte_that_spoils_the_character_before_it(codec: type[BytesCodec]) -> None:
+    """a, both bytes of é, a byte that is no text: with byte fallback it takes the é back."""
+    table = torch.zeros(VOCABULARY, VOCABULARY, VOCABULARY)
+    for last, token in ((0, 3), (3, 4), (4, 9), (9, 0)):
+        table[:, last, token] = 50.0
+    engine = make(codec(VOCABULARY), target=TableLM(table), rule="search", num_beams=1, depth=0)
+    request = Request(prompt_ids=(0,), sampling=SamplingConfig(max_new_tokens=8))
+    pieces = list(engine.stream([request]))
+    [result] = engine.run([request])
+    assert "".join(piece.text for piece in pieces) == result.text
+    assert len(pieces) > 2
