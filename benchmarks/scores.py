@@ -61,7 +61,7 @@ def measure(engine: Engine, task: str, records: list[TaskRecord], seed: int) -> 
         "peak_slots": max(s.kv_peak_slots for s in stats),
         "peak_slots_over_one_sequence": sum(s.kv_peak_slots for s in stats) / sum(longest),
         "exactness": engine.method.exactness,
-        "method": asdict(engine.method),
+        "method": {name: value for name, value in asdict(engine.method).items() if not name.startswith("_")},
     }
 
 

@@ -25,6 +25,14 @@ def test_every_method_of_the_table_can_be_made_with_the_defaults() -> None:
     assert by_name["hf-greedy"] == PeerConfig("greedy")
 
 
+def test_records_hold_the_settings_of_a_method_and_nothing_else() -> None:
+    [setting] = plan(["dsbd-rejection"], {}).settings
+    found = setting.fields()
+    assert list(found)[:6] == ["rule", "num_beams", "drafts_per_layer", "depth", "width", "width_threshold"]
+    assert (found["depth"], found["width"], found["adaptive_depth"]) == (4, "fixed", False)
+    assert not [name for name in found if name.startswith("_")]
+
+
 def test_all_configs_differ() -> None:
     settings = plan(list(METHODS), {}).settings
     assert len({setting.config for setting in settings}) == len(METHODS)

@@ -48,7 +48,7 @@ class Setting:
 
     def fields(self) -> dict[str, object]:
         """All settings by the library's names."""
-        return dataclasses.asdict(self.config)
+        return {name: value for name, value in dataclasses.asdict(self.config).items() if not name.startswith("_")}
 
 
 @dataclass(frozen=True, slots=True)
