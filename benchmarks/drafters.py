@@ -138,7 +138,7 @@ def make_engine(bench: Bench, case: Case, index: Path, options: argparse.Namespa
         chosen["index"] = str(index)
     shape = {} if case.drafter == "no draft" else {"drafts_per_layer": options.drafts_per_layer, "depth": options.depth}
     rule: Any = case.rule
-    method = MethodConfig(rule=rule, num_beams=options.num_beams, **{**shape, **chosen})
+    method = MethodConfig(rule=rule, num_beams=options.num_beams, **{"width": "fixed", **shape, **chosen})
     draft: Any = bench.draft if method.needs_draft else None
     if method.drafter == "bridge":
         draft = BridgedDraft(bench.draft, bench.codec, bench.codec, markers(bench.codec, bench.codec))
@@ -178,7 +178,7 @@ def measure(bench: Bench, cases: Sequence[Case], index: Path, options: argparse.
     engines = {case: make_engine(bench, case, index, options) for case in cases}
     sampling = SamplingConfig(max_new_tokens=options.new_tokens)
     requests = {
-        task: [Request(name, derive_seed(0, name), prompt=text, sampling=sampling) for name, text in prompts]
+        task: [Request(id=name, seed=derive_seed(0, name), prompt=text, sampling=sampling) for name, text in prompts]
         for task in {case.task for case in cases}
         for prompts in [prompts_of(task, options.requests)]
     }

@@ -19,7 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common import environment, markdown_table, results_folder, write_results
-from dsbd_cli import MethodConfig, Request, SamplingConfig, load
+from dsbd_cli import MethodConfig, ModelSpec, Request, SamplingConfig, load
+from dsbd_cli.config import BUILTIN_TARGET
 from dsbd_cli.lab.tasks import TASKS
 
 SKIPPED = 2  # first iterations, which set things up
@@ -61,7 +62,11 @@ def _frames(frame: FrameType | None) -> Any:
 def count(method: MethodConfig, iterations: int) -> list[Counting]:
     """One count per iteration, of a request of the SQL task answered by the built-in pair. On the CPU: a replayed graph
     dispatches nothing."""
-    engine, seen, found = load(method=method, batch_size=1, device="cpu"), 0, list[Counting]()
+    engine, seen, found = (
+        load(ModelSpec(BUILTIN_TARGET, device="cpu"), method=method, batch_size=1),
+        0,
+        list[Counting](),
+    )
     step = engine.stepper.step
 
     def counted(*arguments: Any) -> Any:
@@ -75,7 +80,7 @@ def count(method: MethodConfig, iterations: int) -> list[Counting]:
 
     engine.stepper.step = counted  # type: ignore[method-assign]
     record = next(iter(itertools.islice(TASKS["sql"].records("test", 1), 1)))
-    list(engine.run([Request("0", 0, prompt=record.prompt, sampling=SamplingConfig(max_new_tokens=48))]))
+    list(engine.run([Request(id="0", seed=0, prompt=record.prompt, sampling=SamplingConfig(max_new_tokens=48))]))
     return found
 
 
@@ -92,9 +97,7 @@ def main() -> None:
     torch.set_num_threads(1)
     runs, rows = [], []
     for rule in options.rules.split(","):
-        method = MethodConfig(
-            rule=rule, num_beams=options.num_beams, drafts_per_layer=options.drafts_per_layer, depth=options.depth
-        )
+        method = MethodConfig(rule, options.num_beams, options.drafts_per_layer, options.depth, width="fixed")
         counts = count(method, options.iterations)
         outside, views, forwards = (
             statistics.median(value)

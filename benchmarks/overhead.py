@@ -126,7 +126,7 @@ def main() -> None:
     for batch_size, (depth, drafts), rule in itertools.product(options.batch_size, shapes, ("coupled", "rejection")):
         run = measure(
             bench,
-            MethodConfig(rule=rule, num_beams=options.num_beams, drafts_per_layer=drafts, depth=depth),
+            MethodConfig(rule, options.num_beams, drafts, depth, width="fixed"),
             batch_size,
             options.rounds,
         )  # type: ignore[arg-type]

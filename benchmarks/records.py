@@ -81,7 +81,7 @@ def answer(request: Request) -> RequestResult:
 def run_once(case: str, source_path: Path, output_path: Path) -> dict[str, float]:
     """One pass in this process."""
     reader = RowReader()
-    method = MethodRecord(MethodConfig(), "builtin:target", "builtin:draft")
+    method = MethodRecord(MethodConfig(depth=4), "builtin:target", "builtin:draft")
     form = CASES[case][3]
     rows = size_out = size_in = 0
     begin, cpu = time.perf_counter(), time.process_time()

@@ -70,7 +70,7 @@ class Codec:
 def by_vocabulary(rule: str, vocab_size: int, rows: int, method: dict[str, Any]) -> float:
     """Seconds of an iteration without any model."""
     target = Constant(vocab_size, 1)
-    config = MethodConfig(rule=rule, **method)  # type: ignore[arg-type]
+    config = MethodConfig(rule=rule, **{"width": "fixed", **method})  # type: ignore[arg-type]
     draft = Constant(vocab_size, 2, target) if config.depth else None
     engine = Engine(target, draft, Codec(vocab_size), config, batch_size=rows)  # type: ignore[arg-type]
     sampling = SamplingConfig(max_new_tokens=48)
@@ -84,7 +84,7 @@ def by_vocabulary(rule: str, vocab_size: int, rows: int, method: dict[str, Any])
         return result
 
     engine._stepper.step = timed  # type: ignore[method-assign]
-    list(engine.run(Request(str(i), i, prompt_ids=(1, 3, 5), sampling=sampling) for i in range(rows)))
+    list(engine.run(Request(id=str(i), seed=i, prompt_ids=(1, 3, 5), sampling=sampling) for i in range(rows)))
     return statistics.median(seconds[3:])
 
 
@@ -109,12 +109,12 @@ def memory(bench: Bench, widths: list[int], lengths: list[int]) -> list[dict[str
     for rule in ("coupled", "search"):
         for beams in widths:
             for length in lengths:
-                method = MethodConfig(rule=rule, num_beams=beams, drafts_per_layer=2 * beams, depth=4)  # type: ignore[arg-type]
+                method = MethodConfig(rule=rule, num_beams=beams, depth=4, width="fixed")  # type: ignore[arg-type]
                 engine = Engine(bench.target, bench.draft, bench.codec, method, batch_size=1)
                 engine._stepper.endings.eos.zero_()  # nothing ends before its length
                 request = bench.requests[0]
                 sampling = SamplingConfig(max_new_tokens=length)
-                [result] = engine.run([Request("m", 1, prompt=request.prompt, sampling=sampling)])
+                [result] = engine.run([Request(id="m", seed=1, prompt=request.prompt, sampling=sampling)])
                 one = result.prompt_tokens + length
                 nodes = beams + 4 * 2 * beams
                 peak = result.stats.kv_peak_slots
@@ -145,7 +145,7 @@ def prompts(bench: Bench, lengths: list[int]) -> list[dict[str, Any]]:
             method = MethodConfig(num_beams=4, drafts_per_layer=drafts, depth=depth)
             engine = Engine(bench.target, bench.draft if depth else None, bench.codec, method, batch_size=1)
             engine._stepper.endings.eos.zero_()
-            [result] = engine.run([Request("p", 1, prompt_ids=ids, sampling=SamplingConfig(max_new_tokens=24))])
+            [result] = engine.run([Request(id="p", seed=1, prompt_ids=ids, sampling=SamplingConfig(max_new_tokens=24))])
             stats = result.stats
             busy = stats.draft_s + stats.target_s + stats.verify_s
             found.append(

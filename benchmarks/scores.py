@@ -20,12 +20,12 @@ from dsbd_cli.requests import derive_seed
 METHODS: dict[str, MethodConfig] = {
     "greedy": MethodConfig(rule="search", num_beams=1, depth=0),
     "multinomial": MethodConfig(rule="coupled", num_beams=1, depth=0),
-    "speculative sampling": MethodConfig(rule="rejection", num_beams=1, drafts_per_layer=1),
+    "speculative sampling": MethodConfig(rule="rejection", num_beams=1, drafts_per_layer=1, depth=4, width="fixed"),
     "beam search": MethodConfig(rule="search", depth=0),
     "beam sampling": MethodConfig(rule="coupled", depth=0),
-    "dsbd search": MethodConfig(rule="search"),
-    "dsbd coupled": MethodConfig(rule="coupled"),
-    "dsbd rejection": MethodConfig(rule="rejection"),
+    "dsbd search": MethodConfig(rule="search", depth=4),
+    "dsbd coupled": MethodConfig(rule="coupled", depth=4),
+    "dsbd rejection": MethodConfig(rule="rejection", width="fixed"),
     "dsbd coupled, threshold": MethodConfig(rule="coupled", width="threshold"),
     "dsbd rejection, threshold": MethodConfig(rule="rejection", width="threshold"),
     "dsbd with-replacement, threshold": MethodConfig(rule="with-replacement", width="threshold"),
@@ -36,7 +36,7 @@ METHODS: dict[str, MethodConfig] = {
 def requests_of(records: list[TaskRecord], seed: int) -> list[Request]:
     """The tool's default sampling settings."""
     sampling = SamplingConfig(max_new_tokens=96)
-    return [Request(r.id, derive_seed(seed, r.id), prompt=r.prompt, sampling=sampling) for r in records]
+    return [Request(id=r.id, seed=derive_seed(seed, r.id), prompt=r.prompt, sampling=sampling) for r in records]
 
 
 def measure(engine: Engine, task: str, records: list[TaskRecord], seed: int) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def measure(engine: Engine, task: str, records: list[TaskRecord], seed: int) -> 
         "peak_slots": max(s.kv_peak_slots for s in stats),
         "peak_slots_over_one_sequence": sum(s.kv_peak_slots for s in stats) / sum(longest),
         "exactness": engine.method.exactness,
-        "method": asdict(engine.method),
+        "method": {name: value for name, value in asdict(engine.method).items() if not name.startswith("_")},
     }
 
 

@@ -107,7 +107,7 @@ def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Ben
     target, draft = (CausalForestModel(model, name) for model, name in zip(ours, (shape, draft_shape), strict=True))
     records = [r for task in TASKS.values() for r in itertools.islice(task.records("test", 1), count // 2)]
     sampling = SamplingConfig(max_new_tokens=NEW_TOKENS)
-    requests = tuple(Request(r.id, derive_seed(0, r.id), prompt=r.prompt, sampling=sampling) for r in records)
+    requests = tuple(Request(id=r.id, seed=derive_seed(0, r.id), prompt=r.prompt, sampling=sampling) for r in records)
     return Bench(target, draft, (plain[0], plain[1]), codec, requests)
 
 
@@ -126,7 +126,7 @@ def methods(bench: Bench, beams: int, batch_size: int, drafts: int, depth: int) 
         "dsbd search, no draft": ours(rule="search", depth=0),
         "dsbd coupled": ours(**drafted),
         "dsbd search": ours(rule="search", **drafted),
-        "dsbd rejection": ours(rule="rejection", **drafted),
+        "dsbd rejection": ours(rule="rejection", width="fixed", **drafted),
         "dsbd coupled, threshold": ours(width="threshold", **drafted),
         "dsbd rejection, threshold": ours(rule="rejection", width="threshold", **drafted),
         "dsbd coupled, auto": ours(**auto),

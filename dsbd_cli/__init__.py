@@ -3,9 +3,9 @@
     import dsbd_cli
 
     engine = dsbd_cli.load()  # the built-in pair
-    request = dsbd_cli.Request(id="a", seed=0, prompt="...")
-    for result in engine.run([request]):
-        print(result.hypotheses[0].text)
+    print(engine.generate("...").text)
+
+`Engine.run` answers many prompts and goes on after one that fails; `Engine.stream` yields text as it becomes certain.
 
 Names are imported when they are first used: `import dsbd_cli` alone does not import torch.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
-    from dsbd_cli.requests import Hypothesis, Request, RequestResult
+    from dsbd_cli.requests import Hypothesis, Piece, Request, RequestResult
 
 __all__ = [
     "DsbdError",
@@ -48,6 +48,7 @@ __all__ = [
     "NumericalError",
     "OutputError",
     "PairError",
+    "Piece",
     "PromptTooLongError",
     "Request",
     "RequestResult",
@@ -63,7 +64,7 @@ _HOMES = {
     "config": ("MethodConfig", "ModelSpec", "SamplingConfig"),
     "engine.decoding.engine": ("Engine",),
     "engine.decoding.load": ("load",),
-    "requests": ("Hypothesis", "Request", "RequestResult"),
+    "requests": ("Hypothesis", "Piece", "Request", "RequestResult"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

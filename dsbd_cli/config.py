@@ -6,12 +6,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from functools import cache
+from types import NoneType, UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, shorten
 
-__all__ = ["DRAFTERS", "RULES", "WIDTHS", "MethodConfig", "ModelSpec", "SamplingConfig", "check_drafter_name"]
+__all__ = [
+    "DRAFTERS",
+    "RULES",
+    "WIDTHS",
+    "MethodConfig",
+    "ModelSpec",
+    "SamplingConfig",
+    "check_drafter_name",
+    "check_types",
+    "check_value",
+]
 
 RuleName = Literal["coupled", "rejection", "with-replacement", "search", "fuzzy"]
 WidthName = Literal["fixed", "threshold"]
@@ -43,12 +55,69 @@ DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
 BUILTIN_TARGET = "builtin:target"
 BUILTIN_DRAFT = "builtin:draft"
 DEFAULT_BATCH_SIZE = 8
-MAX_AUTO_DEPTH = 8
+DEFAULT_DEPTH = 4  # where every iteration drafts as deep
+MAX_AUTO_DEPTH = 8  # where the depth is adaptive
+DEFAULT_DRAFTS = 8
+
+FOREST_FREE_RULES: tuple[RuleName, ...] = ("coupled", "search")  # at fixed width the text cannot depend on the forest
+DYNAMIC_RULES: tuple[RuleName, ...] = ("rejection", "with-replacement")  # as in the paper, with threshold width
+
+FOLLOWING = ("depth", "adaptive_depth", "width", "drafts_per_layer")  # settings whose default follows from others
 
 
-def _require(condition: bool, field: str, value: object, expected: str) -> None:
+def _require(condition: bool, name: str, value: object, expected: str) -> None:
     if not condition:
-        raise UsageError(f"{field} is {value!r}, but must be {expected}")
+        raise UsageError(f"{name} is {shorten(value)}, but must be {expected}")
+
+
+def check_value(name: str, value: object, hint: object) -> None:
+    """The value has this type. Raises UsageError."""
+    if not _fits(value, hint):
+        raise UsageError(f"{name} is {shorten(value)}, but must be {_expected(hint)}")
+
+
+def check_types(settings: object, *, open_: tuple[str, ...] = ()) -> None:
+    """Every field of a dataclass has the type that is written beside it. open_: fields that may also be None until they
+    are settled. Raises UsageError."""
+    kind: type = type(settings)
+    for name, hint in _types(kind):
+        value = getattr(settings, name)
+        if value is not None or name not in open_:
+            check_value(name, value, hint)
+
+
+@cache
+def _types(kind: type) -> tuple[tuple[str, object], ...]:
+    return tuple((name, hint) for name, hint in get_type_hints(kind).items() if not name.startswith("_"))
+
+
+def _fits(value: object, hint: object) -> bool:
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if kind is Literal:
+        return isinstance(value, str) and value in parts
+    if kind is tuple:
+        return isinstance(value, tuple) and all(_fits(item, parts[0]) for item in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(_fits(item, parts[0]) for pair in value.items() for item in pair)
+    if hint in (int, float):  # True is an int to Python, and to nobody else
+        return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
+    assert isinstance(hint, type)
+    return isinstance(value, hint)
+
+
+def _expected(hint: object) -> str:
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return " or ".join(map(_expected, parts))
+    if kind is Literal:
+        return f"one of {', '.join(parts)}"
+    if kind is tuple:
+        return {str: "a list of strings", int: "a list of integers"}.get(parts[0], "a list of objects with strings")
+    words = {int: "an integer", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
+    assert isinstance(hint, type)
+    return words.get(hint, f"a {hint.__name__}")
 
 
 def check_drafter_name(drafter: str) -> None:
@@ -75,7 +144,7 @@ class SamplingConfig:
         top_p: keep the smallest set of most probable pairs whose mass reaches top_p; 1 keeps all.
         min_p: drop pairs less probable than min_p times the most probable; 0 keeps all.
         max_new_tokens: generated tokens at most, the end token included.
-        stop: strings that end a text; the text is cut before the string.
+        stop: strings that end a text; the text is cut before the string. One string, or a list of them, may be given.
         length_penalty: score = logprob / num_tokens ** length_penalty.
         early_stopping: end as soon as num_beams hypotheses are finished.
         n_best: hypotheses reported, best first.
@@ -92,6 +161,10 @@ class SamplingConfig:
     n_best: int = 1
 
     def __post_init__(self) -> None:
+        stop: object = self.stop
+        if isinstance(stop, str | list):
+            object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
+        check_types(self)
         _require(
             math.isfinite(self.temperature) and self.temperature >= 0,
             "temperature",
@@ -134,15 +207,19 @@ class FuzzyConfig:
 
 @dataclass(frozen=True, slots=True)
 class MethodConfig:
-    """How an engine decodes; one per engine.
+    """How an engine decodes; one per engine. The defaults are those of the command.
 
     Attributes:
         rule: verification rule: coupled, rejection, with-replacement, search or fuzzy.
         num_beams: W, live beams at most.
-        drafts_per_layer: K, drafted nodes per layer.
-        depth: D, drafted layers; 0 is plain beam sampling (or beam search) without a draft.
-        adaptive_depth: D and K are upper bounds, and every iteration takes what measured fastest below them.
-        width: width policy of a layer, fixed (always W) or threshold.
+        drafts_per_layer: K, drafted nodes per layer. Default: 8, or 2W if that is more.
+        depth: D, drafted layers; 0 is plain beam sampling (or beam search) without a draft. Default: 8 with
+            adaptive_depth, else 4.
+        adaptive_depth: D and K are upper bounds, and every iteration takes what measured fastest below them (the
+            command's `--depth auto`). Default: where no depth is given and the text cannot depend on the forest: rules
+            coupled and search at fixed width, without memory_saving.
+        width: width policy of a layer, fixed (always W) or threshold. Default: threshold for rejection and
+            with-replacement where drafter beam drafts, else fixed.
         width_threshold: t, wanted chance that a layer yields its width (threshold only).
         min_width: W_min, least width a layer may pass with (threshold only).
         warp_scope: `pool` warps the joint law over (beam, token); `beam` warps each beam's row.
@@ -161,14 +238,15 @@ class MethodConfig:
 
     rule: RuleName = "coupled"
     num_beams: int = 4
-    drafts_per_layer: int = 8
-    depth: int = 4
-    width: WidthName = "fixed"
+    # None is not given: what it then is follows from the others, in __post_init__
+    drafts_per_layer: int = None  # type: ignore[assignment]
+    depth: int = None  # type: ignore[assignment]
+    width: WidthName = None  # type: ignore[assignment]
     width_threshold: float = 0.7
     min_width: int = 1
     warp_scope: WarpScope = "pool"
     memory_saving: bool = False
-    adaptive_depth: bool = False
+    adaptive_depth: bool = None  # type: ignore[assignment]
     drafter: str = "beam"
     ngram: int = 4
     index: str | None = None
@@ -181,13 +259,13 @@ class MethodConfig:
     divergence: DivergenceName | None = None
     fallback: FallbackName | None = None
     fuzzy_law: FuzzyLawName | None = None
+    _asks: str | None = field(default=None, init=False, repr=False, compare=False)  # what was given that needs a draft
 
     def __post_init__(self) -> None:
+        check_types(self, open_=FOLLOWING)
+        self._settle()
         self._check_drafter()
         self._check_fuzzy()
-        _require(self.rule in RULES, "rule", self.rule, f"one of {', '.join(RULES)}")
-        _require(self.width in WIDTHS, "width", self.width, f"one of {', '.join(WIDTHS)}")
-        _require(self.warp_scope in WARP_SCOPES, "warp_scope", self.warp_scope, f"one of {', '.join(WARP_SCOPES)}")
         _require(self.num_beams >= 1, "num_beams", self.num_beams, "1 or more")
         _require(self.depth >= 0, "depth", self.depth, "0 (no draft) or more")
         _require(self.drafts_per_layer >= 1, "drafts_per_layer", self.drafts_per_layer, "1 or more")
@@ -212,13 +290,31 @@ class MethodConfig:
                 "to pass: raise it, or use width threshold"
             )
 
+    def _settle(self) -> None:
+        """Defaults that follow from other settings."""
+        given = {name: getattr(self, name) for name in FOLLOWING}
+        width, adaptive, depth = given["width"], given["adaptive_depth"], given["depth"]
+        if width is None:
+            pool = depth != 0 and self.drafter_names[0] == "beam"  # the only law that tells a width
+            width = "threshold" if pool and self.rule in DYNAMIC_RULES else "fixed"
+        if adaptive is None:
+            same_text = self.rule in FOREST_FREE_RULES and width == "fixed" and not self.memory_saving
+            adaptive = depth is None and same_text
+        settled = {"width": width, "adaptive_depth": adaptive}
+        settled["depth"] = (MAX_AUTO_DEPTH if adaptive else DEFAULT_DEPTH) if depth is None else depth
+        drafts = given["drafts_per_layer"]
+        settled["drafts_per_layer"] = max(DEFAULT_DRAFTS, 2 * self.num_beams) if drafts is None else drafts
+        asking = [name for name, value in given.items() if value and value != "fixed"]
+        settled["_asks"] = asking[0] if asking else None
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
+
     def _check_drafter(self) -> None:
         """One drafter or two that fit each other, the rule and the width."""
         names = self.drafter_names
         check_drafter_name(self.drafter)
         _require(self.ngram >= 1, "ngram", self.ngram, "1 or more")
         _require(self.branching >= 0, "branching", self.branching, "0 (as many as fit) or more")
-        _require(self.tree in TREES, "tree", self.tree, f"one of {', '.join(TREES)}")
         _require(self.fusion_top_k >= 0, "fusion_top_k", self.fusion_top_k, "0 (keep all) or more")
         threshold, share, most = self.tree_threshold, self.second_drafts, self.drafts_per_layer - 1
         _require(threshold is None or 0 < threshold <= 1, "tree_threshold", threshold, "above 0 and at most 1")
@@ -270,6 +366,22 @@ class MethodConfig:
                 "rule fuzzy takes drafts that the warped target excludes, and warp_scope beam gives them no weight: "
                 "use warp_scope pool"
             )
+
+    def fit_draft(self, draft: str | None) -> MethodConfig:
+        """This method, for a pair with this draft model or with none. Without one it is plain decoding, unless it was
+        told to draft. Raises UsageError where method and models contradict each other."""
+        if (draft is not None) == self.needs_draft:
+            return self
+        if draft is not None:
+            reason = "depth 0 drafts nothing" if self.depth == 0 else f"drafter {self.drafter} uses no draft model"
+            raise UsageError(f"draft is {shorten(draft)}, but {reason}: give draft None")
+        if self.rule == "fuzzy" or self.drafter != "beam":
+            asks = "rule fuzzy compares with" if self.rule == "fuzzy" else f"drafter {self.drafter} runs"
+            raise UsageError(f"draft is None, but {asks} a draft model: give one")
+        if self._asks is not None:
+            asks = f"{self._asks} is {getattr(self, self._asks)}"
+            raise UsageError(f"draft is None, but {asks}, which needs a draft model: give one, or drop it")
+        return replace(self, depth=0, adaptive_depth=False, width="fixed")
 
     @property
     def fuzzy(self) -> FuzzyConfig | None:
@@ -333,7 +445,7 @@ class ModelSpec:
     Attributes:
         source: alias, folder or hub id, as the user wrote it; `builtin:target` and `builtin:draft` are the shipped
             pair.
-        role: `target` or `draft`; named in errors.
+        role: `target` or `draft`; named in errors. `load` knows it.
         dtype: auto, float32, bfloat16 or float16.
         device: torch device string, or `auto`.
         device_map: accelerate's device map (`auto`, ...), exclusive with device.
@@ -354,6 +466,12 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         _require(self.numerics in NUMERICS, "numerics", self.numerics, f"one of {', '.join(NUMERICS)}")
+        check_types(self)
         _require(self.dtype in DTYPES, f"{self.role} dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         if self.device_map is not None and self.device != "auto":
             raise UsageError("device and device_map cannot be used together: give one of them")
+
+    def of_draft(self, source: str, device: str | None = None) -> ModelSpec:
+        """A draft that is loaded as this target is. device: one of its own."""
+        same = self.device if self.device_map is None else "auto"
+        return replace(self, source=source, role="draft", device=device or same, device_map=None)

@@ -18,7 +18,10 @@ Every message is one line, names the offending value and says what to do.
 
 from __future__ import annotations
 
+import reprlib
+
 __all__ = [
+    "MAX_SHOWN",
     "DsbdError",
     "InvalidRowError",
     "ModelError",
@@ -31,7 +34,21 @@ __all__ = [
     "RowError",
     "UnsupportedModelError",
     "UsageError",
+    "shorten",
 ]
+
+MAX_SHOWN = 60
+
+_brief = reprlib.Repr()
+_brief.maxlevel = 3
+_brief.maxstring = _brief.maxother = _brief.maxlong = MAX_SHOWN
+_brief.maxlist = _brief.maxdict = 4
+
+
+def shorten(value: object) -> str:
+    """A value as it stands in an error message: one line, at most MAX_SHOWN characters. Cheap for any value."""
+    text = repr(value[:MAX_SHOWN]) if isinstance(value, str) else " ".join(_brief.repr(value).split())
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
 class DsbdError(Exception):

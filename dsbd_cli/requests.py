@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from dsbd_cli.config import SamplingConfig
-from dsbd_cli.errors import RowError
+from dsbd_cli.config import SamplingConfig, check_types
+from dsbd_cli.errors import RowError, UsageError
 from dsbd_cli.stats import RequestStats
 
-__all__ = ["FinishReason", "Hypothesis", "Request", "RequestResult", "derive_seed"]
+__all__ = ["FinishReason", "Hypothesis", "Piece", "Request", "RequestResult", "check_seed", "derive_seed"]
 
 FinishReason = Literal["stop", "length"]
 
@@ -21,16 +21,52 @@ def derive_seed(run_seed: int, request_id: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def check_seed(seed: object) -> None:
+    """A seed of a run or of a request. Raises UsageError."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise UsageError(f"seed is {seed!r}, but must be an integer from 0 to 2**63 - 1")
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt. Exactly one of `prompt`, `messages` and `prompt_ids` is given; `seed` below 2**63."""
+    """One prompt, and what is asked for it.
 
-    id: str
-    seed: int
+    Attributes:
+        prompt: text to go on from.
+        messages: a conversation to answer, each message with role and content. prompt_ids: token ids to go on from.
+            Exactly one of prompt, messages and prompt_ids is given; a list is taken too.
+        id: name of the request. Default: its place among the requests of its run, from 0, as text.
+        seed: from 0 to 2**63 - 1. Default: derive_seed of the run's seed and the id.
+        sampling: options of this request.
+    """
+
     prompt: str | None = None
-    messages: tuple[dict[str, str], ...] | None = None
-    prompt_ids: tuple[int, ...] | None = None
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    messages: tuple[dict[str, str], ...] | None = field(default=None, kw_only=True)
+    prompt_ids: tuple[int, ...] | None = field(default=None, kw_only=True)
+    # None until `settled`, which an engine calls when it reads the request
+    id: str = field(default=None, kw_only=True)  # type: ignore[assignment]
+    seed: int = field(default=None, kw_only=True)  # type: ignore[assignment]
+    sampling: SamplingConfig = field(default_factory=SamplingConfig, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("messages", "prompt_ids"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
+        check_types(self, open_=("id", "seed"))
+        if self.seed is not None:
+            check_seed(self.seed)
+        given = [name for name in ("prompt", "messages", "prompt_ids") if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise UsageError(f"a request has {found}, but must have exactly one of prompt, messages and prompt_ids")
+
+    def settled(self, number: int, run_seed: int) -> Request:
+        """The request with an id and a seed. number: its place among the requests of its run."""
+        missing = [name for name in ("id", "seed") if getattr(self, name) is None]
+        if not missing:
+            return self
+        own = str(number) if "id" in missing else self.id
+        return replace(self, id=own, seed=derive_seed(run_seed, own) if "seed" in missing else self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +97,23 @@ class RequestResult:
     stats: RequestStats
     error: RowError | None = None
     truncated_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        """The best text. Raises the error of a request that failed."""
+        self.check()
+        return self.hypotheses[0].text
+
+    def check(self) -> None:
+        """Raises the error of a request that failed."""
+        if self.error is not None:
+            raise type(self.error)(f"request {self.request.id}: {self.error}")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that was added to one request and can no longer change. The last piece of a request has its result."""
+
+    request: Request
+    text: str
+    result: RequestResult | None = None

@@ -178,6 +178,7 @@ def test_the_public_names() -> None:
         "NumericalError",
         "OutputError",
         "PairError",
+        "Piece",
         "PromptTooLongError",
         "Request",
         "RequestResult",

@@ -67,8 +67,8 @@ def test_answers_are_those_of_generate(pair: Engine) -> None:
     """Tokens and log-probability are what the engine gives for the same records, seed and settings."""
     (row,) = (row for row in bench(pair, ["dsbd-coupled"], 4).run().rows)
     records = list(zip(range(4), open_dataset("qa", None, 0).records(), strict=False))
-    requests = [Request(r.id, derive_seed(0, r.id), prompt=r.prompt, sampling=SAMPLING) for _, r in records]
-    engine = Engine(pair.target, pair.draft, pair.codec, MethodConfig(num_beams=3))
+    requests = [Request(id=r.id, seed=derive_seed(0, r.id), prompt=r.prompt, sampling=SAMPLING) for _, r in records]
+    engine = Engine(pair.target, pair.draft, pair.codec, MethodConfig(num_beams=3, depth=4))
     best = [result.hypotheses[0] for result in engine.run(requests)]
     assert row.tokens == sum(one.num_tokens for one in best)
     assert row.logprob_per_token == pytest.approx(sum(one.logprob for one in best) / row.tokens)

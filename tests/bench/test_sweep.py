@@ -16,11 +16,21 @@ def test_every_method_of_the_table_can_be_made_with_the_defaults() -> None:
     assert [setting.method for setting in settings] == list(METHODS)
     assert {setting.label for setting in settings} == {""}
     by_name = {setting.method: setting.config for setting in settings}
-    assert by_name["dsbd-coupled"] == MethodConfig()
+    assert by_name["dsbd-coupled"] == MethodConfig(depth=4)
     assert by_name["beam-sampling"] == MethodConfig(depth=0)
-    assert by_name["speculative"] == MethodConfig(rule="rejection", num_beams=1, drafts_per_layer=1)
+    assert by_name["speculative"] == MethodConfig(
+        rule="rejection", num_beams=1, drafts_per_layer=1, depth=4, width="fixed"
+    )
     assert by_name["hf-beam-search"] == PeerConfig("beam-search", MethodConfig().num_beams)
     assert by_name["hf-greedy"] == PeerConfig("greedy")
+
+
+def test_records_hold_the_settings_of_a_method_and_nothing_else() -> None:
+    [setting] = plan(["dsbd-rejection"], {}).settings
+    found = setting.fields()
+    assert list(found)[:6] == ["rule", "num_beams", "drafts_per_layer", "depth", "width", "width_threshold"]
+    assert (found["depth"], found["width"], found["adaptive_depth"]) == (4, "fixed", False)
+    assert not [name for name in found if name.startswith("_")]
 
 
 def test_all_configs_differ() -> None:
@@ -50,8 +60,8 @@ def test_a_sweep_is_the_product_of_the_axes_that_act() -> None:
 
 def test_the_number_of_drafts_follows_the_beams_as_in_generate() -> None:
     configs = {s.label: s.config for s in plan(["dsbd-coupled"], {"num_beams": [2, 6]}).settings}
-    assert configs["W=2"] == MethodConfig(num_beams=2, drafts_per_layer=8)
-    assert configs["W=6"] == MethodConfig(num_beams=6, drafts_per_layer=12)
+    assert configs["W=2"] == MethodConfig(num_beams=2, drafts_per_layer=8, depth=4)
+    assert configs["W=6"] == MethodConfig(num_beams=6, drafts_per_layer=12, depth=4)
 
 
 def test_points_that_cannot_be_are_left_out_with_the_reason() -> None:

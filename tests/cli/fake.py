@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 
 import dsbd_cli.engine.decoding
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config import MethodConfig, ModelSpec
 from dsbd_cli.errors import ModelError, PromptTooLongError
 from dsbd_cli.requests import Hypothesis, Request, RequestResult
 from dsbd_cli.stats import LayerStats, RequestStats, StepStats
@@ -91,7 +91,7 @@ class FakeEngine:
 def fake_load(calls: list[dict[str, object]] | None = None) -> Callable[..., FakeEngine]:
     """A stand-in for dsbd_cli.engine.decoding.load.load that notes what it was called with."""
 
-    def load(target: str, draft: str | None, **options: object) -> FakeEngine:
+    def load(target: ModelSpec, draft: ModelSpec | None, **options: object) -> FakeEngine:
         if calls is not None:
             calls.append({"target": target, "draft": draft, **options})
         method, batch_size = options["method"], options["batch_size"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dsbd_cli.config import ModelSpec
 from tests.cli.conftest import Outcome
 
 Dsbd = Callable[..., Outcome]
@@ -104,18 +105,12 @@ def test_options_reach_the_library(dsbd: Dsbd) -> None:
     method = call.pop("method")
     assert (method.num_beams, method.drafts_per_layer) == (6, 12)
     assert call == {
-        "target": "t",
-        "draft": "d",
-        "dtype": "bfloat16",
-        "device": "cuda:1",
-        "draft_device": "cpu",
+        "target": ModelSpec("t", "target", "bfloat16", "cuda:1", trust_remote_code=True, allow_pickle=True),
+        "draft": ModelSpec("d", "draft", "bfloat16", "cpu", trust_remote_code=True, allow_pickle=True),
         "cuda_graphs": False,
-        "device_map": None,
         "batch_size": 3,
         "log_steps": False,
         "on_too_long": "error",
-        "trust_remote_code": True,
-        "allow_pickle": True,
     }
 
 

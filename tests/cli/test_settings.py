@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dsbd_cli.config import ModelSpec
 from dsbd_cli.job.cli.naming import as_typed
 from tests.cli.conftest import Outcome
 
@@ -148,7 +149,8 @@ def test_settled(dsbd: Dsbd, options: str, draft: str | None, fields: dict[str, 
     outcome = dsbd("generate", *options.split())
     assert (outcome.code, outcome.err) == (0, "")
     [call] = outcome.loads
-    assert call["draft"] == draft
+    asked = call["draft"]
+    assert (asked.source if isinstance(asked, ModelSpec) else asked) == draft
     assert {name: getattr(call["method"], name) for name in fields} == fields
 
 

@@ -37,13 +37,13 @@ def test_a_chat() -> None:
     }
     row = read(line(body))
     sampling = SamplingConfig(temperature=0.5, top_p=0.9, max_new_tokens=9, n_best=2, stop=("a", "b"))
-    assert row.request == Request("x", 7, None, ({"role": "user", "content": "hi"},), None, sampling)
+    assert row.request == Request(id="x", seed=7, messages=({"role": "user", "content": "hi"},), sampling=sampling)
     assert (row.id, row.form, row.metadata, row.warnings) == ("x", "openai-chat", {"k": "v"}, ())
 
 
 def test_a_completion() -> None:
     row = read(line({"model": "m", "prompt": "p"}, "/v1/completions"))
-    assert row.request == Request("x", derive_seed(3, "x"), "p", sampling=SamplingConfig())
+    assert row.request == Request(id="x", seed=derive_seed(3, "x"), prompt="p", sampling=SamplingConfig())
     assert row.form == "openai-completions"
     assert row.key == read({"id": "x", "prompt": "p"}).key
 

@@ -36,7 +36,7 @@ def refusal(row: object, reader: RowReader = RUN) -> str:
 
 def test_a_row_inherits_from_the_run() -> None:
     row = read({"prompt": "p"})
-    assert row.request == Request("5", derive_seed(3, "5"), "p", None, None, SamplingConfig(top_k=7))
+    assert row.request == Request(id="5", seed=derive_seed(3, "5"), prompt="p", sampling=SamplingConfig(top_k=7))
     assert (row.index, row.number, row.id, row.form, row.metadata, row.warnings) == (5, 12, "5", "flat", None, ())
 
 
@@ -63,7 +63,9 @@ def test_every_override() -> None:
         "metadata": {"a": [1, None]},
     }
     sampling = SamplingConfig(1.0, 0, 0.5, 0.1, 9, ("END",), 0.0, True, 4)
-    assert request(row) == Request("17", 2**63 - 1, None, ({"role": "user", "content": "hi"},), None, sampling)
+    assert request(row) == Request(
+        id="17", seed=2**63 - 1, messages=({"role": "user", "content": "hi"},), sampling=sampling
+    )
     assert read(row).metadata == {"a": [1, None]}
 
 
@@ -283,7 +285,7 @@ def test_messages_of_errors_are_short_and_on_one_line() -> None:
 
 def test_text_lines() -> None:
     row = RUN.read_text(' a\t"b" {}\u2028 '.encode(), index=5, number=7)
-    assert row.request == Request("5", derive_seed(3, "5"), ' a\t"b" {}\u2028 ', sampling=RUN.sampling)
+    assert row.request == Request(id="5", seed=derive_seed(3, "5"), prompt=' a\t"b" {}\u2028 ', sampling=RUN.sampling)
     assert (row.form, row.id, row.error) == ("text", "5", None)
     failed = RUN.read_text(b"ab\xff", index=5, number=7)
     assert str(failed.error) == "line 7: not UTF-8: byte 0xff at byte 3: 'ab\ufffd'"

@@ -29,11 +29,13 @@ def decode(
     target: str, draft: BridgedDraft | None, rule: str, prompts: list[Any] = PROMPTS, **sampling: Any
 ) -> list[RequestResult]:
     drafting = {"drafter": "bridge", "depth": 4, "width": "fixed"} if draft else {"depth": 0}
-    method = MethodConfig(rule=rule, num_beams=3, **drafting)  # type: ignore[arg-type]
+    method = MethodConfig(**{"rule": rule, "num_beams": 3, "depth": 4, **drafting})  # type: ignore[arg-type]
     engine = Engine(TextModel(target), draft, codec(target), method, batch_size=4)
     settings = SamplingConfig(**{"max_new_tokens": 10, "top_k": 10, "n_best": 3, **sampling})
     requests = [
-        Request(str(i), 7, sampling=settings, **({"prompt": one} if isinstance(one, str) else {"prompt_ids": one}))
+        Request(
+            id=str(i), seed=7, sampling=settings, **({"prompt": one} if isinstance(one, str) else {"prompt_ids": one})
+        )
         for i, one in enumerate(prompts)
     ]
     results = list(engine.run(requests))
@@ -123,10 +125,10 @@ def test_rejection_keeps_the_targets_law() -> None:
     counts = []
     for draft, seed in ((bridged("byte-level", "other byte-level"), 0), (None, 10**6)):
         drafting = {"drafter": "bridge", "depth": 2, "drafts_per_layer": 3} if draft else {"depth": 0}
-        method = MethodConfig(rule="rejection", num_beams=1, width="fixed", **drafting)  # type: ignore[arg-type]
+        method = MethodConfig(**{"rule": "rejection", "num_beams": 1, "depth": 4, "width": "fixed", **drafting})  # type: ignore[arg-type]
         engine = Engine(TextModel("byte-level"), draft, codec("byte-level"), method, batch_size=500)
         settings = SamplingConfig(max_new_tokens=2, top_k=4, temperature=2.0)
-        requests = (Request(str(i), seed + i, prompt="The fo", sampling=settings) for i in range(1500))
+        requests = (Request(id=str(i), seed=seed + i, prompt="The fo", sampling=settings) for i in range(1500))
         results = list(engine.run(requests))
         if draft:
             assert sum(result.stats.accepted for result in results) > 400

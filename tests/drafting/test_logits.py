@@ -78,7 +78,7 @@ class Scattered(HashModel):
 def answers(draft: HashModel, method: MethodConfig) -> list[object]:
     engine = Engine(HashModel(V, 1), draft, NumberCodec(V, (2,)), method, batch_size=3)
     sampling = SamplingConfig(max_new_tokens=12, top_k=6, temperature=1.3)
-    results = list(engine.run(Request(str(i), i, prompt_ids=(i, 3, 4, i), sampling=sampling) for i in range(6)))
+    results = list(engine.run(Request(id=str(i), seed=i, prompt_ids=(i, 3, 4, i), sampling=sampling) for i in range(6)))
     assert all(result.error is None for result in results)
     assert sum(result.stats.accepted for result in results) > 0
     return [
@@ -105,7 +105,7 @@ METHODS: list[dict[str, Any]] = [
 def test_texts_and_counters_are_those_of_the_scattered_head(
     method: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = MethodConfig(num_beams=2, drafts_per_layer=6, depth=3, **method)
+    config = MethodConfig(num_beams=2, drafts_per_layer=6, depth=3, **{"width": "fixed", **method})
     narrow = Narrow(V, 1, noise=0.2)
     wanted = answers(Scattered(V, 1, noise=0.2), config)
     if method["rule"] != "fuzzy" and "ngram" not in method.get("drafter", ""):  # these look at the whole vocabulary

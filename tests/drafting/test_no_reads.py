@@ -71,7 +71,7 @@ def test_texts_on_a_gpu_are_those_of_the_cpu(drafter: str) -> None:
         draft = models[1] if method.needs_draft else None
         engine = Engine(models[0], draft, NumberCodec(40, (2,)), method, batch_size=4)
         sampling = SamplingConfig(max_new_tokens=12)
-        requests = [Request(str(i), i, prompt_ids=(i, 3, 4, i, 3), sampling=sampling) for i in range(6)]
+        requests = [Request(id=str(i), seed=i, prompt_ids=(i, 3, 4, i, 3), sampling=sampling) for i in range(6)]
         return [hypothesis.token_ids for result in engine.run(requests) for hypothesis in result.hypotheses]
 
     assert texts("cuda") == texts("cpu")

@@ -49,7 +49,7 @@ def test_an_engine_without_a_batch_size_takes_what_fits() -> None:
     """Same results, and the batch is as large as the requests at hand."""
     target, draft = table_pair(1, 12, 0.4)
     sampling = SamplingConfig(max_new_tokens=8, top_k=6)
-    requests = [Request(str(i), i, prompt_ids=(i % 5, i % 7), sampling=sampling) for i in range(20)]
+    requests = [Request(id=str(i), seed=i, prompt_ids=(i % 5, i % 7), sampling=sampling) for i in range(20)]
     method = MethodConfig(num_beams=2, depth=2)
     results = []
     for batch_size in (None, 3):

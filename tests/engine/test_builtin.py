@@ -21,10 +21,10 @@ def records(count: int) -> list[TaskRecord]:
 
 
 def run(count: int, batch_size: int = 8, sampling: dict[str, Any] | None = None, **method: Any) -> list[RequestResult]:
-    config = dsbd_cli.MethodConfig(**method)
+    config = dsbd_cli.MethodConfig(**{"depth": 4, "width": "fixed", **method})
     engine = dsbd_cli.load(draft="builtin:draft" if config.depth else None, method=config, batch_size=batch_size)
     settings = dsbd_cli.SamplingConfig(**{"max_new_tokens": NEW, **(sampling or {})})
-    rows = [Request(r.id, derive_seed(0, r.id), prompt=r.prompt, sampling=settings) for r in records(count)]
+    rows = [Request(id=r.id, seed=derive_seed(0, r.id), prompt=r.prompt, sampling=settings) for r in records(count)]
     return list(engine.run(rows))
 
 
@@ -74,12 +74,12 @@ def test_drafts_are_of_use() -> None:
 
 def test_one_row_of_cache_per_request() -> None:
     """Slots kept between iterations stay close to one sequence at W=4 (sampling), trunk and tail together."""
-    config = dsbd_cli.MethodConfig()
+    config = dsbd_cli.MethodConfig(depth=4)
     engine = dsbd_cli.load(method=config, batch_size=8)
     engine.log_steps = True
     settings = dsbd_cli.SamplingConfig(max_new_tokens=NEW)
     kept = single = 0
-    for result in engine.run(Request(r.id, 1, prompt=r.prompt, sampling=settings) for r in records(16)):
+    for result in engine.run(Request(id=r.id, seed=1, prompt=r.prompt, sampling=settings) for r in records(16)):
         kept += max(step.kv_slots - step.nodes for step in result.stats.step_log)
         single += result.prompt_tokens + result.hypotheses[0].num_tokens
     assert kept < 1.3 * single

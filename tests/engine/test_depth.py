@@ -61,7 +61,7 @@ def decode(planner: RandomPlanner | None, rule: str, batch_size: int, beams: int
     if planner:
         engine._planner = planner
     sampling = SamplingConfig(max_new_tokens=40, top_k=6, n_best=beams)
-    results = engine.run(Request(str(i), i, prompt_ids=(i % 5, i % 7), sampling=sampling) for i in range(12))
+    results = engine.run(Request(id=str(i), seed=i, prompt_ids=(i % 5, i % 7), sampling=sampling) for i in range(12))
     texts = [[hypothesis.token_ids for hypothesis in result.hypotheses] for result in results]
     assert planner is None or checked.compared > 300
     return texts
@@ -308,7 +308,7 @@ def test_the_draft_reads_a_prompt_only_when_it_is_to_draft(drafts_for: Callable[
     engine = Engine(target, counted, NumberCodec(VOCABULARY, ()), config, batch_size=4)
     engine._planner = Planned(0, 5, 8)
     sampling = SamplingConfig(max_new_tokens=40, top_k=6)
-    results = list(engine.run(Request(str(i), i, prompt_ids=(i, 1, 2), sampling=sampling) for i in range(4)))
+    results = list(engine.run(Request(id=str(i), seed=i, prompt_ids=(i, 1, 2), sampling=sampling) for i in range(4)))
     assert [result.stats.draft_calls for result in results] == [drafts_for(5)] * 4
     assert counted.prompts == 4 * drafts_for(5)
     # what it holds moves only until all of that is in the trunks
@@ -395,7 +395,7 @@ def test_drafts_that_do_not_fit_into_memory_are_left_out(room: int) -> None:
     config = MethodConfig(rule="coupled", num_beams=3, drafts_per_layer=8, depth=5, adaptive_depth=True)
     engine = Engine(narrow, draft, NumberCodec(VOCABULARY, (2,)), config, batch_size=4)
     sampling = SamplingConfig(max_new_tokens=40, top_k=6, n_best=3)
-    results = engine.run(Request(str(i), i, prompt_ids=(i % 5, i % 7), sampling=sampling) for i in range(12))
+    results = engine.run(Request(id=str(i), seed=i, prompt_ids=(i % 5, i % 7), sampling=sampling) for i in range(12))
     assert [[hypothesis.token_ids for hypothesis in result.hypotheses] for result in results] == decode(
         None, "coupled", 4
     )

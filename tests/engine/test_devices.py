@@ -67,7 +67,7 @@ def requests(method: MethodConfig) -> list[Request]:
     plain = SamplingConfig(max_new_tokens=6, stop=("7 7",))
     warped = SamplingConfig(max_new_tokens=6, top_k=5, top_p=0.95, min_p=0.01, stop=("7 7",))
     sampling = plain if method.rule == "search" else warped
-    return [Request(str(i), i, prompt_ids=(1, i, i), sampling=sampling) for i in range(3)]
+    return [Request(id=str(i), seed=i, prompt_ids=(1, i, i), sampling=sampling) for i in range(3)]
 
 
 def reports_of(method: MethodConfig, patch: pytest.MonkeyPatch) -> list[Report]:
@@ -132,7 +132,7 @@ CASES: list[dict[str, Any]] = [
 def test_everything_is_on_the_models_device(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     captured = "captured" in case
     case = {name: value for name, value in case.items() if name != "captured"}
-    method = MethodConfig(num_beams=3, drafts_per_layer=4, depth=2, **case)
+    method = MethodConfig(num_beams=3, drafts_per_layer=4, depth=2, **{"width": "fixed", **case})
     reports = reports_of(method, monkeypatch)
     with pretend():
         draft = PretendedLM() if method.needs_draft else None

@@ -109,7 +109,7 @@ def make_engine(
 ) -> Engine:
     if "retrieval" in options.get("drafter", ""):
         options = {**options, "index": index}
-    config = MethodConfig(**{"num_beams": 3, **options, **method})
+    config = MethodConfig(**{"num_beams": 3, "depth": 4, "width": "fixed", **options, **method})
     target, draft = table_pair(seed, vocabulary, noise)
     codec = NumberCodec(vocabulary, ends)
     return Engine(target, draft if config.needs_draft else None, codec, config, batch_size=batch_size)
@@ -117,7 +117,7 @@ def make_engine(
 
 def request(i: int, new: int = 16, **sampling: Any) -> Request:
     prompt = tuple((i + step * (i % 3 + 1)) % VOCABULARY for step in range(LENGTHS[i % 4]))
-    return Request(str(i), i, prompt_ids=prompt, sampling=SamplingConfig(max_new_tokens=new, **sampling))
+    return Request(id=str(i), seed=i, prompt_ids=prompt, sampling=SamplingConfig(max_new_tokens=new, **sampling))
 
 
 def decode(engine: Engine, count: int = 6) -> list[RequestResult]:

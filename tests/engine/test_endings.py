@@ -28,13 +28,13 @@ VOCABULARY = 12
 
 def engine(rule: str = "coupled", eos: tuple[int, ...] = (2,), batch_size: int = 4, **method: object) -> Engine:
     target, draft = table_pair(1, VOCABULARY, 0.5)
-    config = MethodConfig(rule=rule, **method)  # type: ignore[arg-type]
+    config = MethodConfig(**{"rule": rule, "depth": 4, "width": "fixed", **method})  # type: ignore[arg-type]
     return Engine(target, draft if config.depth else None, NumberCodec(VOCABULARY, eos), config, batch_size=batch_size)
 
 
 def requests(count: int, **sampling: object) -> list[Request]:
     config = SamplingConfig(**{"max_new_tokens": 10, **sampling})  # type: ignore[arg-type]
-    return [Request(str(i), i, prompt_ids=(1 + i % 4, i % 5), sampling=config) for i in range(count)]
+    return [Request(id=str(i), seed=i, prompt_ids=(1 + i % 4, i % 5), sampling=config) for i in range(count)]
 
 
 @pytest.mark.parametrize("rule", ["coupled", "search", "rejection", "with-replacement"])
@@ -108,8 +108,8 @@ def test_rows_do_not_change_their_neighbours() -> None:
     """Different settings, lengths and stops in one batch give what each gives alone."""
     mixed = [
         Request(
-            str(i),
-            i,
+            id=str(i),
+            seed=i,
             prompt_ids=tuple(1 + (i + j) % 9 for j in range(1 + 7 * (i % 3))),
             sampling=SamplingConfig(
                 temperature=(0.7, 1.0, 1.5)[i % 3],
@@ -157,12 +157,12 @@ def test_failing_rows_leave_the_others_alone() -> None:
             return out
 
     table, draft = table_pair(1, VOCABULARY, 0.5)
-    decoder = Engine(Broken(table.table), draft, NumberCodec(VOCABULARY, (2,)), MethodConfig(), batch_size=3)
+    decoder = Engine(Broken(table.table), draft, NumberCodec(VOCABULARY, (2,)), MethodConfig(depth=4), batch_size=3)
     good = requests(8)
     bad = [
-        Request("nan", 1, prompt_ids=(9, 1), sampling=good[0].sampling),
-        Request("empty", 1, prompt="", sampling=good[0].sampling),
-        Request("many", 1, prompt_ids=(1,), sampling=SamplingConfig(n_best=5)),
+        Request(id="nan", seed=1, prompt_ids=(9, 1), sampling=good[0].sampling),
+        Request(id="empty", seed=1, prompt="", sampling=good[0].sampling),
+        Request(id="many", seed=1, prompt_ids=(1,), sampling=SamplingConfig(n_best=5)),
     ]
     results = {r.request.id: r for r in decoder.run([good[0], *bad, *good[1:]])}
     assert isinstance(results["nan"].error, NumericalError)
@@ -198,9 +198,9 @@ def test_out_of_memory_halves_the_batch_and_goes_on(allocator: str) -> None:
         with pytest.raises(RuntimeError) as found:
             torch.empty(1 << 60, dtype=torch.uint8)
         cramped.error = found.value
-    decoder = Engine(cramped, draft, NumberCodec(VOCABULARY, (2,)), MethodConfig(), batch_size=9)
+    decoder = Engine(cramped, draft, NumberCodec(VOCABULARY, (2,)), MethodConfig(depth=4), batch_size=9)
     good = requests(14)
-    heavy = Request("heavy", 1, prompt_ids=(9, 1), sampling=good[0].sampling)
+    heavy = Request(id="heavy", seed=1, prompt_ids=(9, 1), sampling=good[0].sampling)
     results = list(decoder.run([*good[:5], heavy, *good[5:]]))
     assert [r.request.id for r in results] == [*map(str, range(5)), "heavy", *map(str, range(5, 14))]
     assert isinstance(results.pop(5).error, OutOfMemoryRowError)
@@ -225,7 +225,9 @@ def test_a_slow_producer_gets_its_answers_before_the_next_row_is_ready() -> None
 def test_prompts_past_the_positions_are_refused() -> None:
     decoder = engine()
     decoder.target.max_positions = 12  # type: ignore[misc]
-    result = next(decoder.run([Request("a", 1, prompt_ids=(1, 2, 3), sampling=SamplingConfig(max_new_tokens=10))]))
+    result = next(
+        decoder.run([Request(id="a", seed=1, prompt_ids=(1, 2, 3), sampling=SamplingConfig(max_new_tokens=10))])
+    )
     assert isinstance(result.error, PromptTooLongError)
     assert "3 tokens" in str(result.error)
     assert "12 positions" in str(result.error)
@@ -234,8 +236,8 @@ def test_prompts_past_the_positions_are_refused() -> None:
 def test_a_long_prompt_is_prefilled_in_chunks() -> None:
     prompt = tuple(1 + (i * i) % 11 for i in range(1300))
     sampling = SamplingConfig(max_new_tokens=6)
-    long = next(engine().run([Request("a", 3, prompt_ids=prompt, sampling=sampling)]))
-    short = next(engine().run([Request("a", 3, prompt_ids=prompt[-2:], sampling=sampling)]))
+    long = next(engine().run([Request(id="a", seed=3, prompt_ids=prompt, sampling=sampling)]))
+    short = next(engine().run([Request(id="a", seed=3, prompt_ids=prompt[-2:], sampling=sampling)]))
     assert long.hypotheses[0].token_ids == short.hypotheses[0].token_ids
     assert long.prompt_tokens == 1300
 
@@ -243,7 +245,7 @@ def test_a_long_prompt_is_prefilled_in_chunks() -> None:
 def test_a_broken_draft_costs_speed_not_text() -> None:
     target, _ = table_pair(1, VOCABULARY, 0.5)
     draft = TableLM(torch.full((VOCABULARY,) * 3, torch.nan))
-    decoder = Engine(target, draft, NumberCodec(VOCABULARY, (2,)), MethodConfig(), batch_size=3)
+    decoder = Engine(target, draft, NumberCodec(VOCABULARY, (2,)), MethodConfig(depth=4), batch_size=3)
     for a, b in zip(decoder.run(requests(6)), engine(depth=0).run(requests(6)), strict=True):
         assert a.hypotheses[0].token_ids == b.hypotheses[0].token_ids
         assert a.stats.accepted == 0

@@ -25,7 +25,7 @@ def engine(positions: int, codec: NumberCodec | None = None, draft_positions: in
     target, draft = table_pair(1, VOCABULARY, 0.5)
     target.max_positions, draft.max_positions = positions, draft_positions  # type: ignore[misc, assignment]
     codec = codec or NumberCodec(VOCABULARY)
-    return Engine(target, draft, codec, MethodConfig(), on_too_long="truncate-left")
+    return Engine(target, draft, codec, MethodConfig(depth=4), on_too_long="truncate-left")
 
 
 @pytest.mark.parametrize("form", ["prompt", "messages", "prompt_ids"])
@@ -38,30 +38,33 @@ def test_the_left_of_a_long_prompt_is_dropped(form: str, target: int, draft: int
         "messages": ({"role": "user", "content": text},),
         "prompt_ids": tuple(map(int, text.split())),
     }
-    request = Request("a", 1, sampling=SAMPLING, **{form: given[form]})  # type: ignore[arg-type]
+    request = Request(id="a", seed=1, sampling=SAMPLING, **{form: given[form]})  # type: ignore[arg-type]
     [cut] = engine(target, draft_positions=draft).run([request])
     assert (cut.error, cut.prompt_tokens, cut.truncated_tokens) == (None, 3, 4)
-    [short] = engine(target).run([Request("a", 1, prompt="7 8 9", sampling=SAMPLING)])
+    [short] = engine(target).run([Request(id="a", seed=1, prompt="7 8 9", sampling=SAMPLING)])
     assert short.truncated_tokens == 0
     assert cut.hypotheses == short.hypotheses
 
 
 def test_the_token_that_begins_a_text_is_kept() -> None:
     decoder = engine(7, BeginningCodec(VOCABULARY))
-    assert decoder._encoder.encode(Request("a", 1, prompt="3 4 5 6", sampling=SAMPLING)) == ([1, 5, 6], 2)
-    assert decoder._encoder.encode(Request("a", 1, prompt="3 4", sampling=SAMPLING)) == ([1, 3, 4], 0)
-    assert decoder._encoder.encode(Request("a", 1, prompt_ids=(3, 4, 5, 6), sampling=SAMPLING)) == ([4, 5, 6], 1)
+    assert decoder._encoder.encode(Request(id="a", seed=1, prompt="3 4 5 6", sampling=SAMPLING)) == ([1, 5, 6], 2)
+    assert decoder._encoder.encode(Request(id="a", seed=1, prompt="3 4", sampling=SAMPLING)) == ([1, 3, 4], 0)
+    assert decoder._encoder.encode(Request(id="a", seed=1, prompt_ids=(3, 4, 5, 6), sampling=SAMPLING)) == (
+        [4, 5, 6],
+        1,
+    )
 
 
 def test_no_room_for_a_prompt_is_an_error_even_so() -> None:
-    [result] = engine(4).run([Request("a", 1, prompt="3 4", sampling=SAMPLING)])
+    [result] = engine(4).run([Request(id="a", seed=1, prompt="3 4", sampling=SAMPLING)])
     assert isinstance(result.error, PromptTooLongError)
     assert "4 positions" in str(result.error)
 
 
 def test_a_stopped_run_hands_out_what_is_done_and_ends() -> None:
     target, draft = table_pair(1, VOCABULARY, 0.5)
-    decoder = Engine(target, draft, NumberCodec(VOCABULARY), MethodConfig(), batch_size=1)
+    decoder = Engine(target, draft, NumberCodec(VOCABULARY), MethodConfig(depth=4), batch_size=1)
     asked = []
 
     def source():  # type: ignore[no-untyped-def]
@@ -69,9 +72,9 @@ def test_a_stopped_run_hands_out_what_is_done_and_ends() -> None:
             asked.append(place)
             if place == 3:
                 decoder.stop()
-            yield Request(str(place), place, prompt="3 4", sampling=SAMPLING)
+            yield Request(id=str(place), seed=place, prompt="3 4", sampling=SAMPLING)
 
     done = [result.request.id for result in decoder.run(source())]
     assert done == ["0", "1", "2"]
     assert len(asked) < 8
-    assert list(decoder.run([Request("a", 1, prompt="3", sampling=SAMPLING)])) == []
+    assert list(decoder.run([Request(id="a", seed=1, prompt="3", sampling=SAMPLING)])) == []

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.engine.decoding import graphs as graphs_module
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.decoding.graphs import Homes, IterationGraphs, Phase, Recording
@@ -44,7 +44,7 @@ class FakeRecorder:
 
 def decode(graphs: IterationGraphs | None, rule: str, **method: object) -> list[list[tuple[int, ...]]]:
     target, draft = table_pair(1, VOCABULARY, 0.4)
-    config = MethodConfig(rule=rule, num_beams=3, drafts_per_layer=8, depth=3, **method)  # type: ignore[arg-type]
+    config = MethodConfig(rule, 3, 8, 3, **{"width": "fixed", **method})  # type: ignore[arg-type]
     engine = Engine(target, draft, NumberCodec(VOCABULARY, (2,)), config, batch_size=4)
     engine._stepper.graphs = graphs
     texts = []
@@ -52,7 +52,9 @@ def decode(graphs: IterationGraphs | None, rule: str, **method: object) -> list[
         sampling = [
             SamplingConfig(max_new_tokens=12 + i % 5, top_k=6, stop=("7 7",) if i % 9 == 8 else ()) for i in range(20)
         ]
-        requests = (Request(str(i), start + i, prompt_ids=(i % 5, i % 7), sampling=sampling[i]) for i in range(20))
+        requests = (
+            Request(id=str(i), seed=start + i, prompt_ids=(i % 5, i % 7), sampling=sampling[i]) for i in range(20)
+        )
         texts += [[hypothesis.token_ids for hypothesis in result.hypotheses] for result in engine.run(requests)]
     return texts
 
@@ -136,14 +138,14 @@ def test_the_captured_path_ran_and_gave_the_same_texts(rule: str) -> None:
 
     texts = []
     for captured in (False, True):
-        method = MethodConfig(rule=rule, num_beams=4, drafts_per_layer=8, depth=3)  # type: ignore[arg-type]
-        engine = load(method=method, device="cuda", batch_size=4)
+        method = MethodConfig(rule=rule, num_beams=4, drafts_per_layer=8, depth=3, width="fixed")  # type: ignore[arg-type]
+        engine = load(ModelSpec("builtin:target", device="cuda"), method=method, batch_size=4)
         if not captured:
             engine._stepper.graphs = None
         assert (engine._stepper.graphs is not None) == captured
         records = list(itertools.islice(TASKS["sql"].records("test", 1), 12))
         sampling = SamplingConfig(max_new_tokens=48)
-        requests = [Request(r.id, i, prompt=r.prompt, sampling=sampling) for i, r in enumerate(records)]
+        requests = [Request(id=r.id, seed=i, prompt=r.prompt, sampling=sampling) for i, r in enumerate(records)]
         texts.append([result.hypotheses[0].token_ids for result in engine.run(requests)])
         if captured:
             assert engine._stepper.graphs is not None
@@ -182,7 +184,7 @@ def test_stop_strings_of_its_own_for_every_request_do_not_prevent_replays() -> N
     engine._stepper.graphs = graphs
     stops = [(f"{i} {i + 1} {i % 7}",) for i in range(40)]
     requests = [
-        Request(str(i), i, prompt_ids=(i % 5, 3), sampling=SamplingConfig(max_new_tokens=12, stop=stop))
+        Request(id=str(i), seed=i, prompt_ids=(i % 5, 3), sampling=SamplingConfig(max_new_tokens=12, stop=stop))
         for i, stop in enumerate(stops)
     ]
     calls = sum(result.stats.target_calls for result in engine.run(requests))

@@ -69,7 +69,9 @@ def excess(counts: Counter[Results], law: dict[Results, float]) -> float:
 
 def make_engine(seed: int, vocabulary: int, settings: Settings, **method: object) -> Engine:
     target, draft = table_pair(seed, vocabulary, noise=1.0)
-    config = MethodConfig(num_beams=settings.width, warp_scope=settings.scope, **method)  # type: ignore[arg-type]
+    config = MethodConfig(
+        num_beams=settings.width, warp_scope=settings.scope, **{"depth": 4, "width": "fixed", **method}
+    )  # type: ignore[arg-type]
     codec = NumberCodec(vocabulary, tuple(settings.ends))
     return Engine(target, draft if config.depth else None, codec, config, batch_size=400)
 
@@ -128,7 +130,7 @@ def test_results_do_not_repeat_a_sequence() -> None:
 def test_equal_seeds_share_their_noise_and_others_do_not() -> None:
     engine = make_engine(7, 4, PLAIN, rule="coupled", depth=0)
     sampling = SamplingConfig(max_new_tokens=24, temperature=2.0)
-    results = list(engine.run(Request(str(i), i // 3, prompt_ids=(0,), sampling=sampling) for i in range(12)))
+    results = list(engine.run(Request(id=str(i), seed=i // 3, prompt_ids=(0,), sampling=sampling) for i in range(12)))
     texts = [result.hypotheses[0].token_ids for result in results]
     assert all(texts[3 * group] == texts[3 * group + 1] == texts[3 * group + 2] for group in range(4))
     assert len(set(texts)) == 4

@@ -48,7 +48,7 @@ def test_one_read_per_iteration(method: MethodConfig, monkeypatch: pytest.Monkey
     monkeypatch.setattr(step_module, "_report", counted)
     sampling = SamplingConfig(max_new_tokens=10, top_k=5, top_p=0.95, min_p=0.01, stop=("7 7",))
     warped = SamplingConfig(max_new_tokens=10) if method.rule == "search" else sampling
-    requests = [Request(str(i), i, prompt_ids=(1, i), sampling=warped) for i in range(6)]
+    requests = [Request(id=str(i), seed=i, prompt_ids=(1, i), sampling=warped) for i in range(6)]
     results = list(engine.run(requests))
     assert all(result.hypotheses for result in results)
     assert reads.operations > 1000

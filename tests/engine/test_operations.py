@@ -14,7 +14,7 @@ MOST = {"coupled": 1428, "search": 1088, "rejection": 2804}
 
 @pytest.mark.parametrize("rule", MOST)
 def test_an_iteration_launches_no_more_than_it_did(rule: str) -> None:
-    method = MethodConfig(rule=rule, num_beams=4, drafts_per_layer=8, depth=4)  # type: ignore[arg-type]
+    method = MethodConfig(rule=rule, num_beams=4, drafts_per_layer=8, depth=4, width="fixed")  # type: ignore[arg-type]
     found = [counting.outside.total() for counting in count(method, 2)]
     assert len(found) == 2
     assert MOST[rule] // 2 < max(found) <= MOST[rule]

@@ -33,7 +33,9 @@ def run(
 ) -> list[RequestResult]:
     target, draft = table_pair(1, VOCABULARY, noise)
     depth = method.pop("depth", 3) if drafted else 0
-    config = MethodConfig(rule=rule, num_beams=settings.width, depth=depth, warp_scope=settings.scope, **method)
+    config = MethodConfig(
+        rule=rule, num_beams=settings.width, depth=depth, warp_scope=settings.scope, **{"width": "fixed", **method}
+    )
     codec = NumberCodec(VOCABULARY, tuple(settings.ends))
     engine = Engine(target, draft if depth else None, codec, config, batch_size=batch_size)
     sampling = SamplingConfig(
@@ -44,7 +46,9 @@ def run(
         early_stopping=settings.early,
         n_best=settings.width,
     )
-    return list(engine.run(Request(str(i), i, prompt_ids=(i % 5, i % 7), sampling=sampling) for i in range(count)))
+    return list(
+        engine.run(Request(id=str(i), seed=i, prompt_ids=(i % 5, i % 7), sampling=sampling) for i in range(count))
+    )
 
 
 def texts(results: list[RequestResult]) -> list[list[tuple[int, ...]]]:

@@ -67,7 +67,9 @@ def found(
     engine: Engine, batch: list[list[int]], beams: int, penalty: float, early: bool, new: int
 ) -> list[list[list[int]]]:
     sampling = SamplingConfig(max_new_tokens=new, length_penalty=penalty, early_stopping=early, n_best=beams)
-    results = engine.run(Request(str(i), i, prompt_ids=tuple(ids), sampling=sampling) for i, ids in enumerate(batch))
+    results = engine.run(
+        Request(id=str(i), seed=i, prompt_ids=tuple(ids), sampling=sampling) for i, ids in enumerate(batch)
+    )
     return [[list(h.token_ids) for h in result.hypotheses] for result in results]
 
 
@@ -75,7 +77,7 @@ def drafted_layers_passed(engine: Engine, batch: list[list[int]]) -> int:
     """Steps beyond one per target call: drafts that were of use."""
     sampling = SamplingConfig(max_new_tokens=8)
     results = list(
-        engine.run(Request(str(i), i, prompt_ids=tuple(ids), sampling=sampling) for i, ids in enumerate(batch))
+        engine.run(Request(id=str(i), seed=i, prompt_ids=tuple(ids), sampling=sampling) for i, ids in enumerate(batch))
     )
     return sum(result.stats.steps - result.stats.target_calls for result in results)
 

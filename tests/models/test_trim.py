@@ -85,7 +85,9 @@ def outputs(pair: Any, rule: str, **method: Any) -> list[list[tuple[int, ...]]]:
     config = MethodConfig(rule=rule, num_beams=3, drafts_per_layer=6, depth=3 if pair.draft else 0, **method)  # type: ignore[arg-type]
     engine = Engine(pair.target, pair.draft, pair.codec, config, batch_size=4)
     requests = (
-        Request(str(i), i, prompt_ids=(1, 5, 7 + i), sampling=SamplingConfig(max_new_tokens=8, top_k=5, n_best=3))
+        Request(
+            id=str(i), seed=i, prompt_ids=(1, 5, 7 + i), sampling=SamplingConfig(max_new_tokens=8, top_k=5, n_best=3)
+        )
         for i in range(6)
     )
     results = list(engine.run(requests))
@@ -120,7 +122,7 @@ def test_rejection_keeps_the_targets_law(tmp_path: Path) -> None:
     config = MethodConfig(rule="rejection", num_beams=1, drafts_per_layer=3, depth=1, width="fixed")
     engine = Engine(drafted.target, drafted.draft, drafted.codec, config, batch_size=500)
     sampling = SamplingConfig(max_new_tokens=1, top_k=6)
-    results = list(engine.run(Request(str(i), i, prompt_ids=(1, 5), sampling=sampling) for i in range(4000)))
+    results = list(engine.run(Request(id=str(i), seed=i, prompt_ids=(1, 5), sampling=sampling) for i in range(4000)))
     found = Counter(result.hypotheses[0].token_ids[0] for result in results)
     expected = {int(token): 4000 * float(p) for token, p in zip(best.indices, wanted, strict=True)}
     assert found.keys() <= expected.keys()

@@ -21,7 +21,7 @@ SAMPLING = SamplingConfig(max_new_tokens=24)
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return load(method=MethodConfig(num_beams=3))
+    return load(method=MethodConfig(num_beams=3, depth=4))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_it_gives_the_texts_of_our_own_search(
 ) -> None:
     """Two implementations of one method agree, in padded batches too: prompts, limits and ends are the same."""
     method = MethodConfig(rule="search", num_beams=num_beams, depth=0)
-    requests = [Request(str(i), 0, prompt_ids=tuple(p), sampling=SAMPLING) for i, p in enumerate(prompts)]
+    requests = [Request(id=str(i), seed=0, prompt_ids=tuple(p), sampling=SAMPLING) for i, p in enumerate(prompts)]
     ours = [result.hypotheses[0] for result in Engine(engine.target, None, engine.codec, method).run(requests)]
     runner = peer(engine, kind, num_beams)
     theirs = list(runner.run(prompts, seed=0))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import dsbd_cli.engine.decoding
-from dsbd_cli import Engine, MethodConfig
+from dsbd_cli import Engine, MethodConfig, ModelSpec
 from dsbd_cli.engine.decoding.engine import EngineInfo
 from dsbd_cli.engine.drafting import BridgedDraft
 from dsbd_cli.job.cli.app import run
@@ -23,15 +23,18 @@ from tests.engine.toys import NumberCodec, table_pair
 VOCABULARY = 12
 
 
-def toy_load(target: str, draft: str | None, *, method: MethodConfig, batch_size: int, **_: object) -> Engine:
+def toy_load(
+    target: ModelSpec, draft: ModelSpec | None, *, method: MethodConfig, batch_size: int, **_: object
+) -> Engine:
     """As decoding.load.load, with tables for models; for a bridge two that share no vocabulary."""
     if method.drafter == "bridge":
         kinds = codec("bytes"), codec("byte-level")
-        info = EngineInfo(target, draft, "float32", "cpu", "float32", "cpu")
+        info = EngineInfo(target.source, draft and draft.source, "float32", "cpu", "float32", "cpu")
         bridged = BridgedDraft(TextModel("byte-level"), kinds[1], kinds[0])
         return Engine(TextModel("bytes"), bridged, kinds[0], method, batch_size=batch_size, info=info)
     big, small = table_pair(2, VOCABULARY, 0.6)
-    info = EngineInfo(target, draft, "float32", "cpu", "float32" if draft else None, "cpu" if draft else None)
+    names = target.source, draft and draft.source
+    info = EngineInfo(*names, "float32", "cpu", "float32" if draft else None, "cpu" if draft else None)
     numbers = NumberCodec(VOCABULARY, (3,))
     return Engine(big, small if draft else None, numbers, method, batch_size=batch_size, info=info)
 

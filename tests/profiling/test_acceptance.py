@@ -17,8 +17,8 @@ VOCABULARY = 12
 METHODS = [
     MethodConfig(rule="coupled", num_beams=3, drafts_per_layer=8, depth=3),
     MethodConfig(rule="search", num_beams=3, drafts_per_layer=8, depth=3),
-    MethodConfig(rule="rejection", num_beams=3, drafts_per_layer=8, depth=3),
-    MethodConfig(rule="with-replacement", num_beams=3, drafts_per_layer=8, depth=3),
+    MethodConfig(rule="rejection", num_beams=3, drafts_per_layer=8, depth=3, width="fixed"),
+    MethodConfig(rule="with-replacement", num_beams=3, drafts_per_layer=8, depth=3, width="fixed"),
     MethodConfig(rule="coupled", num_beams=3, drafts_per_layer=8, depth=3, width="threshold"),
     MethodConfig(rule="rejection", num_beams=3, drafts_per_layer=8, depth=3, width="threshold", min_width=2),
 ]
@@ -30,7 +30,9 @@ def run(method: MethodConfig, count: int, probe: DraftProbe | SlotProbe | None =
     if probe is not None:
         watch(engine, probe)
     sampling = SamplingConfig(top_k=0, max_new_tokens=16)
-    return list(engine.run(Request(str(i), i, prompt_ids=(i % 5, i % 7), sampling=sampling) for i in range(count)))
+    return list(
+        engine.run(Request(id=str(i), seed=i, prompt_ids=(i % 5, i % 7), sampling=sampling) for i in range(count))
+    )
 
 
 def name(method: MethodConfig) -> str:

@@ -27,7 +27,7 @@ METHOD = MethodConfig(num_beams=2, drafts_per_layer=4, depth=2)
 def bench(count: int = 3) -> Bench:
     target, draft = table_pair(2, 8, 0.5)
     sampling = SamplingConfig(top_k=0, max_new_tokens=10)
-    requests = tuple(Request(str(i), i, prompt=f"{i} 1 2", sampling=sampling) for i in range(count))
+    requests = tuple(Request(id=str(i), seed=i, prompt=f"{i} 1 2", sampling=sampling) for i in range(count))
     return Bench(target, draft, NumberCodec(8, (3,)), requests, 2, ("t", "d"))
 
 
@@ -132,7 +132,7 @@ def test_a_timed_model_shows_what_else_the_model_has() -> None:
 
 def test_a_row_that_fails_ends_the_profile() -> None:
     some = bench(1)
-    wrong = Bench(some.target, some.draft, some.codec, (Request("x", 0, prompt="77"),), 2, ("t", "d"))
+    wrong = Bench(some.target, some.draft, some.codec, (Request(id="x", seed=0, prompt="77"),), 2, ("t", "d"))
     with pytest.raises(DsbdError, match="prompt x cannot be profiled"):
         wrong.timed(METHOD)
 

@@ -21,7 +21,7 @@ VOCABULARY = 6
 METHODS = {
     "coupled": MethodConfig(rule="coupled", num_beams=2, drafts_per_layer=4, depth=2),
     "coupled threshold": MethodConfig(rule="coupled", num_beams=3, drafts_per_layer=3, depth=2, width="threshold"),
-    "rejection": MethodConfig(rule="rejection", num_beams=2, drafts_per_layer=4, depth=2),
+    "rejection": MethodConfig(rule="rejection", num_beams=2, drafts_per_layer=4, depth=2, width="fixed"),
     "rejection threshold": MethodConfig(rule="rejection", num_beams=3, drafts_per_layer=4, depth=3, width="threshold"),
     "search": MethodConfig(rule="search", num_beams=2, drafts_per_layer=3, depth=2),
     "no draft": MethodConfig(rule="coupled", num_beams=2, depth=0),
@@ -36,7 +36,7 @@ def show(
     snapshot = Snapshot(seed, number)
     watch(engine, snapshot)
     sampling = SamplingConfig(top_k=0, max_new_tokens=24)
-    (result,) = list(engine.run([Request("r", seed, prompt="1 0", sampling=sampling)]))
+    (result,) = list(engine.run([Request(id="r", seed=seed, prompt="1 0", sampling=sampling)]))
     steps = result.stats.step_log
     assert len(steps) > number, "a longer text is needed"
     names = [str(token) for token in range(target.vocab_size)]

@@ -56,8 +56,6 @@ class Encoder:
             raise InvalidRowError(
                 f"prompt holds token id {foreign[0]}, but the target has {self.target.vocab_size} ids"
             )
-        if not 0 <= request.seed < 2**63:
-            raise InvalidRowError(f"seed is {request.seed}, but must be from 0 to 2**63 - 1")
         for stop in request.sampling.stop:
             if any("\ud800" <= letter <= "\udfff" for letter in stop):
                 raise InvalidRowError(f"stop is {stop!r}, which is no valid text: it holds half a surrogate pair")

@@ -3,10 +3,13 @@ finish."""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar, overload
 
 import torch
 
@@ -17,10 +20,11 @@ from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.decoding.budget import PEEK, fitting_rows, least_bytes, memory_bytes
 from dsbd_cli.engine.decoding.devices import captures, current, events, out_of_memory
 from dsbd_cli.engine.decoding.encode import Encoder
-from dsbd_cli.engine.decoding.outcome import collect, record_iteration
+from dsbd_cli.engine.decoding.outcome import collect, common_tokens, record_iteration
+from dsbd_cli.engine.decoding.pieces import Pieces
 from dsbd_cli.engine.decoding.planner import Reading, Shape, planner_for
 from dsbd_cli.engine.decoding.prefill import prefill
-from dsbd_cli.engine.decoding.scheduler import Job, ResultOrder, Scheduler, Source, bucket
+from dsbd_cli.engine.decoding.scheduler import Job, ResultOrder, Results, Scheduler, Source, bucket
 from dsbd_cli.engine.decoding.state import BatchState
 from dsbd_cli.engine.decoding.step import Plan, Stepper
 from dsbd_cli.engine.decoding.timing import PhaseTimer
@@ -34,12 +38,14 @@ from dsbd_cli.errors import (
     RowError,
     UsageError,
 )
-from dsbd_cli.requests import Request, RequestResult
+from dsbd_cli.requests import Piece, Request, RequestResult
 from dsbd_cli.stats import RequestStats
 
 __all__ = ["Engine", "EngineInfo"]
 
 READ_AHEAD = 4
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +58,6 @@ class EngineInfo:
     device: str
     draft_dtype: str | None = None
     draft_device: str | None = None
-
-
-def _unfit_draft(method: MethodConfig) -> str:
-    """Why there must, or must not, be a draft model."""
-    if method.depth == 0:
-        return "depth 0 drafts nothing: give no draft model, or raise depth"
-    if method.needs_draft:
-        return f"drafter {method.drafter} needs a draft model: give one, or use depth 0"
-    return f"drafter {method.drafter} uses no draft model: give none"
 
 
 class Engine:
@@ -90,9 +87,8 @@ class Engine:
         on_too_long: a prompt that does not fit the models' positions fails, or loses tokens on its left.
         cuda_graphs: capture iterations as CUDA graphs; None: where both models lie whole on one GPU.
         """
-        self.method = method or MethodConfig(depth=4 if draft is not None else 0)
-        if (draft is not None) != self.method.needs_draft:
-            raise UsageError(_unfit_draft(self.method))
+        name = None if draft is None else (info.draft if info is not None else None) or type(draft).__name__
+        self.method = (method or MethodConfig()).fit_draft(name)
         bridged = isinstance(draft, BridgedDraft)
         if draft is not None and bridged != (self.method.drafter == "bridge"):
             raise UsageError(f"drafter {self.method.drafter} takes a {'plain draft' if bridged else 'BridgedDraft'}")
@@ -169,19 +165,65 @@ class Engine:
         """
         self._stopping = True
 
-    @torch.inference_mode()
-    def run(self, requests: Iterable[Request | None]) -> Iterator[RequestResult]:
+    @overload
+    def generate(self, requests: str | Request, *, seed: int = 0) -> RequestResult: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def generate(self, requests: Iterable[Request | str], *, seed: int = 0) -> list[RequestResult]: ...
+
+    def generate(
+        self, requests: str | Request | Iterable[Request | str], *, seed: int = 0
+    ) -> RequestResult | list[RequestResult]:
+        """Answer one prompt or request, or a list of them: one result, or a list.
+
+        seed: of the run, as in `run`. Raises the RowError of the first request that failed; `run` goes on instead.
+        """
+        alone = isinstance(requests, Request | str)
+        results = list(self.run([requests] if isinstance(requests, Request | str) else requests, seed=seed))
+        if self._stopping:
+            raise UsageError("this engine was stopped and answers nothing any more: load another one")
+        for result in results:
+            result.check()
+        return results[0] if alone else results
+
+    def run(self, requests: Iterable[Request | str | None], *, seed: int = 0) -> Iterator[RequestResult]:
         """Decode requests; yield one result each, in input order, as soon as its turn has come.
+
+        A string is a prompt. seed: of the run; a request without a seed gets its own from this and its id, and one
+        without an id is named by its place, from 0. The command does the same, so it gives the same text.
 
         A request that fails yields a result with `error`; the others go on. The input is read lazily, a few batches
         ahead at most. An item None says that nothing is ready yet: the engine goes on with what it has. Out of memory
         halves the batch and decodes its requests again, which gives the same results; a request that does not fit
         alone fails.
         """
+        return self._answers(Source(requests, seed), ResultOrder())
+
+    def stream(self, requests: Iterable[Request | str | None], *, seed: int = 0) -> Iterator[Piece]:
+        """Decode requests as `run` does; yield text of each as soon as it can no longer change.
+
+        After an iteration every running request may yield a piece. The pieces of a request, joined, are the beginning
+        of its best text; the last one completes it and has the result. A request that fails ends with a piece that has
+        a result with `error`. Pieces of different requests are mixed, and results come as they are done.
+
+        A piece holds what is common to all live beams and to the best finished hypothesis, because any of these may
+        become the best text. So one beam streams token by token; several stream up to where they part, and an early
+        finished hypothesis holds back what follows until a better one is finished. Half a character, and what may be
+        the beginning of a stop string, are held back too.
+        """
+        return self._answers(Source(requests, seed), Pieces(self.codec))
+
+    @torch.inference_mode()
+    def _answers(self, source: Source, order: Results[Item]) -> Iterator[Item]:
+        """What `order` gives out while all requests of the source are decoded."""
         if self._running:
-            raise UsageError("this engine is in use by another run: finish that one first, or load a second engine")
+            gc.collect()  # a run that nobody holds any more may wait in a cycle
+        if self._running:
+            raise UsageError(
+                "this engine is in use by another run: finish that one, close() its iterator, or load a second engine"
+            )
         self._running = True
-        source, order, backlog = Source(requests), ResultOrder(), deque[Job]()
+        backlog = deque[Job]()
         try:
             while not self._stopping and (backlog or not source.exhausted()):
                 if self._fit_batch:
@@ -208,7 +250,7 @@ class Engine:
             self.batch_size = self._rows = fitting_rows(models, bucket(slots, self._slot_step), nodes)
             self._fit_batch = False
 
-    def _decode(self, source: Source, order: ResultOrder, backlog: deque[Job]) -> Iterator[RequestResult]:
+    def _decode(self, source: Source, order: Results[Item], backlog: deque[Job]) -> Iterator[Item]:
         """One batch, refilled from the source as its rows finish, until it is empty or out of memory."""
         scheduler, state = Scheduler(min(len(backlog), self._rows)), None
         while not self._stopping and (backlog or scheduler.running):
@@ -235,7 +277,7 @@ class Engine:
             if kept is not None:
                 self._shrink(state, kept)
 
-    def _recover(self, scheduler: Scheduler, order: ResultOrder, backlog: deque[Job]) -> None:
+    def _recover(self, scheduler: Scheduler, order: Results[object], backlog: deque[Job]) -> None:
         """After out of memory: the running requests wait again, for fewer drafts where the planner has a choice, or for
         half as many rows."""
         running = [job for _, job in scheduler.running]
@@ -266,7 +308,7 @@ class Engine:
             job.stats = RequestStats()
         backlog.extendleft(reversed(running))
 
-    def _read(self, source: Source, count: int, order: ResultOrder, backlog: deque[Job]) -> None:
+    def _read(self, source: Source, count: int, order: Results[object], backlog: deque[Job]) -> None:
         """Up to `count` requests that can be decoded; results of those that cannot go straight out."""
         while count > 0 and (item := source.next()) is not None:
             number, request = item
@@ -353,7 +395,7 @@ class Engine:
             self._reserved = None
             state.table.grow(self._slots)
 
-    def _iterate(self, state: BatchState, scheduler: Scheduler, order: ResultOrder) -> None:
+    def _iterate(self, state: BatchState, scheduler: Scheduler, order: Results[object]) -> None:
         """One iteration of all rows; finished ones hand in their results."""
         running = scheduler.running
         requests = [job.acceptance for _, job in running]
@@ -389,6 +431,8 @@ class Engine:
             elif counters["done"]:
                 order.put(job.number, collect(state.finished, row, scheduler.remove(row), self.codec))
                 state.release(row)
+            else:
+                order.progress(job, partial(common_tokens, state, row))
 
     def _settled(self, scheduler: Scheduler, nodes: int, active: int) -> tuple[tuple[int, ...] | None, int]:
         """`settled` and `tail` of the target's forward; on a GPU the same for all iterations of a shape."""
@@ -411,7 +455,7 @@ class Engine:
         unread = sum(length for length, prefilled in lengths if not prefilled)
         return Reading(size if lag else 0, unread, sum(length for length, _ in lengths))
 
-    def _fail(self, state: BatchState, scheduler: Scheduler, row: int, order: ResultOrder) -> None:
+    def _fail(self, state: BatchState, scheduler: Scheduler, row: int, order: Results[object]) -> None:
         """A row whose model returned NaN: an error result, and clean memory for the next request."""
         job = scheduler.remove(row)
         error = NumericalError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,10 @@ from dsbd_cli.config import (
     MethodConfig,
     ModelSpec,
     OnTooLong,
+    check_value,
 )
 from dsbd_cli.engine.models.hub import locate
+from dsbd_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.core.protocols import ForestModel
@@ -21,45 +24,48 @@ if TYPE_CHECKING:
 
 __all__ = ["load"]
 
+Source = str | os.PathLike[str] | ModelSpec
+
 
 def load(
-    target: str = BUILTIN_TARGET,
-    draft: str | None = BUILTIN_DRAFT,
+    target: Source = BUILTIN_TARGET,
+    draft: Source | None = BUILTIN_DRAFT,
     *,
     method: MethodConfig | None = None,
     batch_size: int | None = DEFAULT_BATCH_SIZE,
-    log_steps: bool = False,
     on_too_long: OnTooLong = "error",
-    dtype: str = "auto",
-    device: str = "auto",
-    device_map: str | None = None,
-    draft_device: str | None = None,
+    log_steps: bool = False,
     cuda_graphs: bool | None = None,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
 ) -> Engine:
-    """Load a target and a draft checkpoint (alias, folder or hub id; draft None for plain beams) into an engine.
+    """Load a target and a draft checkpoint into an engine.
 
-    batch_size None: as many requests together as fit in memory. cuda_graphs None: captured where both models lie whole
-    on one GPU.
+    target, draft: alias, folder or hub id; or a ModelSpec, which also says dtype, device and what else there is to
+    loading. A draft that is only named is loaded as the target is. draft None: no draft model; a method that was not
+    told to draft is then plain decoding.
+    method: how to decode; the default is the command's.
+    batch_size: requests decoded together at most; None for as many as fit in memory.
+    on_too_long: a prompt that does not fit the models' positions fails (`error`), or loses tokens on its left
+    (`truncate-left`).
+    log_steps: keep a StepStats per iteration in each result.
+    cuda_graphs: capture iterations as CUDA graphs; None: where both models lie whole on one GPU.
 
-    Raises ModelNotFoundError, UnsupportedModelError, PairError or ModelError where the checkpoints cannot be used.
+    Raises UsageError for settings that do not go together, before anything is loaded; ModelNotFoundError,
+    UnsupportedModelError, PairError or ModelError where the checkpoints cannot be used.
     """
-    if method is None:
-        method = MethodConfig() if draft is not None else MethodConfig(depth=0)
-    spec = ModelSpec(
-        source=target,
-        role="target",
-        dtype=dtype,
-        device=device,
-        device_map=device_map,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-    )
+    check_value("method", method, MethodConfig | None)
+    check_value("batch_size", batch_size, int | None)
+    check_value("on_too_long", on_too_long, OnTooLong)
+    check_value("log_steps", log_steps, bool)
+    check_value("cuda_graphs", cuda_graphs, bool | None)
+    if batch_size is not None and batch_size < 1:
+        raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
+    spec = target if isinstance(target, ModelSpec) else ModelSpec(os.fspath(target))
     draft_spec = None
-    if draft is not None:
-        own_device = draft_device or (device if device_map is None else "auto")
-        draft_spec = replace(spec, source=draft, role="draft", device=own_device, device_map=None)
+    if isinstance(draft, ModelSpec):
+        draft_spec = replace(draft, role="draft")
+    elif draft is not None:
+        draft_spec = spec.of_draft(os.fspath(draft))
+    method = (method or MethodConfig()).fit_draft(None if draft_spec is None else draft_spec.source)
     for wanted in (spec, draft_spec):
         if wanted is not None:
             locate(wanted)
@@ -68,11 +74,11 @@ def load(
     from dsbd_cli.engine.drafting import BridgedDraft
     from dsbd_cli.engine.models.pair import load_pair, markers
 
-    bridged = draft is not None and method.drafter == "bridge"
+    bridged = draft_spec is not None and method.drafter == "bridge"
     pair = load_pair(spec, draft_spec, bridged=bridged)
     info = EngineInfo(
-        target=target,
-        draft=draft,
+        target=spec.source,
+        draft=None if draft_spec is None else draft_spec.source,
         dtype=pair.target_dtype,
         device=str(pair.target.device),
         draft_dtype=pair.draft_dtype,

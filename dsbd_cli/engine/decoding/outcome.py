@@ -10,14 +10,16 @@ from itertools import accumulate
 import torch
 
 from dsbd_cli.engine.core.beams import Finished
+from dsbd_cli.engine.core.probs import NEVER
 from dsbd_cli.engine.core.protocols import TextCodec
 from dsbd_cli.engine.core.stops import find_stop
 from dsbd_cli.engine.decoding.scheduler import Job
+from dsbd_cli.engine.decoding.state import BatchState
 from dsbd_cli.errors import NumericalError
 from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult
 from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
 
-__all__ = ["collect", "record_iteration", "text_of"]
+__all__ = ["collect", "common_tokens", "record_iteration", "text_of"]
 
 
 def collect(finished: Finished, row: int, job: Job, codec: TextCodec) -> RequestResult:
@@ -65,6 +67,23 @@ def text_of(ids: list[int], stops: Sequence[str], codec: TextCodec) -> str:
     ends = list(accumulate(map(len, pieces)))
     count = bisect_right(ends, cut)
     return codec.decode(ids[:count]) + whole[ends[count - 1] if count else 0 : cut].decode(errors="replace")
+
+
+def common_tokens(state: BatchState, row: int) -> list[int]:
+    """Generated tokens of a running row that its best hypothesis will begin with, whatever comes.
+
+    The best one in the end is the best of those that are finished now, or goes on from a live beam. So these are the
+    tokens that all live beams and the best finished hypothesis share; all best ones, where scores are equal. Reads the
+    device: only between iterations.
+    """
+    beams, finished = state.beams, state.finished
+    score = finished.score[row]
+    best = (score == score.amax()) & (score > NEVER)
+    able = torch.cat((beams.history[row], finished.tokens[row]))[torch.cat((beams.valid[row], best))]
+    length = torch.where(best, finished.length[row], beams.length[row]).amin()
+    count = (able == able[:1]).all(0)[: int(length)].to(torch.int64).cumprod(0).sum()
+    found: list[int] = able[0, : int(count)].tolist()
+    return found
 
 
 def record_iteration(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from dsbd_cli.engine.decoding.acceptance import Acceptance
-from dsbd_cli.requests import Request, RequestResult
+from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.requests import Request, RequestResult, check_seed
 from dsbd_cli.stats import RequestStats
 
-__all__ = ["Job", "ResultOrder", "Scheduler", "Source", "bucket"]
+__all__ = ["Job", "ResultOrder", "Results", "Scheduler", "Source", "bucket"]
+
+Item_co = TypeVar("Item_co", covariant=True)
 
 
 def bucket(size: int, step: int) -> int:
@@ -39,10 +43,18 @@ class Job:
 
 
 class Source:
-    """Numbered requests, read one at a time. An item None says that nothing is ready yet."""
+    """Numbered requests with an id and a seed, read one at a time. An item None says that nothing is ready yet."""
 
-    def __init__(self, requests: Iterable[Request | None]) -> None:
+    def __init__(self, requests: Iterable[Request | str | None], seed: int = 0) -> None:
+        """seed: of the run. Raises UsageError for what is no collection of requests."""
+        # the letters of a prompt and the keys of a dict would be taken for prompts
+        if isinstance(requests, Request | str | Mapping) or not isinstance(requests, Iterable):
+            raise UsageError(
+                f"requests is {shorten(requests)}, but must be a list, or an iterator, of requests or prompts"
+            )
+        check_seed(seed)
         self._requests = iter(requests)
+        self._seed = seed
         self._number = 0
         self._exhausted = False
 
@@ -51,7 +63,8 @@ class Source:
         return self._exhausted
 
     def next(self) -> tuple[int, Request] | None:
-        """The next request and its number; None at the end, or where nothing is ready."""
+        """The next request and its number; None at the end, or where nothing is ready. Raises UsageError for an item
+        that is none."""
         if self._exhausted:
             return None
         try:
@@ -61,8 +74,13 @@ class Source:
             return None
         if request is None:
             return None
+        number = self._number
         self._number += 1
-        return self._number - 1, request
+        if isinstance(request, str):
+            request = Request(request)
+        if not isinstance(request, Request):
+            raise UsageError(f"requests[{number}] is {shorten(request)}, but must be a Request or a prompt")
+        return number, request.settled(number, self._seed)
 
 
 class Scheduler:
@@ -116,6 +134,27 @@ class Scheduler:
         return max((job.used - job.trunk for _, job in self.running), default=0)
 
 
+class Results(Protocol[Item_co]):
+    """Where an engine puts what it has, and takes what may go out."""
+
+    def put(self, number: int, result: RequestResult) -> None:
+        """Hand in a result."""
+        ...
+
+    def progress(self, job: Job, tokens: Callable[[], list[int]]) -> None:
+        """A running request went on. tokens: reads those that can no longer change, from the device."""
+        ...
+
+    @property
+    def held(self) -> int:
+        """Results that wait for an earlier one."""
+        ...
+
+    def ready(self) -> Iterator[Item_co]:
+        """What may go out now."""
+        ...
+
+
 class ResultOrder:
     """Gives results back in input order: a result waits until all earlier ones are out."""
 
@@ -130,6 +169,9 @@ class ResultOrder:
         while self._next in self._waiting:
             self._out.append(self._waiting.pop(self._next))
             self._next += 1
+
+    def progress(self, job: Job, tokens: Callable[[], list[int]]) -> None:
+        """Nothing goes out before a request is done."""
 
     @property
     def held(self) -> int:

@@ -25,7 +25,7 @@ from dsbd_cli.job.cli.messages import log, say
 from dsbd_cli.job.cli.naming import as_typed, names_of
 from dsbd_cli.job.cli.options import DeviceOptions, DrawOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.job.cli.report_files import check_report_files
-from dsbd_cli.job.cli.settings import RunSettings, run_settings
+from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.data.resume import write_atomically
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
@@ -213,17 +213,9 @@ def _load(settings: RunSettings, devices: DeviceOptions, planned: Sequence[Setti
 
     draft = settings.draft if any(one.drafts for one in planned) else None
     return loading.load(
-        settings.target,
-        draft,
-        method=MethodConfig() if draft is not None else MethodConfig(depth=0),
+        *model_specs(dataclasses.replace(settings, draft=draft), devices),
         batch_size=settings.batch_size,
         log_steps=False,
-        dtype=devices.dtype or "auto",
-        device=devices.device or "auto",
-        device_map=devices.device_map,
-        draft_device=devices.draft_device,
-        trust_remote_code=bool(devices.trust_remote_code),
-        allow_pickle=bool(devices.allow_pickle),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from dsbd_cli.config import DRAFTERS, MethodConfig
+from dsbd_cli.config import DEFAULT_DEPTH, DRAFTERS, MethodConfig
 from dsbd_cli.job.cli.declare import flag, option
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
 from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS
@@ -91,7 +91,7 @@ class SweepOptions:
     ] = None
     depth: Annotated[
         str | None,
-        option(METHODS_PANEL, "--depth", text="D, drafted layers", default=_METHOD.depth, metavar="D,..."),
+        option(METHODS_PANEL, "--depth", text="D, drafted layers", default=DEFAULT_DEPTH, metavar="D,..."),
     ] = None
     width_threshold: Annotated[
         str | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config import DEFAULT_DEPTH
 from dsbd_cli.job.cli.declare import option
 from dsbd_cli.job.cli.options import METHOD, MethodOptions
 
@@ -18,5 +18,5 @@ class ForestOptions(MethodOptions):
 
     depth: Annotated[
         str | None,
-        option(METHOD, "--depth", text="D, drafted layers", default=MethodConfig().depth, metavar="D"),
+        option(METHOD, "--depth", text="D, drafted layers", default=DEFAULT_DEPTH, metavar="D"),
     ] = None

@@ -30,7 +30,7 @@ from dsbd_cli.job.cli.options import (
 )
 from dsbd_cli.job.cli.outputs import Outputs
 from dsbd_cli.job.cli.progress import Reporter
-from dsbd_cli.job.cli.settings import OPTIONS, RunSettings, run_settings
+from dsbd_cli.job.cli.settings import OPTIONS, RunSettings, model_specs, run_settings
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import Summary, rows_exit_code
 from dsbd_cli.job.cli.talk_options import TalkOptions
@@ -189,19 +189,12 @@ class _Run:
         settings, devices = self._settings, self._devices
         try:
             return loading.load(
-                settings.target,
-                settings.draft,
+                *model_specs(settings, devices),
                 method=settings.method,
                 batch_size=settings.batch_size,
                 log_steps=self._files.stats is not None,
                 on_too_long=settings.on_too_long,
-                dtype=devices.dtype or "auto",
-                device=devices.device or "auto",
-                device_map=devices.device_map,
-                draft_device=devices.draft_device,
                 cuda_graphs=devices.cuda_graphs,
-                trust_remote_code=bool(devices.trust_remote_code),
-                allow_pickle=bool(devices.allow_pickle),
             )
         except UsageError as error:
             raise UsageError(as_typed(str(error), OPTIONS)) from None

@@ -10,6 +10,7 @@ from dsbd_cli.config import (
     BUILTIN_DRAFT,
     BUILTIN_TARGET,
     DEFAULT_BATCH_SIZE,
+    DEFAULT_DEPTH,
     DIVERGENCES,
     DTYPES,
     ON_TOO_LONG,
@@ -197,7 +198,7 @@ class MethodOptions:
             "--depth",
             text="D, drafted layers; 0: no draft; auto: what measures fastest, with K as upper bound",
             default=f"auto where the text does not depend on it (rules coupled and search, width fixed, no "
-            f"--memory-saving), else {_METHOD.depth}",
+            f"--memory-saving), else {DEFAULT_DEPTH}",
             metavar="D",
         ),
     ] = None

@@ -20,7 +20,7 @@ from dsbd_cli.job.cli.drafter_options import DrafterOptions
 from dsbd_cli.job.cli.forest_options import ForestOptions
 from dsbd_cli.job.cli.options import DeviceOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.job.cli.report_files import check_report_files
-from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, run_settings
+from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, model_specs, run_settings
 from dsbd_cli.job.cli.signals import StopSignals
 from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.resume import write_atomically
@@ -150,7 +150,8 @@ def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, .
         streams = [task.records("test", TASK_SEED) for task in tasks]
         records = itertools.islice(itertools.chain.from_iterable(zip(*streams, strict=True)), count)
         return tuple(
-            Request(one.id, derive_seed(reader.seed, one.id), one.prompt, sampling=reader.sampling) for one in records
+            Request(id=one.id, seed=derive_seed(reader.seed, one.id), prompt=one.prompt, sampling=reader.sampling)
+            for one in records
         )
     if prompts.task is not None:
         raise UsageError("--prompts and --task cannot be used together: give one of them")
@@ -229,16 +230,9 @@ def _load(settings: RunSettings, devices: DeviceOptions) -> tuple[Engine, int | 
 
     before = resident_bytes()
     engine = loading.load(
-        settings.target,
-        settings.draft,
+        *model_specs(settings, devices),
         method=settings.method,
         batch_size=settings.batch_size,
-        dtype=devices.dtype or "auto",
-        device=devices.device or "auto",
-        device_map=devices.device_map,
-        draft_device=devices.draft_device,
-        trust_remote_code=bool(devices.trust_remote_code),
-        allow_pickle=bool(devices.allow_pickle),
     )
     return engine, before
 

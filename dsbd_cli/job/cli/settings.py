@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 from dsbd_cli.config import (
@@ -11,13 +11,13 @@ from dsbd_cli.config import (
     BUILTIN_TARGET,
     COLD_RULES,
     DEFAULT_BATCH_SIZE,
+    DEFAULT_DEPTH,
     MAX_AUTO_DEPTH,
     MODEL_DRAFTERS,
     MethodConfig,
+    ModelSpec,
     OnTooLong,
-    RuleName,
     SamplingConfig,
-    WidthName,
     check_drafter_name,
 )
 from dsbd_cli.errors import UsageError
@@ -26,13 +26,11 @@ from dsbd_cli.job.cli.naming import as_typed, names_of
 from dsbd_cli.job.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.job.records import RowReader
 
-__all__ = ["OPTIONS", "RunSettings", "fixed_depth", "run_settings"]
+__all__ = ["OPTIONS", "RunSettings", "fixed_depth", "model_specs", "run_settings"]
 
 T = TypeVar("T")
 
 OPTIONS = names_of(PairOptions, MethodOptions, DrafterOptions, SamplingOptions, DeviceOptions, RowOptions)
-FOREST_FREE_RULES: tuple[RuleName, ...] = ("coupled", "search")
-DYNAMIC_RULES: tuple[RuleName, ...] = ("rejection", "with-replacement")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +93,18 @@ def run_settings(
     return RunSettings(target, draft, config, rows, batch_size, on_too_long, _max_errors(failing))
 
 
+def model_specs(settings: RunSettings, devices: DeviceOptions) -> tuple[ModelSpec, ModelSpec | None]:
+    """How target and draft are to be loaded."""
+    given = {item.name: getattr(devices, item.name) for item in fields(ModelSpec) if hasattr(devices, item.name)}
+    target = ModelSpec(settings.target, **{name: value for name, value in given.items() if value is not None})
+    return target, None if settings.draft is None else target.of_draft(settings.draft, devices.draft_device)
+
+
 def fixed_depth(pair: PairOptions, method: MethodOptions, drafter: str | None = None) -> MethodOptions:
     """The options with the library's depth in place of `auto` by default, for commands that measure a forest."""
     drafting = pair.draft != "none" or not _needs_draft(drafter or MethodConfig().drafter)
     open_ = method.depth is None and drafting
-    return replace(method, depth=str(MethodConfig().depth)) if open_ else method
+    return replace(method, depth=str(DEFAULT_DEPTH)) if open_ else method
 
 
 def _given(value: T | None, default: T) -> T:
@@ -176,40 +181,24 @@ def _check_devices(devices: DeviceOptions, draft: str | None) -> None:
 
 
 def _method(given: MethodOptions, proposing: Mapping[str, object], *, drafting: bool) -> MethodConfig:
-    default = MethodConfig()
-    rule = _given(given.rule, default.rule)
-    pool = str(proposing["drafter"]).split("+")[0] == default.drafter  # the only law that tells a width
-    width: WidthName = "threshold" if drafting and pool and rule in DYNAMIC_RULES else "fixed"
-    width = _given(given.width, width)
-    if width != "threshold":
+    """What is not given is left to MethodConfig, the one place of the defaults."""
+    options = {item.name: getattr(given, item.name) for item in fields(given)} | {"depth": None}
+    if not drafting:
+        options["depth"] = 0
+    elif given.depth == "auto":
+        options["adaptive_depth"] = True
+    else:
+        options["depth"] = _number("--depth", given.depth, MAX_AUTO_DEPTH)
+    method = MethodConfig(**{name: value for name, value in options.items() if value is not None}, **proposing)  # type: ignore[arg-type]
+    if method.width != "threshold":
         _refuse(
-            f"the width is {width} (--width threshold would use it)",
+            f"the width is {method.width} (--width threshold would use it)",
             ("--width-threshold", given.width_threshold),
             ("--min-width", given.min_width),
         )
-    # where the text cannot depend on the forest, its shape is left to what measures fastest
-    same_text = rule in FOREST_FREE_RULES and width == "fixed" and not given.memory_saving
-    depth = _given(given.depth, "auto" if same_text else str(default.depth)) if drafting else "0"
-    num_beams = _given(given.num_beams, default.num_beams)
-    if given.memory_saving and num_beams == 1:
+    if given.memory_saving and method.num_beams == 1:
         raise UsageError("--memory-saving keeps one beam of several, but --num-beams is 1: drop it")
-    return MethodConfig(
-        rule=rule,
-        num_beams=num_beams,
-        drafts_per_layer=_given(given.drafts_per_layer, max(default.drafts_per_layer, 2 * num_beams)),
-        depth=_number("--depth", depth, MAX_AUTO_DEPTH) or 0,
-        adaptive_depth=depth == "auto",
-        width=width,
-        width_threshold=_given(given.width_threshold, default.width_threshold),
-        min_width=_given(given.min_width, default.min_width),
-        warp_scope=_given(given.warp_scope, default.warp_scope),
-        memory_saving=bool(given.memory_saving),
-        fuzzy_threshold=given.fuzzy_threshold,
-        divergence=given.divergence,
-        fallback=given.fallback,
-        fuzzy_law=given.fuzzy_law,
-        **proposing,  # type: ignore[arg-type]
-    )
+    return method
 
 
 def _rows(given: SamplingOptions, method: MethodConfig, *, strict: bool) -> RowReader:

@@ -19,7 +19,7 @@ from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.forest_options import ForestOptions
 from dsbd_cli.job.cli.messages import say
 from dsbd_cli.job.cli.options import DeviceOptions, PairOptions, RowOptions, SamplingOptions
-from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, run_settings
+from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, model_specs, run_settings
 from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.jsonl import read_lines
 from dsbd_cli.job.records.row import LongLine
@@ -216,16 +216,9 @@ class _Trimming:
 
             devices, settings = self._devices, self._settings
             self._engine_made = load(
-                settings.target,
-                settings.draft,
+                *model_specs(settings, devices),
                 method=settings.method,
                 batch_size=settings.batch_size,
-                dtype=devices.dtype or "auto",
-                device=devices.device or "auto",
-                device_map=devices.device_map,
-                draft_device=devices.draft_device,
-                trust_remote_code=bool(devices.trust_remote_code),
-                allow_pickle=bool(devices.allow_pickle),
             )
         return self._engine_made
 

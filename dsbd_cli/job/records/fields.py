@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dsbd_cli.errors import InvalidRowError
-from dsbd_cli.job.records.row import Fields, shorten
+from dsbd_cli.errors import InvalidRowError, shorten
+from dsbd_cli.job.records.row import Fields
 
 __all__ = ["boolean", "integer", "messages", "number", "strings", "text"]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dsbd_cli.errors import shorten
 from dsbd_cli.job.records.output import MethodRecord
 from dsbd_cli.job.records.reader import WARP_FIELDS, RowReader
-from dsbd_cli.job.records.row import Fields, shorten
+from dsbd_cli.job.records.row import Fields
 
 __all__ = ["fingerprint_difference", "run_fingerprint"]
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from dsbd_cli.config import SamplingConfig
-from dsbd_cli.errors import InvalidRowError
-from dsbd_cli.job.records.row import MAX_SHOWN, Fields, Form, shorten
+from dsbd_cli.errors import MAX_SHOWN, InvalidRowError, shorten
+from dsbd_cli.job.records.row import Fields, Form
 
 __all__ = ["ALIASES", "ROW_FIELDS", "Shape", "as_written", "shape_of"]
 

@@ -6,8 +6,8 @@ import json
 
 import orjson
 
-from dsbd_cli.errors import InvalidRowError
-from dsbd_cli.job.records.row import MAX_SHOWN, Fields, shorten
+from dsbd_cli.errors import MAX_SHOWN, InvalidRowError, shorten
+from dsbd_cli.job.records.row import Fields
 
 __all__ = ["MAX_DEPTH", "parse_object"]
 

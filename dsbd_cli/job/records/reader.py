@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import orjson
 
 from dsbd_cli.config import COLD_RULES, RuleName, SamplingConfig
-from dsbd_cli.errors import InvalidRowError, UsageError
+from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 from dsbd_cli.job.records.fields import boolean, integer, messages, number, strings, text
 from dsbd_cli.job.records.forms import Shape, as_written, shape_of
 from dsbd_cli.job.records.parse import parse_object
-from dsbd_cli.job.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key, shorten
+from dsbd_cli.job.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key
 from dsbd_cli.requests import Request, derive_seed
 
 __all__ = ["RowReader"]
@@ -80,7 +80,7 @@ class RowReader:
         except InvalidRowError as error:
             told = InvalidRowError(f"line {number}: {error}")
             return Row(index, number, row_id, None, told, "text", None, key)
-        request = Request(row_id, derive_seed(self.seed, row_id), prompt, sampling=self.sampling)
+        request = Request(id=row_id, seed=derive_seed(self.seed, row_id), prompt=prompt, sampling=self.sampling)
         return Row(index, number, row_id, request, None, "text", None, key)
 
     def _warnings(self, shape: Shape, number: int) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ class RowReader:
         seed = integer(row, "seed", 0) if "seed" in row else derive_seed(self.seed, row_id)
         if seed < 0:
             raise InvalidRowError(f"seed is {seed}, but must be from 0 to 2**63 - 1")
-        return Request(row_id, seed, prompt, chat, None, self._sampling(row))
+        return Request(id=row_id, seed=seed, prompt=prompt, messages=chat, sampling=self._sampling(row))
 
     def _sampling(self, row: Fields) -> SamplingConfig:
         own = {name: value for name, value in row.items() if name in SAMPLING_FIELDS}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from dsbd_cli.config import DRAFTERS, MAX_AUTO_DEPTH, MethodConfig
+from dsbd_cli.config import DEFAULT_DEPTH, DRAFTERS, MAX_AUTO_DEPTH, MethodConfig
 from dsbd_cli.lab.peers.config import PeerConfig, PeerName
 
 __all__ = ["AXES", "BASELINES", "DEFAULT_METHODS", "FUZZY_METHODS", "METHODS", "Axis", "Method", "Value"]
@@ -75,9 +75,10 @@ class Method:
         """At one point of a sweep. Raises UsageError where the fields do not go together."""
         if self.peer is not None:
             return PeerConfig(self.peer, **point)  # type: ignore[arg-type]
-        return MethodConfig(**{**self.fixed, **point})  # type: ignore[arg-type]
+        return MethodConfig(**{**FOREST, **self.fixed, **point})  # type: ignore[arg-type]
 
 
+FOREST = {"depth": DEFAULT_DEPTH, "width": "fixed"}  # what a method's name does not say
 BEAMS = ("num_beams",)
 DRAFTED = ("num_beams", "drafts_per_layer", "depth")
 ANY_DRAFTER = (*DRAFTED, "drafter")

@@ -73,7 +73,9 @@ class EngineRunner:
     def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
         """Answers in order; fewer after `stop`."""
         requests = [
-            Request(p.record.id, derive_seed(self._seed, p.record.id), prompt_ids=p.ids, sampling=self._sampling)
+            Request(
+                id=p.record.id, seed=derive_seed(self._seed, p.record.id), prompt_ids=p.ids, sampling=self._sampling
+            )
             for p in prompts
         ]
         answers = []

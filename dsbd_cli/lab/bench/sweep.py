@@ -48,7 +48,7 @@ class Setting:
 
     def fields(self) -> dict[str, object]:
         """All settings by the library's names."""
-        return dataclasses.asdict(self.config)
+        return {name: value for name, value in dataclasses.asdict(self.config).items() if not name.startswith("_")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def _settings(
 
 
 def _completed(method: Method, point: Mapping[str, Value], index: str | None) -> dict[str, Value]:
-    """What is not given is as in `dsbd generate`: also transformers' beams, and drafts follow the number of beams."""
+    """What is not given is as in `dsbd generate`: also transformers' beams."""
     beams = point.get("num_beams", MethodConfig().num_beams)
     if method.peer is not None:
         return {"num_beams": beams} if "num_beams" in method.axes else {}
@@ -157,6 +157,4 @@ def _completed(method: Method, point: Mapping[str, Value], index: str | None) ->
         raise UsageError("memory-saving keeps one beam of several: it needs num_beams 2 or more")
     if method.drafts and point.get("depth") == 0:
         raise UsageError("depth 0 drafts nothing: that is the baseline without a draft")
-    if "drafts_per_layer" in method.axes and "drafts_per_layer" not in point:
-        return {**point, "drafts_per_layer": max(MethodConfig().drafts_per_layer, 2 * int(beams))}
     return dict(point)

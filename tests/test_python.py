@@ -1,0 +1,249 @@
+"""dsbd from Python: what a script meets first. Guards: errors that come late or name nothing, an engine that stays
+locked, defaults that are not the command's."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import dsbd_cli
+from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, RequestResult, SamplingConfig, UsageError
+from dsbd_cli.engine.decoding import load as loading
+from dsbd_cli.errors import InvalidRowError, ModelNotFoundError
+from dsbd_cli.job.cli.app import run as command
+from dsbd_cli.job.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.job.cli.settings import run_settings
+from dsbd_cli.requests import derive_seed
+from tests.engine.toys import NumberCodec, table_pair
+
+SHORT = SamplingConfig(max_new_tokens=6)
+
+
+def make(**method: object) -> Engine:
+    target, draft = table_pair(1, 12, 0.5)
+    config = MethodConfig(**{"depth": 2, **method})  # type: ignore[arg-type]
+    return Engine(target, draft, NumberCodec(12, (2,)), config, batch_size=3)
+
+
+WRONG: dict[str, Callable[[], object]] = {
+    "stop is 5, but must be a list of strings": lambda: SamplingConfig(stop=5),  # type: ignore[arg-type]
+    "stop is ('a', 3), but must be a list of strings": lambda: SamplingConfig(stop=["a", 3]),  # type: ignore[arg-type,list-item]
+    "stop is ('',), but must be a list of non-empty strings": lambda: SamplingConfig(stop=""),  # type: ignore[arg-type]
+    "top_k is 2.5, but must be an integer": lambda: SamplingConfig(top_k=2.5),  # type: ignore[arg-type]
+    "n_best is True, but must be an integer": lambda: SamplingConfig(n_best=True),
+    "temperature is 'hot', but must be a number": lambda: SamplingConfig(temperature="hot"),  # type: ignore[arg-type]
+    "early_stopping is 1, but must be True or False": lambda: SamplingConfig(early_stopping=1),  # type: ignore[arg-type]
+    "id is 5, but must be a string": lambda: Request("p", id=5, seed=1),  # type: ignore[arg-type]
+    "seed is 'z', but must be an integer": lambda: Request("p", seed="z"),  # type: ignore[arg-type]
+    f"seed is {2**63}, but must be an integer from 0 to 2**63 - 1": lambda: Request("p", seed=2**63),
+    "prompt is 5, but must be a string or None": lambda: Request(5),  # type: ignore[arg-type]
+    "prompt_ids is ('a',), but must be a list of integers or None": lambda: Request(prompt_ids=("a",)),  # type: ignore[arg-type]
+    "messages is ({'role': 5},), but must be a list of objects": lambda: Request(messages=({"role": 5},)),  # type: ignore[dict-item]
+    "a request has none of them, but must have exactly one of prompt": lambda: Request(id="a"),
+    "a request has prompt and prompt_ids, but must": lambda: Request("p", prompt_ids=(1,)),
+    "sampling is {}, but must be a SamplingConfig": lambda: Request("p", sampling={}),  # type: ignore[arg-type]
+    "rule is 'best', but must be one of coupled, rejection": lambda: MethodConfig(rule="best"),  # type: ignore[arg-type]
+    "num_beams is '4', but must be an integer": lambda: MethodConfig(num_beams="4"),  # type: ignore[arg-type]
+    "depth is 'auto', but must be an integer": lambda: MethodConfig(depth="auto"),  # type: ignore[arg-type]
+    "source is None, but must be a string": lambda: ModelSpec(None),  # type: ignore[arg-type]
+    "method is 'search', but must be a MethodConfig or None": lambda: dsbd_cli.load(method="search"),  # type: ignore[arg-type]
+    "batch_size is 0, but must be 1 or more": lambda: dsbd_cli.load(batch_size=0),
+    "on_too_long is 'cut', but must be one of error, truncate-left": lambda: dsbd_cli.load(on_too_long="cut"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize(("message", "call"), WRONG.items(), ids=list(WRONG))
+def test_a_wrong_value_is_told_in_one_line_when_it_is_given(message: str, call: Callable[[], object]) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)) as found:
+        call()
+    assert "\n" not in str(found.value)
+
+
+def test_an_error_shows_one_short_line_of_any_value() -> None:
+    with pytest.raises(UsageError) as found:
+        SamplingConfig(stop=type("Odd", (), {"__repr__": lambda _: "x\n" * 1000})())  # type: ignore[arg-type]
+    assert len(str(found.value)) < 120
+    assert "\n" not in str(found.value)
+
+
+def test_one_string_is_one_stop_string_and_a_list_will_do() -> None:
+    assert SamplingConfig(stop="ZC").stop == ("ZC",)  # type: ignore[arg-type]
+    assert SamplingConfig(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+    assert Request(prompt_ids=[1, 2]).prompt_ids == (1, 2)  # type: ignore[arg-type]
+
+
+# The engine
+
+
+@pytest.mark.parametrize("wrong", [Request("1 2"), "1 2", {"a": "1"}, 5, None], ids=repr)
+def test_what_is_no_list_of_requests_is_refused_at_once(wrong: object) -> None:
+    engine = make()
+    for call in (engine.run, engine.stream):
+        with pytest.raises(UsageError, match="but must be a list, or an iterator, of requests or prompts"):
+            call(wrong)  # type: ignore[operator]
+    assert engine.generate("1 2").text
+
+
+def test_an_item_that_is_no_request_ends_the_run_and_frees_the_engine() -> None:
+    engine = make()
+    with pytest.raises(UsageError, match=r"requests\[1\] is 7, but must be a Request or a prompt"):
+        list(engine.run(["1 2", 7]))  # type: ignore[list-item]
+    assert engine.generate("1 2").text
+
+
+def test_an_engine_is_free_after_any_end_of_a_run() -> None:
+    engine = make()
+
+    def source() -> Iterator[Request]:
+        yield Request("1 2", sampling=SHORT)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        list(engine.run(source()))
+    next(engine.run(["1 2"] * 9))  # dropped
+    circle: list[object] = [engine.run(["1 2"] * 9)]
+    next(circle[0])  # type: ignore[call-overload]
+    circle.append(circle)
+    del circle  # dropped too, but only the collector sees it
+    engine.run(["1 2"])  # never begun
+    kept = engine.run(["1 2"] * 9)
+    next(kept)
+    with pytest.raises(UsageError, match="close"):
+        engine.generate("1 2")
+    kept.close()  # type: ignore[attr-defined]
+    assert engine.generate("1 2").text
+
+
+def test_strings_are_prompts_and_are_named_by_their_place() -> None:
+    engine = make()
+    results = list(engine.run(["1 2", "3 4", Request("5", id="own"), Request("5", seed=3)], seed=9))
+    names = [(result.request.id, result.request.seed) for result in results]
+    expected = ["0", "1", "own"]
+    assert names == [*((name, derive_seed(9, name)) for name in expected), ("3", 3)]
+    given = [Request(text, id=name, seed=seed, sampling=SamplingConfig()) for text, (name, seed) in
+             zip(["1 2", "3 4", "5", "5"], names, strict=True)]  # fmt: skip
+    assert [result.hypotheses for result in engine.run(given)] == [result.hypotheses for result in results]
+
+
+def test_generate_gives_what_was_asked_for_or_raises() -> None:
+    engine = make()
+    one = engine.generate("1 2", seed=4)
+    assert isinstance(one, RequestResult)
+    assert one.text == one.hypotheses[0].text
+    several = engine.generate(["1 2", "3 4"], seed=4)
+    assert [result.request.id for result in several] == ["0", "1"]
+    assert several[0].text == one.text
+    assert engine.generate(Request("1 2", sampling=SHORT)).hypotheses[0].num_tokens <= 6
+    with pytest.raises(InvalidRowError, match="request 1: prompt is empty"):
+        engine.generate(["1 2", ""])
+    [failed] = engine.run([""])
+    with pytest.raises(InvalidRowError, match="request 0: prompt is empty"):
+        _ = failed.text
+    engine.stop()
+    with pytest.raises(UsageError, match="stopped"):
+        engine.generate("1 2")
+
+
+# Loading
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise AssertionError("the weights were loaded")
+
+
+def test_contradictions_are_told_before_the_weights_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsbd_cli.engine.models.pair.load_pair", refuse)
+    for method, message in (
+        (MethodConfig(depth=3), "draft is None, but depth is 3, which needs a draft model"),
+        (MethodConfig(adaptive_depth=True), "draft is None, but adaptive_depth is True"),
+        (MethodConfig(width="threshold"), "draft is None, but width is threshold"),
+        (MethodConfig(drafts_per_layer=9), "draft is None, but drafts_per_layer is 9"),
+        (MethodConfig(drafter="rsd-c"), "draft is None, but drafter rsd-c runs a draft model"),
+        (MethodConfig(rule="fuzzy", fuzzy_threshold=0.1), "draft is None, but rule fuzzy compares with a draft model"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            dsbd_cli.load(draft=None, method=method)
+    for method, message in (
+        (MethodConfig(depth=0), "draft is 'builtin:draft', but depth 0 drafts nothing: give draft None"),
+        (MethodConfig(drafter="ngram"), "draft is 'builtin:draft', but drafter ngram uses no draft model"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            dsbd_cli.load(method=method)
+    with pytest.raises(ModelNotFoundError):
+        dsbd_cli.load("no-such-model")
+
+
+def test_without_a_draft_a_method_that_asks_for_none_is_plain_decoding() -> None:
+    engine = dsbd_cli.load(draft=None, method=MethodConfig(num_beams=2))
+    assert engine.method == MethodConfig(num_beams=2, depth=0)
+    target, _ = table_pair(1, 12, 0.5)
+    for rule in ("search", "rejection"):
+        plain = Engine(target, None, NumberCodec(12), MethodConfig(rule=rule))  # type: ignore[arg-type]
+        assert plain.method == MethodConfig(rule=rule, depth=0)  # type: ignore[arg-type]
+
+
+def test_a_spec_says_how_to_load_and_the_draft_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def note(*specs: object, bridged: bool) -> None:
+        seen.extend(specs)
+        raise InterruptedError
+
+    monkeypatch.setattr("dsbd_cli.engine.models.pair.load_pair", note)
+    spec = ModelSpec("builtin:target", dtype="bfloat16", device="cpu")
+    for draft in ("builtin:draft", ModelSpec("builtin:draft", dtype="float32")):
+        with pytest.raises(InterruptedError):
+            loading.load(spec, draft)
+    named, own = ModelSpec("builtin:draft", "draft", "bfloat16", "cpu"), ModelSpec("builtin:draft", "draft", "float32")
+    assert seen == [spec, named, spec, own]
+
+
+OPTIONS = [
+    MethodOptions(),
+    MethodOptions(num_beams=6),
+    MethodOptions(rule="search"),
+    MethodOptions(rule="rejection"),
+    MethodOptions(rule="with-replacement"),
+    MethodOptions(rule="coupled", width="threshold"),
+    MethodOptions(memory_saving=True),
+    MethodOptions(rule="fuzzy", fuzzy_threshold=0.2),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=repr)
+@pytest.mark.parametrize("draft", [None, "none"])
+def test_the_defaults_are_those_of_the_command(options: MethodOptions, draft: str | None) -> None:
+    if draft == "none" and (options.rule == "fuzzy" or options.width):
+        pytest.skip("refused by both")
+    settings = run_settings(PairOptions(draft=draft), options, SamplingOptions(), DeviceOptions(), RowOptions())
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    assert MethodConfig(**given).fit_draft(settings.draft) == settings.method
+
+
+def test_the_text_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = ["question: what did Kivel paint\nanswer:\n", "sql:\n", "passage: Nesen sold an organ.\n"]
+    output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+    lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode()), encoding="utf-8"))
+        patch.setattr(sys, "stdout", output)
+        assert command(["generate", "--seed", "5", "--max-new-tokens", "12", "--quiet"]) == 0
+    buffer = output.buffer
+    assert isinstance(buffer, io.BytesIO)
+    written = [json.loads(line) for line in buffer.getvalue().splitlines()]
+    sampling = SamplingConfig(max_new_tokens=12)
+    results = list(dsbd_cli.load().run([Request(prompt, sampling=sampling) for prompt in prompts], seed=5))
+    found = [(result.request.id, result.request.seed, result.text) for result in results]
+    assert found == [(line["id"], line["seed"], line["text"]) for line in written]
+
+
+def test_the_readme_snippets_run() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    [section] = re.findall(r"## From Python\n.*?```python\n(.*?)```", readme, re.DOTALL)
+    exec(compile(section, "README.md", "exec"), {"print": lambda *_, **__: None})
