@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, shorten
 
 __all__ = ["DRAFTERS", "RULES", "WIDTHS", "MethodConfig", "ModelSpec", "SamplingConfig", "check_drafter_name"]
 
@@ -45,7 +45,13 @@ MAX_AUTO_DEPTH = 8
 
 def _require(condition: bool, field: str, value: object, expected: str) -> None:
     if not condition:
-        raise UsageError(f"{field} is {value!r}, but must be {expected}")
+        message = f"{field} is {shorten(value)}, but must be {expected}"
+        raise UsageError(message, field=field, value=value, expected=expected)
+
+
+def _refuse(field: str, value: object, reason: str) -> NoReturn:
+    """reason: why another field does not allow the value, and what to do."""
+    raise UsageError(f"{field} is {shorten(value)}, but {reason}", field=field, value=value)
 
 
 def check_drafter_name(drafter: str) -> None:
@@ -54,7 +60,7 @@ def check_drafter_name(drafter: str) -> None:
     listed = f"one of {', '.join(DRAFTERS)}, or two of them joined by +"
     _require(all(name in DRAFTERS for name in names) and len(names) <= 2, "drafter", drafter, listed)
     if len(names) == 2 and "bridge" in names:
-        raise UsageError(f"drafter is {drafter!r}, but bridge builds whole trees from text and fuses with none")
+        _refuse("drafter", drafter, "bridge builds whole trees from text and fuses with none")
     if len(names) == 2:
         _require(names[0] != names[1], "drafter", drafter, "two drafters: the same one drafts the same nodes")
         swapped = f"{names[1]}+{names[0]}: the one that runs the draft model stands first"
@@ -195,18 +201,14 @@ class MethodConfig:
             f"between 1 and {self.num_beams} (num_beams)",
         )
         if self.rule == "search" and self.width != "fixed":
-            raise UsageError(
-                "rule search is deterministic beam search; width threshold would change it: use width fixed"
-            )
+            _refuse("width", self.width, "rule search is deterministic beam search, which it would change: use fixed")
         if self.rule == "search" and self.warp_scope != "pool":
-            raise UsageError("rule search takes no warping; warp_scope beam does nothing with it")
+            _refuse("warp_scope", self.warp_scope, "rule search takes no warping: use pool")
         if self.adaptive_depth and not self.depth:
-            raise UsageError("adaptive_depth needs a depth of 1 or more to choose below")
+            _refuse("depth", self.depth, "adaptive_depth needs 1 or more to choose below")
         if self.depth and self.drafts_per_layer < self.required_width:
-            raise UsageError(
-                f"drafts_per_layer is {self.drafts_per_layer}, but a layer needs {self.required_width} drafted nodes "
-                "to pass: raise it, or use width threshold"
-            )
+            reason = f"a layer needs {self.required_width} drafted nodes to pass: raise it, or use width threshold"
+            _refuse("drafts_per_layer", self.drafts_per_layer, reason)
 
     def _check_drafter(self) -> None:
         """One drafter or two that fit each other, the rule and the width."""
@@ -221,24 +223,26 @@ class MethodConfig:
         if len(names) == 2:
             _require(most >= 1, "drafts_per_layer", self.drafts_per_layer, "2 or more for two drafters")
             _require(share is None or 1 <= share <= most, "second_drafts", share, f"between 1 and {most} (K - 1)")
-        if ("retrieval" in names) != (self.index is not None):
-            raise UsageError(
-                "drafter retrieval needs an index: make one with dsbd index"
-                if self.index is None
-                else f"index would do nothing, because drafter {self.drafter} does not read one: drop it"
-            )
+        if "retrieval" in names and self.index is None:
+            message = "index is missing, but drafter retrieval needs one: dsbd index makes the file"
+            raise UsageError(message, field="index")
+        if "retrieval" not in names and self.index is not None:
+            message = f"index would do nothing, because drafter {self.drafter} does not read one: drop it"
+            raise UsageError(message, field="index", value=self.index)
         if self.depth == 0 and self.drafter != "beam":
-            raise UsageError(f"depth 0 drafts nothing, but drafter is {self.drafter!r}: raise depth or drop it")
+            _refuse("drafter", self.drafter, "depth 0 drafts nothing: raise the depth, or drop the drafter")
         if self.rule == "with-replacement" and self.drafter != "beam":
-            raise UsageError(
-                f"rule with-replacement tests independent draws of a pool, which only drafter beam gives, not "
-                f"{self.drafter}: use rule rejection or coupled"
+            reason = (
+                "rule with-replacement tests independent draws of a pool, which only drafter beam gives: "
+                "use rule rejection or coupled"
             )
+            _refuse("drafter", self.drafter, reason)
         if self.depth and self.width == "threshold" and names[0] != "beam":
-            raise UsageError(
-                f"width threshold estimates acceptance from the pool law that drafter beam records; {self.drafter} "
-                "has none: use width fixed"
+            reason = (
+                f"it estimates acceptance from the pool law that drafter beam records, and {self.drafter} has none: "
+                "use width fixed"
             )
+            _refuse("width", self.width, reason)
 
     def _check_fuzzy(self) -> None:
         """Rule fuzzy has what it needs, and no other rule is given its options."""
@@ -246,26 +250,21 @@ class MethodConfig:
             for name in ("fuzzy_threshold", "divergence", "fallback", "fuzzy_law"):
                 value = getattr(self, name)
                 if value is not None:
-                    raise UsageError(f"{name} is {value!r}, but the rule is {self.rule}: only rule fuzzy has one")
+                    _refuse(name, value, f"the rule is {self.rule}: only rule fuzzy has one")
             return
         if self.fuzzy is None:
-            raise UsageError(
-                "fuzzy_threshold is missing, but rule fuzzy needs it: up to which divergence a layer is taken"
-            )
+            message = "fuzzy_threshold is missing, but rule fuzzy needs it: up to which divergence a layer is taken"
+            raise UsageError(message, field="fuzzy_threshold")
         if self.depth == 0:
-            raise UsageError("rule fuzzy compares the target with a draft, but depth 0 drafts nothing: raise depth")
+            _refuse("depth", self.depth, "rule fuzzy compares the target with a draft: raise it")
         if self.drafter != "beam":
-            raise UsageError(
-                f"rule fuzzy compares the target with the pool law that drafter beam records; {self.drafter} has "
-                "another one or none: use drafter beam"
-            )
+            reason = "rule fuzzy compares the target with the pool law that only drafter beam records: use beam"
+            _refuse("drafter", self.drafter, reason)
         if self.width != "fixed":
-            raise UsageError("rule fuzzy takes whole layers, which no estimated width describes: use width fixed")
+            _refuse("width", self.width, "rule fuzzy takes whole layers, which no estimated width describes: use fixed")
         if self.warp_scope != "pool":
-            raise UsageError(
-                "rule fuzzy takes drafts that the warped target excludes, and warp_scope beam gives them no weight: "
-                "use warp_scope pool"
-            )
+            reason = "rule fuzzy takes drafts that the warped target excludes, and it gives them no weight: use pool"
+            _refuse("warp_scope", self.warp_scope, reason)
 
     @property
     def fuzzy(self) -> FuzzyConfig | None:

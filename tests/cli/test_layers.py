@@ -65,7 +65,7 @@ def test_a_switch_can_be_taken_back(dsbd: Dsbd, job: Callable[[str], str], monke
         ("[models]\na = 1", "models is no option"),
         ("config = 'x'", "config is no option"),
         ("num_beams = '3'", "num_beams is '3', but must be an integer"),
-        ("num_beams = true", "num_beams is True, but must be an integer"),
+        ("num_beams = true", "num_beams is true, but must be an integer"),
         ("num_beams = 3.5", "num_beams is 3.5, but must be an integer"),
         ("top_p = 'x'", "top_p is 'x', but must be a number"),
         ("resume = 1", "resume is 1, but must be true or false"),

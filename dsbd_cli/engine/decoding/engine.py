@@ -96,7 +96,8 @@ class Engine:
         if draft is not None and bridged != (self.method.drafter == "bridge"):
             raise UsageError(f"drafter {self.method.drafter} takes a {'plain draft' if bridged else 'BridgedDraft'}")
         if batch_size is not None and batch_size < 1:
-            raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
+            message = f"batch_size is {batch_size}, but must be 1 or more"
+            raise UsageError(message, field="batch_size", value=batch_size, expected="1 or more")
         # a bridge runs its draft by itself: the two models share no slots
         self.bridged = draft if isinstance(draft, BridgedDraft) else None
         shared = None if isinstance(draft, BridgedDraft) else draft

@@ -18,7 +18,6 @@ from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, open_sourc
 from dsbd_cli.job.cli.flow import MakeRecord, RowFlow, TooManyErrorsError
 from dsbd_cli.job.cli.layers import job_text, unknown_variables
 from dsbd_cli.job.cli.messages import set_style, tracebacks_wanted
-from dsbd_cli.job.cli.naming import as_typed
 from dsbd_cli.job.cli.options import (
     DeviceOptions,
     FileOptions,
@@ -30,7 +29,7 @@ from dsbd_cli.job.cli.options import (
 )
 from dsbd_cli.job.cli.outputs import Outputs
 from dsbd_cli.job.cli.progress import Reporter
-from dsbd_cli.job.cli.settings import OPTIONS, RunSettings, run_settings
+from dsbd_cli.job.cli.settings import RunSettings, run_settings
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import Summary, rows_exit_code
 from dsbd_cli.job.cli.talk_options import TalkOptions
@@ -187,24 +186,21 @@ class _Run:
         from dsbd_cli.engine.decoding import load as loading
 
         settings, devices = self._settings, self._devices
-        try:
-            return loading.load(
-                settings.target,
-                settings.draft,
-                method=settings.method,
-                batch_size=settings.batch_size,
-                log_steps=self._files.stats is not None,
-                on_too_long=settings.on_too_long,
-                dtype=devices.dtype or "auto",
-                device=devices.device or "auto",
-                device_map=devices.device_map,
-                draft_device=devices.draft_device,
-                cuda_graphs=devices.cuda_graphs,
-                trust_remote_code=bool(devices.trust_remote_code),
-                allow_pickle=bool(devices.allow_pickle),
-            )
-        except UsageError as error:
-            raise UsageError(as_typed(str(error), OPTIONS)) from None
+        return loading.load(
+            settings.target,
+            settings.draft,
+            method=settings.method,
+            batch_size=settings.batch_size,
+            log_steps=self._files.stats is not None,
+            on_too_long=settings.on_too_long,
+            dtype=devices.dtype or "auto",
+            device=devices.device or "auto",
+            device_map=devices.device_map,
+            draft_device=devices.draft_device,
+            cuda_graphs=devices.cuda_graphs,
+            trust_remote_code=bool(devices.trust_remote_code),
+            allow_pickle=bool(devices.allow_pickle),
+        )
 
 
 def _describe(settings: RunSettings, info: EngineInfo | None) -> str:

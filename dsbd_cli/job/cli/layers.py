@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, shorten
 
 __all__ = ["PREFIX", "Values", "job_text", "settle", "unknown_variables"]
 
@@ -110,13 +110,8 @@ def _checked(field: _Field, value: object, place: str) -> object:
     if isinstance(value, list):
         fits = fits and bool(value) and all(isinstance(item, str) for item in value)
     if not fits or (field.choices and value not in field.choices):
-        raise UsageError(f"{place} is {_shown(value)}, but must be {field.expected}")
+        raise UsageError(f"{place} is {shorten(value)}, but must be {field.expected}")
     return value
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 # The environment
@@ -143,7 +138,7 @@ def _read(field: _Field, text: str) -> object:
         try:
             value = field.kind(text)
         except ValueError:
-            raise UsageError(f"{place} is {_shown(text)}, but must be {field.expected}") from None
+            raise UsageError(f"{place} is {shorten(text)}, but must be {field.expected}") from None
     return _checked(field, value, place)
 
 

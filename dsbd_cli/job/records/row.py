@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import reprlib
 from dataclasses import dataclass
 from typing import Literal
 
-from dsbd_cli.errors import RowError
+from dsbd_cli.errors import MAX_SHOWN, RowError, shorten
 from dsbd_cli.requests import Request
 
-__all__ = ["MAX_LINE_BYTES", "Fields", "Form", "LongLine", "Row", "content_key", "shorten"]
+__all__ = ["MAX_LINE_BYTES", "MAX_SHOWN", "Fields", "Form", "LongLine", "Row", "content_key", "shorten"]
 
 Form = Literal["flat", "openai-completions", "openai-chat", "text"]
 Fields = dict[str, object]
 
-MAX_SHOWN = 60
 MAX_LINE_BYTES = 16 << 20  # parsed, a line of brackets takes 25 times its size
-
-_brief = reprlib.Repr()
-_brief.maxlevel = 3
-_brief.maxstring = _brief.maxother = _brief.maxlong = MAX_SHOWN
-_brief.maxlist = _brief.maxdict = 4
-
-
-def shorten(value: object) -> str:
-    """A value as it stands in an error message: one line, at most MAX_SHOWN characters. Cheap for any value."""
-    text = repr(value[:MAX_SHOWN]) if isinstance(value, str) else _brief.repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
 @dataclass(frozen=True, slots=True)
