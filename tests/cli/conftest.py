@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -17,6 +18,12 @@ from dsbd_cli.job.cli.app import run
 from tests.cli import fake
 
 ROOT = Path(__file__).parents[2]
+
+
+def pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    """A stream that was asked for."""
+    assert stream is not None
+    return stream
 
 
 @dataclass

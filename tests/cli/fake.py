@@ -30,7 +30,7 @@ class FakeEngine:
 
     def __init__(self, method: MethodConfig, batch_size: int, log_steps: bool) -> None:
         self.method, self.batch_size, self.log_steps = method, batch_size, log_steps
-        self.info, self.stopping = None, False
+        self.info, self.stopping, self.steps = None, False, 0
 
     def stop(self) -> None:
         self.stopping = True
@@ -57,6 +57,7 @@ class FakeEngine:
         """Whether it was stopped."""
         for _ in range(600):
             time.sleep(0.05)
+            self.steps += 1
             if self.stopping:
                 return True
         return False
@@ -82,6 +83,7 @@ class FakeEngine:
 
     def _stats(self, request: Request) -> RequestStats:
         stats = RequestStats(2, 8, 3, 16, 4, 12, 40, 0.1234567, 0.2, 0.3, 0.7)
+        self.steps += stats.steps
         if self.log_steps:
             layer = LayerStats(1, 8, 4, 4, 4, True)
             stats.step_log = [StepStats(request.id, 1, 1, 2, 12, 40, 7, [layer], 0.1234567, 0.2, 0.3)]

@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 import pytest
 
 from dsbd_cli import __version__
+from tests.cli.conftest import pipe
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
@@ -26,11 +26,6 @@ DEADLINE = 30
 def finish(process: subprocess.Popen[bytes], data: bytes | None = None) -> tuple[int, bytes, bytes]:
     out, err = process.communicate(data, timeout=DEADLINE)
     return process.returncode, out, err
-
-
-def pipe(stream: IO[bytes] | None) -> IO[bytes]:
-    assert stream is not None
-    return stream
 
 
 def test_a_pipe_through_another_program(start: Start) -> None:

@@ -103,6 +103,7 @@ class Engine:
         shared = None if isinstance(draft, BridgedDraft) else draft
         self.target, self.draft, self.codec = target, shared, codec
         self.batch_size, self.info, self.log_steps = batch_size or 1, info, log_steps
+        self.steps = 0  # taken so far, those of unfinished requests too; another thread may look
         self._fit_batch = batch_size is None
         self._stopping = False
         self._encoder = Encoder(target, self.draft, codec, self.method.num_beams, on_too_long)
@@ -229,6 +230,7 @@ class Engine:
         if not smaller:
             self._rows = max(1, len(running) // 2) if running else self._proven
         for job in running:
+            self.steps -= job.stats.steps
             job.stats = RequestStats()
         backlog.extendleft(reversed(running))
 
@@ -346,6 +348,7 @@ class Engine:
             counters = report.rows[row]
             layers = report.layers[row]
             record_iteration(job, counters, layers, seconds, len(running), nodes, self.log_steps, self._names)
+            self.steps += counters["steps"]
             job.stats.draft_calls += report.draft_calls
             job.used, job.trunk, job.drafted = counters["used"], counters["trunk"], counters["drafted"]
             if counters["invalid"]:

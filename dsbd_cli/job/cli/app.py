@@ -85,7 +85,7 @@ def run(arguments: Sequence[str]) -> int:
             _drop_output()
         return _report(str(error), error.exit_code)
     except typer.TyperException as error:
-        hint = f" ({_help(arguments)})" if error.exit_code == 2 else ""
+        hint = f" ({_help(error, arguments)})" if error.exit_code == 2 else ""
         message = error.format_message().replace("Value error, ", "")
         return _report(f"{message}{hint}", error.exit_code)
     except StoppedError as stopped:
@@ -100,8 +100,11 @@ def run(arguments: Sequence[str]) -> int:
         return _report(f"{detail} (unexpected; --debug shows the traceback)", 1)
 
 
-def _help(arguments: Sequence[str]) -> str:
+def _help(error: typer.TyperException, arguments: Sequence[str]) -> str:
     """Where the options, or the commands, are listed."""
+    context = getattr(error, "ctx", None)  # of the command that was reached, if any
+    if context is not None and context.parent is not None:
+        return f"{context.command_path} --help lists the options"
     names = {item.name for item in app.registered_commands} | {item.name for item in app.registered_groups}
     given = next((word for word in arguments if not word.startswith("-")), None)
     return f"dsbd {given} --help lists the options" if given in names else "dsbd --help lists the commands"

@@ -71,7 +71,7 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
     ]
 
     def command(ctx: typer.Context, **given: object) -> None:
-        values = settle(tuple(hints.values()), given)
+        values = settle(tuple(hints.values()), given, ctx.command_path)
         try:
             function(**_groups(hints, values), arguments=_arguments(ctx))
         except UsageError as error:

@@ -16,8 +16,8 @@ from dsbd_cli.job.cli.declare import grouped, help_texts
 from dsbd_cli.job.cli.drafter_options import DrafterOptions
 from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, open_source
 from dsbd_cli.job.cli.flow import MakeRecord, RowFlow, TooManyErrorsError
-from dsbd_cli.job.cli.layers import job_text, unknown_variables
-from dsbd_cli.job.cli.messages import set_style, tracebacks_wanted
+from dsbd_cli.job.cli.layers import job_text
+from dsbd_cli.job.cli.messages import set_style, tracebacks_wanted, whole
 from dsbd_cli.job.cli.options import (
     DeviceOptions,
     FileOptions,
@@ -75,8 +75,6 @@ def generate(
         return
     check_files(files)
     run = _Run(files, settings, devices, talk, arguments)
-    for line in unknown_variables((*map(type, groups), JobOptions)):
-        run.reporter.warn(line)
     if code := run.answer():
         raise typer.Exit(code)
 
@@ -142,12 +140,12 @@ class _Run:
         try:
             engine = self._load() if outputs.done is None or flow.anything_left() or outputs.is_empty else None
         except StoppedError:
-            self.reporter.summary("stopped before a row was answered", always=True)
+            self.reporter.stop()
             raise
         if engine is not None:
             summary.info = engine.info
             writer, steps = outputs.begin()
-            self.reporter.begin(_describe(self._settings, engine.info))
+            self.reporter.begin(_describe(self._settings, engine.info), steps=lambda: engine.steps)
             self._signals.on_stop = engine.stop
             try:
                 flow.run(engine, self._maker(outputs.created), writer, steps)
@@ -179,7 +177,7 @@ class _Run:
         undo = ["--no-overwrite"] if self._files.overwrite and "--overwrite" not in self._arguments else []
         command = shlex.join(["dsbd", *arguments, *undo, "--resume"])
         again = " with the same input" if self._files.input in (None, STANDARD) else ""
-        return f"what is written is complete; go on{again} with: {command}"
+        return f"what is written is complete; go on{again} with: {whole(command)}"
 
     def _load(self) -> Engine:
         """Where torch is imported."""
