@@ -1,8 +1,9 @@
 """An engine without a model: prompts say what happens to them. Nothing here imports torch.
 
-`fail` gives an error result, `nan` a broken score, `slow` takes half a minute of short iterations, `stubborn` a single
-iteration as long, `crash` and `no memory` end the run. FAKE_ROW_S says how long any other row takes,
-FAKE_LOG_S how often a log line is due, and with FAKE_CLOCK=backwards the time of day loses an hour at every look.
+`fail` gives an error result, `nan` a broken score, `slow` takes ten minutes of short iterations, `stubborn` a single
+iteration as long, and both say on standard error when they begin and end; `crash` and `no memory` end the run.
+FAKE_ROW_S says how long any other row takes, FAKE_LOG_S how often a log line is due, and with FAKE_CLOCK=backwards the
+time of day loses an hour at every look.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from dsbd_cli.stats import LayerStats, RequestStats, StepStats
 
 MODULE = "dsbd_cli.engine.decoding.load"
 FAILING = "fail"
+
+
+def tell(what: str) -> None:
+    """A line on standard error that a test can wait for."""
+    os.write(2, f"fake: {what}\n".encode())
 
 
 class FakeEngine:
@@ -55,11 +61,13 @@ class FakeEngine:
 
     def _slow(self) -> bool:
         """Whether it was stopped."""
-        for _ in range(600):
+        tell("slow begins")
+        for _ in range(12000):
             time.sleep(0.05)
             self.steps += 1
             if self.stopping:
                 return True
+        tell("slow ends")
         return False
 
     def _answer(self, request: Request) -> RequestResult:
@@ -72,7 +80,9 @@ class FakeEngine:
         if prompt == "no memory":
             raise ModelError("the device is out of memory")
         if prompt == "stubborn":
-            time.sleep(30)
+            tell("stubborn begins")
+            time.sleep(600)
+            tell("stubborn ends")
         time.sleep(float(os.environ.get("FAKE_ROW_S", "0")))
         logprob = float("nan") if prompt == "nan" else -1.25
         beams = tuple(

@@ -2,54 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import re
-import select
-import struct
 import subprocess
-import termios
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 
 from dsbd_cli.job.cli.progress import Reporter
 from dsbd_cli.job.cli.talk_options import TalkOptions
-from tests.cli.conftest import pipe
+from tests.cli.conftest import pipe, read, terminal
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
-HANG_S = 300  # only so that a fault does not hang the suite
 SLOW = b'{"prompt": "slow"}\n'
-
-
-@contextmanager
-def terminal(columns: int) -> Iterator[tuple[int, int]]:
-    """Both ends of a terminal; the second is the program's."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    try:
-        yield ours, theirs
-    finally:
-        os.close(ours)
-
-
-def read(ours: int, until: str | None = None) -> str:
-    """What comes until a pattern is in it, or to the end."""
-    text = ""
-    while until is None or not re.search(until, text):
-        assert select.select([ours], [], [], HANG_S)[0], f"nothing more came after {text!r}"
-        try:
-            more = os.read(ours, 65536)
-        except OSError:  # the other end is closed
-            more = b""
-        if not more:
-            assert until is None, f"{until!r} is not in {text!r}"
-            break
-        text += more.decode()
-    return text.replace("\r\n", "\n")
 
 
 def test_the_live_line_counts_tokens_of_rows_that_are_not_done(start: Start) -> None:

@@ -70,6 +70,8 @@ def run(arguments: Sequence[str]) -> int:
         code = typer.main.get_command(app).main(
             list(arguments), prog_name="dsbd", standalone_mode=False, obj=list(arguments)
         )
+        if code == INTERRUPTED:  # the parser has caught a KeyboardInterrupt
+            say(STOPPED)
         return code if isinstance(code, int) else 0
     except (ClosedOutputError, BrokenPipeError):
         _drop_output()
@@ -127,5 +129,5 @@ def _drop_output() -> None:
 
 
 def main() -> NoReturn:
-    """Entry point of the script `dsbd`."""
+    """Run the command line of this process."""
     sys.exit(run(sys.argv[1:]))
