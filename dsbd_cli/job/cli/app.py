@@ -18,6 +18,7 @@ from dsbd_cli.job.cli.generate import generate
 from dsbd_cli.job.cli.index import index
 from dsbd_cli.job.cli.messages import error_line, say, set_style, tracebacks_wanted
 from dsbd_cli.job.cli.models import app as models_app
+from dsbd_cli.job.cli.page import Command, Group
 from dsbd_cli.job.cli.profile import profile
 from dsbd_cli.job.cli.signals import StoppedError
 from dsbd_cli.job.cli.trim import trim_draft
@@ -28,12 +29,12 @@ __all__ = ["app", "main", "run"]
 INTERRUPTED = 130
 STOPPED = "stopped before there was a result"
 
-app = typer.Typer(name="dsbd", pretty_exceptions_enable=False)
-app.command("generate")(generate)
-app.command("bench")(bench)
-app.command("profile")(profile)
-app.command("index")(index)
-app.command("trim-draft")(trim_draft)
+app = typer.Typer(name="dsbd", cls=Group, pretty_exceptions_enable=False)
+app.command("generate", cls=Command)(generate)
+app.command("bench", cls=Command)(bench)
+app.command("profile", cls=Command)(profile)
+app.command("index", cls=Command)(index)
+app.command("trim-draft", cls=Command)(trim_draft)
 app.add_typer(models_app, name="models")
 
 

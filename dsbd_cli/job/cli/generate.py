@@ -61,7 +61,7 @@ def generate(
 
     Every option may also stand in --config FILE or in a variable such as DSBD_NUM_BEAMS.
 
-    The command line wins over the file, the file over the environment.
+    The command line wins over the file, the file over the environment. A switch --x is taken back by --no-x.
     """
     set_style(json_lines=bool(talk.log_json), tracebacks=bool(talk.debug) or tracebacks_wanted())
     if talk.quiet and talk.verbose:
@@ -156,7 +156,8 @@ class _Run:
             raise StoppedError(number)
         if outputs.done is not None and outputs.done.left:
             self.reporter.warn(
-                f"{self._files.output} holds {outputs.done.left} records of rows that are not in the input any more"
+                f"{self._files.output} holds {outputs.done.left} record{'' if outputs.done.left == 1 else 's'} "
+                "of rows that are not in the input any more"
             )
         self.reporter.summary(totals.line())
 
