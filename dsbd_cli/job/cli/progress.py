@@ -111,14 +111,14 @@ class Reporter:
         """Share of the input that is done, and the time that the rest takes if its rows are as long as those so far."""
         if not self.input_bytes:
             return ""
-        share, tokens = min(1.0, self._bytes / self.input_bytes), self.totals.tokens
+        share, steps = min(1.0, self._bytes / self.input_bytes), self.totals.steps
         done = self._bytes - self._bytes_before
-        if done <= 0 or not tokens or self.totals.rows - self.totals.failed < ROWS_THAT_TELL:
+        if done <= 0 or not steps or self.totals.rows - self.totals.failed < ROWS_THAT_TELL:
             return f"{share:.0%} done"
-        left = (self.input_bytes - self._bytes) * tokens / done - self._unfinished
+        left = (self.input_bytes - self._bytes) * steps / done - self._unfinished
         if left <= 0:  # the rows under way are longer than those before, nobody knows by how much
             return f"{share:.0%} done"
-        seconds = int(self.totals.seconds * left / (tokens + self._unfinished))
+        seconds = int(self.totals.seconds * left / (steps + self._unfinished))
         return f"{share:.0%} done, {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
 
     def _log(self) -> None:
