@@ -214,7 +214,7 @@ def stop_by(number: signal.Signals) -> Callable[[Folder], Result]:
 
     def fault(folder: Folder) -> Result:
         expected = undisturbed(folder)
-        process = folder.start(row_s=0.02)
+        process = folder.start(row_s=0.5)  # so long that it cannot end before the signal comes
         wait_for(folder, 3)
         process.send_signal(number)
         _, err = process.communicate(timeout=DEADLINE_S)
@@ -311,7 +311,7 @@ def read_only_folder(folder: Folder) -> Result:
 def clock_backwards(folder: Folder) -> Result:
     """The time of day loses an hour at every look: times stay positive, log lines come at their pace."""
     summary = folder.path / "summary.json"
-    clock = {"FAKE_CLOCK": "backwards", "FAKE_LOG_S": "0.5"}
+    clock = {"FAKE_CLOCK": "backwards", "FAKE_LOG_S": "0.05"}
     begun = time.perf_counter()
     code, err = folder.finish("--summary", str(summary), row_s=0.01, environment=clock)
     seconds = time.perf_counter() - begun
@@ -321,7 +321,7 @@ def clock_backwards(folder: Folder) -> Result:
     total = said["seconds"]["total_s"]
     require(0 < total <= seconds, f"total_s is {total} of {seconds:.1f}")
     require(said["ended"] < said["started"], "the clock did not go backwards")
-    require(1 <= len(logged) <= total / 0.5 + 1, f"{len(logged)} log lines in {total} s")
+    require(1 <= len(logged) <= total / 0.05 + 1, f"{len(logged)} log lines in {total} s")
     folder.clear()
     return {"fault": "clock going backwards", "total_s": round(total, 1), "log_lines": len(logged)}
 
@@ -329,8 +329,9 @@ def clock_backwards(folder: Folder) -> Result:
 def second_writer(folder: Folder) -> Result:
     """A second process on the same output is refused at once; the first one goes on, and its end frees the file."""
     expected = undisturbed(folder)
-    process = folder.start("--resume", "--quiet", row_s=0.02)
+    process = folder.start("--resume", "--quiet", row_s=0.5)
     wait_for(folder, 1)
+    process.send_signal(signal.SIGSTOP)  # it keeps the file, however long the others take
     for more in ("--resume", "--overwrite"):
         code, err = folder.finish(more)
         require(code == 1 and "is being written by another process" in err, f"{more} ended with {code}: {err}")

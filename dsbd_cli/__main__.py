@@ -1,6 +1,22 @@
-"""`python -m dsbd_cli` is `dsbd`."""
+"""`python -m dsbd_cli` is `dsbd`: the entry point, which imports little, so that Ctrl-C is one line from the start."""
 
-from dsbd_cli.job.cli.app import main
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+__all__ = ["main"]
+
+
+def main() -> NoReturn:
+    """Entry point of the script `dsbd`."""
+    try:
+        from dsbd_cli.job.cli import app
+    except KeyboardInterrupt:
+        sys.stderr.write("dsbd: stopped before there was a result\n")
+        sys.exit(130)
+    app.main()
+
 
 if __name__ == "__main__":
     main()

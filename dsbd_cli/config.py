@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import NoneType, UnionType
-from typing import Literal, Union, get_args, get_origin, get_type_hints
+from typing import Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from dsbd_cli.errors import UsageError, shorten
 
@@ -67,13 +67,18 @@ FOLLOWING = ("depth", "adaptive_depth", "width", "drafts_per_layer")  # settings
 
 def _require(condition: bool, name: str, value: object, expected: str) -> None:
     if not condition:
-        raise UsageError(f"{name} is {shorten(value)}, but must be {expected}")
+        message = f"{name} is {shorten(value)}, but must be {expected}"
+        raise UsageError(message, field=name, value=value, expected=expected)
+
+
+def _refuse(name: str, value: object, reason: str) -> NoReturn:
+    """reason: why another field does not allow the value, and what to do."""
+    raise UsageError(f"{name} is {shorten(value)}, but {reason}", field=name, value=value)
 
 
 def check_value(name: str, value: object, hint: object) -> None:
     """The value has this type. Raises UsageError."""
-    if not _fits(value, hint):
-        raise UsageError(f"{name} is {shorten(value)}, but must be {_expected(hint)}")
+    _require(_fits(value, hint), name, value, _expected(hint))
 
 
 def check_types(settings: object, *, open_: tuple[str, ...] = ()) -> None:
@@ -126,7 +131,7 @@ def check_drafter_name(drafter: str) -> None:
     listed = f"one of {', '.join(DRAFTERS)}, or two of them joined by +"
     _require(all(name in DRAFTERS for name in names) and len(names) <= 2, "drafter", drafter, listed)
     if len(names) == 2 and "bridge" in names:
-        raise UsageError(f"drafter is {drafter!r}, but bridge builds whole trees from text and fuses with none")
+        _refuse("drafter", drafter, "bridge builds whole trees from text and fuses with none")
     if len(names) == 2:
         _require(names[0] != names[1], "drafter", drafter, "two drafters: the same one drafts the same nodes")
         swapped = f"{names[1]}+{names[0]}: the one that runs the draft model stands first"
@@ -277,18 +282,14 @@ class MethodConfig:
             f"between 1 and {self.num_beams} (num_beams)",
         )
         if self.rule == "search" and self.width != "fixed":
-            raise UsageError(
-                "rule search is deterministic beam search; width threshold would change it: use width fixed"
-            )
+            _refuse("width", self.width, "rule search is deterministic beam search, which it would change: use fixed")
         if self.rule == "search" and self.warp_scope != "pool":
-            raise UsageError("rule search takes no warping; warp_scope beam does nothing with it")
+            _refuse("warp_scope", self.warp_scope, "rule search takes no warping: use pool")
         if self.adaptive_depth and not self.depth:
-            raise UsageError("adaptive_depth needs a depth of 1 or more to choose below")
+            _refuse("depth", self.depth, "adaptive_depth needs 1 or more to choose below")
         if self.depth and self.drafts_per_layer < self.required_width:
-            raise UsageError(
-                f"drafts_per_layer is {self.drafts_per_layer}, but a layer needs {self.required_width} drafted nodes "
-                "to pass: raise it, or use width threshold"
-            )
+            reason = f"a layer needs {self.required_width} drafted nodes to pass: raise it, or use width threshold"
+            _refuse("drafts_per_layer", self.drafts_per_layer, reason)
 
     def _settle(self) -> None:
         """Defaults that follow from other settings."""
@@ -321,24 +322,26 @@ class MethodConfig:
         if len(names) == 2:
             _require(most >= 1, "drafts_per_layer", self.drafts_per_layer, "2 or more for two drafters")
             _require(share is None or 1 <= share <= most, "second_drafts", share, f"between 1 and {most} (K - 1)")
-        if ("retrieval" in names) != (self.index is not None):
-            raise UsageError(
-                "drafter retrieval needs an index: make one with dsbd index"
-                if self.index is None
-                else f"index would do nothing, because drafter {self.drafter} does not read one: drop it"
-            )
+        if "retrieval" in names and self.index is None:
+            message = "index is missing, but drafter retrieval needs one: dsbd index makes the file"
+            raise UsageError(message, field="index")
+        if "retrieval" not in names and self.index is not None:
+            message = f"index would do nothing, because drafter {self.drafter} does not read one: drop it"
+            raise UsageError(message, field="index", value=self.index)
         if self.depth == 0 and self.drafter != "beam":
-            raise UsageError(f"depth 0 drafts nothing, but drafter is {self.drafter!r}: raise depth or drop it")
+            _refuse("drafter", self.drafter, "depth 0 drafts nothing: raise the depth, or drop the drafter")
         if self.rule == "with-replacement" and self.drafter != "beam":
-            raise UsageError(
-                f"rule with-replacement tests independent draws of a pool, which only drafter beam gives, not "
-                f"{self.drafter}: use rule rejection or coupled"
+            reason = (
+                "rule with-replacement tests independent draws of a pool, which only drafter beam gives: "
+                "use rule rejection or coupled"
             )
+            _refuse("drafter", self.drafter, reason)
         if self.depth and self.width == "threshold" and names[0] != "beam":
-            raise UsageError(
-                f"width threshold estimates acceptance from the pool law that drafter beam records; {self.drafter} "
-                "has none: use width fixed"
+            reason = (
+                f"it estimates acceptance from the pool law that drafter beam records, and {self.drafter} has none: "
+                "use width fixed"
             )
+            _refuse("width", self.width, reason)
 
     def _check_fuzzy(self) -> None:
         """Rule fuzzy has what it needs, and no other rule is given its options."""
@@ -346,26 +349,21 @@ class MethodConfig:
             for name in ("fuzzy_threshold", "divergence", "fallback", "fuzzy_law"):
                 value = getattr(self, name)
                 if value is not None:
-                    raise UsageError(f"{name} is {value!r}, but the rule is {self.rule}: only rule fuzzy has one")
+                    _refuse(name, value, f"the rule is {self.rule}: only rule fuzzy has one")
             return
         if self.fuzzy is None:
-            raise UsageError(
-                "fuzzy_threshold is missing, but rule fuzzy needs it: up to which divergence a layer is taken"
-            )
+            message = "fuzzy_threshold is missing, but rule fuzzy needs it: up to which divergence a layer is taken"
+            raise UsageError(message, field="fuzzy_threshold")
         if self.depth == 0:
-            raise UsageError("rule fuzzy compares the target with a draft, but depth 0 drafts nothing: raise depth")
+            _refuse("depth", self.depth, "rule fuzzy compares the target with a draft: raise it")
         if self.drafter != "beam":
-            raise UsageError(
-                f"rule fuzzy compares the target with the pool law that drafter beam records; {self.drafter} has "
-                "another one or none: use drafter beam"
-            )
+            reason = "rule fuzzy compares the target with the pool law that only drafter beam records: use beam"
+            _refuse("drafter", self.drafter, reason)
         if self.width != "fixed":
-            raise UsageError("rule fuzzy takes whole layers, which no estimated width describes: use width fixed")
+            _refuse("width", self.width, "rule fuzzy takes whole layers, which no estimated width describes: use fixed")
         if self.warp_scope != "pool":
-            raise UsageError(
-                "rule fuzzy takes drafts that the warped target excludes, and warp_scope beam gives them no weight: "
-                "use warp_scope pool"
-            )
+            reason = "rule fuzzy takes drafts that the warped target excludes, and it gives them no weight: use pool"
+            _refuse("warp_scope", self.warp_scope, reason)
 
     def fit_draft(self, draft: str | None) -> MethodConfig:
         """This method, for a pair with this draft model or with none. Without one it is plain decoding, unless it was

@@ -19,6 +19,7 @@ Every message is one line, names the offending value and says what to do.
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Collection
 
 __all__ = [
     "MAX_SHOWN",
@@ -34,21 +35,44 @@ __all__ = [
     "RowError",
     "UnsupportedModelError",
     "UsageError",
+    "option_name",
     "shorten",
 ]
 
 MAX_SHOWN = 60
 
-_brief = reprlib.Repr()
-_brief.maxlevel = 3
-_brief.maxstring = _brief.maxother = _brief.maxlong = MAX_SHOWN
-_brief.maxlist = _brief.maxdict = 4
+
+class _Brief(reprlib.Repr):
+    """Values in the words of JSON, of TOML and of the command line, not of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxstring = self.maxother = self.maxlong = MAX_SHOWN
+        self.maxlist = self.maxtuple = self.maxdict = 4
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return "true" if value else "false"
+
+    def repr_NoneType(self, value: None, level: int) -> str:  # noqa: N802
+        return "null"
+
+    def repr_tuple(self, value: tuple[object, ...], level: int) -> str:
+        return self.repr_list(list(value), level)
+
+
+_brief = _Brief()
 
 
 def shorten(value: object) -> str:
     """A value as it stands in an error message: one line, at most MAX_SHOWN characters. Cheap for any value."""
-    text = repr(value[:MAX_SHOWN]) if isinstance(value, str) else " ".join(_brief.repr(value).split())
+    text = repr(value[:MAX_SHOWN]) if isinstance(value, str) else _brief.repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
+
+
+def option_name(field: str) -> str:
+    """--num-beams for num_beams."""
+    return "--" + field.replace("_", "-")
 
 
 class DsbdError(Exception):
@@ -58,9 +82,26 @@ class DsbdError(Exception):
 
 
 class UsageError(DsbdError):
-    """Options that are malformed, out of range or contradict each other."""
+    """Options that are malformed, out of range or contradict each other.
+
+    Where one field is to blame, `field`, `value` and (where it can be said so) `expected` say which, and the message
+    begins with the field's name.
+    """
 
     exit_code = 2
+
+    def __init__(
+        self, message: str, *, field: str | None = None, value: object = None, expected: str | None = None
+    ) -> None:
+        super().__init__(message)
+        assert field is None or message.startswith(field)
+        self.field, self.value, self.expected = field, value, expected
+
+    def typed(self, options: Collection[str]) -> str:
+        """The message; its field, if it is one of these options, by the name that is typed."""
+        if self.field is None or self.field not in options:
+            return str(self)
+        return option_name(self.field) + str(self).removeprefix(self.field)
 
 
 class ModelError(DsbdError):

@@ -71,8 +71,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished text. `logprob` is the raw target log-probability (nats) of its tokens, the end token included;
-    `score` = logprob / num_tokens ** length_penalty; `num_tokens` counts the end token."""
+    """A finished text. `logprob` is the raw log-probability (nats) of its tokens, the end token included, under the
+    target as it was loaded: a forward in bfloat16 gives another value than one in float32. `score` = logprob /
+    num_tokens ** length_penalty; `num_tokens` counts the end token."""
 
     text: str
     token_ids: tuple[int, ...]

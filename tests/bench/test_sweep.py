@@ -72,7 +72,7 @@ def test_points_that_cannot_be_are_left_out_with_the_reason() -> None:
 
 
 def test_a_method_with_no_point_left_is_an_error() -> None:
-    with pytest.raises(UsageError, match="dsbd-coupled W=6 K=4: drafts_per_layer is 4"):
+    with pytest.raises(UsageError, match="dsbd-coupled W=6 K=4: --drafts-per-layer is 4"):
         plan(["dsbd-coupled"], {"num_beams": [6], "drafts_per_layer": [4]})
     with pytest.raises(UsageError, match="depth 0 drafts nothing"):
         plan(["dsbd-coupled"], {"depth": [0]})

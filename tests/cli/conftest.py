@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
+import os
+import pty
+import re
+import select
+import struct
 import subprocess
 import sys
-from collections.abc import Callable
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -17,6 +26,40 @@ from dsbd_cli.job.cli.app import run
 from tests.cli import fake
 
 ROOT = Path(__file__).parents[2]
+HANG_S = 600  # only so that a fault does not hang the suite
+
+
+def pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    """A stream that was asked for."""
+    assert stream is not None
+    return stream
+
+
+@contextmanager
+def terminal(columns: int) -> Iterator[tuple[int, int]]:
+    """Both ends of a terminal; the second is the program's."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    try:
+        yield ours, theirs
+    finally:
+        os.close(ours)
+
+
+def read(ours: int, until: str | None = None) -> str:
+    """What comes until a pattern is in it, or to the end."""
+    text = ""
+    while until is None or not re.search(until, text):
+        assert select.select([ours], [], [], HANG_S)[0], f"nothing more came after {text!r}"
+        try:
+            more = os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            more = b""
+        if not more:
+            assert until is None, f"{until!r} is not in {text!r}"
+            break
+        text += more.decode()
+    return text.replace("\r\n", "\n")
 
 
 @dataclass

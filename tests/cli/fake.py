@@ -1,8 +1,9 @@
 """An engine without a model: prompts say what happens to them. Nothing here imports torch.
 
-`fail` gives an error result, `nan` a broken score, `slow` takes half a minute of short iterations, `stubborn` a single
-iteration as long, `crash` and `no memory` end the run. FAKE_ROW_S says how long any other row takes,
-FAKE_LOG_S how often a log line is due, and with FAKE_CLOCK=backwards the time of day loses an hour at every look.
+`fail` gives an error result, `nan` a broken score, `slow` takes ten minutes of short iterations, `stubborn` a single
+iteration as long, and both say on standard error when they begin and end; `crash` and `no memory` end the run.
+FAKE_ROW_S says how long any other row takes, FAKE_LOG_S how often a log line is due, and with FAKE_CLOCK=backwards the
+time of day loses an hour at every look.
 """
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ MODULE = "dsbd_cli.engine.decoding.load"
 FAILING = "fail"
 
 
+def tell(what: str) -> None:
+    """A line on standard error that a test can wait for."""
+    os.write(2, f"fake: {what}\n".encode())
+
+
 class FakeEngine:
     """Answers in input order and reads `batch_size` requests ahead, as the real one does."""
 
     def __init__(self, method: MethodConfig, batch_size: int, log_steps: bool) -> None:
         self.method, self.batch_size, self.log_steps = method, batch_size, log_steps
-        self.info, self.stopping = None, False
+        self.info, self.stopping, self.steps = None, False, 0
 
     def stop(self) -> None:
         self.stopping = True
@@ -55,10 +61,13 @@ class FakeEngine:
 
     def _slow(self) -> bool:
         """Whether it was stopped."""
-        for _ in range(600):
+        tell("slow begins")
+        for _ in range(12000):
             time.sleep(0.05)
+            self.steps += 1
             if self.stopping:
                 return True
+        tell("slow ends")
         return False
 
     def _answer(self, request: Request) -> RequestResult:
@@ -71,7 +80,9 @@ class FakeEngine:
         if prompt == "no memory":
             raise ModelError("the device is out of memory")
         if prompt == "stubborn":
-            time.sleep(30)
+            tell("stubborn begins")
+            time.sleep(600)
+            tell("stubborn ends")
         time.sleep(float(os.environ.get("FAKE_ROW_S", "0")))
         logprob = float("nan") if prompt == "nan" else -1.25
         beams = tuple(
@@ -82,6 +93,7 @@ class FakeEngine:
 
     def _stats(self, request: Request) -> RequestStats:
         stats = RequestStats(2, 8, 3, 16, 4, 12, 40, 0.1234567, 0.2, 0.3, 0.7)
+        self.steps += stats.steps
         if self.log_steps:
             layer = LayerStats(1, 8, 4, 4, 4, True)
             stats.step_log = [StepStats(request.id, 1, 1, 2, 12, 40, 7, [layer], 0.1234567, 0.2, 0.3)]

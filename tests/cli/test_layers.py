@@ -65,7 +65,7 @@ def test_a_switch_can_be_taken_back(dsbd: Dsbd, job: Callable[[str], str], monke
         ("[models]\na = 1", "models is no option"),
         ("config = 'x'", "config is no option"),
         ("num_beams = '3'", "num_beams is '3', but must be an integer"),
-        ("num_beams = true", "num_beams is True, but must be an integer"),
+        ("num_beams = true", "num_beams is true, but must be an integer"),
         ("num_beams = 3.5", "num_beams is 3.5, but must be an integer"),
         ("top_p = 'x'", "top_p is 'x', but must be a number"),
         ("resume = 1", "resume is 1, but must be true or false"),
@@ -86,12 +86,6 @@ def test_a_wrong_file_is_refused_with_one_line(dsbd: Dsbd, job: Callable[[str], 
 
 
 def test_wrong_variables(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSBD_NUM_BEAM", "3")
-    outcome = dsbd("generate")
-    assert outcome.code == 0
-    assert outcome.err == (
-        "dsbd: warning: DSBD_NUM_BEAM is set, but no option has this name: did you mean DSBD_NUM_BEAMS?\n"
-    )
     for name, value, message in (
         ("DSBD_TOP_P", "much", "DSBD_TOP_P is 'much', but must be a number"),
         ("DSBD_RESUME", "maybe", "DSBD_RESUME is 'maybe', but must be true or false"),
@@ -102,6 +96,34 @@ def test_wrong_variables(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
             refused = dsbd("generate")
             assert refused.code == 2
             assert message in refused.err
+
+
+def test_a_misspelt_variable_is_refused_and_the_nearest_option_named(
+    dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command, name, message in (
+        ("generate", "DSBD_NUM_BEAMZ", "dsbd generate has no such option: did you mean DSBD_NUM_BEAMS?"),
+        ("bench", "DSBD_NUM_BEAMZ", "dsbd bench has no such option: did you mean DSBD_NUM_BEAMS?"),
+        ("generate --print-config", "DSBD_NUM_BEAMZ", "did you mean DSBD_NUM_BEAMS?"),
+        ("generate", "DSBD_8", "dsbd generate has no such option: unset it"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "3")
+            refused = dsbd(*command.split())
+        assert (refused.code, refused.out, refused.loads) == (2, "", [])
+        assert refused.err.startswith(f"dsbd: error: the variable {name} is set, but ")
+        assert message in refused.err
+        assert refused.err.count("\n") == 1
+
+
+def test_variables_that_other_parts_read_are_no_options(
+    dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DSBD_MODELS_FILE", str(tmp_path / "models.toml"))
+    monkeypatch.setenv("_DSBD_COMPLETE_ARGS", "dsbd ")
+    monkeypatch.setenv("DSBD_DEBUG", "0")
+    assert beams(dsbd("generate")) == 4
+    assert "--nope" in dsbd("bench", "--nope").err
 
 
 @pytest.mark.parametrize(

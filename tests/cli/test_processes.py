@@ -7,20 +7,20 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 import pytest
 
 from dsbd_cli import __version__
+from dsbd_cli.job.cli.signals import StoppedError, StopSignals
+from tests.cli.conftest import pipe
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
 ROOT = Path(__file__).parents[2]
 ROW = b'{"prompt": "a"}\n'
-DEADLINE = 30
+DEADLINE = 600  # only so that a fault does not hang the suite
 
 
 def finish(process: subprocess.Popen[bytes], data: bytes | None = None) -> tuple[int, bytes, bytes]:
@@ -28,9 +28,14 @@ def finish(process: subprocess.Popen[bytes], data: bytes | None = None) -> tuple
     return process.returncode, out, err
 
 
-def pipe(stream: IO[bytes] | None) -> IO[bytes]:
-    assert stream is not None
-    return stream
+def wait_for(process: subprocess.Popen[bytes], line: bytes) -> bytes:
+    """Read standard error up to this line."""
+    seen = b""
+    for one in iter(pipe(process.stderr).readline, b""):
+        seen += one
+        if one == line:
+            return seen
+    raise AssertionError(f"{line!r} never came: {seen!r}")
 
 
 def test_a_pipe_through_another_program(start: Start) -> None:
@@ -86,12 +91,12 @@ def test_an_interrupt_keeps_what_is_written(start: Start, number: signal.Signals
     pipe(process.stdin).write(ROW + b'{"prompt": "slow"}\n')
     pipe(process.stdin).flush()
     first = pipe(process.stdout).readline()
-    time.sleep(0.3)
+    begun = wait_for(process, b"fake: slow begins\n")
     process.send_signal(number)
-    begun = time.monotonic()
     code, out, err = finish(process)
+    err = begun + err
     assert (code, out) == (128 + number, b"")
-    assert time.monotonic() - begun < 15
+    assert b"fake: slow ends" not in err
     assert json.loads(first)["index"] == 0
     assert b"dsbd: stopping after this iteration; the same once more stops at once\n" in err
     assert b"dsbd: stopped: 1 row," in err
@@ -103,13 +108,13 @@ def test_a_second_interrupt_ends_at_once(start: Start) -> None:
     pipe(process.stdin).write(ROW + b'{"prompt": "stubborn"}\n')
     pipe(process.stdin).flush()
     pipe(process.stdout).readline()
-    time.sleep(0.3)
+    wait_for(process, b"fake: stubborn begins\n")
     process.send_signal(signal.SIGINT)
-    assert pipe(process.stderr).readline().startswith(b"dsbd: stopping after this iteration")
+    wait_for(process, b"dsbd: stopping after this iteration; the same once more stops at once\n")
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert process.wait(5) == -signal.SIGINT
-    finish(process)
+    code, _, err = finish(process)
+    assert (code, b"fake: stubborn ends" in err) == (-signal.SIGINT, False)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -165,6 +170,39 @@ def test_start_up_imports_neither_torch_nor_transformers(arguments: str) -> None
     command = [sys.executable, "-c", code, *arguments.split()]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", ["dsbd_cli.job.cli.app", "typer", "torch", "transformers"])
+def test_an_interrupt_during_start_is_one_line(module: str) -> None:
+    """The signal comes as the module begins to be imported."""
+    code = (
+        "import runpy, signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            sys.meta_path.remove(self)\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "runpy.run_module('dsbd_cli', run_name='__main__')\n"
+    )
+    command = [sys.executable, "-c", code, "generate"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, input='{"prompt": "a"}\n')
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "dsbd: stopped before there was a result\n"
+
+
+def test_an_interrupt_that_a_library_turns_into_an_error_is_still_one() -> None:
+
+    def load() -> None:
+        with StopSignals(quiet=True):
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except StoppedError:
+                raise RuntimeError("failed to import") from None
+
+    with pytest.raises(StoppedError) as stopped:
+        load()
+    assert stopped.value.exit_code == 130
 
 
 def test_version_and_bare_command(start: Start) -> None:

@@ -50,7 +50,7 @@ def test_rows_are_known_by_what_they_ask_not_by_where_they_stand(job: Callable[.
     outcome = job("--resume", lines=changed)
     assert outcome.code == 3
     assert [record["id"] for record in records(tmp_path)] == ["a", "fail", "new", "a", "c"]
-    assert "holds 1 records of rows that are not in the input any more" in outcome.err
+    assert "holds 1 record of rows that are not in the input any more" in outcome.err
 
 
 def test_failed_rows_are_answered_again_on_demand(
@@ -78,6 +78,21 @@ def test_other_settings_are_refused_by_name(job: Callable[..., Outcome], tmp_pat
     for other in ("--strict", "--on-too-long truncate-left", "--dtype float32", "--output-format openai"):
         refused = job("--resume", "--seed", "1", *other.split())
         assert (refused.code, "other settings" in refused.err) == (2, True)
+
+
+def test_a_file_without_records_may_be_begun_with_other_settings(job: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Nothing was made with the old settings, so nothing of them may stay: no record, no step, no settings."""
+    stats = ("--stats", str(tmp_path / "steps"))
+    job("--seed", "1", *stats, lines=ROWS)
+    old = (tmp_path / "steps").read_text()
+    (tmp_path / "out").write_bytes(b"")  # killed before the first record, steps first
+    assert job("--resume", "--seed", "2", "--num-beams", "2", *stats).code == 3
+    assert {record["method"]["num_beams"] for record in records(tmp_path) if "method" in record} == {2}  # type: ignore[index]
+    settings = json.loads((tmp_path / "out.dsbd-run").read_bytes())["settings"]
+    assert (settings["seed"], settings["num_beams"]) == (2, 2)
+    assert len((tmp_path / "steps").read_text().splitlines()) == len(old.splitlines())
+    refused = job("--resume", "--seed", "1", *stats)
+    assert (refused.code, "--seed was 2 and is 1" in refused.err) == (2, True)
 
 
 def test_a_file_of_unknown_origin_is_refused(job: Callable[..., Outcome], tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.config import ModelSpec
-from dsbd_cli.job.cli.naming import as_typed
+from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
+from dsbd_cli.errors import UsageError
 from tests.cli.conftest import Outcome
 
 Dsbd = Callable[..., Outcome]
@@ -74,25 +74,25 @@ REFUSED = {
     "--config no-such-file": "--config no-such-file cannot be read: No such file",
     "--output x --stats x": "--output and --stats are both x",
     "--input README.md --output README.md --overwrite": "--output README.md is the input",
-    "--rule fuzzy": "--fuzzy-threshold is missing, but --rule fuzzy needs it",
+    "--rule fuzzy": "--fuzzy-threshold is missing, but rule fuzzy needs it",
     "--rule fuzzy --fuzzy-threshold -1": "--fuzzy-threshold is -1.0",
     "--rule fuzzy --fuzzy-threshold inf": "--fuzzy-threshold is inf",
     "--rule fuzzy --fuzzy-threshold 0.1 --draft none": "--rule fuzzy compares the target with a draft model",
     "--draft none --drafter ngram+bridge": "--drafter is 'ngram+bridge', but bridge",
     "--draft none --drafter ngram+beam": "--drafter is 'ngram+beam', but must be beam+ngram",
     "--draft none --drafter beam+ngram": "--drafter beam+ngram needs a draft model, but --draft is none",
-    "--rule fuzzy --fuzzy-threshold 0.1 --drafter rsd-c": "use --drafter beam",
-    "--rule fuzzy --fuzzy-threshold 0.1 --width threshold": "use --width fixed",
-    "--rule fuzzy --fuzzy-threshold 0.1 --warp-scope beam": "--warp-scope beam gives them no weight: use --warp-scope",
+    "--rule fuzzy --fuzzy-threshold 0.1 --drafter rsd-c": "--drafter is 'rsd-c', but rule fuzzy",
+    "--rule fuzzy --fuzzy-threshold 0.1 --width threshold": "--width is 'threshold', but rule fuzzy",
+    "--rule fuzzy --fuzzy-threshold 0.1 --warp-scope beam": "--warp-scope is 'beam', but rule fuzzy",
     "--fuzzy-threshold 0.1": "--fuzzy-threshold is 0.1, but the rule is coupled",
     "--rule rejection --fallback strict": "--fallback is 'strict', but the rule is rejection",
     "--divergence l2": "Invalid value for '--divergence'",
     "--rule fast": "Invalid value for '--rule': 'fast' is not one of",
     "--num-beams four": "Invalid value for '--num-beams': 'four' is not an integer",
     "--temperature warm": "Invalid value for '--temperature': 'warm' is not a number",
-    "--drafter retrieval": "--drafter retrieval needs --index FILE: make one with dsbd index",
+    "--drafter retrieval": "--index is missing, but drafter retrieval needs one",
     "--index x": "--index would do nothing, because drafter beam does not read one",
-    "--rule rejection --width threshold --drafter ngram": "use --width fixed",
+    "--rule rejection --width threshold --drafter ngram": "--width is 'threshold', but it estimates",
     "--no-such-option": "No such option: --no-such-option",
     "file.jsonl": "unexpected extra argument",
 }
@@ -179,21 +179,29 @@ def test_what_does_not_act_is_null_in_the_record(dsbd: Dsbd) -> None:
     assert dynamic["exactness"] == "dynamic-width"
 
 
-@pytest.mark.parametrize(
-    ("message", "typed"),
-    [
-        ("depth is 3: raise depth or drop it", "--depth is 3: raise --depth or drop it"),
-        ("a depth is 3, because depth 3 is", "a depth is 3, because depth 3 is"),
-        ("num_beams was 4 and is 2, seed was 1 and is 2", "--num-beams was 4 and is 2, --seed was 1 and is 2"),
-        ("--num-beams is 1, warp_scope beam", "--num-beams is 1, warp_scope beam"),  # no option of this command
-    ],
-)
-def test_fields_are_named_as_the_options_that_were_typed(message: str, typed: str) -> None:
-    assert as_typed(message, {"depth", "seed", "num_beams"}) == typed
-
-
 @pytest.mark.parametrize("rule", ["coupled", "search"])
 def test_temperature_0_is_taken(dsbd: Dsbd, rule: str) -> None:
     assert dsbd("generate", "--rule", rule, "--temperature", "0").code == 0
     if rule == "search":
         assert dsbd("generate", "--rule", rule, "--temperature", "1").code == 2
+
+
+def fault(make: Callable[[], object]) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        make()
+    return caught.value
+
+
+def test_an_error_knows_its_field_and_the_command_line_names_the_option() -> None:
+    error = fault(lambda: MethodConfig(num_beams=0))
+    assert (error.field, error.value, error.expected) == ("num_beams", 0, "1 or more")
+    assert str(error) == "num_beams is 0, but must be 1 or more"
+    assert error.typed({"num_beams", "depth"}) == "--num-beams is 0, but must be 1 or more"
+    assert error.typed({"depth"}) == str(error), "no option of this command"
+    assert UsageError("depth is mentioned").typed({"depth"}) == "depth is mentioned"
+    other = fault(lambda: MethodConfig(rule="search", warp_scope="beam"))
+    assert (other.field, other.value) == ("warp_scope", "beam")
+
+
+def test_values_are_shown_in_plain_words() -> None:
+    assert str(fault(lambda: SamplingConfig(stop=("a", "")))).startswith("stop is ['a', ''], but must be")

@@ -146,11 +146,11 @@ while True:
 def test_what_was_written_before_a_kill_can_be_read(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"out{suffix}"
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], cwd=ROOT)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 600  # only so that a fault does not hang the suite
     while time.monotonic() < end and not (path.exists() and path.stat().st_size > 20_000):
         time.sleep(0.01)
     child.send_signal(signal.SIGKILL)
-    child.wait(30)
+    child.wait()
     lines = []
     with open_input(path) as stream, suppress(DecompressionError):  # the last frame may be torn
         for _, line in read_lines(stream):

@@ -235,7 +235,7 @@ def test_a_fingerprint_tells_what_differs() -> None:
         "num_beams was 4 and is 2, draft was 'd' and is not set, stop was ['a'] and is ['b'], seed was 3 and is 4"
     )
     assert fingerprint_difference({**old, "x\n": 1}, old) == "'x\\n' was 1 and is not set"
-    assert fingerprint_difference({**old, "seed": True}, {**old, "seed": 1}) == "seed was True and is 1"
+    assert fingerprint_difference({**old, "seed": True}, {**old, "seed": 1}) == "seed was true and is 1"
 
 
 def test_what_does_not_act_does_not_count() -> None:

@@ -74,7 +74,7 @@ def test_rows_with_the_same_overrides_share_them_and_others_do_not() -> None:
     reader = replace(RUN)
     first = request({"prompt": "p", "top_k": 1}, reader)
     assert request({"prompt": "q", "top_k": 1}, reader).sampling is first.sampling
-    assert "top_k is True" in refusal({"prompt": "p", "top_k": True}, reader)
+    assert "top_k is true" in refusal({"prompt": "p", "top_k": True}, reader)
     assert "top_k is 1.0" in refusal({"prompt": "p", "top_k": 1.0}, reader)
     assert request({"prompt": "q", "top_k": 2}, reader).sampling.top_k == 2
     assert request({"prompt": "q"}, reader).sampling == SamplingConfig(top_k=7)
@@ -109,16 +109,16 @@ REFUSED: list[tuple[object, str]] = [
         "messages[0].content[0] is {'type': 'image_url'}, but only parts of type text",
     ),
     ({"prompt": "p", "id": ""}, "id is ''"),
-    ({"prompt": "p", "id": True}, "id is True"),
+    ({"prompt": "p", "id": True}, "id is true"),
     ({"prompt": "p", "custom_id": 1.5}, "custom_id is 1.5, but must be a non-empty string or an integer"),
     ({"prompt": "p", "id": "a", "custom_id": "b"}, "custom_id is 'b', but id is given under another name too"),
     ({"prompt": "p", "n": 1, "n_best": 1}, "n_best is 1, but n_best is given under another name too"),
     ({"prompt": "p", "temperature": -1}, "temperature is -1.0, but must be a finite number, 0 or more"),
     ({"prompt": "p", "temperature": 1e300}, "temperature is 1e+300, but must be at most 1000000"),
     ({"prompt": "p", "temperature": "1"}, "temperature is '1', but must be a number"),
-    ({"prompt": "p", "temperature": True}, "temperature is True, but must be a number"),
+    ({"prompt": "p", "temperature": True}, "temperature is true, but must be a number"),
     ({"prompt": "p", "top_k": 1.0}, "top_k is 1.0, but must be an integer"),
-    ({"prompt": "p", "top_k": False}, "top_k is False, but must be an integer"),
+    ({"prompt": "p", "top_k": False}, "top_k is false, but must be an integer"),
     ({"prompt": "p", "top_k": -1}, "top_k is -1, but must be 0"),
     ({"prompt": "p", "top_k": 2**31}, "top_k is 2147483648, but must be at most 2147483647"),
     ({"prompt": "p", "top_k": 2**64 - 1}, "top_k is 18446744073709551615, but must be at most"),
@@ -137,7 +137,7 @@ REFUSED: list[tuple[object, str]] = [
     ({"prompt": "p", "seed": 2**63}, "seed is 9223372036854775808"),
     ({"prompt": "p", "seed": "3"}, "seed is '3', but must be an integer"),
     ({"prompt": "p", "n": 5}, "n is 5, but the run has num_beams 4"),
-    ({"prompt": "p", "stream": True}, "stream is True, which is not supported (records are written as rows"),
+    ({"prompt": "p", "stream": True}, "stream is true, which is not supported (records are written as rows"),
     ({"prompt": "p", "presence_penalty": 0.5}, "presence_penalty is 0.5, which is not supported: drop it"),
 ]
 
@@ -215,7 +215,7 @@ def test_search_takes_what_draws_nothing() -> None:
     search = replace(RUN, rule="search")
     for fields in ({"temperature": 0, "top_p": 0.9}, {"temperature": 0.0}, {"top_p": 1, "min_p": 0, "top_k": 0}):
         assert request({"prompt": "p", **fields}, search).sampling == RUN.sampling
-    assert "top_k is False" in refusal({"prompt": "p", "top_k": False}, search)
+    assert "top_k is false" in refusal({"prompt": "p", "top_k": False}, search)
 
 
 def test_temperature_0_is_for_the_rules_that_take_it() -> None:

@@ -155,10 +155,12 @@ def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
     """Guards against a lock file that outlives a kill -9."""
     path = tmp_path / "out"
     code = (
-        "import sys, time; from pathlib import Path; from dsbd_cli.job.data.lock import open_locked\n"
-        "stream = open_locked(Path(sys.argv[1]), create_only=True); print('locked', flush=True); time.sleep(60)"
+        "import sys; from pathlib import Path; from dsbd_cli.job.data.lock import open_locked\n"
+        "stream = open_locked(Path(sys.argv[1]), create_only=True); print('locked', flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"locked\n"
         with pytest.raises(OutputError, match="is being written by another process"):

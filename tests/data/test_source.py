@@ -22,7 +22,7 @@ from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.source import LineSource
 from dsbd_cli.job.records import LongLine
 
-WAIT_S = 30.0  # a machine may be slow; nothing here passes by being fast
+WAIT_S = 600.0  # only so that a fault does not hang the suite
 
 
 @contextmanager
@@ -86,13 +86,12 @@ def test_who_computes_meanwhile_is_not_kept_waiting(monkeypatch: pytest.MonkeyPa
     assert waits[2:] == [0.0, 0.0]
 
 
-def test_a_fast_producer_is_never_waited_for(tmp_path: Path) -> None:
+def test_a_fast_producer_is_never_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WAIT_S", WAIT_S)  # on a busy machine the thread may be late
     path = tmp_path / "in"
     path.write_bytes(b"x" * 200 + b"\n" + b"y" * 100 + b"\n" * 3 + b"z\n" * 100_000)
     with path.open("rb") as stream, LineSource(stream, "in") as source:
-        items = iter(source)
-        next_line(items)  # the thread may need a moment to begin
-        assert sum(item is None for item in items) <= 2
+        assert None not in list(source)
 
 
 def test_memory_is_bounded_for_a_slow_consumer(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.config import MethodConfig, OnTooLong, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import PromptTooLongError
 from dsbd_cli.requests import Request
@@ -21,11 +21,16 @@ class BeginningCodec(NumberCodec):
         return [1, *super().encode(prompt)]
 
 
-def engine(positions: int, codec: NumberCodec | None = None, draft_positions: int | None = None) -> Engine:
+def engine(
+    positions: int,
+    codec: NumberCodec | None = None,
+    draft_positions: int | None = None,
+    on_too_long: OnTooLong = "truncate-left",
+) -> Engine:
     target, draft = table_pair(1, VOCABULARY, 0.5)
     target.max_positions, draft.max_positions = positions, draft_positions  # type: ignore[misc, assignment]
     codec = codec or NumberCodec(VOCABULARY)
-    return Engine(target, draft, codec, MethodConfig(depth=4), on_too_long="truncate-left")
+    return Engine(target, draft, codec, MethodConfig(depth=4), on_too_long=on_too_long)
 
 
 @pytest.mark.parametrize("form", ["prompt", "messages", "prompt_ids"])
@@ -56,6 +61,32 @@ def test_the_token_that_begins_a_text_is_kept() -> None:
     )
 
 
+class CountingCodec(NumberCodec):
+    """Tells the least number of tokens, and must not be asked for more than a few."""
+
+    def encode(self, prompt: str) -> list[int]:
+        assert len(prompt) < 100, "tokenized although its bytes prove it too long"
+        return super().encode(prompt)
+
+    def least_tokens(self, asked: str | list[dict[str, str]]) -> int:
+        text = asked if isinstance(asked, str) else asked[0]["content"]
+        return len(text) // 3
+
+
+@pytest.mark.parametrize("form", ["prompt", "messages"])
+def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenized(form: str) -> None:
+    text = "3 " * 300_000
+    given = {"prompt": text, "messages": ({"role": "user", "content": text},)}
+    decoder = engine(9, CountingCodec(VOCABULARY), on_too_long="error")
+    [result] = decoder.run([Request(id="a", seed=1, sampling=SAMPLING, **{form: given[form]})])  # type: ignore[arg-type]
+    assert isinstance(result.error, PromptTooLongError)
+    assert str(result.error) == (
+        "prompt has 200000 tokens or more and max_new_tokens is 4, but the target has 9 positions"
+    )
+    [answered] = decoder.run([Request(id="b", seed=1, prompt="3 4", sampling=SAMPLING)])
+    assert answered.error is None
+
+
 def test_no_room_for_a_prompt_is_an_error_even_so() -> None:
     [result] = engine(4).run([Request(id="a", seed=1, prompt="3 4", sampling=SAMPLING)])
     assert isinstance(result.error, PromptTooLongError)
@@ -78,3 +109,17 @@ def test_a_stopped_run_hands_out_what_is_done_and_ends() -> None:
     assert done == ["0", "1", "2"]
     assert len(asked) < 8
     assert list(decoder.run([Request(id="a", seed=1, prompt="3", sampling=SAMPLING)])) == []
+
+
+def test_steps_of_unfinished_requests_are_counted() -> None:
+    """What a display shows while rows run: in the end it is the sum of the results'."""
+    decoder, counts, total = engine(64), [], 0
+    requests = [
+        Request(id=str(n), seed=n, prompt="3 4", sampling=SamplingConfig(max_new_tokens=4 + 8 * n)) for n in range(3)
+    ]
+    for result in decoder.run(requests):
+        total += result.stats.steps
+        counts.append((total, decoder.steps))
+    assert all(done <= taken for done, taken in counts)
+    assert counts[0][0] < counts[0][1], "the longer rows run when the first is done"
+    assert counts[-1][0] == counts[-1][1]

@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
+import threading
 import warnings
 from pathlib import Path
 
@@ -92,13 +92,13 @@ def test_bad_device(checkpoint: Path, field: str, value: str) -> None:
         load(ModelSpec(str(checkpoint), **{field: value}))
 
 
-def test_cached_hub_id_needs_no_network(checkpoint: Path, hub_cache: Path) -> None:
+def test_cached_hub_id_needs_no_network(checkpoint: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards work without a network, HF_HUB_OFFLINE unset: what is in the cache is loaded at once."""
+    for name in ("reachable", "snapshot_download"):
+        monkeypatch.setattr(hub, name, lambda *_, **__: pytest.fail("the network is not needed"))
     cache_as(hub_cache, "me/tiny", checkpoint)
-    start = time.monotonic()
     model, _ = load(ModelSpec("me/tiny", device="cpu"))
     assert model.config.model_type == "llama"
-    assert time.monotonic() - start < 5
 
 
 def test_cached_hub_id_by_environment(checkpoint: Path, tmp_path: Path) -> None:
@@ -125,10 +125,9 @@ def test_incomplete_cache_is_not_taken(checkpoint: Path, hub_cache: Path) -> Non
 def test_uncached_offline_fails_fast(hub_cache: Path, monkeypatch: pytest.MonkeyPatch, offline: bool) -> None:
     """Guards 20 seconds of retries, and a message that does not say which of the two models is meant."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-    start = time.monotonic()
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("it retries for long"))
     with pytest.raises(ModelNotFoundError, match="draft model 'me/none'") as caught:
         load(ModelSpec("me/none", role="draft"))
-    assert time.monotonic() - start < 5
     assert "\n" not in str(caught.value)
     assert ("HF_HUB_OFFLINE" in str(caught.value)) == offline
 
@@ -137,14 +136,15 @@ def test_silent_network_fails_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a firewall that drops packets, and a resolver that hangs."""
     monkeypatch.setattr(hub, "getproxies", dict)
 
+    tested = threading.Event()
+
     def hang(*_: object, **__: object) -> None:
-        time.sleep(1)
+        tested.wait()
         raise TimeoutError  # what outlives the test must end without noise
 
     monkeypatch.setattr(socket, "create_connection", hang)
-    start = time.monotonic()
     assert not hub.reachable("https://huggingface.co", timeout_s=0.2)
-    assert time.monotonic() - start < 2
+    tested.set()
 
 
 def test_proxy_is_what_must_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:

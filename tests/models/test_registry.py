@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dsbd_cli.config import ModelSpec
+from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.registry import ALIASES, Location, known_names, resolve, user_file
 from dsbd_cli.errors import ModelNotFoundError, UsageError
 
@@ -42,12 +44,24 @@ def test_missing_path_is_told_with_the_role(path: str) -> None:
 
 def test_unknown_name_builtin_and_file(tmp_path: Path) -> None:
     """Guards one-line messages for the other ways to be wrong."""
-    file = tmp_path / "model.gguf"
+    file = tmp_path / "model.txt"
     file.touch()
     for source, said in [("zzzzzz", "org/name"), ("builtin:other", "builtin:target"), (str(file), "is a file")]:
         with pytest.raises(ModelNotFoundError, match=said) as caught:
             resolve(source)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "folder with config"])
+def test_gguf_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    """Guards "holds no config.json", which does not say that the form is the reason."""
+    file = tmp_path / "model.Q4.gguf"
+    file.touch()
+    if kind == "folder with config":
+        (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelNotFoundError, match="is GGUF, which is not read: load it with transformers") as caught:
+        locate(ModelSpec(str(file if kind == "file" else tmp_path)))
+    assert "\n" not in str(caught.value)
 
 
 def test_user_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

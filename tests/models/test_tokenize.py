@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from dsbd_cli.engine.decoding.outcome import text_of
 from dsbd_cli.engine.models.tokenize import HFCodec, byte_alphabet
@@ -99,3 +100,26 @@ def test_chat_refusals(tokenizer: Any) -> None:
         HFCodec(tokenizer, ()).encode_chat([{"role": "system", "content": "x"}])
     with pytest.raises(InvalidRowError, match="no chat template"):
         HFCodec(wrap(KINDS["byte-level"]()), ()).encode_chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_has_as_many_tokens_as_is_told_before(kind: str) -> None:
+    """Guards against refusing a prompt that fits: the bound holds for any text, or there is none."""
+    made = wrap(KINDS[kind](), chat_template=CHAT)
+    made.add_tokens(["<extra word>"])
+    codec = HFCodec(made, ())
+    rng = random.Random(1)
+    words = [*TEXTS, " " * 40, "<extra word>", "</s>", "é漢🙂", "\n\n", "\x00", "a" * 300, "1234567890"]
+    for _ in range(200):
+        text = "".join(rng.choices(words, k=rng.randint(0, 20)))
+        assert codec.least_tokens(text) <= len(codec.encode(text))
+    chat = [{"role": "user", "content": "fox " * 500}]
+    assert codec.least_tokens(chat) <= len(codec.encode_chat(chat))
+
+
+def test_bytes_tell_how_long_a_text_is_where_no_token_can_swallow_them() -> None:
+    codec = HFCodec(wrap(KINDS["byte-level"]()), ())
+    assert codec.least_tokens("x" * 100_000) > 1000
+    spaces = wrap(KINDS["byte-level"]())
+    spaces.add_tokens([AddedToken("<wide>", lstrip=True)])
+    assert HFCodec(spaces, ()).least_tokens("x" * 100_000) == 0, "it takes any number of spaces"

@@ -47,7 +47,7 @@ def captures(
                 "they need both models whole on one and the same GPU, and forwards that read nothing back to the host"
             )
         )
-        raise UsageError(f"cuda_graphs cannot be had: {reason}")
+        raise UsageError(f"cuda_graphs cannot be had: {reason}", field="cuda_graphs", value=wanted)
     return IterationGraphs(CudaRecorder(target.device)) if possible and wanted is not False else None
 
 

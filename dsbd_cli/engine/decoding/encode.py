@@ -28,6 +28,7 @@ class Encoder:
 
     def encode(self, request: Request) -> tuple[list[int], int]:
         """Token ids of the prompt, and how many were dropped. Raises RowError where it cannot be decoded."""
+        self._check_length(request)
         if request.prompt_ids is not None:
             ids = list(request.prompt_ids)
         elif request.messages is not None:
@@ -69,15 +70,33 @@ class Encoder:
                 "hypotheses"
             )
 
-    def _fit(self, request: Request, ids: list[int]) -> tuple[list[int], int]:
-        """The prompt as the models' positions allow it, and how many tokens were dropped. Raises PromptTooLongError."""
-        new = request.sampling.max_new_tokens
+    def _limit(self) -> tuple[int, str] | None:
+        """The fewest positions, and whose; None where there is no limit."""
         limits = [
             (model.max_positions, role)
             for role, model in (("target", self.target), ("draft", self.draft))
             if model is not None and model.max_positions is not None
         ]
-        limit, role = min(limits, key=lambda pair: pair[0], default=(len(ids) + new, ""))
+        return min(limits, key=lambda pair: pair[0], default=None)
+
+    def _check_length(self, request: Request) -> None:
+        """Refuse a text whose bytes alone prove it too long: megabytes take seconds to tokenize. Where the left is cut,
+        the tokens are needed."""
+        limit, count = self._limit(), getattr(self.codec, "least_tokens", None)
+        if limit is None or count is None or self.on_too_long != "error" or request.prompt_ids is not None:
+            return
+        asked = request.prompt or "" if request.messages is None else [dict(one) for one in request.messages]
+        least, new = count(asked), request.sampling.max_new_tokens
+        if least + new > limit[0]:
+            raise PromptTooLongError(
+                f"prompt has {least} tokens or more and max_new_tokens is {new}, but the {limit[1]} has {limit[0]} "
+                "positions"
+            )
+
+    def _fit(self, request: Request, ids: list[int]) -> tuple[list[int], int]:
+        """The prompt as the models' positions allow it, and how many tokens were dropped. Raises PromptTooLongError."""
+        new = request.sampling.max_new_tokens
+        limit, role = self._limit() or (len(ids) + new, "")
         if len(ids) + new <= limit:
             return ids, 0
         if self.on_too_long == "truncate-left" and (kept := self._cut(ids, limit - new)):

@@ -93,12 +93,14 @@ class Engine:
         if draft is not None and bridged != (self.method.drafter == "bridge"):
             raise UsageError(f"drafter {self.method.drafter} takes a {'plain draft' if bridged else 'BridgedDraft'}")
         if batch_size is not None and batch_size < 1:
-            raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
+            message = f"batch_size is {batch_size}, but must be 1 or more"
+            raise UsageError(message, field="batch_size", value=batch_size, expected="1 or more")
         # a bridge runs its draft by itself: the two models share no slots
         self.bridged = draft if isinstance(draft, BridgedDraft) else None
         shared = None if isinstance(draft, BridgedDraft) else draft
         self.target, self.draft, self.codec = target, shared, codec
         self.batch_size, self.info, self.log_steps = batch_size or 1, info, log_steps
+        self.steps = 0  # taken so far, those of unfinished requests too; another thread may look
         self._fit_batch = batch_size is None
         self._invariant = target.invariant
         self._stopping = False
@@ -305,6 +307,7 @@ class Engine:
         if not smaller:
             self._rows = max(1, len(running) // 2) if running else self._proven
         for job in running:
+            self.steps -= job.stats.steps
             job.stats = RequestStats()
         backlog.extendleft(reversed(running))
 
@@ -424,6 +427,7 @@ class Engine:
             counters = report.rows[row]
             layers = report.layers[row]
             record_iteration(job, counters, layers, seconds, len(running), nodes, self.log_steps, self._names)
+            self.steps += counters["steps"]
             job.stats.draft_calls += report.draft_calls
             job.used, job.trunk, job.drafted = counters["used"], counters["trunk"], counters["drafted"]
             if counters["invalid"]:

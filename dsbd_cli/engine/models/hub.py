@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 )
 
 from dsbd_cli.config import ModelSpec
-from dsbd_cli.engine.models.registry import resolve
+from dsbd_cli.engine.models.registry import no_gguf, resolve
 from dsbd_cli.errors import ModelError, ModelNotFoundError
 
 __all__ = ["CONNECT_TIMEOUT_S", "cached_folder", "folder_of", "has_weights", "locate", "reachable"]
@@ -38,6 +38,8 @@ def locate(spec: ModelSpec) -> Path:
     if location.kind == "hub":
         return folder_of(location.path, spec.role, spec.allow_pickle)
     folder = Path(location.path)
+    if only_gguf(folder):
+        raise no_gguf(spec.role, repr(spec.source))
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{spec.role} model {spec.source!r}: {folder} holds no config.json, so it is no checkpoint folder"
@@ -64,6 +66,12 @@ def folder_of(repo: str, role: str, allow_pickle: bool) -> Path:
             "cannot be reached: connect, set HF_HOME to where it was downloaded, or give a folder"
         )
     return _download(repo, role, allow_pickle)
+
+
+def only_gguf(folder: Path) -> bool:
+    """The folder holds GGUF files and no other weights."""
+    others = (path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
+    return any(folder.glob("*.gguf")) and not any(others)
 
 
 def cached_folder(repo: str) -> Path | None:
@@ -128,6 +136,8 @@ def _download(repo: str, role: str, allow_pickle: bool) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         said = " ".join(str(error).split())[:160]
         raise ModelNotFoundError(f"{role} model {repo!r} could not be downloaded: {said}") from error
+    if "gguf" in repo.lower() and not has_weights(folder):
+        raise no_gguf(role, repr(repo))
     if not any(folder.glob("*.safetensors")) and not allow_pickle:
         raise ModelError(
             f"{role} model {repo!r} has only pickled weights (*.bin), which can run code when loaded: "

@@ -12,7 +12,7 @@ from typing import Literal
 
 from dsbd_cli.errors import ModelNotFoundError, UsageError
 
-__all__ = ["ALIASES", "BUILTIN", "Location", "known_names", "resolve", "user_aliases", "user_file"]
+__all__ = ["ALIASES", "BUILTIN", "Location", "known_names", "no_gguf", "resolve", "user_aliases", "user_file"]
 
 ALIASES: dict[str, str] = {
     # pairs of the paper
@@ -116,6 +116,8 @@ def resolve(source: str, role: str = "target") -> Location:
     folder = Path(place).expanduser()
     if folder.is_dir():
         return Location("folder", str(folder))
+    if folder.suffix.lower() == ".gguf":
+        raise no_gguf(role, told)
     if folder.exists():
         raise ModelNotFoundError(f"{role} model {told} is a file: give the folder that holds config.json")
     if _looks_like_path(place):
@@ -123,6 +125,14 @@ def resolve(source: str, role: str = "target") -> Location:
     if _HUB_ID.fullmatch(place):
         return Location("hub", place)
     raise ModelNotFoundError(f"{role} model {told} is not known{_near(source)}")
+
+
+def no_gguf(role: str, told: str) -> ModelNotFoundError:
+    """The error for a checkpoint in the form of llama.cpp."""
+    return ModelNotFoundError(
+        f"{role} model {told} is GGUF, which is not read: load it with transformers (from_pretrained with gguf_file=), "
+        "save_pretrained model and tokenizer, and give that folder"
+    )
 
 
 def _builtin(source: str, role: str) -> Location:

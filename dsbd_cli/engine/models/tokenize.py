@@ -13,6 +13,9 @@ __all__ = ["HFCodec", "Tokenizer", "byte_alphabet"]
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "\u2581"
+IDS_ALONE = {"return_attention_mask": False, "return_token_type_ids": False}  # half the time of a long text
+KEEPING = {"Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits"}  # steps that drop no byte of a text
+UTF8_BYTES = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -42,7 +45,9 @@ class Tokenizer(Protocol):
 
     def convert_ids_to_tokens(self, ids: int) -> str: ...
 
-    def __call__(self, text: str | list[str], *, add_special_tokens: bool = True) -> Mapping[str, Any]: ...
+    def __call__(
+        self, text: str | list[str], *, add_special_tokens: bool = True, **fields_wanted: bool
+    ) -> Mapping[str, Any]: ...
 
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
@@ -58,6 +63,7 @@ class HFCodec:
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._bytes: list[bytes] | None = None
+        self._longest: int | None = None  # bytes of a text that one token covers at most; 0: no bound is known
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -71,7 +77,17 @@ class HFCodec:
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens the tokenizer adds by itself."""
-        return list(self._tokenizer(prompt)["input_ids"])
+        return list(self._tokenizer(prompt, **IDS_ALONE)["input_ids"])
+
+    def least_tokens(self, asked: str | list[dict[str, str]]) -> int:
+        """How many tokens a plain prompt or a conversation has at least, told without the tokenizer: for texts that
+        would take it long. 0 where nothing can be told."""
+        if self._longest is None:
+            self._longest = _longest_token(self._tokenizer, self.token_bytes())
+        if not self._longest:
+            return 0
+        text = asked if isinstance(asked, str) else self._chat_text(asked)
+        return -(-len(text.encode("utf-8", "surrogatepass")) // self._longest)
 
     def encode_pieces(self, texts: list[str]) -> list[list[int]]:
         """Token ids of pieces of text, nothing added."""
@@ -82,16 +98,18 @@ class HFCodec:
 
         Raises InvalidRowError when the tokenizer has no chat template, or the template refuses the conversation.
         """
+        return list(self._tokenizer(self._chat_text(messages), add_special_tokens=False, **IDS_ALONE)["input_ids"])
+
+    def _chat_text(self, messages: list[dict[str, str]]) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise InvalidRowError(
                 "the model's tokenizer has no chat template: give a plain prompt, or use an instruct model"
             )
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates are programs of the checkpoint and raise what they like
             said = " ".join(str(error).split())[:200]
             raise InvalidRowError(f"the model's chat template refuses these messages: {said}") from None
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: list[int]) -> str:
         """Text of generated ids, special tokens left out."""
@@ -129,6 +147,38 @@ def _token_bytes(tokenizer: Tokenizer) -> list[bytes]:
         else:
             table[index] = token.encode()
     return table
+
+
+def _longest_token(tokenizer: Tokenizer, table: list[bytes]) -> int:
+    """Bytes of the longest token, where every byte of a text ends up in a token; else 0.
+
+    So it is with byte-level BPE, and with byte fallback. A normalizer may shorten a text, an unknown token may stand
+    for any length, and a special token may take the spaces beside it.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return 0
+    made = json.loads(backend.to_str())
+    steps = [*_steps(made.get("normalizer")), *_steps(made.get("pre_tokenizer"))]
+    keeps = all(step.get("type") in KEEPING and step.get("behavior") != "Removed" for step in steps)
+    replaced = [step for step in steps if step.get("type") == "Replace"]
+    keeps = keeps and all(
+        (step.get("pattern"), step.get("content")) == ({"String": " "}, _SPACE_MARK) for step in replaced
+    )
+    whole = any(step.get("type") == "ByteLevel" for step in steps) or made["model"].get("byte_fallback")
+    added = tokenizer.added_tokens_decoder.values()
+    greedy = any(getattr(token, "lstrip", False) or getattr(token, "rstrip", False) for token in added)
+    if not (keeps and whole) or greedy or not {bytes([byte]) for byte in UTF8_BYTES} <= set(table):
+        return 0
+    return max(*map(len, table), *(len(token.content.encode()) for token in added))
+
+
+def _steps(part: object) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as tokenizers serialises it: none, one, or a sequence of several."""
+    if not isinstance(part, dict):
+        return []
+    inner = part.get("normalizers") or part.get("pretokenizers")
+    return [part] if inner is None else [step for one in inner for step in _steps(one)]
 
 
 def _marked(token: str) -> bytes:

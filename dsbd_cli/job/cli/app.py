@@ -18,6 +18,7 @@ from dsbd_cli.job.cli.generate import generate
 from dsbd_cli.job.cli.index import index
 from dsbd_cli.job.cli.messages import error_line, say, set_style, tracebacks_wanted
 from dsbd_cli.job.cli.models import app as models_app
+from dsbd_cli.job.cli.page import Command, Group
 from dsbd_cli.job.cli.profile import profile
 from dsbd_cli.job.cli.signals import StoppedError
 from dsbd_cli.job.cli.trim import trim_draft
@@ -28,12 +29,12 @@ __all__ = ["app", "main", "run"]
 INTERRUPTED = 130
 STOPPED = "stopped before there was a result"
 
-app = typer.Typer(name="dsbd", pretty_exceptions_enable=False)
-app.command("generate")(generate)
-app.command("bench")(bench)
-app.command("profile")(profile)
-app.command("index")(index)
-app.command("trim-draft")(trim_draft)
+app = typer.Typer(name="dsbd", cls=Group, pretty_exceptions_enable=False)
+app.command("generate", cls=Command)(generate)
+app.command("bench", cls=Command)(bench)
+app.command("profile", cls=Command)(profile)
+app.command("index", cls=Command)(index)
+app.command("trim-draft", cls=Command)(trim_draft)
 app.add_typer(models_app, name="models")
 
 
@@ -70,6 +71,8 @@ def run(arguments: Sequence[str]) -> int:
         code = typer.main.get_command(app).main(
             list(arguments), prog_name="dsbd", standalone_mode=False, obj=list(arguments)
         )
+        if code == INTERRUPTED:  # the parser has caught a KeyboardInterrupt
+            say(STOPPED)
         return code if isinstance(code, int) else 0
     except (ClosedOutputError, BrokenPipeError):
         _drop_output()
@@ -85,7 +88,7 @@ def run(arguments: Sequence[str]) -> int:
             _drop_output()
         return _report(str(error), error.exit_code)
     except typer.TyperException as error:
-        hint = f" ({_help(arguments)})" if error.exit_code == 2 else ""
+        hint = f" ({_help(error, arguments)})" if error.exit_code == 2 else ""
         message = error.format_message().replace("Value error, ", "")
         return _report(f"{message}{hint}", error.exit_code)
     except StoppedError as stopped:
@@ -100,8 +103,11 @@ def run(arguments: Sequence[str]) -> int:
         return _report(f"{detail} (unexpected; --debug shows the traceback)", 1)
 
 
-def _help(arguments: Sequence[str]) -> str:
+def _help(error: typer.TyperException, arguments: Sequence[str]) -> str:
     """Where the options, or the commands, are listed."""
+    context = getattr(error, "ctx", None)  # of the command that was reached, if any
+    if context is not None and context.parent is not None:
+        return f"{context.command_path} --help lists the options"
     names = {item.name for item in app.registered_commands} | {item.name for item in app.registered_groups}
     given = next((word for word in arguments if not word.startswith("-")), None)
     return f"dsbd {given} --help lists the options" if given in names else "dsbd --help lists the commands"
@@ -124,5 +130,5 @@ def _drop_output() -> None:
 
 
 def main() -> NoReturn:
-    """Entry point of the script `dsbd`."""
+    """Run the command line of this process."""
     sys.exit(run(sys.argv[1:]))

@@ -22,7 +22,6 @@ from dsbd_cli.job.cli.bench_options import (
 )
 from dsbd_cli.job.cli.declare import grouped
 from dsbd_cli.job.cli.messages import log, say
-from dsbd_cli.job.cli.naming import as_typed, names_of
 from dsbd_cli.job.cli.options import DeviceOptions, DrawOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.job.cli.report_files import check_report_files
 from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
@@ -119,12 +118,7 @@ def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> Plan:
     methods = sweep.methods
     if methods is None and "fuzzy_threshold" in lists:
         methods = ",".join(FUZZY_METHODS)
-    try:
-        planned = _planned(methods, lists, None if sweep.index is None else str(sweep.index), draft, tuned=tuned)
-    except UsageError as error:
-        raise UsageError(as_typed(str(error), names_of(SweepOptions))) from None
-    notes = tuple(as_typed(note, names_of(SweepOptions)) for note in planned.notes)
-    return dataclasses.replace(planned, notes=notes)
+    return _planned(methods, lists, None if sweep.index is None else str(sweep.index), draft, tuned=tuned)
 
 
 def _planned(

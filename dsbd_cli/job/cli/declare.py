@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import typer
 
+from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.layers import Values, settle
 
 __all__ = ["flag", "grouped", "help_texts", "option", "switch"]
@@ -70,8 +71,12 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
     ]
 
     def command(ctx: typer.Context, **given: object) -> None:
-        values = settle(tuple(hints.values()), given)
-        function(**_groups(hints, values), arguments=_arguments(ctx))
+        values = settle(tuple(hints.values()), given, ctx.command_path)
+        try:
+            function(**_groups(hints, values), arguments=_arguments(ctx))
+        except UsageError as error:
+            # the library knows the field, only the command knows what was typed
+            raise UsageError(error.typed(given)) from error
 
     context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     command.__name__, command.__doc__ = function.__name__, function.__doc__

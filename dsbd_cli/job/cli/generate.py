@@ -16,9 +16,8 @@ from dsbd_cli.job.cli.declare import grouped, help_texts
 from dsbd_cli.job.cli.drafter_options import DrafterOptions
 from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, open_source
 from dsbd_cli.job.cli.flow import MakeRecord, RowFlow, TooManyErrorsError
-from dsbd_cli.job.cli.layers import job_text, unknown_variables
-from dsbd_cli.job.cli.messages import set_style, tracebacks_wanted
-from dsbd_cli.job.cli.naming import as_typed
+from dsbd_cli.job.cli.layers import job_text
+from dsbd_cli.job.cli.messages import set_style, tracebacks_wanted, whole
 from dsbd_cli.job.cli.options import (
     DeviceOptions,
     FileOptions,
@@ -30,7 +29,7 @@ from dsbd_cli.job.cli.options import (
 )
 from dsbd_cli.job.cli.outputs import Outputs
 from dsbd_cli.job.cli.progress import Reporter
-from dsbd_cli.job.cli.settings import OPTIONS, RunSettings, model_specs, run_settings
+from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import Summary, rows_exit_code
 from dsbd_cli.job.cli.talk_options import TalkOptions
@@ -62,7 +61,7 @@ def generate(
 
     Every option may also stand in --config FILE or in a variable such as DSBD_NUM_BEAMS.
 
-    The command line wins over the file, the file over the environment.
+    The command line wins over the file, the file over the environment. A switch --x is taken back by --no-x.
     """
     set_style(json_lines=bool(talk.log_json), tracebacks=bool(talk.debug) or tracebacks_wanted())
     if talk.quiet and talk.verbose:
@@ -76,8 +75,6 @@ def generate(
         return
     check_files(files)
     run = _Run(files, settings, devices, talk, arguments)
-    for line in unknown_variables((*map(type, groups), JobOptions)):
-        run.reporter.warn(line)
     if code := run.answer():
         raise typer.Exit(code)
 
@@ -143,12 +140,12 @@ class _Run:
         try:
             engine = self._load() if outputs.done is None or flow.anything_left() or outputs.is_empty else None
         except StoppedError:
-            self.reporter.summary("stopped before a row was answered", always=True)
+            self.reporter.stop()
             raise
         if engine is not None:
             summary.info = engine.info
             writer, steps = outputs.begin()
-            self.reporter.begin(_describe(self._settings, engine.info))
+            self.reporter.begin(_describe(self._settings, engine.info), steps=lambda: engine.steps)
             self._signals.on_stop = engine.stop
             try:
                 flow.run(engine, self._maker(outputs.created), writer, steps)
@@ -159,7 +156,8 @@ class _Run:
             raise StoppedError(number)
         if outputs.done is not None and outputs.done.left:
             self.reporter.warn(
-                f"{self._files.output} holds {outputs.done.left} records of rows that are not in the input any more"
+                f"{self._files.output} holds {outputs.done.left} record{'' if outputs.done.left == 1 else 's'} "
+                "of rows that are not in the input any more"
             )
         self.reporter.summary(totals.line())
 
@@ -180,24 +178,21 @@ class _Run:
         undo = ["--no-overwrite"] if self._files.overwrite and "--overwrite" not in self._arguments else []
         command = shlex.join(["dsbd", *arguments, *undo, "--resume"])
         again = " with the same input" if self._files.input in (None, STANDARD) else ""
-        return f"what is written is complete; go on{again} with: {command}"
+        return f"what is written is complete; go on{again} with: {whole(command)}"
 
     def _load(self) -> Engine:
         """Where torch is imported."""
         from dsbd_cli.engine.decoding import load as loading
 
         settings, devices = self._settings, self._devices
-        try:
-            return loading.load(
-                *model_specs(settings, devices),
-                method=settings.method,
-                batch_size=settings.batch_size,
-                log_steps=self._files.stats is not None,
-                on_too_long=settings.on_too_long,
-                cuda_graphs=devices.cuda_graphs,
-            )
-        except UsageError as error:
-            raise UsageError(as_typed(str(error), OPTIONS)) from None
+        return loading.load(
+            *model_specs(settings, devices),
+            method=settings.method,
+            batch_size=settings.batch_size,
+            log_steps=self._files.stats is not None,
+            on_too_long=settings.on_too_long,
+            cuda_graphs=devices.cuda_graphs,
+        )
 
 
 def _describe(settings: RunSettings, info: EngineInfo | None) -> str:

@@ -17,7 +17,7 @@ __all__ = ["index"]
 
 NEWS_EVERY = 1 << 22  # tokens
 
-Corpus = Annotated[list[Path], typer.Argument(metavar="CORPUS...", help="texts, or .jsonl files", show_default=False)]
+Corpus = Annotated[list[Path], typer.Argument(metavar="CORPUS", help="texts, or .jsonl files", show_default=False)]
 Output = Annotated[Path, typer.Option("--output", "-o", help="file to write", metavar="FILE", show_default=False)]
 Target = Annotated[str, typer.Option("--target", help="whose tokenizer: alias, folder or hub id", metavar="MODEL")]
 Field = Annotated[str, typer.Option("--field", help="the text in a line of a .jsonl file", metavar="NAME")]

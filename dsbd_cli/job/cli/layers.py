@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, shorten
 
-__all__ = ["PREFIX", "Values", "job_text", "settle", "unknown_variables"]
+__all__ = ["PREFIX", "Values", "job_text", "settle"]
 
 PREFIX = "DSBD_"
-OTHER_VARIABLES = ("DSBD_MODELS_FILE",)
+OTHER_VARIABLES = ("DSBD_MODELS_FILE", "DSBD_DEBUG")  # read elsewhere, for every command
 OR_AUTO = ("depth", "batch_size")  # numbers that may also be the word auto
 NOT_IN_A_FILE = ("config", "print_config")
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
@@ -42,9 +42,11 @@ class _Field:
         )
 
 
-def settle(groups: tuple[type, ...], given: Mapping[str, object]) -> Values:
-    """Values of all options of the groups. `given` is the command line, where None and [] mean not given."""
+def settle(groups: tuple[type, ...], given: Mapping[str, object], command: str) -> Values:
+    """Values of all options of the groups. `given` is the command line, where None and [] mean not given; command: its
+    name, for messages. Raises UsageError."""
     table = _fields(groups)
+    _check_variables(table, command)
     environment = dict(_from_environment(table))
     config = given.get("config") or environment.get("config")
     job = _from_file(Path(str(config)), table) if config is not None else {}
@@ -110,13 +112,8 @@ def _checked(field: _Field, value: object, place: str) -> object:
     if isinstance(value, list):
         fits = fits and bool(value) and all(isinstance(item, str) for item in value)
     if not fits or (field.choices and value not in field.choices):
-        raise UsageError(f"{place} is {_shown(value)}, but must be {field.expected}")
+        raise UsageError(f"{place} is {shorten(value)}, but must be {field.expected}")
     return value
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 # The environment
@@ -143,19 +140,19 @@ def _read(field: _Field, text: str) -> object:
         try:
             value = field.kind(text)
         except ValueError:
-            raise UsageError(f"{place} is {_shown(text)}, but must be {field.expected}") from None
+            raise UsageError(f"{place} is {shorten(text)}, but must be {field.expected}") from None
     return _checked(field, value, place)
 
 
-def unknown_variables(groups: tuple[type, ...]) -> list[str]:
-    """One line for every DSBD_ variable that means nothing, which is most likely a misspelt one."""
-    known = {variable(name) for name in _fields(groups)}.difference({variable("print_config")}).union(OTHER_VARIABLES)
-    lines = []
+def _check_variables(table: Mapping[str, _Field], command: str) -> None:
+    """Refuse a DSBD_ variable that is no option: it is most likely misspelt, and would be ignored."""
+    known = {variable(name) for name in table if name != "print_config"}.union(OTHER_VARIABLES)
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1)
-            lines.append(f"{name} is set, but no option has this name" + (f": did you mean {near[0]}?" if near else ""))
-    return lines
+            rest = name.removeprefix(PREFIX)  # the prefix alone makes any two names alike
+            near = difflib.get_close_matches(rest, sorted(one.removeprefix(PREFIX) for one in known), n=1)
+            hint = f"did you mean {PREFIX}{near[0]}? Otherwise unset it" if near else "unset it"
+            raise UsageError(f"the variable {name} is set, but {command} has no such option: {hint}")
 
 
 # Out

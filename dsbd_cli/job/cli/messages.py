@@ -5,14 +5,27 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Literal
 
-__all__ = ["error_line", "log", "say", "set_style", "tracebacks_wanted", "utc_now", "warn", "write_from_signal"]
+__all__ = [
+    "error_line",
+    "log",
+    "say",
+    "set_style",
+    "tracebacks_wanted",
+    "utc_now",
+    "warn",
+    "whole",
+    "write_from_signal",
+]
 
 Level = Literal["info", "warning", "error"]
+
+NO_BREAK = "\u00a0"
 
 _json = _tracebacks = False
 
@@ -31,6 +44,11 @@ def tracebacks_wanted() -> bool:
 def utc_now() -> str:
     """The time of day, for people. Intervals come from the monotonic clock, which nobody sets back."""
     return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def whole(command: str) -> str:
+    """A command inside a message: a terminal shows it without line ends in it, so that it can be copied."""
+    return command.replace(" ", NO_BREAK)
 
 
 def say(
@@ -66,8 +84,24 @@ def write_from_signal(message: str) -> None:
 def _line(message: str, level: Level, event: str, fields: Mapping[str, object]) -> str:
     text = " ".join(message.split())
     if not _json:
-        return f"dsbd: {text}\n"
+        return f"dsbd: {text if (width := _width()) is None else _wrapped(message, width)}\n"
     return json.dumps({"time": utc_now(), "level": level, "event": event, "message": text, **fields}) + "\n"
+
+
+def _width() -> int | None:
+    """Columns of the terminal that shows standard error; None where it is no terminal."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or None
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _wrapped(message: str, width: int) -> str:
+    """Broken at spaces only: the terminal itself would break names and paths."""
+    lines = textwrap.wrap(
+        f"dsbd: {message}", width, subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines).removeprefix("dsbd: ").replace(NO_BREAK, " ")
 
 
 def _write(line: str) -> None:

@@ -6,9 +6,11 @@ from typing import Annotated
 
 import typer
 
+from dsbd_cli.job.cli.page import Command, Group
+
 __all__ = ["app"]
 
-app = typer.Typer(invoke_without_command=True)
+app = typer.Typer(cls=Group, invoke_without_command=True)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="the new name", show_default=False)]
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="folder or hub id", show_default=False)]
@@ -35,7 +37,7 @@ def models(ctx: typer.Context) -> None:
         typer.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]))
 
 
-@app.command()
+@app.command(cls=Command)
 def check(target: Target, draft: Draft, trust_remote_code: Trust = False) -> None:
     """Say whether a target and a draft fit together, from their tokenizers and configs; no weights are loaded.
 
@@ -49,7 +51,7 @@ def check(target: Target, draft: Draft, trust_remote_code: Trust = False) -> Non
         typer.echo(f"note: {note}")
 
 
-@app.command()
+@app.command(cls=Command)
 def add(name: Name, source: Source) -> None:
     """Give a folder or a hub id a name of your own, in your models.toml (or the file that DSBD_MODELS_FILE names)."""
     from dsbd_cli.engine.models.catalog import add_name

@@ -12,7 +12,6 @@ from typing import Self
 
 from dsbd_cli.errors import OutputError, UsageError
 from dsbd_cli.job.cli.files import STANDARD, is_special
-from dsbd_cli.job.cli.naming import as_typed
 from dsbd_cli.job.cli.options import FileOptions
 from dsbd_cli.job.cli.settings import OPTIONS
 from dsbd_cli.job.data.compression import frame_maker
@@ -102,8 +101,7 @@ class Outputs:
         self.done = DoneRows()
         if stream.seek(0, io.SEEK_END) > 0:
             before, self.created = read_settings(output)
-            if difference := fingerprint_difference(before, self._settings):
-                difference = as_typed(difference, OPTIONS)
+            if difference := fingerprint_difference(before, self._settings, OPTIONS):
                 raise UsageError(
                     f"--resume: {output} was made with other settings: {difference}; use the same, or name another file"
                 )

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dsbd_cli.job.cli.messages import log, say, warn
@@ -20,6 +21,7 @@ __all__ = ["LOG_INTERVAL_S", "Reporter"]
 
 LOG_INTERVAL_S = 60.0
 MAX_SAME_WARNINGS = 3
+ROWS_THAT_TELL = 10  # their mean length says something about the rows to come
 
 
 class Reporter:
@@ -33,18 +35,20 @@ class Reporter:
         self._live = self._terminal and not self._quiet and not self._json and not records_on_terminal
         self._progress: Progress | None = None
         self.input_bytes: int | None = None
+        self._steps: Callable[[], int] = lambda: self.totals.steps
         self._bytes_before = self._bytes = 0
         self._over = threading.Event()
         self._logged = False
         self._warned: Counter[str] = Counter()
 
-    def begin(self, message: str) -> None:
-        """Models and settings, once they are loaded."""
-        self.totals.started = time.perf_counter()
+    def begin(self, message: str, steps: Callable[[], int]) -> None:
+        """Models and settings, once they are loaded. steps: taken so far, unfinished rows included; a step adds a token
+        to every beam."""
+        self.totals.started, self._steps = time.perf_counter(), steps
         if self._verbose or (self._json and not self._quiet):
             say(message, event="start")
         if self._live:
-            self._progress = _live_line()
+            self._progress = _live_line(self._live_text)
             self._progress.start()
         elif not self._quiet:
             threading.Thread(target=self._log, name="dsbd-log", daemon=True).start()
@@ -68,8 +72,6 @@ class Reporter:
             self.totals.errors[kind] += 1
             if self._verbose:
                 say(error, level="warning", event="row_failed")
-        if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], description=self._live_text())
 
     def at(self, position: int, *, skipped: bool = False) -> None:
         """The input is worked off up to this byte; skipped: because an earlier run had done so."""
@@ -91,44 +93,58 @@ class Reporter:
         if not self._quiet and (wanted or self.totals.failed or self.totals.skipped_failed):
             say(message, event="summary", fields=self.totals.numbers())
 
+    @property
+    def _unfinished(self) -> int:
+        """Tokens of rows that are not written yet."""
+        return max(0, self._steps() - self.totals.steps)
+
     def _line(self) -> str:
         left = self._left()
-        return self.totals.line() + (f", {left}" if left else "")
+        return self.totals.line(self._unfinished) + (f", {left}" if left else "")
 
     def _live_text(self) -> str:
         """What changes most stands first, because a narrow terminal cuts the end."""
         left = self._left()
-        return (f"{left}, " if left else "") + self.totals.line()
+        return (f"{left}, " if left else "") + self.totals.line(self._unfinished)
 
     def _left(self) -> str:
-        """Share of the input that is done, and the time that the rest will take at this speed."""
+        """Share of the input that is done, and the time that the rest takes if its rows are as long as those so far."""
         if not self.input_bytes:
             return ""
-        share = min(1.0, self._bytes / self.input_bytes)
+        share, steps = min(1.0, self._bytes / self.input_bytes), self.totals.steps
         done = self._bytes - self._bytes_before
-        if done <= 0 or share >= 1:
+        if done <= 0 or not steps or self.totals.rows - self.totals.failed < ROWS_THAT_TELL:
             return f"{share:.0%} done"
-        seconds = int(self.totals.seconds * (self.input_bytes - self._bytes) / done)
+        left = (self.input_bytes - self._bytes) * steps / done - self._unfinished
+        if left <= 0:  # the rows under way are longer than those before, nobody knows by how much
+            return f"{share:.0%} done"
+        seconds = int(self.totals.seconds * left / (steps + self._unfinished))
         return f"{share:.0%} done, {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
 
     def _log(self) -> None:
         """Event.wait goes by the monotonic clock: a clock that is set back neither stops nor floods the log."""
         while not self._over.wait(LOG_INTERVAL_S):
             self._logged = True
-            log(self._line(), self.totals.numbers())
+            log(self._line(), {**self.totals.numbers(), "unfinished_tokens": self._unfinished})
 
 
-def _live_line(console: Console | None = None) -> Progress:
-    """One line on standard error that is replaced as rows are done; rich looks after NO_COLOR and the width."""
+def _live_line(told: Callable[[], str], console: Console | None = None) -> Progress:
+    """One line on standard error that is drawn again ten times a second; rich looks after NO_COLOR and the width."""
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
     from rich.table import Column
+    from rich.text import Text
+
+    class Told(TextColumn):
+        """What `told` says as it is drawn."""
+
+        def render(self, task: Task) -> Text:
+            return Text(told())
 
     # the text alone gives way where the terminal is narrow
     rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-    text = TextColumn("{task.description}", markup=False, table_column=rest)
-    columns = (SpinnerColumn(), TimeElapsedColumn(), text)
+    columns = (SpinnerColumn(), TimeElapsedColumn(), Told("", table_column=rest))
     console = console or Console(stderr=True)
     progress = Progress(*columns, console=console, transient=True, redirect_stdout=False, expand=True)
-    progress.add_task("starting", total=None)
+    progress.add_task("", total=None)
     return progress

@@ -22,15 +22,33 @@ from dsbd_cli.config import (
 )
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.drafter_options import DrafterOptions, drafter_settings
-from dsbd_cli.job.cli.naming import as_typed, names_of
-from dsbd_cli.job.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.job.cli.options import (
+    DeviceOptions,
+    FileOptions,
+    MethodOptions,
+    PairOptions,
+    RowOptions,
+    SamplingOptions,
+)
 from dsbd_cli.job.records import RowReader
 
 __all__ = ["OPTIONS", "RunSettings", "fixed_depth", "model_specs", "run_settings"]
 
 T = TypeVar("T")
 
-OPTIONS = names_of(PairOptions, MethodOptions, DrafterOptions, SamplingOptions, DeviceOptions, RowOptions)
+OPTIONS = frozenset(
+    item.name
+    for group in (
+        FileOptions,
+        PairOptions,
+        MethodOptions,
+        DrafterOptions,
+        SamplingOptions,
+        DeviceOptions,
+        RowOptions,
+    )
+    for item in fields(group)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +97,8 @@ def run_settings(
             ("--width threshold", method.width == "threshold" or None),
             ("--seed", sampling.seed),
         )
-    try:
-        config = _method(method, proposing, drafting=drafting)
-        rows = _rows(sampling, config, strict=bool(failing.strict))
-    except UsageError as error:
-        raise UsageError(as_typed(str(error), OPTIONS)) from None
+    config = _method(method, proposing, drafting=drafting)
+    rows = _rows(sampling, config, strict=bool(failing.strict))
     batch_size: int | None = None
     if devices.batch_size != "auto":
         batch_size = _given(_number("--batch-size", devices.batch_size, 0), DEFAULT_BATCH_SIZE)
@@ -136,10 +151,7 @@ def _check_drafter(given: DrafterOptions | None, method: MethodOptions) -> None:
     """What can be told before any default is known."""
     name = given.drafter if given is not None else None
     if name is not None:
-        try:
-            check_drafter_name(name)
-        except UsageError as error:
-            raise UsageError(as_typed(str(error), OPTIONS)) from None
+        check_drafter_name(name)
     if name is not None and _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
         raise UsageError(f"--depth 0 drafts nothing, but --drafter is {name}: drop one of them")
 

@@ -48,6 +48,9 @@ class StopSignals:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        if self.number is not None and self.on_stop is None and isinstance(error, Exception):
+            # a library has turned the interrupt of its import into an error of its own
+            raise StoppedError(self.number, early=True) from error
 
     def _first(self, number: int, frame: FrameType | None) -> None:
         for handled in self._before:

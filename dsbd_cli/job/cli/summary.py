@@ -60,7 +60,7 @@ class Summary:
             "schema": SUMMARY_SCHEMA,
             "ending": ending,
             "exit_code": code,
-            "message": str(error) if error is not None else None,
+            "message": " ".join(str(error).split()) if error is not None else None,
             "started": self._started,
             "ended": utc_now(),
             **self._totals.numbers(),

@@ -41,10 +41,11 @@ class Totals:
         """Since the first row could start."""
         return max(time.perf_counter() - self.started, 1e-9)
 
-    def line(self) -> str:
-        """Rows, tokens/s of the best texts, steps per target call, acceptance."""
+    def line(self, unfinished: int = 0) -> str:
+        """Rows, tokens/s of the best texts, steps per target call, acceptance. unfinished: tokens of rows to come."""
         rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
-        parts = [rows, f"{self.tokens} tokens", f"{self.tokens / self.seconds:.1f} tokens/s"]
+        tokens = self.tokens + unfinished
+        parts = [rows, f"{tokens} tokens", f"{tokens / self.seconds:.1f} tokens/s"]
         if self.target_calls:
             parts.append(f"{self.steps / self.target_calls:.2f} steps per call")
         if self.drafted:

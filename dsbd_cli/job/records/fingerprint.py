@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from dsbd_cli.errors import shorten
+from dsbd_cli.errors import option_name, shorten
 from dsbd_cli.job.records.output import MethodRecord
 from dsbd_cli.job.records.reader import WARP_FIELDS, RowReader
 from dsbd_cli.job.records.row import Fields
@@ -29,13 +29,17 @@ def run_fingerprint(method: MethodRecord, rows: RowReader, **others: str | int |
     return settings
 
 
-def fingerprint_difference(old: Mapping[str, object], new: Mapping[str, object]) -> str | None:
-    """`temperature was 0.7 and is 1.0, seed was 0 and is 3`, or None where nothing differs."""
+def fingerprint_difference(
+    old: Mapping[str, object], new: Mapping[str, object], options: Collection[str] = ()
+) -> str | None:
+    """`temperature was 0.7 and is 1.0, seed was 0 and is 3`, or None where nothing differs. What is one of the options
+    is named as it is typed."""
     told = []
     for name in dict.fromkeys([*new, *old]):
         before, now = old.get(name), new.get(name)
         if before != now or isinstance(before, bool) is not isinstance(now, bool):
-            told.append(f"{_shown(name)} was {_value(before)} and is {_value(now)}")
+            shown = option_name(name) if name in options else _shown(name)
+            told.append(f"{shown} was {_value(before)} and is {_value(now)}")
     return ", ".join(told) or None
 
 

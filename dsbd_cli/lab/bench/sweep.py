@@ -142,7 +142,7 @@ def _settings(
         try:
             made.append(Setting(name, label, method.config(_completed(method, point, index))))
         except UsageError as error:
-            faults.append((label, str(error)))
+            faults.append((label, error.typed((*AXES, "index"))))
     return made, faults
 
 
@@ -154,7 +154,9 @@ def _completed(method: Method, point: Mapping[str, Value], index: str | None) ->
     if index is not None and "retrieval" in str(point.get("drafter")).split("+"):
         point = {**point, "index": index}
     if method.fixed.get("memory_saving") and beams == 1:
-        raise UsageError("memory-saving keeps one beam of several: it needs num_beams 2 or more")
+        message = "num_beams is 1, but memory-saving keeps one beam of several: it needs 2 or more"
+        raise UsageError(message, field="num_beams", value=beams)
     if method.drafts and point.get("depth") == 0:
-        raise UsageError("depth 0 drafts nothing: that is the baseline without a draft")
+        message = "depth 0 drafts nothing: that is the baseline without a draft"
+        raise UsageError(message, field="depth", value=0, expected="1 or more")
     return dict(point)

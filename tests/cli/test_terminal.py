@@ -1,0 +1,102 @@
+"""What a person sees: the live line, and messages on terminals of any width."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from dsbd_cli.job.cli.progress import Reporter
+from dsbd_cli.job.cli.talk_options import TalkOptions
+from tests.cli.conftest import pipe, read, terminal
+
+Start = Callable[..., subprocess.Popen[bytes]]
+
+SLOW = b'{"prompt": "slow"}\n'
+
+
+def test_the_live_line_counts_tokens_of_rows_that_are_not_done(start: Start) -> None:
+    with terminal(80) as (ours, theirs):
+        process = start("generate", "--batch-size", "1", stderr=theirs)
+        os.close(theirs)
+        pipe(process.stdin).write(SLOW)
+        pipe(process.stdin).flush()
+        shown = read(ours, r"0 rows, [1-9]\d* tokens")
+        assert " left" not in shown
+        process.kill()
+        process.communicate()
+
+
+def test_the_log_counts_tokens_of_rows_that_are_not_done(start: Start) -> None:
+    process = start("generate", "--batch-size", "1", "--log-json", env={**os.environ, "FAKE_LOG_S": "0.2"})
+    pipe(process.stdin).write(SLOW)
+    pipe(process.stdin).flush()
+    line = b""
+    while not re.search(rb"0 rows, [1-9]\d* tokens.*\"unfinished_tokens\": [1-9]", line):
+        line = pipe(process.stderr).readline()
+        assert line, "the run ended before such a line came"
+    process.kill()
+    process.communicate()
+
+
+def reporter(rows: int, *, input_bytes: int = 1000, row_bytes: int = 10, steps: int = 0) -> Reporter:
+    """After so many rows of 20 tokens; steps: of rows under way."""
+    made = Reporter(TalkOptions(quiet=True), records_on_terminal=False)
+    made.input_bytes = input_bytes
+    made.begin("", steps=lambda: made.totals.steps + steps)
+    for row in range(rows):
+        made.totals.tokens += 20
+        made.totals.steps += 20
+        made.at(row_bytes * (row + 1))
+        made.row()
+    made.totals.started -= 100  # seconds ago
+    return made
+
+
+def left(made: Reporter) -> str:
+    return made._left()
+
+
+def test_the_time_left_is_told_when_it_can_be_and_does_not_jump() -> None:
+    """100 s for so many rows: the time left follows from the tokens, and those of rows under way count."""
+    assert left(reporter(0)) == "0% done"
+    assert left(reporter(0, steps=500)) == "0% done", "no row has said how long a row is"
+    assert left(reporter(9)) == "9% done"
+    assert left(reporter(20)) == "20% done, 0:06:40 left"
+    assert left(reporter(20, steps=100)) == "20% done, 0:05:00 left", "500 of 2,000 tokens took 100 s"
+    assert left(reporter(99, steps=400)) == "99% done", "the last row is longer than any before"
+    failed = reporter(0)
+    for number in range(20):
+        failed.at(10 * number + 10)
+        failed.row(error="x", kind="y")
+    assert left(failed) == "20% done", "refused rows tell nothing of the time of the others"
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_messages_are_broken_at_spaces_only(start: Start, columns: int) -> None:
+    path = "/no-such-folder-" + "x" * 60 + "/prompts.jsonl"
+    with terminal(columns) as (ours, theirs):
+        process = start("generate", "--input", path, stdin=subprocess.DEVNULL, stderr=theirs)
+        os.close(theirs)
+        text = read(ours)
+        process.communicate()
+    words = f"dsbd: error: --input {path} cannot be read: No such file or directory".split()
+    assert text.split() == words
+    assert all(len(line) <= columns or line.split() == [path] for line in text.splitlines())
+
+
+def test_the_command_that_goes_on_is_not_broken(start: Start, tmp_path: os.PathLike[str]) -> None:
+    """Guards against a command that cannot be copied from a narrow terminal."""
+    output = os.path.join(tmp_path, "out.jsonl")
+    with terminal(40) as (ours, theirs):
+        process = start("generate", "-o", output, "--fail-fast", stderr=theirs)
+        os.close(theirs)
+        pipe(process.stdin).write(b"broken\n")
+        pipe(process.stdin).close()
+        process.stdin = None
+        text = read(ours)
+        process.communicate()
+    assert f"dsbd generate -o {output} --fail-fast --resume\n" in text
