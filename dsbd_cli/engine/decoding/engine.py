@@ -331,7 +331,7 @@ class Engine:
         window = bucket(scheduler.longest_tail() + nodes, self._window_step)
         state.beams.ancestors = fit_window(state.beams.ancestors, window)
         active = min(bucket(busy, self._slot_step), self._slots - 1)
-        idle = not shape.depth or shape.drafters == "second"
+        idle = not shape.depth
         if idle:
             lag, idle = 0, all(job.drafted <= job.trunk for _, job in running)
         elif self.draft is not None:

@@ -86,5 +86,5 @@ def make_drafter(setting: Setting) -> Drafter:
         return first
     second = more[0]
     assert not isinstance(first, BridgeDrafter), "checked by MethodConfig"
-    assert not isinstance(second, BridgeDrafter), "checked by MethodConfig"
+    assert isinstance(second, PathDrafter), "checked by MethodConfig"
     return FusionDrafter(first, second, method.second_share, method.fusion_top_k)

@@ -187,7 +187,7 @@ class Machine:
 @dataclass(frozen=True, slots=True)
 class ShownNode:
     """A node of a shown forest. p, q: None where they are not defined; parent: place in the list, None of a root;
-    proposer: which of two drafters, or both; None where one drafts."""
+    proposer: which of two drafters; None where one drafts."""
 
     token: str
     layer: int
