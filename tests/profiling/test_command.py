@@ -18,7 +18,7 @@ from dsbd_cli.job.cli.options import DeviceOptions, MethodOptions, PairOptions, 
 from dsbd_cli.job.cli.profile import _renderer, option_words
 from dsbd_cli.job.cli.settings import run_settings
 from dsbd_cli.lab.reports import profile_tables
-from dsbd_cli.lab.reports.profile_data import NO_DRAFT, Setting
+from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
 from tests.engine.toys import NumberCodec
 from tests.profiling.conftest import VOCABULARY, Outcome
 
@@ -220,13 +220,13 @@ def test_signals_end_it_with_one_line(
 @pytest.mark.parametrize(
     ("given", "setting"),
     [
-        (MethodOptions(rule="coupled", memory_saving=True), Setting(3, 12)),
-        (MethodOptions(rule="rejection", min_width=1), Setting(3, 12, 2)),
+        (MethodOptions(rule="coupled", memory_saving=True), ForestSize(3, 12)),
+        (MethodOptions(rule="rejection", min_width=1), ForestSize(3, 12, 2)),
         (MethodOptions(rule="rejection", min_width=1, width_threshold=0.5, depth=2), NO_DRAFT),
         (MethodOptions(num_beams=6, drafts_per_layer=9), NO_DRAFT),
     ],
 )
-def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions, setting: Setting) -> None:
+def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions, setting: ForestSize) -> None:
     """Guards against options that contradict each other, and against a setting that is lost on the way."""
     words = shlex.split(_renderer((PairOptions(), given), Path("my prompts.jsonl"))(setting))
     assert words[:2] == ["dsbd", "generate"]
