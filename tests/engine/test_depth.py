@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.engine.core.protocols import ForestInput
-from dsbd_cli.engine.decoding.acceptance import Acceptance
+from dsbd_cli.engine.decoding.acceptance import Acceptance, PassRates
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.decoding.planner import NOTHING, AdaptivePlanner, Planner, Reading, Shape, planner_for
 from dsbd_cli.engine.decoding.timing import Line
@@ -313,6 +313,23 @@ def test_the_draft_reads_a_prompt_only_when_it_is_to_draft(drafts_for: Callable[
     # what it holds moves only until all of that is in the trunks
     assert bool(counted.moves) == bool(drafts_for(5))
     assert counted.moves < seen / 2
+
+
+def test_of_two_drafters_the_first_has_fewer_nodes_to_pass_with() -> None:
+    """A layer that needed three nodes of the first one passes with four, one of which is the second one's, not with
+    three; and more drafts than any seen are believed to pass as often."""
+    rates, request = PassRates([3, 4, 6, 8], 2, second=1), Acceptance()
+    layer = {"reached": 1, "passed": 1, "needed": 3}
+    for _ in range(100):
+        rates.count([request], [[layer, {**layer, "reached": 0}]], 6)
+    one_layer = rates.steps([request])[1::2]
+    assert one_layer[0] < 1.2
+    assert min(one_layer[1:3]) > 1.9
+    assert one_layer[3] > 1.8
+    with_drafts = AdaptivePlanner(
+        MethodConfig(drafter="beam+ngram", num_beams=1, drafts_per_layer=4, adaptive_depth=True)
+    )
+    assert {shape.drafts_per_layer for shape in with_drafts._shapes} == {2, 3, 4}
 
 
 class Narrow(TableLM):
