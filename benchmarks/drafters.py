@@ -56,10 +56,6 @@ DRAFTED: dict[str, dict[str, Any]] = {
     "beam+ngram": {"drafter": "beam+ngram"},
     "beam+retrieval": {"drafter": "beam+retrieval"},
     "rsd-s+ngram": {"drafter": "rsd-s+ngram"},
-    "beam+rsd-s": {"drafter": "beam+rsd-s"},
-    "beam+top-k": {"drafter": "beam+dynamic-tree", "tree": "top-k"},
-    "rsd-s+beam": {"drafter": "rsd-s+beam"},
-    "rsd-s+top-k": {"drafter": "rsd-s+dynamic-tree", "tree": "top-k"},
     "bridge": {"drafter": "bridge"},
 }
 RULES = ("coupled", "rejection", "search")

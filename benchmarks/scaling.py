@@ -25,7 +25,8 @@ from dsbd_cli.engine.core.protocols import ForestInput
 class Constant:
     """A model that costs nothing, so that only the engine's own work is left: logits by token from a small bank."""
 
-    max_positions = None
+    max_positions, head_ids = None, None
+    capturable, generation = False, 0
 
     def __init__(self, vocab_size: int, seed: int, like: Constant | None = None) -> None:
         self.vocab_size, self.device = vocab_size, torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -35,7 +35,6 @@ FuzzyLawName = Literal["raw", "warped"]
 Exactness = Literal["same-text", "same-law", "dynamic-width", "lossy"]
 OnTooLong = Literal["error", "truncate-left"]
 Numerics = Literal["invariant", "fast"]
-Proposers = Literal["all", "first", "second"]  # of two drafters, those that take part in an iteration
 
 RULES: tuple[str, ...] = ("coupled", "rejection", "with-replacement", "search", "fuzzy")
 COLD_RULES: tuple[str, ...] = ("coupled", "search")  # those that take temperature 0
@@ -126,7 +125,7 @@ def _expected(hint: object) -> str:
 
 
 def check_drafter_name(drafter: str) -> None:
-    """One drafter, or two that fit each other. Raises UsageError."""
+    """One drafter, or two of which the second reads text. Raises UsageError."""
     names = drafter.split("+")
     listed = f"one of {', '.join(DRAFTERS)}, or two of them joined by +"
     _require(all(name in DRAFTERS for name in names) and len(names) <= 2, "drafter", drafter, listed)
@@ -134,8 +133,13 @@ def check_drafter_name(drafter: str) -> None:
         _refuse("drafter", drafter, "bridge builds whole trees from text and fuses with none")
     if len(names) == 2:
         _require(names[0] != names[1], "drafter", drafter, "two drafters: the same one drafts the same nodes")
+        if set(names) <= set(MODEL_DRAFTERS):
+            raise UsageError(
+                f"drafter is {drafter!r}, but the second of two must be one of {', '.join(TEXT_DRAFTERS)}: two that "
+                "run the same draft model are no faster than one"
+            )
         swapped = f"{names[1]}+{names[0]}: the one that runs the draft model stands first"
-        _require(names[0] in MODEL_DRAFTERS or names[1] in TEXT_DRAFTERS, "drafter", drafter, swapped)
+        _require(names[1] in TEXT_DRAFTERS, "drafter", drafter, swapped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +233,7 @@ class MethodConfig:
         min_width: W_min, least width a layer may pass with (threshold only).
         warp_scope: `pool` warps the joint law over (beam, token); `beam` warps each beam's row.
         memory_saving: keep only the best beam between iterations.
-        drafter: who proposes the nodes, one of DRAFTERS; or two joined by +, one that runs the draft model first.
+        drafter: who proposes the nodes, one of DRAFTERS; or two joined by +, the second of them one that reads text.
         ngram: longest suffix that drafter ngram looks up, in tokens.
         index: file of dsbd index, for drafter retrieval.
         branching: children per node of drafter rsd-c; 0 for as many as fit.
@@ -407,7 +411,7 @@ class MethodConfig:
     def judges_lookups(self) -> bool:
         """The second of two drafters looks up what the draft model then judges."""
         names = self.drafter_names
-        return len(names) == 2 and names[0] in MODEL_DRAFTERS and names[1] in TEXT_DRAFTERS
+        return len(names) == 2 and names[0] in MODEL_DRAFTERS
 
     @property
     def value_threshold(self) -> float:

@@ -22,12 +22,15 @@ _STEP = 0x1E3779B97F4A7C15
 class _SlotModel:
     """The cache of a toy: one token per slot."""
 
+    capturable = False
+    head_ids: Tensor | None = None
+
     def __init__(self, vocab_size: int, device: torch.device | str, max_positions: int | None) -> None:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._max_positions = max_positions
         self._tokens = torch.zeros((0, 0), dtype=torch.int64, device=self._device)  # [R, S]
-        self.forwards = 0
+        self.forwards = self.generation = 0
 
     @property
     def vocab_size(self) -> int:
@@ -54,6 +57,7 @@ class _SlotModel:
         old = self._tokens
         rows, slots = max(rows, old.shape[0]), max(slots, old.shape[1])
         if (rows, slots) != old.shape:
+            self.generation += 1
             self._tokens = torch.full((rows, slots), -1, dtype=torch.int64, device=self._device)
             self._tokens[: old.shape[0], : old.shape[1]] = old
 
@@ -72,6 +76,7 @@ class _SlotModel:
 
     def release(self) -> None:
         """Give the memory back."""
+        self.generation += 1
         self._tokens = self._tokens[:0, :0]
 
     def kv_bytes_per_slot(self) -> int:

@@ -21,9 +21,10 @@ REFUSED = [
     ("--drafter ngram+ngram", "the same one drafts the same nodes"),
     ("--drafter ngram+beam", "must be beam+ngram: the one that runs the draft model stands first"),
     ("--drafter rsd-s+bridge", "fuses with none"),
-    ("--drafter beam+rsd-s --fusion-top-k 2", "--fusion-top-k would do nothing"),
-    ("--drafter beam+rsd-s --draft none", "needs a draft model"),
-    ("--drafter rsd-s+beam --width threshold", "use width fixed"),
+    ("--drafter beam+rsd-s", "the second of two must be one of ngram, retrieval, trigram"),
+    ("--drafter rsd-c+dynamic-tree", "the second of two must be one of ngram, retrieval, trigram"),
+    ("--drafter beam+ngram --draft none", "needs a draft model"),
+    ("--drafter rsd-s+ngram --width threshold", "width threshold"),
     ("--drafter ngram --draft builtin:draft", "runs no model"),
     ("--drafter rsd-c --draft none", "needs a draft model"),
     ("--drafter ngram --depth 0", "--depth 0 drafts nothing"),
@@ -59,7 +60,7 @@ def test_what_cannot_work_together_is_refused(dsbd: Dsbd, options: str, message:
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "search"])
-@pytest.mark.parametrize("drafter", [*DRAFTERS, "beam+ngram", "rsd-c+retrieval", "ngram+trigram", "rsd-s+beam"])
+@pytest.mark.parametrize("drafter", [*DRAFTERS, "beam+ngram", "rsd-c+retrieval", "ngram+trigram"])
 def test_every_drafter_is_settled(dsbd: Dsbd, drafter: str, rule: str) -> None:
     index = ["--index", "x"] if "retrieval" in drafter else []
     outcome = dsbd("generate", "--drafter", drafter, "--rule", rule, *index, lines=[{"prompt": "a"}])
@@ -75,7 +76,7 @@ def test_every_drafter_is_settled(dsbd: Dsbd, drafter: str, rule: str) -> None:
     assert record["method"]["drafter"] == drafter
     assert ("ngram" in record["method"]) == ("ngram" in drafter)
     if "+" in drafter:
-        assert (record["method"]["fusion_top_k"] is None) == (drafter in ("ngram+trigram", "rsd-s+beam"))
+        assert (record["method"]["fusion_top_k"] is None) == (drafter == "ngram+trigram")
 
 
 LINES = (ROOT / "sample_inputs" / "prompts.jsonl").read_bytes().splitlines(keepends=True)[:2]

@@ -173,9 +173,9 @@ def test_trigram_takes_the_likeliest() -> None:
     """1 2 is followed by 3 twice and by 4 once."""
     text = [1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2]
     forest = PathDrafter(TrigramSource()).propose(make_context([[text]], 3, 1, 3))
-    assert forest.flat("token")[0, 1:].tolist() == [3, 1, 2]
-    assert forest.flat("valid")[0].all()
-    assert not forest.flat("sampled").any()
+    assert forest.flat.token[0, 1:].tolist() == [3, 1, 2]
+    assert forest.flat.valid[0].all()
+    assert not forest.flat.sampled.any()
 
 
 def make_corpus(seed: int) -> CorpusTokens:

@@ -48,7 +48,7 @@ def test_lookups_read_nothing(source: PathSource) -> None:
     context = make_context([[[1, 2, 1, 2, 1]], [[3, 4, 3, 4, 3], [3, 4, 3, 4, 4]]], 3, 4, 3)
     with NoReads():
         forest = PathDrafter(source).propose(context)
-    assert forest.flat("valid").sum() > 3
+    assert forest.flat.valid.sum() > 3
 
 
 @pytest.mark.parametrize("name", ["rsd-c", "rsd-s", "greedy", "threshold", "top-k"])

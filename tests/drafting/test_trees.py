@@ -167,7 +167,7 @@ def test_the_deterministic_tree_is_not_sampled() -> None:
 def test_under_search_nothing_is_sampled(name: str) -> None:
     """The best children, without noise."""
     grown = Grown(make(name), 4, 2, Search())
-    assert not grown.forest.flat("sampled").any()
+    assert not grown.forest.flat.sampled.any()
     for parent, tokens in grown.below(0, 0).items():
         best = MODEL.table[TEXTS[0][parent][-1]].clone()
         best[0] = -math.inf  # the end token is no draft for search

@@ -51,7 +51,7 @@ def engine(batch_size: int, **method: Any) -> Engine:
 def mixed_rows(**fields: Any) -> list[Request]:
     warm = SamplingConfig(max_new_tokens=8, n_best=3, top_k=6)
     kinds = (warm, replace(warm, temperature=0.0, **fields), replace(warm, top_k=0, temperature=0.7))
-    return [Request(str(i), i, prompt_ids=(i % 5, i % 7), sampling=kinds[i % 3]) for i in range(30)]
+    return [Request(id=str(i), seed=i, prompt_ids=(i % 5, i % 7), sampling=kinds[i % 3]) for i in range(30)]
 
 
 def found(results: list[RequestResult]) -> list[object]:

@@ -124,7 +124,6 @@ CASES: list[dict[str, Any]] = [
     *({"rule": "rejection", "drafter": drafter} for drafter in ("beam", "rsd-c", "rsd-s", "dynamic-tree")),
     *({"rule": "rejection", "drafter": drafter} for drafter in ("ngram", "trigram", "beam+ngram")),
     {"rule": "rejection", "drafter": "dynamic-tree", "tree": "top-k"},
-    {"rule": "coupled", "drafter": "beam+rsd-s"},
 ]
 
 

@@ -8,7 +8,6 @@ which another drafter added; contexts of the wrong row or beam.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsbd_cli.config import MODEL_DRAFTERS, MethodConfig, Proposers, SamplingConfig
+from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.engine.core.forest import DraftLaw, Forest
 from dsbd_cli.engine.core.protocols import ForestInput
-from dsbd_cli.engine.decoding.acceptance import Acceptance
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.decoding.planner import NOTHING, Reading, Shape, _parts
 from dsbd_cli.engine.drafting.base import DraftContext, LayerDrafts, record_law
 from dsbd_cli.engine.drafting.dynamic import DynamicTree
 from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
@@ -67,18 +64,6 @@ FUSED: list[dict[str, Any]] = [
     {"drafter": "retrieval+ngram"},
     {"drafter": "trigram+retrieval", "second_drafts": 1},
 ]
-SHARING: list[dict[str, Any]] = [
-    {"drafter": f"{first}+{second}", **options}
-    for first in MODEL_DRAFTERS[:4]
-    for second, options in (
-        ("beam", {}),
-        ("rsd-c", {}),
-        ("rsd-s", {}),
-        ("dynamic-tree", {"tree": "top-k"}),
-    )
-    if first != second
-]
-"""Two drafters with one model."""
 
 
 def name_of(options: dict[str, Any]) -> str:
@@ -137,28 +122,23 @@ def plain_texts(rule: str, num_beams: int) -> list[list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("rule", ["coupled", "search"])
-@pytest.mark.parametrize("options", [*ALONE, *FUSED, *SHARING], ids=name_of)
+@pytest.mark.parametrize("options", [*ALONE, *FUSED], ids=name_of)
 def test_the_text_is_the_same_with_every_drafter(options: dict[str, Any], rule: str, index: str) -> None:
-    accepted = Counter[str]()
+    accepted = 0
     for shape in SHAPES:
         found = decode(make_engine(options, index, rule=rule, **shape))
         assert texts(found) == plain_texts(rule, shape["num_beams"])
-        for result in found:
-            accepted["all"] += result.stats.accepted
-            accepted.update({name: part.accepted for name, part in result.stats.drafters.items()})
-    if options in SHARING and rule == "coupled":
-        assert accepted[options["drafter"].split("+")[1]] > 0
-    assert accepted["all"] > 0
+        accepted += sum(result.stats.accepted for result in found)
+    assert accepted > 0
 
 
-@pytest.mark.parametrize("options", [*ALONE, *FUSED, *SHARING[::5]], ids=name_of)
+@pytest.mark.parametrize("options", [*ALONE, *FUSED], ids=name_of)
 def test_the_text_is_the_same_when_shapes_change_from_iteration_to_iteration(
     options: dict[str, Any], index: str
 ) -> None:
     """`--depth auto` with every drafter: any D and K, and none at all, after one another."""
     engine = make_engine(options, index, rule="coupled", num_beams=3, drafts_per_layer=8, depth=5, batch_size=3)
     engine._planner = planner = RandomPlanner(5, 5, 8)
-    planner.parts = _parts(engine.method)
     assert texts(decode(engine)) == plain_texts("coupled", 3)
     assert len(planner.used) > 5
 
@@ -178,11 +158,6 @@ LAW = [
     ({"drafter": "rsd-s+retrieval", "fusion_top_k": 2}, PLAIN),
     ({"drafter": "dynamic-tree+trigram", "fusion_top_k": 0}, ENDING),
     ({"drafter": "retrieval+ngram"}, ENDING),
-    ({"drafter": "beam+dynamic-tree", "tree": "top-k", "second_drafts": 2}, ENDING),
-    ({"drafter": "rsd-s+dynamic-tree", "tree": "top-k", "second_drafts": 2}, PLAIN),
-    ({"drafter": "rsd-s+beam", "second_drafts": 2}, ENDING),
-    ({"drafter": "dynamic-tree+rsd-s", "second_drafts": 2}, LONE),
-    ({"drafter": "beam+rsd-c", "second_drafts": 3}, PLAIN),
 ]
 
 
@@ -262,17 +237,16 @@ class Watched(HashModel):
 
 
 @pytest.mark.parametrize("changing", [False, True])
-@pytest.mark.parametrize("drafter", ["beam+ngram", "rsd-s+retrieval", "dynamic-tree+trigram", "rsd-c+rsd-s"])
+@pytest.mark.parametrize("drafter", ["beam+ngram", "rsd-s+retrieval", "dynamic-tree+trigram"])
 def test_a_fused_draft_has_run_all_that_survives(drafter: str, changing: bool, index: str) -> None:
     """With one model as target and draft, both must say the same of every node, also behind added ones, and after
-    iterations that one of the two drafters, or none, had to itself. No node is run twice."""
+    iterations without drafts. No node is run twice."""
     target, draft = Watched(VOCABULARY, 3), Watched(VOCABULARY, 3)
     lookup = index if "retrieval" in drafter else None
     method = MethodConfig(drafter=drafter, num_beams=3, drafts_per_layer=8, depth=3, index=lookup, second_drafts=5)
     engine = Engine(target, draft, NumberCodec(VOCABULARY, (2,)), method, batch_size=4)
     if changing:
-        engine._planner = planner = RandomPlanner(3, 3, 8)
-        planner.parts = _parts(method)
+        engine._planner = RandomPlanner(3, 3, 8)
     propose, checked, added = engine._drafter.propose, 0, 0
 
     def step(*given: Any) -> Any:
@@ -281,9 +255,8 @@ def test_a_fused_draft_has_run_all_that_survives(drafter: str, changing: bool, i
         draft.__dict__["seen"] = []
         report = plain_step(*given)
         [forest], [verified] = seen, target.__dict__["seen"][-1:]
-        ran = 0 if forest.firsts == 0 else forest.depth
         drafted = [found for found in draft.__dict__["seen"] if found is not None]  # late tokens alone give none
-        assert len(drafted) == ran
+        assert len(drafted) == forest.depth
         for layer, found in enumerate(drafted):
             nodes, start = forest.layers[layer], forest.offset(layer)
             count = nodes.token.shape[1]
@@ -347,34 +320,6 @@ class Counting:
                     self.accepted[name] += int((draws.node[row][draws.valid[row]] == view.drafts.offset + node).sum())
         self.left = self.left - 1
         self.going = self.going & draws.passed & (self.left > 0)
-
-
-@pytest.mark.parametrize(("part", "name"), [("first", "beam"), ("second", "ngram")])
-def test_one_of_two_drafters_alone(part: Proposers, name: str) -> None:
-    """An iteration that leaves one out asks nothing of it: the draft model does not run for the lookups."""
-    engine = make_engine({"drafter": "beam+ngram"}, num_beams=1, drafts_per_layer=4, depth=3)
-    engine._planner = Always(Shape(3, 4, part))
-    results = decode(engine, 12)
-    assert texts(results) == plain_texts_of(12)
-    accepted = Counter[str]()
-    for result in results:
-        accepted.update({name: part.accepted for name, part in result.stats.drafters.items()})
-        assert (result.stats.draft_calls > 0) == (part == "first")
-    assert accepted[name] > 0
-    assert accepted.total() == accepted[name]
-
-
-class Always(RandomPlanner):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(0, shape.depth, shape.drafts_per_layer)
-        self.shape = shape
-
-    def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
-        return self.shape
-
-
-def plain_texts_of(count: int) -> list[list[tuple[int, ...]]]:
-    return texts(decode(make_engine({}, depth=0, num_beams=1), count))
 
 
 def test_requests_do_not_see_each_other() -> None:

@@ -26,7 +26,10 @@ def engine(depth: int, batch_size: int = 4, rule: str = "coupled", drafts: int =
 
 def requests(count: int, *lengths: int) -> list[Request]:
     samplings = [SamplingConfig(max_new_tokens=length, n_best=3) for length in lengths]
-    return [Request(str(i), i, prompt_ids=(i % 5, i % 7), sampling=samplings[i % len(lengths)]) for i in range(count)]
+    return [
+        Request(id=str(i), seed=i, prompt_ids=(i % 5, i % 7), sampling=samplings[i % len(lengths)])
+        for i in range(count)
+    ]
 
 
 def texts(decoder: Engine, rows: list[Request]) -> list[object]:

@@ -43,7 +43,7 @@ def redraft(layer: Layer, scope: str, settings: tuple[float, int, float, float],
         sampled=torch.zeros(rows, others, dtype=torch.bool),
         weight=torch.randn(rows, others, generator=generator),
     )
-    fused, _ = fuse(drawn, fixed, 3 + others)
+    fused, _ = fuse(drawn, fixed, fixed.weight, 3 + others)
     assert view.drafts is not None
     view.drafts = DraftedLayer(
         parent=fused.above + 3,
@@ -115,12 +115,12 @@ def test_fusing_keeps_the_first_and_drops_its_equals() -> None:
     first = drafts([(0, 1), (1, 2)], [-5.0, -6.0], True)
     second = drafts([(0, 3), (1, 2), (1, 4), (0, 5)], [-3.0, -1.0, -2.0, -9.0], False)
     second.valid[0, 3] = False
-    fused, place = fuse(first, second, 3)
+    fused, place = fuse(first, second, second.weight, 3)
     assert fused.token.tolist() == [[1, 2, 4]]
     assert fused.above.tolist() == [[0, 1, 1]]
     assert fused.sampled.tolist() == [[True, True, False]]
     assert place.tolist() == [[-1, 1, 2, -1]]
-    wide, place = fuse(first, second, 7)
+    wide, place = fuse(first, second, second.weight, 7)
     assert wide.valid.tolist() == [[True, True, True, True, False, False, False]]
     assert wide.token[0, :4].tolist() == [1, 2, 4, 3]
     assert place.tolist() == [[3, 1, 2, -1]]

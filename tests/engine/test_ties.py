@@ -31,7 +31,7 @@ def tied_engine(rule: str, vocabulary: int, batch_size: int, width: int = 4, eos
 
 def requests(vocabulary: int, samplings: Sequence[SamplingConfig]) -> list[Request]:
     return [
-        Request(str(i), i, prompt_ids=(3 + i % (vocabulary - 3), 1 + i % 2), sampling=sampling)
+        Request(id=str(i), seed=i, prompt_ids=(3 + i % (vocabulary - 3), 1 + i % 2), sampling=sampling)
         for i, sampling in enumerate(samplings)
     ]
 

@@ -17,14 +17,17 @@ class TableLM:
     move shows."""
 
     max_positions = None
+    capturable = False
+    head_ids: Tensor | None = None
 
     def __init__(self, table: Tensor) -> None:
-        self.table = table
+        self.table, self.generation = table, 0
         self.vocab_size = table.shape[-1]
         self.device = torch.device("cpu")
         self.tokens = torch.zeros(0, 0, dtype=torch.int64)
 
     def reserve(self, rows: int, slots: int) -> None:
+        self.generation += 1
         old, self.tokens = self.tokens, torch.zeros(rows, slots, dtype=torch.int64)
         if old.shape[0] == rows:
             kept = min(old.shape[1], slots) - 1
@@ -44,12 +47,14 @@ class TableLM:
         self.tokens.scatter_(1, target, self.tokens.gather(1, source))
 
     def select_rows(self, rows: Tensor) -> None:
+        self.generation += 1
         self.tokens = self.tokens[rows]
 
     def clear(self, row: int) -> None:
         self.tokens[row] = 0
 
     def release(self) -> None:
+        self.generation += 1
         self.tokens = torch.zeros(0, 0, dtype=torch.int64)
 
     def kv_bytes_per_slot(self) -> int:

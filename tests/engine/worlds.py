@@ -5,21 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from dsbd_cli.config import MethodConfig, Proposers
+from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.decoding.acceptance import Acceptance
-from dsbd_cli.engine.decoding.planner import NOTHING, AdaptivePlanner, Reading, Shape
+from dsbd_cli.engine.decoding.planner import NOTHING, AdaptivePlanner, Planner, Reading, Shape
 
 
-class RandomPlanner:
+class RandomPlanner(Planner):
     """Any shape at any time; often none, so that the draft falls far behind."""
 
     def __init__(self, seed: int, depth: int, drafts: int) -> None:
         self.random, self.depth, self.drafts, self.used = random.Random(seed), depth, drafts, set[Shape]()
-        self.parts: tuple[Proposers, ...] = ("all",)
 
     def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
         depth = 0 if self.random.random() < 0.7 else self.random.randint(1, self.depth)
-        shape = Shape(depth, self.random.randint(3, self.drafts), self.random.choice(self.parts))
+        shape = Shape(depth, self.random.randint(3, self.drafts))
         self.used.add(shape)
         return shape
 
@@ -77,6 +76,8 @@ class World:
     def iterate_counted(self, planner: AdaptivePlanner, reading: Reading = NOTHING) -> tuple[Shape, int]:
         """Shape and steps of an iteration."""
         shown = self.at(planner.choose([self.request], reading))
+        if shown[0].depth:
+            shown[3]["draft"] += self.node * reading.lag
         if reading.unread and shown[0].depth:
             shown[3]["read"] = self.node * reading.unread
         planner.observe(*shown, reading)

@@ -105,28 +105,6 @@ def mixed(sampled: int, others: int, drop: bool = True, last: bool = True) -> Pr
     return layered(extend)
 
 
-def joined(first: Propose, second: str, count: int) -> Propose:
-    """What `first` draws below all nodes of the layer above, and what a second drafter with the same model adds, none
-    of it tested: `top` the likeliest pairs, `own` draws of its own, `next` draws that go on where those of a pool
-    ended, so that what was drawn says something about them."""
-
-    def extend(model: Model, beams: dict[int, Beam], chooser: Chooser) -> list[Node]:
-        law, (nodes,) = model.pool(beams).law, first(model, beams, 1, chooser)
-        drawn = [node.pair for node in nodes]
-        if second == "top":
-            pairs = sorted(law, key=lambda pair: -law[pair])[:count]
-        elif second == "own":
-            pairs = draw(law, count, chooser)
-        else:
-            left = law
-            for pair in drawn:
-                left = without(left, pair)
-            pairs = draw(left, count, chooser) if left else []
-        return nodes + [Node(pair) for pair in pairs if pair not in drawn]
-
-    return layered(extend)
-
-
 def stochastic(
     count: int, order: str = "value", known: Callable[[Law, list[Pair]], list[Node]] = parent_nodes
 ) -> Propose:

@@ -26,7 +26,6 @@ from .forests import (
     constant,
     decode,
     dynamic,
-    joined,
     mixed,
     plain,
     pool,
@@ -62,11 +61,6 @@ DRAFTERS: dict[str, Propose] = {
     "mixed, duplicates dropped": mixed(2, 2),
     "mixed, duplicates kept": mixed(1, 2, drop=False),
     "deterministic first": mixed(1, 2, last=False),
-    "rsd-c and the likeliest": joined(constant(1), "top", 2),
-    "dynamic-tree and the likeliest": joined(by_value(2), "top", 2),
-    "rsd-c and draws of a pool": joined(constant(1), "own", 1),
-    "dynamic-tree and draws of a pool": joined(by_value(1), "own", 1),
-    "pool and the draws that follow": joined(pool(1), "next", 1),
 }
 SETTINGS: dict[str, Callable[[Propose], DraftSetting]] = {
     "W=1": lambda propose: DraftSetting(P3, Q3, 1, 2, propose),

@@ -14,9 +14,9 @@ from dsbd_cli.engine.models.sizes import size_of
 from dsbd_cli.lab.profiling.curves import forest_input, measure_forwards
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
 from dsbd_cli.lab.profiling.profile import costs_of
-from dsbd_cli.lab.profiling.runs import Bench, method_for, phases_of, setting_of
+from dsbd_cli.lab.profiling.runs import ProfiledPair, method_for, phases_of, setting_of
 from dsbd_cli.lab.profiling.timers import PHASES, RunLog, TimedModel
-from dsbd_cli.lab.reports.profile_data import NO_DRAFT, Curve, CurvePoint, Setting, spread_of
+from dsbd_cli.lab.reports.profile_data import NO_DRAFT, Curve, CurvePoint, ForestSize, spread_of
 from tests.engine.toys import NumberCodec, TableLM, table_pair
 from tests.models.tiny import build
 
@@ -24,11 +24,11 @@ CPU = torch.device("cpu")
 METHOD = MethodConfig(num_beams=2, drafts_per_layer=4, depth=2)
 
 
-def bench(count: int = 3) -> Bench:
+def bench(count: int = 3) -> ProfiledPair:
     target, draft = table_pair(2, 8, 0.5)
     sampling = SamplingConfig(top_k=0, max_new_tokens=10)
     requests = tuple(Request(id=str(i), seed=i, prompt=f"{i} 1 2", sampling=sampling) for i in range(count))
-    return Bench(target, draft, NumberCodec(8, (3,)), requests, 2, ("t", "d"))
+    return ProfiledPair(target, draft, NumberCodec(8, (3,)), requests, 2, ("t", "d"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -101,7 +101,7 @@ def test_what_can_be_captured_is_logged_by_its_phases(monkeypatch: pytest.Monkey
     some = bench()
     assert not some.captures
     with monkeypatch.context() as patch:
-        patch.setattr(TableLM, "capturable", True, raising=False)
+        patch.setattr(TableLM, "capturable", True)
         assert some.captures
         assert TimedModel(some.target, "target", RunLog(every=False)).capturable
         assert not TimedModel(some.target, "target", RunLog()).capturable
@@ -122,17 +122,21 @@ def test_what_can_be_captured_is_logged_by_its_phases(monkeypatch: pytest.Monkey
     assert costs.draft.at(2) == pytest.approx(run.log.phases["draft"] / (METHOD.depth * run.log.iterations))
 
 
-def test_a_timed_model_shows_what_else_the_model_has() -> None:
+def test_a_timed_model_says_of_itself_what_the_model_says() -> None:
+    """Guards a trimmed draft whose columns are taken for tokens, and graphs of a cache that has moved."""
     model = CausalForestModel(build("llama"), "tiny")
     timed = TimedModel(model, "target", RunLog())
-    assert timed.architecture == "LlamaForCausalLM"
-    with pytest.raises(AttributeError):
-        timed.nothing  # noqa: B018
+    before = timed.generation
+    timed.reserve(1, 8)
+    assert timed.generation == model.generation > before
+    assert timed.head_ids is None
+    model.spread(torch.tensor([1, 3]), 4)
+    assert timed.head_ids is model.head_ids
 
 
 def test_a_row_that_fails_ends_the_profile() -> None:
     some = bench(1)
-    wrong = Bench(some.target, some.draft, some.codec, (Request(id="x", seed=0, prompt="77"),), 2, ("t", "d"))
+    wrong = ProfiledPair(some.target, some.draft, some.codec, (Request(id="x", seed=0, prompt="77"),), 2, ("t", "d"))
     with pytest.raises(DsbdError, match="prompt x cannot be profiled"):
         wrong.timed(METHOD)
 
@@ -157,7 +161,7 @@ def test_costs_give_back_the_run_they_come_from() -> None:
     forwards = run.log.forward_s("target", "forest") + run.log.forward_s("draft", "forest")
     rest = (run.seconds - once - forwards) / run.log.iterations
     if rest > costs.iteration_s:  # else noise made no draft the slower one
-        assert costs.iteration(Setting(2, 4)) == pytest.approx(rest + mean["target"] + 2 * mean["draft"])
+        assert costs.iteration(ForestSize(2, 4)) == pytest.approx(rest + mean["target"] + 2 * mean["draft"])
     assert (costs.steps, costs.tokens) == (run.steps, run.tokens)
     assert costs.rows == pytest.approx(run.calls / run.log.iterations)
 
@@ -182,8 +186,8 @@ def test_the_time_of_lookups_is_in_the_layers_whether_forwards_are_logged_or_not
 
 def test_settings_and_methods_go_back_and_forth() -> None:
     dynamic = MethodConfig(num_beams=3, drafts_per_layer=6, depth=2, width="threshold", min_width=2)
-    assert setting_of(dynamic) == Setting(2, 6, 2)
-    assert method_for(dynamic, Setting(1, 4, 3)) == MethodConfig(
+    assert setting_of(dynamic) == ForestSize(2, 6, 2)
+    assert method_for(dynamic, ForestSize(1, 4, 3)) == MethodConfig(
         num_beams=3, drafts_per_layer=4, depth=1, width="threshold", min_width=3
     )
     plain = method_for(dynamic, NO_DRAFT)

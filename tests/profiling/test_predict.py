@@ -12,13 +12,21 @@ from dsbd_cli.lab.profiling.acceptance import Rates
 from dsbd_cli.lab.profiling.curves import node_counts, points_of
 from dsbd_cli.lab.profiling.machine import MachineRates
 from dsbd_cli.lab.profiling.memory import owners
-from dsbd_cli.lab.profiling.predict import Costs, Line, choose, layer_costs, predict, predictions
+from dsbd_cli.lab.profiling.predict import Costs, Interpolation, choose, layer_costs, predict, predictions
 from dsbd_cli.lab.profiling.probe import SlotPeak
-from dsbd_cli.lab.reports.profile_data import NO_DRAFT, Machine, MeasuredSetting, Prediction, Setting, Spread, spread_of
+from dsbd_cli.lab.reports.profile_data import (
+    NO_DRAFT,
+    ForestSize,
+    Machine,
+    MeasuredSetting,
+    Prediction,
+    Spread,
+    spread_of,
+)
 
 COSTS = Costs(
-    target=Line(((4, 0.010), (36, 0.042))),
-    draft=Line(((4, 0.001), (8, 0.002))),
+    target=Interpolation(((4, 0.010), (36, 0.042))),
+    draft=Interpolation(((4, 0.001), (8, 0.002))),
     first_nodes=6.0,
     iteration_s=0.002,
     layer_s=0.001,
@@ -34,21 +42,21 @@ COSTS = Costs(
 
 
 def test_a_line_between_and_beyond_its_points() -> None:
-    line = Line(((4, 1.0), (8, 2.0), (16, 6.0)), scale=2.0)
+    line = Interpolation(((4, 1.0), (8, 2.0), (16, 6.0)), scale=2.0)
     assert [line.at(n) for n in (1, 4, 6, 8, 12, 16, 20)] == [2.0, 2.0, 3.0, 4.0, 8.0, 12.0, 16.0]
-    assert Line(((4, 1.0),)).at(99) == 1.0
+    assert Interpolation(((4, 1.0),)).at(99) == 1.0
 
 
 def test_an_iteration_is_the_sum_of_its_parts() -> None:
     # first draft forward 1.5 ms, another one 2 ms, target of 4 + 2 * 8 nodes, the rest, two layers of 8 drafts
     expected = 0.0015 + 0.002 + 0.026 + 0.002 + 2 * (0.001 + 8 * 0.0001)
-    assert COSTS.iteration(Setting(2, 8)) == pytest.approx(expected)
+    assert COSTS.iteration(ForestSize(2, 8)) == pytest.approx(expected)
     assert COSTS.iteration(NO_DRAFT) == pytest.approx(0.012)
 
 
 def test_without_forwards_of_a_draft_layers_and_drafts_hold_what_drafting_costs() -> None:
     costs = replace(COSTS, draft=None)
-    assert costs.iteration(Setting(2, 8)) == pytest.approx(0.026 + 0.002 + 2 * (0.001 + 8 * 0.0001))
+    assert costs.iteration(ForestSize(2, 8)) == pytest.approx(0.026 + 0.002 + 2 * (0.001 + 8 * 0.0001))
     assert costs.iteration(NO_DRAFT) == COSTS.iteration(NO_DRAFT)
 
 
@@ -60,35 +68,46 @@ def test_the_cache_of_a_bridged_draft_is_an_owner_of_its_own() -> None:
 
 def test_costs_of_layers_and_drafts_from_two_settings() -> None:
     # 10 ms and nothing else; 4 layers of 8 drafts cost 4 * (1 + 8 * 0.5) ms more, 2 of 16 cost 2 * (1 + 16 * 0.5)
-    layer, draft = layer_costs(0.010, Setting(4, 8), 0.030, Setting(2, 16), 0.028)
+    layer, draft = layer_costs(0.010, ForestSize(4, 8), 0.030, ForestSize(2, 16), 0.028)
     assert (layer, draft) == (pytest.approx(0.001), pytest.approx(0.0005))
     # noise that makes the wider one cheaper, or a layer cheaper than nothing
-    assert layer_costs(0.010, Setting(4, 8), 0.030, Setting(2, 16), 0.012) == (pytest.approx(0.005), 0.0)
-    layer, draft = layer_costs(0.010, Setting(4, 8), 0.030, Setting(2, 16), 0.100)
+    assert layer_costs(0.010, ForestSize(4, 8), 0.030, ForestSize(2, 16), 0.012) == (pytest.approx(0.005), 0.0)
+    layer, draft = layer_costs(0.010, ForestSize(4, 8), 0.030, ForestSize(2, 16), 0.100)
     assert (layer, draft) == (pytest.approx(0.0), pytest.approx(0.005 / 8))
-    assert layer_costs(0.010, Setting(4, 8), 0.030, Setting(2, 8), 0.020) == (pytest.approx(0.005), 0.0)
+    assert layer_costs(0.010, ForestSize(4, 8), 0.030, ForestSize(2, 8), 0.020) == (pytest.approx(0.005), 0.0)
 
 
 def test_tokens_per_second_of_a_run() -> None:
     rates = Rates((10, 8), (8, 4), (32, 16))
-    found = predict(COSTS, Setting(2, 8), rates)
+    found = predict(COSTS, ForestSize(2, 8), rates)
     steps = 1 + 0.8 + 0.8 * 0.5
     assert found.steps_per_call == pytest.approx(steps)
-    assert found.tokens_per_s == pytest.approx(300 / (0.5 + 400 / (steps * 2) * COSTS.iteration(Setting(2, 8))))
+    assert found.tokens_per_s == pytest.approx(300 / (0.5 + 400 / (steps * 2) * COSTS.iteration(ForestSize(2, 8))))
     plain = predict(COSTS, NO_DRAFT, None)
     assert plain.steps_per_call == 1.0
     assert plain.tokens_per_s == pytest.approx(300 / (0.25 + 400 / 4 * 0.012))
     grid = predictions(COSTS, {(8, None): rates, (4, None): rates}, [1, 2])
-    assert [one.setting for one in grid] == [NO_DRAFT, Setting(1, 8), Setting(1, 4), Setting(2, 8), Setting(2, 4)]
+    assert [one.setting for one in grid] == [
+        NO_DRAFT,
+        ForestSize(1, 8),
+        ForestSize(1, 4),
+        ForestSize(2, 8),
+        ForestSize(2, 4),
+    ]
 
 
 def test_the_fastest_is_chosen_and_of_varying_widths_the_widest_near_it() -> None:
-    fixed = [(Setting(2, 8), 10.0), (Setting(4, 8), 10.2), (NO_DRAFT, 9.9)]
-    assert choose(fixed, 4) == Setting(4, 8)
-    dynamic = [(Setting(2, 8, 1), 10.0), (Setting(2, 8, 2), 9.6), (Setting(2, 8, 3), 9.4), (Setting(1, 8, 2), 9.7)]
-    assert choose(dynamic, 4) == Setting(1, 8, 2)
+    fixed = [(ForestSize(2, 8), 10.0), (ForestSize(4, 8), 10.2), (NO_DRAFT, 9.9)]
+    assert choose(fixed, 4) == ForestSize(4, 8)
+    dynamic = [
+        (ForestSize(2, 8, 1), 10.0),
+        (ForestSize(2, 8, 2), 9.6),
+        (ForestSize(2, 8, 3), 9.4),
+        (ForestSize(1, 8, 2), 9.7),
+    ]
+    assert choose(dynamic, 4) == ForestSize(1, 8, 2)
     assert choose([*dynamic, (NO_DRAFT, 9.6)], 4) == NO_DRAFT
-    assert choose([*dynamic, (NO_DRAFT, 9.0)], 4) == Setting(1, 8, 2)
+    assert choose([*dynamic, (NO_DRAFT, 9.0)], 4) == ForestSize(1, 8, 2)
 
 
 def test_the_floor_is_the_larger_of_memory_and_arithmetic() -> None:
@@ -121,34 +140,34 @@ def test_memory_adds_up_to_the_peak() -> None:
     assert unknown["workspace"] is None
 
 
-def measured(setting: Setting, speed: float, low: float = 1.0, high: float = 1.0) -> MeasuredSetting:
+def measured(setting: ForestSize, speed: float, low: float = 1.0, high: float = 1.0) -> MeasuredSetting:
     predicted = Prediction(setting, 2.0, 0.1, 10.0, 4.0)
     return MeasuredSetting(setting, Spread(1.0, low, high, 3), 100, spread_of([speed]), 2.0, 50, 4.0, (), predicted)
 
 
 def test_notes_say_when_speculation_does_not_pay() -> None:
-    now, plain = measured(Setting(4, 8), 10.0), measured(NO_DRAFT, 20.0)
+    now, plain = measured(ForestSize(4, 8), 10.0), measured(NO_DRAFT, 20.0)
     told = " ".join(advice.notes(now, [plain], NO_DRAFT))
     assert "no draft is 2.00 times as fast" in told
     assert "with this drafter no D and K" in told
     assert "use no draft" in told
     assert "the prediction for no draft was off by -50%" in told
-    told = " ".join(advice.notes(now, [measured(NO_DRAFT, 8.0)], Setting(4, 8)))
+    told = " ".join(advice.notes(now, [measured(NO_DRAFT, 8.0)], ForestSize(4, 8)))
     assert "speculation pays: 1.25 times" in told
     assert "the settings in use are the recommended ones" in told
 
 
 def test_warnings_of_a_busy_machine_and_of_spread() -> None:
     quiet = Machine("cpu", 2, 2, 0.3, {})
-    assert advice.warnings(quiet, [measured(Setting(4, 8), 10.0)]) == []
+    assert advice.warnings(quiet, [measured(ForestSize(4, 8), 10.0)]) == []
     busy = Machine("cpu", 2, 2, 1.4, {})
     assert "load average 1.4" in advice.warnings(busy, [])[0]
-    assert "spread by 50%" in advice.warnings(quiet, [measured(Setting(4, 8), 10.0, 0.8, 1.3)])[0]
+    assert "spread by 50%" in advice.warnings(quiet, [measured(ForestSize(4, 8), 10.0, 0.8, 1.3)])[0]
 
 
 def test_whether_a_longer_or_wider_draft_would_pay() -> None:
     def one(depth: int, drafts: int, speed: float) -> Prediction:
-        return Prediction(Setting(depth, drafts), 2.0, 0.1, speed, 4.0)
+        return Prediction(ForestSize(depth, drafts), 2.0, 0.1, speed, 4.0)
 
     found = [one(2, 8, 10.0), one(3, 8, 11.0), one(1, 8, 9.0), one(2, 12, 10.1), one(3, 12, 99.0)]
     told = advice.neighbours(found[0], found)
@@ -160,7 +179,7 @@ def test_whether_a_longer_or_wider_draft_would_pay() -> None:
 
 
 def test_a_draft_that_only_comes_nearer_to_no_draft_does_not_pay() -> None:
-    found = [Prediction(Setting(2, 8), 2.0, 0.1, 10.0, 4.0), Prediction(Setting(1, 8), 2.0, 0.1, 16.2, 4.0)]
+    found = [Prediction(ForestSize(2, 8), 2.0, 0.1, 10.0, 4.0), Prediction(ForestSize(1, 8), 2.0, 0.1, 16.2, 4.0)]
     plain = Prediction(NO_DRAFT, 1.0, 0.1, 17.7, 4.0)
     assert advice.neighbours(found[0], [*found, plain]) == [
         "a shorter draft would be faster than as set, but still slower than no draft: D=1 K=8 is predicted to change "
@@ -170,7 +189,7 @@ def test_a_draft_that_only_comes_nearer_to_no_draft_does_not_pay() -> None:
 
 
 def test_notes_say_why_a_slower_run_without_a_draft_is_recommended() -> None:
-    now, plain = measured(Setting(4, 8, 1), 52.4), measured(NO_DRAFT, 51.1)
+    now, plain = measured(ForestSize(4, 8, 1), 52.4), measured(NO_DRAFT, 51.1)
     best = choose([(one.setting, one.tokens_per_s.median) for one in (now, plain)], 4)
     told = " ".join(advice.notes(now, [plain], best))
     assert "speculation pays: 1.03 times" in told

@@ -7,7 +7,7 @@ are invalid, never compacted away. T is the tail window, Vd the candidates of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
@@ -49,7 +49,7 @@ class DraftLaw:
 
 @dataclass(slots=True)
 class LayerNodes:
-    """Nodes of one layer: W roots or K drafts, sampled ones first in draw order.
+    """Nodes of one layer: W roots or K drafts, sampled ones first in draw order. Or of all layers (`Forest.flat`).
 
     Attributes:
         token, parent (node index in the forest), root (beam index), path (path key), stop_state: [R, n] int64.
@@ -59,7 +59,8 @@ class LayerNodes:
         weight: [R, n] float32, running weight under the draft.
         path_tokens: [R, n, D] int64, tokens from layer 1 down to the node.
         ancestors: [R, n, T] bool over the tail window, the node itself included.
-        second: [R, n] bool, nodes that the second of two drafters proposed, alone or too; None where one drafted.
+        source: [R, n] int64, the drafter that proposed the node: 1 for the second of two, else 0. What both proposed is
+            the first one's.
     """
 
     token: Tensor
@@ -73,22 +74,18 @@ class LayerNodes:
     weight: Tensor
     path_tokens: Tensor
     ancestors: Tensor
-    second: Tensor | None = None
+    source: Tensor
 
 
 @dataclass(slots=True)
 class Forest:
-    """Layers 0 (roots) to D, and the law each drafted layer came from (laws[l] is the law of layer l + 1).
-
-    firsts: with two drafters, how many nodes of each layer are the first one's, which stand before those that only the
-    second one proposed; 0 where the second drafted alone, without any model.
-    """
+    """Layers 0 (roots) to D, and the law each drafted layer came from (laws[l] is the law of layer l + 1)."""
 
     num_beams: int
     drafts_per_layer: int
     layers: list[LayerNodes]
     laws: list[DraftLaw | None] = field(default_factory=list)
-    firsts: int | None = None
+    _flat: LayerNodes | None = field(default=None, init=False, repr=False)
 
     @property
     def depth(self) -> int:
@@ -99,9 +96,13 @@ class Forest:
         """Index of the first node of a layer."""
         return 0 if layer == 0 else self.num_beams + (layer - 1) * self.drafts_per_layer
 
-    def flat(self, name: str) -> Tensor:
-        """One field of all layers: [R, N] or [R, N, ...]."""
-        return torch.cat([getattr(layer, name) for layer in self.layers], dim=1)
+    @property
+    def flat(self) -> LayerNodes:
+        """The nodes of all layers, n = N. They are joined once, so the forest must be complete."""
+        if self._flat is None:
+            names = [item.name for item in fields(LayerNodes)]
+            self._flat = LayerNodes(*(torch.cat([getattr(one, name) for one in self.layers], 1) for name in names))
+        return self._flat
 
 
 def at_nodes(value: Tensor, index: Tensor) -> Tensor:

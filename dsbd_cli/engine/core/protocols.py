@@ -81,6 +81,22 @@ class ForestModel(Protocol):
         bit in any company."""
         ...
 
+    @property
+    def capturable(self) -> bool:
+        """A forward may become part of a CUDA graph."""
+        ...
+
+    @property
+    def generation(self) -> int:
+        """Changes whenever the cache's memory moves."""
+        ...
+
+    @property
+    def head_ids(self) -> Tensor | None:
+        """Tokens [m] int64 of the m columns of the logits, ascending, where a draft's head lacks some; None: column v
+        is token v."""
+        ...
+
     def reserve(self, rows: int, slots: int) -> None:
         """Own cache memory for `rows` x `slots` (the last slot is the trash slot). Called again with more slots, it
         keeps the
@@ -88,10 +104,8 @@ class ForestModel(Protocol):
         ...
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        """Write the nodes' keys and values, return logits [R, n, V] in the model's dtype (None with logits=False,
-        when the
-        output head must not be run). A draft may lack tokens: where it has an attribute `head_ids` [m] that is not
-        None, these are the tokens of its m columns."""
+        """Write the nodes' keys and values, return logits [R, n, V] in the model's dtype, of a head that lacks tokens
+        [R, n, m]. None with logits=False, when the output head must not be run."""
         ...
 
     def move(self, source: Tensor, target: Tensor) -> None:

@@ -37,7 +37,7 @@ def captures(
     Raises UsageError where they are asked for and cannot be.
     """
     models = [model for model in (target, draft) if model is not None]
-    whole = all(getattr(model, "capturable", False) for model in models)
+    whole = all(model.capturable for model in models)
     possible = whole and len({model.device for model in models}) == 1 and not on_host
     if wanted and not possible:
         reason = (

@@ -23,14 +23,13 @@ __all__ = ["COUNTERS", "Live", "Verified", "Way", "counters", "verified", "way_o
 
 COUNTERS = (
     *("reached", "drafted", "live_parents", "width", "accepted", "passed", "needed"),
-    *("drafted_second", "accepted_second", "held_second"),
+    *("drafted_second", "accepted_second"),
 )
 """Of a drafted layer: `reached` is 0 where the walk stopped above, `needed` the drafts it took, in draw order, to fill
 the layer (0 where it did not pass).
 
 Of two drafters: `drafted_second` and `accepted_second` are of the nodes that only the second one proposed, `needed` of
-the first one's, unless the second drafted alone; `held_second` says that the second one proposed all that it took to
-pass.
+the first one's.
 """
 
 
@@ -141,9 +140,9 @@ def counters(forest: Forest, layers: list[Verified], active: Tensor) -> Tensor:
     depth = len(layers)
     if not depth:
         return active.new_zeros(len(active), 0, len(COUNTERS), dtype=torch.int64)
-    drafted, parent = (
-        _stack([item.valid for item in forest.layers[1:]]),
-        _stack([item.parent for item in forest.layers[1:]]),
+    drafted, parent, source = (
+        value[:, forest.num_beams :].view(len(value), depth, -1)
+        for value in (forest.flat.valid, forest.flat.parent, forest.flat.source)
     )
     before, before_valid = _stack([item.before for item in layers]), _stack([item.before_valid for item in layers])
     living = ((parent.unsqueeze(3) == before.unsqueeze(2)) & before_valid.unsqueeze(2)).any(3) & drafted
@@ -151,7 +150,7 @@ def counters(forest: Forest, layers: list[Verified], active: Tensor) -> Tensor:
     node, valid = _stack([item.live.node for item in layers]), _stack([item.live.valid for item in layers])
     offset = forest.num_beams + forest.drafts_per_layer * torch.arange(depth, device=node.device)
     place = torch.where(valid & (node >= 0), node - offset.unsqueeze(1), -1)  # [R, D, W]
-    mine = place < forest.firsts if forest.firsts else place >= 0
+    taken, second = place >= 0, source.gather(2, place.clamp(min=0)) == 1
     columns = [
         reached,
         drafted.sum(2),
@@ -159,21 +158,11 @@ def counters(forest: Forest, layers: list[Verified], active: Tensor) -> Tensor:
         _stack([item.width for item in layers]),
         _stack([item.accepted for item in layers]),
         passed & reached,
-        torch.where(mine, place + 1, 0).amax(2) * passed,
-        *_of_second(forest, drafted, place, passed),
+        torch.where(second, 0, place + 1).amax(2) * passed,
+        (source * drafted).sum(2),
+        (taken & second).sum(2),
     ]
     return torch.stack([column.to(torch.int64) for column in columns], 2)
-
-
-def _of_second(forest: Forest, drafted: Tensor, place: Tensor, passed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The counters of two drafters, [R, D] each: drafted [R, D, K], place [R, D, W] among the layer's nodes or -1."""
-    if forest.firsts is None:
-        nothing = torch.zeros_like(passed)
-        return nothing, nothing, nothing
-    second = [layer.second for layer in forest.layers[1:]]
-    proposed = _stack([torch.zeros_like(drafted[:, 0]) if item is None else item for item in second])
-    held = proposed.gather(2, place.clamp(min=0)) | (place < 0)
-    return drafted[:, :, forest.firsts :].sum(2), (place >= forest.firsts).sum(2), passed & held.all(2)
 
 
 def _stack(values: list[Tensor]) -> Tensor:

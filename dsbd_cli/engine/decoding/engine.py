@@ -28,7 +28,7 @@ from dsbd_cli.engine.decoding.scheduler import Job, ResultOrder, Results, Schedu
 from dsbd_cli.engine.decoding.state import BatchState
 from dsbd_cli.engine.decoding.step import Plan, Stepper
 from dsbd_cli.engine.decoding.timing import PhaseTimer
-from dsbd_cli.engine.drafting import BridgedDraft, BridgeDrafter, Endings, Setting, make_drafter
+from dsbd_cli.engine.drafting import BridgedDraft, BridgeDrafter, DrafterInputs, Endings, make_drafter
 from dsbd_cli.engine.drafting.base import Stopped
 from dsbd_cli.engine.drafting.text import Prompts
 from dsbd_cli.engine.verify import make_rule
@@ -111,7 +111,7 @@ class Engine:
         ending = {token for token in codec.eos_ids if token < target.vocab_size}
         eos[list(ending)] = True
         self._stops = StopTable(codec.token_bytes(), target.vocab_size, device)
-        drafter = make_drafter(Setting(self.method, draft, target.vocab_size, codec, device))
+        drafter = make_drafter(DrafterInputs(self.method, draft, target.vocab_size, codec, device))
         rule = make_rule(self.method)
         self._stepper = Stepper(
             target,
@@ -380,7 +380,7 @@ class Engine:
     def _reservation(self, rows: int, slots: int) -> tuple[object, ...]:
         """What must be the same for the caches to be used again: another engine may share the models."""
         models = [model for model in (self.target, self.draft) if model is not None]
-        return (rows, slots, *(getattr(model, "generation", object()) for model in models))
+        return (rows, slots, *(model.generation for model in models))
 
     def _forget_graphs(self) -> None:
         """The caches are about to move."""
@@ -413,9 +413,9 @@ class Engine:
         window = bucket(scheduler.longest_tail() + nodes, self._window_step)
         state.beams.ancestors = fit_window(state.beams.ancestors, window)
         active = min(bucket(busy, self._slot_step), self._slots - 1)
-        idle = not shape.depth or shape.drafters == "second"
-        if idle:
-            lag, idle = 0, all(job.drafted <= job.trunk for _, job in running)
+        idle = not shape.depth and all(job.drafted <= job.trunk for _, job in running)
+        if not shape.depth:
+            lag = 0
         elif self.draft is not None:
             self._prefill_draft(self.draft, running, timer)
         with current(self.target.device):

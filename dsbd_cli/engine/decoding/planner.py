@@ -1,50 +1,35 @@
 """How deep and wide to draft in the next iteration: always the same, or what measured best (goodput, arXiv 2406.14066).
 
 Host numbers only. A planner sees what every iteration reports anyway: seconds of its phases and how far each row's walk
-came. Acceptance is each request's own, times are the engine's. Depth 0 is always among the choices, so drafting that
-does not pay is left alone, but for a probe now and then.
+came.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from operator import add, mul
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from dsbd_cli.config import TEXT_DRAFTERS, MethodConfig, Proposers
-from dsbd_cli.engine.decoding.acceptance import Acceptance, Lives
+from dsbd_cli.config import MethodConfig
+from dsbd_cli.engine.decoding.acceptance import Acceptance, LayerCounters, Lives, PassRates
 from dsbd_cli.engine.decoding.timing import Line
 
-__all__ = ["NOTHING", "AdaptivePlanner", "FixedPlanner", "Planner", "Reading", "Shape", "planner_for"]
+__all__ = ["NOTHING", "AdaptivePlanner", "Planner", "Reading", "Shape", "planner_for"]
 
-LayerCounters = Sequence[dict[str, int]]
-
-PROBE_EVERY, PROBE_AT_MOST = 64, 4096  # iterations between probes of more drafts, at least and at most
-PROBE_SHARE = 0.01  # of the time goes into probes, as far as that leaves room between the two
-WARM = 1  # first iterations of a shape, whose times (allocation, caches) are not believed
-TRIES = 8  # iterations in which a shape that is to be timed must have given a time that is believed
-BETTER = 1.02  # a change must promise so much
-PAID_OFF = 32  # iterations in which what the draft has to catch up on must pay, or what a request takes if that is less
-READS = 16  # readings of prompts that say how long the next takes
-HOPED = 0.9  # acceptance of a draft as good as drafts get
-FIRST_RATE = 0.7  # acceptance believed before anything is seen, and its weight in layers
-PRIOR = 2.0
+FIRST_LIFE = 32  # iterations that a request takes, believed before any has ended
+BETTER = 1.02  # another shape must promise so much more
+PROBE_SHARE = 0.01  # of the time goes into probes, at most
+PROBE_EVERY = 32  # iterations between probes, at least
 SHALLOW = 8  # layers; so few are drafted however little is left to generate
-TRUST = 8.0  # weight, in layers, of what all requests showed, against what a request shows itself
+TRIES = 8  # iterations in which a shape that is to be timed must have given a time that is believed
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """D layers of K nodes; drafters: which of two propose them."""
+class Shape(NamedTuple):
+    """D layers of K nodes."""
 
     depth: int
     drafts_per_layer: int
-    drafters: Proposers = "all"
 
     def nodes(self, num_beams: int) -> int:
         """N."""
@@ -56,7 +41,7 @@ class Shape:
         Few depths are few graphs to capture. With fewer layers than steps, the rows beside a row would decide which of
         its layers are drafted.
         """
-        return replace(self, depth=min(self.depth, max(SHALLOW, 1 << (steps - 1).bit_length())))
+        return self._replace(depth=min(self.depth, max(SHALLOW, 1 << (steps - 1).bit_length())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +61,16 @@ class Reading:
 NOTHING = Reading()
 
 
-class Planner(Protocol):
-    """Chooses the shape of each iteration. requests: what the running rows have shown, one entry each, the same objects
-    from iteration to iteration."""
+class Planner:
+    """Chooses the shape of each iteration: the configured one, always. requests: what the running rows have shown, one
+    entry each, the same objects from iteration to iteration."""
+
+    def __init__(self, method: MethodConfig) -> None:
+        self._configured = Shape(method.depth, method.drafts_per_layer)
 
     def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
         """Shape of the next iteration."""
-        ...
+        return self._configured
 
     def observe(
         self,
@@ -96,98 +84,66 @@ class Planner(Protocol):
         """What an iteration did. layers: counters of every running row; seconds: of the phases draft, target and
         verify, and `read` where the draft read prompts before; reading: what it read; steady: the three phases are what
         an iteration of this shape will take again (no capture, no plain run of what will be replayed)."""
-        ...
 
     def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
         """An iteration of this shape, or what comes before one, did not fit into memory, and the running requests start
         over. True: this shape will not be chosen again for as many rows, so that they may still fit."""
-        ...
-
-
-class FixedPlanner:
-    """The configured shape, always."""
-
-    def __init__(self, method: MethodConfig) -> None:
-        self._shape = Shape(method.depth, method.drafts_per_layer)
-
-    def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
-        """D and K as configured."""
-        return self._shape
-
-    def observe(
-        self,
-        shape: Shape,
-        requests: Sequence[Acceptance],
-        layers: Sequence[LayerCounters],
-        seconds: dict[str, float],
-        reading: Reading = NOTHING,
-        steady: bool = True,
-    ) -> None:
-        """Nothing to learn."""
-
-    def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
-        """There is no other shape."""
         return False
 
 
-class AdaptivePlanner:
-    """Maximises expected steps per second of the batch over depths 0 .. D and a few numbers of drafts up to K.
+class AdaptivePlanner(Planner):
+    """Takes the shape of the most expected steps per second: no drafts, or 1 .. D layers of one of a few numbers of
+    drafts up to K.
 
-    Steps of a shape: for each running request 1 + the sum over the shape's layers of the chance that all layers down
-    to it pass, by the request's own counts, which what all requests showed is the prior of. Seconds: lines fitted to
-    draft, target and remaining time against the nodes each had to run. A layer that passed with its j-th draft as the
-    last one needed would have passed with j drafts, so every iteration informs on all smaller K; and one that took
-    nodes of one drafter alone, on that drafter alone.
+    Steps: each request yields 1 + the sum over the layers of the chance that all layers down to it pass. A layer that
+    needed j drafts would have passed with j, so every iteration informs on all smaller K. Seconds: lines fitted to the
+    times of a draft call and of the rest, by the nodes run. A probe, wider or deeper than the present shape, comes when
+    PROBE_SHARE of the time since the last one pays for it.
     """
 
     def __init__(self, method: MethodConfig) -> None:
-        self._choices, self._parts = _choices(method), _parts(method)
-        self._share = method.second_share if len(self._parts) > 1 else 0
-        self._beams, self._depth = method.num_beams, method.depth
-        most = method.drafts_per_layer
-        self._shared, self._lives = Acceptance(), Lives(PAID_OFF)
-        self._prompts = deque[tuple[int, float]](maxlen=READS)  # tokens and seconds
-        self._has_read = False
+        super().__init__(method)
+        self._beams, most = method.num_beams, method.drafts_per_layer
+        # fewer drafts than beams would be fast, but never let a layer keep all its beams
+        least = min(self._beams, most)
+        numbers = sorted({round(least * (most / least) ** (i / 3)) for i in range(4)} | {most})
+        second = method.second_share if len(method.drafter_names) == 2 else 0
+        numbers = [number for number in numbers if number > second]
+        self._plain = self._now = Shape(0, most)
+        self._shapes = [self._plain]
+        self._shapes += [Shape(depth, number) for number in numbers for depth in range(1, method.depth + 1)]
+        self._rates, self._lives = PassRates(numbers, method.depth, second), Lives(FIRST_LIFE)
+        self._draft, self._rest, self._read = Line(), Line(), Line()  # a draft call, target and verify, prompts
+        self._warm = set[tuple[int, Shape] | None]()  # rows and shapes that have run; None: the draft has read prompts
         self._room = math.inf  # nodes of all rows that fit into memory
-        self._shared.open(len(self._choices), method.depth)
-        self._rates = self._shared_rates()
-        self._drafts, self._target, self._rest = {part: Line() for part in self._parts}, Line(), Line()
-        self._seen: dict[tuple[int, Shape], int] = {}
-        # everything below that goes over shapes is a list in this order
-        depths = range(1, method.depth + 1)
-        self._shapes = [Shape(0, most)]
-        self._shapes += [Shape(depth, drafts, part) for drafts, part in self._choices for depth in depths]
-        self._costs = [
-            (shape.depth, self._drafting_nodes(shape), shape.nodes(self._beams), shape.drafters)
-            for shape in self._shapes
-        ]
-        self._now = 0
-        # to begin with, shapes apart enough to tell what a node and a layer cost; the last one first
-        self._untimed = [Shape(min(method.depth, 1), self._choices[0][0]), self._shapes[0]]
-        self._starting, self._tries = True, 0
-        self._since_probe, self._patience, self._probes = 0, PROBE_EVERY, 0
-        self._probe_cost: float | None = None  # seconds, more than without; None: no probe under way
+        self._to_time, self._tries = [Shape(1, numbers[0]), self._plain], 0  # the last one first
+        self._saved, self._probes, self._probing = 0.0, 0, False  # saved: seconds for the next probe
 
     def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
-        """The shape of the most expected steps per second."""
-        rows = len(requests)
-        seconds = self._seconds(rows, reading)
-        if self._starting and not self._untimed:
-            self._starting, self._untimed = False, self._could_pay(seconds)
-        self._untimed = [shape for shape in self._untimed if self._fits(shape, rows)]
-        if self._untimed:
-            return self._untimed[-1]
-        self._since_probe, self._probe_cost = self._since_probe + 1, None
-        if self._probe_is_due(reading.lag) and self._fits(shape := self._next_probe(), rows):
-            return self._probe(shape)
-        goodput = [
-            steps / max(time, 1e-9) if self._fits(shape, rows) else 0.0
-            for shape, steps, time in zip(self._shapes, self._steps(requests), seconds, strict=True)
-        ]
-        best = max(goodput)
-        if best > BETTER * goodput[self._now]:
-            self._now, self._patience = goodput.index(best), PROBE_EVERY
-        return self._shapes[self._now]
+        """The shape of the most expected steps per second, or one to be timed."""
+        rows, life = len(requests), self._lives.now()
+        fitting = [shape for shape in self._shapes if self._fits(shape, rows)]
+        seconds = dict(zip(fitting, self._seconds(fitting, rows), strict=True))
+        _, per_node = self._draft.fit()
+        late = rows * reading.lag * per_node
+        per_token = self._read.y / self._read.x if self._read.x else per_node
+        self._to_time = [shape for shape in self._to_time if shape in seconds]
+        if not self._to_time and self._now in seconds:
+            (deepest, most), now = self._shapes[-1], seconds[self._now]
+            probe = Shape(min(max(1, self._now.depth + self._probes % 2), deepest), most)  # in turn a layer deeper
+            price = seconds.get(probe, math.inf) + late + reading.unread * per_token - now
+            if self._saved >= max(price, PROBE_EVERY * PROBE_SHARE * now):
+                self._to_time, self._probing, self._probes = [probe], True, self._probes + 1
+        if self._to_time:
+            return self._to_time[-1]
+        # catching up is paid once, for the iterations to come; so is the reading of every further request's prompt
+        spread = late / min(FIRST_LIFE, life) + (reading.unread + reading.prompts) * per_token / life
+        steps = dict(zip(self._shapes, self._rates.steps(requests), strict=True))
+        goodput = {shape: steps[shape] / (time + spread * (shape.depth > 0)) for shape, time in seconds.items()}
+        best = max(goodput, key=goodput.__getitem__)
+        if goodput[best] > BETTER * goodput.get(self._now, 0.0):
+            self._now = best
+        return self._now
 
     def observe(
         self,
@@ -198,27 +154,32 @@ class AdaptivePlanner:
         reading: Reading = NOTHING,
         steady: bool = True,
     ) -> None:
-        """Learn from an iteration."""
+        """Learn from an iteration. What runs for the first time allocates memory and fills caches: its time is not
+        believed."""
         rows = len(requests)
         self._lives.see(requests)
+        self._rates.count(requests, layers, shape.drafts_per_layer)
         if "read" in seconds:
-            if self._has_read:  # the first reading sets things up
-                self._prompts.append((reading.unread, seconds["read"]))
-            self._has_read = True
-        if shape.depth:
-            self._count(shape, requests, layers)
+            if None in self._warm:
+                self._read.add(reading.unread, seconds["read"])
+            self._warm.add(None)
+        steady = steady and (rows, shape) in self._warm
+        self._warm.add((rows, shape))
         if steady:
-            times = self._seen[rows, shape] = self._seen.get((rows, shape), 0) + 1
-            steady = times > WARM
-        if self._untimed:  # a shape that was cut to what is left to generate was tried, but not timed
-            self._tried(steady and shape == self._untimed[-1], sum(seconds.values()), self._seconds(rows)[self._now])
-        if not steady:
+            self._rest.add(rows * shape.nodes(self._beams), seconds["target"] + seconds["verify"])
+        if steady and shape.depth:
+            self._draft.add(rows * (self._per_call(shape) + reading.lag / shape.depth), seconds["draft"] / shape.depth)
+        taken = sum(seconds.values())
+        if not self._to_time:
+            self._saved += PROBE_SHARE * taken
             return
-        self._target.add(rows * shape.nodes(self._beams), seconds["target"])
-        self._rest.add(shape.depth, seconds["verify"])
-        if shape.depth:
-            nodes = self._drafting_nodes(shape) + reading.lag / shape.depth
-            self._drafts[shape.drafters].add(rows * nodes, seconds["draft"] / shape.depth)
+        if self._probing:
+            self._saved = min(self._saved, 0.0) - taken + self._seconds([self._now], rows)[0]
+        self._tries += 1
+        # one that was cut to what is left to generate was tried, but not timed
+        if (steady and shape == self._to_time[-1]) or self._tries == TRIES:
+            self._to_time.pop()
+            self._tries, self._probing = 0, False
 
     def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
         """No shape of as many nodes again, but for the roots alone."""
@@ -231,152 +192,22 @@ class AdaptivePlanner:
     def _fits(self, shape: Shape, rows: int) -> bool:
         return not shape.depth or rows * shape.nodes(self._beams) <= self._room
 
-    def _steps(self, requests: Sequence[Acceptance]) -> list[float]:
-        """Steps that one target call of each shape is expected to yield, of all requests together."""
-        rows = float(len(requests))
-        found = [rows]
-        own = [request for request in requests if request.reached]
-        fresh = len(requests) - len(own)
-        for choice, rates in enumerate(self._rates):
-            alive = [fresh * chance for chance in accumulate(rates, mul)]
-            prior = [TRUST * rate for rate in rates]
-            for request in own:
-                alive = list(map(add, alive, request.alive(choice, prior, TRUST)))
-            found += list(accumulate(alive, initial=rows))[1:]
-        return found
+    def _per_call(self, shape: Shape) -> float:
+        """Nodes of one row in a draft call: the roots, then K per further layer."""
+        return (self._beams + (shape.depth - 1) * shape.drafts_per_layer) / shape.depth
 
-    def _seconds(self, rows: int, reading: Reading = NOTHING) -> list[float]:
-        """Time that an iteration of each shape is expected to take; 0 before any was timed. What the draft would have
-        to catch up on first is a cost spread over some iterations to come, and so is every further request's prompt."""
-        life = self._lives.now()
-        lag, read = rows * reading.lag / min(PAID_OFF, life), (reading.unread + reading.prompts) / life
-        per_token = self._per_token()
-        (target, per_node), (rest, per_layer) = self._target.fit(), self._rest.fit()
-        lines = {part: line.fit() for part, line in self._drafts.items()}
+    def _seconds(self, shapes: Sequence[Shape], rows: int) -> list[float]:
+        """Expected time of an iteration, without what the draft has to catch up on."""
         found = []
-        for depth, drafting, nodes, part in self._costs:
-            taken = max(0.0, target + rows * per_node * nodes) + max(0.0, rest + per_layer * depth)
-            if depth:
-                draft, per_draft = lines[part]
-                if part != "second":
-                    taken += lag * per_draft + read * (per_draft if per_token is None else per_token)
-                taken += depth * max(0.0, draft + rows * per_draft * drafting)
-            found.append(taken)
+        (rest, per_node), (call, per_draft) = self._rest.fit(), self._draft.fit()
+        for shape in shapes:
+            taken = max(0.0, rest + rows * per_node * shape.nodes(self._beams))
+            if shape.depth:
+                taken += shape.depth * max(0.0, call + rows * per_draft * self._per_call(shape))
+            found.append(max(taken, 1e-9))
         return found
-
-    def _per_token(self) -> float | None:
-        """Seconds in which the draft reads a token of a prompt; None before it was seen."""
-        return statistics.median(seconds / tokens for tokens, seconds in self._prompts) if self._prompts else None
-
-    def _could_pay(self, seconds: Sequence[float]) -> list[Shape]:
-        """The largest shape of one or two layers, of each part, that would be faster than no draft if nearly all its
-        layers passed. Larger ones would be dear to try, and for nothing."""
-        plain, steps = seconds[0], (1.0, 1 + HOPED, 1 + HOPED + HOPED**2)
-        found = dict[Proposers, Shape]()
-        for shape, time in zip(self._shapes[1:], seconds[1:], strict=True):
-            if shape.depth < len(steps) and steps[shape.depth] * plain > time:
-                known = found.setdefault(shape.drafters, shape)
-                found[shape.drafters] = max(known, shape, key=lambda item: item.nodes(self._beams))
-        return list(found.values())
-
-    def _probe_is_due(self, lag: int) -> bool:
-        """A probe waits, up to as long again, for a moment when the draft has little to catch up on."""
-        waited = self._since_probe - self._patience
-        return waited >= 0 and (lag <= 4 * self._beams or waited >= self._patience)
-
-    def _next_probe(self) -> Shape:
-        """The most drafts there are, at the present depth and a layer deeper, of the drafters in turn."""
-        turn, part = divmod(self._probes, len(self._parts))
-        depth = min(self._shapes[self._now].depth + turn % 2, self._depth)
-        return Shape(max(1, depth), self._shapes[0].drafts_per_layer, self._parts[part])
-
-    def _probe(self, shape: Shape) -> Shape:
-        self._since_probe, self._probe_cost, self._probes = 0, 0.0, self._probes + 1
-        self._untimed.append(shape)
-        return shape
-
-    def _tried(self, timed: bool, taken: float, plain: float) -> None:
-        """An iteration of the shape that is to be timed. taken, plain: seconds of it, and of one of the present shape.
-        The dearer a probe was, the longer until the next."""
-        self._tries += 1
-        if self._probe_cost is not None:
-            self._probe_cost += taken - plain
-        if not timed and self._tries < TRIES:
-            return
-        self._untimed.pop()
-        self._tries = 0
-        if self._probe_cost is not None:
-            share = self._probe_cost / max(PROBE_SHARE * plain, 1e-9)
-            self._patience, self._probe_cost = round(min(max(share, PROBE_EVERY), PROBE_AT_MOST)), None
-
-    def _drafting_nodes(self, shape: Shape) -> float:
-        """Nodes per draft call of one row: the roots, then K per further layer."""
-        return (self._beams + (shape.depth - 1) * shape.drafts_per_layer) / max(1, shape.depth)
-
-    def _count(self, shape: Shape, requests: Sequence[Acceptance], layers: Sequence[LayerCounters]) -> None:
-        informed = self._informed(shape)
-        for request in requests:
-            request.open(len(self._choices), self._depth)
-        for depth in range(shape.depth):
-            passed = [0] * len(self._choices)
-            came = 0
-            for request, counters in zip(requests, layers, strict=True):
-                layer = counters[depth]
-                if not layer["reached"]:
-                    continue
-                came += 1
-                for at, drafts, unused in informed:
-                    held = layer["passed"] and layer["needed"] <= drafts and (not unused or _held(layer, unused))
-                    passed[at] += held
-                    request.add(at, depth, 1.0, held)
-            if not came:
-                break
-            for at, _, _ in informed:
-                self._shared.add(at, depth, came, passed[at])
-        self._rates = self._shared_rates()
-
-    def _informed(self, shape: Shape) -> list[tuple[int, int, Proposers | None]]:
-        """Choices that an iteration of this shape tells about: their number, how many drafts of the first drafter (or
-        of the only one) the layer may have needed, and which drafter must have done without the other."""
-        most, share, found = shape.drafts_per_layer, self._share, list[tuple[int, int, Proposers | None]]()
-        for at, (drafts, part) in enumerate(self._choices):
-            if part == shape.drafters:
-                if drafts <= most:
-                    found.append((at, drafts - share if part == "all" else drafts, None))
-            elif shape.drafters == "all" and (drafts <= most - share if part == "first" else drafts >= most):
-                found.append((at, drafts, part))
-        return found
-
-    def _shared_rates(self) -> list[list[float]]:
-        return [self._shared.rates(at, FIRST_RATE, PRIOR) for at in range(len(self._choices))]
-
-
-def _held(layer: dict[str, int], alone: Proposers) -> int:
-    """The layer needed nodes of this drafter only."""
-    return not layer["accepted_second"] if alone == "first" else layer["held_second"]
-
-
-def _parts(method: MethodConfig) -> tuple[Proposers, ...]:
-    """Which drafters may take part: both, or one of them. The second one stands for the first where it does without
-    the model that the first one runs; threshold width needs the law that the first one records."""
-    names = method.drafter_names
-    if len(names) == 1:
-        return ("all",)
-    return ("all", "first", "second") if names[1] in TEXT_DRAFTERS and method.width == "fixed" else ("all", "first")
-
-
-def _choices(method: MethodConfig) -> list[tuple[int, Proposers]]:
-    """Numbers of drafts, and who proposes them."""
-    # fewer drafts than beams would be fast, but never let a layer keep all its beams
-    least, most = min(method.num_beams, method.drafts_per_layer), method.drafts_per_layer
-    numbers = sorted({round(least * (most / least) ** (i / 3)) for i in range(4)} | {most})
-    found = list[tuple[int, Proposers]]()
-    for part in _parts(method):
-        room = method.second_share + 1 if part == "all" and len(_parts(method)) > 1 else 1
-        found += [(drafts, part) for drafts in numbers if drafts >= room]
-    return found
 
 
 def planner_for(method: MethodConfig) -> Planner:
     """The planner that a method asks for."""
-    return AdaptivePlanner(method) if method.adaptive_depth and method.depth else FixedPlanner(method)
+    return AdaptivePlanner(method) if method.adaptive_depth and method.depth else Planner(method)

@@ -138,7 +138,7 @@ class Stepper:
         room = self.rule.candidates(state.method.num_beams, self.endings.num_eos, state.warp, vocabulary)
         if self.endings.stops.used and not self.rule.warps:
             # any number of tokens may complete a stop string, but only of the rows that have one
-            own = torch.where(forest.flat("stop_state") == NO_STOPS, room.count, vocabulary)
+            own = torch.where(forest.flat.stop_state == NO_STOPS, room.count, vocabulary)
             room = Room(vocabulary, own, room.count)
         outcome = walk(state, forest, top_candidates(logits, room), self.rule, self.endings, keys)
         self._commit(state, forest, outcome, idle)
@@ -171,19 +171,18 @@ class Stepper:
             lag=plan.lag,
             record_law=self.rule.needs_law or method.width == "threshold",
             prompts=state.prompts,
-            drafters=shape.drafters,
             stopping=self.stopping,
         )
 
     def _target(self, state: BatchState, plan: Plan, forest: Forest, context: DraftContext) -> Tensor:
         """Target logits of all nodes: [R, N, V]."""
-        table, tokens, at = state.table, forest.flat("token"), context.layout.slots
+        table, tokens, at = state.table, forest.flat.token, context.layout.slots
         table.tokens.scatter_(1, at, tokens)
         batch = ForestInput(
             tokens=tokens,
             positions=table.positions.gather(1, at),
             slots=at,
-            mask=context.layout.mask(forest.flat("ancestors")),
+            mask=context.layout.mask(forest.flat.ancestors),
             slot_positions=table.positions[:, : context.slots],
             settled=plan.settled,
             tail=plan.tail,
@@ -201,17 +200,16 @@ class Stepper:
         going = state.active & ~outcome.done
         live.valid = live.valid & going.unsqueeze(1)
         beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, outcome.steps)
-        ancestors = at_nodes(forest.flat("ancestors"), live.parent)
-        # the draft has run all layers but the last; without a draft layer, or without the draft, nothing new
-        ran = forest.depth > 0 and forest.firsts != 0
-        run_by_draft = table.used + forest.offset(forest.depth) if ran else table.drafted
+        ancestors = at_nodes(forest.flat.ancestors, live.parent)
+        # the draft has run all layers but the last; without a drafted layer nothing new
+        run_by_draft = table.used + forest.offset(forest.depth) if forest.depth else table.drafted
         moved = compact(table, ancestors, live.valid, run_by_draft)
         for model in (self.target, None if idle else self.draft):
             if model is not None:
                 model.move(moved.source.to(model.device), moved.target.to(model.device))
         beams.valid, beams.token, beams.weight, beams.logprob = live.valid, live.token, live.weight, live.logprob
-        beams.path = extend_path(forest.flat("path").gather(1, live.parent), live.token)
-        state_before = forest.flat("stop_state").gather(1, live.parent)
+        beams.path = extend_path(forest.flat.path.gather(1, live.parent), live.token)
+        state_before = forest.flat.stop_state.gather(1, live.parent)
         beams.stop_state, beams.ancestors = self.endings.step(state_before, live.token), moved.ancestors
         beams.length = beams.length + outcome.steps
         beams.depth = beams.depth + outcome.steps
@@ -232,12 +230,12 @@ def _history(history: Tensor, length: Tensor, forest: Forest, parent: Tensor, to
 
     What stands past the new length is meaningless and overwritten later.
     """
-    path = at_nodes(forest.flat("path_tokens"), parent)
+    path = at_nodes(forest.flat.path_tokens, parent)
     path = torch.nn.functional.pad(path, (0, 1))
     last = (steps - 1).clamp(min=0)
     last = last.unsqueeze(1).expand_as(parent) if last.dim() == 1 else last
     path = path.scatter(2, last.unsqueeze(-1), token.unsqueeze(-1))
-    taken = at_nodes(history, forest.flat("root").gather(1, parent))
+    taken = at_nodes(history, forest.flat.root.gather(1, parent))
     at = length.unsqueeze(1) + torch.arange(path.shape[2], device=path.device)
     at = at.clamp(max=history.shape[2] - 1).unsqueeze(1).expand_as(path)
     return taken.scatter(2, at, path)

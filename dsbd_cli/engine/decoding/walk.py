@@ -62,8 +62,8 @@ def walk(state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, 
     beams = state.beams
     index = torch.arange(beams.token.shape[1], device=beams.token.device).expand_as(beams.token)
     live = Live(index, beams.token, index, beams.valid, beams.weight, beams.logprob)
-    nodes = Nodes(candidates, forest.flat("path"), forest.flat("stop_state"))
-    broken = torch.isnan(candidates.logprobs).any(-1) & forest.flat("valid")
+    nodes = Nodes(candidates, forest.flat.path, forest.flat.stop_state)
+    broken = torch.isnan(candidates.logprobs).any(-1) & forest.flat.valid
     invalid = broken.any(1) & state.active
     noise = Noise(keys, _path_noise(nodes, state.warp.silent) if rule.path_noise else None)
     layers: list[Verified] = []

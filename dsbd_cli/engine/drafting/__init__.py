@@ -29,15 +29,15 @@ __all__ = [
     "BridgedDraft",
     "DraftContext",
     "Drafter",
+    "DrafterInputs",
     "Endings",
     "NoDrafter",
-    "Setting",
     "make_drafter",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class DrafterInputs:
     """What drafters are made from. model: of the draft, None where there is none."""
 
     method: MethodConfig
@@ -58,13 +58,13 @@ class Setting:
         return self.model
 
 
-def _retrieval(setting: Setting) -> PathDrafter:
-    assert setting.method.index is not None, "checked by MethodConfig"
-    index = open_index(Path(setting.method.index), setting.codec.token_bytes())
-    return PathDrafter(RetrievalSource(index, setting.device))
+def _retrieval(of: DrafterInputs) -> PathDrafter:
+    assert of.method.index is not None, "checked by MethodConfig"
+    index = open_index(Path(of.method.index), of.codec.token_bytes())
+    return PathDrafter(RetrievalSource(index, of.device))
 
 
-DRAFTERS: dict[str, Callable[[Setting], BeamDrafter | PathDrafter | BridgeDrafter]] = {
+DRAFTERS: dict[str, Callable[[DrafterInputs], BeamDrafter | PathDrafter | BridgeDrafter]] = {
     "beam": lambda of: BeamDrafter(of.draft(), of.vocab_size),
     "rsd-c": lambda of: ConstantBranching(of.draft(), of.vocab_size, of.method.branching),
     "rsd-s": lambda of: StochasticBeams(of.draft(), of.vocab_size),
@@ -76,15 +76,15 @@ DRAFTERS: dict[str, Callable[[Setting], BeamDrafter | PathDrafter | BridgeDrafte
 }
 
 
-def make_drafter(setting: Setting) -> Drafter:
+def make_drafter(of: DrafterInputs) -> Drafter:
     """The drafter that a method names. Raises UsageError where its index cannot be used."""
-    method = setting.method
+    method = of.method
     if method.depth == 0:
         return NoDrafter()
-    first, *more = [DRAFTERS[name](setting) for name in method.drafter_names]
+    first, *more = [DRAFTERS[name](of) for name in method.drafter_names]
     if not more:
         return first
     second = more[0]
     assert not isinstance(first, BridgeDrafter), "checked by MethodConfig"
-    assert not isinstance(second, BridgeDrafter), "checked by MethodConfig"
+    assert isinstance(second, PathDrafter), "checked by MethodConfig"
     return FusionDrafter(first, second, method.second_share, method.fusion_top_k)

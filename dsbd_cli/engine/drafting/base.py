@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dsbd_cli.config import Proposers
 from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.forest import DraftLaw, Forest, LawScope, LayerNodes, at_nodes
 from dsbd_cli.engine.core.noise import extend_path
@@ -94,7 +93,7 @@ class DraftContext:
         trash: slot absent nodes write to. row_key, iteration: [R] int64.
         keys: [R, L, STREAMS] int64, stream keys, L > D. lag: most used slots of a row that the draft has not run, or
             more. record_law: the layer laws Q are needed. prompts: only where the drafter reads the text (needs_text).
-        drafters: which of two drafters take part. stopping: the engine was asked to stop.
+        stopping: the engine was asked to stop.
     """
 
     beams: Beams
@@ -113,7 +112,6 @@ class DraftContext:
     lag: int
     record_law: bool
     prompts: Prompts | None = None
-    drafters: Proposers = "all"
     stopping: Callable[[], bool] = lambda: False
 
 
@@ -150,6 +148,7 @@ def roots(context: DraftContext) -> LayerNodes:
         weight=beams.weight,
         path_tokens=torch.zeros(rows, width, context.depth, dtype=torch.int64, device=beams.token.device),
         ancestors=beams.ancestors | context.layout.own[:, :width],
+        source=torch.zeros_like(index),
     )
 
 
@@ -160,7 +159,7 @@ class LayerDrafts:
     Attributes:
         above: [R, m] int64, index of the parent among the nodes of the layer above (0 .. n-1).
         token: [R, m] int64. valid, sampled: [R, m] bool (sampled implies valid).
-        weight: [R, m] float32, running weight under whatever proposed it; the least ones are pruned first.
+        weight: [R, m] float32, running weight under whatever proposed it.
     """
 
     above: Tensor
@@ -196,23 +195,23 @@ def children(context: DraftContext, forest: Forest, layer: int, drafts: LayerDra
         weight=drafts.weight,
         path_tokens=path_tokens,
         ancestors=at_nodes(nodes.ancestors, above) | context.layout.own[:, first : first + above.shape[1]],
+        source=torch.zeros_like(token),
     )
 
 
-def fuse(first: LayerDrafts, second: LayerDrafts, width: int) -> tuple[LayerDrafts, Tensor]:
+def fuse(first: LayerDrafts, second: LayerDrafts, priority: Tensor, width: int) -> tuple[LayerDrafts, Tensor]:
     """One layer of `width` nodes from two proposals with the same layer above: all of `first`, in its order, then the
-    nodes of `second` (deterministic ones only) that are not among them, heaviest first.
+    nodes of `second` (deterministic ones only) that are not among them, those of the largest priority [R, m2] first.
 
     width - m1 nodes of `second` fit; if it has fewer, the rest is padding. `first` must fit. Second result: where each
     node of `second` [R, m2] stands in the fused layer (a duplicate: its equal in `first`), -1 if it is absent or
-    dropped. Below, the parents of the second proposal are `place.gather(1, above)`, valid where that is not -1; those
-    of the first do not change.
+    dropped.
     """
     kept, room = first.token.shape[1], width - first.token.shape[1]
     assert room >= 0
     equal = match_pairs(second.above, second.token, first.above, first.token, first.valid)
     new = second.valid & (equal < 0)
-    order = torch.where(new, second.weight, NEVER).argsort(dim=1, descending=True, stable=True)
+    order = torch.where(new, priority, NEVER).argsort(dim=1, descending=True, stable=True)
     # an absent node sorts with impossible ones, so real ones go first by validity
     order = order.gather(1, (~new.gather(1, order)).to(torch.int8).argsort(dim=1, stable=True))
     rank = torch.empty_like(order).scatter_(

@@ -101,10 +101,6 @@ class BeamDrafter:
         )
         return drafts, record_law(candidates, log_q, index, valid) if context.record_law else None
 
-    def follow(self, place: Tensor) -> None:
-        """As the second of two drafters: the layer is made of both. place: [R, m] where each of the drafts given for
-        it stands, -1 where it was dropped. Whoever keeps numbers of its nodes moves them there."""
-
 
 def draft_calls(context: DraftContext) -> int:
     """Draft forwards of an iteration: one per layer, and one more where much is late."""

@@ -15,7 +15,7 @@ from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.drafting.base import DraftContext, LayerDrafts
 from dsbd_cli.engine.drafting.beam import BeamDrafter
 from dsbd_cli.engine.drafting.logits import DraftLogits
-from dsbd_cli.engine.drafting.rsd import RowDraws, carry, placed, root_law, root_mass
+from dsbd_cli.engine.drafting.rsd import RowDraws, carry, root_law, root_mass
 
 __all__ = ["DynamicTree"]
 
@@ -60,10 +60,6 @@ class DynamicTree(BeamDrafter):
         index = above * rows.keys.shape[2] + column.flatten(1).gather(1, place)
         self._value = value.gather(1, above) + log_q.flatten(1).gather(1, place)
         return rows.drafts(index, best > NEVER)
-
-    def follow(self, place: Tensor) -> None:
-        """The values go with the nodes."""
-        self._value = placed(self._value, place)
 
 
 def _top(x: Tensor, count: int) -> tuple[Tensor, Tensor]:

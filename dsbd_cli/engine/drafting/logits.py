@@ -15,7 +15,7 @@ __all__ = ["DraftLogits", "head_ids"]
 
 def head_ids(model: ForestModel, vocab_size: int) -> Tensor | None:
     """Token ids [m] int64 below V of the columns of a model's logits, ascending; None where column v is token v."""
-    ids: Tensor | None = getattr(model, "head_ids", None)
+    ids = model.head_ids
     return None if ids is None else ids[ids < vocab_size]
 
 

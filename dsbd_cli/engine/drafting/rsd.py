@@ -76,24 +76,12 @@ def root_law(context: DraftContext, nodes: LayerNodes) -> Tensor:
 
 
 def carry(value: Tensor | None, nodes: LayerNodes, layer: int, base: Tensor) -> Tensor:
-    """A drafter's own number for every node of a layer [R, n]: the one it kept for its own nodes, which stand first (or
-    where it is no NaN), and for nodes that another drafter added the running weight less `base` [R, 1], what the roots
-    weigh together."""
+    """A drafter's own number for every node of a layer [R, n]: the one it kept for its own nodes, which stand first.
+    For nodes that another drafter added it is the running weight less `base` [R, 1], what the roots weigh together."""
     own = (nodes.weight - base).to(torch.float64)
     if layer == 0 or value is None:
         return own
-    value = torch.cat((value, own[:, value.shape[1] :]), 1)
-    return torch.where(torch.isnan(value), own, value)
-
-
-def placed(value: Tensor | None, place: Tensor) -> Tensor | None:
-    """A drafter's own numbers [R, m] where its nodes stand in a layer of two drafters, NaN elsewhere. place: [R, m],
-    -1 where a node was dropped."""
-    if value is None:
-        return None
-    assert value.shape == place.shape
-    wide = torch.full_like(torch.nn.functional.pad(value, (0, 1)), torch.nan)
-    return wide.scatter(1, torch.where(place >= 0, place, value.shape[1]), value)[:, :-1]
+    return torch.cat((value, own[:, value.shape[1] :]), 1)
 
 
 def root_mass(nodes: LayerNodes) -> Tensor:
@@ -167,10 +155,6 @@ class StochasticBeams(BeamDrafter):
         index = torch.nn.functional.pad(index, (0, more))
         self._phi, self._perturbed = below.flatten(1).gather(1, index), best
         return rows.drafts(index, best > NEVER)
-
-    def follow(self, place: Tensor) -> None:
-        """phi and G' go with the nodes."""
-        self._phi, self._perturbed = placed(self._phi, place), placed(self._perturbed, place)
 
 
 def _conditioned(key: Tensor, above: Tensor) -> Tensor:

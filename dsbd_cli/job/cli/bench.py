@@ -29,7 +29,7 @@ from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.data.resume import write_atomically
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
 from dsbd_cli.lab.bench.methods import FUZZY_METHODS, Value
-from dsbd_cli.lab.bench.sweep import Plan, Setting, choose_methods, plan, read_values
+from dsbd_cli.lab.bench.sweep import Setting, SweepPlan, choose_methods, plan, read_values
 from dsbd_cli.lab.tasks.choose import open_dataset
 from dsbd_cli.lab.tasks.dataset import Dataset, with_dev
 
@@ -108,7 +108,7 @@ def bench(
             raise StoppedError(signals.number)
 
 
-def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> Plan:
+def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> SweepPlan:
     """The settings. tuned: a threshold of rule fuzzy is to be chosen, which needs something to be held against."""
     lists = {
         name: read_values("--" + name.replace("_", "-"), name, text)
@@ -123,7 +123,7 @@ def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> Plan:
 
 def _planned(
     methods: str | None, lists: dict[str, list[Value]], index: str | None, draft: bool, *, tuned: bool
-) -> Plan:
+) -> SweepPlan:
     names = choose_methods(methods, draft=draft, drafters=lists.get("drafter", ()))
     planned = plan(names, lists, index)
     if not tuned or not without_reference(planned.settings):
@@ -133,7 +133,7 @@ def _planned(
     return dataclasses.replace(again, notes=(note, *again.notes))
 
 
-def _check_choice(choice: ChoiceOptions, planned: Plan, dev_records: int) -> bool:
+def _check_choice(choice: ChoiceOptions, planned: SweepPlan, dev_records: int) -> bool:
     """Whether a threshold is chosen. Raises UsageError for options of a choice that is not made."""
     tolerance = choice.fuzzy_tolerance
     if tolerance is not None and not 0 <= tolerance <= 1:
@@ -148,7 +148,7 @@ def _check_choice(choice: ChoiceOptions, planned: Plan, dev_records: int) -> boo
     return several and dev_records > 0
 
 
-def _sampling(drawing: DrawOptions, planned: Plan) -> SamplingOptions:
+def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
     """As options of generate. Raises UsageError for options of sampling where no method samples."""
     given = {item.name: getattr(drawing, item.name) for item in dataclasses.fields(drawing)}
     idle = [name for name in ("temperature", "top_k", "top_p", "min_p", "seed") if given[name] is not None]

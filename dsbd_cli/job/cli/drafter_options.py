@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from dsbd_cli.config import DRAFTERS, TEXT_DRAFTERS, TREES, MethodConfig, TreeName
+from dsbd_cli.config import DRAFTERS, MODEL_DRAFTERS, TREES, MethodConfig, TreeName
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import option
 
@@ -24,7 +24,7 @@ class DrafterOptions:
         option(
             DRAFTER,
             "--drafter",
-            text=f"{', '.join(DRAFTERS)}; or two as in beam+ngram, one with the draft model first",
+            text=f"{', '.join(DRAFTERS)}; or two as in beam+ngram, the second one that reads text",
             default=_METHOD.drafter,
             metavar="NAME",
         ),
@@ -86,7 +86,7 @@ def drafter_settings(given: DrafterOptions) -> dict[str, object]:
         "tree": "dynamic-tree" in names,
         "tree_threshold": "dynamic-tree" in names and given.tree == "threshold",
         "second_drafts": len(names) == 2,
-        "fusion_top_k": len(names) == 2 and names[0] not in TEXT_DRAFTERS and names[1] in TEXT_DRAFTERS,
+        "fusion_top_k": len(names) == 2 and names[0] in MODEL_DRAFTERS,
         "index": True,  # MethodConfig looks after it
     }
     for field, acts in acting.items():

@@ -20,7 +20,7 @@ __all__ = ["MakeRecord", "RowFlow", "TooManyErrorsError"]
 
 MAX_KNOWN_IDS = 1_000_000
 
-Line = tuple[int, bytes | LongLine] | None
+NumberedLine = tuple[int, bytes | LongLine] | None
 MakeRecord = Callable[[Row, RequestResult | None], bytes]
 
 
@@ -39,7 +39,7 @@ class RowFlow:
 
     def __init__(
         self,
-        source: Iterable[Line],
+        source: Iterable[NumberedLine],
         read: ReadRow,
         reporter: Reporter,
         *,

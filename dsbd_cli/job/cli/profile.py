@@ -31,7 +31,7 @@ from dsbd_cli.requests import Request, derive_seed
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
-    from dsbd_cli.lab.reports.profile_data import Profile, Setting
+    from dsbd_cli.lab.reports.profile_data import ForestSize, Profile
 
 __all__ = ["ProfileOptions", "option_words", "profile"]
 
@@ -188,19 +188,19 @@ def _measure(
     requests: tuple[Request, ...],
     wanted: ProfileOptions,
     command: str,
-    render: Callable[[Setting], str],
+    render: Callable[[ForestSize], str],
     repeats: int,
     told: Callable[[str], None],
 ) -> Profile:
     """Where torch is imported."""
     engine, before = _load(settings, devices)
-    from dsbd_cli.lab.profiling.profile import Job, take_profile
-    from dsbd_cli.lab.profiling.runs import Bench
+    from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
+    from dsbd_cli.lab.profiling.runs import ProfiledPair
 
     assert engine.info is not None
     return take_profile(
-        Job(
-            bench=Bench(
+        ProfileSpec(
+            bench=ProfiledPair(
                 engine.target,
                 engine.bridged or engine.draft,
                 engine.codec,
@@ -255,10 +255,10 @@ def option_words(group: object, changed: dict[str, object]) -> list[str]:
     return words
 
 
-def _renderer(groups: tuple[object, ...], prompts: Path | None) -> Callable[[Setting], str]:
+def _renderer(groups: tuple[object, ...], prompts: Path | None) -> Callable[[ForestSize], str]:
     """How a setting is written as a ready command."""
 
-    def render(setting: Setting) -> str:
+    def render(setting: ForestSize) -> str:
         changed: dict[str, object] = {"depth": setting.depth, "drafts_per_layer": setting.drafts_per_layer}
         if setting.min_width is not None:
             changed |= {"width": "threshold", "min_width": setting.min_width}

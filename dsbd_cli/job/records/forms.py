@@ -16,7 +16,7 @@ from dsbd_cli.config import SamplingConfig
 from dsbd_cli.errors import MAX_SHOWN, InvalidRowError, shorten
 from dsbd_cli.job.records.row import Fields, Form
 
-__all__ = ["ALIASES", "ROW_FIELDS", "Shape", "as_written", "shape_of"]
+__all__ = ["ALIASES", "ROW_FIELDS", "ParsedRow", "as_written", "parsed_row"]
 
 ALIASES = {
     "custom_id": "id",
@@ -70,7 +70,7 @@ ENVELOPE = ("custom_id", "method", "url", "body")
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ParsedRow:
     """A row brought to one form. `fields` holds no null; `unused` are fields that are not known, with their values."""
 
     form: Form
@@ -86,12 +86,12 @@ class Shape:
         return f"unknown field {shorten(name)} (value {shorten(value)}): {hint}"
 
 
-def shape_of(raw: Fields) -> Shape:
+def parsed_row(raw: Fields) -> ParsedRow:
     """The row's form and its fields. Raises InvalidRowError."""
     if ("body" in raw or "url" in raw) and "prompt" not in raw and "messages" not in raw:
         return _envelope(raw)
     unused: list[tuple[str, object]] = []
-    return Shape("flat", _named(raw, unused, prefix=""), unused)
+    return ParsedRow("flat", _named(raw, unused, prefix=""), unused)
 
 
 def as_written(message: str, raw: Fields) -> str:
@@ -110,7 +110,7 @@ def as_written(message: str, raw: Fields) -> str:
     return message
 
 
-def _envelope(raw: Fields) -> Shape:
+def _envelope(raw: Fields) -> ParsedRow:
     method, url, body = raw.get("method"), raw.get("url"), raw.get("body")
     if method not in ("POST", None):
         raise InvalidRowError(f"method is {shorten(method)}, but must be POST")
@@ -134,7 +134,7 @@ def _envelope(raw: Fields) -> Shape:
     other = "messages" if PROMPT_OF[form] == "prompt" else "prompt"
     if other in row:
         raise InvalidRowError(f"body.{other} is given, but url is {url}, which takes {PROMPT_OF[form]}")
-    return Shape(form, row, unused)
+    return ParsedRow(form, row, unused)
 
 
 def _named(raw: Mapping[str, object], unused: list[tuple[str, object]], *, prefix: str) -> Fields:

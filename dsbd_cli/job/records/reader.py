@@ -9,7 +9,7 @@ import orjson
 from dsbd_cli.config import COLD_RULES, RuleName, SamplingConfig
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 from dsbd_cli.job.records.fields import boolean, integer, messages, number, strings, text
-from dsbd_cli.job.records.forms import Shape, as_written, shape_of
+from dsbd_cli.job.records.forms import ParsedRow, as_written, parsed_row
 from dsbd_cli.job.records.parse import parse_object
 from dsbd_cli.job.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key
 from dsbd_cli.requests import Request, derive_seed
@@ -60,15 +60,15 @@ class RowReader:
         try:
             raw = parse_object(_held(line))
             row_id = _row_id(raw, row_id)
-            shape = shape_of(raw)
-            form, metadata = shape.form, shape.fields.get("metadata")
-            warnings = self._warnings(shape, number)
-            request = self._request(shape.fields, row_id)
+            parsed = parsed_row(raw)
+            form, metadata = parsed.form, parsed.fields.get("metadata")
+            warnings = self._warnings(parsed, number)
+            request = self._request(parsed.fields, row_id)
         except (InvalidRowError, UsageError) as error:
             told = InvalidRowError(f"line {number}: {as_written(str(error), raw)}")
             return Row(index, number, row_id, None, told, form, metadata, _raw_key(row_id, line), warnings)
-        shape.fields["id"] = row_id
-        key = content_key(orjson.dumps(shape.fields, option=orjson.OPT_SORT_KEYS))
+        parsed.fields["id"] = row_id
+        key = content_key(orjson.dumps(parsed.fields, option=orjson.OPT_SORT_KEYS))
         return Row(index, number, row_id, request, None, form, metadata, key, warnings)
 
     def read_text(self, line: bytes | LongLine, *, index: int, number: int) -> Row:
@@ -83,21 +83,21 @@ class RowReader:
         request = Request(id=row_id, seed=derive_seed(self.seed, row_id), prompt=prompt, sampling=self.sampling)
         return Row(index, number, row_id, request, None, "text", None, key)
 
-    def _warnings(self, shape: Shape, number: int) -> tuple[str, ...]:
+    def _warnings(self, parsed: ParsedRow, number: int) -> tuple[str, ...]:
         """What is unknown in this row and was not yet told. Raises InvalidRowError under `strict`."""
-        if not shape.unused:
+        if not parsed.unused:
             return ()
         if self.strict:
-            raise InvalidRowError(shape.explain(*shape.unused[0]))
+            raise InvalidRowError(parsed.explain(*parsed.unused[0]))
         told = []
-        for name, value in shape.unused:
+        for name, value in parsed.unused:
             if len(self._warned) > MAX_WARNED:
                 break
             if name not in self._warned:
                 full = len(self._warned) == MAX_WARNED
                 self._warned.add(name)
                 told.append(
-                    "more unknown fields: not named any more" if full else f"{shape.explain(name, value)}; not used"
+                    "more unknown fields: not named any more" if full else f"{parsed.explain(name, value)}; not used"
                 )
         return tuple([f"line {number}: {message}" for message in told])
 

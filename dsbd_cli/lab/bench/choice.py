@@ -9,14 +9,14 @@ from dsbd_cli.config import MethodConfig
 from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.reports.bench_data import BenchRow, Choice
 
-__all__ = ["DEFAULT_TOLERANCE", "Curve", "choose", "curves", "doubts", "reference_of", "without_reference"]
+__all__ = ["DEFAULT_TOLERANCE", "ThresholdCurve", "choose", "curves", "doubts", "reference_of", "without_reference"]
 
 DEFAULT_TOLERANCE = 0.02
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class ThresholdCurve:
     """Settings of rule fuzzy that differ in their threshold alone, the smallest first.
 
     Attributes:
@@ -27,7 +27,7 @@ class Curve:
     reference: Setting | None
 
 
-def curves(settings: Sequence[Setting]) -> tuple[Curve, ...]:
+def curves(settings: Sequence[Setting]) -> tuple[ThresholdCurve, ...]:
     """Every curve of two thresholds or more: a choice for each W, K and D of a sweep."""
     found: dict[tuple[object, ...], list[Setting]] = {}
     for setting in settings:
@@ -36,7 +36,7 @@ def curves(settings: Sequence[Setting]) -> tuple[Curve, ...]:
             fields.pop("fuzzy_threshold")
             found.setdefault((setting.method, *fields.values()), []).append(setting)
     return tuple(
-        Curve(tuple(sorted(some, key=_threshold)), reference_of(some[0], settings))
+        ThresholdCurve(tuple(sorted(some, key=_threshold)), reference_of(some[0], settings))
         for some in found.values()
         if len(some) > 1
     )
@@ -53,7 +53,7 @@ def without_reference(settings: Sequence[Setting]) -> bool:
     return any(curve.reference is None for curve in curves(settings))
 
 
-def choose(task: str, curve: Curve, rows: Mapping[str, BenchRow], tolerance: float) -> Choice:
+def choose(task: str, curve: ThresholdCurve, rows: Mapping[str, BenchRow], tolerance: float) -> Choice:
     """Of the thresholds whose score is at most `tolerance` below the reference's the one of most steps per target call;
     of equal ones the smallest.
 
@@ -68,7 +68,7 @@ def choose(task: str, curve: Curve, rows: Mapping[str, BenchRow], tolerance: flo
     return Choice(task, names, curve.reference.name, tolerance, None if chosen is None else chosen.name)
 
 
-def doubts(task: str, curve: Curve, rows: Mapping[str, BenchRow], tolerance: float) -> list[str]:
+def doubts(task: str, curve: ThresholdCurve, rows: Mapping[str, BenchRow], tolerance: float) -> list[str]:
     """Why the dev scores are too few or too low to choose by; rows as for `choose`."""
     assert curve.reference is not None
     reference = rows[curve.reference.name]

@@ -13,7 +13,7 @@ from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.bench.methods import AXES, DEFAULT_METHODS, METHODS, Method, Value
 from dsbd_cli.lab.peers.config import PeerConfig
 
-__all__ = ["Plan", "Setting", "Sweep", "choose_methods", "plan", "read_values"]
+__all__ = ["Setting", "Sweep", "SweepPlan", "choose_methods", "plan", "read_values"]
 
 Sweep = Mapping[str, Sequence[Value]]
 
@@ -52,7 +52,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SweepPlan:
     """Settings in order, and what was left out and why."""
 
     settings: tuple[Setting, ...]
@@ -104,7 +104,7 @@ def read_values(option: str, axis: str, text: str) -> list[Value]:
     return values
 
 
-def plan(names: Sequence[str], sweep: Sweep, index: str | None = None) -> Plan:
+def plan(names: Sequence[str], sweep: Sweep, index: str | None = None) -> SweepPlan:
     """Every method at every point of the axes that act on it; the others keep the library's defaults.
 
     Points that cannot be (fewer drafts than beams, ...) are left out with a note. Raises UsageError for an axis that
@@ -128,7 +128,7 @@ def plan(names: Sequence[str], sweep: Sweep, index: str | None = None) -> Plan:
         for point, fault in faults:
             left_out.setdefault(fault, []).append(f"{name} {point}")
     notes = tuple(f"left out: {', '.join(which)}: {fault}" for fault, which in left_out.items())
-    return Plan(tuple(settings), notes)
+    return SweepPlan(tuple(settings), notes)
 
 
 def _settings(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dsbd_cli.lab.profiling.predict import NEAR
 from dsbd_cli.lab.profiling.runs import Run, drafts_nodes, phases_of
-from dsbd_cli.lab.reports.profile_data import Machine, MeasuredSetting, Prediction, Setting
+from dsbd_cli.lab.reports.profile_data import ForestSize, Machine, MeasuredSetting, Prediction
 
 __all__ = ["drafting", "neighbours", "notes", "prediction_of", "warnings"]
 
@@ -91,7 +91,7 @@ def _verdict(best: Prediction, now: float, plain: float) -> str:
     return f"would pay: {predicted}"
 
 
-def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: Setting) -> list[str]:
+def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: ForestSize) -> list[str]:
     """What the runs say about the recommended setting and about the predictions."""
     told = []
     plain = next((one for one in tried if not one.setting.depth), None)
@@ -122,6 +122,6 @@ def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: Setting)
     return told
 
 
-def prediction_of(setting: Setting, found: Sequence[Prediction]) -> Prediction | None:
+def prediction_of(setting: ForestSize, found: Sequence[Prediction]) -> Prediction | None:
     """The prediction of one setting; None where it is not in the grid."""
     return next((one for one in found if one.setting == setting), None)

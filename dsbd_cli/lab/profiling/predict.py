@@ -15,15 +15,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dsbd_cli.lab.profiling.acceptance import Rates
-from dsbd_cli.lab.reports.profile_data import NO_DRAFT, Prediction, Setting
+from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize, Prediction
 
-__all__ = ["NEAR", "Costs", "Line", "choose", "layer_costs", "predict", "predictions"]
+__all__ = ["NEAR", "Costs", "Interpolation", "choose", "layer_costs", "predict", "predictions"]
 
 NEAR = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Interpolation:
     """Seconds over nodes: measured points, joined by straight lines, the last one going on. scale: to the run."""
 
     points: tuple[tuple[int, float], ...]
@@ -54,8 +54,8 @@ class Costs:
         steps: of all requests. tokens: of the best texts. num_beams: W.
     """
 
-    target: Line
-    draft: Line | None
+    target: Interpolation
+    draft: Interpolation | None
     first_nodes: float
     iteration_s: float
     layer_s: float
@@ -68,7 +68,7 @@ class Costs:
     tokens: int
     num_beams: int
 
-    def iteration(self, setting: Setting) -> float:
+    def iteration(self, setting: ForestSize) -> float:
         """Seconds of one iteration."""
         depth, drafts = setting.depth, setting.drafts_per_layer
         total = self.iteration_s + self.target.at(self.num_beams + depth * drafts)
@@ -80,7 +80,7 @@ class Costs:
 
 
 def layer_costs(
-    iteration_s: float, setting: Setting, seconds: float, other: Setting, other_seconds: float
+    iteration_s: float, setting: ForestSize, seconds: float, other: ForestSize, other_seconds: float
 ) -> tuple[float, float]:
     """(layer_s, draft_s) from what iterations of two settings with different K cost outside of forwards."""
     here = max(seconds - iteration_s, 0.0) / setting.depth
@@ -91,7 +91,7 @@ def layer_costs(
     return here - each * setting.drafts_per_layer, each
 
 
-def predict(costs: Costs, setting: Setting, rates: Rates | None) -> Prediction:
+def predict(costs: Costs, setting: ForestSize, rates: Rates | None) -> Prediction:
     """One setting. rates None: no draft, one step per call."""
     steps = rates.steps_per_call(setting.depth) if rates else 1.0
     width = rates.mean_width(setting.depth, costs.num_beams) if rates else float(costs.num_beams)
@@ -107,18 +107,18 @@ def predictions(
     """Every K and W_min of the rates at every depth from 1, and no draft at all, which stands first."""
     found = [predict(costs, NO_DRAFT, None)]
     for depth in sorted(set(depths)):
-        found += [predict(costs, Setting(depth, k, m), rate) for (k, m), rate in rates.items() if depth]
+        found += [predict(costs, ForestSize(depth, k, m), rate) for (k, m), rate in rates.items() if depth]
     return tuple(found)
 
 
-def choose(found: Sequence[tuple[Setting, float]], num_beams: int) -> Setting:
+def choose(found: Sequence[tuple[ForestSize, float]], num_beams: int) -> ForestSize:
     """Of settings and their tokens/s the fastest; where the width varies, the widest within 5 % of the fastest,
     because narrow beams lose text. Without a draft all W beams live."""
     fastest, speed = max(found, key=lambda one: one[1])
     if all(setting.min_width is None for setting, _ in found):
         return fastest
 
-    def width(setting: Setting) -> int:
+    def width(setting: ForestSize) -> int:
         return num_beams if not setting.depth else setting.min_width or 0
 
     return max((one for one in found if one[1] >= NEAR * speed), key=lambda one: (width(one[0]), one[1]))[0]

@@ -98,7 +98,7 @@ class SlotProbe:
         used, trunk = context.table.used, context.table.trunk
         columns = (trunk, used - trunk, context.beams.depth + 1, live.to(torch.int64))
         trunk_sum, tail, path, rows = _sums(columns, live)
-        now = SlotPeak(trunk_sum, tail, rows * forest.flat("token").shape[1], path)
+        now = SlotPeak(trunk_sum, tail, rows * forest.offset(forest.depth + 1), path)
         if now.total > self.peak.total:
             self.peak = now
 

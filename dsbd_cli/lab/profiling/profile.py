@@ -18,9 +18,9 @@ from dsbd_cli.lab.profiling.acceptance import Rates, acceptance_rates
 from dsbd_cli.lab.profiling.curves import measure_forwards, node_counts, points_of
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
 from dsbd_cli.lab.profiling.memory import owners, peak_bytes, reset_peak
-from dsbd_cli.lab.profiling.predict import Costs, Line, choose, layer_costs, predictions
+from dsbd_cli.lab.profiling.predict import Costs, Interpolation, choose, layer_costs, predictions
 from dsbd_cli.lab.profiling.probe import DraftProbe, SlotProbe
-from dsbd_cli.lab.profiling.runs import Bench, Run, drafts_nodes, method_for, phases_of, setting_of
+from dsbd_cli.lab.profiling.runs import ProfiledPair, Run, drafts_nodes, method_for, phases_of, setting_of
 from dsbd_cli.lab.profiling.snapshot import Snapshot
 from dsbd_cli.lab.profiling.timers import Role, RunLog
 from dsbd_cli.lab.profiling.trace import write_trace
@@ -30,20 +30,20 @@ from dsbd_cli.lab.reports.profile_data import (
     Curve,
     DepthRate,
     DrafterRate,
+    ForestSize,
     Machine,
     MeasuredSetting,
     Owner,
     Phase,
     Prediction,
     Profile,
-    Setting,
     ShownForest,
     spread_of,
 )
 from dsbd_cli.requests import derive_seed
 from dsbd_cli.stats import DrafterStats
 
-__all__ = ["Job", "take_profile"]
+__all__ = ["ProfileSpec", "take_profile"]
 
 DRAFTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 LEAST_DEPTH = 6
@@ -54,25 +54,25 @@ Acceptance = dict[tuple[int, int | None], Rates]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ProfileSpec:
     """What to profile. resident_before: bytes of the process before models were loaded. show: an iteration, from 1.
 
     render: a setting as a command line that uses it. told: is called with what is being done.
     """
 
-    bench: Bench
+    bench: ProfiledPair
     method: MethodConfig
     repeats: int
     command: str
     dtype: str
     resident_before: int | None
-    render: Callable[[Setting], str]
+    render: Callable[[ForestSize], str]
     told: Callable[[str], None]
     show: int | None = None
     trace: Path | None = None
 
 
-def take_profile(job: Job) -> Profile:
+def take_profile(job: ProfileSpec) -> Profile:
     """Measure everything. Raises DsbdError where a prompt cannot be decoded, UsageError where --show asks for an
     iteration that there is not."""
     bench, method = job.bench, job.method
@@ -107,7 +107,7 @@ def take_profile(job: Job) -> Profile:
     return _profile(job, machine, first, measured, curves, rates, found, best, memory, told, forest)
 
 
-def _forest(job: Job) -> ShownForest:
+def _forest(job: ProfileSpec) -> ShownForest:
     """The wanted iteration of the first prompt, decoded alone."""
     assert job.show is not None
     job.told("drafting the forest to be shown")
@@ -127,7 +127,7 @@ def _forest(job: Job) -> ShownForest:
     return snapshot.shown(request.id, job.method.rule, steps[job.show - 1].steps, names, job.method.drafter)
 
 
-def _memory(job: Job) -> tuple[Owner, ...]:
+def _memory(job: ProfileSpec) -> tuple[Owner, ...]:
     """A first run, which warms everything up, with an eye on the caches."""
     job.told("warming up")
     bench, log = job.bench, RunLog()
@@ -149,7 +149,7 @@ def _memory(job: Job) -> tuple[Owner, ...]:
     return owners(sizes, probe.peak, slot_bytes, reserved, job.method.num_beams, peak, before, apart)
 
 
-def _curves(job: Job, run: Run) -> tuple[Curve, ...]:
+def _curves(job: ProfileSpec, run: Run) -> tuple[Curve, ...]:
     """T(N) of both models, at the rows and slots of the run."""
     bench, method = job.bench, job.method
     beams, depth = method.num_beams, method.depth
@@ -201,7 +201,7 @@ def _drafts(method: MethodConfig) -> list[int]:
     return sorted({k for k in (*DRAFTS, method.num_beams, method.drafts_per_layer) if least <= k <= most})
 
 
-def _other_drafts(method: MethodConfig) -> Setting:
+def _other_drafts(method: MethodConfig) -> ForestSize:
     """A setting with another K than the one in use, and no more than two layers."""
     values = _drafts(method)
     drafts = values[-1] if values[-1] != method.drafts_per_layer else values[0]
@@ -212,9 +212,9 @@ def costs_of(run: Run, plain: Run, other: Run, curves: tuple[Curve, ...]) -> Cos
     """What the parts of an iteration cost in a run, in one without drafts and in one with another K. Curves are
     scaled to the forwards of the runs, because rows leave a batch as they finish."""
     method, log, first_nodes = run.method, run.log, float(run.method.num_beams)
-    lines: dict[Role, Line] = {}
+    lines: dict[Role, Interpolation] = {}
     for curve in (one for one in curves if one.role == "target" or drafts_nodes(method)):
-        line = Line(tuple((point.nodes, point.seconds.median) for point in curve.points))
+        line = Interpolation(tuple((point.nodes, point.seconds.median) for point in curve.points))
         work = [_work(some, curve.role) for some in (run, plain, other)]
         scale = sum(seconds for _, seconds in work) / sum(line.at(nodes) for some, _ in work for nodes in some)
         lines[curve.role] = replace(line, scale=scale)
@@ -266,7 +266,7 @@ def _rest(run: Run) -> float:
     return max(run.seconds - _once(run) - forwards, 0.0) / run.log.iterations
 
 
-def _predict(job: Job, costs: Costs) -> tuple[tuple[Prediction, ...], Acceptance]:
+def _predict(job: ProfileSpec, costs: Costs) -> tuple[tuple[Prediction, ...], Acceptance]:
     """Draft the forests in use and larger ones, and replay smaller ones from them."""
     method, bench = job.method, job.bench
     if not method.depth:
@@ -291,9 +291,9 @@ def _predict(job: Job, costs: Costs) -> tuple[tuple[Prediction, ...], Acceptance
     return predictions(costs, possible, range(1, depth + 1)), possible
 
 
-def _rounds(job: Job, settings: list[Setting]) -> dict[Setting, list[Run]]:
+def _rounds(job: ProfileSpec, settings: list[ForestSize]) -> dict[ForestSize, list[Run]]:
     """Runs of all settings in turn, after one each to warm up."""
-    runs: dict[Setting, list[Run]] = {setting: [] for setting in settings}
+    runs: dict[ForestSize, list[Run]] = {setting: [] for setting in settings}
     for number in range(job.repeats):
         for setting in settings:
             job.told(f"round {number + 1} of {job.repeats}: {setting.label}")
@@ -301,7 +301,7 @@ def _rounds(job: Job, settings: list[Setting]) -> dict[Setting, list[Run]]:
     return runs
 
 
-def _measured(setting: Setting, runs: list[Run], predicted: Prediction | None) -> MeasuredSetting:
+def _measured(setting: ForestSize, runs: list[Run], predicted: Prediction | None) -> MeasuredSetting:
     last = runs[-1]
     return MeasuredSetting(
         setting=setting,
@@ -322,14 +322,14 @@ def _median_phases(runs: list[Run]) -> tuple[Phase, ...]:
 
 
 def _profile(
-    job: Job,
+    job: ProfileSpec,
     machine: Machine,
     first: Run,
-    measured: dict[Setting, MeasuredSetting],
+    measured: dict[ForestSize, MeasuredSetting],
     curves: tuple[Curve, ...],
     rates: Acceptance,
     found: tuple[Prediction, ...],
-    best: Setting,
+    best: ForestSize,
     memory: tuple[Owner, ...],
     told: list[str],
     forest: ShownForest | None,

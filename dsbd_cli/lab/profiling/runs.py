@@ -18,10 +18,10 @@ from dsbd_cli.errors import DsbdError
 from dsbd_cli.job.data.jsonl import LineWriter
 from dsbd_cli.job.records import MethodRecord, Row, native_record
 from dsbd_cli.lab.profiling.timers import RunLog, TimedCodec, TimedModel, log_phases, synchronise
-from dsbd_cli.lab.reports.profile_data import NO_DRAFT, Phase, Setting
+from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize, Phase
 from dsbd_cli.requests import Request, RequestResult
 
-__all__ = ["Bench", "Run", "drafts_nodes", "method_for", "phases_of", "setting_of"]
+__all__ = ["ProfiledPair", "Run", "drafts_nodes", "method_for", "phases_of", "setting_of"]
 
 
 def drafts_nodes(method: MethodConfig) -> bool:
@@ -30,14 +30,14 @@ def drafts_nodes(method: MethodConfig) -> bool:
     return method.needs_draft and method.drafter != "bridge"
 
 
-def setting_of(method: MethodConfig) -> Setting:
+def setting_of(method: MethodConfig) -> ForestSize:
     """What a profile varies of a method."""
     if not method.depth:
         return NO_DRAFT
-    return Setting(method.depth, method.drafts_per_layer, method.min_width if method.width == "threshold" else None)
+    return ForestSize(method.depth, method.drafts_per_layer, method.min_width if method.width == "threshold" else None)
 
 
-def method_for(method: MethodConfig, setting: Setting) -> MethodConfig:
+def method_for(method: MethodConfig, setting: ForestSize) -> MethodConfig:
     """The method with another setting; without a draft the width is always W."""
     if not setting.depth:
         # what belongs to drafting goes; rule fuzzy without a draft is plain sampling
@@ -84,7 +84,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class ProfiledPair:
     """The models and requests that all runs of a profile share."""
 
     target: ForestModel
@@ -164,7 +164,7 @@ class Bench:
     def captures(self) -> bool:
         """Whether an engine without clocks would capture iterations as CUDA graphs; a bridge reads on the host."""
         bridged = isinstance(self.draft, BridgedDraft)
-        return not bridged and all(getattr(model, "capturable", False) for model in self.models)
+        return not bridged and all(model.capturable for model in self.models)
 
 
 def phases_of(run: Run) -> tuple[Phase, ...]:

@@ -142,15 +142,10 @@ def _drawn(forest: Forest, number: int, row: int) -> list[float]:
 def _proposers(forest: Forest, number: int, row: int, drafter: str) -> list[str | None]:
     """Which of two drafters proposed each node of a layer; None of the roots, and where there is one drafter."""
     layer = forest.layers[number]
-    first, _, second = drafter.partition("+")
-    if not number or not second or forest.firsts is None:
+    names = drafter.split("+")
+    if not number or len(names) == 1:
         return [None] * layer.token.shape[1]
-    found: list[str | None] = []
-    seconds = [forest.firsts == 0] * layer.token.shape[1] if layer.second is None else layer.second[row].tolist()
-    for place, too in enumerate(seconds):
-        own = place < forest.firsts
-        found.append(f"{first} and {second}" if own and too else first if own else second)
-    return found
+    return [names[source] for source in _numbers(layer.source, row)]
 
 
 def _numbers(value: Tensor, row: int) -> list[int]:

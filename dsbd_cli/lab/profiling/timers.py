@@ -101,7 +101,7 @@ class RunLog:
 
 
 class TimedModel:
-    """A model whose forwards and moves are logged. What else it has is the inner model's.
+    """A model whose forwards and moves are logged.
 
     A CUDA graph that repeats an iteration calls no Python, so nothing inside it could be logged: where the log wants
     every forward, the model says that it cannot be captured; else it logs prefills, which never are.
@@ -115,7 +115,17 @@ class TimedModel:
     @property
     def capturable(self) -> bool:
         """Whether iterations may become CUDA graphs."""
-        return not self.log.every and bool(getattr(self.inner, "capturable", False))
+        return not self.log.every and self.inner.capturable
+
+    @property
+    def generation(self) -> int:
+        """As the inner model's."""
+        return self.inner.generation
+
+    @property
+    def head_ids(self) -> Tensor | None:
+        """As the inner model's."""
+        return self.inner.head_ids
 
     @property
     def vocab_size(self) -> int:
@@ -184,9 +194,6 @@ class TimedModel:
     def kv_bytes_per_slot(self) -> int:
         """As the inner model."""
         return self.inner.kv_bytes_per_slot()
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.inner, name)
 
 
 class TimedCodec:

@@ -18,7 +18,7 @@ from dsbd_cli.engine.drafting.base import DraftContext
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule
 from dsbd_cli.errors import OutputError
 from dsbd_cli.job.data.resume import write_atomically
-from dsbd_cli.lab.profiling.runs import Bench
+from dsbd_cli.lab.profiling.runs import ProfiledPair
 from dsbd_cli.lab.profiling.timers import RunLog, synchronise
 from dsbd_cli.lab.profiling.watch import WatchedDrafter
 
@@ -62,7 +62,7 @@ def _without_stderr() -> Iterator[None]:
         os.close(nowhere)
 
 
-def write_trace(bench: Bench, method: MethodConfig, path: Path) -> int:
+def write_trace(bench: ProfiledPair, method: MethodConfig, path: Path) -> int:
     """Trace the first iterations of the first batch into a file; phases and forwards stand in it by name.
 
     Opens in chrome://tracing or ui.perfetto.dev; with a name that ends in .gz it is compressed. Returns the

@@ -10,7 +10,7 @@ from dsbd_cli.lab.reports.words import plural
 
 __all__ = [
     "DASH",
-    "Column",
+    "ReportColumn",
     "choice_columns",
     "choice_line",
     "choice_title",
@@ -28,7 +28,7 @@ BASELINES = {"beam-sampling": "vs beam sampling", "greedy": "vs greedy"}
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class ReportColumn:
     """A heading and the text of a row; text columns stand on the left."""
 
     title: str
@@ -73,57 +73,57 @@ def speed(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def setting_columns(rows: Sequence[BenchRow]) -> list[Column]:
+def setting_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
     """Name of the method, and its setting where a sweep has set something."""
-    columns = [Column("method", lambda row: row.method, text=True)]
+    columns = [ReportColumn("method", lambda row: row.method, text=True)]
     if any(row.setting for row in rows):
-        columns.append(Column("setting", lambda row: row.setting, text=True))
+        columns.append(ReportColumn("setting", lambda row: row.setting, text=True))
     return columns
 
 
-def quality_columns(rows: Sequence[BenchRow]) -> list[Column]:
+def quality_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
     """Scores and log-probability."""
     columns = [
-        Column(f"{metric} %", lambda row, metric=metric: percent(row.scores.get(metric)))  # type: ignore[misc]
+        ReportColumn(f"{metric} %", lambda row, metric=metric: percent(row.scores.get(metric)))  # type: ignore[misc]
         for metric in dict.fromkeys(metric for row in rows for metric in row.scores)
     ]
-    return [*columns, Column("log-prob/token", lambda row: number(row.logprob_per_token, ".3f"))]
+    return [*columns, ReportColumn("log-prob/token", lambda row: number(row.logprob_per_token, ".3f"))]
 
 
-def speed_columns(rows: Sequence[BenchRow]) -> list[Column]:
+def speed_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
     """Tokens per second, and how that compares."""
     return [
-        Column("tokens/s", lambda row: speed(row.tokens_per_s.value)),
+        ReportColumn("tokens/s", lambda row: speed(row.tokens_per_s.value)),
         *(
-            Column(title, lambda row, name=name: ratio(row.ratios.get(name)))  # type: ignore[misc]
+            ReportColumn(title, lambda row, name=name: ratio(row.ratios.get(name)))  # type: ignore[misc]
             for name, title in BASELINES.items()
             if any(name in row.ratios for row in rows)
         ),
     ]
 
 
-def work_columns(rows: Sequence[BenchRow]) -> list[Column]:
+def work_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
     """What was done for it: calls, widths, how deep drafts were right."""
     return [
-        Column("steps/target call", lambda row: number(row.steps_per_call, ".2f")),
-        Column("target calls", lambda row: number(row.target_calls, ".1f")),
-        Column("draft calls", lambda row: number(row.draft_calls, ".1f")),
-        Column("width", lambda row: number(row.mean_width, ".2f")),
-        Column("accepted %", _accepted),
-        Column(
+        ReportColumn("steps/target call", lambda row: number(row.steps_per_call, ".2f")),
+        ReportColumn("target calls", lambda row: number(row.target_calls, ".1f")),
+        ReportColumn("draft calls", lambda row: number(row.draft_calls, ".1f")),
+        ReportColumn("width", lambda row: number(row.mean_width, ".2f")),
+        ReportColumn("accepted %", _accepted),
+        ReportColumn(
             "layers passed %, by depth",
             lambda row: " ".join(f"{100 * share:.0f}" for share in row.passed_by_depth) or DASH,
         ),
     ]
 
 
-def resource_columns(rows: Sequence[BenchRow]) -> list[Column]:
+def resource_columns(rows: Sequence[BenchRow]) -> list[ReportColumn]:
     """Memory and energy."""
     return [
-        Column("KV peak/request", lambda row: size(row.kv_peak_bytes)),
-        Column("peak memory", lambda row: size(row.peak_memory_bytes)),
-        Column("J/token", lambda row: number(row.energy.j_per_token, ".3g")),
-        Column("J/token above idle", lambda row: number(row.energy.j_per_token_above_idle, ".3g")),
+        ReportColumn("KV peak/request", lambda row: size(row.kv_peak_bytes)),
+        ReportColumn("peak memory", lambda row: size(row.peak_memory_bytes)),
+        ReportColumn("J/token", lambda row: number(row.energy.j_per_token, ".3g")),
+        ReportColumn("J/token above idle", lambda row: number(row.energy.j_per_token_above_idle, ".3g")),
     ]
 
 
@@ -133,7 +133,7 @@ def _accepted(row: BenchRow) -> str:
     return number(_hundred(row.acceptance_rate), ".0f") + (f" ({', '.join(parts)})" if parts else "")
 
 
-def choice_columns(report: BenchReport, choice: Choice) -> tuple[list[Column], dict[str, list[Column]]]:
+def choice_columns(report: BenchReport, choice: Choice) -> tuple[list[ReportColumn], dict[str, list[ReportColumn]]]:
     """Columns of a curve's test rows: what names them, and by subject the numbers of dev and test side by side."""
     dev = report.dev_of(choice.task)
     metric = next((row.metric for row in dev.values()), None)
@@ -143,14 +143,14 @@ def choice_columns(report: BenchReport, choice: Choice) -> tuple[list[Column], d
         "speed": ("tokens/s", lambda row: speed(row.tokens_per_s.value)),
     }
     head = [
-        Column("method", lambda row: row.method, text=True),
-        Column("setting", lambda row: row.setting, text=True),
-        Column("chosen", lambda row: "yes" if row.name == choice.chosen else "", text=True),
+        ReportColumn("method", lambda row: row.method, text=True),
+        ReportColumn("setting", lambda row: row.setting, text=True),
+        ReportColumn("chosen", lambda row: "yes" if row.name == choice.chosen else "", text=True),
     ]
     return head, {
         subject: [
-            Column(f"{title}, dev", lambda row, cell=cell: cell(dev[row.name]) if row.name in dev else DASH),  # type: ignore[misc]
-            Column(f"{title}, test", cell),
+            ReportColumn(f"{title}, dev", lambda row, cell=cell: cell(dev[row.name]) if row.name in dev else DASH),  # type: ignore[misc]
+            ReportColumn(f"{title}, test", cell),
         ]
         for subject, (title, cell) in numbers.items()
     }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import orjson
 
-from dsbd_cli.config import TEXT_DRAFTERS
+from dsbd_cli.config import MODEL_DRAFTERS
 from dsbd_cli.lab.reports.bench_data import SCHEMA, BenchReport, BenchRow
 
 __all__ = ["json_lines"]
@@ -43,7 +43,7 @@ def _acting(settings: Mapping[str, object]) -> dict[str, object]:
         return dict(settings)
     names = str(settings.get("drafter")).split("+")
     drafts, two, wide = bool(settings["depth"]), len(names) == 2, settings.get("width") == "threshold"
-    looks_up = two and names[0] not in TEXT_DRAFTERS and names[1] in TEXT_DRAFTERS
+    judges = two and names[0] in MODEL_DRAFTERS
     acts = {
         "drafts_per_layer": drafts,
         "width": drafts,
@@ -57,7 +57,7 @@ def _acting(settings: Mapping[str, object]) -> dict[str, object]:
         "tree": drafts and "dynamic-tree" in names,
         "tree_threshold": drafts and "dynamic-tree" in names and settings.get("tree") == "threshold",
         "second_drafts": drafts and two,
-        "fusion_top_k": drafts and looks_up,
+        "fusion_top_k": drafts and judges,
     }
     return {name: value if acts.get(name, True) else None for name, value in settings.items()}
 

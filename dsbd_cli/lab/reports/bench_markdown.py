@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dsbd_cli.lab.reports.bench_cells import (
-    Column,
+    ReportColumn,
     choice_columns,
     choice_line,
     choice_title,
@@ -23,7 +23,7 @@ from dsbd_cli.lab.reports.words import plural
 __all__ = ["markdown_page", "markdown_table"]
 
 
-def markdown_table(columns: Sequence[Column], rows: Sequence[BenchRow]) -> str:
+def markdown_table(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> str:
     """Aligned, so that it can be read as text too."""
     cells = [[column.title for column in columns], *([column.cell(row) for column in columns] for row in rows)]
     cells = [[cell.replace("|", "\\|") for cell in line] for line in cells]

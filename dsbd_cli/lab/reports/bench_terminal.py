@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dsbd_cli.lab.reports.bench_cells import (
     DASH,
-    Column,
+    ReportColumn,
     choice_columns,
     choice_line,
     choice_title,
@@ -33,7 +33,7 @@ __all__ = ["print_report"]
 GAP = 3  # between columns, as rich draws them
 SHORT_TITLE = 13
 
-Section = tuple[str, list[Column]]
+Section = tuple[str, list[ReportColumn]]
 
 
 def print_report(report: BenchReport, stream: IO[str]) -> None:
@@ -66,12 +66,14 @@ def _print_choice(console: Console, report: BenchReport, choice: Choice) -> None
     console.print(Text(choice_line(report, choice)))
 
 
-def _packed(head: list[Column], sections: Iterable[Section], rows: Sequence[BenchRow], width: int) -> Iterator[Section]:
+def _packed(
+    head: list[ReportColumn], sections: Iterable[Section], rows: Sequence[BenchRow], width: int
+) -> Iterator[Section]:
     """Sections side by side as long as they fit, else one below the other, else cut between columns."""
     room = width - 1 - _widths(head, rows)
     titles: list[str] = []
     seen: set[str] = set()
-    columns: list[Column] = []
+    columns: list[ReportColumn] = []
     for title, wanted in sections:
         for group in _split(wanted, rows, room):
             if columns and _widths([*columns, *group], rows) > room:
@@ -97,8 +99,8 @@ def _sections(rows: Sequence[BenchRow]) -> Iterator[Section]:
             yield "memory" if memory_only else title, measured
 
 
-def _split(columns: list[Column], rows: Sequence[BenchRow], room: int) -> Iterator[list[Column]]:
-    group: list[Column] = []
+def _split(columns: list[ReportColumn], rows: Sequence[BenchRow], room: int) -> Iterator[list[ReportColumn]]:
+    group: list[ReportColumn] = []
     for column in columns:
         if group and _widths([*group, column], rows) > room:
             yield group
@@ -107,17 +109,17 @@ def _split(columns: list[Column], rows: Sequence[BenchRow], room: int) -> Iterat
     yield group
 
 
-def _widths(columns: Sequence[Column], rows: Sequence[BenchRow]) -> int:
+def _widths(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> int:
     return sum(_width(column, rows) + GAP for column in columns)
 
 
-def _width(column: Column, rows: Sequence[BenchRow]) -> int:
+def _width(column: ReportColumn, rows: Sequence[BenchRow]) -> int:
     """Cells and short headings stay whole; a long heading is wrapped between words."""
     title = max(min(len(column.title), SHORT_TITLE), *(len(word) for word in column.title.split()))
     return max([title, *(len(column.cell(row)) for row in rows)])
 
 
-def _table(title: str, columns: Sequence[Column], rows: Sequence[BenchRow]) -> Table:
+def _table(title: str, columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> Table:
     """Rows in which nothing was measured are left out."""
     table = Table(
         title=title,

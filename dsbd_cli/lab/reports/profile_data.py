@@ -15,13 +15,13 @@ __all__ = [
     "CurvePoint",
     "DepthRate",
     "DrafterRate",
+    "ForestSize",
     "Machine",
     "MeasuredSetting",
     "Owner",
     "Phase",
     "Prediction",
     "Profile",
-    "Setting",
     "ShownForest",
     "ShownNode",
     "Spread",
@@ -55,7 +55,7 @@ def spread_of(values: list[float]) -> Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ForestSize:
     """The part of a method that a profile compares; min_width is None with fixed width, depth 0 is no draft."""
 
     depth: int
@@ -70,7 +70,7 @@ class Setting:
         return f"D={self.depth} K={self.drafts_per_layer}" + (f" W_min={self.min_width}" if self.min_width else "")
 
 
-NO_DRAFT = Setting(0, 0)
+NO_DRAFT = ForestSize(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class DrafterRate:
 class Prediction:
     """Predicted from measured costs and acceptance, not measured."""
 
-    setting: Setting
+    setting: ForestSize
     steps_per_call: float
     iteration_s: float
     tokens_per_s: float
@@ -152,7 +152,7 @@ class Prediction:
 class MeasuredSetting:
     """Measured: whole runs with one setting. tokens: of the best texts."""
 
-    setting: Setting
+    setting: ForestSize
     seconds: Spread
     tokens: int
     tokens_per_s: Spread
@@ -187,7 +187,7 @@ class Machine:
 @dataclass(frozen=True, slots=True)
 class ShownNode:
     """A node of a shown forest. p, q: None where they are not defined; parent: place in the list, None of a root;
-    proposer: which of two drafters, or both; None where one drafts."""
+    proposer: which of two drafters; None where one drafts."""
 
     token: str
     layer: int
@@ -237,7 +237,7 @@ class Profile:
     curves: tuple[Curve, ...]
     acceptance: tuple[DepthRate, ...]
     predictions: tuple[Prediction, ...]
-    best: Setting
+    best: ForestSize
     memory: tuple[Owner, ...]
     notes: tuple[str, ...]
     recommended_command: str

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dsbd_cli.lab.reports.profile_data import Curve, MeasuredSetting, Prediction, Profile, Setting
+from dsbd_cli.lab.reports.profile_data import Curve, ForestSize, MeasuredSetting, Prediction, Profile
 from dsbd_cli.lab.reports.words import plural
 
 __all__ = ["bytes_text", "profile_tables", "seconds_text"]
@@ -218,7 +218,7 @@ def _grid(profile: Profile, shown: Sequence[Prediction], text: Callable[[Predict
     return table
 
 
-def _mark(setting: Setting, profile: Profile) -> str:
+def _mark(setting: ForestSize, profile: Profile) -> str:
     return (">" if setting == profile.now.setting else "") + ("*" if setting == profile.best else "")
 
 
@@ -233,7 +233,7 @@ def _widths(profile: Profile) -> RenderableType:
     for width, one in sorted(best.items()):
         table.add_row(
             str(width),
-            Setting(one.setting.depth, one.setting.drafts_per_layer).label,
+            ForestSize(one.setting.depth, one.setting.drafts_per_layer).label,
             f"{one.tokens_per_s:.1f}",
             f"{one.steps_per_call:.2f}",
             f"{one.mean_width:.2f}",
@@ -253,7 +253,7 @@ def _settings(profile: Profile) -> RenderableType:
     return _part(f"Settings run in turn, {times} each (measured)", table)
 
 
-def _setting_row(one: MeasuredSetting, now: Setting, best: Setting) -> Sequence[str]:
+def _setting_row(one: MeasuredSetting, now: ForestSize, best: ForestSize) -> Sequence[str]:
     name = (
         one.setting.label
         + (", in use" if one.setting == now else "")

@@ -1,0 +1,208 @@
+"""What `--depth auto` makes of a dozen made-up machines and pairs: steps per second, against the best fixed shape.
+
+    python -m benchmarks.planner
+
+No model runs and no clock is read: the seconds of a forward over n nodes are a + b n, and every request has a chance of
+its own that a draft is a pair its layer needs. So the numbers are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from dsbd_cli.config import MethodConfig
+from dsbd_cli.engine.decoding.acceptance import Acceptance
+from dsbd_cli.engine.decoding.planner import AdaptivePlanner, Planner, Reading, Shape
+
+__all__ = ["WORLDS", "World", "best_fixed", "serve"]
+
+BEAMS, DRAFTS, DEPTH = 4, 8, 8
+METHOD = MethodConfig(num_beams=BEAMS, drafts_per_layer=DRAFTS, depth=DEPTH, adaptive_depth=True)
+
+
+@dataclass(frozen=True)
+class World:
+    """A machine, a pair and its requests.
+
+    Attributes:
+        target, draft: seconds of a forward, fixed and per node. verify: seconds per layer. read: per prompt token.
+        rates: chance of a layer to pass with as many drafts as beams, request by request in turn. later: the same from
+            the middle of the run on. wide: what each further draft closes of the gap to 1.
+        prompt, answer: tokens of each request. requests, rows: how many, and how many at once.
+        cold: what the first iteration of a shape takes more, as a factor. setup: seconds of the very first draft.
+        captured: the third iteration of a shape takes this many seconds more, and the two before it twice as long.
+        room: nodes of all rows that fit into memory.
+    """
+
+    target: tuple[float, float]
+    draft: tuple[float, float]
+    rates: tuple[float, ...]
+    later: tuple[float, ...] = ()
+    wide: float = 0.15
+    verify: float = 0.001
+    read: float = 0.0
+    prompt: int = 100
+    answer: int = 120
+    requests: int = 60
+    rows: int = 1
+    cold: float = 0.0
+    setup: float = 0.0
+    captured: float = 0.0
+    room: int = 1 << 30
+
+
+WORLDS: dict[str, World] = {
+    "draft pays": World((0.05, 0.0003), (0.003, 0.0001), (0.75,)),
+    "nodes are free": World((0.02, 0.0), (0.001, 0.0), (0.8,)),
+    "draft hardly pays": World((0.05, 0.002), (0.006, 0.0002), (0.45,)),
+    "draft never pays": World((0.05, 0.004), (0.01, 0.0005), (0.2,)),
+    "draft dearer than target": World((0.01, 0.0002), (0.02, 0.0), (0.8,)),
+    "1.1B on two cores": World((0.062, 0.00475), (0.005, 0.0005), (0.3,), wide=0.1, read=0.0005),
+    "acceptance falls midway": World((0.05, 0.002), (0.005, 0.0002), (0.85,), later=(0.05,)),
+    "acceptance rises midway": World((0.05, 0.002), (0.005, 0.0002), (0.05,), later=(0.85,)),
+    "long prompts, short answers": World((0.02, 0.001), (0.001, 0.0002), (0.8,), read=0.0003, prompt=4000, answer=16),
+    "long prompts, long answers": World((0.05, 0.001), (0.004, 0.0002), (0.8,), read=0.001, prompt=2000, answer=600),
+    "unlike requests, one by one": World((0.05, 0.002), (0.008, 0.0002), (0.2, 0.9)),
+    "unlike requests, a batch": World((0.05, 0.0003), (0.006, 0.0001), (0.1, 0.5, 0.9), rows=6),
+    "batch of 16 fills the cores": World((0.05, 0.003), (0.004, 0.0003), (0.6,), rows=16, requests=96),
+    "first iterations slow": World((0.03, 0.0005), (0.004, 0.0001), (0.75,), cold=4.0, setup=2.0),
+    "captured as graphs": World((0.012, 0.0), (0.001, 0.0), (0.7,), captured=0.5, setup=1.0, requests=240),
+    "little memory": World((0.05, 0.0003), (0.003, 0.0001), (0.75,), rows=4, room=100),
+    "short run": World((0.05, 0.002), (0.008, 0.0003), (0.4,), read=0.0002, answer=30, requests=8),
+    "short run, never pays": World((0.05, 0.004), (0.01, 0.0005), (0.2,), read=0.0002, answer=14, requests=24, rows=8),
+}
+
+
+class Chooser(Protocol):
+    """What of a planner a run needs."""
+
+    choose: Callable[..., Shape]
+    observe: Callable[..., None]
+    out_of_memory: Callable[..., bool]
+
+
+@dataclass(eq=False)
+class _Request:
+    rate: float
+    left: int
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    lag: int = 0
+    has_read: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Of a run: steps per second of the batch, and the share of its iterations that drafted."""
+
+    goodput: float
+    drafting: float
+
+
+def serve(world: World, planner: Chooser, seed: int = 1) -> Served:
+    """All requests of a world, with the shapes that a planner chooses."""
+    rng, seen = random.Random(seed), dict[tuple[Shape, int], int]()
+    waiting = [_Request(rate, world.answer) for rate in _rates(world)]
+    running: list[_Request] = []
+    seconds, steps, iterations, drafted, first = 0.0, 0, 0, 0, True
+    while waiting or running:
+        while waiting and len(running) < world.rows:
+            running.append(waiting.pop(0))
+        rows = len(running)
+        unread = world.prompt * sum(not one.has_read for one in running)
+        reading = Reading(_padded(max(one.lag for one in running)), unread, world.prompt * rows)
+        shape = planner.choose([one.acceptance for one in running], reading)
+        if shape.depth and rows * shape.nodes(BEAMS) > world.room:
+            planner.out_of_memory(shape, rows)
+            seconds += world.target[0]
+            waiting[:0] = [_Request(one.rate, world.answer) for one in running]
+            steps -= sum(world.answer - max(0, one.left) for one in running)
+            running = []
+            continue
+        number = seen[shape, rows] = seen.get((shape, rows), 0) + 1
+        times = _times(world, shape, rows, reading.lag)
+        if world.captured:
+            times = {name: value * (2 if number < 3 else 1) for name, value in times.items()}
+            times["draft"] += world.captured * (number == 3) * (shape.depth > 0)
+        elif number == 1:
+            times = {name: value * (1 + world.cold) for name, value in times.items()}
+        if shape.depth and unread:
+            times["read"] = world.read * unread + world.setup * first
+            first = False
+        layers = [_walk(world, shape, one, rng) for one in running]
+        planner.observe(
+            shape,
+            [one.acceptance for one in running],
+            layers,
+            times,
+            reading if shape.depth else replace(reading, lag=0),
+            not world.captured or number > 3,
+        )
+        seconds, iterations, drafted = seconds + sum(times.values()), iterations + 1, drafted + (shape.depth > 0)
+        for one, found in zip(running, layers, strict=True):
+            taken = 1 + sum(layer["passed"] for layer in found)
+            one.left, steps = one.left - taken, steps + taken
+            one.lag = 0 if shape.depth else one.lag + BEAMS
+            one.has_read |= shape.depth > 0
+        running = [one for one in running if one.left > 0]
+    return Served(steps / seconds, drafted / iterations)
+
+
+def best_fixed(world: World) -> Served:
+    """Of the best single shape, or of none, known in hindsight."""
+    found = []
+    for depth in range(DEPTH + 1):
+        for number in (4, 5, 6, 8) if depth else (DRAFTS,):
+            planner = Planner(replace(METHOD, depth=depth, drafts_per_layer=number, adaptive_depth=False))
+            if not depth or world.rows * Shape(depth, number).nodes(BEAMS) <= world.room:
+                found.append(serve(world, planner))
+    return max(found, key=lambda one: one.goodput)
+
+
+def _rates(world: World) -> list[float]:
+    later = world.later or world.rates
+    half = world.requests // 2
+    return [(world.rates if i < half else later)[i % len(world.rates)] for i in range(world.requests)]
+
+
+def _padded(lag: int) -> int:
+    size = BEAMS
+    while size < lag:
+        size *= 2
+    return size if lag else 0
+
+
+def _times(world: World, shape: Shape, rows: int, lag: int) -> dict[str, float]:
+    drafting = shape.depth * world.draft[0]
+    if shape.depth:
+        drafting += world.draft[1] * rows * (BEAMS + (shape.depth - 1) * shape.drafts_per_layer + lag)
+    target = world.target[0] + world.target[1] * rows * shape.nodes(BEAMS)
+    return {"draft": drafting, "target": target, "verify": world.verify * (1 + shape.depth)}
+
+
+def _walk(world: World, shape: Shape, request: _Request, rng: random.Random) -> list[dict[str, int]]:
+    """Counters of a request's layers."""
+    layers, alive = [], True
+    for _ in range(shape.depth):
+        needed = BEAMS if rng.random() < request.rate else BEAMS + 1
+        while needed > BEAMS and rng.random() >= world.wide and needed <= shape.drafts_per_layer:
+            needed += 1
+        passed = alive and needed <= shape.drafts_per_layer
+        layers.append({"reached": int(alive), "passed": int(passed), "needed": needed if passed else 0})
+        alive = passed
+    return layers
+
+
+def main() -> None:
+    """Print the table."""
+    print(f"{'world':30} {'best fixed':>10} {'auto':>8} {'of it':>7} {'drafting':>9}")
+    for name, world in WORLDS.items():
+        best, auto = best_fixed(world), serve(world, AdaptivePlanner(METHOD))
+        share = auto.goodput / best.goodput
+        print(f"{name:30} {best.goodput:10.2f} {auto.goodput:8.2f} {share:7.1%} {auto.drafting:9.0%}")
+
+
+if __name__ == "__main__":
+    main()
