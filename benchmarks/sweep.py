@@ -105,8 +105,8 @@ def main() -> None:
         parser.add_argument(f"--{axis.replace('_', '-')}", default=values)
     options = parser.parse_args()
     sweep = {axis: read_values(f"--{axis}", axis, getattr(options, axis)) for axis in LISTS}
-    chosen_from = choose_methods(options.candidates)
-    planned = plan([*choose_methods(options.references), *chosen_from], sweep)
+    chosen_from, _ = choose_methods(options.candidates)
+    planned = plan([*choose_methods(options.references)[0], *chosen_from], sweep)
     spec = BenchSpec(
         datasets=[open_dataset(task, None, 0) for task in ("sql", "qa")],
         settings=planned.settings,

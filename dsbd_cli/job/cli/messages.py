@@ -10,7 +10,17 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Literal
 
-__all__ = ["error_line", "log", "say", "set_style", "tracebacks_wanted", "utc_now", "warn", "write_from_signal"]
+__all__ = [
+    "duration",
+    "error_line",
+    "log",
+    "say",
+    "set_style",
+    "tracebacks_wanted",
+    "utc_now",
+    "warn",
+    "write_from_signal",
+]
 
 Level = Literal["info", "warning", "error"]
 
@@ -31,6 +41,12 @@ def tracebacks_wanted() -> bool:
 def utc_now() -> str:
     """The time of day, for people. Intervals come from the monotonic clock, which nobody sets back."""
     return datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as in 0:03:20."""
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
 def say(

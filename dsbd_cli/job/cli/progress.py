@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from dsbd_cli.job.cli.messages import log, say, warn
+from dsbd_cli.job.cli.messages import duration, log, say, warn
 from dsbd_cli.job.cli.talk_options import TalkOptions
 from dsbd_cli.job.cli.totals import Totals
 
@@ -108,8 +108,8 @@ class Reporter:
         done = self._bytes - self._bytes_before
         if done <= 0 or share >= 1:
             return f"{share:.0%} done"
-        seconds = int(self.totals.seconds * (self.input_bytes - self._bytes) / done)
-        return f"{share:.0%} done, {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
+        seconds = self.totals.seconds * (self.input_bytes - self._bytes) / done
+        return f"{share:.0%} done, {duration(seconds)} left"
 
     def _log(self) -> None:
         """Event.wait goes by the monotonic clock: a clock that is set back neither stops nor floods the log."""

@@ -89,14 +89,15 @@ class Expected:
     Attributes:
         target, draft: forwards by nodes; draft is None where no draft model runs the nodes.
         num_beams: W.
-        now, iterations, steps_per_call: of a run that was made; scale: what that run took per iteration over what
-            its forwards of one row take.
+        now, prefill_s, iterations, steps_per_call: of a run that was made; scale: what an iteration of it took over
+            what its forwards of one row take.
     """
 
     target: Line
     draft: Line | None
     num_beams: int
     now: Setting
+    prefill_s: float = 0.0
     iterations: int = 0
     steps_per_call: float = 1.0
     scale: float = 1.0
@@ -117,7 +118,7 @@ class Expected:
         now = self.now
         smaller = setting.depth < now.depth or setting.drafts_per_layer < now.drafts_per_layer
         iterations = self.iterations * (self.steps_per_call if smaller else 1.0)
-        return self.scale * iterations * self.iteration(setting)
+        return self.prefill_s + self.scale * iterations * self.iteration(setting)
 
     def forwards(self, line: Line, counts: list[int], rows: int, rounds: int) -> float:
         """So many rounds of forwards of so many rows, at most."""

@@ -13,11 +13,10 @@ from dsbd_cli.lab.profiling.machine import MachineRates
 from dsbd_cli.lab.profiling.timers import synchronise
 from dsbd_cli.lab.reports.profile_data import CurvePoint, Spread, spread_of
 
-__all__ = ["LEAST_ROUNDS", "forest_input", "measure_forwards", "node_counts", "one_forward", "points_of"]
+__all__ = ["MIN_ROUNDS", "WARM_UP", "forest_input", "measure_forwards", "node_counts", "one_forward", "points_of"]
 
 WARM_UP = 2
 MIN_ROUNDS = 3
-LEAST_ROUNDS = WARM_UP + MIN_ROUNDS
 
 
 def node_counts(*wanted: int) -> list[int]:
@@ -63,27 +62,29 @@ def measure_forwards(
     *,
     rounds: int,
     budget_s: float,
+    warm_up: int = WARM_UP,
+    least: int = MIN_ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
     check: Callable[[], None] = lambda: None,
 ) -> list[tuple[int, Spread]]:
     """Seconds of forwards with logits, by node count; rounds go through all counts in turn, so that a drift of the
-    machine meets all of them. After three rounds the budget ends it. check: is called before each forward and raises
+    machine meets all of them. After `least` rounds the budget ends it. check: is called before each forward and raises
     what shall end it at once."""
     model.release()
     model.reserve(rows, slots + 1)
     batches = [forest_input(model, rows, slots, count) for count in counts]
     seconds: list[list[float]] = [[] for _ in counts]
     began = clock()
-    for number in range(WARM_UP + max(rounds, MIN_ROUNDS)):
+    for number in range(warm_up + max(rounds, least)):
         for place, batch in enumerate(batches):
             check()
             synchronise(model.device)
             start = time.perf_counter()
             model.forward(batch)
             synchronise(model.device)
-            if number >= WARM_UP:
+            if number >= warm_up:
                 seconds[place].append(time.perf_counter() - start)
-        if clock() - began > budget_s and number + 1 >= LEAST_ROUNDS:
+        if clock() - began > budget_s and number + 1 >= warm_up + least:
             break
     model.release()
     return [(count, spread_of(values)) for count, values in zip(counts, seconds, strict=True)]

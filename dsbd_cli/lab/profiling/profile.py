@@ -18,7 +18,7 @@ from dsbd_cli.errors import RowError, UsageError
 from dsbd_cli.lab.profiling import advice
 from dsbd_cli.lab.profiling.acceptance import Rates, acceptance_rates
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError, Expected
-from dsbd_cli.lab.profiling.curves import LEAST_ROUNDS, measure_forwards, node_counts, one_forward, points_of
+from dsbd_cli.lab.profiling.curves import MIN_ROUNDS, WARM_UP, measure_forwards, node_counts, one_forward, points_of
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
 from dsbd_cli.lab.profiling.memory import owners, peak_bytes, reset_peak
 from dsbd_cli.lab.profiling.predict import Costs, Line, choose, layer_costs, predictions
@@ -53,8 +53,11 @@ LEAST_DRAFTS = 16
 SLOT_STEP = 32
 CURVE_BUDGET_S = 12.0
 # of the time: one run at most, which takes a fraction of that where texts end and drafts pass; the curve of one model
-RUN_SHARE, CURVE_SHARE = 0.5, 0.33
+RUN_SHARE, CURVE_SHARE = 0.33, 0.33
+# to warm up and timed at least; a slow model needs fewer, because its forwards spread less
+MANY_ROUNDS, FEW_ROUNDS = (WARM_UP, MIN_ROUNDS), (1, 1)
 FEWER_TOKENS = (16, 4)
+Choice = tuple[list[int], tuple[int, int]]  # node counts and rounds
 Acceptance = dict[tuple[int, int | None], Rates]
 
 
@@ -174,19 +177,18 @@ class _Session:
         assert self._first is not None
         for role, model, line, choices in _curve_counts(self._method, self._bench, expected):
             rows = _rows_of(self._first, role)
-            for place, counts in enumerate(choices):
-                seconds = expected.forwards(line, counts, rows, LEAST_ROUNDS)
+            for place, (counts, rounds) in enumerate(choices):
+                seconds = expected.forwards(line, counts, rows, sum(rounds))
                 if seconds <= self._budget.left * CURVE_SHARE:
                     if place:
-                        self._budget.left_out.append(f"node counts of T_{role} other than {_listed(counts)}")
+                        self._budget.left_out.append(
+                            f"node counts of T_{role} other than {', '.join(map(str, counts))}"
+                        )
                     self._budget.tell(f"timing forwards of the {role}", seconds)
-                    self._curves += (self._curve(role, model, counts, self._first),)
+                    self._curves += (_curve(self._job, self._budget, role, model, (counts, rounds), self._first),)
                     break
             else:
                 self._budget.left_out.append(f"forwards of the {role} alone (about {seconds:.0f} s)")
-
-    def _curve(self, role: Role, model: ForestModel, counts: list[int], run: Run) -> Curve:
-        return _curve(self._job, self._budget, role, model, counts, run)
 
     def _predict(self, expected: Expected) -> None:
         """What other D and K would do: a run with another K, and drafts of larger forests that are replayed."""
@@ -319,10 +321,15 @@ def _fitting(
 
 def _scaled(expected: Expected, run: Run, seconds: float) -> Expected:
     """Held against a run that was made."""
-    forwards = run.log.iterations * expected.iteration(expected.now)
-    steps = run.steps / max(run.calls, 1)
+    log = run.log
+    prefill_s = (log.forward_s("target", "prefill") + log.forward_s("draft", "prefill")) / run.seconds * seconds
+    forwards = log.iterations * expected.iteration(expected.now)
     return replace(
-        expected, iterations=run.log.iterations, steps_per_call=steps, scale=seconds / forwards if forwards else 1.0
+        expected,
+        prefill_s=prefill_s,
+        iterations=log.iterations,
+        steps_per_call=run.steps / max(run.calls, 1),
+        scale=(seconds - prefill_s) / forwards if forwards else 1.0,
     )
 
 
@@ -330,26 +337,24 @@ def _rows_of(run: Run, role: Role) -> int:
     return max(one.rows for one in run.log.forwards if (one.role, one.kind) == (role, "forest"))
 
 
-def _listed(counts: list[int]) -> str:
-    return ", ".join(map(str, counts))
-
-
 def _curve_counts(
     method: MethodConfig, bench: Bench, expected: Expected
-) -> list[tuple[Role, ForestModel, Line, list[list[int]]]]:
+) -> list[tuple[Role, ForestModel, Line, list[Choice]]]:
     """Of each model the node counts to time: all that a prediction needs, and fewer for when time is short."""
     beams, nodes = method.num_beams, _forest_nodes(method)
     most = max(_drafts(method))  # without a draft too: the curve says what a forest would cost
     every = node_counts(beams, nodes, beams + max(method.depth, LEAST_DEPTH) * most)
-    few = sorted({1, beams, nodes})
-    models: list[tuple[Role, ForestModel, Line, list[list[int]]]] = [
-        ("target", bench.target, expected.target, [every, [count for count in every if count <= nodes], few])
+    choices: list[Choice] = [
+        (every, MANY_ROUNDS),
+        ([count for count in every if count <= nodes], MANY_ROUNDS),
+        (sorted({1, beams, nodes}), FEW_ROUNDS),
     ]
+    models: list[tuple[Role, ForestModel, Line, list[Choice]]] = [("target", bench.target, expected.target, choices)]
     if bench.draft_model is not None and method.depth and expected.draft is not None:
         drafts = method.drafts_per_layer
         every = node_counts(beams, 2 * beams, drafts, most)
-        few = sorted({1, beams, drafts})
-        models.append(("draft", bench.draft_model, expected.draft, [every, few]))
+        choices = [(every, MANY_ROUNDS), (sorted({1, beams, drafts}), FEW_ROUNDS)]
+        models.append(("draft", bench.draft_model, expected.draft, choices))
     return models
 
 
@@ -393,7 +398,9 @@ def _memory(job: Job, bench: Bench) -> tuple[tuple[Owner, ...], Run]:
     return owners(sizes, probe.peak, slot_bytes, reserved, job.method.num_beams, peak, before, apart), run
 
 
-def _curve(job: Job, budget: Budget, role: Role, model: ForestModel, counts: list[int], run: Run) -> Curve:
+def _curve(
+    job: Job, budget: Budget, role: Role, model: ForestModel, counts: list[int], rounds: tuple[int, int], run: Run
+) -> Curve:
     """T(N) of one model, at the rows and slots of the run."""
     forwards = [one for one in run.log.forwards if (one.role, one.kind) == (role, "forest")]
     rows = max(one.rows for one in forwards)
@@ -405,6 +412,8 @@ def _curve(job: Job, budget: Budget, role: Role, model: ForestModel, counts: lis
         counts,
         rounds=4 * job.repeats,
         budget_s=min(CURVE_BUDGET_S, budget.left * CURVE_SHARE),
+        warm_up=rounds[0],
+        least=rounds[1],
         clock=budget.clock,
         check=budget.check,
     )
