@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from dsbd_cli import MethodConfig, Request, SamplingConfig
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError
 from dsbd_cli.lab.profiling.profile import Job, take_profile
 from dsbd_cli.lab.profiling.runs import Bench
 from dsbd_cli.lab.reports.profile_data import Profile, Setting
+from dsbd_cli.lab.reports.profile_plots import profile_figure
+from dsbd_cli.lab.reports.profile_tables import profile_tables
+from dsbd_cli.lab.reports.style import picture_bytes
 from tests.engine.toys import NumberCodec, table_pair
 from tests.profiling.conftest import HandClock, SlowLM
 
@@ -58,6 +63,16 @@ def test_slow_models_keep_to_the_time_and_say_what_is_missing(per_node: float, m
     assert told[:3] == ["timing one forward", "warming up", *told[2:3]]
     if method.depth:
         assert "no draft" in [one.setting.label for one in found.tried], "it is worth most"
+
+
+def test_a_profile_without_curves_can_be_drawn_and_shown() -> None:
+    pytest.importorskip("matplotlib")
+    found, _, _ = profiled(0.1, 12)
+    assert found.curves == ()
+    assert picture_bytes(profile_figure(found)).startswith(b"\x89PNG")
+    screen = Console(file=io.StringIO(), width=80)
+    for part in profile_tables(found):
+        screen.print(part)
 
 
 def test_more_time_measures_more() -> None:

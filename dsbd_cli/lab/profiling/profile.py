@@ -398,10 +398,9 @@ def _memory(job: Job, bench: Bench) -> tuple[tuple[Owner, ...], Run]:
     return owners(sizes, probe.peak, slot_bytes, reserved, job.method.num_beams, peak, before, apart), run
 
 
-def _curve(
-    job: Job, budget: Budget, role: Role, model: ForestModel, counts: list[int], rounds: tuple[int, int], run: Run
-) -> Curve:
+def _curve(job: Job, budget: Budget, role: Role, model: ForestModel, choice: Choice, run: Run) -> Curve:
     """T(N) of one model, at the rows and slots of the run."""
+    counts, rounds = choice
     forwards = [one for one in run.log.forwards if (one.role, one.kind) == (role, "forest")]
     rows = max(one.rows for one in forwards)
     slots = max(_up(sum(one.slots for one in forwards) / len(forwards), SLOT_STEP), max(counts) + SLOT_STEP)

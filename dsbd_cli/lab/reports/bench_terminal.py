@@ -17,6 +17,7 @@ from dsbd_cli.lab.reports.bench_cells import (
     choice_line,
     choice_title,
     environment_lines,
+    measured,
     quality_columns,
     reading_lines,
     resource_columns,
@@ -84,17 +85,16 @@ def _packed(head: list[Column], sections: Iterable[Section], rows: Sequence[Benc
 
 
 def _sections(rows: Sequence[BenchRow]) -> Iterator[Section]:
-    """Columns in which nothing was measured are left out; the notes say why."""
+    """With the columns in which something was measured."""
     for title, columns in (
         ("quality", quality_columns(rows)),
         ("speed", speed_columns(rows)),
         ("memory and energy", resource_columns(rows)),
         ("work per record", work_columns(rows)),
     ):
-        measured = [column for column in columns if any(column.cell(row) != DASH for row in rows)]
-        if measured:
-            memory_only = title == "memory and energy" and len(measured) <= 2
-            yield "memory" if memory_only else title, measured
+        if kept := measured(columns, rows):
+            memory_only = title == "memory and energy" and len(kept) <= 2
+            yield "memory" if memory_only else title, kept
 
 
 def _split(columns: list[Column], rows: Sequence[BenchRow], room: int) -> Iterator[list[Column]]:
