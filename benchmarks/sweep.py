@@ -125,9 +125,10 @@ def main() -> None:
     _write(report, chosen_from, options.name)
 
 
-def _told(done: int, total: int, name: str) -> None:
+def _told(done: int, total: int, name: str, left_s: float | None) -> None:
     if done % 20 == 0:
-        print(f"{done} of {total}: {name}", flush=True)
+        left = "" if left_s is None else f", about {left_s / 60:.0f} minutes left"
+        print(f"{done} of {total}{left}: {name}", flush=True)
 
 
 def _write(report: BenchReport, chosen_from: Sequence[str], name: str) -> None:

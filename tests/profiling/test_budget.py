@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from rich.measure import Measurement
+from rich.text import Text
 
 from dsbd_cli import MethodConfig, Request, SamplingConfig
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError
@@ -67,12 +69,25 @@ def test_slow_models_keep_to_the_time_and_say_what_is_missing(per_node: float, m
 
 def test_a_profile_without_curves_can_be_drawn_and_shown() -> None:
     pytest.importorskip("matplotlib")
-    found, _, _ = profiled(0.1, 12)
-    assert found.curves == ()
+    found = replace(profiled(0.1, 12)[0], curves=())
     assert picture_bytes(profile_figure(found)).startswith(b"\x89PNG")
     screen = Console(file=io.StringIO(), width=80)
     for part in profile_tables(found):
         screen.print(part)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_fit_the_terminal(width: int) -> None:
+    """Guards cells that are cut and numbers that are wrapped."""
+    wide = MethodConfig(rule="rejection", num_beams=4, drafts_per_layer=8, depth=6, width="threshold", min_width=2)
+    found, _, _ = profiled(1e-6, 60, wide)
+    screen = Console(file=io.StringIO(), width=width)
+    for part in profile_tables(found):
+        if not isinstance(part, Text):
+            assert Measurement.get(screen, screen.options.update(width=999), part).minimum <= width
+            screen.print(part)
+    assert "…" not in screen.file.getvalue()  # type: ignore[attr-defined]
+    assert found.now.setting.label in screen.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_more_time_measures_more() -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.text import Text
+from matplotlib.text import Text as PlotText
+from rich.table import Table
+from rich.text import Text
 
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.errors import UsageError
@@ -20,6 +22,7 @@ from dsbd_cli.lab.reports.bench_json import json_lines
 from dsbd_cli.lab.reports.bench_markdown import markdown_page
 from dsbd_cli.lab.reports.bench_plot import FAMILIES, bench_figure
 from dsbd_cli.lab.reports.bench_terminal import print_report
+from dsbd_cli.lab.reports.screen import Screen
 from dsbd_cli.lab.reports.style import apart, picture_bytes, require_plots
 
 
@@ -143,6 +146,34 @@ def test_no_line_is_wider_than_the_screen_and_no_cell_is_cut(settings: tuple[str
     assert "note: a note" in text
 
 
+class Terminal(io.StringIO):
+    """A stream that takes itself for a terminal; rich asks COLUMNS for its width."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_tables_fit_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    print_report(report(("sql", "qa"), ("W=4 K=8 D=4 t=0.7", "W=4 K=12 D=4 t=0.95")), stream)
+    lines = Text.from_ansi(stream.getvalue()).plain.splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= columns
+    assert not any("…" in line for line in lines)
+    assert sum("1.25x (1.20–1.31)" in line for line in lines) == 2 * 2 * len(METHODS)
+
+
+def test_a_table_that_cannot_fit_is_wider_than_the_screen_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stream, table = Terminal(), Table()
+    table.add_column("name", no_wrap=True)
+    table.add_row("x" * 100)
+    Screen(stream).show(table)
+    assert "x" * 100 in stream.getvalue()
+
+
 def test_titles_and_ranges_say_what_there_is() -> None:
     one = dataclasses.replace(row("sql", "greedy", 0), records=1, ratios={"greedy": Interval(0.47, 0.47, 0.47)})
     stream = io.StringIO()
@@ -264,7 +295,7 @@ def test_families_have_one_colour_and_no_two_labels_overlap() -> None:
     figure.draw_without_rendering()
     for axes in (depth, panel(figure, "speed")):
         texts = [*axes.texts, *axes.get_yticklabels()]
-        boxes = [Text.get_window_extent(one) for one in texts if one.get_text()]
+        boxes = [PlotText.get_window_extent(one) for one in texts if one.get_text()]
         assert len(boxes) > 8
         assert not any(a.overlaps(b) for place, a in enumerate(boxes) for b in boxes[:place])
 

@@ -375,6 +375,9 @@ def _print(found: Profile) -> None:
 
     console = Screen(sys.stdout)
     for part in profile_tables(found):
-        console.print(part, soft_wrap=isinstance(part, Text))
+        if isinstance(part, Text):
+            console.print(part, soft_wrap=True)
+        else:
+            console.show(part)
     if found.forest is not None:
-        console.print(forest_tree(found.forest))
+        console.show(forest_tree(found.forest))

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import IO
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -47,7 +46,7 @@ def print_report(report: BenchReport, stream: IO[str]) -> None:
         heading = f"{task}, {plural(max(row.records for row in rows), 'record')}"
         for title, columns in _packed(setting_columns(rows), _sections(rows), rows, console.width):
             console.print()
-            console.print(_table(f"{heading}: {title}", columns, rows))
+            console.show(_table(f"{heading}: {title}", columns, rows))
         for choice in (one for one in report.choices if one.task == task and report.curve(one)):
             _print_choice(console, report, choice)
     console.print()
@@ -57,13 +56,13 @@ def print_report(report: BenchReport, stream: IO[str]) -> None:
         console.print(Text(f"note: {note}"))
 
 
-def _print_choice(console: Console, report: BenchReport, choice: Choice) -> None:
+def _print_choice(console: Screen, report: BenchReport, choice: Choice) -> None:
     """The curve, dev beside test, and what was chosen by which rule."""
     rows = report.curve(choice)
     head, sections = choice_columns(report, choice)
     for title, shown in _packed(head, sections.items(), rows, console.width):
         console.print()
-        console.print(_table(f"{choice_title(report, choice)}, {title}", shown, rows))
+        console.show(_table(f"{choice_title(report, choice)}, {title}", shown, rows))
     console.print(Text(choice_line(report, choice)))
 
 
