@@ -105,8 +105,8 @@ def main() -> None:
         parser.add_argument(f"--{axis.replace('_', '-')}", default=values)
     options = parser.parse_args()
     sweep = {axis: read_values(f"--{axis}", axis, getattr(options, axis)) for axis in LISTS}
-    chosen_from = choose_methods(options.candidates)
-    planned = plan([*choose_methods(options.references), *chosen_from], sweep)
+    chosen_from, _ = choose_methods(options.candidates)
+    planned = plan([*choose_methods(options.references)[0], *chosen_from], sweep)
     spec = BenchSpec(
         datasets=[open_dataset(task, None, 0) for task in ("sql", "qa")],
         settings=planned.settings,
@@ -125,9 +125,10 @@ def main() -> None:
     _write(report, chosen_from, options.name)
 
 
-def _told(done: int, total: int, name: str) -> None:
+def _told(done: int, total: int, name: str, left_s: float | None) -> None:
     if done % 20 == 0:
-        print(f"{done} of {total}: {name}", flush=True)
+        left = "" if left_s is None else f", about {left_s / 60:.0f} minutes left"
+        print(f"{done} of {total}{left}: {name}", flush=True)
 
 
 def _write(report: BenchReport, chosen_from: Sequence[str], name: str) -> None:

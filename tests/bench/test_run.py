@@ -10,8 +10,8 @@ from dsbd_cli import Engine, Request, SamplingConfig, load
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.bench.prepare import BenchSpec, prepare
-from dsbd_cli.lab.bench.run import Bench
-from dsbd_cli.lab.bench.sweep import plan
+from dsbd_cli.lab.bench.run import Bench, Part
+from dsbd_cli.lab.bench.sweep import Setting, plan
 from dsbd_cli.lab.tasks.choose import open_dataset
 from dsbd_cli.lab.tasks.lines import jsonl_dataset
 from dsbd_cli.requests import derive_seed
@@ -35,7 +35,9 @@ def bench(pair: Engine, names: list[str], records: int, rounds: int = 1, tasks: 
 def test_a_run_measures_every_method_on_the_same_records(pair: Engine) -> None:
     running = bench(pair, NAMES, records=10)
     order: list[str] = []
-    report = running.run(lambda done, total, name: order.append(name))
+    report = running.run(lambda done, total, name, left_s: order.append(name))
+    assert [name.partition(" ")[2].split()[1] for name in order[: len(NAMES)]] == NAMES, "the warm-up is told, too"
+    order = order[len(NAMES) :]
     assert report.complete
     assert [row.method for row in report.rows] == NAMES
     # two windows; the second one begins with the second method, so that nobody is always first
@@ -63,6 +65,26 @@ def test_a_run_measures_every_method_on_the_same_records(pair: Engine) -> None:
     assert report.environment["command"] == "dsbd bench --x"
 
 
+def test_the_time_left_is_told_from_the_first_window(pair: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is moved by the windows alone: greedy takes 2 s, beam sampling 10 s, everything on sql twice that."""
+    now = 0.0
+    spec = bench(pair, ["greedy", "beam-sampling"], records=16, rounds=2, tasks=("qa", "sql"))._spec
+    running = Bench(pair, spec, command=["bench"], clock=lambda: now)
+
+    def measure(part: Part, setting: Setting, number: int, window: int) -> None:
+        nonlocal now
+        now += (2 if setting.method == "greedy" else 10) * (2 if part.task == "sql" else 1)
+
+    monkeypatch.setattr(running, "_measure", measure)
+    left: dict[int, float | None] = {}
+    running.run(lambda done, total, name, left_s: left.setdefault(done, left_s))
+    assert left[0] is None
+    assert left[1] == 15 * 2, "the first figure stands for all"
+    assert left[2] == 7 * 2 + 7 * 10, "then one of each method"
+    assert left[4] == (3 * 2 + 3 * 10) * 3, "then one of each on each task"
+    assert left[16] == 0
+
+
 def test_answers_are_those_of_generate(pair: Engine) -> None:
     """Tokens and log-probability are what the engine gives for the same records, seed and settings."""
     (row,) = (row for row in bench(pair, ["dsbd-coupled"], 4).run().rows)
@@ -82,7 +104,7 @@ def test_rounds_time_again_and_score_once(pair: Engine) -> None:
 def test_a_run_that_is_stopped_reports_what_it_has(pair: Engine) -> None:
     running = bench(pair, ["greedy", "beam-sampling"], records=16, tasks=("sql", "qa"))
 
-    def stop_later(done: int, total: int, name: str) -> None:
+    def stop_later(done: int, total: int, name: str, left_s: float | None) -> None:
         if done == 3:
             running.stop()
 

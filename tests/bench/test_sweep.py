@@ -99,9 +99,12 @@ def test_names_that_cannot_be(text: str, message: str) -> None:
 
 
 def test_without_a_draft_only_what_needs_none() -> None:
-    names = choose_methods("all", draft=False)
+    names, (said,) = choose_methods("all", draft=False)
     assert names == [name for name in METHODS if not METHODS[name].drafts]
-    assert choose_methods(None) == list(DEFAULT_METHODS)
+    drafted = [name for name in METHODS if METHODS[name].drafts]
+    assert said == f"left out: {', '.join(drafted)}: they need a draft, but --draft is none"
+    assert choose_methods(None) == (list(DEFAULT_METHODS), ())
+    assert choose_methods("all") == (list(METHODS), ())
     with pytest.raises(UsageError, match="dsbd-coupled needs a draft"):
         choose_methods("dsbd-coupled", draft=False)
 

@@ -151,7 +151,7 @@ def test_dev_records_are_other_records_and_change_nothing_of_the_test_rows(pair:
 def test_nothing_is_chosen_on_half_of_the_dev_records(pair: Engine) -> None:
     running = bench(pair, 10, [])
 
-    def stop_later(done: int, total: int, name: str) -> None:
+    def stop_later(done: int, total: int, name: str, left_s: float | None) -> None:
         if done == 8:  # the first windows of dev (3) and test (4), and one of two of the second dev windows
             running.stop()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from dsbd_cli.job.cli.bench import _Log
 from tests.cli.conftest import HANG_S, ROOT, Outcome, read, terminal
 
 Call = Callable[..., Outcome]
@@ -83,13 +85,43 @@ def test_tables_go_to_standard_output_and_files_where_they_are_named(tmp_path: P
         timeout=HANG_S,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    told = [line.partition("Z ")[2] for line in done.stderr.splitlines()]
+    assert told[0] == "0 of 2 windows, warming up greedy"
+    assert re.fullmatch(r"1 of 2 windows, about 0:0\d:\d\d left, qa: dsbd-coupled", told[1])
+    assert len(told) == 2
     assert "dsbd-coupled" in done.stdout
     lines = [json.loads(line) for line in names["json"].read_text().splitlines()]
     assert [line["method"] for line in lines] == ["greedy", "dsbd-coupled"]
     assert lines[0]["command"].startswith("dsbd bench --task qa")
     assert "| greedy" in names["markdown"].read_text()
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_time_left_is_said_early_and_then_every_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    log = _Log(3, lambda: now)
+    for done, seconds, left in [(0, 0, None), (0, 1, None), (1, 2, 80.0), (2, 3, 90.0), (3, 4, 3700.4), (4, 5, 60.0)]:
+        now = seconds
+        log(done, 9, "x", left)
+    now = 64.5
+    log(5, 9, "y", 50.0)
+    log(9, 9, "", 0.0)
+    assert [line.partition("Z ")[2] for line in capsys.readouterr().err.splitlines()] == [
+        "0 of 9 windows, x",
+        "1 of 9 windows, about 0:01:20 left, x",
+        "3 of 9 windows, about 1:01:40 left, x",
+        "5 of 9 windows, about 0:00:50 left, y",
+    ]
+
+
+def test_methods_that_need_a_draft_are_named_where_there_is_none() -> None:
+    words = ("--task", "qa", "--records", "1", "--max-new-tokens", "2", "--methods", "all", "--draft", "none", "-q")
+    done = subprocess.run(command(*words), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = " ".join(done.stdout.split())
+    assert "note: left out: speculative, dsbd-coupled, dsbd-search," in said
+    assert "hf-assisted: they need a draft, but --draft is none" in said
 
 
 def lines_of(path: Path, count: int, reference: str = ', "reference": "x"') -> Path:
@@ -125,7 +157,7 @@ def test_thresholds_on_a_file_of_the_user_s_own(tmp_path: Path) -> None:
         timeout=HANG_S,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
     said = " ".join(done.stdout.split())
     assert "the 2nd, 4th, .. records are dev, the others are test" in said
     assert "beam-sampling is run as well" in said

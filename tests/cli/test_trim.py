@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dsbd_cli import Engine, Request
+from dsbd_cli.engine.decoding import compare
 from dsbd_cli.job.cli.app import run
 from dsbd_cli.job.records.texts import answer_text
 from tests.models.conftest import byte_level, save, wrap
@@ -99,6 +103,47 @@ def test_from_texts(pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: 
     assert "nothing is measured" in err
     trim(pair, *texts, "--coverage", "0.9", "-o", str(tmp_path / "c"), "--quiet")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_draft_that_got_worse_is_told(
+    prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft is the target itself, so every draft is accepted; with few rows left hardly one is. Times are made
+    equal, because they prove nothing here."""
+    tokenizer = wrap(byte_level())
+    model = str(save(tmp_path / "model", tokenizer=tokenizer, vocab_size=len(tokenizer), seed=1))
+    native = tmp_path / "native.jsonl"
+    generate((model, model), prompts, native)
+    plain = compare._round
+
+    def timeless(engine: Engine, requests: Sequence[Request]) -> compare.Measure:
+        return dataclasses.replace(plain(engine, requests), draft_s=1.0, target_s=1.0)
+
+    monkeypatch.setattr(compare, "_round", timeless)
+    words = ["--texts", str(native), "--held-out", prompts]
+    capfd.readouterr()
+    trim((model, model), *words, "--size", "4", "-o", str(tmp_path / "few"))
+    said = capfd.readouterr().err
+    assert "warning: the trimmed draft is worse than the full one: 1." in said
+    assert "steps per target call instead of" in said
+    assert "a larger --size or --coverage keeps more rows" in said
+    trim((model, model), *words, "--size", "4", "-o", str(tmp_path / "quiet"), "--quiet")
+    assert capfd.readouterr().err == ""
+    trim((model, model), *words, "--size", "379", "-o", str(tmp_path / "all"))
+    assert "worse" not in capfd.readouterr().err
+
+
+def test_what_is_called_worse() -> None:
+    def measure(steps: int, seconds: float) -> compare.Measure:
+        return compare.Measure(steps=steps, target_calls=100, tokens=100, draft_s=seconds / 2, target_s=seconds / 2)
+
+    assert compare.worse(measure(200, 1.0), measure(199, 1.04)) is None
+    assert compare.worse(measure(200, 1.0), measure(220, 0.5)) is None
+    assert compare.worse(measure(200, 1.0), measure(150, 1.0)) == (
+        "1.50 steps per target call instead of 2.00, 10.00 ms per token in both models instead of 10.00"
+    )
+    assert compare.worse(measure(200, 1.0), measure(200, 1.2)) == "12.00 ms per token in both models instead of 10.00"
+    assert compare.worse(compare.Measure(), measure(1, 1.0)) is None
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 import dsbd_cli.engine.decoding
 from dsbd_cli import Engine, MethodConfig, ModelSpec
+from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.decoding.engine import EngineInfo
 from dsbd_cli.engine.drafting import BridgedDraft
 from dsbd_cli.job.cli.app import run
 from tests.drafting.bridged import TextModel, codec
-from tests.engine.toys import NumberCodec, table_pair
+from tests.engine.toys import NumberCodec, TableLM, table_pair
 
 VOCABULARY = 12
+PARTS_TOLD = tuple(f"dsbd: {part}" for part in ("loading", "timing", "drafting", "warming up", "round", "tracing"))
 
 
 def toy_load(
@@ -45,6 +48,12 @@ class Outcome:
     out: str
     err: str
 
+    @property
+    def faults(self) -> list[str]:
+        """What was said besides the parts that were measured."""
+        lines = self.err.splitlines()
+        return [line for line in lines if not line.startswith(PARTS_TOLD)]
+
 
 @pytest.fixture
 def dsbd(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
@@ -63,6 +72,28 @@ def dsbd(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
         return Outcome(code, out.getvalue(), err.getvalue())
 
     return call
+
+
+class HandClock:
+    """Seconds that pass only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowLM(TableLM):
+    """A table whose forwards take `per_node` seconds of a hand-moved clock for each node of each row."""
+
+    def __init__(self, inner: TableLM, clock: HandClock, per_node: float) -> None:
+        super().__init__(inner.table)
+        self._clock, self._per_node = clock, per_node
+
+    def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
+        self._clock.now += batch.tokens.numel() * self._per_node
+        return super().forward(batch, logits=logits)
 
 
 @pytest.fixture

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-import dsbd_cli.lab.profiling.profile
+from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
 from dsbd_cli.job.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.job.cli.profile import _renderer, option_words
 from dsbd_cli.job.cli.settings import run_settings
+from dsbd_cli.lab.profiling.budget import Budget
 from dsbd_cli.lab.reports import profile_tables
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
-from tests.engine.toys import NumberCodec
+from tests.engine.toys import NumberCodec, TableLM
 from tests.profiling.conftest import VOCABULARY, Outcome
 
 Dsbd = Callable[..., Outcome]
@@ -41,7 +42,7 @@ def test_a_whole_profile(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
     files = {name: tmp_path / f"{name}.json" for name in ("json", "trace")}
     named = [word for name, path in files.items() for word in (f"--{name}", str(path))]
     done = dsbd("profile", "--prompts", str(prompts), *FEW, "--show", "2", *named)
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.faults) == (0, [])
     for part in PARTS:
         assert part in done.out
     assert "Iteration 2 of prompt row 0" in done.out
@@ -67,12 +68,12 @@ def test_a_whole_profile(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
 
 def test_without_a_draft_and_with_threshold_width(dsbd: Dsbd, prompts: Path) -> None:
     done = dsbd("profile", "--prompts", str(prompts), "--records", "2", "--repeats", "1", "--draft", "none")
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.faults) == (0, [])
     assert "T_draft" not in done.out
     assert "--draft none" in done.out
     wide = ("--width", "threshold", "--min-width", "2", "--rule", "rejection")
     done = dsbd("profile", "--prompts", str(prompts), *FEW, *wide)
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.faults) == (0, [])
     assert "The fastest D and K of every W_min" in done.out
 
 
@@ -82,7 +83,7 @@ def test_the_forest_of_two_drafters_says_who_proposed(dsbd: Dsbd, prompts: Path,
     prompts.write_text(json.dumps({"prompt": " ".join(str(token) for token in [*range(VOCABULARY)] * 2)}) + "\n")
     two = ("--records", "1", "--drafter", "beam+ngram", "--fusion-top-k", "0", "--show", "2", "--json", str(written))
     done = dsbd("profile", "--prompts", str(prompts), *FEW, *two)
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.faults) == (0, [])
     nodes = json.loads(written.read_text())["forest"]["nodes"]
     drafted = [node for node in nodes if node["parent"] is not None and node["proposer"] is not None]
     assert {node["proposer"] for node in drafted} == {"beam", "ngram"}
@@ -102,7 +103,7 @@ def test_the_forest_of_two_drafters_says_who_proposed(dsbd: Dsbd, prompts: Path,
 def test_the_head_says_how_a_dynamic_tree_is_chosen(dsbd: Dsbd, prompts: Path, tree: str) -> None:
     one = ("--records", "1", "--drafter", "dynamic-tree", "--rule", "rejection", "--tree", tree)
     done = dsbd("profile", "--prompts", str(prompts), *FEW, *one)
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.faults) == (0, [])
     assert f"dynamic-tree ({tree}) D=2 K=3" in done.out
 
 
@@ -145,6 +146,8 @@ def unloadable(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (("--repeats", "0"), "--repeats is 0, but must be 1 or more"),
         (("--show", "0"), "--show is 0"),
+        (("--seconds", "0"), "--seconds is 0, but must be above 0"),
+        (("--seconds", "nan"), "--seconds is nan, but must be above 0"),
         (("--records", "0"), "--records is 0"),
         (("--overwrite",), "--overwrite replaces"),
         (("--quiet", "--show", "1"), "drop one, or add --json"),
@@ -202,19 +205,87 @@ def test_a_prompt_that_cannot_be_decoded(dsbd: Dsbd, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_end_it_with_one_line(
+def test_signals_before_anything_is_measured_end_it_with_one_line(
     dsbd: Dsbd, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
-    def swallowed(*_: object) -> None:
+    def swallowed(*_: object, **__: object) -> None:
         try:
             signal.raise_signal(number)
         except Exception:  # as libraries do around their imports
             raise ModuleNotFoundError from None
 
-    monkeypatch.setattr(dsbd_cli.lab.profiling.profile, "take_profile", swallowed)
+    monkeypatch.setattr(sys.modules["dsbd_cli.engine.decoding.load"], "load", swallowed)
     done = dsbd("profile", "--prompts", str(prompts), "--json", str(tmp_path / "p.json"))
-    assert (done.code, done.out, done.err) == (code, "", "dsbd: stopped before there was a result\n")
+    assert (done.code, done.out) == (code, "")
+    assert done.faults == ["dsbd: stopped before there was a result"]
     assert not (tmp_path / "p.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "there", "missing"),
+    [
+        ("timing the run", ("Time by phase", "Memory by owner"), "T_target(N)"),
+        ("timing forwards of the draft", ("Time by phase", "T_target(N)", "no draft"), "T_draft(K)"),
+        ("round 1 of 1: no draft", ("T_draft(K)", "Acceptance by depth", "Tokens/s by D and K"), "never"),
+    ],
+)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_print_what_is_measured_until_then(
+    dsbd: Dsbd,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+    there: tuple[str, ...],
+    missing: str,
+    number: int,
+    code: int,
+) -> None:
+    plain = Budget.tell
+
+    def tell(self: Budget, what: str, expected_s: float = 0.0) -> None:
+        plain(self, what, expected_s)
+        if what.startswith(part):
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(Budget, "tell", tell)
+    written = tmp_path / "p.json"
+    done = dsbd("profile", "--prompts", str(prompts), *FEW, "--json", str(written))
+    assert done.code == code
+    assert all(words in done.out for words in there)
+    assert missing not in done.out
+    assert "- stopped early: this is what was measured until then" in done.out
+    assert json.loads(written.read_text())["complete"] is False
+
+
+def test_a_signal_while_a_run_is_made_ends_that_run(dsbd: Dsbd, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a signal that a run would only see when it is over."""
+    forwards = []
+    plain = TableLM.forward
+
+    def forward(self: TableLM, batch: ForestInput, *, logits: bool = True) -> object:
+        forwards.append(1)
+        if len(forwards) == 30:
+            signal.raise_signal(signal.SIGINT)
+        return plain(self, batch, logits=logits)
+
+    monkeypatch.setattr(TableLM, "forward", forward)
+    done = dsbd("profile", "--prompts", str(prompts), *FEW)
+    assert (done.code, len(forwards) < 40) == (130, True)
+    assert "stopped early" in done.out
+
+
+def test_what_is_measured_is_said_in_plain_lines(dsbd: Dsbd, prompts: Path) -> None:
+    done = dsbd("profile", "--prompts", str(prompts), *FEW, "--records", "1")
+    lines = done.err.splitlines()
+    assert lines[:4] == [
+        "dsbd: loading the models",
+        "dsbd: timing one forward",
+        "dsbd: warming up",
+        "dsbd: timing the run without a draft",
+    ]
+    assert "dsbd: round 1 of 1: no draft" in lines
+    assert dsbd("profile", "--prompts", str(prompts), *FEW, "--records", "1", "--quiet").err == ""
 
 
 @pytest.mark.parametrize(
@@ -249,6 +320,33 @@ def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions
         assert setting.min_width is None or (found.width, found.min_width) == ("threshold", setting.min_width)
     assert found.rule == (given.rule or "coupled")
     assert ("--memory-saving" in words) == bool(given.memory_saving)
+
+
+@pytest.mark.parametrize(
+    ("groups", "setting", "words"),
+    [
+        ((MethodOptions(num_beams=4, rule="coupled"), SamplingOptions(top_k=50, seed=0)), NO_DRAFT, "--draft none"),
+        (
+            (PairOptions(draft="builtin:draft"), DeviceOptions(dtype="auto", batch_size="8")),
+            ForestSize(2, 8),
+            "--depth 2",
+        ),
+        ((MethodOptions(num_beams=8),), ForestSize(4, 16), "--num-beams 8 --depth 4"),
+        ((MethodOptions(rule="rejection", width="threshold"),), ForestSize(4, 8, 1), "--rule rejection"),
+        (
+            (MethodOptions(rule="rejection"), SamplingOptions(temperature=0.5), DeviceOptions(dtype="float32")),
+            ForestSize(4, 12, 2),
+            "--drafts-per-layer 12 --rule rejection --min-width 2 --temperature 0.5 --dtype float32",
+        ),
+        ((MethodOptions(warp_scope="beam", memory_saving=False),), ForestSize(4, 8), "--depth 4 --warp-scope beam"),
+    ],
+)
+def test_the_recommended_command_leaves_defaults_out(
+    groups: tuple[object, ...], setting: ForestSize, words: str
+) -> None:
+    given = {type(group) for group in groups}
+    whole = (*groups, *[kind() for kind in (PairOptions, MethodOptions) if kind not in given])
+    assert _renderer(whole, None)(setting) == f"dsbd generate {words} --input prompts.jsonl"
 
 
 def test_words_of_options() -> None:
@@ -289,7 +387,7 @@ def test_lookups_are_profiled_without_a_draft_model(dsbd: Dsbd, prompts: Path, t
     path = tmp_path / "p.json"
     few = ("--repeats", "1", "--num-beams", "2", "--drafts-per-layer", "3", "--top-k", "0", "--draft", "none")
     done = dsbd("profile", "--prompts", str(prompts), *few, "--drafter", drafter, "--show", "1", "--json", str(path))
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.faults) == (0, [])
     for part in PARTS:
         shown = f"{part}: one forward" if part.startswith("T_") else part
         assert (shown in done.out) == (part != "T_draft(K)"), part
@@ -311,7 +409,7 @@ def test_retrieval_is_profiled_with_its_index(dsbd: Dsbd, prompts: Path, tmp_pat
     write_index(path, corpus, NumberCodec(VOCABULARY, (3,)).token_bytes())
     words = ("--drafter", "retrieval+ngram", "--index", str(path))
     done = dsbd("profile", "--prompts", str(prompts), *FEW, *words)
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.faults) == (0, [])
     assert "drafter retrieval+ngram runs no draft model" in done.out
 
 
@@ -320,7 +418,7 @@ def test_a_bridge_is_profiled_and_says_that_it_reads_the_host(dsbd: Dsbd, tmp_pa
     texts.write_text('{"prompt": "the quick brown", "max_new_tokens": 8}\n')
     few = ("--repeats", "1", "--num-beams", "2", "--drafts-per-layer", "3", "--depth", "2")
     done = dsbd("profile", "--prompts", str(texts), *few, "--drafter", "bridge", "--json", str(path))
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.faults) == (0, [])
     assert all(part in done.out for part in PARTS)
     said = " ".join(done.out.split())
     assert "drafter bridge reads the host in its phase draft by design" in said

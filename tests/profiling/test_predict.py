@@ -170,7 +170,7 @@ def test_whether_a_longer_or_wider_draft_would_pay() -> None:
         return Prediction(ForestSize(depth, drafts), 2.0, 0.1, speed, 4.0)
 
     found = [one(2, 8, 10.0), one(3, 8, 11.0), one(1, 8, 9.0), one(2, 12, 10.1), one(3, 12, 99.0)]
-    told = advice.neighbours(found[0], found)
+    told = advice.neighbours(found[0], found, measured(ForestSize(2, 8), 10.0), None)
     assert told == [
         "a longer draft would pay: D=3 K=8 is predicted to change speed by +10%",
         "a shorter draft would not pay: D=1 K=8 is predicted to change speed by -10%",
@@ -180,12 +180,20 @@ def test_whether_a_longer_or_wider_draft_would_pay() -> None:
 
 def test_a_draft_that_only_comes_nearer_to_no_draft_does_not_pay() -> None:
     found = [Prediction(ForestSize(2, 8), 2.0, 0.1, 10.0, 4.0), Prediction(ForestSize(1, 8), 2.0, 0.1, 16.2, 4.0)]
-    plain = Prediction(NO_DRAFT, 1.0, 0.1, 17.7, 4.0)
-    assert advice.neighbours(found[0], [*found, plain]) == [
+    now = measured(ForestSize(2, 8), 20.0)
+    assert advice.neighbours(found[0], found, now, measured(NO_DRAFT, 35.4)) == [
         "a shorter draft would be faster than as set, but still slower than no draft: D=1 K=8 is predicted to change "
-        "speed by +62%, no draft by +77%"
+        "speed by +62%, no draft was measured to change it by +77%"
     ]
-    assert "would pay" in advice.neighbours(found[0], [*found, replace(plain, tokens_per_s=16.0)])[0]
+    assert "would pay" in advice.neighbours(found[0], found, now, measured(NO_DRAFT, 32.0))[0]
+
+
+def test_a_line_through_what_runs_measured() -> None:
+    """Guards predictions that contradict the runs they are made from."""
+    line = Interpolation(((2, 1.0), (10, 2.0), (20, 4.0))).through([(2, 2.0), (10, 2.0), (10, 4.0)])
+    assert [line.at(nodes) for nodes in (1, 2, 10, 20)] == pytest.approx([2.0, 2.0, 3.0, 6.0])
+    assert line.at(6) == pytest.approx(2.5)
+    assert Interpolation(((2, 1.0), (10, 2.0))).through([(6, 3.0)]).points == ((2, 2.0), (6, 3.0), (10, 4.0))
 
 
 def test_notes_say_why_a_slower_run_without_a_draft_is_recommended() -> None:

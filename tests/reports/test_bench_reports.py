@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text as PlotText
+from rich.table import Table
+from rich.text import Text
 
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.errors import UsageError
@@ -17,9 +20,10 @@ from dsbd_cli.lab.bench.methods import METHODS
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Choice, Energy, Interval, pareto_front
 from dsbd_cli.lab.reports.bench_json import json_lines
 from dsbd_cli.lab.reports.bench_markdown import markdown_page
-from dsbd_cli.lab.reports.bench_plot import bench_figure
+from dsbd_cli.lab.reports.bench_plot import FAMILIES, bench_figure
 from dsbd_cli.lab.reports.bench_terminal import print_report
-from dsbd_cli.lab.reports.style import picture_bytes, require_plots
+from dsbd_cli.lab.reports.screen import Screen
+from dsbd_cli.lab.reports.style import apart, picture_bytes, require_plots
 
 
 def row(task: str, method: str, place: int, setting: str = "") -> BenchRow:
@@ -142,6 +146,34 @@ def test_no_line_is_wider_than_the_screen_and_no_cell_is_cut(settings: tuple[str
     assert "note: a note" in text
 
 
+class Terminal(io.StringIO):
+    """A stream that takes itself for a terminal; rich asks COLUMNS for its width."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_tables_fit_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    print_report(report(("sql", "qa"), ("W=4 K=8 D=4 t=0.7", "W=4 K=12 D=4 t=0.95")), stream)
+    lines = Text.from_ansi(stream.getvalue()).plain.splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= columns
+    assert not any("…" in line for line in lines)
+    assert sum("1.25x (1.20–1.31)" in line for line in lines) == 2 * 2 * len(METHODS)
+
+
+def test_a_table_that_cannot_fit_is_wider_than_the_screen_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stream, table = Terminal(), Table()
+    table.add_column("name", no_wrap=True)
+    table.add_row("x" * 100)
+    Screen(stream).show(table)
+    assert "x" * 100 in stream.getvalue()
+
+
 def test_titles_and_ranges_say_what_there_is() -> None:
     one = dataclasses.replace(row("sql", "greedy", 0), records=1, ratios={"greedy": Interval(0.47, 0.47, 0.47)})
     stream = io.StringIO()
@@ -153,12 +185,15 @@ def test_titles_and_ranges_say_what_there_is() -> None:
     assert "0.47x (" not in text
 
 
-def test_columns_without_a_measurement_are_left_out_of_the_terminal() -> None:
+def test_columns_without_a_measurement_are_left_out() -> None:
     bare = BenchReport([row("sql", "greedy", 0)], {}, {})
     stream = io.StringIO()
     print_report(bare, stream)
     assert "J/token" not in stream.getvalue()
-    assert "J/token" in markdown_page(bare)
+    assert "J/token" not in markdown_page(bare)
+    assert "log-prob/token" in markdown_page(bare)
+    assert "| draft calls" not in markdown_page(bare)
+    assert "J/token" in markdown_page(report())
 
 
 def test_every_json_line_is_complete_by_itself() -> None:
@@ -230,9 +265,55 @@ def panel(figure: Figure, title: str) -> Axes:
 
 def test_scores_of_zero_are_drawn_at_zero() -> None:
     rows = [dataclasses.replace(one, scores={"exact match": Interval(0.0, 0.0, 0.0)}) for one in report().rows]
-    axes = panel(bench_figure(dataclasses.replace(report(), rows=rows)), "quality against speed")
-    assert axes.get_ylim()[0] == 0
-    assert axes.get_ylim()[1] >= 5
+    axes = panel(bench_figure(dataclasses.replace(report(), rows=rows)), "quality")
+    assert axes.get_xlim()[0] == 0
+    assert axes.get_xlim()[1] >= 5
+
+
+def test_every_method_has_a_row_with_its_name() -> None:
+    """Guards methods of one score, whose marks would lie on each other, and a key of twenty marks."""
+    figure = bench_figure(report(("sql",)))
+    axes = panel(figure, "speed")
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert sorted(names) == sorted(METHODS)
+    dots = [line for line in axes.get_lines() if len(line.get_xdata()) == 1]
+    assert [line.get_ydata()[0] for line in dots] == list(range(len(METHODS)))
+    speeds = [line.get_xdata()[0] for line in dots]
+    assert speeds == sorted(speeds, reverse=True)
+    bold = {label.get_text() for label in axes.get_yticklabels() if label.get_fontweight() == "bold"}
+    assert bold == set(METHODS), "each is slower and better than the one before"
+    assert all(axes.get_legend() is None for axes in figure.axes)
+
+
+def test_families_have_one_colour_and_no_two_labels_overlap() -> None:
+    figure = bench_figure(report(("sql",)))
+    depth = panel(figure, "by depth")
+    hues = {str(line.get_label()): line.get_color() for line in depth.get_lines()}
+    families = {family: {hue for name, hue in hues.items() if name.startswith(family)} for family in FAMILIES}
+    assert all(len(found) == 1 for found in families.values())
+    assert len({hue for found in families.values() for hue in found}) == len(set(FAMILIES.values()))
+    figure.draw_without_rendering()
+    for axes in (depth, panel(figure, "speed")):
+        texts = [*axes.texts, *axes.get_yticklabels()]
+        boxes = [PlotText.get_window_extent(one) for one in texts if one.get_text()]
+        assert len(boxes) > 8
+        assert not any(a.overlaps(b) for place, a in enumerate(boxes) for b in boxes[:place])
+
+
+def test_a_large_sweep_shows_the_best_settings_of_each_method() -> None:
+    rows = [row("sql", name, place + step, f"D={step}") for place, name in enumerate(METHODS) for step in range(3)]
+    slower = [dataclasses.replace(row("sql", "dsbd-coupled", 0, "D=9"), tokens_per_s=Interval(1.0, 1.0, 1.0))]
+    axes = panel(bench_figure(BenchReport([*rows, *slower], {}, {})), "speed")
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(names) <= 40
+    assert "dsbd-coupled D=9" not in names
+    assert f"best {len(names)} of 61 settings" in axes.get_xlabel()
+
+
+def test_labels_stand_apart_in_their_order() -> None:
+    assert apart([10, 10, 50, 11], 5, 0, 100) == [10, 15, 50, 20]
+    assert apart([99, 98, 97], 5, 0, 100) == [100, 95, 90]
+    assert apart([], 5, 0, 100) == []
 
 
 def test_the_curve_has_the_colour_of_its_method_and_steps_per_call_to_the_right() -> None:
@@ -248,7 +329,7 @@ def test_the_curve_has_the_colour_of_its_method_and_steps_per_call_to_the_right(
     depth = {line.get_label(): line for line in panel(figure, "by depth").get_lines()}
     assert lines["dsbd-fuzzy W=4 K=12 D=2"].get_color() == depth["dsbd-fuzzy W=4 K=12 D=2 T=0.05"].get_color()
     assert {"filled: test", "open: dev", "chosen on dev"} < lines.keys()
-    assert [text.get_text() for text in curve.texts] == ["T=0.05", "T=0.1", "T=0.4", "T=0.05, 0.1, 0.4"]
+    assert [text.get_text() for text in curve.texts] == ["T=0.05", "0.1", "0.4", "T=0.05, 0.1, 0.4"]
 
 
 def test_settings_of_a_sweep_and_drafters_are_told_apart() -> None:
@@ -258,8 +339,8 @@ def test_settings_of_a_sweep_and_drafters_are_told_apart() -> None:
         for place, name in enumerate(names)
     ]
     figure = bench_figure(BenchReport(rows, {}, {}))
-    points = [line for line in panel(figure, "quality").get_lines() if len(line.get_xdata()) == 1]
-    assert len({line.get_marker() for line in points if line.get_marker() not in ("", "None")}) == 2
+    shown = [label.get_text() for label in panel(figure, "speed").get_yticklabels()]
+    assert shown == [f"dsbd-coupled {name}" for name in names]
     curves = panel(figure, "by depth").get_lines()
     assert [line.get_label() for line in curves] == [f"dsbd-coupled {name}" for name in names]
     assert_whole(figure)

@@ -12,9 +12,11 @@ from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.requests import Request
 
-__all__ = ["Measure", "measure", "with_draft"]
+__all__ = ["Measure", "measure", "with_draft", "worse"]
 
 ROUNDS = 2
+LOST = 0.02  # of the steps per target call or of the time: less is what a few prompts vary by
+SLOWER = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,22 @@ class Measure:
     def plus(self, other: Measure) -> Measure:
         """Both together."""
         return Measure(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+
+def worse(before: Measure, after: Measure) -> str | None:
+    """How the second draft is worse than the first: fewer steps per target call, or more time per token in both models
+    together; None where it is not."""
+    if not (before.target_calls and after.target_calls and before.tokens and after.tokens):
+        return None
+    steps = [one.steps / one.target_calls for one in (before, after)]
+    times = [1e3 * (one.draft_s + one.target_s) / one.tokens for one in (before, after)]
+    fewer, slower = 1 - steps[1] / steps[0] > LOST, times[0] > 0 and times[1] / times[0] - 1 > SLOWER
+    said = []
+    if fewer:
+        said.append(f"{steps[1]:.2f} steps per target call instead of {steps[0]:.2f}")
+    if fewer or slower:
+        said.append(f"{times[1]:.2f} ms per token in both models instead of {times[0]:.2f}")
+    return ", ".join(said) or None
 
 
 def with_draft(engine: Engine, spec: ModelSpec) -> Engine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,7 +21,7 @@ from dsbd_cli.job.cli.bench_options import (
     SweepOptions,
 )
 from dsbd_cli.job.cli.declare import grouped
-from dsbd_cli.job.cli.messages import log, say
+from dsbd_cli.job.cli.messages import duration, log, say
 from dsbd_cli.job.cli.options import DeviceOptions, DrawOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.job.cli.report_files import check_report_files
 from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
@@ -45,9 +45,9 @@ TASK_SEED = 0
 
 
 class Progress(Protocol):
-    """Called with windows done, windows in all, and what is measured next."""
+    """Called with windows done, windows in all, what is measured next, and the seconds left where that is known."""
 
-    def __call__(self, done: int, total: int, name: str) -> None: ...
+    def __call__(self, done: int, total: int, name: str, left_s: float | None) -> None: ...
 
 
 @grouped
@@ -124,13 +124,14 @@ def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> SweepPlan:
 def _planned(
     methods: str | None, lists: dict[str, list[Value]], index: str | None, draft: bool, *, tuned: bool
 ) -> SweepPlan:
-    names = choose_methods(methods, draft=draft, drafters=lists.get("drafter", ()))
+    names, notes = choose_methods(methods, draft=draft, drafters=lists.get("drafter", ()))
     planned = plan(names, lists, index)
+    planned = dataclasses.replace(planned, notes=(*notes, *planned.notes))
     if not tuned or not without_reference(planned.settings):
         return planned
     note = "beam-sampling is run as well, because a fuzzy threshold is chosen by what the target alone scores"
     again = plan(["beam-sampling", *names], lists, index)
-    return dataclasses.replace(again, notes=(note, *again.notes))
+    return dataclasses.replace(again, notes=(*notes, note, *again.notes))
 
 
 def _check_choice(choice: ChoiceOptions, planned: SweepPlan, dev_records: int) -> bool:
@@ -215,7 +216,7 @@ def _load(settings: RunSettings, devices: DeviceOptions, planned: Sequence[Setti
 
 def _run(running: Bench, outputs: BenchOutputs) -> None:
     """Measure, then print and write, also what was measured until a signal came."""
-    with _progress(quiet=bool(outputs.quiet)) as progress:
+    with _progress(running.settings, quiet=bool(outputs.quiet)) as progress:
         report = running.run(progress)
     if not report.rows:
         say("stopped before anything was measured")
@@ -244,42 +245,56 @@ def _write(report: BenchReport, outputs: BenchOutputs) -> None:
 
 
 @contextmanager
-def _progress(*, quiet: bool) -> Iterator[Progress]:
-    """A bar on a terminal, a log line a minute elsewhere."""
+def _progress(settings: int, *, quiet: bool) -> Iterator[Progress]:
+    """A bar on a terminal, log lines elsewhere. settings: how many are measured in turn."""
     if quiet or sys.stderr is None:
-        yield lambda done, total, name: None
+        yield lambda done, total, name, left_s: None
     elif sys.stderr.isatty():
         with _bar() as told:
             yield told
     else:
-        yield _Log()
+        yield _Log(settings)
 
 
 @contextmanager
 def _bar() -> Iterator[Progress]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
+    from rich.table import Column
 
+    # the name of the method alone gives way where the terminal is narrow
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     columns = (
-        BarColumn(),
+        BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}", markup=False),
+        TextColumn("{task.description}", markup=False, table_column=rest),
     )
-    with Bar(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
+    with Bar(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False, expand=True) as bar:
         task = bar.add_task("warming up", total=None)
-        yield lambda done, total, name: bar.update(task, completed=done, total=total, description=name)
+
+        def told(done: int, total: int, name: str, left_s: float | None) -> None:
+            left = "" if left_s is None else f"about {duration(left_s)} left, "
+            bar.update(task, completed=done, total=total, description=left + name)
+
+        yield told
 
 
 class _Log:
-    """A line a minute."""
+    """A line at the beginning, one with the time left after the first window and after the first of every method, then
+    one a minute."""
 
-    def __init__(self) -> None:
-        self._last = time.monotonic()
+    def __init__(self, settings: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._wanted = [0, 1, settings]
+        self._last = clock()
 
-    def __call__(self, done: int, total: int, name: str) -> None:
-        if time.monotonic() - self._last >= LOG_INTERVAL_S:
-            self._last = time.monotonic()
-            log(f"{done} of {total} windows, {name}", {"done": done, "total": total})
+    def __call__(self, done: int, total: int, name: str, left_s: float | None) -> None:
+        due = done in self._wanted and done < total
+        if not due and self._clock() - self._last < LOG_INTERVAL_S:
+            return
+        self._wanted = [wanted for wanted in self._wanted if wanted > done]
+        self._last = self._clock()
+        left = "" if left_s is None else f", about {duration(left_s)} left"
+        log(f"{done} of {total} windows{left}, {name}", {"done": done, "total": total, "left_s": left_s})

@@ -190,7 +190,7 @@ class BenchOutputs:
         option(
             OUTPUT,
             "--plot",
-            text="draw quality against speed and acceptance by depth here: .png, .svg or .pdf (needs dsbd[plots])",
+            text="draw speed, quality and acceptance by depth here: .png, .svg or .pdf (needs dsbd[plots])",
             metavar="FILE",
         ),
     ] = None

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 __all__ = [
+    "duration",
     "error_line",
     "log",
     "say",
@@ -49,6 +50,12 @@ def utc_now() -> str:
 def whole(command: str) -> str:
     """A command inside a message: a terminal shows it without line ends in it, so that it can be copied."""
     return command.replace(" ", NO_BREAK)
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as in 0:03:20."""
+    total = int(seconds)
+    return f"{total // 3600}:{total // 60 % 60:02d}:{total % 60:02d}"
 
 
 def say(

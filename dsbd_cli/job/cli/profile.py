@@ -7,10 +7,10 @@ import itertools
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -18,10 +18,11 @@ from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.drafter_options import DrafterOptions
 from dsbd_cli.job.cli.forest_options import ForestOptions
-from dsbd_cli.job.cli.options import DeviceOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.job.cli.messages import say
+from dsbd_cli.job.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.job.cli.report_files import check_report_files
 from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, model_specs, run_settings
-from dsbd_cli.job.cli.signals import StopSignals
+from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.resume import write_atomically
 from dsbd_cli.job.data.source import LineSource
@@ -35,8 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ProfileOptions", "option_words", "profile"]
 
+T = TypeVar("T")
+
 PROMPTS, PROFILE = "Prompts", "Profile"
-RECORDS, REPEATS = 8, 3
+RECORDS, REPEATS, SECONDS = 8, 3, 60.0
 TASK_SEED = 0
 
 
@@ -59,8 +62,18 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What is written besides the tables."""
+    """How long it may take, and what is written besides the tables."""
 
+    seconds: Annotated[
+        float | None,
+        option(
+            PROFILE,
+            "--seconds",
+            text="time for measuring, after the models are loaded; what there is no time for is left out and named",
+            default=f"{SECONDS:g}",
+            metavar="X",
+        ),
+    ] = None
     repeats: Annotated[
         int | None,
         option(PROFILE, "--repeats", text="timed runs of each setting, taken in turn", default=REPEATS, metavar="N"),
@@ -113,7 +126,9 @@ def profile(
 ) -> None:
     """Measure where time and memory go with these models and prompts, and recommend K, D and W_min for this machine.
 
-    Every prompt is decoded about ten times. Numbers are measured unless they are called predicted.
+    What is worth most is measured first, within --seconds. Numbers are measured unless they are called predicted.
+
+    Ctrl-C prints what is measured by then.
     """
     fixed = fixed_depth(pair, method, drafter.drafter)
     settings = run_settings(pair, fixed, sampling, devices, RowOptions(), drafter)
@@ -126,6 +141,9 @@ def profile(
     for name, value in (("--repeats", repeats), ("--show", wanted.show), ("--records", prompts.records)):
         if value is not None and value < 1:
             raise UsageError(f"{name} is {value}, but must be 1 or more")
+    seconds = SECONDS if wanted.seconds is None else wanted.seconds
+    if not seconds > 0:
+        raise UsageError(f"--seconds is {seconds:g}, but must be above 0")
     if wanted.quiet and wanted.show is not None and wanted.json is None:
         raise UsageError("--show prints a tree and --quiet prints nothing but a command: drop one, or add --json")
     check_report_files(
@@ -135,11 +153,14 @@ def profile(
     groups = (pair, method, drafter, sampling, devices)
     command = shlex.join(["dsbd", *(arguments or ["profile"])])
     # libraries turn a KeyboardInterrupt in the middle of an import into errors of their own
-    with StopSignals(quiet=True), _talk(quiet=bool(wanted.quiet)) as told:
-        found = _measure(
-            settings, devices, requests, wanted, command, _renderer(groups, prompts.prompts), repeats, told
-        )
-    _write(found, wanted)
+    with StopSignals(quiet=bool(wanted.quiet)) as signals:
+        with _talk(quiet=bool(wanted.quiet)) as told:
+            render = _renderer(groups, prompts.prompts)
+            found = _measure(settings, devices, requests, wanted, command, render, (repeats, seconds), told, signals)
+        if found is not None:
+            _write(found, wanted)
+        if signals.number is not None:
+            raise StoppedError(signals.number, early=found is None)
 
 
 def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, ...]:
@@ -172,14 +193,18 @@ def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, .
 
 @contextmanager
 def _talk(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A line on a terminal that says what is being measured; nothing elsewhere."""
-    if quiet or sys.stderr is None or not sys.stderr.isatty():
+    """What is being done: one line on a terminal that is replaced, a line for each part elsewhere."""
+    if quiet or sys.stderr is None:
         yield lambda message: None
-        return
-    from rich.console import Console
+    elif sys.stderr.isatty():
+        from rich.console import Console
+        from rich.text import Text
 
-    with Console(stderr=True).status("loading the models") as status:
-        yield status.update
+        with Console(stderr=True).status("loading the models") as status:
+            yield lambda message: status.update(Text(message))
+    else:
+        say("loading the models")
+        yield say
 
 
 def _measure(
@@ -189,15 +214,20 @@ def _measure(
     wanted: ProfileOptions,
     command: str,
     render: Callable[[ForestSize], str],
-    repeats: int,
+    limits: tuple[int, float],
     told: Callable[[str], None],
-) -> Profile:
-    """Where torch is imported."""
+    signals: StopSignals,
+) -> Profile | None:
+    """Where torch is imported. limits: repeats and seconds."""
     engine, before = _load(settings, devices)
+    from dsbd_cli.lab.profiling.budget import Budget
     from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
     from dsbd_cli.lab.profiling.runs import ProfiledPair
 
     assert engine.info is not None
+    repeats, seconds = limits
+    budget = Budget(seconds, told)
+    signals.on_stop = budget.stop
     return take_profile(
         ProfileSpec(
             bench=ProfiledPair(
@@ -207,6 +237,7 @@ def _measure(
                 requests,
                 settings.batch_size or len(requests),
                 (settings.target, settings.draft),
+                budget,
             ),
             method=settings.method,
             repeats=repeats,
@@ -214,7 +245,6 @@ def _measure(
             dtype=engine.info.dtype,
             resident_before=before,
             render=render,
-            told=told,
             show=wanted.show,
             trace=wanted.trace,
         )
@@ -256,10 +286,10 @@ def option_words(group: object, changed: dict[str, object]) -> list[str]:
 
 
 def _renderer(groups: tuple[object, ...], prompts: Path | None) -> Callable[[ForestSize], str]:
-    """How a setting is written as a ready command."""
+    """How a setting is written as a ready command: with the options that change something."""
 
     def render(setting: ForestSize) -> str:
-        changed: dict[str, object] = {"depth": setting.depth, "drafts_per_layer": setting.drafts_per_layer}
+        changed: dict[str, object] = {"depth": str(setting.depth), "drafts_per_layer": setting.drafts_per_layer}
         if setting.min_width is not None:
             changed |= {"width": "threshold", "min_width": setting.min_width}
         if not setting.depth:
@@ -268,11 +298,49 @@ def _renderer(groups: tuple[object, ...], prompts: Path | None) -> Callable[[For
             names += [item.name for item in dataclasses.fields(DrafterOptions)]
             names += ["rule"] if any(getattr(group, "rule", None) == "fuzzy" for group in groups) else []
             changed = {**dict.fromkeys(names), "draft": "none"}
-        words = [word for group in groups for word in option_words(group, changed)]
+        words = [word for group in _needed(groups, changed) for word in option_words(group, {})]
         source = shlex.quote(str(prompts)) if prompts is not None else "prompts.jsonl"
         return f"{shlex.join(['dsbd', 'generate', *words])} --input {source}"
 
     return render
+
+
+def _needed(groups: tuple[object, ...], changed: dict[str, object]) -> list[object]:
+    """The groups with changed values, less the options without which generate would do the same."""
+    kept = [_with(group, changed) for group in groups]
+    wanted = _settled(kept)
+    names = [(place, name) for place, group in enumerate(kept) for name in vars(group)]
+    for place, name in names:
+        if getattr(kept[place], name) is None:
+            continue
+        fewer = [*kept[:place], _with(kept[place], {name: None}), *kept[place + 1 :]]
+        # an option without which the others contradict each other is needed
+        with suppress(UsageError):
+            kept = fewer if _settled(fewer) == wanted else kept
+    return kept
+
+
+def _with(group: object, changed: dict[str, object]) -> object:
+    assert dataclasses.is_dataclass(group)
+    names = {item.name for item in dataclasses.fields(group)}
+    return dataclasses.replace(group, **{k: v for k, v in changed.items() if k in names})  # type: ignore[type-var]
+
+
+def _settled(groups: list[object]) -> tuple[object, ...]:
+    """All that `dsbd generate` would do with these options."""
+
+    def group(kind: type[T]) -> T:
+        return next((one for one in groups if isinstance(one, kind)), kind())
+
+    devices = group(DeviceOptions)
+    settings = run_settings(
+        group(PairOptions), group(MethodOptions), group(SamplingOptions), devices, RowOptions(), group(DrafterOptions)
+    )
+    # what run_settings hands on unread
+    idle = {"dtype": "auto", "device": "auto", "trust_remote_code": False, "allow_pickle": False}
+    loading = dataclasses.asdict(devices) | {name: getattr(devices, name) or default for name, default in idle.items()}
+    loading.pop("batch_size")
+    return settings, loading
 
 
 def _write(found: Profile, wanted: ProfileOptions) -> None:
@@ -301,6 +369,9 @@ def _print(found: Profile) -> None:
 
     console = Screen(sys.stdout)
     for part in profile_tables(found):
-        console.print(part, soft_wrap=isinstance(part, Text))
+        if isinstance(part, Text):
+            console.print(part, soft_wrap=True)
+        else:
+            console.show(part)
     if found.forest is not None:
-        console.print(forest_tree(found.forest))
+        console.show(forest_tree(found.forest))

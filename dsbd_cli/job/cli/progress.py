@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dsbd_cli.job.cli.messages import log, say, warn
+from dsbd_cli.job.cli.messages import duration, log, say, warn
 from dsbd_cli.job.cli.talk_options import TalkOptions
 from dsbd_cli.job.cli.totals import Totals
 
@@ -118,8 +118,8 @@ class Reporter:
         left = (self.input_bytes - self._bytes) * steps / done - self._unfinished
         if left <= 0:  # the rows under way are longer than those before, nobody knows by how much
             return f"{share:.0%} done"
-        seconds = int(self.totals.seconds * left / (steps + self._unfinished))
-        return f"{share:.0%} done, {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
+        seconds = self.totals.seconds * left / (steps + self._unfinished)
+        return f"{share:.0%} done, {duration(seconds)} left"
 
     def _log(self) -> None:
         """Event.wait goes by the monotonic clock: a clock that is set back neither stops nor floods the log."""

@@ -17,7 +17,7 @@ from dsbd_cli.config import ModelSpec
 from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.forest_options import ForestOptions
-from dsbd_cli.job.cli.messages import say
+from dsbd_cli.job.cli.messages import say, warn
 from dsbd_cli.job.cli.options import DeviceOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, model_specs, run_settings
 from dsbd_cli.job.data.compression import open_input
@@ -143,6 +143,8 @@ class _Trimming:
         measured = self._measure(held) if held else None
         if measured is None and not self._trim.quiet:
             say("nothing is measured, because no prompts are held out: --held-out FILE names some")
+        if measured is not None and not self._trim.quiet:
+            _warn_of_loss(*measured)
         if self._trim.json:
             sys.stdout.buffer.write(orjson.dumps(self._record(report, len(held), measured)) + b"\n")
         elif not self._trim.quiet:
@@ -258,6 +260,13 @@ def _rates(measured: Measure) -> dict[str, float | None]:
         "draft_ms_per_token": per(1e3 * measured.draft_s, measured.tokens),
         "target_ms_per_token": per(1e3 * measured.target_s, measured.tokens),
     }
+
+
+def _warn_of_loss(before: Measure, after: Measure) -> None:
+    from dsbd_cli.engine.decoding.compare import worse
+
+    if loss := worse(before, after):
+        warn(f"the trimmed draft is worse than the full one: {loss}: a larger --size or --coverage keeps more rows")
 
 
 def _show(report: TrimReport, measured: tuple[Measure, Measure] | None, prompts: int, output: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 
@@ -21,7 +23,7 @@ from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
 
 __all__ = ["Bench"]
 
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[int, int, str, float | None], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,9 +44,16 @@ class Bench:
     """
 
     def __init__(
-        self, pair: Engine, spec: BenchSpec, *, command: Sequence[str], meter: EnergyMeter | None = None
+        self,
+        pair: Engine,
+        spec: BenchSpec,
+        *,
+        command: Sequence[str],
+        meter: EnergyMeter | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """command: the command line, for the record. meter: of the target's device, if left out.
+        """command: the command line, for the record. meter: of the target's device, if left out. clock: of the
+        estimate of the time that is left.
 
         Raises UsageError where a record or a setting cannot be run.
         """
@@ -63,11 +72,18 @@ class Bench:
             for setting in part.settings
         }
         self._environment = environment(command, str(device))
+        self._clock = clock
+        self._took: dict[tuple[Part, Setting], list[float]] = {key: [] for key in self._tallies}
 
     @property
     def units(self) -> int:
         """Timed windows in all."""
         return sum(part.rounds * len(part.settings) * len(part.data.windows) for part in self._parts)
+
+    @property
+    def settings(self) -> int:
+        """Settings that are measured in turn."""
+        return len(self._spec.settings)
 
     @property
     def stopped(self) -> bool:
@@ -80,12 +96,30 @@ class Bench:
         for runner in self._runners.values():
             runner.stop()
 
-    def run(self, progress: Progress = lambda done, total, name: None) -> BenchReport:
-        """Measure all of it. progress: called before each window with windows done, windows in all, and its name."""
+    def left_s(self) -> float | None:
+        """Seconds that the rest will take, from the windows that are done; None before the first one.
+
+        A method that has not run on a task takes what it took on another one, else what the other methods took.
+        """
+        every = [seconds for some in self._took.values() for seconds in some]
+        if not every:
+            return None
+        of_setting: dict[Setting, list[float]] = {}
+        for (_, setting), some in self._took.items():
+            of_setting.setdefault(setting, []).extend(some)
+        return sum(
+            (part.rounds * len(part.data.windows) - len(some)) * fmean(some or of_setting[setting] or every)
+            for (part, setting), some in self._took.items()
+        )
+
+    def run(self, progress: Progress = lambda done, total, name, left_s: None) -> BenchReport:
+        """Measure all of it. progress: called before each window with windows done, windows in all, its name, and
+        the seconds that are left, as far as that is known."""
         self._meter.measure_idle()
         first = self._parts[0].data.windows[0][:1]
-        for runner in self._runners.values():
+        for setting, runner in self._runners.items():
             if not self._stopping:
+                progress(0, self.units, f"warming up {setting.name}", None)
                 runner.run(first)  # warm-up: lazy set-up and the first use of kernels
         done = 0
         for number in range(self._spec.rounds):
@@ -93,7 +127,7 @@ class Bench:
                 for part in self._parts:
                     if number < part.rounds and window < len(part.data.windows):
                         done = self._window(part, number, window, done, progress)
-        progress(done, self.units, "")
+        progress(done, self.units, "", self.left_s())
         return self.report()
 
     def report(self) -> BenchReport:
@@ -146,8 +180,10 @@ class Bench:
         for setting in (*settings[first:], *settings[:first]):
             if self._stopping:
                 return done
-            progress(done, self.units, f"{data.dataset.name}: {setting.name}")
+            progress(done, self.units, f"{data.dataset.name}: {setting.name}", self.left_s())
+            began = self._clock()
             self._measure(part, setting, number, window)
+            self._took[part, setting].append(self._clock() - began)
             done += 1
         return done
 

@@ -59,9 +59,11 @@ class SweepPlan:
     notes: tuple[str, ...]
 
 
-def choose_methods(text: str | None, *, draft: bool = True, drafters: Sequence[Value] = ()) -> list[str]:
-    """Names from a comma list; `all` is every method, None the default ones. draft: a draft model is there; drafters:
-    of the sweep.
+def choose_methods(
+    text: str | None, *, draft: bool = True, drafters: Sequence[Value] = ()
+) -> tuple[list[str], tuple[str, ...]]:
+    """Names from a comma list, and what is to be said of them; `all` is every method, None the default ones. draft: a
+    draft model is there; drafters: of the sweep.
 
     Raises UsageError for names that do not exist, stand twice, or need the draft that is not there.
     """
@@ -72,7 +74,9 @@ def choose_methods(text: str | None, *, draft: bool = True, drafters: Sequence[V
 
     if text in (None, "all"):
         every = DEFAULT_METHODS if text is None else tuple(METHODS)
-        return [name for name in every if runs(METHODS[name])]
+        missing = [name for name in every if not runs(METHODS[name])]
+        said = f"left out: {', '.join(missing)}: they need a draft, but --draft is none"
+        return [name for name in every if name not in missing], (said,) if missing else ()
     assert text is not None
     names = [name.strip() for name in text.split(",")]
     for place, name in enumerate(names):
@@ -86,7 +90,7 @@ def choose_methods(text: str | None, *, draft: bool = True, drafters: Sequence[V
             raise UsageError(f"--methods: {name} stands there twice: drop one")
         if not runs(METHODS[name]):
             raise UsageError(f"--methods: {name} needs a draft, but --draft is none")
-    return names
+    return names, ()
 
 
 def read_values(option: str, axis: str, text: str) -> list[Value]:

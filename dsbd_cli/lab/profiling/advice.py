@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dsbd_cli.lab.profiling.budget import Budget
 from dsbd_cli.lab.profiling.predict import NEAR
 from dsbd_cli.lab.profiling.runs import Run, drafts_nodes, phases_of
 from dsbd_cli.lab.reports.profile_data import ForestSize, Machine, MeasuredSetting, Prediction
 
-__all__ = ["drafting", "neighbours", "notes", "prediction_of", "warnings"]
+__all__ = ["drafting", "missing", "neighbours", "notes", "prediction_of", "warnings"]
 
 WIDE_SPREAD = 0.25
 BUSY = 0.5
@@ -57,11 +58,29 @@ def drafting(run: Run) -> list[str]:
     ]
 
 
-def neighbours(now: Prediction, found: Sequence[Prediction]) -> list[str]:
-    """Whether a longer or a wider draft would pay, each alone and held against no draft too, as predicted."""
+def missing(budget: Budget) -> list[str]:
+    """What was not measured, and why."""
+    told = []
+    if budget.left_out:
+        told.append(
+            f"left out, because --seconds is {budget.seconds:g}: {'; '.join(budget.left_out)}; "
+            "a larger number measures them too"
+        )
+    if budget.stopped:
+        told.append("stopped early: this is what was measured until then")
+    return told
+
+
+def neighbours(
+    now: Prediction, found: Sequence[Prediction], measured: MeasuredSetting, without: MeasuredSetting | None
+) -> list[str]:
+    """Whether a longer or a wider draft would pay, each alone and held against no draft too, as predicted.
+
+    measured: the setting in use; without: no draft, as measured.
+    """
     here = now.setting
     same = [one for one in found if one.setting.depth and one.setting.min_width == here.min_width]
-    plain = next((one.tokens_per_s for one in found if not one.setting.depth), 0.0)
+    gain = without.tokens_per_s.median / measured.tokens_per_s.median - 1 if without is not None else None
     told = []
     for field, other, words in (
         ("depth", "drafts_per_layer", (("longer", 1), ("shorter", -1))),
@@ -72,12 +91,13 @@ def neighbours(now: Prediction, found: Sequence[Prediction]) -> list[str]:
             further = [one for one in line if side * (getattr(one.setting, field) - getattr(here, field)) > 0]
             if further:
                 best = max(further, key=lambda one: one.tokens_per_s)
-                told.append(f"a {word} draft {_verdict(best, now.tokens_per_s, plain)}")
+                told.append(f"a {word} draft {_verdict(best, now.tokens_per_s, gain)}")
     return told
 
 
-def _verdict(best: Prediction, now: float, plain: float) -> str:
-    """What another draft would do to the speed. now, plain: predicted tokens/s as set and without a draft."""
+def _verdict(best: Prediction, now: float, gain: float | None) -> str:
+    """What another draft would do to the speed. now: predicted tokens/s as set; gain: of no draft over that, as
+    measured."""
     change = best.tokens_per_s / now - 1
     label = best.setting.label
     if abs(change) <= WORTH:
@@ -85,14 +105,16 @@ def _verdict(best: Prediction, now: float, plain: float) -> str:
     predicted = f"{label} is predicted to change speed by {change:+.0%}"
     if change < 0:
         return f"would not pay: {predicted}"
-    if best.tokens_per_s < plain:
-        without = f"no draft by {plain / now - 1:+.0%}"
+    if gain is not None and change < gain:
+        without = f"no draft was measured to change it by {gain:+.0%}"
         return f"would be faster than as set, but still slower than no draft: {predicted}, {without}"
     return f"would pay: {predicted}"
 
 
-def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: ForestSize) -> list[str]:
-    """What the runs say about the recommended setting and about the predictions."""
+def notes(
+    now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: ForestSize, *, predicted: bool = True
+) -> list[str]:
+    """What the runs say about the recommended setting and about the predictions. predicted: there are some."""
     told = []
     plain = next((one for one in tried if not one.setting.depth), None)
     if plain is not None and now.setting.depth:
@@ -101,9 +123,9 @@ def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: ForestSi
             told.append(f"speculation does not pay as set: no draft is {1 / ratio:.2f} times as fast (measured)")
         else:
             told.append(f"speculation pays: {ratio:.2f} times the tokens/s of no draft (measured)")
-        if not best.depth and ratio < 1:
+        if not best.depth and ratio < 1 and predicted:
             told.append("with this drafter no D and K was both predicted and measured to be faster: use no draft")
-        elif not best.depth:
+        elif not best.depth and ratio >= 1:
             told.append(
                 f"no draft is recommended all the same: it is within {1 - NEAR:.0%} of the fastest, and all beams live "
                 "without a draft, where narrow layers lose text"
@@ -117,7 +139,7 @@ def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: ForestSi
                 f"the prediction for {one.setting.label} was off by {off:+.0%}: "
                 "take the predicted numbers as an order, not as speeds"
             )
-    if best == now.setting:
+    if best == now.setting and tried:
         told.append("the settings in use are the recommended ones")
     return told
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from dsbd_cli.lab.profiling.machine import MachineRates
 from dsbd_cli.lab.profiling.timers import synchronise
 from dsbd_cli.lab.reports.profile_data import CurvePoint, Spread, spread_of
 
-__all__ = ["forest_input", "measure_forwards", "node_counts", "points_of"]
+__all__ = ["MIN_ROUNDS", "WARM_UP", "forest_input", "measure_forwards", "node_counts", "one_forward", "points_of"]
 
 WARM_UP = 2
 MIN_ROUNDS = 3
@@ -37,25 +37,54 @@ def forest_input(model: ForestModel, rows: int, slots: int, nodes: int) -> Fores
 
 
 @torch.inference_mode()
+def one_forward(model: ForestModel, slots: int, nodes: int, clock: Callable[[], float]) -> float:
+    """Seconds of one forward of one row with logits, after one to warm up: enough to plan by."""
+    model.release()
+    model.reserve(1, slots + 1)
+    batch = forest_input(model, 1, slots, nodes)
+    start = 0.0
+    for _ in range(2):
+        synchronise(model.device)
+        start = clock()
+        model.forward(batch)
+        synchronise(model.device)
+    seconds = clock() - start
+    model.release()
+    return seconds
+
+
+@torch.inference_mode()
 def measure_forwards(
-    model: ForestModel, rows: int, slots: int, counts: Sequence[int], *, rounds: int, budget_s: float
+    model: ForestModel,
+    rows: int,
+    slots: int,
+    counts: Sequence[int],
+    *,
+    rounds: int,
+    budget_s: float,
+    warm_up: int = WARM_UP,
+    least: int = MIN_ROUNDS,
+    clock: Callable[[], float] = time.perf_counter,
+    check: Callable[[], None] = lambda: None,
 ) -> list[tuple[int, Spread]]:
     """Seconds of forwards with logits, by node count; rounds go through all counts in turn, so that a drift of the
-    machine meets all of them. After three rounds the budget ends it."""
+    machine meets all of them. After `least` rounds the budget ends it. check: is called before each forward and raises
+    what shall end it at once."""
     model.release()
     model.reserve(rows, slots + 1)
     batches = [forest_input(model, rows, slots, count) for count in counts]
     seconds: list[list[float]] = [[] for _ in counts]
-    began = time.perf_counter()
-    for number in range(WARM_UP + max(rounds, MIN_ROUNDS)):
+    began = clock()
+    for number in range(warm_up + max(rounds, least)):
         for place, batch in enumerate(batches):
+            check()
             synchronise(model.device)
             start = time.perf_counter()
             model.forward(batch)
             synchronise(model.device)
-            if number >= WARM_UP:
+            if number >= warm_up:
                 seconds[place].append(time.perf_counter() - start)
-        if time.perf_counter() - began > budget_s and number + 1 >= WARM_UP + MIN_ROUNDS:
+        if clock() - began > budget_s and number + 1 >= warm_up + least:
             break
     model.release()
     return [(count, spread_of(values)) for count, values in zip(counts, seconds, strict=True)]

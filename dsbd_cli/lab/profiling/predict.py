@@ -40,6 +40,22 @@ class Interpolation:
             return points[0][1] * self.scale
         return max(t0 + (t1 - t0) * (nodes - n0) / (n1 - n0), 0.0) * self.scale
 
+    def through(self, measured: Sequence[tuple[int, float]]) -> Interpolation:
+        """The same line, scaled to pass through what was measured in runs; in between the scales are joined, too.
+        Measurements at the same nodes count alike."""
+        at: dict[int, list[float]] = {}
+        for nodes, seconds in measured:
+            at.setdefault(nodes, []).append(seconds / self.at(nodes))
+        means = [(nodes, sum(some) / len(some)) for nodes, some in sorted(at.items())]
+        (first, low), (last, high) = means[0], means[-1]
+        scales = Interpolation(tuple(means))
+
+        def scale(nodes: int) -> float:
+            return low if nodes <= first else high if nodes >= last else scales.at(nodes)
+
+        kept = dict.fromkeys([*(nodes for nodes, _ in self.points), *at])
+        return Interpolation(tuple((nodes, self.at(nodes) * scale(nodes)) for nodes in sorted(kept)))
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:

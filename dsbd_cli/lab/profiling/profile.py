@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,11 +13,13 @@ import torch
 
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.protocols import ForestModel
+from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.models.sizes import size_of
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import RowError, UsageError
 from dsbd_cli.lab.profiling import advice
 from dsbd_cli.lab.profiling.acceptance import Rates, acceptance_rates
-from dsbd_cli.lab.profiling.curves import measure_forwards, node_counts, points_of
+from dsbd_cli.lab.profiling.budget import Budget, CutOffError, Expected
+from dsbd_cli.lab.profiling.curves import MIN_ROUNDS, WARM_UP, measure_forwards, node_counts, one_forward, points_of
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
 from dsbd_cli.lab.profiling.memory import owners, peak_bytes, reset_peak
 from dsbd_cli.lab.profiling.predict import Costs, Interpolation, choose, layer_costs, predictions
@@ -34,13 +38,12 @@ from dsbd_cli.lab.reports.profile_data import (
     Machine,
     MeasuredSetting,
     Owner,
-    Phase,
     Prediction,
     Profile,
     ShownForest,
     spread_of,
 )
-from dsbd_cli.requests import derive_seed
+from dsbd_cli.requests import Request, derive_seed
 from dsbd_cli.stats import DrafterStats
 
 __all__ = ["ProfileSpec", "take_profile"]
@@ -50,6 +53,12 @@ LEAST_DEPTH = 6
 LEAST_DRAFTS = 16
 SLOT_STEP = 32
 CURVE_BUDGET_S = 12.0
+# of the time: one run at most, which takes a fraction of that where texts end and drafts pass; the curve of one model
+RUN_SHARE, CURVE_SHARE = 0.33, 0.33
+# to warm up and timed at least; a slow model needs fewer, because its forwards spread less
+MANY_ROUNDS, FEW_ROUNDS = (WARM_UP, MIN_ROUNDS), (1, 1)
+FEWER_TOKENS = (16, 4)
+Choice = tuple[list[int], tuple[int, int]]  # node counts and rounds
 Acceptance = dict[tuple[int, int | None], Rates]
 
 
@@ -57,7 +66,7 @@ Acceptance = dict[tuple[int, int | None], Rates]
 class ProfileSpec:
     """What to profile. resident_before: bytes of the process before models were loaded. show: an iteration, from 1.
 
-    render: a setting as a command line that uses it. told: is called with what is being done.
+    render: a setting as a command line that uses it. The bench's budget says how long it may take.
     """
 
     bench: ProfiledPair
@@ -67,74 +76,318 @@ class ProfileSpec:
     dtype: str
     resident_before: int | None
     render: Callable[[ForestSize], str]
-    told: Callable[[str], None]
     show: int | None = None
     trace: Path | None = None
 
 
-def take_profile(job: ProfileSpec) -> Profile:
-    """Measure everything. Raises DsbdError where a prompt cannot be decoded, UsageError where --show asks for an
-    iteration that there is not."""
-    bench, method = job.bench, job.method
-    machine = describe_machine(bench.target.device)
-    forest = _forest(job) if job.show is not None else None
-    memory = _memory(job)
-    job.told("timing runs")
-    detailed = bench.timed(method)
-    every = not bench.captures
-    first = detailed if every else bench.timed(method, every=False)
-    curves = _curves(job, detailed)
-    plain = bench.timed(method_for(method, NO_DRAFT), every=every) if method.depth else first
-    other = bench.timed(method_for(method, _other_drafts(method)), every=every) if method.depth else first
-    costs = costs_of(first, plain, other, curves)
-    found, rates = _predict(job, costs)
-    now, best = setting_of(method), choose([(one.setting, one.tokens_per_s) for one in found], method.num_beams)
-    wanted = dict.fromkeys([now, best, NO_DRAFT])
-    runs = _rounds(job, list(wanted))
-    measured = {
-        setting: _measured(setting, some, advice.prediction_of(setting, found)) for setting, some in runs.items()
-    }
-    best = choose([(one.setting, one.tokens_per_s.median) for one in measured.values()], method.num_beams)
-    told = advice.warnings(machine, list(measured.values()))
-    told += advice.drafting(first)
-    told += advice.notes(measured[now], [one for one in measured.values() if one.setting != now], best)
-    here = advice.prediction_of(now, found)
-    if here is not None and now.depth:
-        told += advice.neighbours(here, found)
-    if job.trace is not None:
-        job.told("tracing")
-        told.append(f"{write_trace(bench, method, job.trace)} iterations are in the trace {job.trace}")
-    return _profile(job, machine, first, measured, curves, rates, found, best, memory, told, forest)
+def take_profile(job: ProfileSpec) -> Profile | None:
+    """Measure what there is time for, what is worth most first; None where it was stopped before there was anything.
+
+    Raises DsbdError where a prompt cannot be decoded, UsageError where --show asks for an iteration that there is not.
+    """
+    job.bench.budget.start()
+    session = _Session(job)
+    with suppress(CutOffError):
+        session.measure()
+    return session.profile()
 
 
-def _forest(job: ProfileSpec) -> ShownForest:
+class _Session:
+    """What is measured until now."""
+
+    def __init__(self, job: ProfileSpec) -> None:
+        self._job, self._budget, self._method = job, job.bench.budget, job.method
+        self._bench = job.bench
+        self._every = not job.bench.captures
+        self._machine = describe_machine(job.bench.target.device)
+        self._forest: ShownForest | None = None
+        self._memory: tuple[Owner, ...] = ()
+        self._first: Run | None = None
+        self._plain: Run | None = None
+        self._other: Run | None = None
+        self._curves: tuple[Curve, ...] = ()
+        self._predictions: tuple[Prediction, ...] = ()
+        self._rates: Acceptance = {}
+        self._runs: dict[ForestSize, list[Run]] = {}
+        self._rounds = 0
+        self._notes: list[str] = []
+
+    def measure(self) -> None:
+        """Everything, in order of worth."""
+        method, budget = self._method, self._budget
+        expected = self._fit()
+        if self._job.show is not None:
+            budget.tell("drafting the forest to be shown")
+            self._forest = _forest(self._job, self._bench)
+        budget.tell("warming up")
+        began = budget.clock()
+        self._memory, self._first = _memory(self._job, self._bench)
+        expected = _scaled(expected, self._first, budget.clock() - began)
+        if method.depth and self._affords("the run without a draft", expected.run(NO_DRAFT)):
+            self._plain = self._timed(NO_DRAFT)
+        self._measure_curves(expected)
+        # the run that warmed up stands for it where time is short
+        if self._affords(f"a second run of {expected.now.label}", expected.run(expected.now)):
+            self._first = self._timed(expected.now, every=True)
+            if not self._every:
+                self._first = self._timed(expected.now)
+        self._predict(expected)
+        self._take_rounds(expected)
+        if self._job.trace is not None:
+            budget.tell("tracing")
+            count = write_trace(self._bench, method, self._job.trace)
+            self._notes.append(f"{count} iterations are in the trace {self._job.trace}")
+
+    def _affords(self, what: str, expected_s: float) -> bool:
+        """Whether there is time for it; says so, and says that it begins."""
+        if not self._budget.affords(what, expected_s):
+            return False
+        self._budget.tell(f"timing {what}", expected_s)
+        return True
+
+    def _timed(self, setting: ForestSize, *, every: bool | None = None) -> Run:
+        return self._bench.timed(method_for(self._method, setting), every=self._every if every is None else every)
+
+    def _fit(self) -> Expected:
+        """What single forwards take, and as many prompts and new tokens as one run has time for."""
+        method, budget, bench = self._method, self._budget, self._bench
+        budget.tell("timing one forward")
+        lengths = [_prompt_tokens(bench, one) for one in bench.requests]
+        beams, drafts = method.num_beams, method.drafts_per_layer
+        nodes = sorted({beams, _forest_nodes(method) if method.depth else 4 * beams})
+        slots = _up(max(lengths) + max(*nodes, drafts) + 1, SLOT_STEP)
+
+        def line(model: ForestModel, counts: list[int]) -> Interpolation:
+            return Interpolation(tuple((count, one_forward(model, slots, count, budget.clock)) for count in counts))
+
+        draft = None
+        if bench.draft_model is not None and method.depth:
+            draft = line(bench.draft_model, sorted({1, max(drafts, 2)}))
+        expected = Expected(line(bench.target, nodes), draft, beams, setting_of(method))
+        requests = _fitting(expected, bench.requests, lengths, budget.left * RUN_SHARE)
+        if requests != bench.requests:
+            self._bench = replace(bench, requests=requests, batch_size=min(bench.batch_size, len(requests)))
+            tokens = max(one.sampling.max_new_tokens for one in requests)
+            if len(requests) < len(bench.requests):
+                budget.left_out.append(f"{len(bench.requests) - len(requests)} of {len(bench.requests)} prompts")
+            budget.left_out.append(f"new tokens beyond {tokens} of each prompt")
+        return expected
+
+    def _measure_curves(self, expected: Expected) -> None:
+        """T(N) at as many node counts as there is time for."""
+        assert self._first is not None
+        for role, model, line, choices in _curve_counts(self._method, self._bench, expected):
+            rows = _rows_of(self._first, role)
+            for place, (counts, rounds) in enumerate(choices):
+                seconds = expected.forwards(line, counts, rows, sum(rounds))
+                if seconds <= self._budget.left * CURVE_SHARE:
+                    if place:
+                        self._budget.left_out.append(
+                            f"node counts of T_{role} other than {', '.join(map(str, counts))}"
+                        )
+                    self._budget.tell(f"timing forwards of the {role}", seconds)
+                    self._curves += (_curve(self._job, self._budget, role, model, (counts, rounds), self._first),)
+                    break
+            else:
+                self._budget.left_out.append(f"forwards of the {role} alone (about {seconds:.0f} s)")
+
+    def _predict(self, expected: Expected) -> None:
+        """What other D and K would do: a run with another K, and drafts of larger forests that are replayed."""
+        method = self._method
+        if not method.depth:
+            self._other = self._plain = self._first
+            self._predictions = self._fitted()
+            return
+        if self._plain is None or len(self._curves) < len(_curve_counts(method, self._bench, expected)):
+            self._budget.left_out.append("predictions for other D and K")
+            return
+        other, larger = _other_drafts(method), _larger(method)
+        seconds = sum(expected.run(setting) for setting in (other, expected.now, setting_of(larger)))
+        if self._affords("other D and K", seconds):
+            self._other = self._timed(other)
+            self._budget.tell("drafting larger forests")
+            self._rates = _acceptance(self._bench, method, larger)
+            self._predictions = self._fitted()
+
+    def _fitted(self) -> tuple[Prediction, ...]:
+        """Predictions from the runs of median length: what was measured and what is predicted from it go together."""
+        first, plain = self._median(setting_of(self._method)), self._median(NO_DRAFT)
+        if first is None or plain is None or self._other is None or not self._curves:
+            return ()
+        costs = costs_of(first, plain, self._other, self._curves)
+        most = max(self._method.depth, LEAST_DEPTH) if self._method.depth else 0
+        return predictions(costs, self._rates, range(1, most + 1))
+
+    def _median(self, setting: ForestSize) -> Run | None:
+        if runs := self._runs.get(setting):
+            return _median_run(runs)
+        return self._first if setting == setting_of(self._method) else self._plain
+
+    def _take_rounds(self, expected: Expected) -> None:
+        """Runs in turn of the setting in use, the one predicted to be the fastest and no draft."""
+        settings = [expected.now]
+        if self._predictions:
+            found = [(one.setting, one.tokens_per_s) for one in self._predictions]
+            settings.append(choose(found, self._method.num_beams))
+        settings = list(dict.fromkeys([*settings, NO_DRAFT]))
+        seconds = sum(expected.run(setting) for setting in settings)
+        for number in range(1, self._job.repeats + 1):
+            rest = f"round {number}" + (f" to {self._job.repeats}" if number < self._job.repeats else "")
+            if not self._budget.affords(f"{rest} of runs in turn", seconds):
+                return
+            runs: dict[ForestSize, Run] = {}
+            for setting in settings:
+                what = f"round {number} of {self._job.repeats}: {setting.label}"
+                self._budget.tell(what, expected.run(setting))
+                runs[setting] = self._timed(setting)
+            # a round counts as a whole, so that a drift of the machine meets all settings
+            for setting, run in runs.items():
+                self._runs.setdefault(setting, []).append(run)
+            self._rounds = number
+
+    def profile(self) -> Profile | None:
+        """From what is measured; None where no run was."""
+        if self._first is None:
+            return None
+        now = setting_of(self._method)
+        runs = self._runs or {
+            setting: [run] for setting, run in ((now, self._first), (NO_DRAFT, self._plain)) if run is not None
+        }
+        found = self._predictions = self._fitted()
+        measured = {
+            setting: _measured(setting, some, advice.prediction_of(setting, found)) for setting, some in runs.items()
+        }
+        best = choose([(one.setting, one.tokens_per_s.median) for one in measured.values()], self._method.num_beams)
+        told = advice.warnings(self._machine, list(measured.values()))
+        told += advice.drafting(self._first)
+        tried = [one for one in measured.values() if one.setting != now]
+        told += advice.notes(measured[now], tried, best, predicted=bool(found))
+        here = advice.prediction_of(now, found)
+        if here is not None and now.depth:
+            told += advice.neighbours(here, found, measured[now], measured.get(NO_DRAFT))
+        told += self._notes + advice.missing(self._budget)
+        return _profile(
+            self._job,
+            self._bench,
+            self._machine,
+            self._first,
+            measured,
+            self._curves,
+            self._rates,
+            found,
+            best,
+            self._memory,
+            told,
+            self._forest,
+            self._rounds,
+        )
+
+
+def _prompt_tokens(bench: ProfiledPair, request: Request) -> int:
+    """Of a prompt; 0 of one that cannot be decoded, which the run will say."""
+    encoder = Encoder(bench.target, None, bench.codec, MethodConfig(num_beams=1, depth=0), "error", sys.maxsize)
+    try:
+        return len(encoder.encode(request)[0])
+    except RowError:
+        return 0
+
+
+def _forest_nodes(method: MethodConfig) -> int:
+    return method.num_beams + method.depth * method.drafts_per_layer
+
+
+def _fitting(
+    expected: Expected, requests: tuple[Request, ...], lengths: list[int], seconds: float
+) -> tuple[Request, ...]:
+    """All requests where one run of them fits into so many seconds at most, else the first ones with few new tokens,
+    at least one."""
+
+    def cost(place: int, most: int) -> float:
+        return expected.request(lengths[place], min(most, requests[place].sampling.max_new_tokens))
+
+    whole = max(one.sampling.max_new_tokens for one in requests)
+    if sum(cost(place, whole) for place in range(len(requests))) <= seconds:
+        return requests
+    for tokens in FEWER_TOKENS:
+        count, used = 0, 0.0
+        while count < len(requests) and used + cost(count, tokens) <= seconds:
+            used += cost(count, tokens)
+            count += 1
+        if count:
+            break
+    return tuple(
+        replace(one, sampling=replace(one.sampling, max_new_tokens=min(tokens, one.sampling.max_new_tokens)))
+        for one in requests[: max(count, 1)]
+    )
+
+
+def _scaled(expected: Expected, run: Run, seconds: float) -> Expected:
+    """Held against a run that was made."""
+    log = run.log
+    prefill_s = (log.forward_s("target", "prefill") + log.forward_s("draft", "prefill")) / run.seconds * seconds
+    forwards = log.iterations * expected.iteration(expected.now)
+    return replace(
+        expected,
+        prefill_s=prefill_s,
+        iterations=log.iterations,
+        steps_per_call=run.steps / max(run.calls, 1),
+        scale=(seconds - prefill_s) / forwards if forwards else 1.0,
+    )
+
+
+def _rows_of(run: Run, role: Role) -> int:
+    return max(one.rows for one in run.log.forwards if (one.role, one.kind) == (role, "forest"))
+
+
+def _curve_counts(
+    method: MethodConfig, bench: ProfiledPair, expected: Expected
+) -> list[tuple[Role, ForestModel, Interpolation, list[Choice]]]:
+    """Of each model the node counts to time: all that a prediction needs, and fewer for when time is short."""
+    beams, nodes = method.num_beams, _forest_nodes(method)
+    most = max(_drafts(method))  # without a draft too: the curve says what a forest would cost
+    every = node_counts(beams, nodes, beams + max(method.depth, LEAST_DEPTH) * most)
+    choices: list[Choice] = [
+        (every, MANY_ROUNDS),
+        ([count for count in every if count <= nodes], MANY_ROUNDS),
+        (sorted({1, beams, nodes}), FEW_ROUNDS),
+    ]
+    models: list[tuple[Role, ForestModel, Interpolation, list[Choice]]] = [
+        ("target", bench.target, expected.target, choices)
+    ]
+    if bench.draft_model is not None and method.depth and expected.draft is not None:
+        drafts = method.drafts_per_layer
+        every = node_counts(beams, 2 * beams, drafts, most)
+        choices = [(every, MANY_ROUNDS), (sorted({1, beams, drafts}), FEW_ROUNDS)]
+        models.append(("draft", bench.draft_model, expected.draft, choices))
+    return models
+
+
+def _forest(job: ProfileSpec, bench: ProfiledPair) -> ShownForest:
     """The wanted iteration of the first prompt, decoded alone."""
     assert job.show is not None
-    job.told("drafting the forest to be shown")
-    request, log = job.bench.requests[0], RunLog()
-    engine = job.bench.engine(job.method, log, log_steps=True)
+    request, log = bench.requests[0], RunLog()
+    engine = bench.engine(job.method, log, log_steps=True)
     snapshot = Snapshot(request.seed, job.show)
     watch(engine, snapshot)
-    result = job.bench.run(engine, log, [request]).results[0]
+    result = bench.run(engine, log, [request]).results[0]
     steps = result.stats.step_log
     if snapshot.forest is None or len(steps) < job.show:
         raise UsageError(f"--show {job.show}: the first prompt ({request.id}) took {len(steps)} iterations only")
-    size = job.bench.target.vocab_size
-    pieces = job.bench.codec.token_bytes()[:size]
+    size = bench.target.vocab_size
+    pieces = bench.codec.token_bytes()[:size]
     names = [piece.decode("utf-8", "replace") for piece in pieces] + [""] * (size - len(pieces))
-    ends = job.bench.codec.eos_ids
+    ends = bench.codec.eos_ids
     names = [name or ("<end>" if token in ends else f"<{token}>") for token, name in enumerate(names)]
     return snapshot.shown(request.id, job.method.rule, steps[job.show - 1].steps, names, job.method.drafter)
 
 
-def _memory(job: ProfileSpec) -> tuple[Owner, ...]:
+def _memory(job: ProfileSpec, bench: ProfiledPair) -> tuple[tuple[Owner, ...], Run]:
     """A first run, which warms everything up, with an eye on the caches."""
-    job.told("warming up")
-    bench, log = job.bench, RunLog()
+    log = RunLog()
     reset_peak(bench.devices)
     engine, probe = bench.engine(job.method, log), SlotProbe(job.method.num_beams)
     watch(engine, probe)
-    bench.run(engine, log)
+    run = bench.run(engine, log)
     models: list[tuple[Role, ForestModel]] = [("target", bench.target)]
     if bench.draft_model is not None and job.method.depth:
         models.append(("draft", bench.draft_model))
@@ -146,48 +399,42 @@ def _memory(job: ProfileSpec) -> tuple[Owner, ...]:
     reserved = sum(caches.values())
     peak, on_gpu = peak_bytes(bench.devices), any(device.type == "cuda" for device in bench.devices)
     before = 0 if on_gpu else job.resident_before
-    return owners(sizes, probe.peak, slot_bytes, reserved, job.method.num_beams, peak, before, apart)
+    return owners(sizes, probe.peak, slot_bytes, reserved, job.method.num_beams, peak, before, apart), run
 
 
-def _curves(job: ProfileSpec, run: Run) -> tuple[Curve, ...]:
-    """T(N) of both models, at the rows and slots of the run."""
-    bench, method = job.bench, job.method
-    beams, depth = method.num_beams, method.depth
-    most = max(_drafts(method))  # without a draft too: the curve says what a forest would cost
-    models: list[tuple[Role, ForestModel, list[int]]] = [
-        (
-            "target",
-            bench.target,
-            node_counts(beams, beams + depth * method.drafts_per_layer, beams + max(depth, LEAST_DEPTH) * most),
-        )
-    ]
-    if bench.draft_model is not None and depth:
-        models.append(("draft", bench.draft_model, node_counts(beams, 2 * beams, method.drafts_per_layer, most)))
-    curves = []
-    for role, model, counts in models:
-        job.told(f"timing forwards of the {role}")
-        forwards = [one for one in run.log.forwards if (one.role, one.kind) == (role, "forest")]
-        rows = max(one.rows for one in forwards)
-        slots = max(_up(sum(one.slots for one in forwards) / len(forwards), SLOT_STEP), max(counts) + SLOT_STEP)
-        measured = measure_forwards(model, rows, slots, counts, rounds=4 * job.repeats, budget_s=CURVE_BUDGET_S)
-        size = size_of(model)
-        dtype = getattr(torch, job.dtype) if hasattr(torch, job.dtype) else torch.float32
-        rates = machine_rates(model.device, dtype, size.read_bytes) if size else None
-        curves.append(
-            Curve(
-                role=role,
-                rows=rows,
-                slots=slots,
-                weight_bytes=size.read_bytes if size else None,
-                flops_per_node=size.flops_per_node if size else None,
-                kv_bytes_per_slot=model.kv_bytes_per_slot(),
-                bandwidth_bytes_per_s=rates.copy_bytes_per_s if rates else None,
-                matmul_flops_per_s=rates.matmul_flops_per_s if rates else None,
-                in_run_s=sum(one.seconds() for one in forwards) / len(forwards),
-                points=points_of(measured, rows, slots, model.kv_bytes_per_slot(), size, rates),
-            )
-        )
-    return tuple(curves)
+def _curve(job: ProfileSpec, budget: Budget, role: Role, model: ForestModel, choice: Choice, run: Run) -> Curve:
+    """T(N) of one model, at the rows and slots of the run."""
+    counts, rounds = choice
+    forwards = [one for one in run.log.forwards if (one.role, one.kind) == (role, "forest")]
+    rows = max(one.rows for one in forwards)
+    slots = max(_up(sum(one.slots for one in forwards) / len(forwards), SLOT_STEP), max(counts) + SLOT_STEP)
+    measured = measure_forwards(
+        model,
+        rows,
+        slots,
+        counts,
+        rounds=4 * job.repeats,
+        budget_s=min(CURVE_BUDGET_S, budget.left * CURVE_SHARE),
+        warm_up=rounds[0],
+        least=rounds[1],
+        clock=budget.clock,
+        check=budget.check,
+    )
+    size = size_of(model)
+    dtype = getattr(torch, job.dtype) if hasattr(torch, job.dtype) else torch.float32
+    rates = machine_rates(model.device, dtype, size.read_bytes) if size else None
+    return Curve(
+        role=role,
+        rows=rows,
+        slots=slots,
+        weight_bytes=size.read_bytes if size else None,
+        flops_per_node=size.flops_per_node if size else None,
+        kv_bytes_per_slot=model.kv_bytes_per_slot(),
+        bandwidth_bytes_per_s=rates.copy_bytes_per_s if rates else None,
+        matmul_flops_per_s=rates.matmul_flops_per_s if rates else None,
+        in_run_s=sum(one.seconds() for one in forwards) / len(forwards),
+        points=points_of(measured, rows, slots, model.kv_bytes_per_slot(), size, rates),
+    )
 
 
 def _up(value: float, step: int) -> int:
@@ -210,12 +457,16 @@ def _other_drafts(method: MethodConfig) -> ForestSize:
 
 def costs_of(run: Run, plain: Run, other: Run, curves: tuple[Curve, ...]) -> Costs:
     """What the parts of an iteration cost in a run, in one without drafts and in one with another K. Curves are
-    scaled to the forwards of the runs, because rows leave a batch as they finish."""
+    scaled to the forwards of the runs, because rows leave a batch as they finish: the target's at each number of nodes
+    that a run had, because the runs do not lose their rows alike."""
     method, log, first_nodes = run.method, run.log, float(run.method.num_beams)
     lines: dict[Role, Interpolation] = {}
     for curve in (one for one in curves if one.role == "target" or drafts_nodes(method)):
         line = Interpolation(tuple((point.nodes, point.seconds.median) for point in curve.points))
         work = [_work(some, curve.role) for some in (run, plain, other)]
+        if curve.role == "target":
+            lines["target"] = line.through([(nodes[0], seconds / len(nodes)) for nodes, seconds in work if nodes])
+            continue
         scale = sum(seconds for _, seconds in work) / sum(line.at(nodes) for some, _ in work for nodes in some)
         lines[curve.role] = replace(line, scale=scale)
     begun = [one.nodes for some in (run, other) for one in some.log.forwards if one.first and one.role == "draft"]
@@ -266,20 +517,21 @@ def _rest(run: Run) -> float:
     return max(run.seconds - _once(run) - forwards, 0.0) / run.log.iterations
 
 
-def _predict(job: ProfileSpec, costs: Costs) -> tuple[tuple[Prediction, ...], Acceptance]:
+def _larger(method: MethodConfig) -> MethodConfig:
+    """The same method with a forest from which smaller ones can be replayed."""
+    return replace(method, drafts_per_layer=max(_drafts(method)), depth=max(method.depth, LEAST_DEPTH))
+
+
+def _acceptance(bench: ProfiledPair, method: MethodConfig, larger: MethodConfig) -> Acceptance:
     """Draft the forests in use and larger ones, and replay smaller ones from them."""
-    method, bench = job.method, job.bench
-    if not method.depth:
-        return predictions(costs, {}, ()), {}
-    job.told("drafting larger forests")
-    drafts, depth, beams = _drafts(method), max(method.depth, LEAST_DEPTH), method.num_beams
+    drafts, depth, beams = _drafts(method), larger.depth, method.num_beams
     dynamic = method.width == "threshold"
     requests = bench.requests
     if len({one.seed for one in requests}) < len(requests):  # a probe knows rows by their seeds
         requests = tuple(replace(one, seed=derive_seed(0, str(place))) for place, one in enumerate(requests))
     chains = []
     # the larger forests stop where drafting is hard, and so begin there too; those in use are no such choice
-    for looked_at in {method, replace(method, drafts_per_layer=max(drafts), depth=depth)}:
+    for looked_at in dict.fromkeys([method, larger]):
         log = RunLog()
         engine = bench.engine(looked_at, log, log_steps=True)
         probe = DraftProbe(drafts, beams, method.width_threshold if dynamic else None)
@@ -287,18 +539,7 @@ def _predict(job: ProfileSpec, costs: Costs) -> tuple[tuple[Prediction, ...], Ac
         chains += probe.chains(bench.run(engine, log, requests).results)
     widths: list[int | None] = [*range(1, beams + 1)] if dynamic else [None]
     rates = acceptance_rates(chains, drafts, widths, beams, depth)
-    possible = {key: rate for key, rate in rates.items() if key[1] is None or key[1] <= key[0]}
-    return predictions(costs, possible, range(1, depth + 1)), possible
-
-
-def _rounds(job: ProfileSpec, settings: list[ForestSize]) -> dict[ForestSize, list[Run]]:
-    """Runs of all settings in turn, after one each to warm up."""
-    runs: dict[ForestSize, list[Run]] = {setting: [] for setting in settings}
-    for number in range(job.repeats):
-        for setting in settings:
-            job.told(f"round {number + 1} of {job.repeats}: {setting.label}")
-            runs[setting].append(job.bench.timed(method_for(job.method, setting), every=not job.bench.captures))
-    return runs
+    return {key: rate for key, rate in rates.items() if key[1] is None or key[1] <= key[0]}
 
 
 def _measured(setting: ForestSize, runs: list[Run], predicted: Prediction | None) -> MeasuredSetting:
@@ -311,18 +552,19 @@ def _measured(setting: ForestSize, runs: list[Run], predicted: Prediction | None
         steps_per_call=last.steps / last.calls,
         iterations=last.log.iterations,
         mean_width=last.width,
-        phases=_median_phases(runs),
+        phases=phases_of(_median_run(runs)),
         predicted=predicted,
     )
 
 
-def _median_phases(runs: list[Run]) -> tuple[Phase, ...]:
-    """The phases of the run of median length."""
-    return phases_of(sorted(runs, key=lambda run: run.seconds)[len(runs) // 2])
+def _median_run(runs: list[Run]) -> Run:
+    """The run of median length."""
+    return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
 
 
 def _profile(
     job: ProfileSpec,
+    bench: ProfiledPair,
     machine: Machine,
     first: Run,
     measured: dict[ForestSize, MeasuredSetting],
@@ -333,8 +575,9 @@ def _profile(
     memory: tuple[Owner, ...],
     told: list[str],
     forest: ShownForest | None,
+    rounds: int,
 ) -> Profile:
-    bench, method = job.bench, job.method
+    method = job.method
     now = setting_of(method)
     rate = rates.get((now.drafts_per_layer, now.min_width))
     layers = zip(rate.reached, rate.passed, strict=True) if rate else ()
@@ -350,7 +593,10 @@ def _profile(
         batch_size=bench.batch_size,
         prompts=len(bench.requests),
         prompt_tokens=sum(result.prompt_tokens for result in first.results),
-        repeats=job.repeats,
+        repeats=max(rounds, 1),
+        seconds=bench.budget.seconds,
+        left_out=tuple(bench.budget.left_out),
+        complete=not bench.budget.stopped,
         machine=machine,
         now=measured[now],
         tried=tuple(one for setting, one in measured.items() if setting != now),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from dsbd_cli.engine.drafting import BridgedDraft
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.job.data.jsonl import LineWriter
 from dsbd_cli.job.records import MethodRecord, Row, native_record
+from dsbd_cli.lab.profiling.budget import Budget, CutOffError
 from dsbd_cli.lab.profiling.timers import RunLog, TimedCodec, TimedModel, log_phases, synchronise
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize, Phase
 from dsbd_cli.requests import Request, RequestResult
@@ -85,7 +86,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledPair:
-    """The models and requests that all runs of a profile share."""
+    """The models and requests that all runs of a profile share, and the time they may take."""
 
     target: ForestModel
     draft: ForestModel | BridgedDraft | None
@@ -93,6 +94,7 @@ class ProfiledPair:
     requests: tuple[Request, ...]
     batch_size: int
     names: tuple[str, str | None]
+    budget: Budget = field(default_factory=Budget)
 
     @property
     def draft_model(self) -> ForestModel | None:
@@ -131,15 +133,20 @@ class ProfiledPair:
         return TimedModel(self.draft, "draft", log, name_scopes=name_scopes)
 
     def run(self, engine: Engine, log: RunLog, requests: Sequence[Request] | None = None) -> Run:
-        """Answer the requests and write their records to a file that is thrown away. Raises what a row failed with."""
+        """Answer the requests and write their records to a file that is thrown away. Raises what a row failed with,
+        CutOffError where the budget's `stop` has cut it off."""
         writing = 0.0
+        wanted = self.requests if requests is None else requests
         method = MethodRecord(engine.method, *self.names)
         results = []
         with tempfile.TemporaryDirectory() as folder:
             synchronise(*self.devices)
             start = time.perf_counter()
-            with LineWriter.create(Path(folder) / "records.jsonl", overwrite=False) as writer:
-                for index, result in enumerate(engine.run(self.requests if requests is None else requests)):
+            with (
+                self.budget.running(engine.stop),
+                LineWriter.create(Path(folder) / "records.jsonl", overwrite=False) as writer,
+            ):
+                for index, result in enumerate(engine.run(wanted)):
                     if result.error is not None:
                         raise DsbdError(f"prompt {result.request.id} cannot be profiled: {result.error}")
                     before = time.perf_counter()
@@ -148,6 +155,8 @@ class ProfiledPair:
                     writing += time.perf_counter() - before
                     results.append(result)
                 before = time.perf_counter()
+                if len(results) < len(wanted):
+                    raise CutOffError
             writing += time.perf_counter() - before
             synchronise(*self.devices)
             seconds = time.perf_counter() - start

@@ -77,8 +77,9 @@ def write_trace(bench: ProfiledPair, method: MethodConfig, path: Path) -> int:
     profiler = profile(activities=activities, acc_events=True)
     with _without_stderr():
         profiler.start()
-    for _ in engine.run(bench.requests[: bench.batch_size]):
-        pass
+    with bench.budget.running(engine.stop):
+        for _ in engine.run(bench.requests[: bench.batch_size]):
+            pass
     synchronise(*bench.devices)
     with _without_stderr():
         profiler.stop()

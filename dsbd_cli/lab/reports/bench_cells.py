@@ -15,6 +15,7 @@ __all__ = [
     "choice_line",
     "choice_title",
     "environment_lines",
+    "measured",
     "quality_columns",
     "reading_lines",
     "resource_columns",
@@ -131,6 +132,11 @@ def _accepted(row: BenchRow) -> str:
     """Of all drafts, and of each drafter's where there are two."""
     parts = [f"{name} {number(_hundred(rate), '.0f')}" for name, rate in row.accepted_by_drafter.items()]
     return number(_hundred(row.acceptance_rate), ".0f") + (f" ({', '.join(parts)})" if parts else "")
+
+
+def measured(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> list[ReportColumn]:
+    """Columns in which something was measured; the notes say why others are missing."""
+    return [column for column in columns if column.text or any(column.cell(row) != DASH for row in rows)]
 
 
 def choice_columns(report: BenchReport, choice: Choice) -> tuple[list[ReportColumn], dict[str, list[ReportColumn]]]:

@@ -16,7 +16,7 @@ __all__ = ["curve_panel"]
 
 HUES = [COLOURS[name] for name in ("vermillion", "blue", "green", "purple", "orange", "sky", "black")]
 MAX_KEYS = 12
-NEAR_X, NEAR_Y = 0.1, 0.06  # of the panel: labels closer than this would stand on each other
+LETTER, NEAR_Y = 0.022, 0.06  # of the panel: a letter of a label, and the height of one
 
 
 def curve_panel(axes: Axes, report: BenchReport, task: str, colours: Mapping[str, str]) -> None:
@@ -73,19 +73,29 @@ def _label(axes: Axes, rows: Sequence[BenchRow], *, below: bool) -> None:
     """Thresholds at their points; points that lie side by side share one label."""
     left, right = axes.get_xlim()
     bottom, top = axes.get_ylim()
-    near: list[tuple[float, float, list[str]]] = []
-    for row, x, y in zip(rows, *_points(rows), strict=True):
-        text = row.name.rsplit(" ", 1)[-1]
-        for at_x, at_y, texts in near:
-            if abs(x - at_x) < NEAR_X * (right - left) and abs(y - at_y) < NEAR_Y * (top - bottom):
-                texts.append(text.partition("=")[2])
+    groups: list[list[tuple[float, float, str]]] = []
+    for row, x, y in sorted(zip(rows, *_points(rows), strict=True), key=lambda one: one[1]):
+        value = row.name.rsplit("=", 1)[-1]
+        for group in groups:
+            # half of the group's label and half of this one, from middle to middle
+            letters = (sum(len(text) + 2 for _, _, text in group) + len(value)) / 2
+            middle = sum(at for at, _, _ in group) / len(group)
+            if x - middle < LETTER * letters * (right - left) and abs(y - group[-1][1]) < NEAR_Y * (top - bottom):
+                group.append((x, y, value))
                 break
         else:
-            near.append((x, y, [text]))
-    for x, y, texts in near:
-        offset = (0, -17) if below else (0, 10)
+            groups.append([(x, y, value)])
+    for group in groups:
+        place = sum(x for x, _, _ in group) / len(group), group[0][1]
+        values = ", ".join(sorted((text for _, _, text in group), key=float))
         axes.annotate(
-            ", ".join(texts), (x, y), xytext=offset, textcoords="offset points", ha="center", fontsize=8, color=INK
+            f"T={values}" if group is groups[0] else values,
+            place,
+            xytext=(0, -17 if below else 10),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+            color=INK,
         )
 
 

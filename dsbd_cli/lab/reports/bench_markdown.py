@@ -10,6 +10,7 @@ from dsbd_cli.lab.reports.bench_cells import (
     choice_line,
     choice_title,
     environment_lines,
+    measured,
     quality_columns,
     reading_lines,
     resource_columns,
@@ -54,9 +55,12 @@ def markdown_page(report: BenchReport, title: str = "dsbd bench") -> str:
         head = setting_columns(rows)
         parts.append(f"## {task}, {plural(max(row.records for row in rows), 'record')}\n")
         parts.append(
-            markdown_table([*head, *quality_columns(rows), *speed_columns(rows), *resource_columns(rows)], rows)
+            markdown_table(
+                measured([*head, *quality_columns(rows), *speed_columns(rows), *resource_columns(rows)], rows), rows
+            )
         )
-        parts.append(markdown_table([*head, *work_columns(rows)], rows))
+        if work := measured(work_columns(rows), rows):
+            parts.append(markdown_table([*head, *work], rows))
         for choice in (one for one in report.choices if one.task == task and report.curve(one)):
             named, numbers = choice_columns(report, choice)
             columns = [*named, *(column for pair in numbers.values() for column in pair)]

@@ -1,4 +1,7 @@
-"""A bench run as a picture: per task quality against speed with its Pareto front, acceptance by depth, and a key."""
+"""A bench run as a picture: per task the speed and the quality of every method, a row each, and acceptance by depth.
+
+Colours are those of a family of methods; names stand at what they name, so that nothing depends on the colours.
+"""
 
 from __future__ import annotations
 
@@ -7,108 +10,131 @@ from typing import TYPE_CHECKING
 
 from dsbd_cli.lab.reports.bench_curve import curve_panel
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, pareto_front
-from dsbd_cli.lab.reports.style import COLOURS, INK, MUTED, new_figure, plain_axes, score_limits
+from dsbd_cli.lab.reports.style import COLOURS, INK, MUTED, apart, new_figure, plain_axes, score_limits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
 __all__ = ["bench_figure"]
 
-WIDTH, HEIGHT = 14.0, 5.0
-RATIOS = (5.0, 4.0, 3.4)
-MARKERS = "osD^vP*X"
-SIZES = {"*": 12, "X": 9, "P": 9}
-HUES = [COLOURS[name] for name in ("blue", "vermillion", "green", "purple", "orange", "sky", "black")]
-MAX_BARS = 20  # with more points their error bars would hide them
-WIDE_RANGE = 12.0
-KEY_LINES = 24
+WIDTHS = (3.4, 2.6, 3.8)  # inches of the panels, without names and labels
+CURVE_WIDTH = 4.2
+LETTER, AXES = 0.072, 1.6  # inches of a letter of a name, and of what stands between the panels
+ROW, MARGIN, LEAST = 0.23, 1.3, 4.0  # inches of a task's height
+MAX_ROWS = 40
+LABEL_POINTS = 8.0
+CAPTION = (
+    "Speed: median and middle half of the windows. Quality: with its 95 % interval. "
+    "Bold: no other method is both faster and better."
+)
+FAMILIES = {
+    "dsbd-coupled": "blue",
+    "dsbd-search": "green",
+    "dsbd-rejection": "vermillion",
+    "dsbd-memory-saving": "vermillion",
+    "dsbd-with-replacement": "purple",
+    "dsbd-fuzzy": "orange",
+}
+STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))
 
-STYLES = ("-", "--", ":", "-.")
 
-Look = dict[tuple[str, str], tuple[str, str]]
+def colour_of(method: str) -> str:
+    """Of the family: a rule with all its widths and drafters, transformers' methods, or what has no beams of ours."""
+    if method.startswith("hf-"):
+        return MUTED
+    name = next((name for name in FAMILIES if method.startswith(name)), None)
+    return COLOURS[FAMILIES[name]] if name else INK
 
 
 def bench_figure(report: BenchReport) -> Figure:
     """One row of panels per task that has a row; where a threshold was chosen, with its curve."""
     tasks = report.tasks
-    ratios = (*RATIOS, RATIOS[0]) if report.choices else RATIOS
-    figure = new_figure(WIDTH * sum(ratios) / sum(RATIOS), HEIGHT * len(tasks))
-    look, by_setting = _look(report.rows)
-    colours = {method: colour for (method, _), (colour, _) in look.items()}
-    panels = figure.subplots(len(tasks), len(ratios), squeeze=False, width_ratios=ratios)
-    for (left, middle, right, *more), task in zip(panels, tasks, strict=True):
+    widths = (*WIDTHS, CURVE_WIDTH) if report.choices else WIDTHS
+    shown = {task: _shown(report.of(task)) for task in tasks}
+    heights = [max(LEAST, MARGIN + ROW * len(shown[task])) for task in tasks]
+    letters = max((len(row.name) for rows in shown.values() for row in rows), default=0)
+    figure = new_figure(sum(widths) + AXES + 2 * LETTER * letters, sum(heights))
+    figure.supxlabel(CAPTION, x=0.01, ha="left", fontsize=LABEL_POINTS, color=MUTED)
+    panels = figure.subplots(len(tasks), len(widths), squeeze=False, width_ratios=widths, height_ratios=heights)
+    for (left, middle, right, *more), task, height in zip(panels, tasks, heights, strict=True):
         rows = report.of(task)
-        front = _quality(left, rows, task, look)
-        _depth(middle, rows, task, look)
-        _key(right, rows, front, look, by_setting=by_setting)
+        _speed(left, shown[task], rows, task)
+        _quality(middle, shown[task], task)
+        _depth(right, rows, task, height - MARGIN)
         for axes in more:
-            curve_panel(axes, report, task, colours)
+            curve_panel(axes, report, task, {row.method: colour_of(row.method) for row in rows})
     return figure
 
 
-def _look(rows: Sequence[BenchRow]) -> tuple[Look, bool]:
-    """Colour and marker by method and setting, and whether settings have markers of their own."""
-    methods = list(dict.fromkeys(row.method for row in rows))
-    settings = list(dict.fromkeys(["", *(row.setting for row in rows)]))
-    if 1 < len(settings) <= len(MARKERS) and len(methods) <= len(HUES):
-        return {
-            (row.method, row.setting): (HUES[methods.index(row.method)], MARKERS[settings.index(row.setting)])
-            for row in rows
-        }, True
-    # 7 colours and 8 markers have no common factor: 56 methods look different
-    looks = {name: (HUES[i % len(HUES)], MARKERS[i % len(MARKERS)]) for i, name in enumerate(methods)}
-    return {(row.method, row.setting): looks[row.method] for row in rows}, False
+def _shown(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """The fastest first. Of a large sweep the settings that no other one of the same method beats in speed and
+    quality."""
+    kept = list(rows)
+    if len(rows) > MAX_ROWS:
+        kept = []
+        for method in dict.fromkeys(row.method for row in rows):
+            own = [row for row in rows if row.method == method]
+            kept += _front(own) or own
+    return sorted(kept, key=lambda row: -row.tokens_per_s.value)[:MAX_ROWS]
 
 
-def _quality(axes: Axes, rows: Sequence[BenchRow], task: str, look: Look) -> list[BenchRow]:
-    """Points, error bars where there is room, the front; returns the rows on the front, fastest first."""
-    metric = next((row.metric for row in rows if row.metric), None)
-    title = f"{task}: quality against speed, {max(row.records for row in rows)} records"
-    plain_axes(axes, title, "tokens per second (delivered)", f"{metric} (%)" if metric else "log-probability per token")
-    shown = [row for row in rows if _level(row) is not None]
-    points = [(row.tokens_per_s.value, _level(row) or 0.0) for row in shown]
-    if not shown:
-        return []
-    order = pareto_front(points)
-    axes.plot(*zip(*(points[i] for i in order), strict=True), color=MUTED, linestyle="--", linewidth=1.2, zorder=1)
-    for row, (x, y) in zip(shown, points, strict=True):
-        colour, marker = look[row.method, row.setting]
-        if row.quality is not None and len(shown) <= MAX_BARS:
-            axes.vlines(x, 100 * row.quality.low, 100 * row.quality.high, color=colour, alpha=0.35, linewidth=1.5)
-        axes.plot(
-            x,
-            y,
-            marker,
-            color=colour,
-            markersize=SIZES.get(marker, 8),
-            markeredgecolor="white",
-            markeredgewidth=0.8,
-            zorder=3,
-            clip_on=False,
-        )
-    for number, index in enumerate(order[::-1], 1):
-        axes.annotate(
-            str(number), points[index], xytext=(6, 6), textcoords="offset points", fontsize=9, color=INK, zorder=4
-        )
-    speeds = [x for x, _ in points]
-    if min(speeds) > 0 and max(speeds) / min(speeds) > WIDE_RANGE:
-        axes.set_xscale("log")
-    axes.margins(0.08, 0.1)
-    if metric:
-        score_limits(axes)
-    return [shown[index] for index in order[::-1]]
+def _front(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """Rows that no other one beats in both speed and quality."""
+    levels = [(row, level) for row in rows if (level := _level(row)) is not None]
+    return [levels[place][0] for place in pareto_front([(row.tokens_per_s.value, level) for row, level in levels])]
 
 
 def _level(row: BenchRow) -> float | None:
-    """What is drawn upwards: the main score in percent, else the log-probability."""
+    """The main score in percent, else the log-probability."""
     return 100 * row.quality.value if row.quality is not None else row.logprob_per_token
 
 
-def _depth(axes: Axes, rows: Sequence[BenchRow], task: str, look: Look) -> None:
-    """Share of target calls in which a layer passed, for the deepest setting of each method with each
-    drafter."""
+def _speed(axes: Axes, shown: Sequence[BenchRow], rows: Sequence[BenchRow], task: str) -> None:
+    """Medians and middle halves; the names of the front are bold."""
+    records = max(row.records for row in rows)
+    some = f" (best {len(shown)} of {len(rows)} settings)" if len(shown) < len(rows) else ""
+    plain_axes(axes, f"{task}, {records} records: speed", f"tokens per second{some}", "")
+    for place, row in enumerate(shown):
+        speed, colour = row.tokens_per_s, colour_of(row.method)
+        axes.hlines(place, speed.low, speed.high, color=colour, alpha=0.4, linewidth=3)
+        axes.plot(speed.value, place, "o", color=colour, markersize=6, clip_on=False)
+    axes.set_yticks(range(len(shown)), [row.name for row in shown])
+    front = {row.name for row in _front(rows)}
+    for label, row in zip(axes.get_yticklabels(), shown, strict=True):
+        label.set_fontsize(LABEL_POINTS + 0.5)
+        label.set_fontweight("bold" if row.name in front else "normal")
+    axes.set_xlim(left=0)
+    _rows(axes, len(shown))
+
+
+def _quality(axes: Axes, shown: Sequence[BenchRow], task: str) -> None:
+    """Scores with their intervals, or log-probabilities, in the rows of the speeds."""
+    metric = next((row.metric for row in shown if row.metric), None)
+    label = f"{metric} (%)" if metric else "log-probability per token"
+    plain_axes(axes, f"{task}: quality", label, "")
+    for place, row in enumerate(shown):
+        level, colour = _level(row), colour_of(row.method)
+        if level is None:
+            continue
+        if row.quality is not None:
+            axes.hlines(place, 100 * row.quality.low, 100 * row.quality.high, color=colour, alpha=0.4, linewidth=3)
+        axes.plot(level, place, "o", color=colour, markersize=6, clip_on=False)
+    axes.set_yticks(range(len(shown)), [""] * len(shown))
+    _rows(axes, len(shown))
+    if metric:
+        score_limits(axes, "x")
+
+
+def _rows(axes: Axes, count: int) -> None:
+    """The first row at the top; no marks at the names."""
+    axes.set_ylim(max(count, 1) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+
+
+def _depth(axes: Axes, rows: Sequence[BenchRow], task: str, height: float) -> None:
+    """Share of target calls in which a layer passed, for the deepest setting of each method with each drafter. height:
+    of the panel, in inches."""
     from matplotlib.ticker import MaxNLocator
 
     chosen: dict[tuple[str, object], BenchRow] = {}
@@ -124,49 +150,32 @@ def _depth(axes: Axes, rows: Sequence[BenchRow], task: str, look: Look) -> None:
     if not chosen:
         axes.text(0.5, 0.5, "nothing was drafted", transform=axes.transAxes, ha="center", color=MUTED)
         axes.set_xticks([])
-    methods = [method for method, _ in chosen]
-    for place, row in enumerate(chosen.values()):
-        colour, marker = look[row.method, row.setting]
-        style = STYLES[methods[:place].count(row.method) % len(STYLES)]
-        shares = [100 * share for share in row.passed_by_depth]
+        return
+    drawn = [(row, _until_zero(row)) for row in chosen.values()]
+    hues = [colour_of(row.method) for row, _ in drawn]
+    for place, ((row, shares), colour) in enumerate(zip(drawn, hues, strict=True)):
+        style, marker = STYLES[hues[:place].count(colour) % len(STYLES)]
         layers = range(1, len(shares) + 1)
-        axes.plot(layers, shares, style, marker=marker, color=colour, linewidth=1.6, markersize=6, label=row.name)
-    if swept:
-        axes.legend(loc="upper right", frameon=False, fontsize=7.5, labelcolor=INK)
+        axes.plot(layers, shares, style, marker=marker, color=colour, linewidth=1.6, label=row.name, clip_on=False)
+    deepest = max(len(shares) for _, shares in drawn)
+    axes.set_xlim(0.8, deepest + 0.1)
+    gap = min(100 * LABEL_POINTS * 1.45 / 72 / height, 100 / len(drawn))
+    stands = apart([shares[-1] for _, shares in drawn], gap, 0, 100)
+    for (row, shares), colour, stand in zip(drawn, hues, stands, strict=True):
+        axes.annotate(
+            row.name,
+            (len(shares), shares[-1]),
+            xytext=(1.12 * deepest, stand),
+            fontsize=LABEL_POINTS,
+            color=colour,
+            va="center",
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.6, "relpos": (0, 0.5)},
+        )
 
 
-def _key(axes: Axes, rows: Sequence[BenchRow], front: Sequence[BenchRow], look: Look, *, by_setting: bool) -> None:
-    """Which mark is which method, or which colour the method and which mark the setting, and the numbered points of
-    the front."""
-    from matplotlib.lines import Line2D
-
-    axes.axis("off")
-    firsts = {row.method: look[row.method, row.setting] for row in reversed(rows)}
-    names = list(dict.fromkeys(row.method for row in rows))
-    marks: list[Line2D] = [
-        Line2D([], [], color=firsts[name][0], linewidth=6, solid_capstyle="butt", label=name)
-        if by_setting
-        else Line2D([], [], color=firsts[name][0], marker=firsts[name][1], linestyle="", markersize=7, label=name)
-        for name in names
-    ]
-    if by_setting:
-        settings = {row.setting: look[row.method, row.setting][1] for row in rows if row.setting}
-        marks += [
-            Line2D([], [], color=MUTED, marker=marker, linestyle="", markersize=7, label=setting)
-            for setting, marker in settings.items()
-        ]
-    room = max(1, KEY_LINES - len(marks) - 3)
-    listed = [f"{number}  {_point(row)}" for number, row in enumerate(front, 1)][:room]
-    if len(front) > room:
-        listed.append(f"… and {len(front) - room} slower ones")
-    marks.append(Line2D([], [], color=MUTED, linestyle="--", label="Pareto front, fastest first:"))
-    marks += [Line2D([], [], linestyle="", label=text) for text in listed]
-    axes.legend(
-        handles=marks, loc="upper left", bbox_to_anchor=(-0.08, 1.03), frameon=False, fontsize=8.5, labelcolor=INK
-    )
-
-
-def _point(row: BenchRow) -> str:
-    level = _level(row)
-    quality = f"{level:.1f} %" if row.quality is not None else f"{level:.3f}"
-    return f"{row.name}: {quality}, {row.tokens_per_s.value:.0f}/s"
+def _until_zero(row: BenchRow) -> list[float]:
+    """Percents of the layers, up to the first one below the last that passed in one call of a hundred."""
+    shares = [100 * share for share in row.passed_by_depth]
+    passed = [place for place, share in enumerate(shares) if share >= 1]
+    return shares[: (passed[-1] if passed else 0) + 2]

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import IO
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +16,7 @@ from dsbd_cli.lab.reports.bench_cells import (
     choice_line,
     choice_title,
     environment_lines,
+    measured,
     quality_columns,
     reading_lines,
     resource_columns,
@@ -46,7 +46,7 @@ def print_report(report: BenchReport, stream: IO[str]) -> None:
         heading = f"{task}, {plural(max(row.records for row in rows), 'record')}"
         for title, columns in _packed(setting_columns(rows), _sections(rows), rows, console.width):
             console.print()
-            console.print(_table(f"{heading}: {title}", columns, rows))
+            console.show(_table(f"{heading}: {title}", columns, rows))
         for choice in (one for one in report.choices if one.task == task and report.curve(one)):
             _print_choice(console, report, choice)
     console.print()
@@ -56,13 +56,13 @@ def print_report(report: BenchReport, stream: IO[str]) -> None:
         console.print(Text(f"note: {note}"))
 
 
-def _print_choice(console: Console, report: BenchReport, choice: Choice) -> None:
+def _print_choice(console: Screen, report: BenchReport, choice: Choice) -> None:
     """The curve, dev beside test, and what was chosen by which rule."""
     rows = report.curve(choice)
     head, sections = choice_columns(report, choice)
     for title, shown in _packed(head, sections.items(), rows, console.width):
         console.print()
-        console.print(_table(f"{choice_title(report, choice)}, {title}", shown, rows))
+        console.show(_table(f"{choice_title(report, choice)}, {title}", shown, rows))
     console.print(Text(choice_line(report, choice)))
 
 
@@ -86,17 +86,16 @@ def _packed(
 
 
 def _sections(rows: Sequence[BenchRow]) -> Iterator[Section]:
-    """Columns in which nothing was measured are left out; the notes say why."""
+    """With the columns in which something was measured."""
     for title, columns in (
         ("quality", quality_columns(rows)),
         ("speed", speed_columns(rows)),
         ("memory and energy", resource_columns(rows)),
         ("work per record", work_columns(rows)),
     ):
-        measured = [column for column in columns if any(column.cell(row) != DASH for row in rows)]
-        if measured:
-            memory_only = title == "memory and energy" and len(measured) <= 2
-            yield "memory" if memory_only else title, measured
+        if kept := measured(columns, rows):
+            memory_only = title == "memory and energy" and len(kept) <= 2
+            yield "memory" if memory_only else title, kept
 
 
 def _split(columns: list[ReportColumn], rows: Sequence[BenchRow], room: int) -> Iterator[list[ReportColumn]]:

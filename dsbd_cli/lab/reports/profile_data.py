@@ -217,6 +217,7 @@ class Profile:
 
     draft: name of the draft model, None where none runs; drafter: who proposes, None where nobody does; drafters: what
     each brought, where there are two; tree: how drafter dynamic-tree chooses, None where it does not draft.
+    seconds: that measuring might take; left_out: what there was no time for; complete: False where a signal ended it.
     """
 
     command: str
@@ -244,3 +245,6 @@ class Profile:
     forest: ShownForest | None = None
     drafters: tuple[DrafterRate, ...] = ()
     tree: str | None = None
+    seconds: float = float("inf")
+    left_out: tuple[str, ...] = ()
+    complete: bool = True

@@ -27,17 +27,21 @@ LOOKS = {
     "other": ("black", ""),
 }
 MILLI = 1e3
+LEAST_SHARE = 0.002  # phases below are too narrow to be seen
 
 
 def profile_figure(profile: Profile) -> Figure:
     """Needs matplotlib; see style.require_plots and style.picture_bytes."""
     settings = 1 + len(profile.tried)
-    figure = new_figure(11, 6.0 + 0.5 * settings)
-    grid = figure.add_gridspec(3, len(profile.curves), height_ratios=(0.5 * settings, 0.25, 4.0))
+    # a profile that had too little time has no curves
+    curves = 4.0 if profile.curves else 0.05
+    figure = new_figure(11, 2.0 + curves + 0.5 * settings)
+    grid = figure.add_gridspec(3, max(1, len(profile.curves)), height_ratios=(0.5 * settings, 0.25, curves))
     bars, legend = figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, :])
     _phases(bars, profile)
     legend.axis("off")
-    legend.legend(*bars.get_legend_handles_labels(), loc="center", ncols=len(LOOKS), fontsize=9, frameon=False)
+    handles, labels = bars.get_legend_handles_labels()
+    legend.legend(handles, labels, loc="center", ncols=len(LOOKS), fontsize=9, frameon=False)
     for place, curve in enumerate(profile.curves):
         _curve(figure.add_subplot(grid[2, place]), curve)
     models = profile.target + (f" with {profile.draft}" if profile.draft else ", no draft model")
@@ -54,6 +58,10 @@ def profile_figure(profile: Profile) -> Figure:
 def _phases(axes: Axes, profile: Profile) -> None:
     """Stacked bars: milliseconds per token of every setting that was run."""
     labels = []
+    shares: dict[str, float] = {}
+    for phase in (phase for one in (profile.now, *profile.tried) for phase in one.phases):
+        shares[phase.name] = max(shares.get(phase.name, 0.0), phase.share)
+    named: set[str] = set()
     for row, one in enumerate((profile.now, *profile.tried)):
         left = 0.0
         for phase in one.phases:
@@ -68,8 +76,9 @@ def _phases(axes: Axes, profile: Profile) -> None:
                 hatch=hatch,
                 edgecolor="white",
                 linewidth=0.5,
-                label=phase.name if not row else None,
+                label=phase.name if phase.name not in named and shares[phase.name] >= LEAST_SHARE else None,
             )
+            named.add(phase.name)
             left += value
         used = ", in use" if not row else ""
         labels.append(f"{one.setting.label}{used}\n{one.tokens_per_s.median:.0f} tokens/s")
@@ -101,5 +110,5 @@ def _curve(axes: Axes, curve: Curve) -> None:
     )
     axes.set_xlim(0, max(nodes) * 1.03)
     axes.locator_params(axis="x", integer=True)
-    axes.set_ylim(0, max(high) * 1.08)
+    axes.set_ylim(0, max(high) * 1.35)  # room for the key
     axes.legend(fontsize=9, frameon=False, loc="upper left")

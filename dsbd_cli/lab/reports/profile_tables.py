@@ -39,7 +39,8 @@ def bytes_text(value: float | None) -> str:
 
 def _table(*columns: str) -> Table:
     """Left-aligned first column, numbers on the right."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="")
+    # narrow gaps, so that eighty columns suffice
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True, header_style="")
     for place, column in enumerate(columns):
         # ranges, too, stay on one line; only notes, in columns without a heading, are wrapped
         table.add_column(column, justify="right" if place else "left", no_wrap=bool(column) or not place)
@@ -248,19 +249,15 @@ def _widths(profile: Profile) -> RenderableType:
 def _settings(profile: Profile) -> RenderableType:
     table = _table("setting", "tokens/s", "range", "steps/call", "width", "predicted")
     for one in (profile.now, *profile.tried):
-        table.add_row(*_setting_row(one, profile.now.setting, profile.best))
+        table.add_row(*_setting_row(one, _mark(one.setting, profile)))
     times = "once" if profile.repeats == 1 else f"{profile.repeats} times"
-    return _part(f"Settings run in turn, {times} each (measured)", table)
+    key = ", ".join(f"{sign} {name}" for sign, name in MARKS.items())
+    return _part(f"Settings run in turn, {times} each (measured)", table, key)
 
 
-def _setting_row(one: MeasuredSetting, now: ForestSize, best: ForestSize) -> Sequence[str]:
-    name = (
-        one.setting.label
-        + (", in use" if one.setting == now else "")
-        + (", recommended" if one.setting == best else "")
-    )
+def _setting_row(one: MeasuredSetting, mark: str) -> Sequence[str]:
     return (
-        name,
+        mark + one.setting.label,
         f"{one.tokens_per_s.median:.1f}",
         f"{one.tokens_per_s.low:.1f} - {one.tokens_per_s.high:.1f}",
         f"{one.steps_per_call:.2f}",

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 from typing import IO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
 
-__all__ = ["MIN_WIDTH", "Screen"]
+__all__ = ["Screen"]
 
-MIN_WIDTH, WIDTH_OF_FILES = 100, 120
+LEAST_WIDTH, WIDTH_OF_FILES, NO_LIMIT = 80, 120, 10_000
 
 
 class Screen(Console):
-    """As wide as the terminal, and at least MIN_WIDTH: a narrow terminal wraps lines; cut cells would be lost.
-
-    A stream that is no terminal gets plain text, WIDTH_OF_FILES columns wide.
-    """
+    """As wide as the terminal, and at least LEAST_WIDTH. A stream that is no terminal gets plain text, WIDTH_OF_FILES
+    columns wide."""
 
     def __init__(self, stream: IO[str]) -> None:
         width = None if stream.isatty() else WIDTH_OF_FILES
         super().__init__(file=stream, width=width, highlight=False, emoji=False, markup=False)
-        self.width = max(self.width, MIN_WIDTH)
+        self.width = max(self.width, LEAST_WIDTH)
+
+    def show(self, table: RenderableType) -> None:
+        """A table, wider than the screen where it does not fit: the terminal wraps its lines, but no cell is cut."""
+        least = Measurement.get(self, self.options.update(width=NO_LIMIT), table).minimum
+        before = self.width
+        self.width = max(before, least)
+        try:
+            self.print(table)
+        finally:
+            self.width = before
 
     def on_broken_pipe(self) -> None:
         """Nobody reads any more: no error, as for every command. Raises BrokenPipeError, which ends the command."""

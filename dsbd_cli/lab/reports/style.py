@@ -6,9 +6,10 @@ Figures are made without pyplot, so that nothing global changes and no display i
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from dsbd_cli.errors import UsageError
 
@@ -21,6 +22,7 @@ __all__ = [
     "FORMATS",
     "INK",
     "MUTED",
+    "apart",
     "new_figure",
     "picture_bytes",
     "plain_axes",
@@ -77,11 +79,29 @@ def plain_axes(axes: Axes, title: str, x: str, y: str) -> None:
         axes.spines[side].set_color(MUTED)
 
 
-def score_limits(axes: Axes) -> None:
-    """After everything is drawn: percents upwards begin at 0 or above, and equal ones do not look far apart."""
-    low, high = axes.get_ylim()
+def score_limits(axes: Axes, axis: Literal["x", "y"] = "y") -> None:
+    """After everything is drawn: percents begin at 0 or above, and equal ones do not look far apart."""
+    low, high = axes.get_ylim() if axis == "y" else axes.get_xlim()
     spare = max(0.0, LEAST_POINTS - (high - low)) / 2
-    axes.set_ylim(max(0.0, low - spare), max(high + spare, LEAST_POINTS))
+    limits = max(0.0, low - spare), max(high + spare, LEAST_POINTS)
+    if axis == "y":
+        axes.set_ylim(*limits)
+    else:
+        axes.set_xlim(*limits)
+
+
+def apart(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Where labels of these places stand: in the same order, at least `gap` from each other, between low and high as
+    long as there is room."""
+    order = sorted(range(len(places)), key=lambda place: places[place])
+    found = [0.0] * len(places)
+    below = low - gap
+    for place in order:
+        found[place] = below = max(places[place], below + gap)
+    above = high + gap
+    for place in reversed(order):
+        found[place] = above = min(found[place], above - gap)
+    return found
 
 
 def picture_bytes(figure: Figure, suffix: str = ".png") -> bytes:

@@ -1,0 +1,125 @@
+"""How long a profile may measure, what it leaves out for that, and how it is stopped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from dsbd_cli.lab.profiling.predict import Interpolation
+from dsbd_cli.lab.reports.profile_data import ForestSize
+
+__all__ = ["Budget", "CutOffError", "Expected"]
+
+TOLD_FROM_S = 1.0
+
+
+class CutOffError(Exception):
+    """A signal came: what is measured until now is the profile."""
+
+
+def _nobody(message: str) -> None:
+    """Is told and says nothing."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """Seconds that may be spent on measuring, from `start`. Without a limit everything is measured.
+
+    told: is called with what is being done. left_out: what there was no time for.
+    """
+
+    seconds: float = float("inf")
+    told: Callable[[str], None] = _nobody
+    clock: Callable[[], float] = time.perf_counter
+    left_out: list[str] = field(default_factory=list)
+    stopped: bool = False
+    _began: float = 0.0
+    _running: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        """The models are loaded: time counts from here."""
+        self._began = self.clock()
+
+    @property
+    def left(self) -> float:
+        """Seconds; less than 0 where a part took longer than expected."""
+        return self.seconds - (self.clock() - self._began)
+
+    def affords(self, what: str, expected_s: float) -> bool:
+        """Whether there is time for a part; if not, it is noted as left out."""
+        if expected_s <= self.left:
+            return True
+        self.left_out.append(f"{what} (about {max(1.0, expected_s):.0f} s)")
+        return False
+
+    def tell(self, what: str, expected_s: float = 0.0) -> None:
+        """Say what is measured next. Raises CutOffError once `stop` was called."""
+        self.check()
+        self.told(what + (f", about {expected_s:.0f} s" if expected_s >= TOLD_FROM_S else ""))
+
+    def check(self) -> None:
+        """Raises CutOffError once `stop` was called."""
+        if self.stopped:
+            raise CutOffError
+
+    def stop(self) -> None:
+        """End soon; what is measured stays. May be called from a signal handler."""
+        self.stopped = True
+        if self._running is not None:
+            self._running()
+
+    @contextmanager
+    def running(self, stop: Callable[[], None]) -> Iterator[None]:
+        """While something runs that `stop` would end."""
+        self._running = stop
+        try:
+            if self.stopped:
+                stop()
+            yield
+        finally:
+            self._running = None
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Seconds of runs that were not made yet, from single forwards of one row.
+
+    Attributes:
+        target, draft: forwards by nodes; draft is None where no draft model runs the nodes.
+        num_beams: W.
+        now, prefill_s, iterations, steps_per_call: of a run that was made; scale: what an iteration of it took over
+            what its forwards of one row take.
+    """
+
+    target: Interpolation
+    draft: Interpolation | None
+    num_beams: int
+    now: ForestSize
+    prefill_s: float = 0.0
+    iterations: int = 0
+    steps_per_call: float = 1.0
+    scale: float = 1.0
+
+    def iteration(self, setting: ForestSize) -> float:
+        """The forwards of one iteration of one row."""
+        drafting = self.draft.at(setting.drafts_per_layer) if self.draft is not None else 0.0
+        nodes = self.num_beams + setting.depth * setting.drafts_per_layer
+        return self.target.at(nodes) + setting.depth * drafting
+
+    def request(self, prompt_tokens: int, new_tokens: int) -> float:
+        """One request at most: a prompt costs no more per token than a forest, an iteration yields a token or more."""
+        most = max(nodes for nodes, _ in self.target.points)
+        return prompt_tokens * self.target.at(most) / most + new_tokens * self.iteration(self.now)
+
+    def run(self, setting: ForestSize) -> float:
+        """All requests once more with another setting; a smaller forest may yield one step an iteration."""
+        now = self.now
+        smaller = setting.depth < now.depth or setting.drafts_per_layer < now.drafts_per_layer
+        iterations = self.iterations * (self.steps_per_call if smaller else 1.0)
+        return self.prefill_s + self.scale * iterations * self.iteration(setting)
+
+    def forwards(self, line: Interpolation, counts: list[int], rows: int, rounds: int) -> float:
+        """So many rounds of forwards of so many rows, at most."""
+        return rounds * rows * sum(line.at(count) for count in counts)
