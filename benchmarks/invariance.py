@@ -26,7 +26,7 @@ import torch
 import dsbd_cli
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, RequestResult, SamplingConfig
-from dsbd_cli.config import TEXT_DRAFTERS
+from dsbd_cli.config import NUMERICS, TEXT_DRAFTERS
 from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.decoding.compare import with_draft
 from dsbd_cli.requests import derive_seed
@@ -81,10 +81,11 @@ COUNTS = ("text", "tokens", "logprobs")
 class Pair:
     """The target and the drafts, loaded once and shared by all engines."""
 
-    def __init__(self, target: str, drafts: Sequence[str], dtype: str) -> None:
+    def __init__(self, target: str, drafts: Sequence[str], dtype: str, numerics: Any) -> None:
         """drafts: none, names of drafters without a model, or models."""
         models = [name for name in drafts if name != "none" and name not in TEXT_DRAFTERS]
-        self.first = dsbd_cli.load(target, models[0] if models else None, dtype=dtype)
+        spec = ModelSpec(target, dtype=dtype, numerics=numerics)
+        self.first = dsbd_cli.load(spec, models[0] if models else None)
         self.models: dict[str, ForestModel | None] = dict.fromkeys(models[:1], self.first.draft)
         for name in models[1:]:
             self.models[name] = with_draft(self.first, ModelSpec(name, "draft", dtype)).draft
@@ -116,7 +117,7 @@ def decode(engine: Engine, requests: Sequence[Request]) -> list[tuple[object, ob
 def rows_of(prompts: Sequence[str], seed: int, sampling: SamplingConfig) -> list[Request]:
     """One round: every prompt with this seed."""
     return [
-        Request(str(place), derive_seed(seed, str(place)), prompt=prompt, sampling=sampling)
+        Request(prompt, id=str(place), seed=derive_seed(seed, str(place)), sampling=sampling)
         for place, prompt in enumerate(prompts)
     ]
 
@@ -191,8 +192,11 @@ def earlier(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 def read_prompts(path: Path | None) -> list[str]:
     """Of a file of JSON lines with `prompt`, else those above."""
-    if path is None:
-        return list(PROMPTS)
+    if path is None:  # behind some of the others, so that lengths differ: 5 to 400 tokens
+        others = (
+            "\n".join((*PROMPTS[place + 1 :], *PROMPTS[:place]))[: 61 * place % 1500] for place in itertools.count()
+        )
+        return [f"{before}\n{prompt}" for before, prompt in zip(others, PROMPTS, strict=False)]
     return [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
@@ -211,6 +215,7 @@ def main() -> None:
     parser.add_argument("--target", default="builtin:target")
     parser.add_argument("--draft", type=words, default=["none", "ngram", "builtin:draft"])
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--numerics", choices=NUMERICS, default="invariant")
     parser.add_argument("--prompts", type=Path, help="JSON lines with prompt (default: forty of this file)")
     parser.add_argument("--records", type=int, help="prompts at most")
     parser.add_argument("--seeds", type=int, default=1, help="rounds: each decodes every prompt with another seed")
@@ -224,7 +229,18 @@ def main() -> None:
     parser.add_argument("--name", default="", help="name of the results folder")
     options = parser.parse_args()
     prompts = read_prompts(options.prompts)[: options.records]
-    kept = ("target", "draft", "dtype", "rules", "batch_size", "threads", "num_beams", "drafts_per_layer", "depth")
+    kept = (
+        "target",
+        "draft",
+        "dtype",
+        "numerics",
+        "rules",
+        "batch_size",
+        "threads",
+        "num_beams",
+        "drafts_per_layer",
+        "depth",
+    )
     settings = {name: getattr(options, name) for name in (*kept, "new_tokens")}
     settings |= {"prompts": str(options.prompts or "built in"), "records": len(prompts)}
     folder = results_folder(options.name or f"invariance-{Path(options.target).name.replace(':', '-')}-{options.dtype}")
@@ -232,7 +248,7 @@ def main() -> None:
     if runs:
         print(f"{len(runs)} comparisons are in {folder}, going on after them", flush=True)
     sampling = SamplingConfig(max_new_tokens=options.new_tokens, n_best=options.num_beams)
-    pair = Pair(options.target, options.draft, options.dtype)
+    pair = Pair(options.target, options.draft, options.dtype, options.numerics)
     done = {tuple(run[key] for key in KEYS) for run in runs}
     for number in range(options.seeds):
         for run in measure(pair, rows_of(prompts, number, sampling), number, options, done):
