@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 
 import dsbd_cli.engine.decoding
-from dsbd_cli.config import MethodConfig, ModelSpec
+from dsbd_cli.config import Exactness, MethodConfig, ModelSpec
 from dsbd_cli.errors import ModelError, PromptTooLongError
 from dsbd_cli.requests import Hypothesis, Request, RequestResult
 from dsbd_cli.stats import LayerStats, RequestStats, StepStats
@@ -37,6 +37,10 @@ class FakeEngine:
     def __init__(self, method: MethodConfig, batch_size: int, log_steps: bool) -> None:
         self.method, self.batch_size, self.log_steps = method, batch_size, log_steps
         self.info, self.stopping, self.steps = None, False, 0
+
+    @property
+    def exactness(self) -> Exactness:
+        return self.method.exactness
 
     def stop(self) -> None:
         self.stopping = True

@@ -18,6 +18,7 @@ class TableLM:
 
     max_positions = None
     capturable = False
+    invariant = True
     head_ids: Tensor | None = None
 
     def __init__(self, table: Tensor) -> None:

@@ -30,7 +30,7 @@ def profiled(per_node: float, seconds: float, method: MethodConfig = METHOD) -> 
     pair = table_pair(2, 8, 0.5)
     target, draft = (SlowLM(one, clock, per_node / part) for one, part in zip(pair, (1, 10), strict=True))
     sampling = SamplingConfig(top_k=0, max_new_tokens=40)
-    requests = tuple(Request(str(i), i, prompt=f"{i % 8} 1 2", sampling=sampling) for i in range(8))
+    requests = tuple(Request(id=str(i), seed=i, prompt=f"{i % 8} 1 2", sampling=sampling) for i in range(8))
     budget = Budget(seconds, told.append, clock)
     names = ("t", "d" if method.depth else None)
     bench = ProfiledPair(target, draft if method.depth else None, NumberCodec(8, (3,)), requests, 8, names, budget)

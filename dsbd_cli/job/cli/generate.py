@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -37,9 +38,14 @@ from dsbd_cli.job.data.source import LineSource
 from dsbd_cli.job.records import MethodRecord, native_record, openai_record, run_fingerprint, text_record
 
 if TYPE_CHECKING:
-    from dsbd_cli.engine.decoding.engine import Engine, EngineInfo
+    from dsbd_cli.engine.decoding.engine import Engine
 
 __all__ = ["generate"]
+
+NOT_INVARIANT = (
+    "on this machine the target's logits depend on what else is in a forward, so that rounding may change a text with "
+    "the draft or the batch: records say same-law, not same-text (see docs/numerics.md)"
+)
 
 
 @grouped
@@ -96,6 +102,7 @@ class _Run:
             self._method,
             settings.rows,
             dtype=devices.dtype or "auto",
+            numerics=devices.numerics or "invariant",
             on_too_long=settings.on_too_long,
             strict=settings.rows.strict,
             input_format=files.input_format or "auto",
@@ -144,8 +151,12 @@ class _Run:
             raise
         if engine is not None:
             summary.info = engine.info
+            if engine.exactness != self._method.method.exactness:
+                self._method = replace(self._method, exactness=engine.exactness)
+                if self._devices.numerics != "fast":
+                    self.reporter.warn(NOT_INVARIANT)
             writer, steps = outputs.begin()
-            self.reporter.begin(_describe(self._settings, engine.info), steps=lambda: engine.steps)
+            self.reporter.begin(_describe(self._settings, engine), steps=lambda: engine.steps)
             self._signals.on_stop = engine.stop
             try:
                 flow.run(engine, self._maker(outputs.created), writer, steps)
@@ -195,13 +206,13 @@ class _Run:
         )
 
 
-def _describe(settings: RunSettings, info: EngineInfo | None) -> str:
-    method = settings.method
+def _describe(settings: RunSettings, engine: Engine) -> str:
+    method, info = settings.method, engine.info
     most = "up to " if method.adaptive_depth else ""
     drafts = f"{most}{method.depth} layers of {method.drafts_per_layer} drafts" if method.depth else "no draft"
     drafts += f" by {method.drafter}" if method.depth and method.drafter != "beam" else ""
     models = f"target {settings.target}" + (f", draft {settings.draft}" if settings.draft else "")
     models += f" ({info.dtype}, {info.device})" if info is not None else ""
     return (
-        f"{models}; rule {method.rule}, {method.num_beams} beams, {drafts}, width {method.width} ({method.exactness})"
+        f"{models}; rule {method.rule}, {method.num_beams} beams, {drafts}, width {method.width} ({engine.exactness})"
     )

@@ -47,6 +47,7 @@ JOB = "Options from a file"
 InputFormat = Literal["auto", "text"]
 OutputFormat = Literal["native", "openai", "text"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+NumericsName = Literal["invariant", "fast"]
 _METHOD, _SAMPLING, _FUZZY = MethodConfig(), SamplingConfig(), FuzzyConfig(0)
 
 
@@ -364,6 +365,16 @@ class DeviceOptions:
     dtype: Annotated[
         DtypeName | None,
         option(DEVICES, "--dtype", text=f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE"),
+    ] = None
+    numerics: Annotated[
+        NumericsName | None,
+        option(
+            DEVICES,
+            "--numerics",
+            text="invariant: no text depends on the draft or the batch, to the last bit; fast: without that work",
+            default="invariant",
+            metavar="HOW",
+        ),
     ] = None
     device: Annotated[
         str | None, option(DEVICES, "--device", text="cpu, cuda, cuda:1, ...", default="auto", metavar="DEVICE")

@@ -33,7 +33,7 @@ def native_record(row: Row, result: RequestResult | None, method: MethodRecord) 
     record["beams"] = beams
     record["usage"] = usage(result)
     record["seed"] = result.request.seed
-    record["exactness"] = method.method.exactness
+    record["exactness"] = method.exactness or method.method.exactness
     record["method"] = method.encoded
     record["stats"] = _stats(result.stats)
     return dump_line(record)

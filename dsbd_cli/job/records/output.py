@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config import Exactness, MethodConfig
 from dsbd_cli.errors import NumericalError, RowError
 from dsbd_cli.job.records.row import Fields, Row
 from dsbd_cli.requests import RequestResult
@@ -24,6 +24,7 @@ class MethodRecord:
     method: MethodConfig
     target: str
     draft: str | None
+    exactness: Exactness | None = None  # of this run, once the target is loaded; None: the method's
     encoded: orjson.Fragment = field(init=False, repr=False, compare=False)  # fields() as JSON
     fingerprint: str = field(init=False, repr=False, compare=False)
 
