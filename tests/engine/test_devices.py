@@ -38,10 +38,11 @@ class PretendedLM(TableLM):
     """Takes inputs on its own device only."""
 
     def __init__(self) -> None:
-        self.vocab_size, self.device = VOCABULARY, DEVICE
+        self.vocab_size, self.device, self.generation = VOCABULARY, DEVICE, 0
         self.release()
 
     def reserve(self, rows: int, slots: int) -> None:
+        self.generation += 1
         self.tokens = torch.zeros(rows, slots, dtype=torch.int64, device=DEVICE)
 
     def release(self) -> None:
