@@ -66,7 +66,7 @@ _brief = _Brief()
 
 def shorten(value: object) -> str:
     """A value as it stands in an error message: one line, at most MAX_SHOWN characters. Cheap for any value."""
-    text = repr(value[:MAX_SHOWN]) if isinstance(value, str) else _brief.repr(value)
+    text = repr(value[:MAX_SHOWN]) if isinstance(value, str) else " ".join(_brief.repr(value).split())
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 

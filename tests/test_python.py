@@ -33,25 +33,25 @@ def make(**method: object) -> Engine:
 
 WRONG: dict[str, Callable[[], object]] = {
     "stop is 5, but must be a list of strings": lambda: SamplingConfig(stop=5),  # type: ignore[arg-type]
-    "stop is ('a', 3), but must be a list of strings": lambda: SamplingConfig(stop=["a", 3]),  # type: ignore[arg-type,list-item]
-    "stop is ('',), but must be a list of non-empty strings": lambda: SamplingConfig(stop=""),  # type: ignore[arg-type]
+    "stop is ['a', 3], but must be a list of strings": lambda: SamplingConfig(stop=["a", 3]),  # type: ignore[arg-type,list-item]
+    "stop is [''], but must be a list of non-empty strings": lambda: SamplingConfig(stop=""),  # type: ignore[arg-type]
     "top_k is 2.5, but must be an integer": lambda: SamplingConfig(top_k=2.5),  # type: ignore[arg-type]
-    "n_best is True, but must be an integer": lambda: SamplingConfig(n_best=True),
+    "n_best is true, but must be an integer": lambda: SamplingConfig(n_best=True),
     "temperature is 'hot', but must be a number": lambda: SamplingConfig(temperature="hot"),  # type: ignore[arg-type]
     "early_stopping is 1, but must be True or False": lambda: SamplingConfig(early_stopping=1),  # type: ignore[arg-type]
     "id is 5, but must be a string": lambda: Request("p", id=5, seed=1),  # type: ignore[arg-type]
     "seed is 'z', but must be an integer": lambda: Request("p", seed="z"),  # type: ignore[arg-type]
     f"seed is {2**63}, but must be an integer from 0 to 2**63 - 1": lambda: Request("p", seed=2**63),
     "prompt is 5, but must be a string or None": lambda: Request(5),  # type: ignore[arg-type]
-    "prompt_ids is ('a',), but must be a list of integers or None": lambda: Request(prompt_ids=("a",)),  # type: ignore[arg-type]
-    "messages is ({'role': 5},), but must be a list of objects": lambda: Request(messages=({"role": 5},)),  # type: ignore[dict-item]
+    "prompt_ids is ['a'], but must be a list of integers or None": lambda: Request(prompt_ids=("a",)),  # type: ignore[arg-type]
+    "messages is [{'role': 5}], but must be a list of objects": lambda: Request(messages=({"role": 5},)),  # type: ignore[dict-item]
     "a request has none of them, but must have exactly one of prompt": lambda: Request(id="a"),
     "a request has prompt and prompt_ids, but must": lambda: Request("p", prompt_ids=(1,)),
     "sampling is {}, but must be a SamplingConfig": lambda: Request("p", sampling={}),  # type: ignore[arg-type]
     "rule is 'best', but must be one of coupled, rejection": lambda: MethodConfig(rule="best"),  # type: ignore[arg-type]
     "num_beams is '4', but must be an integer": lambda: MethodConfig(num_beams="4"),  # type: ignore[arg-type]
     "depth is 'auto', but must be an integer": lambda: MethodConfig(depth="auto"),  # type: ignore[arg-type]
-    "source is None, but must be a string": lambda: ModelSpec(None),  # type: ignore[arg-type]
+    "source is null, but must be a string": lambda: ModelSpec(None),  # type: ignore[arg-type]
     "method is 'search', but must be a MethodConfig or None": lambda: dsbd_cli.load(method="search"),  # type: ignore[arg-type]
     "batch_size is 0, but must be 1 or more": lambda: dsbd_cli.load(batch_size=0),
     "on_too_long is 'cut', but must be one of error, truncate-left": lambda: dsbd_cli.load(on_too_long="cut"),  # type: ignore[arg-type]

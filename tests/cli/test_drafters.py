@@ -24,7 +24,7 @@ REFUSED = [
     ("--drafter beam+rsd-s", "the second of two must be one of ngram, retrieval, trigram"),
     ("--drafter rsd-c+dynamic-tree", "the second of two must be one of ngram, retrieval, trigram"),
     ("--drafter beam+ngram --draft none", "needs a draft model"),
-    ("--drafter rsd-s+ngram --width threshold", "width threshold"),
+    ("--drafter rsd-s+ngram --width threshold", "use width fixed"),
     ("--drafter ngram --draft builtin:draft", "runs no model"),
     ("--drafter rsd-c --draft none", "needs a draft model"),
     ("--drafter ngram --depth 0", "--depth 0 drafts nothing"),

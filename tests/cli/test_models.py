@@ -107,7 +107,7 @@ def test_the_shell_completes() -> None:
     environment = {
         **os.environ,
         "_DSBD_COMPLETE": "complete_bash",
-        "COMP_WORDS": "dsbd generate --num",
+        "COMP_WORDS": "dsbd generate --num-",
         "COMP_CWORD": "2",
     }
     done = subprocess.run(

@@ -48,17 +48,18 @@ def test_the_share_and_the_time_left_are_told_of_a_file(dsbd: Dsbd, tmp_path: Pa
     assert reporter._left() == "50% done"
     reporter.totals.started -= 60
     reporter.at(750)
+    assert reporter._left() == "75% done", "nothing is answered, so nobody knows"
+    reporter.totals.rows, reporter.totals.steps = progress.ROWS_THAT_TELL, 100
     assert reporter._left() == "75% done, 0:01:00 left"
-    assert reporter._live_text().startswith("75% done, 0:01:00 left, 0 rows")
+    assert reporter._live_text().startswith("75% done, 0:01:00 left, 10 rows")
 
 
 def test_the_live_line_of_two_drafters_keeps_its_clock() -> None:
     screen = io.StringIO()
-    line = progress._live_line(Console(file=screen, width=100, force_terminal=True))
     rates = "24% accepted (dynamic-tree 30%, retrieval 1%)"
     said = f"24% done, 0:01:00 left, 8 rows, 400 tokens, 2.09 steps per call, {rates}"
-    with line:
-        line.update(line.task_ids[0], description=said, refresh=True)
+    with progress._live_line(lambda: said, Console(file=screen, width=100, force_terminal=True)) as line:
+        line.refresh()
     shown = Text.from_ansi(screen.getvalue()).plain
     assert "0:00:00" in shown
     assert "24% done, 0:01:00 left" in shown

@@ -52,7 +52,7 @@ def test_a_model_with_attention_of_its_own_is_not_trusted(name: str) -> None:
 def all_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused kernel over all slots, gaps included."""
 
-    def fused(sight, query, key, value, mask, tail, scale, softcap, sinks):  # type: ignore[no-untyped-def]
+    def fused(sight, query, key, value, mask, scale, softcap, sinks):  # type: ignore[no-untyped-def]
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
@@ -83,7 +83,7 @@ def test_parts_give_what_the_fused_kernel_gives() -> None:
     """Guards the joining of the two parts: wrong weights would be the same in every company."""
     for name in KINDS:
         model = wide(name, torch.float32)
-        company = Company(others=32, spread=5, slots=512)
+        company = Company(others=32, ahead=9, spread=5, slots=512)
         with torch.inference_mode():
             ours = _logits(model, company)
             plain = _logits(model, company, by_parts=False)

@@ -52,6 +52,8 @@ class Sight:
         self.settled = tuple(0 if count < SETTLED_LEAST else count - count % SETTLED_STEP for count in settled)
         self.used = 0  # by so many layers
         self.width = tail + max(count - own for count, own in zip(settled, self.settled, strict=True))
+        self._seen: dict[object, tuple[Tensor, Tensor]] = {}
+        self._all_tail: Sight | None = None
         self._tails: dict[object, Tensor] = {}
         self._heads: dict[object, list[Tensor] | None] = {}
         self._at: Tensor | None = None
@@ -70,15 +72,28 @@ class Sight:
         tail = seen.gather(2, at.clamp(max=slots - 1)) & (at < slots)
         mask = torch.full((rows, 1, 1, nodes, width), MASKED, device=seen.device)
         key = self._key(additive)
+        self._seen[key] = additive, seen
         self._tails[key] = mask.masked_fill_(tail[:, None, None], 0.0)
         self._heads[key] = None
         if not whole:
             self._heads[key] = [additive[row : row + 1, ..., :count] for row, count in enumerate(self.settled)]
 
-    def tail(self, mask: Tensor | None) -> Tensor | None:
-        """[R, 1, 1, n, T] float32 to be added to the scores of the tail; None for a mask that was not given to
-        `add`."""
-        return None if mask is None else self._tails.get(self._key(mask))
+    def all_tail(self) -> Sight:
+        """The same with no settled slots, for layers that the fused kernel cannot serve."""
+        if self._all_tail is None:
+            slots = max(seen.shape[-1] for _, seen in self._seen.values())
+            self._all_tail = Sight((0,) * len(self.settled), slots)
+            for additive, seen in self._seen.values():
+                self._all_tail.add(additive, seen, whole=True)
+        return self._all_tail
+
+    def knows(self, mask: Tensor | None) -> bool:
+        """The mask was given to `add`; a model may make one of its own."""
+        return mask is not None and self._key(mask) in self._seen
+
+    def tail(self, mask: Tensor) -> Tensor:
+        """[R, 1, 1, n, T] float32, to be added to the scores of the tail."""
+        return self._tails[self._key(mask)]
 
     def head(self, mask: Tensor, row: int) -> Tensor | None:
         """[1, 1, n, settled] to be added to the scores of a row's settled slots; None where nothing is masked."""
@@ -135,11 +150,12 @@ def grouped_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plain = kwargs.get("position_bias") is None
     sight = _sight.get()
-    tail = sight.tail(attention_mask) if sight is not None and plain else None
-    if sight is not None and tail is not None:
+    if sight is not None and plain and sight.knows(attention_mask):
         assert attention_mask is not None
         sight.used += 1
-        out = _by_parts(sight, query, key, value, attention_mask, tail, scale, softcap, s_aux)
+        if softcap is not None or key.shape[-1] != value.shape[-1]:
+            sight = sight.all_tail()
+        out = _by_parts(sight, query, key, value, attention_mask, scale, softcap, s_aux)
     elif softcap is not None or s_aux is not None:
         out = _written_out(query, key, value, attention_mask, scale, softcap, s_aux)
     else:
@@ -189,7 +205,6 @@ def _by_parts(
     key: Tensor,
     value: Tensor,
     mask: Tensor,
-    tail: Tensor,
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
@@ -201,9 +216,9 @@ def _by_parts(
     keys, values = sight.pick(key).to(torch.float64), sight.pick(value).to(torch.float64)
     scores = torch.matmul(grouped.to(torch.float64), keys.transpose(2, 3)).to(torch.float32)
     scores = scores.unflatten(2, (groups, count))  # [R, H, G, n, T]
-    scores = torch.add(tail, _capped(scores, scale, softcap), alpha=LOG2_E)  # to base 2
+    scores = torch.add(sight.tail(mask), _capped(scores, scale, softcap), alpha=LOG2_E)  # to base 2
     highest = scores.amax(-1, keepdim=True)
-    head = _settled(sight, grouped, key, value, mask, scale, count) if _fusible(sight, key, value, softcap) else None
+    head = _settled(sight, grouped, key, value, mask, scale, count) if max(sight.settled) else None
     if head is not None:
         settled, log_sum = head[0].unflatten(2, (groups, count)), head[1].unflatten(2, (groups, count)).unsqueeze(-1)
         log_sum = log_sum * LOG2_E
@@ -223,10 +238,6 @@ def _by_parts(
 
 def _capped(scores: Tensor, scale: float, softcap: float | None) -> Tensor:
     return scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
-
-
-def _fusible(sight: Sight, key: Tensor, value: Tensor, softcap: float | None) -> bool:
-    return max(sight.settled) > 0 and softcap is None and key.shape[-1] == value.shape[-1]
 
 
 def _settled(

@@ -30,7 +30,7 @@ class Company:
 
     Attributes:
         rows: R. row: which of them holds the text; the others hold other tokens and have other lengths.
-        others: further nodes in each forward, which stand before and after the text's own.
+        others: further nodes in each forward. ahead: so many of them stand before the text's own.
         spread: the answer's tokens stand anywhere in so many times as many slots as they need, in order.
         at_once: how many of the answer's tokens share the last forward.
         slots: S.
@@ -39,6 +39,7 @@ class Company:
     rows: int = 1
     row: int = 0
     others: int = 3
+    ahead: int = 0
     spread: int = 1
     at_once: int = 1
     slots: int = 256
@@ -46,9 +47,9 @@ class Company:
 
 COMPANIES = (
     Company(others=0),
-    Company(others=32, spread=5, slots=SLOTS),
+    Company(others=32, ahead=32, spread=5, slots=SLOTS),
     Company(others=1, spread=3, at_once=3, slots=352),
-    Company(rows=2, row=1, others=19, spread=4, at_once=2, slots=448),
+    Company(rows=2, row=1, others=19, ahead=7, spread=4, at_once=2, slots=448),
 )
 
 
@@ -113,7 +114,7 @@ def _answer(
     by_parts: bool,
 ) -> Tensor:
     """[V] logits of the last of the answer's tokens first .. last, which see the prompt and the answer so far."""
-    rows, before = company.rows, company.others // 2
+    rows, before = company.rows, company.ahead
     own = torch.arange(first, last).expand(rows, -1)
     depth = lengths.unsqueeze(1) + own
     # the other nodes take the free slots after the answer and see nothing of it
