@@ -36,7 +36,9 @@ def generate(pair: tuple[str, str], folder: Path, *options: str, draft: str | No
 
 
 @pytest.mark.parametrize("rule", ["coupled", "search"])
-def test_same_text_as_without_a_draft(pair: tuple[str, str], rule: str, tmp_path: Path) -> None:
+def test_same_text_as_without_a_draft(
+    pair: tuple[str, str], rule: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Guards the whole way from two folders: which tokenizer is whose, and what the record says of the method."""
     plain = generate(pair, tmp_path, "--rule", rule, draft="none")
     for batch in ("1", "3"):
@@ -44,7 +46,9 @@ def test_same_text_as_without_a_draft(pair: tuple[str, str], rule: str, tmp_path
         assert [row["text"] for row in found] == [row["text"] for row in plain]
         assert {row["method"]["drafter"] for row in found} == {"bridge"}
         assert all(row["stats"]["draft_calls"] > 0 for row in found)
-        assert {row["exactness"] for row in found} == {"same-text"}
+        # products as small as this model's are not packed, and their bits depend on the number of rows
+        assert {row["exactness"] for row in found} == {"same-law"}
+    assert capfd.readouterr().err.count("records say same-law, not same-text") == 3, "each run says so once"
 
 
 def test_rejection_answers(pair: tuple[str, str], tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ NAME = "dsbd_grouped"
 SETTLED_STEP = 32  # settled slots are counted in such steps: an odd remainder takes another kernel
 SETTLED_LEAST = 64  # a shorter prompt is all tail
 QUERY_STEP = 16  # queries too: a rest of fewer than four rows takes another kernel
+LEAST_DIM = 32  # smaller heads take other kernels
 LOG2_E = math.log2(math.e)
 # exp2 of anything is equally fast, exp of what gives zero or a subnormal number is not
 MASKED = torch.finfo(torch.float32).min
@@ -153,7 +154,7 @@ def grouped_attention(
     if sight is not None and plain and sight.knows(attention_mask):
         assert attention_mask is not None
         sight.used += 1
-        if softcap is not None or key.shape[-1] != value.shape[-1]:
+        if softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM:
             sight = sight.all_tail()
         out = _by_parts(sight, query, key, value, attention_mask, scale, softcap, s_aux)
     elif softcap is not None or s_aux is not None:
