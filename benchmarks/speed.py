@@ -26,6 +26,7 @@ from benchmarks.outcome import Outcome, Runner, delivered
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.invariance import is_invariant
 from dsbd_cli.engine.models.loader import eos_ids, load_tokenizer
 from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.registry import resolve
@@ -105,6 +106,7 @@ def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Ben
     for model in ours:
         pack(model)
     target, draft = (CausalForestModel(model, name) for model, name in zip(ours, (shape, draft_shape), strict=True))
+    target.invariant = is_invariant(target)
     records = [r for task in TASKS.values() for r in itertools.islice(task.records("test", 1), count // 2)]
     sampling = SamplingConfig(max_new_tokens=NEW_TOKENS)
     requests = tuple(Request(id=r.id, seed=derive_seed(0, r.id), prompt=r.prompt, sampling=sampling) for r in records)

@@ -312,6 +312,7 @@ def use_grouped_attention(model: Any) -> None:
     stock = getattr(model.config, "_attn_implementation", None)
     if not getattr(model, "_supports_attention_backend", False):
         return
+    model.stock_attention = stock  # for comparators
     if stock == "sdpa":
         model.set_attn_implementation(NAME)
     elif stock == "eager" and (_has_caps(model) or any(hasattr(module, "sinks") for module in model.modules())):

@@ -27,12 +27,12 @@ from dsbd_cli.lab.peers.config import PeerConfig
 
 __all__ = ["Delivered", "TransformersPeer"]
 
-STOCK = "sdpa"
 
 
 class _Generating(Protocol):
     """What is used of a PreTrainedModel."""
 
+    stock_attention: str
     config: object
 
     def set_attn_implementation(self, name: str) -> None: ...
@@ -185,7 +185,7 @@ def stock_attention(module: _Generating) -> Iterator[None]:
     """transformers' own attention for a module that was switched to ours; others are left alone."""
     ours = getattr(module.config, "_attn_implementation", None) == GROUPED
     if ours:
-        module.set_attn_implementation(STOCK)
+        module.set_attn_implementation(module.stock_attention)
     try:
         yield
     finally:
