@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -41,6 +42,26 @@ def wide(name: str, dtype: torch.dtype, *, packed: bool = True) -> CausalForestM
 def test_bits_do_not_depend_on_the_company(name: str, dtype: torch.dtype) -> None:
     """Guards each kind of attention against sums whose order goes by slot, by row or by the number of nodes."""
     assert is_invariant(wide(name, dtype))
+
+
+@pytest.mark.parametrize("name", ["llama one kv head", "gpt2", "gemma2 window", "gemma3 window"])
+def test_bits_do_not_depend_on_any_company(name: str) -> None:
+    """Guards what the few companies at load do not meet: odd numbers of nodes, rows and slots."""
+    model, chance = wide(name, torch.float32), random.Random(5)
+    with torch.inference_mode():
+        alone = _logits(model, Company())
+        for _ in range(8):
+            others, rows = chance.randrange(60), chance.choice([1, 2, 3])
+            company = Company(
+                rows=rows,
+                row=chance.randrange(rows),
+                others=others,
+                ahead=chance.randrange(others + 1),
+                spread=chance.randrange(1, 7),
+                at_once=chance.randrange(1, 6),
+                slots=512,
+            )
+            assert torch.equal(_logits(model, company), alone), company
 
 
 @pytest.mark.parametrize("name", ["falcon rotary", "gptj"])

@@ -6,8 +6,8 @@ of a vectorised sum, and so changes the last bits. Here the keys of a row are sp
 
 - its *settled* slots hold the first tokens of its prompt, always the same ones in the same places. They go through
   torch's fused kernel, row by row, so that their number is the row's own.
-- its *tail* holds everything else. Scores and sums are in float64, whose rounding error is some 2^-29 of a float32's
-  last bit, so that the order of a sum does not reach the result.
+- its *tail* holds everything else. A score is a product of two short vectors, in float32. Sums over the slots are in
+  float64, whose rounding error is some 2^-29 of a float32's last bit, so that their order does not reach the result.
 
 The two parts are joined by their log-sums, as blocks are in FlashAttention (Dao et al. 2022). docs/numerics.md says
 what this guarantees and what it costs.
@@ -101,14 +101,18 @@ class Sight:
         masks = self._heads[self._key(mask)]
         return None if masks is None else masks[row]
 
-    def pick(self, states: Tensor) -> Tensor:
-        """Keys or values [R, H, S, E] of the tail: [R, H, T, E]."""
+    def pick(self, states: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys or values [R, H, S, E] of the tail: [R, H, T, E]. What lies past the last slot is 0."""
         assert self._at is not None
-        rows, _, slots, _ = states.shape
-        if rows == 1:
-            return states[:, :, self.settled[0] : self.settled[0] + self._at.shape[1]]
-        index = torch.arange(rows, device=states.device).unsqueeze(1)
-        return states.transpose(1, 2)[index, self._at.clamp(max=slots - 1)].transpose(1, 2)
+        rows, heads, slots, dim = states.shape
+        width = self._at.shape[1]
+        if len(set(self.settled)) == 1 and self.settled[0] + width <= slots:
+            return states[:, :, self.settled[0] : self.settled[0] + width].to(dtype)
+        found = states.new_zeros((rows, heads, width, dim), dtype=dtype)
+        for row, start in enumerate(self.settled):  # an index over rows and slots is copied number by number
+            part = states[row, :, start : start + width]
+            found[row, :, : part.shape[1]] = part
+        return found
 
     @staticmethod
     def _key(mask: Tensor) -> object:
@@ -213,27 +217,32 @@ def _by_parts(
     """[R, H * G, n, E]: settled slots by the fused kernel, the tail in float64, joined by their log-sums."""
     rows, heads, count, dim = query.shape
     groups = heads // key.shape[1]
-    grouped = query.reshape(rows, key.shape[1], groups * count, dim)  # [R, H, m, E]
-    keys, values = sight.pick(key).to(torch.float64), sight.pick(value).to(torch.float64)
-    scores = torch.matmul(grouped.to(torch.float64), keys.transpose(2, 3)).to(torch.float32)
-    scores = scores.unflatten(2, (groups, count))  # [R, H, G, n, T]
-    scores = torch.add(sight.tail(mask), _capped(scores, scale, softcap), alpha=LOG2_E)  # to base 2
+    queries = groups * count
+    grouped = query.reshape(rows, key.shape[1], queries, dim)
+    grouped = nn.functional.pad(grouped, (0, 0, 0, -queries % QUERY_STEP))  # [R, H, m, E]
+    scores = torch.matmul(grouped.to(torch.float32), sight.pick(key, torch.float32).transpose(2, 3))
+    scores = scores[:, :, :queries].unflatten(2, (groups, count))  # [R, H, G, n, T]
+    if softcap is not None:
+        scores, scale = torch.tanh(scores.to(torch.float64) * (scale / softcap)).to(torch.float32), softcap
+    scores = torch.add(sight.tail(mask), scores, alpha=scale * LOG2_E)  # to base 2
     highest = scores.amax(-1, keepdim=True)
     head = _settled(sight, grouped, key, value, mask, scale, count) if max(sight.settled) else None
     if head is not None:
-        settled, log_sum = head[0].unflatten(2, (groups, count)), head[1].unflatten(2, (groups, count)).unsqueeze(-1)
-        log_sum = log_sum * LOG2_E
+        settled, log_sum = (part[:, :, :queries].unflatten(2, (groups, count)) for part in head)
+        log_sum = log_sum.unsqueeze(-1) * LOG2_E
         highest = torch.maximum(highest, log_sum)
-    weights = scores.sub_(highest).exp2_().to(torch.float64)
+    # in float64 too: in float32 the last few numbers of a tensor may take another exp2 than the others
+    weights = scores.sub_(highest).to(torch.float64).exp2_()
     total = weights.sum(-1, keepdim=True)
+    values = sight.pick(value, torch.float64)
     out = torch.matmul(weights.flatten(2, 3), values).unflatten(2, (groups, count))
     if head is not None:
-        share = (log_sum - highest).exp2_().to(torch.float64)
+        share = (log_sum - highest).to(torch.float64).exp2_()
         out.addcmul_(settled.to(torch.float64), share)
         total.add_(share)
     if sinks is not None:
         sink = sinks.to(torch.float32).view(-1, groups, 1, 1) * LOG2_E
-        total.add_((sink - highest).exp2_())
+        total.add_((sink - highest).to(torch.float64).exp2_())
     return out.div_(total).flatten(1, 2).to(query.dtype)
 
 
@@ -244,10 +253,10 @@ def _capped(scores: Tensor, scale: float, softcap: float | None) -> Tensor:
 def _settled(
     sight: Sight, grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the settled slots alone: [R, H, m, E] and its natural log-sums [R, H, m] float32 (-inf where a row
-    has none)."""
+    """Attention over the settled slots alone: [R, H, m, E] and its natural log-sums [R, H, m] float32 (tiny where a row
+    has none). count: n."""
     rows, heads, queries, _ = grouped.shape
-    padded = nn.functional.pad(grouped, (0, 0, 0, -queries % QUERY_STEP))
+    groups = queries // count
     even = len(set(sight.settled)) == 1 and sight.head(mask, 0) is None
     outs, sums = [], []
     for first in range(1 if even else rows):
@@ -258,13 +267,13 @@ def _settled(
             sums.append(grouped.new_full((1, heads, queries), MASKED, dtype=torch.float32))
             continue
         if masked is not None:
-            masked = masked.repeat(1, 1, queries // count, 1)
-            masked = nn.functional.pad(masked, (0, 0, 0, padded.shape[2] - queries))
+            masked = masked.repeat(1, 1, groups, 1)
+            masked = nn.functional.pad(masked, (0, 0, 0, queries - masked.shape[2]))
         out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            padded[part], key[part, :, :slots], value[part, :, :slots], attn_mask=masked, scale=scale
+            grouped[part], key[part, :, :slots], value[part, :, :slots], attn_mask=masked, scale=scale
         )
-        outs.append(out[:, :, :queries])
-        sums.append(log_sum[:, :, :queries])
+        outs.append(out)
+        sums.append(log_sum)
     if len(outs) == 1:
         return outs[0], sums[0]
     return torch.cat(outs), torch.cat(sums)

@@ -28,7 +28,6 @@ from dsbd_cli.lab.peers.config import PeerConfig
 __all__ = ["Delivered", "TransformersPeer"]
 
 
-
 class _Generating(Protocol):
     """What is used of a PreTrainedModel."""
 
