@@ -23,6 +23,20 @@ from tests.engine.layers import WARPED, warp_of
 from tests.oracles.rules import pool_law as oracle_pool_law
 
 
+def test_a_node_alone_has_the_bits_of_one_among_others() -> None:
+    """Guards log-probabilities against the parallel sum that torch makes of a single long row."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        rows = torch.randn(3, 1 << 17, generator=torch.Generator().manual_seed(4)) * 3
+        for count in (50, rows.shape[1]):
+            together = top_candidates(rows.unsqueeze(0), Room(count)).logprobs[0]
+            for place, row in enumerate(rows):
+                assert torch.equal(top_candidates(row.view(1, 1, -1), Room(count)).logprobs[0, 0], together[place])
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [BLOCKED_FROM - 7, BLOCKED_FROM, 3 * BLOCKED_FROM + 21])
 @pytest.mark.parametrize("far", [-79.0, -95.0, -2000.0, -math.inf])

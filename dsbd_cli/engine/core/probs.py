@@ -199,8 +199,10 @@ def _candidates(logits: Tensor, count: int, own: Tensor | None = None, most: int
         over = ((values < limit) | ((values == limit) & (tokens > token))) & (own < vocabulary)
     highest = best.amax(-1, keepdim=True)
     best = best - highest
-    total = values.sub_(highest).clamp_(min=LOWEST).exp_().sum(-1, keepdim=True).log_()
-    best = best.sub_(total)
+    shares = values.sub_(highest).clamp_(min=LOWEST).exp_()
+    # a row that stands alone would be summed by all threads in parts, in another order than one of several
+    total = (shares if len(shares) > 1 else shares.repeat(2, 1)).sum(-1, keepdim=True).log_()
+    best = best.sub_(total[: len(best)])
     return tokens, best if over is None else best.masked_fill_(over, NEVER)
 
 
