@@ -67,7 +67,7 @@ class Bench:
         self._parts = list(self._divided(size, room))
         self._runners = {setting: self._runner(setting) for setting in spec.settings}
         self._tallies = {
-            (part, setting): Tally(part.task, setting, self._batch_size(setting))
+            (part, setting): Tally(part.task, setting, self._batch_size(setting), self._runners[setting].exactness)
             for part in self._parts
             for setting in part.settings
         }

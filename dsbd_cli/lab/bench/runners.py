@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.config import Exactness, MethodConfig, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.models.adapter import CausalForestModel
 from dsbd_cli.engine.models.tokenize import HFCodec
@@ -44,6 +44,11 @@ class Answer:
 class Runner(Protocol):
     """A method that answers windows of prompts."""
 
+    @property
+    def exactness(self) -> Exactness | None:
+        """What its texts share with plain decoding; None of another code."""
+        ...
+
     def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
         """Answers in order; fewer after `stop`."""
         ...
@@ -69,6 +74,11 @@ class EngineRunner:
         models = [model for model in (pair.target, draft) if model is not None]
         self._models = models
         self._bytes_per_slot = sum(model.kv_bytes_per_slot() for model in models)
+
+    @property
+    def exactness(self) -> Exactness | None:
+        """The engine's."""
+        return self._engine.exactness
 
     def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
         """Answers in order; fewer after `stop`."""
@@ -105,6 +115,11 @@ class PeerRunner:
     def __init__(self, name: str, peer: TransformersPeer, seed: int) -> None:
         self._name, self._peer, self._seed = name, peer, seed
         self._delivered: list[Delivered] = []
+
+    @property
+    def exactness(self) -> Exactness | None:
+        """Not known of another code."""
+        return None
 
     def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
         """Answers in order; none of a window in which `stop` came."""

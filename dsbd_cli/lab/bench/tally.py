@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config import Exactness
 from dsbd_cli.lab.bench.methods import BASELINES
 from dsbd_cli.lab.bench.runners import Answer
 from dsbd_cli.lab.bench.statistics import bootstrap_mean, middle_half
@@ -61,8 +61,9 @@ def _share(part: int, whole: int) -> float | None:
 class Tally:
     """Sums over the windows of one setting on one task."""
 
-    def __init__(self, task: str, setting: Setting, batch_size: int) -> None:
-        self.task, self.setting, self.batch_size = task, setting, batch_size
+    def __init__(self, task: str, setting: Setting, batch_size: int, exactness: Exactness | None = None) -> None:
+        """exactness: of the engine that answers; None: another code does."""
+        self.task, self.setting, self.batch_size, self._exactness = task, setting, batch_size, exactness
         self.speeds: dict[tuple[int, int], float] = {}  # (round, window) -> tokens/s
         self._tokens = 0
         self._seconds = 0.0
@@ -104,14 +105,13 @@ class Tally:
 
     def row(self, ratios: Mapping[str, Sequence[float]], meter: EnergyMeter, memory_source: str) -> BenchRow:
         """The row of at least one window. ratios: baseline -> speed ratios of the windows that both have done."""
-        config = self.setting.config
         return BenchRow(
             task=self.task,
             method=self.setting.method,
             setting=self.setting.label,
             settings=self.setting.fields(),
             batch_size=self.batch_size,
-            exactness=config.exactness if isinstance(config, MethodConfig) else None,
+            exactness=self._exactness,
             records=self._records,
             failed=self._failed,
             windows=len(self.speeds),
