@@ -2,7 +2,7 @@
 
     python -m benchmarks.invariance --target PATH --draft none,ngram,PATH --dtype bfloat16 --seeds 25
 
-Rules `coupled` and `search` promise the text of plain decoding, up to floating-point ties. Every row (a prompt with a
+Rules `coupled` and `search` promise the text of plain decoding, to the last bit. Every row (a prompt with a
 seed; under `search` there are no seeds) is decoded without a draft and alone, and then with every draft in batches of
 every size. Counted are rows that differ in the best text, in the token ids of any of the W hypotheses, and in the bits
 of any log-probability. Every number of threads is compared within itself.
