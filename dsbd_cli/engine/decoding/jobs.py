@@ -1,4 +1,4 @@
-"""Which requests run together: rows, lengths and budgets as plain numbers, no tensors."""
+"""Requests on their way in, and results on their way out: plain numbers, no tensors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,9 @@ from dsbd_cli.errors import UsageError, shorten
 from dsbd_cli.requests import Request, RequestResult, check_seed
 from dsbd_cli.stats import RequestStats
 
-__all__ = ["Job", "ResultOrder", "Results", "Scheduler", "Source", "bucket"]
+__all__ = ["Job", "ResultOrder", "Results", "Source"]
 
 Item_co = TypeVar("Item_co", covariant=True)
-
-
-def bucket(size: int, step: int) -> int:
-    """size rounded up to a multiple of step, so that shapes repeat."""
-    return -(-size // step) * step
 
 
 @dataclass(slots=True)
@@ -81,57 +76,6 @@ class Source:
         if not isinstance(request, Request):
             raise UsageError(f"requests[{number}] is {shorten(request)}, but must be a Request or a prompt")
         return number, request.settled(number, self._seed)
-
-
-class Scheduler:
-    """Rows and the jobs in them. A finished job frees its row at once and the next one takes it."""
-
-    def __init__(self, rows: int) -> None:
-        self.jobs: list[Job | None] = [None] * rows
-
-    @property
-    def running(self) -> list[tuple[int, Job]]:
-        """(row, job) of every taken row."""
-        return [(row, job) for row, job in enumerate(self.jobs) if job is not None]
-
-    @property
-    def free(self) -> list[int]:
-        """Rows without a job."""
-        return [row for row, job in enumerate(self.jobs) if job is None]
-
-    def place(self, row: int, job: Job) -> None:
-        """Give a free row to a job."""
-        assert self.jobs[row] is None
-        self.jobs[row] = job
-        job.used = job.trunk = job.drafted = len(job.prompt) - 1
-        job.prefilled = False
-
-    def remove(self, row: int) -> Job:
-        """Free a row."""
-        job = self.jobs[row]
-        assert job is not None
-        self.jobs[row] = None
-        return job
-
-    def shrink(self) -> list[int] | None:
-        """Rows to keep when at most half of them are taken and nothing waits; None when it does not pay."""
-        taken = [row for row, _ in self.running]
-        if not taken or 2 * len(taken) > len(self.jobs):
-            return None
-        self.jobs = [self.jobs[row] for row in taken]
-        return taken
-
-    def most_used(self) -> int:
-        """Largest number of used slots over the rows."""
-        return max((job.used for _, job in self.running), default=0)
-
-    def longest_lag(self) -> int:
-        """Largest number of slots that the draft has not run, over the rows."""
-        return max((job.used - job.drafted for _, job in self.running), default=0)
-
-    def longest_tail(self) -> int:
-        """Largest number of tail slots over the rows."""
-        return max((job.used - job.trunk for _, job in self.running), default=0)
 
 
 class Results(Protocol[Item_co]):
