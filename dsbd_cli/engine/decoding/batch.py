@@ -14,18 +14,13 @@ from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.devices import current
 from dsbd_cli.engine.decoding.jobs import Job
-from dsbd_cli.engine.decoding.planner import Reading, Shape
+from dsbd_cli.engine.decoding.planner import Reading, Shape, deepest
 from dsbd_cli.engine.decoding.state import BatchState
 from dsbd_cli.engine.decoding.step import Plan
 from dsbd_cli.engine.decoding.timing import PhaseTimer
 from dsbd_cli.engine.drafting.text import Prompts
 
-__all__ = ["Batch", "deepest", "most_steps"]
-
-
-def deepest(method: MethodConfig, steps: int) -> Shape:
-    """The largest shape that an iteration can take where `steps` steps are left."""
-    return Shape(method.depth, method.drafts_per_layer).within(steps)
+__all__ = ["Batch", "most_steps"]
 
 
 def most_steps(jobs: Iterable[Job]) -> int:

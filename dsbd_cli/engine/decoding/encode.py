@@ -8,7 +8,7 @@ from itertools import takewhile
 from dsbd_cli.config import MethodConfig, OnTooLong, check_request
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.decoding.budget import least_bytes
-from dsbd_cli.engine.decoding.planner import Shape
+from dsbd_cli.engine.decoding.planner import deepest
 from dsbd_cli.errors import InvalidRowError, OutOfMemoryRowError, PromptTooLongError, UsageError
 from dsbd_cli.requests import Request
 
@@ -42,7 +42,7 @@ class Encoder:
     def _check_memory(self, request: Request) -> None:
         """An iteration as deep as the request lets it be fits into memory. Raises OutOfMemoryRowError."""
         method, steps = self.method, request.sampling.max_new_tokens
-        nodes = Shape(method.depth, method.drafts_per_layer).within(steps).nodes(method.num_beams)
+        nodes = deepest(method, steps).nodes(method.num_beams)
         if least_bytes(nodes, self.target.vocab_size) > self.memory:
             raise OutOfMemoryRowError(
                 f"depth is {method.depth} and max_new_tokens {steps}: {nodes} nodes in an iteration do not fit into "

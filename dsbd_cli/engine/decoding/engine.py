@@ -16,7 +16,7 @@ import torch
 from dsbd_cli.config import Exactness, MethodConfig, OnTooLong
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.core.stops import StopTable
-from dsbd_cli.engine.decoding.batch import Batch, deepest, most_steps
+from dsbd_cli.engine.decoding.batch import Batch, most_steps
 from dsbd_cli.engine.decoding.budget import PEEK, fitting_rows, least_bytes, memory_bytes
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.devices import captures, current, events, out_of_memory
@@ -24,7 +24,7 @@ from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.decoding.jobs import Job, ResultOrder, Results, Source
 from dsbd_cli.engine.decoding.outcome import collect, common_tokens, record_iteration
 from dsbd_cli.engine.decoding.pieces import Pieces
-from dsbd_cli.engine.decoding.planner import Shape, planner_for
+from dsbd_cli.engine.decoding.planner import Shape, deepest, planner_for
 from dsbd_cli.engine.decoding.step import Stepper
 from dsbd_cli.engine.decoding.timing import PhaseTimer
 from dsbd_cli.engine.drafting import AnyDraft, DrafterInputs, Endings, make_drafter
@@ -180,20 +180,20 @@ class Engine:
             result.check()
         return results[0] if alone else results
 
-    def run(self, requests: Iterable[Request | str | None], *, seed: int = 0) -> Iterator[RequestResult]:
+    def run(self, requests: Iterable[Request | str | RowError | None], *, seed: int = 0) -> Iterator[RequestResult]:
         """Decode requests; yield one result each, in input order, as soon as its turn has come.
 
         A string is a prompt. seed: of the run; a request without a seed gets its own from this and its id, and one
         without an id is named by its place, from 0. The command does the same, so it gives the same text.
 
         A request that fails yields a result with `error`; the others go on. The input is read lazily, a few batches
-        ahead at most. An item None says that nothing is ready yet: the engine goes on with what it has. Out of memory
-        halves the batch and decodes its requests again, which gives the same results; a request that does not fit
-        alone fails.
+        ahead at most. An item None says that nothing is ready yet: the engine goes on with what it has. An item that is
+        a RowError stands for a request that has failed already: its result comes in its place. Out of memory halves
+        the batch and decodes its requests again, which gives the same results; a request that does not fit alone fails.
         """
         return self._answers(Source(requests, seed), ResultOrder())
 
-    def stream(self, requests: Iterable[Request | str | None], *, seed: int = 0) -> Iterator[Piece]:
+    def stream(self, requests: Iterable[Request | str | RowError | None], *, seed: int = 0) -> Iterator[Piece]:
         """Decode requests as `run` does; yield text of each as soon as it can no longer change.
 
         After an iteration every running request may yield a piece. The pieces of a request, joined, are the beginning
@@ -335,6 +335,9 @@ class Engine:
         """Up to `count` requests that can be decoded; results of those that cannot go straight out."""
         while count > 0 and (item := source.next()) is not None:
             number, request = item
+            if isinstance(request, RowError):
+                order.put(number, RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
+                continue
             try:
                 ids, truncated = self._encoder.encode(request)
                 backlog.append(Job(number, request, ids, started=time.perf_counter(), truncated=truncated))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from dsbd_cli.engine.decoding.acceptance import Acceptance
-from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.errors import RowError, UsageError, shorten
 from dsbd_cli.requests import Request, RequestResult, check_seed
 from dsbd_cli.stats import RequestStats
 
@@ -40,7 +40,7 @@ class Job:
 class Source:
     """Numbered requests with an id and a seed, read one at a time. An item None says that nothing is ready yet."""
 
-    def __init__(self, requests: Iterable[Request | str | None], seed: int = 0) -> None:
+    def __init__(self, requests: Iterable[Request | str | RowError | None], seed: int = 0) -> None:
         """seed: of the run. Raises UsageError for what is no collection of requests."""
         # the letters of a prompt and the keys of a dict would be taken for prompts
         if isinstance(requests, Request | str | Mapping) or not isinstance(requests, Iterable):
@@ -57,9 +57,9 @@ class Source:
         """The end of the input has been seen."""
         return self._exhausted
 
-    def next(self) -> tuple[int, Request] | None:
-        """The next request and its number; None at the end, or where nothing is ready. Raises UsageError for an item
-        that is none."""
+    def next(self) -> tuple[int, Request | RowError] | None:
+        """The next request, or the error of one that has failed, and its number; None at the end, or where nothing is
+        ready. Raises UsageError for an item that is none of these."""
         if self._exhausted:
             return None
         try:
@@ -71,6 +71,8 @@ class Source:
             return None
         number = self._number
         self._number += 1
+        if isinstance(request, RowError):
+            return number, request
         if isinstance(request, str):
             request = Request(request)
         if not isinstance(request, Request):
