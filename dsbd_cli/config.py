@@ -21,6 +21,7 @@ __all__ = [
     "ModelSpec",
     "SamplingConfig",
     "check_drafter_name",
+    "check_request",
     "check_types",
     "check_value",
 ]
@@ -187,6 +188,16 @@ class SamplingConfig:
         _require(all(self.stop), "stop", self.stop, "a list of non-empty strings")
         _require(-10 <= self.length_penalty <= 10, "length_penalty", self.length_penalty, "between -10 and 10")
         _require(self.n_best >= 1, "n_best", self.n_best, "1 or more")
+
+
+def check_request(sampling: SamplingConfig, rule: str, num_beams: int) -> None:
+    """What a request asks for goes together with the rule and the number of beams. Raises UsageError."""
+    if sampling.temperature == 0 and rule not in COLD_RULES:
+        value = sampling.temperature
+        message = f"temperature is 0, which rule {rule} does not take: use rule coupled or search"
+        raise UsageError(message, field="temperature", value=value)
+    if sampling.n_best > num_beams:
+        _refuse("n_best", sampling.n_best, f"num_beams is {num_beams}: lower it, or raise that")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ def derive_seed(run_seed: int, request_id: str) -> int:
 def check_seed(seed: object) -> None:
     """A seed of a run or of a request. Raises UsageError."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise UsageError(f"seed is {seed!r}, but must be an integer from 0 to 2**63 - 1")
+        expected = "an integer from 0 to 2**63 - 1"
+        raise UsageError(f"seed is {seed!r}, but must be {expected}", field="seed", value=seed, expected=expected)
 
 
 @dataclass(frozen=True, slots=True)

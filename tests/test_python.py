@@ -131,6 +131,15 @@ def test_strings_are_prompts_and_are_named_by_their_place() -> None:
     assert [result.hypotheses for result in engine.run(given)] == [result.hypotheses for result in results]
 
 
+def test_a_request_that_has_failed_before_keeps_its_place() -> None:
+    """Guards input order, which the engine alone keeps: the command hands in the rows that it cannot read."""
+    broken = [InvalidRowError("line 1"), InvalidRowError("line 4")]
+    results = list(make().run([broken[0], "1 2", "3 4", broken[1], "5 6"], seed=9))
+    assert [result.error for result in results] == [broken[0], None, None, broken[1], None]
+    assert [result.request.id for result in results] == ["0", "1", "2", "3", "4"]
+    assert results[1].hypotheses == make().generate(Request("1 2", id="1"), seed=9).hypotheses
+
+
 def test_generate_gives_what_was_asked_for_or_raises() -> None:
     engine = make()
     one = engine.generate("1 2", seed=4)

@@ -18,7 +18,7 @@ from itertools import count
 
 import dsbd_cli.engine.decoding
 from dsbd_cli.config import Exactness, MethodConfig, ModelSpec
-from dsbd_cli.errors import ModelError, PromptTooLongError
+from dsbd_cli.errors import ModelError, PromptTooLongError, RowError
 from dsbd_cli.requests import Hypothesis, Request, RequestResult
 from dsbd_cli.stats import LayerStats, RequestStats, StepStats
 
@@ -45,8 +45,8 @@ class FakeEngine:
     def stop(self) -> None:
         self.stopping = True
 
-    def run(self, requests: Iterable[Request | None]) -> Iterator[RequestResult]:
-        batch: list[Request] = []
+    def run(self, requests: Iterable[Request | RowError | None]) -> Iterator[RequestResult]:
+        batch: list[Request | RowError] = []
         for request in requests:
             if request is not None:
                 batch.append(request)
@@ -56,9 +56,12 @@ class FakeEngine:
                 return
         yield from self._iteration(batch)
 
-    def _iteration(self, batch: list[Request]) -> Iterator[RequestResult]:
+    def _iteration(self, batch: list[Request | RowError]) -> Iterator[RequestResult]:
         while batch and not self.stopping:
             request = batch.pop(0)
+            if isinstance(request, RowError):
+                yield RequestResult(Request(""), (), 0, RequestStats(), request)
+                continue
             if request.prompt == "slow" and self._slow():
                 return
             yield self._answer(request)

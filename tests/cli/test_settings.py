@@ -14,14 +14,14 @@ from tests.cli.conftest import Outcome
 Dsbd = Callable[..., Outcome]
 
 REFUSED = {
-    "--rule rejection --temperature 0": "--temperature is 0, which rule rejection does not take: use --rule coupled or",
+    "--rule rejection --temperature 0": "--temperature is 0, which rule rejection does not take: use rule coupled or",
     "--temperature -1": "--temperature is -1.0",
     "--temperature nan": "--temperature is nan",
     "--top-p 2": "--top-p is 2.0",
     "--max-new-tokens 0": "--max-new-tokens is 0",
     "--num-beams 0": "--num-beams is 0",
-    "--seed -1": "--seed is -1",
-    "--n-best 5": "--n-best is 5, but --num-beams is 4",
+    "--seed -1": "--seed is -1, but must be an integer from 0 to 2**63 - 1",
+    "--n-best 5": "--n-best is 5, but num_beams is 4: lower it, or raise that",
     "--batch-size 0": "--batch-size is 0",
     "--drafts-per-layer 3": "--drafts-per-layer is 3, but a layer needs 4",
     "--min-width 2": "--min-width would do nothing, because the width is fixed",

@@ -133,10 +133,10 @@ REFUSED: list[tuple[object, str]] = [
     ({"prompt": "p", "stop": "a" * 300}, "stop is ['aaa"),
     ({"prompt": "p", "length_penalty": -1e9}, "length_penalty is -1000000000.0, but must be between -10 and 10"),
     ({"prompt": "p", "early_stopping": 1}, "early_stopping is 1, but must be true or false"),
-    ({"prompt": "p", "seed": -1}, "seed is -1, but must be from 0"),
+    ({"prompt": "p", "seed": -1}, "seed is -1, but must be an integer from 0"),
     ({"prompt": "p", "seed": 2**63}, "seed is 9223372036854775808"),
     ({"prompt": "p", "seed": "3"}, "seed is '3', but must be an integer"),
-    ({"prompt": "p", "n": 5}, "n is 5, but the run has num_beams 4"),
+    ({"prompt": "p", "n": 5}, "n is 5, but num_beams is 4: lower it, or raise that"),
     ({"prompt": "p", "stream": True}, "stream is true, which is not supported (records are written as rows"),
     ({"prompt": "p", "presence_penalty": 0.5}, "presence_penalty is 0.5, which is not supported: drop it"),
 ]
@@ -222,7 +222,7 @@ def test_temperature_0_is_for_the_rules_that_take_it() -> None:
     for value in (0, 0.0):
         assert request({"prompt": "p", "temperature": value, "top_p": 0.9}, RUN).sampling.temperature == 0
         message = refusal({"prompt": "p", "temperature": value}, replace(RUN, rule="rejection"))
-        assert message.startswith("line 12: temperature is 0, which rule rejection does not take: run these rows with")
+        assert message == "line 12: temperature is 0, which rule rejection does not take: use rule coupled or search"
 
 
 def test_unknown_fields_are_told_once() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -29,14 +29,11 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def captures(
-    target: ForestModel, draft: ForestModel | None, on_host: bool, wanted: bool | None
-) -> IterationGraphs[Work] | None:
-    """Captured iterations where they can be. on_host: the drafter works on the host.
+def captures(models: Sequence[ForestModel], on_host: bool, wanted: bool | None) -> IterationGraphs[Work] | None:
+    """Captured iterations where they can be. models: that run the forest; on_host: the drafter works on the host.
 
     Raises UsageError where they are asked for and cannot be.
     """
-    models = [model for model in (target, draft) if model is not None]
     whole = all(model.capturable for model in models)
     possible = whole and len({model.device for model in models}) == 1 and not on_host
     if wanted and not possible:
@@ -48,7 +45,7 @@ def captures(
             )
         )
         raise UsageError(f"cuda_graphs cannot be had: {reason}", field="cuda_graphs", value=wanted)
-    return IterationGraphs(CudaRecorder(target.device)) if possible and wanted is not False else None
+    return IterationGraphs(CudaRecorder(models[0].device)) if possible and wanted is not False else None
 
 
 def out_of_memory(error: RuntimeError | MemoryError) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import takewhile
 
-from dsbd_cli.config import COLD_RULES, MethodConfig, OnTooLong
+from dsbd_cli.config import MethodConfig, OnTooLong, check_request
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.decoding.budget import least_bytes
-from dsbd_cli.engine.decoding.planner import Shape
-from dsbd_cli.errors import InvalidRowError, OutOfMemoryRowError, PromptTooLongError
+from dsbd_cli.engine.decoding.planner import deepest
+from dsbd_cli.errors import InvalidRowError, OutOfMemoryRowError, PromptTooLongError, UsageError
 from dsbd_cli.requests import Request
 
 __all__ = ["Encoder"]
@@ -42,7 +42,7 @@ class Encoder:
     def _check_memory(self, request: Request) -> None:
         """An iteration as deep as the request lets it be fits into memory. Raises OutOfMemoryRowError."""
         method, steps = self.method, request.sampling.max_new_tokens
-        nodes = Shape(method.depth, method.drafts_per_layer).within(steps).nodes(method.num_beams)
+        nodes = deepest(method, steps).nodes(method.num_beams)
         if least_bytes(nodes, self.target.vocab_size) > self.memory:
             raise OutOfMemoryRowError(
                 f"depth is {method.depth} and max_new_tokens {steps}: {nodes} nodes in an iteration do not fit into "
@@ -60,15 +60,10 @@ class Encoder:
         for stop in request.sampling.stop:
             if any("\ud800" <= letter <= "\udfff" for letter in stop):
                 raise InvalidRowError(f"stop is {stop!r}, which is no valid text: it holds half a surrogate pair")
-        if request.sampling.temperature == 0 and self.method.rule not in COLD_RULES:
-            raise InvalidRowError(
-                f"temperature is 0, which rule {self.method.rule} does not take: use rule coupled or search"
-            )
-        if request.sampling.n_best > self.method.num_beams:
-            raise InvalidRowError(
-                f"n_best is {request.sampling.n_best}, but num_beams is {self.method.num_beams}: there are no more "
-                "hypotheses"
-            )
+        try:
+            check_request(request.sampling, self.method.rule, self.method.num_beams)
+        except UsageError as error:
+            raise InvalidRowError(str(error)) from error
 
     def _limit(self) -> tuple[int, str] | None:
         """The fewest positions, and whose; None where there is no limit."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, overload
@@ -14,23 +14,21 @@ from typing import TypeVar, overload
 import torch
 
 from dsbd_cli.config import Exactness, MethodConfig, OnTooLong
-from dsbd_cli.engine.core.beams import fit_window
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.core.stops import StopTable
+from dsbd_cli.engine.decoding.batch import Batch, most_steps
 from dsbd_cli.engine.decoding.budget import PEEK, fitting_rows, least_bytes, memory_bytes
+from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.devices import captures, current, events, out_of_memory
 from dsbd_cli.engine.decoding.encode import Encoder
+from dsbd_cli.engine.decoding.jobs import Job, ResultOrder, Results, Source
 from dsbd_cli.engine.decoding.outcome import collect, common_tokens, record_iteration
 from dsbd_cli.engine.decoding.pieces import Pieces
-from dsbd_cli.engine.decoding.planner import Reading, Shape, planner_for
-from dsbd_cli.engine.decoding.prefill import prefill
-from dsbd_cli.engine.decoding.scheduler import Job, ResultOrder, Results, Scheduler, Source, bucket
-from dsbd_cli.engine.decoding.state import BatchState
-from dsbd_cli.engine.decoding.step import Plan, Stepper
+from dsbd_cli.engine.decoding.planner import Shape, deepest, planner_for
+from dsbd_cli.engine.decoding.step import Stepper
 from dsbd_cli.engine.decoding.timing import PhaseTimer
-from dsbd_cli.engine.drafting import BridgedDraft, BridgeDrafter, DrafterInputs, Endings, make_drafter
+from dsbd_cli.engine.drafting import AnyDraft, DrafterInputs, Endings, make_drafter
 from dsbd_cli.engine.drafting.base import Stopped
-from dsbd_cli.engine.drafting.text import Prompts
 from dsbd_cli.engine.verify import make_rule
 from dsbd_cli.errors import (
     NumericalError,
@@ -70,7 +68,7 @@ class Engine:
     def __init__(
         self,
         target: ForestModel,
-        draft: ForestModel | BridgedDraft | None,
+        draft: AnyDraft | None,
         codec: TextCodec,
         method: MethodConfig | None = None,
         *,
@@ -89,56 +87,45 @@ class Engine:
         """
         name = None if draft is None else (info.draft if info is not None else None) or type(draft).__name__
         self.method = (method or MethodConfig()).fit_draft(name)
-        bridged = isinstance(draft, BridgedDraft)
-        if draft is not None and bridged != (self.method.drafter == "bridge"):
-            raise UsageError(f"drafter {self.method.drafter} takes a {'plain draft' if bridged else 'BridgedDraft'}")
         if batch_size is not None and batch_size < 1:
             message = f"batch_size is {batch_size}, but must be 1 or more"
             raise UsageError(message, field="batch_size", value=batch_size, expected="1 or more")
-        # a bridge runs its draft by itself: the two models share no slots
-        self.bridged = draft if isinstance(draft, BridgedDraft) else None
-        shared = None if isinstance(draft, BridgedDraft) else draft
-        self.target, self.draft, self.codec = target, shared, codec
+        self.target, self.draft, self.codec = target, draft, codec
         self.batch_size, self.info, self.log_steps = batch_size or 1, info, log_steps
         self.steps = 0  # taken so far, those of unfinished requests too; another thread may look
         self._fit_batch = batch_size is None
-        self._invariant = target.invariant
         self._stopping = False
         device = target.device
         memory = self._check_memory(device)
-        self._encoder = Encoder(target, self.draft, codec, self.method, on_too_long, memory)
         eos = torch.zeros(target.vocab_size, dtype=torch.bool)
         ending = {token for token in codec.eos_ids if token < target.vocab_size}
         eos[list(ending)] = True
         self._stops = StopTable(codec.token_bytes(), target.vocab_size, device)
-        drafter = make_drafter(DrafterInputs(self.method, draft, target.vocab_size, codec, device))
-        rule = make_rule(self.method)
+        self._drafter = make_drafter(DrafterInputs(self.method, draft, target.vocab_size, codec, device))
+        shared = self._drafter.model
+        self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory)
+        graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
+        self._caches = Caches(target, shared, large_steps=graphs is not None, moving=self._forget_graphs)
         self._stepper = Stepper(
-            target,
-            shared,
-            drafter,
-            rule,
+            self._caches,
+            self._drafter,
+            make_rule(self.method),
             Endings(eos.to(device), len(ending), self._stops),
             PhaseTimer(events(device)),
-            captures(target, shared, bridged, cuda_graphs),
+            graphs,
             lambda: self._stopping,
         )
-        # larger steps are fewer shapes to capture
-        self._slot_step, self._window_step = (128, 64) if self._stepper.graphs is not None else (32, 16)
-        self._drafter, self._planner = drafter, planner_for(self.method)
+        self._planner = planner_for(self.method)
         self._names = self.method.drafter_names if "+" in self.method.drafter else ()
-        self._deepest = Shape(self.method.depth, self.method.drafts_per_layer)
         self._rows = self.batch_size  # out of memory lowers it
         self._proven = 1  # most rows that have run
-        self._slots = 0
-        self._reserved: tuple[object, ...] | None = None  # rows, slots and generations of both caches
         self._running = False
         self._shape: Shape | None = None  # of the iteration under way
 
     def _check_memory(self, device: torch.device) -> int:
         """Bytes of the device. Raises UsageError where it cannot hold an iteration of any row."""
         method, memory = self.method, memory_bytes(device)
-        nodes = Shape(method.depth, method.drafts_per_layer).within(1).nodes(method.num_beams)
+        nodes = deepest(method, 1).nodes(method.num_beams)
         if least_bytes(nodes, self.target.vocab_size) > memory:
             drafts = f" and drafts_per_layer {method.drafts_per_layer}" if method.depth else ""
             raise UsageError(
@@ -153,6 +140,11 @@ class Engine:
         logits depend on what else is in a forward, rounding can change a text, and only the law is the same."""
         promised = self.method.exactness
         return "same-law" if promised == "same-text" and not self.target.invariant else promised
+
+    @property
+    def models(self) -> list[ForestModel]:
+        """Those whose caches the engine keeps: the target, and the draft model where it runs the forest's nodes."""
+        return self._caches.models
 
     @property
     def stepper(self) -> Stepper:
@@ -188,20 +180,20 @@ class Engine:
             result.check()
         return results[0] if alone else results
 
-    def run(self, requests: Iterable[Request | str | None], *, seed: int = 0) -> Iterator[RequestResult]:
+    def run(self, requests: Iterable[Request | str | RowError | None], *, seed: int = 0) -> Iterator[RequestResult]:
         """Decode requests; yield one result each, in input order, as soon as its turn has come.
 
         A string is a prompt. seed: of the run; a request without a seed gets its own from this and its id, and one
         without an id is named by its place, from 0. The command does the same, so it gives the same text.
 
         A request that fails yields a result with `error`; the others go on. The input is read lazily, a few batches
-        ahead at most. An item None says that nothing is ready yet: the engine goes on with what it has. Out of memory
-        halves the batch and decodes its requests again, which gives the same results; a request that does not fit
-        alone fails.
+        ahead at most. An item None says that nothing is ready yet: the engine goes on with what it has. An item that is
+        a RowError stands for a request that has failed already: its result comes in its place. Out of memory halves
+        the batch and decodes its requests again, which gives the same results; a request that does not fit alone fails.
         """
         return self._answers(Source(requests, seed), ResultOrder())
 
-    def stream(self, requests: Iterable[Request | str | None], *, seed: int = 0) -> Iterator[Piece]:
+    def stream(self, requests: Iterable[Request | str | RowError | None], *, seed: int = 0) -> Iterator[Piece]:
         """Decode requests as `run` does; yield text of each as soon as it can no longer change.
 
         After an iteration every running request may yield a piece. The pieces of a request, joined, are the beginning
@@ -240,58 +232,86 @@ class Engine:
 
     def _nodes(self, jobs: Iterable[Job]) -> int:
         """Most nodes of an iteration of these requests."""
-        steps = max(job.request.sampling.max_new_tokens for job in jobs)
-        return self._deepest.within(steps).nodes(self.method.num_beams)
+        return deepest(self.method, most_steps(jobs)).nodes(self.method.num_beams)
 
     def _choose_rows(self, backlog: deque[Job]) -> None:
         """The batch size that memory allows, from the requests seen first."""
         if backlog:
             nodes = self._nodes(backlog)
             slots = max(len(job.prompt) + job.request.sampling.max_new_tokens for job in backlog) + 2 * nodes
-            models = [model for model in (self.target, self.draft) if model is not None]
-            self.batch_size = self._rows = fitting_rows(models, bucket(slots, self._slot_step), nodes)
+            self.batch_size = self._rows = fitting_rows(self._caches.models, self._caches.round_slots(slots), nodes)
             self._fit_batch = False
 
     def _decode(self, source: Source, order: Results[Item], backlog: deque[Job]) -> Iterator[Item]:
         """One batch, refilled from the source as its rows finish, until it is empty or out of memory."""
-        scheduler, state = Scheduler(min(len(backlog), self._rows)), None
-        while not self._stopping and (backlog or scheduler.running):
+        rows = min(len(backlog), self._rows)
+        batch = Batch(rows, self.method, self._caches, self._stops, keep_text=self._drafter.needs_text)
+        while not self._stopping and (backlog or batch.running):
             try:
-                state = self._admit(state, scheduler, backlog)
-                self._iterate(state, scheduler, order)
-                self._shape = None
-                self._proven = max(self._proven, len(scheduler.jobs))
+                batch.admit(backlog)
+                self._iterate(batch, order)
+                self._proven = max(self._proven, len(batch.jobs))
             except Stopped:
                 return
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error):
                     raise
-                self._recover(scheduler, order, backlog)
+                self._recover([job for _, job in batch.running], order, backlog)
                 yield from order.ready()
                 return
             yield from order.ready()
             # a batch that began small, because little was ready, ends so that a larger one can begin
-            growing = len(scheduler.jobs) < self._rows and not source.exhausted()
+            growing = len(batch.jobs) < self._rows and not source.exhausted()
             if not growing and order.held < READ_AHEAD * self.batch_size:
-                self._read(source, len(scheduler.free) - len(backlog), order, backlog)
+                self._read(source, len(batch.free) - len(backlog), order, backlog)
                 yield from order.ready()
-            kept = scheduler.shrink() if source.exhausted() and not backlog else None
-            if kept is not None:
-                self._shrink(state, kept)
+            if source.exhausted() and not backlog:
+                batch.shrink()
 
-    def _recover(self, scheduler: Scheduler, order: Results[object], backlog: deque[Job]) -> None:
+    def _iterate(self, batch: Batch, order: Results[object]) -> None:
+        """One iteration of all rows: choose the forest, run it, learn from it, hand out what is certain."""
+        running = batch.running
+        requests = [job.acceptance for _, job in running]
+        # D layers of K drafts: what promises most steps per second, and no deeper than what is left to generate
+        left = max(job.request.sampling.max_new_tokens - job.stats.steps for _, job in running)
+        reading = batch.reading()
+        self._shape = shape = self._planner.choose(requests, reading).within(left)
+        # static shapes: slots and a tail window for W + D*K nodes
+        plan = batch.plan(shape, reading)
+        read = PhaseTimer(events(self._caches.models[-1].device))
+        if shape.depth:
+            batch.read_prompts(read)
+        # draft the forest, one target forward over it, verify layer by layer, commit: Stepper.step
+        with current(self.target.device):
+            report = self._stepper.step(batch.state, plan)
+            seconds = self._stepper.timer.seconds()
+        # how far each walk came, and how long it took, decides on the next forest
+        layers = [report.layers[row] for row, _ in running]
+        self._planner.observe(shape, requests, layers, seconds | read.seconds(), reading, self._stepper.steady)
+        self._shape = None
+        nodes = shape.nodes(self.method.num_beams)
+        for row, job in running:
+            counters = report.rows[row]
+            record_iteration(
+                job, counters, report.layers[row], seconds, len(running), nodes, self.log_steps, self._names
+            )
+            self.steps += counters["steps"]
+            job.stats.draft_calls += report.draft_calls
+            job.used, job.trunk, job.drafted = counters["used"], counters["trunk"], counters["drafted"]
+            if counters["invalid"] or counters["done"]:
+                result = _broken(job) if counters["invalid"] else collect(batch.state.finished, row, job, self.codec)
+                batch.remove(row)
+                order.put(job.number, result)
+            else:
+                order.progress(job, partial(common_tokens, batch.state, row))
+
+    def _recover(self, running: list[Job], order: Results[object], backlog: deque[Job]) -> None:
         """After out of memory: the running requests wait again, for fewer drafts where the planner has a choice, or for
         half as many rows."""
-        running = [job for _, job in scheduler.running]
         smaller = self._planner.out_of_memory(self._shape, len(running))
         self._shape = None
-        self._reserved = None
-        self._forget_graphs()
-        for model in (self.target, self.draft):
-            if model is not None:
-                model.release()
-        if isinstance(self._drafter, BridgeDrafter):
-            self._drafter.release()
+        self._caches.release()
+        self._drafter.release()
         alone = len(running) == 1 and not smaller
         if alone and not running[0].retried:
             running[0].retried = True  # once more, with all memory given back
@@ -315,6 +335,9 @@ class Engine:
         """Up to `count` requests that can be decoded; results of those that cannot go straight out."""
         while count > 0 and (item := source.next()) is not None:
             number, request = item
+            if isinstance(request, RowError):
+                order.put(number, RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
+                continue
             try:
                 ids, truncated = self._encoder.encode(request)
                 backlog.append(Job(number, request, ids, started=time.perf_counter(), truncated=truncated))
@@ -322,156 +345,15 @@ class Engine:
             except RowError as error:
                 order.put(number, RequestResult(request, (), 0, RequestStats(), error))
 
-    def _admit(self, state: BatchState | None, scheduler: Scheduler, backlog: deque[Job]) -> BatchState:
-        """Prefill waiting requests and put them into free rows; makes or grows the batch's memory where needed."""
-        new = [(row, backlog.popleft()) for row in scheduler.free[: len(backlog)]]
-        for row, job in new:
-            scheduler.place(row, job)
-        jobs = [job for _, job in scheduler.running]
-        nodes, steps = self._nodes(jobs), max(job.request.sampling.max_new_tokens for job in jobs)
-        history = steps + self._deepest.within(steps).depth + 2
-        slots = max(len(job.prompt) + job.request.sampling.max_new_tokens for job in jobs)
-        if state is None:
-            state = self._allocate(len(scheduler.jobs), bucket(slots + 2 * nodes, self._slot_step), nodes, history)
-        if not new:
-            return state
-        state.grow_history(history)
-        self._reserve(state, slots + nodes + 1)
-        for model in (self.target, self.draft):
-            if model is not None:
-                for row, _ in new:
-                    model.clear(row)  # 0 times a NaN of an earlier request would be NaN
-        self._prefill(self.target, new, apart=self._invariant)
-        for row, job in new:
-            sampling = job.request.sampling
-            state.admit(row, job.prompt, job.request.seed, self._stops.start(sampling.stop), sampling)
-        return state
-
-    def _prefill(self, model: ForestModel, new: Sequence[tuple[int, Job]], *, apart: bool) -> None:
-        prefill(model, [row for row, _ in new], [job.prompt for _, job in new], trash=self._slots - 1, apart=apart)
-
-    def _prefill_draft(self, draft: ForestModel, running: Sequence[tuple[int, Job]], timer: PhaseTimer) -> None:
-        """Prompts of the rows that are about to draft for the first time; one that never drafts costs nothing. timer:
-        gets a lap `read` if there are any."""
-        new = [(row, job) for row, job in running if not job.prefilled]
-        if new:
-            with current(draft.device):
-                timer.start()
-                self._prefill(draft, new, apart=False)
-                timer.lap("read")
-        for _, job in new:
-            job.prefilled = True
-
-    def _allocate(self, rows: int, slots: int, nodes: int, history: int) -> BatchState:
-        self._stops.forget()
-        if self._reserved is None or self._reserved != self._reservation(rows, slots):
-            self._forget_graphs()
-            for model in (self.target, self.draft):
-                if model is not None:
-                    model.release()  # else rows of one batch would multiply with slots of another
-                    model.reserve(rows, slots)
-        self._slots, self._reserved = slots, self._reservation(rows, slots)
-        window = bucket(nodes, self._window_step)
-        state = BatchState.empty(self.method, rows, slots, window, history, self.target.device)
-        if self._drafter.needs_text:
-            state.prompts = Prompts.empty(rows, self.target.device)
-        return state
-
-    def _reservation(self, rows: int, slots: int) -> tuple[object, ...]:
-        """What must be the same for the caches to be used again: another engine may share the models."""
-        models = [model for model in (self.target, self.draft) if model is not None]
-        return (rows, slots, *(model.generation for model in models))
-
     def _forget_graphs(self) -> None:
         """The caches are about to move."""
         if self._stepper.graphs is not None:
             self._stepper.graphs.forget()
 
-    def _reserve(self, state: BatchState, slots: int) -> None:
-        """At least `slots` cache slots per row."""
-        if slots > self._slots:
-            self._forget_graphs()
-            self._slots = bucket(max(slots, self._slots * 5 // 4), self._slot_step)
-            for model in (self.target, self.draft):
-                if model is not None:
-                    model.reserve(state.rows, self._slots)
-            self._reserved = None
-            state.table.grow(self._slots)
 
-    def _iterate(self, state: BatchState, scheduler: Scheduler, order: Results[object]) -> None:
-        """One iteration of all rows; finished ones hand in their results."""
-        running = scheduler.running
-        requests = [job.acceptance for _, job in running]
-        reading = self._reading(scheduler)
-        left = max(job.request.sampling.max_new_tokens - job.stats.steps for _, job in running)
-        shape, lag = self._planner.choose(requests, reading).within(left), reading.lag
-        self._shape = shape
-        timer = PhaseTimer(events(self.target.device if self.draft is None else self.draft.device))
-        nodes = shape.nodes(self.method.num_beams)
-        busy = scheduler.most_used() + nodes
-        self._reserve(state, busy + 1)
-        window = bucket(scheduler.longest_tail() + nodes, self._window_step)
-        state.beams.ancestors = fit_window(state.beams.ancestors, window)
-        active = min(bucket(busy, self._slot_step), self._slots - 1)
-        idle = not shape.depth and all(job.drafted <= job.trunk for _, job in running)
-        if not shape.depth:
-            lag = 0
-        elif self.draft is not None:
-            self._prefill_draft(self.draft, running, timer)
-        with current(self.target.device):
-            report = self._stepper.step(state, Plan(active, shape, lag, idle, *self._settled(scheduler, nodes, active)))
-            seconds = self._stepper.timer.seconds()
-        layers_of = [report.layers[row] for row, _ in running]
-        self._planner.observe(shape, requests, layers_of, seconds | timer.seconds(), reading, self._stepper.steady)
-        for row, job in running:
-            counters = report.rows[row]
-            layers = report.layers[row]
-            record_iteration(job, counters, layers, seconds, len(running), nodes, self.log_steps, self._names)
-            self.steps += counters["steps"]
-            job.stats.draft_calls += report.draft_calls
-            job.used, job.trunk, job.drafted = counters["used"], counters["trunk"], counters["drafted"]
-            if counters["invalid"]:
-                self._fail(state, scheduler, row, order)
-            elif counters["done"]:
-                order.put(job.number, collect(state.finished, row, scheduler.remove(row), self.codec))
-                state.release(row)
-            else:
-                order.progress(job, partial(common_tokens, state, row))
-
-    def _settled(self, scheduler: Scheduler, nodes: int, active: int) -> tuple[tuple[int, ...] | None, int]:
-        """`settled` and `tail` of the target's forward; on a GPU the same for all iterations of a shape."""
-        if not self._invariant:
-            return None, 0
-        if self.target.device.type != "cpu":
-            return (0,) * len(scheduler.jobs), active
-        settled = tuple(0 if job is None else len(job.prompt) - 1 for job in scheduler.jobs)
-        longest = max(job.used - settled[row] for row, job in scheduler.running)
-        return settled, bucket(longest + nodes, self._slot_step)
-
-    def _reading(self, scheduler: Scheduler) -> Reading:
-        """What the draft must run before it drafts. The lag is W times a power of two, so that shapes repeat, or 0."""
-        if self.draft is None:
-            return Reading()
-        lag, size = scheduler.longest_lag(), self.method.num_beams
-        while size < lag:
-            size *= 2
-        lengths = [(len(job.prompt), job.prefilled) for _, job in scheduler.running]
-        unread = sum(length for length, prefilled in lengths if not prefilled)
-        return Reading(size if lag else 0, unread, sum(length for length, _ in lengths))
-
-    def _fail(self, state: BatchState, scheduler: Scheduler, row: int, order: Results[object]) -> None:
-        """A row whose model returned NaN: an error result, and clean memory for the next request."""
-        job = scheduler.remove(row)
-        error = NumericalError(
-            f"the target returned NaN after {job.stats.steps} steps: "
-            "the checkpoint may need another dtype (try float32)"
-        )
-        order.put(job.number, RequestResult(job.request, (), len(job.prompt), job.stats, error))
-        state.release(row)
-
-    def _shrink(self, state: BatchState, kept: list[int]) -> None:
-        """Drop free rows, so that the last requests do not pay for empty ones."""
-        state.select(kept)
-        for model in (self.target, self.draft):
-            if model is not None:
-                model.select_rows(torch.tensor(kept, device=model.device))
+def _broken(job: Job) -> RequestResult:
+    """The error of a row whose model returned NaN."""
+    error = NumericalError(
+        f"the target returned NaN after {job.stats.steps} steps: the checkpoint may need another dtype (try float32)"
+    )
+    return RequestResult(job.request, (), len(job.prompt), job.stats, error)

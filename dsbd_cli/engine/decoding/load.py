@@ -19,7 +19,6 @@ from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from dsbd_cli.engine.core.protocols import ForestModel
     from dsbd_cli.engine.decoding.engine import Engine
 
 __all__ = ["load"]
@@ -71,11 +70,9 @@ def load(
             locate(wanted)
     # heavy imports only now, so that a wrong name is told at once
     from dsbd_cli.engine.decoding.engine import Engine, EngineInfo
-    from dsbd_cli.engine.drafting import BridgedDraft
-    from dsbd_cli.engine.models.pair import load_pair, markers
+    from dsbd_cli.engine.models.pair import load_pair
 
-    bridged = draft_spec is not None and method.drafter == "bridge"
-    pair = load_pair(spec, draft_spec, bridged=bridged)
+    pair = load_pair(spec, draft_spec, bridged=method.drafter == "bridge")
     info = EngineInfo(
         target=spec.source,
         draft=None if draft_spec is None else draft_spec.source,
@@ -84,13 +81,9 @@ def load(
         draft_dtype=pair.draft_dtype,
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
     )
-    proposing: ForestModel | BridgedDraft | None = pair.draft
-    if pair.draft is not None and pair.draft_codec is not None:
-        codec = pair.draft_codec
-        proposing = BridgedDraft(pair.draft, codec, pair.codec, markers(pair.codec, codec))
     return Engine(
         pair.target,
-        proposing,
+        pair.draft,
         pair.codec,
         method,
         batch_size=batch_size,

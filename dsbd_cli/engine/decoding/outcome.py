@@ -13,7 +13,7 @@ from dsbd_cli.engine.core.beams import Finished
 from dsbd_cli.engine.core.probs import NEVER
 from dsbd_cli.engine.core.protocols import TextCodec
 from dsbd_cli.engine.core.stops import find_stop
-from dsbd_cli.engine.decoding.scheduler import Job
+from dsbd_cli.engine.decoding.jobs import Job
 from dsbd_cli.engine.decoding.state import BatchState
 from dsbd_cli.errors import NumericalError
 from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult

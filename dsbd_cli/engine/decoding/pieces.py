@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from dsbd_cli.engine.core.protocols import TextCodec
+from dsbd_cli.engine.decoding.jobs import Job
 from dsbd_cli.engine.decoding.outcome import text_of
-from dsbd_cli.engine.decoding.scheduler import Job
 from dsbd_cli.errors import RowError, shorten
 from dsbd_cli.requests import Piece, RequestResult
 

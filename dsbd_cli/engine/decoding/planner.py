@@ -15,7 +15,7 @@ from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.decoding.acceptance import Acceptance, LayerCounters, Lives, PassRates
 from dsbd_cli.engine.decoding.timing import Line
 
-__all__ = ["NOTHING", "AdaptivePlanner", "Planner", "Reading", "Shape", "planner_for"]
+__all__ = ["NOTHING", "AdaptivePlanner", "Planner", "Reading", "Shape", "deepest", "planner_for"]
 
 FIRST_LIFE = 32  # iterations that a request takes, believed before any has ended
 BETTER = 1.02  # another shape must promise so much more
@@ -42,6 +42,11 @@ class Shape(NamedTuple):
         its layers are drafted.
         """
         return self._replace(depth=min(self.depth, max(SHALLOW, 1 << (steps - 1).bit_length())))
+
+
+def deepest(method: MethodConfig, steps: int) -> Shape:
+    """The largest shape that an iteration can take where `steps` steps are left."""
+    return Shape(method.depth, method.drafts_per_layer).within(steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.forest import Forest, at_nodes
 from dsbd_cli.engine.core.noise import extend_path, stream_keys
-from dsbd_cli.engine.core.probs import NEVER, Room, top_candidates
-from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
+from dsbd_cli.engine.core.probs import NEVER, Candidates, Room, top_candidates
+from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.core.slots import Layout, compact
 from dsbd_cli.engine.core.stops import NO_STOPS
+from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.ending import COUNTERS, Live
 from dsbd_cli.engine.decoding.graphs import IterationGraphs, shapes
 from dsbd_cli.engine.decoding.planner import Shape
@@ -77,8 +78,7 @@ class Stepper:
 
     def __init__(
         self,
-        target: ForestModel,
-        draft: ForestModel | None,
+        caches: Caches,
         drafter: Drafter,
         rule: Rule,
         endings: Endings,
@@ -88,27 +88,35 @@ class Stepper:
     ) -> None:
         """graphs: where iterations are captured; None runs them plainly. stopping: an iteration is to end in its
         middle, by raising Stopped."""
-        self.target, self.draft, self.drafter = target, draft, drafter
+        self.caches, self.drafter = caches, drafter
         self.rule, self.endings, self.timer, self.graphs = rule, endings, timer, graphs
         self.stopping = stopping
         self.steady = True
-        limits = [model.max_positions for model in (target, draft) if model is not None and model.max_positions]
+        limits = [model.max_positions for model in caches.models if model.max_positions]
         self.last_position = min(limits, default=2**31) - 1
 
     def step(self, state: BatchState, plan: Plan) -> Report:
-        """One iteration."""
+        """One iteration, as docs/algorithm.md counts it: W live beams, K drafts in each of D layers."""
         work = Work()
 
         def draft() -> None:
+            # 1. Draft: below the live beams, D times K pairs of the draft's pool, with the law Q they were drawn from
             work.context = self._context(state, plan)
             work.forest = self.drafter.propose(work.context)
             work.draft_calls = self.drafter.calls
 
         def target() -> None:
+            # 2. One target forward over all W + D*K nodes: each sees the prompt, its own ancestors and itself
             work.logits = self._target(state, plan, work.forest, work.context)
 
         def verify() -> None:
-            work.counters = self._verify(state, work.forest, work.logits, work.context.keys, plan.idle)
+            # 3. Verify layer by layer: a layer passes if it yields its width in live beams. The first that does not is
+            #    completed by the exact law, and so is the bonus layer below the last one
+            candidates = self._candidates(state, work.forest, work.logits)
+            outcome = walk(state, work.forest, candidates, self.rule, self.endings, work.context.keys)
+            # 4. Commit: both caches keep only the ancestors of the live beams
+            self._commit(state, work.forest, outcome, plan.idle)
+            work.counters = _pack(state, outcome)
 
         phases = (draft, target, verify)
         self.steady = True
@@ -132,17 +140,15 @@ class Stepper:
             self.endings.stops.version if self.endings.stops.used else None,
         )
 
-    def _verify(self, state: BatchState, forest: Forest, logits: Tensor, keys: Tensor, idle: bool) -> Tensor:
-        """Walk the forest and commit what survives; returns the packed counters."""
+    def _candidates(self, state: BatchState, forest: Forest, logits: Tensor) -> Candidates:
+        """The target's best tokens of every node, enough for every draw of the rule."""
         vocabulary = logits.shape[-1]
         room = self.rule.candidates(state.method.num_beams, self.endings.num_eos, state.warp, vocabulary)
         if self.endings.stops.used and not self.rule.warps:
             # any number of tokens may complete a stop string, but only of the rows that have one
             own = torch.where(forest.flat.stop_state == NO_STOPS, room.count, vocabulary)
             room = Room(vocabulary, own, room.count)
-        outcome = walk(state, forest, top_candidates(logits, room), self.rule, self.endings, keys)
-        self._commit(state, forest, outcome, idle)
-        return _pack(state, outcome)
+        return top_candidates(logits, room)
 
     def _context(self, state: BatchState, plan: Plan) -> DraftContext:
         method, table, shape = state.method, state.table, plan.shape
@@ -187,7 +193,7 @@ class Stepper:
             settled=plan.settled,
             tail=plan.tail,
         )
-        logits = run(self.target, batch, table.used.device)
+        logits = run(self.caches.target, batch, table.used.device)
         assert logits is not None
         return logits
 
@@ -204,9 +210,7 @@ class Stepper:
         # the draft has run all layers but the last; without a drafted layer nothing new
         run_by_draft = table.used + forest.offset(forest.depth) if forest.depth else table.drafted
         moved = compact(table, ancestors, live.valid, run_by_draft)
-        for model in (self.target, None if idle else self.draft):
-            if model is not None:
-                model.move(moved.source.to(model.device), moved.target.to(model.device))
+        self.caches.move(moved.source, moved.target, draft=not idle)
         beams.valid, beams.token, beams.weight, beams.logprob = live.valid, live.token, live.weight, live.logprob
         beams.path = extend_path(forest.flat.path.gather(1, live.parent), live.token)
         state_before = forest.flat.stop_state.gather(1, live.parent)

@@ -21,9 +21,11 @@ from dsbd_cli.engine.drafting.paths import PathDrafter
 from dsbd_cli.engine.drafting.retrieval import RetrievalSource
 from dsbd_cli.engine.drafting.rsd import ConstantBranching, StochasticBeams
 from dsbd_cli.engine.drafting.trigram import TrigramSource
+from dsbd_cli.errors import UsageError
 
 __all__ = [
     "DRAFTERS",
+    "AnyDraft",
     "BeamDrafter",
     "BridgeDrafter",
     "BridgedDraft",
@@ -36,25 +38,30 @@ __all__ = [
 ]
 
 
+AnyDraft = ForestModel | BridgedDraft  # a draft model with the target's tokens, or with tokens of its own
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterInputs:
     """What drafters are made from. model: of the draft, None where there is none."""
 
     method: MethodConfig
-    model: ForestModel | BridgedDraft | None
+    model: AnyDraft | None
     vocab_size: int
     codec: TextCodec
     device: torch.device
 
     def draft(self) -> ForestModel:
-        """The draft model, which a drafter that needs one has been given."""
-        assert self.model is not None, "checked when the engine is made"
-        assert not isinstance(self.model, BridgedDraft), "checked when the engine is made"
+        """The draft model of a drafter that needs one. Raises UsageError for one with tokens of its own."""
+        assert self.model is not None, "checked by MethodConfig.fit_draft"
+        if isinstance(self.model, BridgedDraft):
+            raise UsageError(f"drafter {self.method.drafter} takes a plain draft")
         return self.model
 
     def bridged(self) -> BridgedDraft:
-        """The draft of a bridge."""
-        assert isinstance(self.model, BridgedDraft), "checked when the engine is made"
+        """The draft of a bridge. Raises UsageError for any other."""
+        if not isinstance(self.model, BridgedDraft):
+            raise UsageError(f"drafter {self.method.drafter} takes a BridgedDraft")
         return self.model
 
 
@@ -77,7 +84,7 @@ DRAFTERS: dict[str, Callable[[DrafterInputs], BeamDrafter | PathDrafter | Bridge
 
 
 def make_drafter(of: DrafterInputs) -> Drafter:
-    """The drafter that a method names. Raises UsageError where its index cannot be used."""
+    """The drafter that a method names. Raises UsageError where its draft or its index cannot be used."""
     method = of.method
     if method.depth == 0:
         return NoDrafter()

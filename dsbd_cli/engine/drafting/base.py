@@ -14,6 +14,7 @@ from dsbd_cli.engine.core.forest import DraftLaw, Forest, LawScope, LayerNodes, 
 from dsbd_cli.engine.core.noise import extend_path
 from dsbd_cli.engine.core.pool import DraftRequest, match_pairs
 from dsbd_cli.engine.core.probs import NEVER, Candidates, Room, Warp
+from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.core.slots import Layout, SlotTable
 from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.drafting.text import Prompts
@@ -116,19 +117,28 @@ class DraftContext:
 
 
 class Drafter(Protocol):
-    """Proposes a forest.
+    """Proposes a forest. A drafter names this class as its base, and takes the defaults from here.
 
     Attributes:
+        model: the draft model that runs the forest's nodes, in the same cache slots as the target. None where the
+            drafter has no model, or one with a cache of its own.
+        on_host: the drafter works on the host, so an iteration cannot be captured as a CUDA graph.
         calls: how many draft forwards the last proposal took.
         needs_text: it reads context.prompts.
     """
 
-    calls: int
-    needs_text: bool
+    model: ForestModel | None = None
+    on_host: bool = False
+    calls: int = 0
+    needs_text: bool = False
 
     def propose(self, context: DraftContext) -> Forest:
         """Roots and D layers of K nodes."""
         ...
+
+    def release(self) -> None:
+        """Give back the memory of a cache of its own. That of `model` belongs to the engine."""
+        return
 
 
 def roots(context: DraftContext) -> LayerNodes:

@@ -12,7 +12,7 @@ from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.probs import NEVER, Candidates, pool_law
 from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
 from dsbd_cli.engine.core.slots import lagging
-from dsbd_cli.engine.drafting.base import DraftContext, LayerDrafts, children, record_law, roots
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, record_law, roots
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 
 __all__ = ["BeamDrafter", "NoDrafter", "draft_calls", "draft_candidates", "run"]
@@ -20,11 +20,8 @@ __all__ = ["BeamDrafter", "NoDrafter", "draft_calls", "draft_candidates", "run"]
 MERGED_LAG = 16  # more late tokens than this get a forward of their own, without the output head
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """No drafts: the forest is the roots alone, and decoding is plain beam sampling or beam search."""
-
-    calls = 0
-    needs_text = False
 
     def propose(self, context: DraftContext) -> Forest:
         """Only layer 0."""
@@ -32,17 +29,16 @@ class NoDrafter:
         return Forest(beams.token.shape[1], 0, [roots(context)])
 
 
-class BeamDrafter:
+class BeamDrafter(Drafter):
     """Drafts with a model over the same slots as the target's. Others that run a model differ in `drafts` alone."""
 
-    needs_text = False
+    model: ForestModel
 
     def __init__(self, model: ForestModel, vocab_size: int) -> None:
         """vocab_size: V of the target; draft logits past it are cut."""
         self.model = model
         self.vocab_size = vocab_size
         self._ids = head_ids(model, vocab_size)
-        self.calls = 0
 
     def propose(self, context: DraftContext) -> Forest:
         """D draft forwards: the first takes the roots (and tokens the draft has not run), each further one a layer."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.probs import NEVER
 from dsbd_cli.engine.core.protocols import ForestModel
-from dsbd_cli.engine.drafting.base import DraftContext, LayerDrafts, children, roots
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, roots
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 from dsbd_cli.engine.drafting.prefixes import PrefixCache
 from dsbd_cli.engine.drafting.spelling import Spelling, split_word, standing_tail, valid_prefix
@@ -67,6 +67,11 @@ class BridgedDraft:
     target: TextPieces
     markers: Mapping[int, int] = field(default_factory=dict)
 
+    @property
+    def device(self) -> torch.device:
+        """Of the draft model."""
+        return self.model.device
+
 
 @dataclass(slots=True)
 class _Prompt:
@@ -100,15 +105,15 @@ class _Draft:
 _Found = dict[tuple[int, ...], float]
 
 
-class BridgeDrafter:
+class BridgeDrafter(Drafter):
     """Drafts through text. Rows are told apart by their place; iteration 0 says that a new request stands there."""
 
+    on_host = True
     needs_text = True
 
     def __init__(self, draft: BridgedDraft, vocab_size: int) -> None:
         """vocab_size: V of the target."""
-        self.model = draft.model
-        self.calls = 0
+        self._model = draft.model
         self._target, self._draft = draft.target, draft.codec
         self._ours = Spelling(draft.target.token_bytes()[:vocab_size])
         self._theirs = Spelling(draft.codec.token_bytes())
@@ -173,7 +178,7 @@ class BridgeDrafter:
         parts = (wide[0], beams.valid, beams.weight, wide[1])
         packed = torch.cat((torch.stack([part.double() for part in parts], 2), beams.history.double()), 2).tolist()
         self._admit(context, [int(row[0][0]) for row in packed])
-        room = (self.model.max_positions or 1 << 62) - MOST_PER_LAYER * context.depth - SPARE
+        room = (self._model.max_positions or 1 << 62) - MOST_PER_LAYER * context.depth - SPARE
         texts = []
         for row, prompt in zip(packed, self._prompts, strict=True):
             drafts, used = [], {}
@@ -255,8 +260,8 @@ class BridgeDrafter:
         for draft in (draft for drafts in live for draft in drafts):
             self._say_what_is_sure(draft)
         logits = self._cache.run([[draft.ids for draft in drafts] for drafts in live])
-        size = self.model.vocab_size
-        logits = DraftLogits.of(logits, head_ids(self.model, size), size).wide().to(torch.float32)
+        size = self._model.vocab_size
+        logits = DraftLogits.of(logits, head_ids(self._model, size), size).wide().to(torch.float32)
         logits = self._agreeing(logits, live)
         scores = torch.log_softmax(logits, -1).nan_to_num(nan=NEVER, neginf=NEVER)
         best, tokens = torch.topk(scores, min(width, scores.shape[-1]), dim=-1)

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.probs import NEVER, Room, top_candidates
-from dsbd_cli.engine.drafting.base import DraftContext, LayerDrafts, children, fuse, roots
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, fuse, roots
 from dsbd_cli.engine.drafting.beam import BeamDrafter, draft_calls
 from dsbd_cli.engine.drafting.paths import PathDrafter, PathTree
 
 __all__ = ["FusionDrafter"]
 
 
-class FusionDrafter:
+class FusionDrafter(Drafter):
     """Nodes of the first drafter, then of the second."""
 
     needs_text = True
@@ -32,7 +32,7 @@ class FusionDrafter:
         parent; 0 keeps all. Of no meaning without a draft model.
         """
         self._first, self._second, self._share, self._top_k = first, second, share, top_k
-        self.calls = 0
+        self.model = first.model
 
     def propose(self, context: DraftContext) -> Forest:
         """Both forests in one; the first has at least K - share nodes of a layer to itself."""

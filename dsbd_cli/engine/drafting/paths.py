@@ -14,7 +14,7 @@ from torch import Tensor
 from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.probs import NEVER
-from dsbd_cli.engine.drafting.base import DraftContext, LayerDrafts, children, roots
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, roots
 
 __all__ = ["PathDrafter", "PathSource", "PathTree", "Paths", "beam_share"]
 
@@ -91,10 +91,9 @@ class PathTree:
         self._at = torch.where(self._group >= 0, at, -1)
 
 
-class PathDrafter:
+class PathDrafter(Drafter):
     """Drafts that are the paths of one source. Needs no model; nodes are deterministic."""
 
-    calls = 0
     needs_text = True
 
     def __init__(self, source: PathSource) -> None:

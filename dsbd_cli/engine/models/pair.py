@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.core.protocols import ForestModel
+from dsbd_cli.engine.drafting import AnyDraft, BridgedDraft
 from dsbd_cli.engine.models.adapter import CausalForestModel
 from dsbd_cli.engine.models.head import installed
 from dsbd_cli.engine.models.invariance import is_invariant
@@ -29,16 +30,14 @@ class LoadedPair:
         target_dtype: torch's name without prefix: float32, bfloat16, float16.
         draft_dtype: the same, None without a draft.
         notes: differences that do not matter for the result, for the user to read.
-        draft_codec: of a draft that is bridged: with ids of its own, to be spoken to through text.
     """
 
     target: ForestModel
-    draft: ForestModel | None
+    draft: AnyDraft | None
     codec: HFCodec
     target_dtype: str
     draft_dtype: str | None
     notes: tuple[str, ...] = ()
-    draft_codec: HFCodec | None = None
 
 
 def check_pair(target: HFCodec, draft: HFCodec, target_width: int, draft_width: int) -> tuple[str, ...]:
@@ -73,7 +72,7 @@ def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = Fal
     small, small_codec = load_model(draft)
     dtypes = _dtype_name(model), _dtype_name(small)
     if bridged:
-        return LoadedPair(model, small, codec, *dtypes, draft_codec=small_codec)
+        return LoadedPair(model, BridgedDraft(small, small_codec, codec, markers(codec, small_codec)), codec, *dtypes)
     notes = check_pair(codec, small_codec, model.vocab_size, small.vocab_size)
     small.fit_width(model.vocab_size)
     return LoadedPair(model, small, codec, *dtypes, notes)

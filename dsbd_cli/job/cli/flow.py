@@ -1,4 +1,4 @@
-"""Rows through an engine: input order is kept, failed rows wait for their turn, done rows are passed over."""
+"""Rows through an engine, which keeps them in input order; rows that are done are passed over."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from dsbd_cli.errors import DsbdError
+from dsbd_cli.errors import DsbdError, RowError
 from dsbd_cli.job.cli.progress import Reporter
 from dsbd_cli.job.data.jsonl import LineWriter
 from dsbd_cli.job.data.resume import DoneRows
@@ -68,15 +68,12 @@ class RowFlow:
         self._record, self._writer, self._steps = record, writer, steps
         for result in engine.run(self._requests()):
             position, row = self._pending.popleft()
-            assert row.request is result.request, "the engine answers in input order"
-            self._write(position, row, result)
-            self._write_failed()
-        if not self._stopping():
-            self._write_failed()
-            assert not self._pending, "the engine answers every request"
+            assert row.request is None or row.request is result.request, "the engine answers in input order"
+            self._write(position, row, None if row.request is None else result)
+        assert self._stopping() or not self._pending, "the engine answers every row"
         writer.flush()
 
-    def _requests(self) -> Iterator[Request | None]:
+    def _requests(self) -> Iterator[Request | RowError | None]:
         for item in self._rows():
             if self._stopping():
                 return
@@ -85,10 +82,7 @@ class RowFlow:
                 yield None
                 continue
             self._pending.append(item)
-            if item[1].request is not None:
-                yield item[1].request
-            else:
-                self._write_failed()
+            yield item[1].request or item[1].error
 
     def _rows(self) -> Iterator[tuple[int, Row] | None]:
         """Rows that are not done, each with the bytes of the input up to its end; None where nothing is ready."""
@@ -120,11 +114,6 @@ class RowFlow:
             self._reporter.warn(f"line {row.number}: the id {row.id!r} has been used before", kind="duplicate")
         elif len(self._ids) < MAX_KNOWN_IDS:
             self._ids.add(name)
-
-    def _write_failed(self) -> None:
-        """Failed rows at the front need not wait for anybody."""
-        while self._pending and self._pending[0][1].error is not None:
-            self._write(*self._pending.popleft(), None)
 
     def _write(self, position: int, row: Row, result: RequestResult | None) -> None:
         """Steps first: a record says that all of its row is written."""

@@ -232,7 +232,7 @@ def _measure(
         ProfileSpec(
             bench=ProfiledPair(
                 engine.target,
-                engine.bridged or engine.draft,
+                engine.draft,
                 engine.codec,
                 requests,
                 settings.batch_size or len(requests),

@@ -9,7 +9,6 @@ from typing import TypeVar
 from dsbd_cli.config import (
     BUILTIN_DRAFT,
     BUILTIN_TARGET,
-    COLD_RULES,
     DEFAULT_BATCH_SIZE,
     DEFAULT_DEPTH,
     MAX_AUTO_DEPTH,
@@ -214,8 +213,6 @@ def _method(given: MethodOptions, proposing: Mapping[str, object], *, drafting: 
 
 
 def _rows(given: SamplingOptions, method: MethodConfig, *, strict: bool) -> RowReader:
-    if given.temperature == 0 and method.rule not in COLD_RULES:
-        raise UsageError(f"--temperature is 0, which rule {method.rule} does not take: use --rule coupled or search")
     for text in given.stop or ():
         if not text.isprintable() and any("\ud800" <= char <= "\udfff" for char in text):
             raise UsageError(f"--stop is {text!r}, which is not UTF-8")
@@ -231,13 +228,7 @@ def _rows(given: SamplingOptions, method: MethodConfig, *, strict: bool) -> RowR
         early_stopping=_given(given.early_stopping, default.early_stopping),
         n_best=_given(given.n_best, default.n_best),
     )
-    if sampling.n_best > method.num_beams:
-        raise UsageError(
-            f"--n-best is {sampling.n_best}, but --num-beams is {method.num_beams}: lower it, or raise that"
-        )
     seed = _given(given.seed, RowReader().seed)
-    if not 0 <= seed < 2**63:
-        raise UsageError(f"--seed is {seed}, but must be from 0 to 2**63 - 1")
     return RowReader(sampling, seed, method.rule, method.num_beams, strict)
 
 

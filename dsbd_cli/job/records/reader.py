@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from dsbd_cli.config import COLD_RULES, RuleName, SamplingConfig
+from dsbd_cli.config import RuleName, SamplingConfig, check_request
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 from dsbd_cli.job.records.fields import boolean, integer, messages, number, strings, text
 from dsbd_cli.job.records.forms import ParsedRow, as_written, parsed_row
 from dsbd_cli.job.records.parse import parse_object
 from dsbd_cli.job.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key
-from dsbd_cli.requests import Request, derive_seed
+from dsbd_cli.requests import Request, check_seed, derive_seed
 
 __all__ = ["RowReader"]
 
@@ -29,7 +29,7 @@ MAX_WARNED = 100
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """Turns input lines into rows; holds what a row inherits from the run.
+    """Turns input lines into rows; holds what a row inherits from the run, which is checked. Raises UsageError.
 
     Attributes:
         sampling: options of rows that do not set their own.
@@ -46,6 +46,10 @@ class RowReader:
     strict: bool = False
     _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     _known: dict[bytes, SamplingConfig] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        check_request(self.sampling, self.rule, self.num_beams)
 
     def read(self, line: bytes | LongLine, *, index: int, number: int) -> Row:
         """The row of a line of JSON, flat or in an OpenAI batch envelope.
@@ -109,8 +113,6 @@ class RowReader:
         prompt = text(row, "prompt") if "prompt" in row else None
         chat = messages(row["messages"]) if "messages" in row else None
         seed = integer(row, "seed", 0) if "seed" in row else derive_seed(self.seed, row_id)
-        if seed < 0:
-            raise InvalidRowError(f"seed is {seed}, but must be from 0 to 2**63 - 1")
         return Request(id=row_id, seed=seed, prompt=prompt, messages=chat, sampling=self._sampling(row))
 
     def _sampling(self, row: Fields) -> SamplingConfig:
@@ -141,14 +143,7 @@ class RowReader:
             early_stopping=boolean(row, "early_stopping", run.early_stopping),
             n_best=integer(row, "n_best", run.n_best),
         )
-        if self.rule not in COLD_RULES and sampling.temperature == 0:
-            raise InvalidRowError(
-                f"temperature is 0, which rule {self.rule} does not take: run these rows with --rule coupled or search"
-            )
-        if sampling.n_best > self.num_beams:
-            raise InvalidRowError(
-                f"n_best is {sampling.n_best}, but the run has num_beams {self.num_beams}: lower it, or raise that"
-            )
+        check_request(sampling, self.rule, self.num_beams)
         _check_limits(row, sampling)
         return sampling
 

@@ -212,9 +212,8 @@ class Bench:
 
     def _room(self) -> int | None:
         """Tokens that a prompt may have in every model that some setting uses."""
-        models = [self._pair.target]
-        if self._pair.draft is not None and any(setting.drafts for setting in self._spec.settings):
-            models.append(self._pair.draft)
+        drafts = any(setting.drafts for setting in self._spec.settings)
+        models = self._pair.models if drafts else [self._pair.target]
         limits = [model.max_positions for model in models if model.max_positions is not None]
         return min(limits) - self._spec.sampling.max_new_tokens if limits else None
 

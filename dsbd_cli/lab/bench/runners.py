@@ -71,9 +71,8 @@ class EngineRunner:
         draft = pair.draft if method.needs_draft else None
         self._engine = Engine(pair.target, draft, pair.codec, method, batch_size=batch_size, log_steps=True)
         self._sampling, self._seed = sampling, seed
-        models = [model for model in (pair.target, draft) if model is not None]
-        self._models = models
-        self._bytes_per_slot = sum(model.kv_bytes_per_slot() for model in models)
+        self._models = self._engine.models
+        self._bytes_per_slot = sum(model.kv_bytes_per_slot() for model in self._models)
 
     @property
     def exactness(self) -> Exactness | None:

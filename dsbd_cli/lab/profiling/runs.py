@@ -13,7 +13,7 @@ import torch
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.drafting import BridgedDraft
+from dsbd_cli.engine.drafting import AnyDraft, BridgedDraft
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.job.data.jsonl import LineWriter
 from dsbd_cli.job.records import MethodRecord, Row, native_record
@@ -89,7 +89,7 @@ class ProfiledPair:
     """The models and requests that all runs of a profile share, and the time they may take."""
 
     target: ForestModel
-    draft: ForestModel | BridgedDraft | None
+    draft: AnyDraft | None
     codec: TextCodec
     requests: tuple[Request, ...]
     batch_size: int
@@ -126,7 +126,7 @@ class ProfiledPair:
         log_phases(engine, log, name_scopes=name_scopes)
         return engine
 
-    def _timed_draft(self, log: RunLog, *, name_scopes: bool) -> ForestModel | BridgedDraft:
+    def _timed_draft(self, log: RunLog, *, name_scopes: bool) -> AnyDraft:
         assert self.draft is not None, "loaded where the method needs it"
         if isinstance(self.draft, BridgedDraft):
             return replace(self.draft, model=TimedModel(self.draft.model, "draft", log, name_scopes=name_scopes))

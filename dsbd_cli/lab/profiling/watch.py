@@ -28,12 +28,12 @@ class Observer(Protocol):
         ...
 
 
-class WatchedDrafter:
+class WatchedDrafter(Drafter):
     """Drafts as the inner drafter does, and tells."""
 
     def __init__(self, inner: Drafter, observer: Observer) -> None:
         self.inner, self.observer = inner, observer
-        self.calls, self.needs_text = 0, inner.needs_text
+        self.model, self.on_host, self.needs_text = inner.model, inner.on_host, inner.needs_text
 
     def propose(self, context: DraftContext) -> Forest:
         """The inner drafter's forest."""
@@ -41,6 +41,10 @@ class WatchedDrafter:
         self.calls = self.inner.calls
         self.observer.proposed(context, forest)
         return forest
+
+    def release(self) -> None:
+        """As the inner drafter."""
+        self.inner.release()
 
 
 class WatchedRule:

@@ -1,4 +1,4 @@
-"""Which requests run together: rows, lengths and budgets as plain numbers, no tensors."""
+"""Requests on their way in, and results on their way out: plain numbers, no tensors."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from dsbd_cli.engine.decoding.acceptance import Acceptance
-from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.errors import RowError, UsageError, shorten
 from dsbd_cli.requests import Request, RequestResult, check_seed
 from dsbd_cli.stats import RequestStats
 
-__all__ = ["Job", "ResultOrder", "Results", "Scheduler", "Source", "bucket"]
+__all__ = ["Job", "ResultOrder", "Results", "Source"]
 
 Item_co = TypeVar("Item_co", covariant=True)
-
-
-def bucket(size: int, step: int) -> int:
-    """size rounded up to a multiple of step, so that shapes repeat."""
-    return -(-size // step) * step
 
 
 @dataclass(slots=True)
@@ -45,7 +40,7 @@ class Job:
 class Source:
     """Numbered requests with an id and a seed, read one at a time. An item None says that nothing is ready yet."""
 
-    def __init__(self, requests: Iterable[Request | str | None], seed: int = 0) -> None:
+    def __init__(self, requests: Iterable[Request | str | RowError | None], seed: int = 0) -> None:
         """seed: of the run. Raises UsageError for what is no collection of requests."""
         # the letters of a prompt and the keys of a dict would be taken for prompts
         if isinstance(requests, Request | str | Mapping) or not isinstance(requests, Iterable):
@@ -62,9 +57,9 @@ class Source:
         """The end of the input has been seen."""
         return self._exhausted
 
-    def next(self) -> tuple[int, Request] | None:
-        """The next request and its number; None at the end, or where nothing is ready. Raises UsageError for an item
-        that is none."""
+    def next(self) -> tuple[int, Request | RowError] | None:
+        """The next request, or the error of one that has failed, and its number; None at the end, or where nothing is
+        ready. Raises UsageError for an item that is none of these."""
         if self._exhausted:
             return None
         try:
@@ -76,62 +71,13 @@ class Source:
             return None
         number = self._number
         self._number += 1
+        if isinstance(request, RowError):
+            return number, request
         if isinstance(request, str):
             request = Request(request)
         if not isinstance(request, Request):
             raise UsageError(f"requests[{number}] is {shorten(request)}, but must be a Request or a prompt")
         return number, request.settled(number, self._seed)
-
-
-class Scheduler:
-    """Rows and the jobs in them. A finished job frees its row at once and the next one takes it."""
-
-    def __init__(self, rows: int) -> None:
-        self.jobs: list[Job | None] = [None] * rows
-
-    @property
-    def running(self) -> list[tuple[int, Job]]:
-        """(row, job) of every taken row."""
-        return [(row, job) for row, job in enumerate(self.jobs) if job is not None]
-
-    @property
-    def free(self) -> list[int]:
-        """Rows without a job."""
-        return [row for row, job in enumerate(self.jobs) if job is None]
-
-    def place(self, row: int, job: Job) -> None:
-        """Give a free row to a job."""
-        assert self.jobs[row] is None
-        self.jobs[row] = job
-        job.used = job.trunk = job.drafted = len(job.prompt) - 1
-        job.prefilled = False
-
-    def remove(self, row: int) -> Job:
-        """Free a row."""
-        job = self.jobs[row]
-        assert job is not None
-        self.jobs[row] = None
-        return job
-
-    def shrink(self) -> list[int] | None:
-        """Rows to keep when at most half of them are taken and nothing waits; None when it does not pay."""
-        taken = [row for row, _ in self.running]
-        if not taken or 2 * len(taken) > len(self.jobs):
-            return None
-        self.jobs = [self.jobs[row] for row in taken]
-        return taken
-
-    def most_used(self) -> int:
-        """Largest number of used slots over the rows."""
-        return max((job.used for _, job in self.running), default=0)
-
-    def longest_lag(self) -> int:
-        """Largest number of slots that the draft has not run, over the rows."""
-        return max((job.used - job.drafted for _, job in self.running), default=0)
-
-    def longest_tail(self) -> int:
-        """Largest number of tail slots over the rows."""
-        return max((job.used - job.trunk for _, job in self.running), default=0)
 
 
 class Results(Protocol[Item_co]):

@@ -1,0 +1,157 @@
+"""Requests decoded together: on the host the job in each row, on the device the tensors of all rows.
+
+Letters: R rows, S cache slots, D layers, K drafts per layer, N = W + D*K nodes of a forward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from dsbd_cli.config import MethodConfig
+from dsbd_cli.engine.core.beams import fit_window
+from dsbd_cli.engine.core.stops import StopTable
+from dsbd_cli.engine.decoding.caches import Caches
+from dsbd_cli.engine.decoding.devices import current
+from dsbd_cli.engine.decoding.jobs import Job
+from dsbd_cli.engine.decoding.planner import Reading, Shape, deepest
+from dsbd_cli.engine.decoding.state import BatchState
+from dsbd_cli.engine.decoding.step import Plan
+from dsbd_cli.engine.decoding.timing import PhaseTimer
+from dsbd_cli.engine.drafting.text import Prompts
+
+__all__ = ["Batch", "most_steps"]
+
+
+def most_steps(jobs: Iterable[Job]) -> int:
+    """Most tokens that one of these requests may generate."""
+    return max(job.request.sampling.max_new_tokens for job in jobs)
+
+
+class Batch:
+    """Rows and the jobs in them. A job that is done frees its row at once, and the next one takes it.
+
+    Attributes:
+        jobs: of each row, None where it is free. state: the rows on the device, made with the first requests.
+    """
+
+    state: BatchState
+
+    def __init__(self, rows: int, method: MethodConfig, caches: Caches, stops: StopTable, *, keep_text: bool) -> None:
+        """keep_text: the drafter reads prompts, so they stay on the device."""
+        self.jobs: list[Job | None] = [None] * rows
+        self._method, self._caches, self._stops, self._keep_text = method, caches, stops, keep_text
+        self._empty = True
+
+    @property
+    def running(self) -> list[tuple[int, Job]]:
+        """(row, job) of every taken row."""
+        return [(row, job) for row, job in enumerate(self.jobs) if job is not None]
+
+    @property
+    def free(self) -> list[int]:
+        """Rows without a job."""
+        return [row for row, job in enumerate(self.jobs) if job is None]
+
+    def admit(self, waiting: deque[Job]) -> None:
+        """Put waiting requests into free rows. The target reads their prompts; each begins with one live beam."""
+        new = {row: waiting.popleft() for row in self.free[: len(waiting)]}
+        for row, job in new.items():
+            self.jobs[row] = job
+            job.used = job.trunk = job.drafted = len(job.prompt) - 1
+            job.prefilled = False
+        if not new:
+            return
+        jobs = [job for _, job in self.running]
+        steps = most_steps(jobs)
+        shape = deepest(self._method, steps)
+        nodes, history = shape.nodes(self._method.num_beams), steps + shape.depth + 2
+        slots = max(len(job.prompt) + job.request.sampling.max_new_tokens for job in jobs)
+        if self._empty:
+            self._allocate(slots + 2 * nodes, nodes, history)
+        self.state.grow_history(history)
+        self._grow(slots + nodes + 1)
+        for row in new:
+            self._caches.clear(row)
+        self._caches.prefill_target({row: job.prompt for row, job in new.items()})
+        for row, job in new.items():
+            sampling = job.request.sampling
+            self.state.admit(row, job.prompt, job.request.seed, self._stops.start(sampling.stop), sampling)
+
+    def _allocate(self, slots: int, nodes: int, history: int) -> None:
+        """Memory for a batch that begins."""
+        self._stops.forget()
+        rows, device, caches = len(self.jobs), self._caches.target.device, self._caches
+        caches.reserve(rows, slots)
+        self.state = BatchState.empty(self._method, rows, caches.slots, caches.round_window(nodes), history, device)
+        if self._keep_text:
+            self.state.prompts = Prompts.empty(rows, device)
+        self._empty = False
+
+    def _grow(self, slots: int) -> None:
+        """At least `slots` cache slots per row."""
+        if self._caches.grow(self.state.rows, slots):
+            self.state.table.grow(self._caches.slots)
+
+    def reading(self) -> Reading:
+        """What the draft must run before it drafts. The lag is W times a power of two, so that shapes repeat, or 0."""
+        if self._caches.draft is None:
+            return Reading()
+        lag = max((job.used - job.drafted for _, job in self.running), default=0)
+        size = self._method.num_beams
+        while size < lag:
+            size *= 2
+        lengths = [(len(job.prompt), job.prefilled) for _, job in self.running]
+        unread = sum(length for length, prefilled in lengths if not prefilled)
+        return Reading(size if lag else 0, unread, sum(length for length, _ in lengths))
+
+    def read_prompts(self, timer: PhaseTimer) -> None:
+        """The draft model, if there is one, reads the prompts of rows that are about to draft for the first time. A
+        row that never drafts costs nothing. timer: gets a lap `read` if there are any."""
+        draft = self._caches.draft
+        new = [(row, job) for row, job in self.running if not job.prefilled]
+        if draft is None or not new:
+            return
+        with current(draft.device):
+            timer.start()
+            self._caches.prefill_draft({row: job.prompt for row, job in new})
+            timer.lap("read")
+        for _, job in new:
+            job.prefilled = True
+
+    def plan(self, shape: Shape, reading: Reading) -> Plan:
+        """Static shapes of the next iteration, with cache slots and a tail window for its nodes."""
+        running, caches = [job for _, job in self.running], self._caches
+        nodes = shape.nodes(self._method.num_beams)
+        used = max(job.used for job in running) + nodes
+        self._grow(used + 1)
+        tail = max(job.used - job.trunk for job in running) + nodes
+        self.state.beams.ancestors = fit_window(self.state.beams.ancestors, caches.round_window(tail))
+        active = min(caches.round_slots(used), caches.slots - 1)
+        idle = not shape.depth and all(job.drafted <= job.trunk for job in running)
+        return Plan(active, shape, reading.lag if shape.depth else 0, idle, *self._settled(nodes, active))
+
+    def _settled(self, nodes: int, active: int) -> tuple[tuple[int, ...] | None, int]:
+        """`settled` and `tail` of the target's forward; on a GPU the same for all iterations of a shape."""
+        target = self._caches.target
+        if not target.invariant:
+            return None, 0
+        if target.device.type != "cpu":
+            return (0,) * len(self.jobs), active
+        settled = tuple(0 if job is None else len(job.prompt) - 1 for job in self.jobs)
+        longest = max(job.used - settled[row] for row, job in self.running)
+        return settled, self._caches.round_slots(longest + nodes)
+
+    def remove(self, row: int) -> None:
+        """Free a row."""
+        self.jobs[row] = None
+        self.state.release(row)
+
+    def shrink(self) -> None:
+        """Drop free rows where at most half are taken, so that the last requests do not pay for empty ones."""
+        taken = [row for row, _ in self.running]
+        if not taken or 2 * len(taken) > len(self.jobs):
+            return
+        self.jobs = [self.jobs[row] for row in taken]
+        self.state.select(taken)
+        self._caches.select_rows(taken)
