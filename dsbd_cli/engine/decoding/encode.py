@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import takewhile
 
-from dsbd_cli.config import COLD_RULES, MethodConfig, OnTooLong
+from dsbd_cli.config import MethodConfig, OnTooLong
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.decoding.budget import least_bytes
 from dsbd_cli.engine.decoding.planner import Shape
@@ -60,7 +60,7 @@ class Encoder:
         for stop in request.sampling.stop:
             if any("\ud800" <= letter <= "\udfff" for letter in stop):
                 raise InvalidRowError(f"stop is {stop!r}, which is no valid text: it holds half a surrogate pair")
-        if request.sampling.temperature == 0 and self.method.rule not in COLD_RULES:
+        if request.sampling.temperature == 0 and not self.method.takes_cold:
             raise InvalidRowError(
                 f"temperature is 0, which rule {self.method.rule} does not take: use rule coupled or search"
             )

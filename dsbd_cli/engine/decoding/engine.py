@@ -90,7 +90,7 @@ class Engine:
         name = None if draft is None else (info.draft if info is not None else None) or type(draft).__name__
         self.method = (method or MethodConfig()).fit_draft(name)
         bridged = isinstance(draft, BridgedDraft)
-        if draft is not None and bridged != (self.method.drafter == "bridge"):
+        if draft is not None and bridged != self.method.bridges:
             raise UsageError(f"drafter {self.method.drafter} takes a {'plain draft' if bridged else 'BridgedDraft'}")
         if batch_size is not None and batch_size < 1:
             message = f"batch_size is {batch_size}, but must be 1 or more"

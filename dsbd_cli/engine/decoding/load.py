@@ -74,7 +74,7 @@ def load(
     from dsbd_cli.engine.drafting import BridgedDraft
     from dsbd_cli.engine.models.pair import load_pair, markers
 
-    bridged = draft_spec is not None and method.drafter == "bridge"
+    bridged = draft_spec is not None and method.bridges
     pair = load_pair(spec, draft_spec, bridged=bridged)
     info = EngineInfo(
         target=spec.source,

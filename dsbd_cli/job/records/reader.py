@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from dsbd_cli.config import COLD_RULES, RuleName, SamplingConfig
+from dsbd_cli.config import SamplingConfig
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 from dsbd_cli.job.records.fields import boolean, integer, messages, number, strings, text
 from dsbd_cli.job.records.forms import ParsedRow, as_written, parsed_row
 from dsbd_cli.job.records.parse import parse_object
 from dsbd_cli.job.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key
 from dsbd_cli.requests import Request, derive_seed
+from dsbd_cli.variants import RULES, RuleName
 
 __all__ = ["RowReader"]
 
@@ -128,7 +129,7 @@ class RowReader:
 
     def _checked(self, row: Fields) -> SamplingConfig:
         run = self.sampling
-        if self.rule == "search":
+        if not RULES[self.rule].samples:
             row = _without_warps(row)
         sampling = SamplingConfig(
             temperature=number(row, "temperature", run.temperature),
@@ -141,9 +142,10 @@ class RowReader:
             early_stopping=boolean(row, "early_stopping", run.early_stopping),
             n_best=integer(row, "n_best", run.n_best),
         )
-        if self.rule not in COLD_RULES and sampling.temperature == 0:
+        if not RULES[self.rule].cold and sampling.temperature == 0:
             raise InvalidRowError(
-                f"temperature is 0, which rule {self.rule} does not take: run these rows with --rule coupled or search"
+                f"temperature is 0, which rule {self.rule} does not take: "
+                "run these rows with --verify coupled or --decode search"
             )
         if sampling.n_best > self.num_beams:
             raise InvalidRowError(
