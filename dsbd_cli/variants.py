@@ -129,16 +129,21 @@ class Variant:
     @property
     def usage(self) -> str:
         """How it is spelled, as in `fuzzy:THRESHOLD[,divergence=...]`."""
-        if not self.settings:
-            return self.name
-        first, *others = self.settings
-        inner = first.name.upper() + (f"[{''.join(f',{one.name}=...' for one in others)}]" if others else "")
-        return f"{self.name}:{inner}" if first.required else f"{self.name}[:{inner}]"
+        return self._spelled("".join(f",{one.name}=..." for one in self.settings[1:]))
 
     @property
     def help(self) -> str:
         """One line: how it is spelled, what it is, and what its settings say."""
-        return f"{self.usage}  {self.text}" + "".join(f"; {one.name}: {one.help}" for one in self.settings)
+        # a narrow terminal cuts a long word off; the names of the settings follow anyway
+        head = self._spelled(",NAME=...") if len(self.settings) > 2 else self.usage
+        return f"{head}  {self.text}" + "".join(f"; {one.name}: {one.help}" for one in self.settings)
+
+    def _spelled(self, more: str) -> str:
+        if not self.settings:
+            return self.name
+        first = self.settings[0]
+        inner = first.name.upper() + (f"[{more}]" if more else "")
+        return f"{self.name}:{inner}" if first.required else f"{self.name}[:{inner}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

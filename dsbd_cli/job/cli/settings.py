@@ -70,7 +70,7 @@ def run_settings(
 ) -> RunSettings:
     """Settle defaults and refuse what contradicts itself. strict: of rows with unknown fields. Raises UsageError."""
     if _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
-        raise UsageError("--depth is 0, but must be 1 or more, or auto: --draft none decodes without a draft")
+        raise UsageError("--depth is 0, but must be 1 or more: --draft none decodes without a draft")
     chosen = _chosen(method)
     rule, width = RULES[str(chosen["rule"])], chosen.get("width")
     wide = None if width is None or not WIDTHS[str(width)].dynamic else method.width
