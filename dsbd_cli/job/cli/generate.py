@@ -206,9 +206,7 @@ class _Run:
         from dsbd_cli.engine.decoding import load as loading
 
         settings, devices = self._settings, self._devices
-        if self._demonstrates:
-            say(DEMONSTRATION)
-        return loading.load(
+        engine = loading.load(
             *model_specs(settings, devices),
             method=settings.method,
             batch_size=settings.batch_size,
@@ -216,6 +214,9 @@ class _Run:
             on_too_long=settings.on_too_long,
             cuda_graphs=devices.cuda_graphs,
         )
+        if self._demonstrates:
+            say(DEMONSTRATION)
+        return engine
 
 
 def _describe(settings: RunSettings, engine: Engine) -> str:
