@@ -5,10 +5,10 @@
                                            is there, else random checkpoints made on the spot
 
 The first form runs the whole command in processes of its own; only the engine is a stand-in (tests/cli/fake.py) whose
-rows take a set time. After every fault `--resume` goes on, and the file must hold every row exactly once, each record
-equal to that of an undisturbed run but for measured times, fields that end in _s. With the real engine other rows share
-the batch after a resume, and sums are rounded in another order: logprob and score may differ by 1e-4, and now and then
-the draft proposes another node, which shows in the counters (`stats`) alone. The report counts both.
+rows take a set time. After every fault `--existing resume` goes on, and the file must hold every row exactly once, each
+record equal to that of an undisturbed run but for measured times, fields that end in _s. With the real engine other
+rows share the batch after a resume, and sums are rounded in another order: logprob and score may differ by 1e-4, and
+now and then the draft proposes another node, which shows in the counters (`stats`) alone. The report counts both.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def undisturbed(folder: Folder) -> Expected:
 
 def complete(folder: Folder, expected: Expected, *, steps: bool = True) -> None:
     """Resume to the end: every row exactly once, in order, equal to the undisturbed run's."""
-    code, err = folder.finish("--resume", "--quiet")
+    code, err = folder.finish("--existing", "resume", "--quiet")
     require(code == 3, f"the last resume ended with {code}: {err}")
     records = folder.records()
     require(len(records) == len(expected[0]), f"{len(records)} records, not {len(expected[0])}")
@@ -166,11 +166,11 @@ def wait_for(folder: Folder, rows: int) -> None:
 
 
 def kill_at_random(folder: Folder, kills: int, *, seed: int = 0) -> Result:
-    """kill -9 at random moments, --resume after each. A job that gets done before the last kill is begun again."""
+    """kill -9 at random moments, each run resumed. A job that gets done before the last kill is begun again."""
     dice, begun = random.Random(seed), time.perf_counter()
     expected = undisturbed(folder)
     whole, begun = time.perf_counter() - begun, time.perf_counter()
-    first = folder.start("--resume", "--quiet", row_s=0.01)
+    first = folder.start("--existing", "resume", "--quiet", row_s=0.01)
     wait_for(folder, 1)
     start_up = time.perf_counter() - begun
     first.kill()
@@ -182,7 +182,7 @@ def kill_at_random(folder: Folder, kills: int, *, seed: int = 0) -> Result:
     done = torn = idle = jobs = 0
     before = folder.output.stat().st_size
     while done < kills:
-        process = folder.start("--resume", "--quiet", row_s=row_s)
+        process = folder.start("--existing", "resume", "--quiet", row_s=row_s)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(dice.uniform(0.9 * start_up, start_up + work / kills * 1.6))
         process.kill()
@@ -329,11 +329,11 @@ def clock_backwards(folder: Folder) -> Result:
 def second_writer(folder: Folder) -> Result:
     """A second process on the same output is refused at once; the first one goes on, and its end frees the file."""
     expected = undisturbed(folder)
-    process = folder.start("--resume", "--quiet", row_s=0.5)
+    process = folder.start("--existing", "resume", "--quiet", row_s=0.5)
     wait_for(folder, 1)
     process.send_signal(signal.SIGSTOP)  # it keeps the file, however long the others take
-    for more in ("--resume", "--overwrite"):
-        code, err = folder.finish(more)
+    for more in ("resume", "overwrite"):
+        code, err = folder.finish("--existing", more)
         require(code == 1 and "is being written by another process" in err, f"{more} ended with {code}: {err}")
     process.kill()
     process.communicate()

@@ -54,7 +54,7 @@ def _row(option) -> str:
     argument = option.param_type_name == "argument"
     names = f"`{option.metavar}`" if argument else ", ".join(f"`{name}`" for name in option.opts)
     value = f" {option.metavar}" if option.metavar and not argument else ""
-    help_text = (option.help or "").replace("|", "\\|")
+    help_text = (option.help or "").replace("|", "\\|").replace("\n\n", "<br>")
     return f"| {names}{value} | {help_text}{_mark(option, argument)} |"
 
 

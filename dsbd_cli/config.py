@@ -12,41 +12,51 @@ from types import NoneType, UnionType
 from typing import Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.variants import (
+    BRANCHING,
+    DIVERGENCE,
+    DRAFTERS,
+    FALLBACK,
+    FUSION,
+    FUSION_TOP_K,
+    FUZZY_LAW,
+    FUZZY_THRESHOLD,
+    MIN_WIDTH,
+    NGRAM,
+    RULES,
+    SECOND_DRAFTS,
+    TREE,
+    TREE_THRESHOLD,
+    WIDTH_THRESHOLD,
+    WIDTHS,
+    DivergenceName,
+    Exactness,
+    FallbackName,
+    FuzzyLawName,
+    Rule,
+    RuleName,
+    Setting,
+    TreeName,
+    Variant,
+    WidthName,
+    active,
+    check_drafter_name,
+)
 
 __all__ = [
-    "DRAFTERS",
-    "RULES",
-    "WIDTHS",
+    "Exactness",
     "MethodConfig",
     "ModelSpec",
     "SamplingConfig",
-    "check_drafter_name",
     "check_request",
     "check_types",
     "check_value",
 ]
 
-RuleName = Literal["coupled", "rejection", "with-replacement", "search", "fuzzy"]
-WidthName = Literal["fixed", "threshold"]
 WarpScope = Literal["pool", "beam"]
-TreeName = Literal["greedy", "threshold", "top-k"]
-DivergenceName = Literal["kl", "kl_reversed", "js", "js_authors", "tv"]
-FallbackName = Literal["target", "strict"]
-FuzzyLawName = Literal["raw", "warped"]
-Exactness = Literal["same-text", "same-law", "dynamic-width", "lossy"]
 OnTooLong = Literal["error", "truncate-left"]
 Numerics = Literal["invariant", "fast"]
 
-RULES: tuple[str, ...] = ("coupled", "rejection", "with-replacement", "search", "fuzzy")
-COLD_RULES: tuple[str, ...] = ("coupled", "search")  # those that take temperature 0
-WIDTHS: tuple[str, ...] = ("fixed", "threshold")
-MODEL_DRAFTERS: tuple[str, ...] = ("beam", "rsd-c", "rsd-s", "dynamic-tree", "bridge")
-TEXT_DRAFTERS: tuple[str, ...] = ("ngram", "retrieval", "trigram")
-DRAFTERS: tuple[str, ...] = (*MODEL_DRAFTERS, *TEXT_DRAFTERS)
-TREES: tuple[str, ...] = ("greedy", "threshold", "top-k")
-DIVERGENCES: tuple[str, ...] = ("kl", "kl_reversed", "js", "js_authors", "tv")
-FALLBACKS: tuple[str, ...] = ("target", "strict")
-FUZZY_LAWS: tuple[str, ...] = ("raw", "warped")
 WARP_SCOPES: tuple[str, ...] = ("pool", "beam")
 ON_TOO_LONG: tuple[str, ...] = ("error", "truncate-left")
 NUMERICS: tuple[str, ...] = ("invariant", "fast")
@@ -58,9 +68,6 @@ DEFAULT_BATCH_SIZE = 8
 DEFAULT_DEPTH = 4  # where every iteration drafts as deep
 MAX_AUTO_DEPTH = 8  # where the depth is adaptive
 DEFAULT_DRAFTS = 8
-
-FOREST_FREE_RULES: tuple[RuleName, ...] = ("coupled", "search")  # at fixed width the text cannot depend on the forest
-DYNAMIC_RULES: tuple[RuleName, ...] = ("rejection", "with-replacement")  # as in the paper, with threshold width
 
 FOLLOWING = ("depth", "adaptive_depth", "width", "drafts_per_layer")  # settings whose default follows from others
 
@@ -74,6 +81,19 @@ def _require(condition: bool, name: str, value: object, expected: str) -> None:
 def _refuse(name: str, value: object, reason: str) -> NoReturn:
     """reason: why another field does not allow the value, and what to do."""
     raise UsageError(f"{name} is {shorten(value)}, but {reason}", field=name, value=value)
+
+
+def _check(setting: Setting[object], value: object) -> None:
+    _require(setting.fits(value), setting.field, value, setting.expected)
+
+
+def _fuzzy_fields(fuzzy: FuzzyConfig) -> dict[str, object]:
+    return {
+        FUZZY_THRESHOLD.field: fuzzy.threshold,
+        DIVERGENCE.field: fuzzy.divergence,
+        FALLBACK.field: fuzzy.fallback,
+        FUZZY_LAW.field: fuzzy.law,
+    }
 
 
 def check_value(name: str, value: object, hint: object) -> None:
@@ -125,24 +145,6 @@ def _expected(hint: object) -> str:
     return words.get(hint, f"a {hint.__name__}")
 
 
-def check_drafter_name(drafter: str) -> None:
-    """One drafter, or two of which the second reads text. Raises UsageError."""
-    names = drafter.split("+")
-    listed = f"one of {', '.join(DRAFTERS)}, or two of them joined by +"
-    _require(all(name in DRAFTERS for name in names) and len(names) <= 2, "drafter", drafter, listed)
-    if len(names) == 2 and "bridge" in names:
-        _refuse("drafter", drafter, "bridge builds whole trees from text and fuses with none")
-    if len(names) == 2:
-        _require(names[0] != names[1], "drafter", drafter, "two drafters: the same one drafts the same nodes")
-        if set(names) <= set(MODEL_DRAFTERS):
-            raise UsageError(
-                f"drafter is {drafter!r}, but the second of two must be one of {', '.join(TEXT_DRAFTERS)}: two that "
-                "run the same draft model are no faster than one"
-            )
-        swapped = f"{names[1]}+{names[0]}: the one that runs the draft model stands first"
-        _require(names[1] in TEXT_DRAFTERS, "drafter", drafter, swapped)
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
     """What one request asks for.
@@ -190,11 +192,11 @@ class SamplingConfig:
         _require(self.n_best >= 1, "n_best", self.n_best, "1 or more")
 
 
-def check_request(sampling: SamplingConfig, rule: str, num_beams: int) -> None:
+def check_request(sampling: SamplingConfig, rule: RuleName, num_beams: int) -> None:
     """What a request asks for goes together with the rule and the number of beams. Raises UsageError."""
-    if sampling.temperature == 0 and rule not in COLD_RULES:
+    if sampling.temperature == 0 and not RULES[rule].cold:
         value = sampling.temperature
-        message = f"temperature is 0, which rule {rule} does not take: use rule coupled or search"
+        message = f"temperature is 0, which {rule} does not take: use coupled, or search"
         raise UsageError(message, field="temperature", value=value)
     if sampling.n_best > num_beams:
         _refuse("n_best", sampling.n_best, f"num_beams is {num_beams}: lower it, or raise that")
@@ -213,16 +215,18 @@ class FuzzyConfig:
     """
 
     threshold: float
-    divergence: DivergenceName = "kl"
-    fallback: FallbackName = "target"
-    law: FuzzyLawName = "raw"
+    divergence: DivergenceName = DIVERGENCE.default
+    fallback: FallbackName = FALLBACK.default
+    law: FuzzyLawName = FUZZY_LAW.default
 
     def __post_init__(self) -> None:
-        finite = math.isfinite(self.threshold) and self.threshold >= 0
-        _require(finite, "fuzzy_threshold", self.threshold, "a number, 0 or more")
-        _require(self.divergence in DIVERGENCES, "divergence", self.divergence, f"one of {', '.join(DIVERGENCES)}")
-        _require(self.fallback in FALLBACKS, "fallback", self.fallback, f"one of {', '.join(FALLBACKS)}")
-        _require(self.law in FUZZY_LAWS, "fuzzy_law", self.law, f"one of {', '.join(FUZZY_LAWS)}")
+        for setting, value in (
+            (FUZZY_THRESHOLD, self.threshold),
+            (DIVERGENCE, self.divergence),
+            (FALLBACK, self.fallback),
+            (FUZZY_LAW, self.law),
+        ):
+            _check(setting, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +248,8 @@ class MethodConfig:
         min_width: W_min, least width a layer may pass with (threshold only).
         warp_scope: `pool` warps the joint law over (beam, token); `beam` warps each beam's row.
         memory_saving: keep only the best beam between iterations.
-        drafter: who proposes the nodes, one of DRAFTERS; or two joined by +, the second of them one that reads text.
+        drafter: who proposes the nodes, one of variants.DRAFTERS; or two joined by +, the second of them one that reads
+            text.
         ngram: longest suffix that drafter ngram looks up, in tokens.
         index: file of dsbd index, for drafter retrieval.
         branching: children per node of drafter rsd-c; 0 for as many as fit.
@@ -262,19 +267,19 @@ class MethodConfig:
     drafts_per_layer: int = None  # type: ignore[assignment]
     depth: int = None  # type: ignore[assignment]
     width: WidthName = None  # type: ignore[assignment]
-    width_threshold: float = 0.7
-    min_width: int = 1
+    width_threshold: float = WIDTH_THRESHOLD.default
+    min_width: int = MIN_WIDTH.default
     warp_scope: WarpScope = "pool"
     memory_saving: bool = False
     adaptive_depth: bool = None  # type: ignore[assignment]
     drafter: str = "beam"
-    ngram: int = 4
+    ngram: int = NGRAM.default
     index: str | None = None
-    branching: int = 0
-    tree: TreeName = "greedy"
+    branching: int = BRANCHING.default
+    tree: TreeName = TREE.default
     tree_threshold: float | None = None
     second_drafts: int | None = None
-    fusion_top_k: int = 16
+    fusion_top_k: int = FUSION_TOP_K.default
     fuzzy_threshold: float | None = None
     divergence: DivergenceName | None = None
     fallback: FallbackName | None = None
@@ -284,22 +289,16 @@ class MethodConfig:
     def __post_init__(self) -> None:
         check_types(self, open_=FOLLOWING)
         self._settle()
-        self._check_drafter()
-        self._check_fuzzy()
+        self._check_variants()
         _require(self.num_beams >= 1, "num_beams", self.num_beams, "1 or more")
         _require(self.depth >= 0, "depth", self.depth, "0 (no draft) or more")
         _require(self.drafts_per_layer >= 1, "drafts_per_layer", self.drafts_per_layer, "1 or more")
-        _require(0 < self.width_threshold <= 1, "width_threshold", self.width_threshold, "above 0 and at most 1")
         _require(
             1 <= self.min_width <= self.num_beams,
             "min_width",
             self.min_width,
             f"between 1 and {self.num_beams} (num_beams)",
         )
-        if self.rule == "search" and self.width != "fixed":
-            _refuse("width", self.width, "rule search is deterministic beam search, which it would change: use fixed")
-        if self.rule == "search" and self.warp_scope != "pool":
-            _refuse("warp_scope", self.warp_scope, "rule search takes no warping: use pool")
         if self.adaptive_depth and not self.depth:
             _refuse("depth", self.depth, "adaptive_depth needs 1 or more to choose below")
         if self.depth and self.drafts_per_layer < self.required_width:
@@ -311,11 +310,12 @@ class MethodConfig:
         given = {name: getattr(self, name) for name in FOLLOWING}
         width, adaptive, depth = given["width"], given["adaptive_depth"], given["depth"]
         if width is None:
-            pool = depth != 0 and self.drafter_names[0] == "beam"  # the only law that tells a width
-            width = "threshold" if pool and self.rule in DYNAMIC_RULES else "fixed"
+            first = DRAFTERS.get(self.drafter_names[0])
+            pool = depth != 0 and first is not None and first.pool_law  # the only law that tells a width
+            width = RULES[self.rule].width if pool else "fixed"
         if adaptive is None:
-            same_text = self.rule in FOREST_FREE_RULES and width == "fixed" and not self.memory_saving
-            adaptive = depth is None and same_text
+            same_text = RULES[self.rule].exactness == "same-text"
+            adaptive = depth is None and same_text and not WIDTHS[width].dynamic and not self.memory_saving
         settled = {"width": width, "adaptive_depth": adaptive}
         settled["depth"] = (MAX_AUTO_DEPTH if adaptive else DEFAULT_DEPTH) if depth is None else depth
         drafts = given["drafts_per_layer"]
@@ -325,60 +325,44 @@ class MethodConfig:
         for name, value in settled.items():
             object.__setattr__(self, name, value)
 
-    def _check_drafter(self) -> None:
-        """One drafter or two that fit each other, the rule and the width."""
-        names = self.drafter_names
+    def _check_variants(self) -> None:
+        """Rule, width and drafter fit each other, and every setting is one that it may be."""
         check_drafter_name(self.drafter)
-        _require(self.ngram >= 1, "ngram", self.ngram, "1 or more")
-        _require(self.branching >= 0, "branching", self.branching, "0 (as many as fit) or more")
-        _require(self.fusion_top_k >= 0, "fusion_top_k", self.fusion_top_k, "0 (keep all) or more")
-        threshold, share, most = self.tree_threshold, self.second_drafts, self.drafts_per_layer - 1
-        _require(threshold is None or 0 < threshold <= 1, "tree_threshold", threshold, "above 0 and at most 1")
-        if len(names) == 2:
+        rule, width, drafters = RULES[self.rule], WIDTHS[self.width], [DRAFTERS[name] for name in self.drafter_names]
+        acting = {setting.field for one in self.variants for setting in one.settings}
+        for variant in (*RULES.values(), *WIDTHS.values(), *DRAFTERS.values(), FUSION):
+            for setting in variant.settings:
+                self._check_setting(variant, setting, acts=setting.field in acting)
+        if len(drafters) == 2:
+            share, most = self.second_drafts, self.drafts_per_layer - 1
             _require(most >= 1, "drafts_per_layer", self.drafts_per_layer, "2 or more for two drafters")
-            _require(share is None or 1 <= share <= most, "second_drafts", share, f"between 1 and {most} (K - 1)")
-        if "retrieval" in names and self.index is None:
-            message = "index is missing, but drafter retrieval needs one: dsbd index makes the file"
-            raise UsageError(message, field="index")
-        if "retrieval" not in names and self.index is not None:
-            message = f"index would do nothing, because drafter {self.drafter} does not read one: drop it"
-            raise UsageError(message, field="index", value=self.index)
-        if self.depth == 0 and self.drafter != "beam":
+            _require(share is None or 1 <= share <= most, SECOND_DRAFTS.field, share, f"between 1 and {most} (K - 1)")
+        if self.depth == 0 and self.drafter != MethodConfig.__dataclass_fields__["drafter"].default:
             _refuse("drafter", self.drafter, "depth 0 drafts nothing: raise the depth, or drop the drafter")
-        if self.rule == "with-replacement" and self.drafter != "beam":
-            reason = (
-                "rule with-replacement tests independent draws of a pool, which only drafter beam gives: "
-                "use rule rejection or coupled"
-            )
-            _refuse("drafter", self.drafter, reason)
-        if self.depth and self.width == "threshold" and names[0] != "beam":
+        if self.depth == 0 and rule.needs_draft:
+            _refuse("depth", self.depth, f"rule {rule.name} compares the target with a draft: raise it")
+        for limit in rule.limits:
+            value = getattr(self, limit.field)
+            if value not in limit.values:
+                _refuse(limit.field, value, limit.reason)
+        if self.depth and width.needs_pool_law and not drafters[0].pool_law:
             reason = (
                 f"it estimates acceptance from the pool law that drafter beam records, and {self.drafter} has none: "
                 "use width fixed"
             )
             _refuse("width", self.width, reason)
 
-    def _check_fuzzy(self) -> None:
-        """Rule fuzzy has what it needs, and no other rule is given its options."""
-        if self.rule != "fuzzy":
-            for name in ("fuzzy_threshold", "divergence", "fallback", "fuzzy_law"):
-                value = getattr(self, name)
-                if value is not None:
-                    _refuse(name, value, f"the rule is {self.rule}: only rule fuzzy has one")
-            return
-        if self.fuzzy is None:
-            message = "fuzzy_threshold is missing, but rule fuzzy needs it: up to which divergence a layer is taken"
-            raise UsageError(message, field="fuzzy_threshold")
-        if self.depth == 0:
-            _refuse("depth", self.depth, "rule fuzzy compares the target with a draft: raise it")
-        if self.drafter != "beam":
-            reason = "rule fuzzy compares the target with the pool law that only drafter beam records: use beam"
-            _refuse("drafter", self.drafter, reason)
-        if self.width != "fixed":
-            _refuse("width", self.width, "rule fuzzy takes whole layers, which no estimated width describes: use fixed")
-        if self.warp_scope != "pool":
-            reason = "rule fuzzy takes drafts that the warped target excludes, and it gives them no weight: use pool"
-            _refuse("warp_scope", self.warp_scope, reason)
+    def _check_setting(self, variant: Variant, setting: Setting[object], *, acts: bool) -> None:
+        """It has a value that it may have, and none where it would do nothing."""
+        value = getattr(self, setting.field)
+        if value is not None and not acts and self.__dataclass_fields__[setting.field].default is None:
+            kind = "rule" if isinstance(variant, Rule) else "drafter"
+            _refuse(setting.field, value, f"the {kind} is {getattr(self, kind)}: only {kind} {variant.name} has one")
+        if value is None and acts and setting.required:
+            message = f"{setting.field} is missing, but {variant.name} needs it: {setting.text}"
+            raise UsageError(message, field=setting.field)
+        if value is not None:
+            _check(setting, value)
 
     def fit_draft(self, draft: str | None) -> MethodConfig:
         """This method, for a pair with this draft model or with none. Without one it is plain decoding, unless it was
@@ -388,8 +372,9 @@ class MethodConfig:
         if draft is not None:
             reason = "depth 0 drafts nothing" if self.depth == 0 else f"drafter {self.drafter} uses no draft model"
             raise UsageError(f"draft is {shorten(draft)}, but {reason}: give draft None")
-        if self.rule == "fuzzy" or self.drafter != "beam":
-            asks = "rule fuzzy compares with" if self.rule == "fuzzy" else f"drafter {self.drafter} runs"
+        needs = RULES[self.rule].needs_draft
+        if needs or self.drafter != self.__dataclass_fields__["drafter"].default:
+            asks = f"rule {self.rule} compares with" if needs else f"drafter {self.drafter} runs"
             raise UsageError(f"draft is None, but {asks} a draft model: give one")
         if self._asks is not None:
             asks = f"{self._asks} is {getattr(self, self._asks)}"
@@ -399,14 +384,60 @@ class MethodConfig:
     @property
     def fuzzy(self) -> FuzzyConfig | None:
         """Settings of rule fuzzy; None with any other rule."""
-        if self.rule != "fuzzy" or self.fuzzy_threshold is None:
+        if FUZZY_THRESHOLD not in RULES[self.rule].settings or self.fuzzy_threshold is None:
             return None
         return FuzzyConfig(
             threshold=self.fuzzy_threshold,
-            divergence=self.divergence or "kl",
-            fallback=self.fallback or "target",
-            law=self.fuzzy_law or "raw",
+            divergence=self.divergence or DIVERGENCE.default,
+            fallback=self.fallback or FALLBACK.default,
+            law=self.fuzzy_law or FUZZY_LAW.default,
         )
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """Rule, width, drafters and what fuses two of them."""
+        return active(self.rule, self.width, self.drafter)
+
+    @property
+    def drafters(self) -> tuple[Variant, ...]:
+        """The drafters and what fuses two of them; none where nothing is drafted."""
+        names = self.drafter_names if self.depth else ()
+        return (*[DRAFTERS[name] for name in names], *([FUSION] if len(names) == 2 else []))
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Values of all variants' settings by field, also where they follow from others; None for one that does not
+        act."""
+        found = {one.field: None for variant in (*self.drafters, *self.variants) for one in variant.settings}
+        settled = {
+            **{name: getattr(self, name) for name in found},
+            TREE_THRESHOLD.field: self.value_threshold,
+            SECOND_DRAFTS.field: self.second_share,
+            **({} if self.fuzzy is None else _fuzzy_fields(self.fuzzy)),
+        }
+        acting = [one for variant in self.variants for one in variant.settings]
+        acting = [one for one in acting if one.only is None or getattr(self, one.only[0]) == one.only[1]]
+        return {**found, **{one.field: settled[one.field] for one in acting}}
+
+    @property
+    def samples(self) -> bool:
+        """The rule draws at random."""
+        return RULES[self.rule].samples
+
+    @property
+    def takes_cold(self) -> bool:
+        """The rule takes temperature 0."""
+        return RULES[self.rule].cold
+
+    @property
+    def dynamic(self) -> bool:
+        """A layer may pass with fewer than W live beams."""
+        return WIDTHS[self.width].dynamic
+
+    @property
+    def bridges(self) -> bool:
+        """The draft model has a tokenizer of its own."""
+        return any(DRAFTERS[name].bridges for name in self.drafter_names)
 
     @property
     def drafter_names(self) -> tuple[str, ...]:
@@ -416,13 +447,12 @@ class MethodConfig:
     @property
     def needs_draft(self) -> bool:
         """A draft model takes part."""
-        return self.depth > 0 and any(name in MODEL_DRAFTERS for name in self.drafter_names)
+        return self.depth > 0 and any(DRAFTERS[name].runs_model for name in self.drafter_names)
 
     @property
     def judges_lookups(self) -> bool:
         """The second of two drafters looks up what the draft model then judges."""
-        names = self.drafter_names
-        return len(names) == 2 and names[0] in MODEL_DRAFTERS
+        return FUSION in self.variants
 
     @property
     def value_threshold(self) -> float:
@@ -437,18 +467,14 @@ class MethodConfig:
     @property
     def required_width(self) -> int:
         """Live beams a layer needs to pass: W, or W_min where the width is dynamic."""
-        return self.num_beams if self.width == "fixed" else self.min_width
+        return self.min_width if self.dynamic else self.num_beams
 
     @property
     def exactness(self) -> Exactness:
         """What the output shares with plain decoding at the same num_beams and seed."""
-        if self.rule == "fuzzy":
-            return "lossy"
-        if self.depth and self.width == "threshold":
-            return "dynamic-width"
-        if self.memory_saving:
-            return "dynamic-width"
-        return "same-text" if self.rule in ("coupled", "search") else "same-law"
+        exactness = RULES[self.rule].exactness
+        narrower = (self.depth and self.dynamic) or self.memory_saving
+        return "dynamic-width" if narrower and exactness != "lossy" else exactness
 
 
 @dataclass(frozen=True, slots=True)

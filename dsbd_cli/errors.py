@@ -19,7 +19,7 @@ Every message is one line, names the offending value and says what to do.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection
+from collections.abc import Mapping
 
 __all__ = [
     "MAX_SHOWN",
@@ -97,11 +97,11 @@ class UsageError(DsbdError):
         assert field is None or message.startswith(field)
         self.field, self.value, self.expected = field, value, expected
 
-    def typed(self, options: Collection[str]) -> str:
-        """The message; its field, if it is one of these options, by the name that is typed."""
-        if self.field is None or self.field not in options:
+    def typed(self, names: Mapping[str, str]) -> str:
+        """The message; its field by the name that is typed, where there is one. names: those, by field."""
+        if self.field is None or self.field not in names:
             return str(self)
-        return option_name(self.field) + str(self).removeprefix(self.field)
+        return names[self.field] + str(self).removeprefix(self.field)
 
 
 class ModelError(DsbdError):

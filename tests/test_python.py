@@ -20,6 +20,7 @@ from dsbd_cli.job.cli.app import run as command
 from dsbd_cli.job.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.job.cli.settings import run_settings
 from dsbd_cli.requests import derive_seed
+from dsbd_cli.variants import RULES, parse
 from tests.engine.toys import NumberCodec, table_pair
 
 SHORT = SamplingConfig(max_new_tokens=6)
@@ -216,23 +217,25 @@ def test_a_spec_says_how_to_load_and_the_draft_follows(monkeypatch: pytest.Monke
 OPTIONS = [
     MethodOptions(),
     MethodOptions(num_beams=6),
-    MethodOptions(rule="search"),
-    MethodOptions(rule="rejection"),
-    MethodOptions(rule="with-replacement"),
-    MethodOptions(rule="coupled", width="threshold"),
+    MethodOptions(decode="search"),
+    MethodOptions(verify="rejection"),
+    MethodOptions(verify="with-replacement"),
+    MethodOptions(verify="coupled", width="threshold"),
     MethodOptions(memory_saving=True),
-    MethodOptions(rule="fuzzy", fuzzy_threshold=0.2),
+    MethodOptions(verify="fuzzy:0.2"),
 ]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=repr)
 @pytest.mark.parametrize("draft", [None, "none"])
 def test_the_defaults_are_those_of_the_command(options: MethodOptions, draft: str | None) -> None:
-    if draft == "none" and (options.rule == "fuzzy" or options.width):
+    if draft == "none" and (options.verify == "fuzzy:0.2" or options.width):
         pytest.skip("refused by both")
     settings = run_settings(PairOptions(draft=draft), options, SamplingOptions(), DeviceOptions(), RowOptions())
     given = {name: value for name, value in vars(options).items() if value is not None}
-    assert MethodConfig(**given).fit_draft(settings.draft) == settings.method
+    name, fields = parse("--verify", given.pop("verify", "coupled"), RULES)
+    rule = given.pop("decode", name)
+    assert MethodConfig(rule=rule, **fields, **given).fit_draft(settings.draft) == settings.method
 
 
 def test_the_text_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

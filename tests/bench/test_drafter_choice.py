@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.drafters import CHOICES, DRAFTED, chosen_names
-from dsbd_cli.config import DRAFTERS
+from dsbd_cli.variants import DRAFTERS
 
 
 def test_every_drafter_has_a_row() -> None:

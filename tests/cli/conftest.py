@@ -35,6 +35,11 @@ def pipe(stream: IO[bytes] | None) -> IO[bytes]:
     return stream
 
 
+def of_rule(rule: str) -> tuple[str, str]:
+    """The option of a rule."""
+    return ("--decode", "search") if rule == "search" else ("--verify", rule)
+
+
 @contextmanager
 def terminal(columns: int) -> Iterator[tuple[int, int]]:
     """Both ends of a terminal; the second is the program's."""
@@ -100,6 +105,7 @@ def dsbd(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     monkeypatch.setitem(sys.modules, fake.MODULE, module)
     monkeypatch.setattr(dsbd_cli.engine.decoding, "load", module, raising=False)
     monkeypatch.delenv("DSBD_DEBUG", raising=False)
+    monkeypatch.setenv("DSBD_TARGET", "builtin:target")  # named, so that no line says that nobody named one
 
     def call(*arguments: str, lines: list[object] | bytes = b"", terminals: tuple[str, ...] = ()) -> Outcome:
         data = lines if isinstance(lines, bytes) else "".join(json.dumps(line) + "\n" for line in lines).encode()
@@ -117,8 +123,9 @@ def dsbd(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
 
 
 @pytest.fixture
-def start() -> Callable[..., subprocess.Popen[bytes]]:
+def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.Popen[bytes]]:
     """A real `dsbd` process with the fake engine."""
+    monkeypatch.setenv("DSBD_TARGET", "builtin:target")
 
     def begin(*arguments: str, **options: object) -> subprocess.Popen[bytes]:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}

@@ -43,7 +43,7 @@ def command(*arguments: str) -> list[str]:
         (("--json", "no/such/folder/x.jsonl"), "the folder no/such/folder does not exist"),
         (("--plot", "x.jpeg"), "must end in .png"),
         (("--json", "x", "--markdown", "x"), "are both x"),
-        (("--overwrite",), "but none is given"),
+        (("--existing", "overwrite"), "but none is given"),
         (("--target", "somebody/model"), "--draft is missing"),
         (("--dev-records", "3"), "no two values of --fuzzy-threshold are run"),
         (("--fuzzy-threshold", "0.1", "--fuzzy-tolerance", "0.1"), "no two values of --fuzzy-threshold are run"),
@@ -70,7 +70,7 @@ def test_a_file_that_exists_is_kept(dsbd: Call, tmp_path: Path) -> None:
     path.write_text("old")
     done = dsbd("bench", "--json", str(path))
     assert (done.code, done.loads, path.read_text()) == (2, [], "old")
-    assert "--overwrite" in done.err
+    assert "--existing overwrite" in done.err
 
 
 def test_tables_go_to_standard_output_and_files_where_they_are_named(tmp_path: Path) -> None:

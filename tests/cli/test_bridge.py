@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dsbd_cli.job.cli.app import run
+from tests.cli.conftest import of_rule
 from tests.drafting.bridged import EMOJI, bytes_only
 from tests.models.conftest import byte_level, save, wrap
 
@@ -30,7 +31,7 @@ def generate(pair: tuple[str, str], folder: Path, *options: str, draft: str | No
     (folder / "in.jsonl").write_text("\n".join(json.dumps({"id": str(n), "prompt": p}) for n, p in enumerate(PROMPTS)))
     models = ["--target", pair[0], "--draft", draft or pair[1], "--dtype", "float32", "--device", "cpu"]
     output = folder / "out.jsonl"
-    files = ["-i", str(folder / "in.jsonl"), "-o", str(output), "--overwrite"]
+    files = ["-i", str(folder / "in.jsonl"), "-o", str(output), "--existing", "overwrite"]
     assert run(["generate", *models, *files, "--max-new-tokens", "9", "--num-beams", "2", *options]) == code
     return [json.loads(line) for line in output.read_text().splitlines()] if code == 0 else None
 
@@ -40,9 +41,9 @@ def test_same_text_as_without_a_draft(
     pair: tuple[str, str], rule: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Guards the whole way from two folders: which tokenizer is whose, and what the record says of the method."""
-    plain = generate(pair, tmp_path, "--rule", rule, draft="none")
+    plain = generate(pair, tmp_path, *of_rule(rule), draft="none")
     for batch in ("1", "3"):
-        found = generate(pair, tmp_path, "--rule", rule, "--drafter", "bridge", "--batch-size", batch)
+        found = generate(pair, tmp_path, *of_rule(rule), "--drafter", "bridge", "--batch-size", batch)
         assert [row["text"] for row in found] == [row["text"] for row in plain]
         assert {row["method"]["drafter"] for row in found} == {"bridge"}
         assert all(row["stats"]["draft_calls"] > 0 for row in found)
@@ -52,7 +53,7 @@ def test_same_text_as_without_a_draft(
 
 
 def test_rejection_answers(pair: tuple[str, str], tmp_path: Path) -> None:
-    found = generate(pair, tmp_path, "--rule", "rejection", "--drafter", "bridge")
+    found = generate(pair, tmp_path, "--verify", "rejection", "--drafter", "bridge")
     assert {row["exactness"] for row in found} == {"same-law"}
 
 
@@ -62,7 +63,7 @@ def test_refusals(pair: tuple[str, str], tmp_path: Path, capfd: pytest.CaptureFi
     assert "or --drafter bridge, which drafts through text" in capfd.readouterr().err
     for options, message in (
         (["--drafter", "bridge+ngram"], "fuses with none"),
-        (["--drafter", "bridge", "--rule", "with-replacement"], "which only drafter beam gives"),
+        (["--drafter", "bridge", "--verify", "with-replacement"], "which only drafter beam gives"),
         (["--drafter", "bridge", "--width", "threshold"], "use width fixed"),
     ):
         generate(pair, tmp_path, *options, code=2)

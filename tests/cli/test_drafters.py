@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.config import DRAFTERS, MODEL_DRAFTERS
-from tests.cli.conftest import ROOT, Outcome
+from dsbd_cli.variants import DRAFTERS, MODEL_DRAFTERS
+from tests.cli.conftest import ROOT, Outcome, of_rule
 
 Dsbd = Callable[..., Outcome]
 
@@ -27,27 +27,33 @@ REFUSED = [
     ("--drafter rsd-s+ngram --width threshold", "use width fixed"),
     ("--drafter ngram --draft builtin:draft", "runs no model"),
     ("--drafter rsd-c --draft none", "needs a draft model"),
-    ("--drafter ngram --depth 0", "--depth 0 drafts nothing"),
-    ("--drafter retrieval", "--index is missing"),
-    ("--index x", "does not read one"),
-    ("--drafter ngram --index x", "does not read one"),
+    ("--drafter ngram --depth 0", "--depth is 0, but must be 1 or more"),
+    ("--drafter retrieval", "--drafter retrieval: index is missing: it is spelled retrieval:INDEX"),
+    ("--drafter retrieval:", "index is missing"),
+    ("--drafter beam:x", "--drafter beam:x: it has no settings: it is spelled beam"),
+    ("--drafter ngram:index=x", "there is no setting 'index': it is spelled ngram[:LONGEST]"),
     ("--drafter ngram --width threshold", "use width fixed"),
-    ("--drafter rsd-s --width threshold --rule rejection", "use width fixed"),
+    ("--drafter rsd-s --width threshold --verify rejection", "use width fixed"),
     ("--drafter dynamic-tree+ngram --width threshold", "use width fixed"),
-    ("--drafter rsd-s --rule with-replacement", "only drafter beam"),
-    ("--drafter beam+ngram --rule with-replacement", "only drafter beam"),
-    ("--drafter beam --ngram 3", "--ngram would do nothing"),
-    ("--drafter ngram --branching 2", "--branching would do nothing"),
-    ("--drafter rsd-c --tree top-k", "--tree would do nothing"),
-    ("--drafter dynamic-tree --tree-threshold 0.1", "without --tree threshold"),
-    ("--drafter ngram --second-drafts 2", "--second-drafts would do nothing"),
-    ("--drafter trigram+ngram --fusion-top-k 2", "--fusion-top-k would do nothing"),
-    ("--drafter beam+ngram --second-drafts 8", "between 1 and 7"),
+    ("--drafter rsd-s --verify with-replacement", "only drafter beam"),
+    ("--drafter beam+ngram --verify with-replacement", "only drafter beam"),
+    ("--drafter rsd-c:top-k", "branching is 'top-k', but must be an integer, 0 (as many as fit) or more"),
+    ("--drafter dynamic-tree:value=0.1", "value would do nothing without tree threshold"),
+    ("--drafter dynamic-tree:greedy,value=0.1", "value would do nothing without tree threshold"),
+    ("--drafter ngram:share=2", "there is no setting 'share': it is spelled ngram[:LONGEST]"),
+    ("--drafter beam:share=2+ngram", "--drafter beam:share=2+ngram: it has no settings: it is spelled beam"),
+    (
+        "--drafter trigram+ngram:top-k=2",
+        "there is no setting 'top-k': it is spelled trigram+ngram[:LONGEST[,share=...]]",
+    ),
+    ("--drafter beam+ngram:share=8", "share of --drafter is 8, but must be between 1 and 7 (K - 1)"),
     ("--drafter beam+ngram --drafts-per-layer 1 --num-beams 1", "2 or more for two drafters"),
-    ("--drafter rsd-c --branching -1", "0 (as many as fit) or more"),
-    ("--drafter ngram --ngram 0", "--ngram is 0"),
-    ("--drafter dynamic-tree --tree threshold --tree-threshold 2", "--tree-threshold is 2.0"),
-    ("--drafter beam+ngram --fusion-top-k -1", "--fusion-top-k is -1"),
+    ("--drafter rsd-c:-1", "branching is -1, but must be 0 (as many as fit) or more"),
+    ("--drafter ngram:0", "--drafter ngram:0: longest is 0, but must be 1 or more: it is spelled ngram[:LONGEST]"),
+    ("--drafter ngram:3,longest=2", "longest is given twice"),
+    ("--drafter ngram:3,2", "longest is '3,2', but must be an integer, 1 or more"),
+    ("--drafter dynamic-tree:threshold,value=2", "value is 2.0, but must be above 0 and at most 1"),
+    ("--drafter beam+ngram:top-k=-1", "top-k is -1, but must be 0 (keep all) or more"),
 ]
 
 
@@ -62,8 +68,8 @@ def test_what_cannot_work_together_is_refused(dsbd: Dsbd, options: str, message:
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "search"])
 @pytest.mark.parametrize("drafter", [*DRAFTERS, "beam+ngram", "rsd-c+retrieval", "ngram+trigram"])
 def test_every_drafter_is_settled(dsbd: Dsbd, drafter: str, rule: str) -> None:
-    index = ["--index", "x"] if "retrieval" in drafter else []
-    outcome = dsbd("generate", "--drafter", drafter, "--rule", rule, *index, lines=[{"prompt": "a"}])
+    spelled = drafter.replace("retrieval", "retrieval:x")
+    outcome = dsbd("generate", "--drafter", spelled, *of_rule(rule), lines=[{"prompt": "a"}])
     assert (outcome.code, outcome.err) == (0, "")
     [call] = outcome.loads
     method = call["method"]
@@ -77,6 +83,32 @@ def test_every_drafter_is_settled(dsbd: Dsbd, drafter: str, rule: str) -> None:
     assert ("ngram" in record["method"]) == ("ngram" in drafter)
     if "+" in drafter:
         assert (record["method"]["fusion_top_k"] is None) == (drafter == "ngram+trigram")
+
+
+SPELLED: list[tuple[str, dict[str, object]]] = [
+    ("ngram:7", {"drafter": "ngram", "ngram": 7}),
+    ("ngram:longest=7", {"drafter": "ngram", "ngram": 7}),
+    ("rsd-c:2+ngram:3,share=2,top-k=0", {"branching": 2, "ngram": 3, "second_drafts": 2, "fusion_top_k": 0}),
+    ("beam+trigram:share=3", {"drafter": "beam+trigram", "second_drafts": 3}),
+    ("dynamic-tree:top-k", {"tree": "top-k"}),
+    ("dynamic-tree:threshold,value=0.25", {"tree": "threshold", "tree_threshold": 0.25}),
+    ("retrieval:my corpus,v=2+x.index", {"drafter": "retrieval", "index": "my corpus,v=2+x.index"}),
+    ("beam+retrieval:a+b.index,share=2", {"drafter": "beam+retrieval", "index": "a+b.index", "second_drafts": 2}),
+    ("retrieval:x+ngram:2", {"drafter": "retrieval+ngram", "index": "x", "ngram": 2}),
+]
+
+
+@pytest.mark.parametrize(("spelled", "fields"), SPELLED, ids=[spelled for spelled, _ in SPELLED])
+def test_a_drafter_is_spelled_with_its_settings(
+    dsbd: Dsbd, spelled: str, fields: dict[str, object], tmp_path: Path
+) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(f"drafter = {json.dumps(spelled)}\n")
+    for words in (("--drafter", spelled), ("--config", str(job))):
+        outcome = dsbd("generate", *words)
+        assert (outcome.code, outcome.err) == (0, "")
+        method = outcome.loads[-1]["method"]
+        assert {name: getattr(method, name) for name in fields} == fields
 
 
 LINES = (ROOT / "sample_inputs" / "prompts.jsonl").read_bytes().splitlines(keepends=True)[:2]
@@ -112,7 +144,7 @@ def texts(outcome: Outcome) -> list[object]:
 
 def test_no_draft_model_at_all(builtin: Callable[..., Outcome], tmp_path: Path) -> None:
     """An index of the right answers saves calls; the text is what it is without any drafter."""
-    options = ("generate", "--max-new-tokens", "16", "--rule", "search", "--num-beams", "2")
+    options = ("generate", "--max-new-tokens", "16", "--decode", "search", "--num-beams", "2")
     plain = builtin(*options, "--draft", "none")
     looked_up = builtin(*options, "--draft", "none", "--drafter", "ngram", "--depth", "4")
     assert texts(looked_up) == texts(plain)
@@ -128,7 +160,7 @@ def test_no_draft_model_at_all(builtin: Callable[..., Outcome], tmp_path: Path) 
     assert (made.code, made.out) == (0, "")
     assert "2 documents" in made.err
     assert builtin("index", str(corpus), "-o", index).code == 2  # it exists
-    found = builtin(*options, "--drafter", "retrieval", "--index", index, "--depth", "4")
+    found = builtin(*options, "--drafter", f"retrieval:{index}", "--depth", "4")
     assert texts(found) == texts(plain)
     assert sum(r["stats"]["accepted"] for r in found.records) > sum(entry["accepted"] for entry in stats)
 

@@ -89,16 +89,40 @@ def test_an_error_of_the_run_keeps_what_was_written(dsbd: Dsbd) -> None:
 def test_a_bug_is_one_line_and_a_traceback_only_on_demand(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = dsbd("generate", lines=prompts("crash"))
     assert outcome.code == 1
-    assert outcome.err == "dsbd: error: RuntimeError: a bug in two lines (unexpected; --debug shows the traceback)\n"
-    assert "Traceback" in dsbd("generate", "--debug", lines=prompts("crash")).err
+    assert (
+        outcome.err == "dsbd: error: RuntimeError: a bug in two lines (unexpected; dsbd --debug shows the traceback)\n"
+    )
     assert "Traceback" in dsbd("--debug", "generate", lines=prompts("crash")).err
     monkeypatch.setenv("DSBD_DEBUG", "1")
     assert "Traceback" in dsbd("generate", lines=prompts("crash")).err
 
 
+def test_nobody_takes_the_built_in_pair_for_a_model_of_their_own(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dsbd("generate", lines=prompts("a")).err == "", "it is named"
+    monkeypatch.delenv("DSBD_TARGET")
+    told = dsbd("generate", lines=prompts("a"))
+    assert (told.code, told.err.count("\n")) == (0, 1)
+    assert "the built-in pair answers, which is for demonstration" in told.err
+    assert "name a model with --target" in told.err
+    assert dsbd("generate", "--quiet", lines=prompts("a")).err == ""
+    assert dsbd("generate", "--target", "builtin:target", lines=prompts("a")).err == ""
+
+
+def test_a_place_may_be_one_the_pair_s_or_a_map(dsbd: Dsbd) -> None:
+    for given, target, draft in (
+        ("cuda:1", ("cuda:1", None), "cuda:1"),
+        ("balanced", ("auto", "balanced"), "auto"),
+        ("balanced,cuda:2", ("auto", "balanced"), "cuda:2"),
+        ('{"": 0, "lm_head": 1}', ("auto", '{"": 0, "lm_head": 1}'), "auto"),
+    ):
+        call = dsbd("generate", "--device", given, lines=prompts("a")).loads[-1]
+        assert (call["target"].device, call["target"].device_map) == target  # type: ignore[attr-defined]
+        assert call["draft"].device == draft  # type: ignore[attr-defined]
+
+
 def test_options_reach_the_library(dsbd: Dsbd) -> None:
     outcome = dsbd(
-        *"generate --target t --draft d --dtype bfloat16 --device cuda:1 --draft-device cpu --batch-size 3".split(),
+        *"generate --target t --draft d --dtype bfloat16 --device cuda:1,cpu --batch-size 3".split(),
         *"--no-cuda-graphs --trust-remote-code --allow-pickle --num-beams 6".split(),
     )
     [call] = outcome.loads
@@ -136,7 +160,7 @@ def test_files_are_written_and_never_replaced_by_accident(dsbd: Dsbd, tmp_path: 
     refused = dsbd(*arguments)
     assert (refused.code, output.read_bytes(), len(refused.loads)) == (2, before, 1)
     assert "exists" in refused.err
-    assert dsbd(*arguments, "--overwrite").code == 3
+    assert dsbd(*arguments, "--existing", "overwrite").code == 3
 
 
 def test_a_failed_load_leaves_no_output_file(dsbd: Dsbd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +180,7 @@ def test_standard_error_is_silent_unless_somebody_watches(dsbd: Dsbd) -> None:
     assert dsbd("generate", lines=prompts("a")).err == ""
     assert dsbd("generate", "--quiet", lines=rows).err == ""
     assert "1 failed" in dsbd("generate", lines=rows).err
-    verbose = dsbd("generate", "--verbose", lines=rows).err
+    verbose = dsbd("generate", "--log", "verbose", lines=rows).err
     assert "rule coupled, 4 beams" in verbose
     assert "row 1 (id r1): line 2: prompt has 900 tokens" in verbose
     assert "1.50 steps per call, 25% accepted" in verbose

@@ -68,14 +68,15 @@ def test_a_switch_can_be_taken_back(dsbd: Dsbd, job: Callable[[str], str], monke
         ("num_beams = true", "num_beams is true, but must be an integer"),
         ("num_beams = 3.5", "num_beams is 3.5, but must be an integer"),
         ("top_p = 'x'", "top_p is 'x', but must be a number"),
-        ("resume = 1", "resume is 1, but must be true or false"),
-        ("rule = 'fast'", "rule is 'fast', but must be one of coupled, "),
+        ("memory_saving = 1", "memory_saving is 1, but must be true or false"),
+        ("decode = 'fast'", "decode is 'fast', but must be one of search, sample"),
+        ("verify = 'fast'", "--verify is 'fast', but must be one of coupled, "),
         ("target = 3", "target is 3, but must be a string"),
         ("stop = [1]", "stop is [1], but must be a list of strings"),
         ("num_beams = 3\nnum-beams = 3", "is given twice"),
         ("num_beams = ", "is not TOML"),
         ("num_beams = 0", "--num-beams is 0"),
-        ("quiet = true\nverbose = true", "--quiet and --verbose cannot be used together"),
+        ("quiet = true\nlog = 'verbose'", "--quiet and --log verbose cannot be used together"),
     ],
 )
 def test_a_wrong_file_is_refused_with_one_line(dsbd: Dsbd, job: Callable[[str], str], text: str, message: str) -> None:
@@ -88,8 +89,8 @@ def test_a_wrong_file_is_refused_with_one_line(dsbd: Dsbd, job: Callable[[str], 
 def test_wrong_variables(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value, message in (
         ("DSBD_TOP_P", "much", "DSBD_TOP_P is 'much', but must be a number"),
-        ("DSBD_RESUME", "maybe", "DSBD_RESUME is 'maybe', but must be true or false"),
-        ("DSBD_RULE", "fast", "DSBD_RULE is 'fast', but must be one of"),
+        ("DSBD_MEMORY_SAVING", "maybe", "DSBD_MEMORY_SAVING is 'maybe', but must be true or false"),
+        ("DSBD_DECODE", "fast", "DSBD_DECODE is 'fast', but must be one of"),
     ):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
@@ -130,8 +131,8 @@ def test_variables_that_other_parts_read_are_no_options(
     "options",
     [
         [],
-        ["--rule", "search", "--n-best", "2", "--early-stopping"],
-        ["--stop", 'a"\\b\n\x7f', "--stop", "é🙂", "--top-p", "0.5", "--temperature", "1e-3", "--no-strict"],
+        ["--decode", "search", "--n-best", "2", "--early-stopping"],
+        ["--stop", 'a"\\b\n\x7f', "--stop", "é🙂", "--top-p", "0.5", "--temperature", "1e-3", "--input-format", "auto"],
         ["--input", "my prompts.jsonl", "--output-format", "openai", "--max-errors", "3", "--quiet"],
     ],
 )
@@ -161,5 +162,5 @@ def test_every_option_can_stand_in_a_file(dsbd: Dsbd) -> None:
     assert {item.name for group in groups for item in dataclasses.fields(group)} == set(table)
     assert {field.kind.__name__ for field in table.values()} == {"Path", "str", "int", "float", "bool", "list"}
     printed = dsbd("generate", "--print-config").out
-    for name in set(table) - {"config", "print_config"}:
+    for name in set(table) - {"config", "print_config", "target"}:
         assert f"# {name}: " in printed

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsbd_cli.job.cli.app import run
+from tests.cli.conftest import of_rule
 from tests.models.conftest import byte_level, save, wrap
 
 LINES = [
@@ -79,19 +80,19 @@ def test_the_text_depends_on_neither_draft_nor_batch_nor_shape(generate: Call) -
 
 @pytest.mark.parametrize("rule", ["coupled", "search"])
 def test_the_text_does_not_depend_on_the_drafter(generate: Call, rule: str) -> None:
-    plain = texts(generate("--rule", rule, draft_name="none"))
-    for drafter in ("rsd-c", "rsd-s", "dynamic-tree", "dynamic-tree --tree top-k", "beam+ngram", "rsd-s+trigram"):
-        assert texts(generate("--rule", rule, "--drafter", *drafter.split(), "--batch-size", "3")) == plain
+    plain = texts(generate(*of_rule(rule), draft_name="none"))
+    for drafter in ("rsd-c", "rsd-s", "dynamic-tree", "dynamic-tree:top-k", "beam+ngram", "rsd-s+trigram"):
+        assert texts(generate(*of_rule(rule), "--drafter", drafter, "--batch-size", "3")) == plain
     for drafter in ("ngram", "trigram", "trigram+ngram"):
-        assert texts(generate("--rule", rule, "--drafter", drafter, draft_name="none")) == plain
+        assert texts(generate(*of_rule(rule), "--drafter", drafter, draft_name="none")) == plain
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        "--rule search --early-stopping",
-        "--rule rejection",
-        "--rule with-replacement --min-width 2",
+        "--decode search --early-stopping",
+        "--verify rejection",
+        "--verify with-replacement --width threshold:min=2",
         "--width threshold --memory-saving",
         "--warp-scope beam --top-p 0.9",
         "--num-beams 2 --n-best 2 --length-penalty 0 --min-p 0.01",
@@ -135,7 +136,7 @@ def test_a_resumed_file_equals_an_undisturbed_one(generate: Call, tmp_path: Path
     whole = output.read_text().splitlines(keepends=True)
     for kept in (0, 1, 5, 11):
         output.write_text("".join(whole[:kept]) + whole[kept][:50])
-        generate("-o", str(output), "--resume", lines=lines, code=0)
+        generate("-o", str(output), "--existing", "resume", lines=lines, code=0)
         again = output.read_text().splitlines(keepends=True)
         assert again[:kept] == whole[:kept]
         for ours, other in zip(map(json.loads, again), map(json.loads, whole), strict=True):

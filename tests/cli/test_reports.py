@@ -67,17 +67,17 @@ def test_the_live_line_of_two_drafters_keeps_its_clock() -> None:
 
 
 def test_json_logs(dsbd: Dsbd) -> None:
-    outcome = dsbd("generate", "--log-json", "--verbose", lines=[*ROWS, ROWS[0]])
+    outcome = dsbd("generate", "--log", "json", lines=[*ROWS, ROWS[0]])
     events = [json.loads(line) for line in outcome.err.splitlines()]
     assert [event["event"] for event in events] == ["start", "row_failed", "warning", "summary"] or [
         event["event"] for event in events
     ] == ["start", "warning", "row_failed", "summary"]
     assert all(set(event) >= {"time", "level", "event", "message"} for event in events)
     assert events[-1]["rows"]["failed"] == 1
-    failed = dsbd("generate", "--log-json", "--batch-size", "1", lines=[{"prompt": "no memory"}])
+    failed = dsbd("generate", "--log", "json", "--batch-size", "1", lines=[{"prompt": "no memory"}])
     last = json.loads(failed.err.splitlines()[-1])
     assert (last["level"], last["event"], last["message"]) == ("error", "error", "the device is out of memory")
-    assert dsbd("generate", "--log-json", "--quiet", lines=ROWS).err == ""
+    assert dsbd("generate", "--log", "json", "--quiet", lines=ROWS).err == ""
     assert dsbd("generate", "--top-p", "2").err.startswith("dsbd: error: "), "the next command speaks plainly again"
 
 
@@ -100,7 +100,14 @@ def test_the_summary_file(dsbd: Dsbd, tmp_path: Path) -> None:
     assert refused.code == 2
     assert "exists" in refused.err
     failed = dsbd(
-        "generate", "--overwrite", "--summary", str(path), "--batch-size", "1", lines=[{"prompt": "no memory"}]
+        "generate",
+        "--existing",
+        "overwrite",
+        "--summary",
+        str(path),
+        "--batch-size",
+        "1",
+        lines=[{"prompt": "no memory"}],
     )
     said = json.loads(path.read_bytes())
     assert (failed.code, said["ending"], said["exit_code"]) == (1, "failed", 1)

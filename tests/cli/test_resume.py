@@ -1,4 +1,4 @@
-"""--resume, --retry-errors and --overwrite over a fake engine."""
+"""--existing resume, retry and overwrite over a fake engine."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def records(tmp_path: Path) -> list[dict[str, object]]:
 
 
 def test_a_finished_job_is_not_done_again_and_needs_no_model(job: Callable[..., Outcome], tmp_path: Path) -> None:
-    assert job("--resume", lines=ROWS).code == 3
+    assert job("--existing", "resume", lines=ROWS).code == 3
     before = (tmp_path / "out").read_bytes()
-    again = job("--resume")
+    again = job("--existing", "resume")
     assert (again.code, len(again.loads)) == (3, 1), "an earlier failure still counts, and nothing is loaded for it"
-    assert "4 done before, 1 of them failed (--retry-errors answers them again)" in again.err
+    assert "4 done before, 1 of them failed (--existing retry answers them again)" in again.err
     assert (tmp_path / "out").read_bytes() == before
     clean = [row for row in ROWS if row["id"] != "fail"]  # type: ignore[index]
-    assert job("--overwrite", lines=clean).code == 0
-    done = job("--resume")
+    assert job("--existing", "overwrite", lines=clean).code == 0
+    done = job("--existing", "resume")
     assert (done.code, done.err) == (0, "")
 
 
 def test_rows_are_known_by_what_they_ask_not_by_where_they_stand(job: Callable[..., Outcome], tmp_path: Path) -> None:
     job(lines=ROWS[:2])
     changed = [{"id": "new", "prompt": "n"}, ROWS[1], {"id": "a", "prompt": "another text"}, ROWS[2]]
-    outcome = job("--resume", lines=changed)
+    outcome = job("--existing", "resume", lines=changed)
     assert outcome.code == 3
     assert [record["id"] for record in records(tmp_path)] == ["a", "fail", "new", "a", "c"]
     assert "holds 1 record of rows that are not in the input any more" in outcome.err
@@ -57,26 +57,37 @@ def test_failed_rows_are_answered_again_on_demand(
     job: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job(lines=ROWS)
-    outcome = job("--resume", "--retry-errors")
+    outcome = job("--existing", "retry")
     assert outcome.code == 3, "it fails once more"
     assert [record["id"] for record in records(tmp_path)] == ["a", "c", "d", "fail"]
     monkeypatch.setattr("tests.cli.fake.FAILING", "none")
-    assert job("--resume", "--retry-errors").code == 0
+    assert job("--existing", "retry").code == 0
     assert ["text" in record for record in records(tmp_path)] == [True] * 4
 
 
 def test_other_settings_are_refused_by_name(job: Callable[..., Outcome], tmp_path: Path) -> None:
     job("--seed", "1", lines=ROWS)
     before = (tmp_path / "out").read_bytes()
-    outcome = job("--resume", "--seed", "2", "--num-beams", "2")
+    outcome = job("--existing", "resume", "--seed", "2", "--num-beams", "2")
     assert (outcome.code, len(outcome.loads)) == (2, 1)
     assert "made with other settings: --num-beams was 4 and is 2, " in outcome.err
     assert "--seed was 1 and is 2" in outcome.err
-    for same in ("--batch-size 3", "--max-errors 9", "--verbose", "--device cpu", "--summary " + str(tmp_path / "s")):
-        assert job("--resume", "--seed", "1", *same.split()).code == 3
+    for same in (
+        "--batch-size 3",
+        "--max-errors 9",
+        "--log verbose",
+        "--device cpu",
+        "--summary " + str(tmp_path / "s"),
+    ):
+        assert job("--existing", "resume", "--seed", "1", *same.split()).code == 3
     assert (tmp_path / "out").read_bytes() == before
-    for other in ("--strict", "--on-too-long truncate-left", "--dtype float32", "--output-format openai"):
-        refused = job("--resume", "--seed", "1", *other.split())
+    for other in (
+        "--input-format strict",
+        "--on-too-long truncate-left",
+        "--dtype float32",
+        "--output-format openai",
+    ):
+        refused = job("--existing", "resume", "--seed", "1", *other.split())
         assert (refused.code, "other settings" in refused.err) == (2, True)
 
 
@@ -86,12 +97,12 @@ def test_a_file_without_records_may_be_begun_with_other_settings(job: Callable[.
     job("--seed", "1", *stats, lines=ROWS)
     old = (tmp_path / "steps").read_text()
     (tmp_path / "out").write_bytes(b"")  # killed before the first record, steps first
-    assert job("--resume", "--seed", "2", "--num-beams", "2", *stats).code == 3
+    assert job("--existing", "resume", "--seed", "2", "--num-beams", "2", *stats).code == 3
     assert {record["method"]["num_beams"] for record in records(tmp_path) if "method" in record} == {2}  # type: ignore[index]
     settings = json.loads((tmp_path / "out.dsbd-run").read_bytes())["settings"]
     assert (settings["seed"], settings["num_beams"]) == (2, 2)
     assert len((tmp_path / "steps").read_text().splitlines()) == len(old.splitlines())
-    refused = job("--resume", "--seed", "1", *stats)
+    refused = job("--existing", "resume", "--seed", "1", *stats)
     assert (refused.code, "--seed was 2 and is 1" in refused.err) == (2, True)
 
 
@@ -99,14 +110,14 @@ def test_a_file_of_unknown_origin_is_refused(job: Callable[..., Outcome], tmp_pa
     """Guards against cutting the last line of a file that is not ours."""
     for content in ('{"id": "a"}\n', '{"id": "a"}\nmy notes', "my notes"):
         (tmp_path / "out").write_text(content)
-        outcome = job("--resume", lines=ROWS)
+        outcome = job("--existing", "resume", lines=ROWS)
         assert (outcome.code, outcome.loads) == (2, [])
         assert "out.dsbd-run is missing" in outcome.err
         assert (tmp_path / "out").read_text() == content
     (tmp_path / "out").unlink()
     job()
     (tmp_path / "out").write_text('{"id": "a"}\nmy notes')
-    outcome = job("--resume")
+    outcome = job("--existing", "resume")
     assert "line 1 of" in outcome.err
     assert (outcome.code, (tmp_path / "out").read_text()) == (2, '{"id": "a"}\nmy notes')
 
@@ -118,7 +129,7 @@ def test_a_run_that_was_killed_before_its_first_record_is_begun(
     if left:
         job(lines=ROWS)
     (tmp_path / "out").write_bytes(left)
-    assert job("--resume", lines=ROWS).code == 3
+    assert job("--existing", "resume", lines=ROWS).code == 3
     assert len(records(tmp_path)) == 4
 
 
@@ -132,10 +143,10 @@ def test_duplicate_ids_are_told_and_every_row_is_answered_once(job: Callable[...
     lines = (tmp_path / "out").read_text().splitlines(keepends=True)
     for kept in range(len(lines)):
         (tmp_path / "out").write_text("".join(lines[:kept]))
-        assert job("--resume").code == 3
+        assert job("--existing", "resume").code == 3
         assert records(tmp_path) == whole
     (tmp_path / "out").write_text("".join(lines[1::2]))
-    job("--resume")
+    job("--existing", "resume")
     assert sorted(map(json.dumps, records(tmp_path))) != []
     assert sorted(record["key"] for record in records(tmp_path)) == sorted(record["key"] for record in whole)
 
@@ -148,11 +159,11 @@ def test_openai_output_can_be_resumed_and_keeps_its_date(job: Callable[..., Outc
     kept = json.loads(sidecar.read_bytes())
     sidecar.write_text(json.dumps({**kept, "created": 1_000_000}))
     (tmp_path / "out").write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
-    assert job(*options, "--resume").code == 3
+    assert job(*options, "--existing", "resume").code == 3
     found = records(tmp_path)
     assert [record["custom_id"] for record in found] == ["a", "fail", "c", "d"]
     assert found[3]["response"]["body"]["created"] == 1_000_000
-    assert job(*options, "--resume", "--retry-errors").code == 3
+    assert job(*options, "--existing", "retry").code == 3
     assert [record["custom_id"] for record in records(tmp_path)] == ["a", "c", "d", "fail"]
 
 
@@ -162,7 +173,7 @@ def test_stats_are_appended(job: Callable[..., Outcome], tmp_path: Path) -> None
     job(*options, lines=ROWS)
     steps, lines = stats.read_text(), (tmp_path / "out").read_text().splitlines(keepends=True)
     (tmp_path / "out").write_text("".join(lines[:2]))
-    assert job(*options, "--resume").code == 3
+    assert job(*options, "--existing", "resume").code == 3
     assert stats.read_text() == steps, "steps of rows without a record are written again, not twice"
 
 
@@ -175,15 +186,15 @@ def test_overwrite_replaces_only_when_the_models_are_loaded(
     before = (tmp_path / "out").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(dsbd_cli.engine.decoding.__dict__["load"], "load", lambda *_, **__: 1 / 0)
-        assert job("--overwrite").code == 1
+        assert job("--existing", "overwrite").code == 1
     assert (tmp_path / "out").read_bytes() == before
-    assert job("--overwrite", lines=ROWS[:1]).code == 0
+    assert job("--existing", "overwrite", lines=ROWS[:1]).code == 0
     assert len(records(tmp_path)) == 1
 
 
 def test_text_output_has_no_settings_beside_it(job: Callable[..., Outcome], tmp_path: Path) -> None:
     job(lines=ROWS)
     assert (tmp_path / "out.dsbd-run").exists()
-    job("--output-format", "text", "--overwrite")
+    job("--output-format", "text", "--existing", "overwrite")
     assert (tmp_path / "out").read_text() == "a!0\n\nc!0\nd!0\n"
     assert not (tmp_path / "out.dsbd-run").exists()

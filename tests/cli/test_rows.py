@@ -60,12 +60,12 @@ def test_an_unknown_field_is_warned_of_once_or_refused(dsbd: Dsbd) -> None:
     assert outcome.err.startswith("dsbd: warning: line 1: unknown field 'temprature'")
     assert outcome.err.count("\n") == 1
     assert dsbd("generate", "-q", lines=lines).err == ""
-    strict = dsbd("generate", "--strict", lines=lines)
+    strict = dsbd("generate", "--input-format", "strict", lines=lines)
     assert strict.code == 3
     assert ["error" in record for record in strict.records] == [True, True]
 
 
-@pytest.mark.parametrize(("options", "written"), [("--fail-fast", 2), ("--max-errors 1", 2), ("--max-errors 2", 4)])
+@pytest.mark.parametrize(("options", "written"), [("--max-errors 1", 2), ("--max-errors 2", 4)])
 @pytest.mark.parametrize("batch", ["1", "8"])
 def test_errors_end_the_run_where_they_are_too_many(dsbd: Dsbd, options: str, written: int, batch: str) -> None:
     lines = rows("a", "fail", "c", "fail", "e")

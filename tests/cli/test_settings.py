@@ -9,12 +9,12 @@ import pytest
 
 from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.errors import UsageError
-from tests.cli.conftest import Outcome
+from tests.cli.conftest import Outcome, of_rule
 
 Dsbd = Callable[..., Outcome]
 
 REFUSED = {
-    "--rule rejection --temperature 0": "--temperature is 0, which rule rejection does not take: use rule coupled or",
+    "--verify rejection --temperature 0": "--temperature is 0, which rejection does not take: use coupled, or search",
     "--temperature -1": "--temperature is -1.0",
     "--temperature nan": "--temperature is nan",
     "--top-p 2": "--top-p is 2.0",
@@ -24,16 +24,21 @@ REFUSED = {
     "--n-best 5": "--n-best is 5, but num_beams is 4: lower it, or raise that",
     "--batch-size 0": "--batch-size is 0",
     "--drafts-per-layer 3": "--drafts-per-layer is 3, but a layer needs 4",
-    "--min-width 2": "--min-width would do nothing, because the width is fixed",
-    "--width-threshold 0.9": "--width-threshold would do nothing",
-    "--rule rejection --width fixed --min-width 2": "--min-width would do nothing",
-    "--min-width 5 --width threshold": "--min-width is 5",
-    "--rule search --temperature 2": "--temperature would do nothing, because rule search",
-    "--rule search --top-k 5 --top-p 0.5": "--top-k, --top-p would do nothing",
-    "--rule search --min-p 0.1": "--min-p would do nothing",
-    "--rule search --seed 3": "--seed would do nothing",
-    "--rule search --warp-scope beam": "--warp-scope would do nothing",
-    "--rule search --width threshold": "--width threshold would do nothing",
+    "--width fixed:2": "--width fixed:2: it has no settings: it is spelled fixed",
+    "--width threshold:2": "chance is 2.0, but must be above 0 and at most 1",
+    "--width threshold:0.7,0.8": "chance is '0.7,0.8', but must be a number, above 0 and at most 1",
+    "--width threshold:min=5": "min of --width is 5, but must be between 1 and 4 (num_beams)",
+    "--width threshold:least=2": "there is no setting 'least': it is spelled threshold[:CHANCE[,min=...]]",
+    "--width wide": "--width is 'wide', but must be one of fixed, threshold",
+    "--decode search --temperature 2": "--temperature would do nothing, because --decode search",
+    "--decode search --top-k 5 --top-p 0.5": "--top-k, --top-p would do nothing",
+    "--decode search --min-p 0.1": "--min-p would do nothing",
+    "--decode search --seed 3": "--seed would do nothing",
+    "--decode search --warp-scope beam": "--warp-scope would do nothing",
+    "--decode search --width threshold": "--width threshold would do nothing",
+    "--decode search --verify coupled": "--verify coupled would do nothing, because --decode search",
+    "--decode beam": "Invalid value for '--decode'",
+    "--verify search": "--verify is 'search', but must be one of coupled, rejection, with-replacement, fuzzy",
     "--draft none --depth 3": "--depth 3 needs a draft",
     "--draft none --depth auto": "--depth auto needs a draft",
     "--depth deep": "--depth is 'deep', but must be a number or auto",
@@ -41,58 +46,55 @@ REFUSED = {
     "--batch-size many": "--batch-size is 'many', but must be a number or auto",
     "--draft none --drafts-per-layer 8": "--drafts-per-layer would do nothing, because there is no draft",
     "--draft none --width threshold": "--width threshold would do nothing",
-    "--draft none --rule rejection --min-width 2": "--min-width would do nothing",
-    "--draft none --draft-device cpu": "--draft-device would do nothing",
-    "--depth 0 --draft d": "--depth 0 drafts nothing, but --draft is d: use --draft none",
-    "--depth 0 --drafts-per-layer 8": "--drafts-per-layer would do nothing",
+    "--draft none --verify rejection --width threshold:min=2": "--width threshold:min=2 would do nothing",
+    "--draft none --device cpu,cuda": "cuda in --device cpu,cuda would do nothing, because there is no draft",
+    "--depth 0": "--depth is 0, but must be 1 or more: --draft none decodes without a draft",
+    "--draft none --depth 0": "--depth is 0, but must be 1 or more",
     "--target t": "--target is t, but --draft is missing",
     "--num-beams 1 --memory-saving": "--memory-saving keeps one beam of several",
-    "--device cpu --device-map auto": "--device and --device-map cannot be used together",
-    "--quiet --verbose": "--quiet and --verbose cannot be used together",
+    "--device cpu,": "--device is 'cpu,', but must be one device, or the target's and the draft's with a comma",
+    "--quiet --log verbose": "--quiet and --log verbose cannot be used together",
     "--input no-such-file": "--input no-such-file cannot be read: No such file",
     "--input .": "--input . cannot be read",
-    "--overwrite": "--overwrite replaces the --output, --stats and --summary files",
+    "--existing overwrite": "--existing overwrite replaces --output, --stats and --summary, but none is given",
     "--output .": "--output . is a folder",
     "--output no-such-folder/x": "the folder no-such-folder does not exist",
     "--stats -": "--stats needs a file",
     "--summary -": "--summary needs a file",
     "--output x --summary x": "--output and --summary are both x",
-    "--resume": "--resume needs the file to go on with",
-    "--resume --output -": "--resume needs the file to go on with",
-    "--resume --output /dev/null": "--resume: /dev/null is no ordinary file",
-    "--resume --output x --overwrite": "--resume keeps the output and --overwrite replaces it",
-    "--resume --output x --output-format text": "--resume cannot go on with --output-format text",
-    "--resume --output x.gz": "--resume cannot go on with x.gz",
-    "--resume --output x --stats s.zst": "--resume cannot go on with s.zst",
-    "--output x --retry-errors": "--retry-errors works on the file of an earlier run: add --resume",
+    "--existing resume": "--existing resume needs the file to go on with",
+    "--existing retry": "--existing retry needs the file to go on with",
+    "--existing resume --output -": "--existing resume needs the file to go on with",
+    "--existing resume --output /dev/null": "--existing resume: /dev/null is no ordinary file",
+    "--existing resume --output x --output-format text": "--existing resume cannot go on with --output-format text",
+    "--existing resume --output x.gz": "--existing resume cannot go on with x.gz",
+    "--existing resume --output x --stats s.zst": "--existing resume cannot go on with s.zst",
+    "--existing append --output x": "Invalid value for '--existing'",
     "--max-errors 0": "--max-errors is 0",
-    "--max-errors 3 --fail-fast": "--fail-fast and --max-errors cannot be used together",
     "--input-format json": "Invalid value for '--input-format'",
     "--output-format csv": "Invalid value for '--output-format'",
     "--on-too-long cut": "Invalid value for '--on-too-long'",
-    "--input-format text --strict": "--strict would do nothing",
     "--config no-such-file": "--config no-such-file cannot be read: No such file",
     "--output x --stats x": "--output and --stats are both x",
-    "--input README.md --output README.md --overwrite": "--output README.md is the input",
-    "--rule fuzzy": "--fuzzy-threshold is missing, but rule fuzzy needs it",
-    "--rule fuzzy --fuzzy-threshold -1": "--fuzzy-threshold is -1.0",
-    "--rule fuzzy --fuzzy-threshold inf": "--fuzzy-threshold is inf",
-    "--rule fuzzy --fuzzy-threshold 0.1 --draft none": "--rule fuzzy compares the target with a draft model",
+    "--input README.md --output README.md --existing overwrite": "--output README.md is the input",
+    "--verify fuzzy": "--verify fuzzy: threshold is missing: it is spelled fuzzy:THRESHOLD[,divergence=...,",
+    "--verify fuzzy:-1": "--verify fuzzy:-1: threshold is -1.0, but must be 0 or more",
+    "--verify fuzzy:inf": "threshold is inf, but must be 0 or more",
+    "--verify fuzzy:0.1,divergence=l2": "divergence is 'l2', but must be one of kl, kl_reversed, js, js_authors, tv",
+    "--verify fuzzy:0.1,law=raw,law=raw": "law is given twice",
+    "--verify coupled:strict": "--verify coupled:strict: it has no settings: it is spelled coupled",
+    "--verify fuzzy:0.1 --draft none": "--verify fuzzy:0.1 compares the target with a draft model, but --draft is none",
     "--draft none --drafter ngram+bridge": "--drafter is 'ngram+bridge', but bridge",
     "--draft none --drafter ngram+beam": "--drafter is 'ngram+beam', but must be beam+ngram",
     "--draft none --drafter beam+ngram": "--drafter beam+ngram needs a draft model, but --draft is none",
-    "--rule fuzzy --fuzzy-threshold 0.1 --drafter rsd-c": "--drafter is 'rsd-c', but rule fuzzy",
-    "--rule fuzzy --fuzzy-threshold 0.1 --width threshold": "--width is 'threshold', but rule fuzzy",
-    "--rule fuzzy --fuzzy-threshold 0.1 --warp-scope beam": "--warp-scope is 'beam', but rule fuzzy",
-    "--fuzzy-threshold 0.1": "--fuzzy-threshold is 0.1, but the rule is coupled",
-    "--rule rejection --fallback strict": "--fallback is 'strict', but the rule is rejection",
-    "--divergence l2": "Invalid value for '--divergence'",
-    "--rule fast": "Invalid value for '--rule': 'fast' is not one of",
+    "--verify fuzzy:0.1 --drafter rsd-c": "--drafter is 'rsd-c', but rule fuzzy",
+    "--verify fuzzy:0.1 --width threshold": "--width is 'threshold', but rule fuzzy",
+    "--verify fuzzy:0.1 --warp-scope beam": "--warp-scope is 'beam', but rule fuzzy",
+    "--verify fast": "--verify is 'fast', but must be one of coupled, ",
     "--num-beams four": "Invalid value for '--num-beams': 'four' is not an integer",
     "--temperature warm": "Invalid value for '--temperature': 'warm' is not a number",
-    "--drafter retrieval": "--index is missing, but drafter retrieval needs one",
-    "--index x": "--index would do nothing, because drafter beam does not read one",
-    "--rule rejection --width threshold --drafter ngram": "--width is 'threshold', but it estimates",
+    "--drafter retrieval": "--drafter retrieval: index is missing: it is spelled retrieval:INDEX",
+    "--verify rejection --width threshold --drafter ngram": "--width is 'threshold', but it estimates",
     "--no-such-option": "No such option: --no-such-option",
     "file.jsonl": "unexpected extra argument",
 }
@@ -115,30 +117,28 @@ def test_refused(dsbd: Dsbd, options: str, message: str, tmp_path: Path, monkeyp
 SETTLED: list[tuple[str, str | None, dict[str, object]]] = [
     ("", "builtin:draft", {"rule": "coupled", "num_beams": 4, "drafts_per_layer": 8, "depth": 8, "width": "fixed"}),
     ("", "builtin:draft", {"adaptive_depth": True}),
-    ("--rule search", "builtin:draft", {"adaptive_depth": True}),
-    ("--rule rejection", "builtin:draft", {"adaptive_depth": False, "depth": 4}),
+    ("--decode search", "builtin:draft", {"adaptive_depth": True}),
+    ("--verify rejection", "builtin:draft", {"adaptive_depth": False, "depth": 4}),
     ("--width threshold", "builtin:draft", {"adaptive_depth": False, "depth": 4}),
     ("--memory-saving", "builtin:draft", {"adaptive_depth": False, "depth": 4}),
     ("--draft none", None, {"adaptive_depth": False}),
     ("--num-beams 6", "builtin:draft", {"drafts_per_layer": 12}),
     ("--num-beams 6 --drafts-per-layer 7", "builtin:draft", {"drafts_per_layer": 7}),
-    ("--rule search", "builtin:draft", {"width": "fixed"}),
-    ("--rule rejection", "builtin:draft", {"width": "threshold", "width_threshold": 0.7, "min_width": 1}),
-    ("--rule with-replacement --min-width 2", "builtin:draft", {"width": "threshold", "min_width": 2}),
-    ("--rule rejection --width fixed", "builtin:draft", {"width": "fixed"}),
-    ("--width threshold --width-threshold 0.9", "builtin:draft", {"width": "threshold", "width_threshold": 0.9}),
+    ("--decode search", "builtin:draft", {"width": "fixed"}),
+    ("--verify rejection", "builtin:draft", {"width": "threshold", "width_threshold": 0.7, "min_width": 1}),
+    ("--verify with-replacement --width threshold:min=2", "builtin:draft", {"width": "threshold", "min_width": 2}),
+    ("--verify rejection --width fixed", "builtin:draft", {"width": "fixed"}),
+    ("--width threshold:0.9", "builtin:draft", {"width": "threshold", "width_threshold": 0.9}),
     (
-        "--rule fuzzy --fuzzy-threshold 0.4 --divergence js_authors --fallback strict --fuzzy-law warped",
+        "--verify fuzzy:0.4,divergence=js_authors,fallback=strict,law=warped",
         "builtin:draft",
         {"fuzzy_threshold": 0.4, "divergence": "js_authors", "fallback": "strict", "fuzzy_law": "warped"},
     ),
     ("--draft none", None, {"depth": 0, "width": "fixed"}),
     ("--depth auto", "builtin:draft", {"depth": 8, "adaptive_depth": True, "drafts_per_layer": 8}),
     ("--depth 3", "builtin:draft", {"depth": 3, "adaptive_depth": False}),
-    ("--draft none --depth 0", None, {"depth": 0}),
-    ("--depth 0", None, {"depth": 0}),
-    ("--depth 0 --target t", None, {"depth": 0}),
-    ("--draft none --rule rejection", None, {"depth": 0, "width": "fixed"}),
+    ("--draft none --target t", None, {"depth": 0}),
+    ("--draft none --verify rejection", None, {"depth": 0, "width": "fixed"}),
     ("--target builtin:target --depth 2", "builtin:draft", {"depth": 2}),
     ("--memory-saving --warp-scope beam", "builtin:draft", {"memory_saving": True, "warp_scope": "beam"}),
 ]
@@ -170,20 +170,20 @@ def test_what_does_not_act_is_null_in_the_record(dsbd: Dsbd) -> None:
         "target": "builtin:target",
         "draft": None,
     }
-    [fuzzy] = dsbd("generate", "--rule", "fuzzy", "--fuzzy-threshold", "0.2", lines=[{"prompt": "a"}]).records
+    [fuzzy] = dsbd("generate", "--verify", "fuzzy:0.2", lines=[{"prompt": "a"}]).records
     assert fuzzy["exactness"] == "lossy"
     names = ("fuzzy_threshold", "divergence", "fallback", "fuzzy_law")
     assert [fuzzy["method"][name] for name in names] == [0.2, "kl", "target", "raw"]
-    [dynamic] = dsbd("generate", "--rule", "rejection", lines=[{"prompt": "a"}]).records
+    [dynamic] = dsbd("generate", "--verify", "rejection", lines=[{"prompt": "a"}]).records
     assert dynamic["method"]["width_threshold"] == 0.7
     assert dynamic["exactness"] == "dynamic-width"
 
 
 @pytest.mark.parametrize("rule", ["coupled", "search"])
 def test_temperature_0_is_taken(dsbd: Dsbd, rule: str) -> None:
-    assert dsbd("generate", "--rule", rule, "--temperature", "0").code == 0
+    assert dsbd("generate", *of_rule(rule), "--temperature", "0").code == 0
     if rule == "search":
-        assert dsbd("generate", "--rule", rule, "--temperature", "1").code == 2
+        assert dsbd("generate", *of_rule(rule), "--temperature", "1").code == 2
 
 
 def fault(make: Callable[[], object]) -> UsageError:
@@ -196,9 +196,9 @@ def test_an_error_knows_its_field_and_the_command_line_names_the_option() -> Non
     error = fault(lambda: MethodConfig(num_beams=0))
     assert (error.field, error.value, error.expected) == ("num_beams", 0, "1 or more")
     assert str(error) == "num_beams is 0, but must be 1 or more"
-    assert error.typed({"num_beams", "depth"}) == "--num-beams is 0, but must be 1 or more"
-    assert error.typed({"depth"}) == str(error), "no option of this command"
-    assert UsageError("depth is mentioned").typed({"depth"}) == "depth is mentioned"
+    assert error.typed({"num_beams": "--num-beams", "depth": "--depth"}) == "--num-beams is 0, but must be 1 or more"
+    assert error.typed({"depth": "--depth"}) == str(error), "no option of this command"
+    assert UsageError("depth is mentioned").typed({"depth": "--depth"}) == "depth is mentioned"
     other = fault(lambda: MethodConfig(rule="search", warp_scope="beam"))
     assert (other.field, other.value) == ("warp_scope", "beam")
 

@@ -200,7 +200,7 @@ def test_no_draft_to_trim(
     assert "there is no draft to trim: name one with --draft" in capfd.readouterr().err
     small = ["--target", "builtin:target", "--depth", "0", *arguments[4:]]
     assert run(["trim-draft", *small]) == 2
-    assert "--depth 0 runs no draft" in capfd.readouterr().err
+    assert "--depth is 0, but must be 1 or more" in capfd.readouterr().err
 
 
 def test_texts_of_records() -> None:

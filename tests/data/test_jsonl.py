@@ -126,7 +126,7 @@ def test_an_existing_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "out"
     check_new(path, option="--output", overwrite=False)
     path.write_text("kept")
-    with pytest.raises(UsageError, match="exists: name another file, or replace it with --overwrite"):
+    with pytest.raises(UsageError, match="exists: name another file, or replace it with --existing overwrite"):
         check_new(path, option="--output", overwrite=False)
     with pytest.raises(OutputError, match="File exists"):
         LineWriter.create(path, overwrite=False)

@@ -8,13 +8,14 @@ import math
 import pytest
 import torch
 
-from dsbd_cli.config import DIVERGENCES, FuzzyConfig, MethodConfig
-from dsbd_cli.config import RULES as RULE_NAMES
+from dsbd_cli.config import FuzzyConfig, MethodConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.verify import RULES, make_rule
 from dsbd_cli.engine.verify.divergence import divergence
 from dsbd_cli.engine.verify.fuzzy import Fuzzy, layer_divergence
 from dsbd_cli.errors import UsageError
+from dsbd_cli.variants import DIVERGENCE
+from dsbd_cli.variants import RULES as RULE_NAMES
 from tests.engine.layers import WARPED, Layer, random_layer
 from tests.engine.plain import Settings
 from tests.engine.test_law import exact_law, excess, run_engine
@@ -52,7 +53,7 @@ def laws(layer: Layer, row: int, law: str) -> tuple[dict[Pair, float], dict[Pair
     return normalise(p), normalise({pair: mass for pair, mass in q.items() if pair[0] in live})
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", DIVERGENCE.choices)
 @pytest.mark.parametrize("law", ["raw", "warped"])
 @pytest.mark.parametrize("settings", WARPED[:2])
 def test_divergence_equals_its_oracle(settings: tuple[float, int, float, float], law: str, name: str) -> None:
@@ -96,7 +97,7 @@ def test_fuzzy_equals_its_oracle(settings: tuple[float, int, float, float], fall
 def test_equal_laws_have_no_divergence() -> None:
     p = torch.rand(5, 9, dtype=torch.float64)
     p = p / p.sum(1, keepdim=True)
-    for name in DIVERGENCES:
+    for name in DIVERGENCE.choices:
         assert divergence(p, p, name).tolist() == [0.0] * 5
 
 

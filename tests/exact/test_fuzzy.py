@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from dsbd_cli.config import DIVERGENCES
+from dsbd_cli.variants import DIVERGENCE
 from tests.oracles.fuzzy import divergence, fuzzy_layer
 from tests.oracles.rules import Chooser, enumerate_law, total_variation
 
@@ -95,7 +95,7 @@ def test_zero_is_the_target_and_without_bound_the_draft() -> None:
     assert total_variation(prefix(100.0), text_law(Q3)) < EXACT
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", DIVERGENCE.choices)
 def test_divergences_by_hand(name: str) -> None:
     p, q = {(0, 0): 0.5, (0, 1): 0.5}, {(0, 0): 0.9, (0, 1): 0.1}
     m = (0.7, 0.3)

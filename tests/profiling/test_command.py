@@ -71,7 +71,7 @@ def test_without_a_draft_and_with_threshold_width(dsbd: Dsbd, prompts: Path) -> 
     assert (done.code, done.faults) == (0, [])
     assert "T_draft" not in done.out
     assert "--draft none" in done.out
-    wide = ("--width", "threshold", "--min-width", "2", "--rule", "rejection")
+    wide = ("--width", "threshold:min=2", "--verify", "rejection")
     done = dsbd("profile", "--prompts", str(prompts), *FEW, *wide)
     assert (done.code, done.faults) == (0, [])
     assert "The fastest D and K of every W_min" in done.out
@@ -81,7 +81,7 @@ def test_the_forest_of_two_drafters_says_who_proposed(dsbd: Dsbd, prompts: Path,
     """The second drafter's nodes stand past the first one's law: they have no Q."""
     written = tmp_path / "p.json"
     prompts.write_text(json.dumps({"prompt": " ".join(str(token) for token in [*range(VOCABULARY)] * 2)}) + "\n")
-    two = ("--records", "1", "--drafter", "beam+ngram", "--fusion-top-k", "0", "--show", "2", "--json", str(written))
+    two = ("--records", "1", "--drafter", "beam+ngram:top-k=0", "--show", "2", "--json", str(written))
     done = dsbd("profile", "--prompts", str(prompts), *FEW, *two)
     assert (done.code, done.faults) == (0, [])
     nodes = json.loads(written.read_text())["forest"]["nodes"]
@@ -101,7 +101,7 @@ def test_the_forest_of_two_drafters_says_who_proposed(dsbd: Dsbd, prompts: Path,
 
 @pytest.mark.parametrize("tree", ["greedy", "threshold"])
 def test_the_head_says_how_a_dynamic_tree_is_chosen(dsbd: Dsbd, prompts: Path, tree: str) -> None:
-    one = ("--records", "1", "--drafter", "dynamic-tree", "--rule", "rejection", "--tree", tree)
+    one = ("--records", "1", "--drafter", f"dynamic-tree:{tree}", "--verify", "rejection")
     done = dsbd("profile", "--prompts", str(prompts), *FEW, *one)
     assert (done.code, done.faults) == (0, [])
     assert f"dynamic-tree ({tree}) D=2 K=3" in done.out
@@ -149,9 +149,9 @@ def unloadable(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--seconds", "0"), "--seconds is 0, but must be above 0"),
         (("--seconds", "nan"), "--seconds is nan, but must be above 0"),
         (("--records", "0"), "--records is 0"),
-        (("--overwrite",), "--overwrite replaces"),
+        (("--existing", "overwrite"), "--existing overwrite replaces"),
         (("--quiet", "--show", "1"), "drop one, or add --json"),
-        (("--json", "{old}"), "exists: name another file, or replace it with --overwrite"),
+        (("--json", "{old}"), "exists: name another file, or replace it with --existing overwrite"),
         (("--trace", "{folder}"), "is a folder"),
         (("--plot", "{folder}/none/p.png"), "does not exist"),
         (("--plot", "{folder}/p.gif"), "must end in .png"),
@@ -160,7 +160,7 @@ def unloadable(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--prompts", "{old}", "--task", "sql"), "--prompts and --task cannot be used together"),
         (("--prompts", "{old}"), "line 2: "),
         (("--prompts", "{empty}"), "holds no prompt"),
-        (("--draft", "none", "--min-width", "2"), "--min-width would do nothing"),
+        (("--draft", "none", "--width", "threshold:min=2"), "--width threshold:min=2 would do nothing"),
     ],
 )
 def test_what_is_refused_before_anything_is_loaded(
@@ -291,9 +291,9 @@ def test_what_is_measured_is_said_in_plain_lines(dsbd: Dsbd, prompts: Path) -> N
 @pytest.mark.parametrize(
     ("given", "setting"),
     [
-        (MethodOptions(rule="coupled", memory_saving=True), ForestSize(3, 12)),
-        (MethodOptions(rule="rejection", min_width=1), ForestSize(3, 12, 2)),
-        (MethodOptions(rule="rejection", min_width=1, width_threshold=0.5, depth=2), NO_DRAFT),
+        (MethodOptions(verify="coupled", memory_saving=True), ForestSize(3, 12)),
+        (MethodOptions(verify="rejection", width="threshold:min=1"), ForestSize(3, 12, 2)),
+        (MethodOptions(verify="rejection", width="threshold:0.5,min=1", depth="2"), NO_DRAFT),
         (MethodOptions(num_beams=6, drafts_per_layer=9), NO_DRAFT),
     ],
 )
@@ -304,13 +304,11 @@ def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions
     assert words[-2:] == ["--input", "my prompts.jsonl"]
     options = dict(zip(*[iter([word for word in words[2:] if word != "--memory-saving"])] * 2, strict=True))
     method = MethodOptions(
-        rule=options.get("--rule"),  # type: ignore[arg-type]
+        verify=options.get("--verify"),
         num_beams=int(options["--num-beams"]) if "--num-beams" in options else None,
         drafts_per_layer=int(options["--drafts-per-layer"]) if "--drafts-per-layer" in options else None,
-        depth=int(options["--depth"]) if "--depth" in options else None,
-        width=options.get("--width"),  # type: ignore[arg-type]
-        width_threshold=float(options["--width-threshold"]) if "--width-threshold" in options else None,
-        min_width=int(options["--min-width"]) if "--min-width" in options else None,
+        depth=options.get("--depth"),
+        width=options.get("--width"),
     )
     pair = PairOptions(draft=options.get("--draft"))
     found = run_settings(pair, method, SamplingOptions(), DeviceOptions(), RowOptions()).method
@@ -318,25 +316,25 @@ def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions
     if setting.depth:
         assert found.drafts_per_layer == setting.drafts_per_layer
         assert setting.min_width is None or (found.width, found.min_width) == ("threshold", setting.min_width)
-    assert found.rule == (given.rule or "coupled")
+    assert found.rule == (given.verify or "coupled")
     assert ("--memory-saving" in words) == bool(given.memory_saving)
 
 
 @pytest.mark.parametrize(
     ("groups", "setting", "words"),
     [
-        ((MethodOptions(num_beams=4, rule="coupled"), SamplingOptions(top_k=50, seed=0)), NO_DRAFT, "--draft none"),
+        ((MethodOptions(num_beams=4, verify="coupled"), SamplingOptions(top_k=50, seed=0)), NO_DRAFT, "--draft none"),
         (
             (PairOptions(draft="builtin:draft"), DeviceOptions(dtype="auto", batch_size="8")),
             ForestSize(2, 8),
             "--depth 2",
         ),
         ((MethodOptions(num_beams=8),), ForestSize(4, 16), "--num-beams 8 --depth 4"),
-        ((MethodOptions(rule="rejection", width="threshold"),), ForestSize(4, 8, 1), "--rule rejection"),
+        ((MethodOptions(verify="rejection", width="threshold"),), ForestSize(4, 8, 1), "--verify rejection"),
         (
-            (MethodOptions(rule="rejection"), SamplingOptions(temperature=0.5), DeviceOptions(dtype="float32")),
+            (MethodOptions(verify="rejection"), SamplingOptions(temperature=0.5), DeviceOptions(dtype="float32")),
             ForestSize(4, 12, 2),
-            "--drafts-per-layer 12 --rule rejection --min-width 2 --temperature 0.5 --dtype float32",
+            "--drafts-per-layer 12 --verify rejection --width threshold:min=2 --temperature 0.5 --dtype float32",
         ),
         ((MethodOptions(warp_scope="beam", memory_saving=False),), ForestSize(4, 8), "--depth 4 --warp-scope beam"),
     ],
@@ -350,8 +348,14 @@ def test_the_recommended_command_leaves_defaults_out(
 
 
 def test_words_of_options() -> None:
-    given = MethodOptions(num_beams=3, memory_saving=False, rule="search")
-    assert option_words(given, {"depth": 2, "rule": None}) == ["--num-beams", "3", "--depth", "2", "--no-memory-saving"]
+    given = MethodOptions(num_beams=3, memory_saving=False, decode="search")
+    assert option_words(given, {"depth": 2, "decode": None}) == [
+        "--num-beams",
+        "3",
+        "--depth",
+        "2",
+        "--no-memory-saving",
+    ]
 
 
 def test_numbers_are_shown_with_units_that_suit_them() -> None:
@@ -367,9 +371,9 @@ def test_numbers_are_shown_with_units_that_suit_them() -> None:
     "options",
     [
         "--drafter rsd-s",
-        "--drafter beam+ngram --second-drafts 1",
-        "--rule fuzzy --fuzzy-threshold 0.3",
-        "--rule rejection --memory-saving",
+        "--drafter beam+ngram:share=1",
+        "--verify fuzzy:0.3",
+        "--verify rejection --memory-saving",
     ],
 )
 def test_other_drafters_and_rules(dsbd: Dsbd, prompts: Path, options: str) -> None:
@@ -407,7 +411,7 @@ def test_retrieval_is_profiled_with_its_index(dsbd: Dsbd, prompts: Path, tmp_pat
     corpus.extend(list(range(VOCABULARY)) * 4)
     corpus.end_document()
     write_index(path, corpus, NumberCodec(VOCABULARY, (3,)).token_bytes())
-    words = ("--drafter", "retrieval+ngram", "--index", str(path))
+    words = ("--drafter", f"retrieval:{path}+ngram")
     done = dsbd("profile", "--prompts", str(prompts), *FEW, *words)
     assert (done.code, done.faults) == (0, [])
     assert "drafter retrieval+ngram runs no draft model" in done.out

@@ -72,7 +72,7 @@ def load(
     from dsbd_cli.engine.decoding.engine import Engine, EngineInfo
     from dsbd_cli.engine.models.pair import load_pair
 
-    pair = load_pair(spec, draft_spec, bridged=method.drafter == "bridge")
+    pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
     info = EngineInfo(
         target=spec.source,
         draft=None if draft_spec is None else draft_spec.source,

@@ -175,7 +175,7 @@ class Stepper:
             iteration=state.iteration,
             keys=stream_keys(state.row_key, state.iteration, shape.depth + 1),
             lag=plan.lag,
-            record_law=self.rule.needs_law or method.width == "threshold",
+            record_law=self.rule.needs_law or method.dynamic,
             prompts=state.prompts,
             stopping=self.stopping,
         )

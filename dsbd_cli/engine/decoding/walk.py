@@ -131,13 +131,13 @@ def _view(
         full=own.full,
         drafts=_drafts(forest, layer),
         width=torch.full_like(state.row_key, state.method.num_beams),
-        dynamic=state.method.width == "threshold",
+        dynamic=state.method.dynamic,
         noise=None if noise.of_nodes is None else at_nodes(noise.of_nodes, known),
         keys=noise.keys[:, layer],
         silent=state.warp.silent,
     )
     method = state.method
-    if method.width == "threshold" and view.drafts is not None:
+    if method.dynamic and view.drafts is not None:
         assert view.drafts.law is not None
         q = draft_law_at(view, view.drafts).exp()
         p = view.log_p.flatten(1).to(torch.float64).exp()

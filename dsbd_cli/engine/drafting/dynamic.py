@@ -8,7 +8,6 @@ import math
 import torch
 from torch import Tensor
 
-from dsbd_cli.config import TreeName
 from dsbd_cli.engine.core.forest import DraftLaw, Forest
 from dsbd_cli.engine.core.probs import NEVER
 from dsbd_cli.engine.core.protocols import ForestModel
@@ -16,6 +15,7 @@ from dsbd_cli.engine.drafting.base import DraftContext, LayerDrafts
 from dsbd_cli.engine.drafting.beam import BeamDrafter
 from dsbd_cli.engine.drafting.logits import DraftLogits
 from dsbd_cli.engine.drafting.rsd import RowDraws, carry, root_law, root_mass
+from dsbd_cli.variants import TreeName
 
 __all__ = ["DynamicTree"]
 

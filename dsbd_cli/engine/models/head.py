@@ -129,7 +129,7 @@ def install(model: Any, head: TrimmedHead, name: str) -> None:
         )
     device, dtype = old.weight.device, old.weight.dtype
     if device.type == "meta":
-        raise ModelError(f"{name}: a trimmed draft cannot be offloaded: give it a device with --draft-device")
+        raise ModelError(f"{name}: a trimmed draft cannot be offloaded: give it a device with --device TARGET,DRAFT")
     rows = nn.Linear(old.in_features, len(head.ids), bias=head.bias is not None, device=device, dtype=dtype)
     rows.load_state_dict({"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias}))
     model.set_output_embeddings(rows)

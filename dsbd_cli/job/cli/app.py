@@ -100,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
         return INTERRUPTED
     except Exception as error:
         detail = f"{type(error).__name__}: {error}".rstrip(": ")
-        return _report(f"{detail} (unexpected; --debug shows the traceback)", 1)
+        return _report(f"{detail} (unexpected; dsbd --debug shows the traceback)", 1)
 
 
 def _help(error: typer.TyperException, arguments: Sequence[str]) -> str:

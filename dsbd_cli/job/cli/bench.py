@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from dsbd_cli.config import COLD_RULES, MethodConfig
+from dsbd_cli.config import MethodConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.bench_options import (
     DEFAULT_RECORDS,
@@ -80,7 +80,7 @@ def bench(
         raise UsageError("--batch-size auto would compare methods at different sizes: give a number")
     check_report_files(
         {"--json": outputs.json, "--markdown": outputs.markdown, "--plot": outputs.plot},
-        overwrite=bool(outputs.overwrite),
+        existing=outputs.existing,
     )
     datasets, notes = _datasets(data, choice, chosen=chosen)
     with StopSignals(quiet=bool(outputs.quiet)) as signals:
@@ -166,7 +166,7 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
 
 def _takes_cold(setting: Setting) -> bool:
     """It can be run at temperature 0."""
-    return isinstance(setting.config, MethodConfig) and setting.config.rule in COLD_RULES
+    return isinstance(setting.config, MethodConfig) and setting.config.takes_cold
 
 
 def _at_least(option: str, value: int | None, default: int, *, least: int = 1) -> int:

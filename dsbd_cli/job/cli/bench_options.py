@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from dsbd_cli.config import DEFAULT_DEPTH, DRAFTERS, MethodConfig
+from dsbd_cli.config import DEFAULT_DEPTH, MethodConfig
 from dsbd_cli.job.cli.declare import flag, option
+from dsbd_cli.job.cli.options import MAIN
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
-from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS
+from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS, OWN_TOKENS
 from dsbd_cli.lab.tasks.choose import TASK_NAMES
 
 __all__ = [
@@ -22,7 +23,7 @@ __all__ = [
     "SweepOptions",
 ]
 
-DATA, METHODS_PANEL, CHOICE, OUTPUT = "Data", "Methods and their settings", "Choice of a fuzzy threshold", "Output"
+DATA, METHODS_PANEL, CHOICE, OUTPUT = MAIN, "Methods and their settings", "Choice of a fuzzy threshold", "Output"
 DEFAULT_TASKS, DEFAULT_RECORDS, DEFAULT_ROUNDS = "sql,qa", 24, 1
 _METHOD = MethodConfig()
 
@@ -118,7 +119,7 @@ class SweepOptions:
         option(
             METHODS_PANEL,
             "--drafter",
-            text=f"who proposes: {', '.join(name for name in DRAFTERS if name != 'bridge')}, or two joined by +",
+            text=f"who proposes: {', '.join(OWN_TOKENS)}, or two joined by +",
             default=_METHOD.drafter,
             metavar="NAME,...",
         ),
@@ -194,8 +195,15 @@ class BenchOutputs:
             metavar="FILE",
         ),
     ] = None
-    overwrite: Annotated[
-        bool | None, flag(OUTPUT, "--overwrite", text="replace the --json, --markdown and --plot files")
+    existing: Annotated[
+        Literal["error", "overwrite"] | None,
+        option(
+            OUTPUT,
+            "--existing",
+            text="where a --json, --markdown or --plot file exists: error or overwrite",
+            default="error",
+            metavar="WHAT",
+        ),
     ] = None
     quiet: Annotated[
         bool | None, flag(OUTPUT, "--quiet", "-q", text="nothing on standard error but errors that end the run")

@@ -11,6 +11,7 @@ import typer
 
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.layers import Values, settle
+from dsbd_cli.variants import typed_names
 
 __all__ = ["flag", "grouped", "help_texts", "option", "switch"]
 
@@ -76,7 +77,7 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
             function(**_groups(hints, values), arguments=_arguments(ctx))
         except UsageError as error:
             # the library knows the field, only the command knows what was typed
-            raise UsageError(error.typed(given)) from error
+            raise UsageError(error.typed(typed_names(given))) from error
 
     context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     command.__name__, command.__doc__ = function.__name__, function.__doc__

@@ -11,7 +11,7 @@ from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.options import FileOptions
 from dsbd_cli.job.data.compression import open_input
 
-__all__ = ["STANDARD", "can_resume", "check_files", "is_special", "open_source"]
+__all__ = ["STANDARD", "can_resume", "check_files", "is_special", "open_source", "resumes"]
 
 STANDARD = Path("-")
 COMPRESSED = (".gz", ".zst")
@@ -20,6 +20,11 @@ COMPRESSED = (".gz", ".zst")
 def is_special(path: Path) -> bool:
     """A device or a named pipe: it may be written to, but holds nothing that could be lost."""
     return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def resumes(files: FileOptions) -> bool:
+    """Whether this run goes on with what an earlier one has written."""
+    return files.existing in ("resume", "retry")
 
 
 def can_resume(files: FileOptions) -> bool:
@@ -40,8 +45,8 @@ def check_files(files: FileOptions) -> None:
     for option, path in (("--stats", files.stats), ("--summary", files.summary)):
         if path == STANDARD:
             raise UsageError(f"{option} needs a file: on standard output its lines would mix with the records")
-    if files.overwrite and not named:
-        raise UsageError("--overwrite replaces the --output, --stats and --summary files, but none is given: drop it")
+    if files.existing == "overwrite" and not named:
+        raise UsageError("--existing overwrite replaces --output, --stats and --summary, but none is given: drop it")
     _check_resume(files)
     for place, (option, path) in enumerate(named):
         if files.input is not None and _same(path, files.input):
@@ -49,33 +54,30 @@ def check_files(files: FileOptions) -> None:
         for other, taken in named[:place]:
             if _same(path, taken):
                 raise UsageError(f"{other} and {option} are both {taken}: name two files")
-        _check_place(option, path, may_exist=bool(files.overwrite or files.resume))
+        _check_place(option, path, may_exist=files.existing not in (None, "error"))
 
 
 def _check_resume(files: FileOptions) -> None:
-    if not files.resume:
-        if files.retry_errors:
-            raise UsageError("--retry-errors works on the file of an earlier run: add --resume")
+    if not resumes(files):
         return
-    if files.overwrite:
-        raise UsageError("--resume keeps the output and --overwrite replaces it: give one of them")
+    given = f"--existing {files.existing}"
     if files.output is None or files.output == STANDARD:
-        raise UsageError("--resume needs the file to go on with: name it with --output")
+        raise UsageError(f"{given} needs the file to go on with: name it with --output")
     if is_special(files.output):
-        raise UsageError(f"--resume: {files.output} is no ordinary file, so nothing can be read back from it")
+        raise UsageError(f"{given}: {files.output} is no ordinary file, so nothing can be read back from it")
     for path in (files.output, files.stats):
         if path is not None and path.suffix in COMPRESSED:
-            raise UsageError(f"--resume cannot go on with {path}, which is compressed: write plain lines")
+            raise UsageError(f"{given} cannot go on with {path}, which is compressed: write plain lines")
     if files.output_format == "text":
-        raise UsageError("--resume cannot go on with --output-format text, whose lines do not say which row they are")
+        raise UsageError(f"{given} cannot go on with --output-format text, whose lines do not say which row they are")
 
 
 def _check_place(option: str, path: Path, *, may_exist: bool) -> None:
     if path.is_dir():
         raise UsageError(f"{option} {path} is a folder: name a file")
     if path.is_file() and not may_exist:
-        on = "go on with it with --resume, " if option == "--output" else ""
-        raise UsageError(f"{option} {path} exists: name another file, {on}or replace it with --overwrite")
+        on = "go on with it with --existing resume, " if option == "--output" else ""
+        raise UsageError(f"{option} {path} exists: name another file, {on}or replace it with --existing overwrite")
     if not path.parent.is_dir():
         raise UsageError(f"{option} {path}: the folder {path.parent} does not exist")
 

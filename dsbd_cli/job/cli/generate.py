@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from dsbd_cli._version import __version__
+from dsbd_cli.config import MethodConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import grouped, help_texts
-from dsbd_cli.job.cli.drafter_options import DrafterOptions
 from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, open_source
 from dsbd_cli.job.cli.flow import MakeRecord, RowFlow, TooManyErrorsError
 from dsbd_cli.job.cli.layers import job_text
-from dsbd_cli.job.cli.messages import set_style, tracebacks_wanted, whole
+from dsbd_cli.job.cli.messages import say, set_style, tracebacks_wanted, whole
 from dsbd_cli.job.cli.options import (
     DeviceOptions,
     FileOptions,
@@ -47,6 +47,11 @@ NOT_INVARIANT = (
     "the draft or the batch: records say same-law, not same-text (see docs/numerics.md)"
 )
 
+DEMONSTRATION = (
+    "the built-in pair answers, which is for demonstration and knows two toy formats: name a model with --target "
+    "(dsbd models lists names)"
+)
+
 
 @grouped
 def generate(
@@ -54,7 +59,6 @@ def generate(
     failing: RowOptions,
     pair: PairOptions,
     method: MethodOptions,
-    drafter: DrafterOptions,
     sampling: SamplingOptions,
     devices: DeviceOptions,
     talk: TalkOptions,
@@ -69,18 +73,16 @@ def generate(
 
     The command line wins over the file, the file over the environment. A switch --x is taken back by --no-x.
     """
-    set_style(json_lines=bool(talk.log_json), tracebacks=bool(talk.debug) or tracebacks_wanted())
-    if talk.quiet and talk.verbose:
-        raise UsageError("--quiet and --verbose cannot be used together: give one of them")
-    settings = run_settings(pair, method, sampling, devices, failing, drafter)
-    if files.input_format == "text" and failing.strict:
-        raise UsageError("--strict would do nothing, because lines of text have no fields: drop it")
-    groups = (files, failing, pair, method, drafter, sampling, devices, talk)
+    set_style(json_lines=talk.log == "json", tracebacks=tracebacks_wanted())
+    if talk.quiet and talk.log == "verbose":
+        raise UsageError("--quiet and --log verbose cannot be used together: give one of them")
+    settings = run_settings(pair, method, sampling, devices, failing, strict=files.input_format == "strict")
+    groups = (files, failing, pair, method, sampling, devices, talk)
     if job.print_config:
         typer.echo(job_text(groups, help_texts(groups)))
         return
     check_files(files)
-    run = _Run(files, settings, devices, talk, arguments)
+    run = _Run(files, settings, devices, talk, arguments, demonstrates=pair.target is None and not talk.quiet)
     if code := run.answer():
         raise typer.Exit(code)
 
@@ -95,7 +97,11 @@ class _Run:
         devices: DeviceOptions,
         talk: TalkOptions,
         arguments: Sequence[str],
+        *,
+        demonstrates: bool,
     ) -> None:
+        """demonstrates: nobody has named a model, and it is to be told."""
+        self._demonstrates = demonstrates
         self._files, self._settings, self._devices, self._arguments = files, settings, devices, arguments
         self._method = MethodRecord(settings.method, settings.target, settings.draft)
         self._fingerprint = run_fingerprint(
@@ -105,7 +111,7 @@ class _Run:
             numerics=devices.numerics or "invariant",
             on_too_long=settings.on_too_long,
             strict=settings.rows.strict,
-            input_format=files.input_format or "auto",
+            input_format="text" if files.input_format == "text" else "auto",
             output_format=files.output_format or "native",
             dsbd=__version__,
         )
@@ -185,9 +191,13 @@ class _Run:
         """The command that goes on with this run."""
         if not can_resume(self._files):
             return "what is written is complete, but only a plain native or openai --output FILE can be resumed"
-        arguments = [one for one in self._arguments if one not in ("--overwrite", "--resume")]
-        undo = ["--no-overwrite"] if self._files.overwrite and "--overwrite" not in self._arguments else []
-        command = shlex.join(["dsbd", *arguments, *undo, "--resume"])
+        words = list(self._arguments)
+        kept = [
+            word
+            for place, word in enumerate(words)
+            if not word.startswith("--existing=") and "--existing" not in (word, words[place - 1] if place else "")
+        ]
+        command = shlex.join(["dsbd", *kept, "--existing", "resume"])
         again = " with the same input" if self._files.input in (None, STANDARD) else ""
         return f"what is written is complete; go on{again} with: {whole(command)}"
 
@@ -196,7 +206,7 @@ class _Run:
         from dsbd_cli.engine.decoding import load as loading
 
         settings, devices = self._settings, self._devices
-        return loading.load(
+        engine = loading.load(
             *model_specs(settings, devices),
             method=settings.method,
             batch_size=settings.batch_size,
@@ -204,13 +214,16 @@ class _Run:
             on_too_long=settings.on_too_long,
             cuda_graphs=devices.cuda_graphs,
         )
+        if self._demonstrates:
+            say(DEMONSTRATION)
+        return engine
 
 
 def _describe(settings: RunSettings, engine: Engine) -> str:
     method, info = settings.method, engine.info
     most = "up to " if method.adaptive_depth else ""
     drafts = f"{most}{method.depth} layers of {method.drafts_per_layer} drafts" if method.depth else "no draft"
-    drafts += f" by {method.drafter}" if method.depth and method.drafter != "beam" else ""
+    drafts += f" by {method.drafter}" if method.depth and method.drafter != MethodConfig().drafter else ""
     models = f"target {settings.target}" + (f", draft {settings.draft}" if settings.draft else "")
     models += f" ({info.dtype}, {info.device})" if info is not None else ""
     return (

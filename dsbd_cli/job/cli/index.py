@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,7 +21,10 @@ Corpus = Annotated[list[Path], typer.Argument(metavar="CORPUS", help="texts, or 
 Output = Annotated[Path, typer.Option("--output", "-o", help="file to write", metavar="FILE", show_default=False)]
 Target = Annotated[str, typer.Option("--target", help="whose tokenizer: alias, folder or hub id", metavar="MODEL")]
 Field = Annotated[str, typer.Option("--field", help="the text in a line of a .jsonl file", metavar="NAME")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the file", metavar="")]
+Existing = Annotated[
+    Literal["error", "overwrite"],
+    typer.Option("--existing", help="where the file exists: error or overwrite", metavar="WHAT"),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on standard error but errors", metavar="")]
 Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="run code that a checkpoint brings with it", metavar="")
@@ -33,18 +36,18 @@ def index(
     output: Output,
     target: Target = BUILTIN_TARGET,
     field: Field = "text",
-    overwrite: Overwrite = False,
+    existing: Existing = "error",
     quiet: Quiet = False,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Index texts for dsbd generate --drafter retrieval --index FILE: tokens of the target, and their suffix array.
+    """Index texts for dsbd generate --drafter retrieval:FILE: tokens of the target, and their suffix array.
 
     A plain file is one document; a .jsonl file has one per line. Files may end in .gz or .zst.
 
     Needs about 32 bytes of memory per token while it sorts; the file has 8 bytes per token.
     """
-    if output.exists() and not overwrite:
-        raise UsageError(f"{output} exists: --overwrite replaces it")
+    if output.exists() and existing == "error":
+        raise UsageError(f"{output} exists: --existing overwrite replaces it")
     for path in corpus:
         if not path.is_file():
             raise UsageError(f"{path} is no file")

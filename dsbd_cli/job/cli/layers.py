@@ -161,16 +161,18 @@ def _check_variables(table: Mapping[str, _Field], command: str) -> None:
 def job_text(groups: Sequence[object], help_of: Mapping[str, tuple[str, str]]) -> str:
     """TOML that --config accepts: what is set, and as comments what is not. help_of: option -> panel and text."""
     lines = ["# dsbd generate --config FILE; the command line wins over it, it wins over DSBD_ variables"]
-    before = None
+    panels: dict[str, list[str]] = {}
     for group in groups:
         assert dataclasses.is_dataclass(group)
         for item in dataclasses.fields(group):
             panel, told = help_of[item.name]
-            if panel != before:
-                lines += ["", f"# {panel}"]
-                before = panel
             value = getattr(group, item.name)
-            lines.append(f"# {item.name}: {told}" if value in (None, []) else f"{item.name} = {_toml(value)}")
+            comment = told.replace("\n\n", "\n#   ")
+            panels.setdefault(panel, []).append(
+                f"# {item.name}: {comment}" if value in (None, []) else f"{item.name} = {_toml(value)}"
+            )
+    for panel, options in panels.items():
+        lines += ["", f"# {panel}", *options]
     return "\n".join(lines)
 
 

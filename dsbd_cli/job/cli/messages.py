@@ -32,7 +32,7 @@ _json = _tracebacks = False
 
 
 def set_style(*, json_lines: bool, tracebacks: bool) -> None:
-    """From now on every line is a JSON object (--log-json), an error comes with its traceback (--debug)."""
+    """From now on every line is a JSON object (--log json), an error comes with its traceback (--debug)."""
     global _json, _tracebacks
     _json, _tracebacks = json_lines, tracebacks
 

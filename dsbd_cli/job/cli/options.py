@@ -11,23 +11,16 @@ from dsbd_cli.config import (
     BUILTIN_TARGET,
     DEFAULT_BATCH_SIZE,
     DEFAULT_DEPTH,
-    DIVERGENCES,
     DTYPES,
     ON_TOO_LONG,
-    RULES,
-    DivergenceName,
-    FallbackName,
-    FuzzyConfig,
-    FuzzyLawName,
     MethodConfig,
     OnTooLong,
-    RuleName,
     SamplingConfig,
     WarpScope,
-    WidthName,
 )
 from dsbd_cli.job.cli.declare import flag, option, switch
 from dsbd_cli.job.records import RowReader
+from dsbd_cli.variants import DRAFTERS, FUSION, SAMPLING_RULES, WIDTHS, help_lines
 
 __all__ = [
     "DeviceOptions",
@@ -40,15 +33,18 @@ __all__ = [
     "SamplingOptions",
 ]
 
-FILES, ROWS, MODELS, METHOD = "Input and output", "Rows that fail", "Models", "Method"
-SAMPLING, ENDING, DEVICES = "Sampling", "Ending and ranking", "Devices"
+MAIN = "Main options"  # what most runs set; they stand first on the page
+FILES, ROWS, METHOD = "Input and output", "Rows that fail", "How drafts are made and verified"
+SAMPLING, ENDING, DEVICES = "Sampling", "Ending and ranking", "Devices and loading"
 JOB = "Options from a file"
 
-InputFormat = Literal["auto", "text"]
+InputFormat = Literal["auto", "strict", "text"]
+Existing = Literal["error", "overwrite", "resume", "retry"]
+Decode = Literal["search", "sample"]
 OutputFormat = Literal["native", "openai", "text"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 NumericsName = Literal["invariant", "fast"]
-_METHOD, _SAMPLING, _FUZZY = MethodConfig(), SamplingConfig(), FuzzyConfig(0)
+_METHOD, _SAMPLING = MethodConfig(), SamplingConfig()
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class FileOptions:
     input: Annotated[
         Path | None,
         option(
-            FILES,
+            MAIN,
             "--input",
             "-i",
             text="file to read, compressed if it ends in .gz or .zst; - is standard input",
@@ -72,7 +68,7 @@ class FileOptions:
             FILES,
             "--input-format",
             text="auto: JSON lines, flat or of the OpenAI batch form, told apart line by line; "
-            "text: every line is a prompt",
+            "strict: the same, and a line with an unknown field fails; text: every line is a prompt",
             default="auto",
             metavar="FORM",
         ),
@@ -80,7 +76,7 @@ class FileOptions:
     output: Annotated[
         Path | None,
         option(
-            FILES,
+            MAIN,
             "--output",
             "-o",
             text="file to write, compressed if it ends in .gz or .zst; - is standard output",
@@ -99,20 +95,16 @@ class FileOptions:
             metavar="FORM",
         ),
     ] = None
-    overwrite: Annotated[
-        bool | None, flag(FILES, "--overwrite", text="replace the --output, --stats and --summary files")
-    ] = None
-    resume: Annotated[
-        bool | None,
-        flag(
-            FILES,
-            "--resume",
-            text="go on with the --output file: rows that it holds are not done again; without one, begin",
+    existing: Annotated[
+        Existing | None,
+        option(
+            MAIN,
+            "--existing",
+            text="where --output exists: error; overwrite (also --stats and --summary); resume: answer only the rows "
+            "that it does not hold; retry: resume, and answer its failed rows again",
+            default="error",
+            metavar="WHAT",
         ),
-    ] = None
-    retry_errors: Annotated[
-        bool | None,
-        flag(FILES, "--retry-errors", text="with --resume: drop the failed rows from --output and answer them again"),
     ] = None
     stats: Annotated[
         Path | None, option(FILES, "--stats", text="write one line per iteration to this file", metavar="FILE")
@@ -137,12 +129,10 @@ class RowOptions:
             metavar="WHAT",
         ),
     ] = None
-    strict: Annotated[bool | None, flag(ROWS, "--strict", text="a row with an unknown field fails")] = None
     max_errors: Annotated[
         int | None,
         option(ROWS, "--max-errors", text="end the run with exit code 1 when N rows have failed", metavar="N"),
     ] = None
-    fail_fast: Annotated[bool | None, flag(ROWS, "--fail-fast", text="the same as --max-errors 1")] = None
 
 
 @dataclass(frozen=True)
@@ -164,13 +154,11 @@ class PairOptions:
 
     target: Annotated[
         str | None,
-        option(MODELS, "--target", text="alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL"),
+        option(MAIN, "--target", text="alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL"),
     ] = None
     draft: Annotated[
         str | None,
-        option(
-            MODELS, "--draft", text="alias, folder or hub id; none: no draft", default=BUILTIN_DRAFT, metavar="MODEL"
-        ),
+        option(MAIN, "--draft", text="alias, folder or hub id; none: no draft", default=BUILTIN_DRAFT, metavar="MODEL"),
     ] = None
 
 
@@ -180,7 +168,7 @@ class MethodOptions:
 
     num_beams: Annotated[
         int | None,
-        option(METHOD, "--num-beams", text="W, live beams at most", default=_METHOD.num_beams, metavar="W"),
+        option(MAIN, "--num-beams", text="W, live beams at most", default=_METHOD.num_beams, metavar="W"),
     ] = None
     drafts_per_layer: Annotated[
         int | None,
@@ -197,39 +185,44 @@ class MethodOptions:
         option(
             METHOD,
             "--depth",
-            text="D, drafted layers; 0: no draft; auto: what measures fastest, with K as upper bound",
-            default=f"auto where the text does not depend on it (rules coupled and search, width fixed, no "
-            f"--memory-saving), else {DEFAULT_DEPTH}",
+            text="D, drafted layers; auto: what measures fastest, with K as upper bound",
+            default=f"auto where the text does not depend on it (--decode search or --verify coupled, width fixed, "
+            f"no --memory-saving), else {DEFAULT_DEPTH}",
             metavar="D",
         ),
     ] = None
-    rule: Annotated[
-        RuleName | None,
-        option(METHOD, "--rule", text=f"verification: {', '.join(RULES)}", default=_METHOD.rule, metavar="RULE"),
+    decode: Annotated[
+        Decode | None,
+        option(MAIN, "--decode", text="search: beam search; sample: beam sampling", default="sample", metavar="HOW"),
+    ] = None
+    verify: Annotated[
+        str | None,
+        option(
+            METHOD,
+            "--verify",
+            text=f"how drafts are checked when sampling (default: {_METHOD.rule}):"
+            f"{help_lines(SAMPLING_RULES.values())}",
+            metavar="RULE",
+        ),
+    ] = None
+    drafter: Annotated[
+        str | None,
+        option(
+            METHOD,
+            "--drafter",
+            text=f"who proposes the drafts (default: {_METHOD.drafter}):{help_lines((*DRAFTERS.values(), FUSION))}",
+            metavar="NAME",
+        ),
     ] = None
     width: Annotated[
-        WidthName | None,
+        str | None,
         option(
             METHOD,
             "--width",
-            text="live beams a layer must yield: fixed (W), or threshold (as many as are likely)",
-            default="threshold for rejection and with-replacement where drafter beam stands first, else fixed",
+            text="live beams that a layer must yield (default: threshold for --verify rejection and with-replacement "
+            f"where drafter beam stands first, else fixed):{help_lines(WIDTHS.values())}",
             metavar="POLICY",
         ),
-    ] = None
-    width_threshold: Annotated[
-        float | None,
-        option(
-            METHOD,
-            "--width-threshold",
-            text="wanted chance that a layer yields its width",
-            default=_METHOD.width_threshold,
-            metavar="T",
-        ),
-    ] = None
-    min_width: Annotated[
-        int | None,
-        option(METHOD, "--min-width", text="least width of a threshold layer", default=_METHOD.min_width, metavar="W"),
     ] = None
     warp_scope: Annotated[
         WarpScope | None,
@@ -239,41 +232,6 @@ class MethodOptions:
             text="warp the joint law of the beams (pool), or each beam's row (beam)",
             default=_METHOD.warp_scope,
             metavar="SCOPE",
-        ),
-    ] = None
-    fuzzy_threshold: Annotated[
-        float | None,
-        option(
-            METHOD,
-            "--fuzzy-threshold",
-            text="rule fuzzy, which needs it: take a layer as drafted where target and draft differ by T at most",
-            metavar="T",
-        ),
-    ] = None
-    divergence: Annotated[
-        DivergenceName | None,
-        option(
-            METHOD, "--divergence", text=f"rule fuzzy: {', '.join(DIVERGENCES)}", default=_FUZZY.divergence, metavar="D"
-        ),
-    ] = None
-    fallback: Annotated[
-        FallbackName | None,
-        option(
-            METHOD,
-            "--fallback",
-            text="rule fuzzy, above T: target (draw from it) or strict (test the drafts as rejection does)",
-            default=_FUZZY.fallback,
-            metavar="HOW",
-        ),
-    ] = None
-    fuzzy_law: Annotated[
-        FuzzyLawName | None,
-        option(
-            METHOD,
-            "--fuzzy-law",
-            text="rule fuzzy: compare raw laws or warped ones",
-            default=_FUZZY.law,
-            metavar="LAW",
         ),
     ] = None
     memory_saving: Annotated[
@@ -287,9 +245,7 @@ class DrawOptions:
 
     temperature: Annotated[
         float | None,
-        option(
-            SAMPLING, "--temperature", text="0: the likeliest, no noise", default=_SAMPLING.temperature, metavar="X"
-        ),
+        option(MAIN, "--temperature", text="0: the likeliest, no noise", default=_SAMPLING.temperature, metavar="X"),
     ] = None
     top_k: Annotated[
         int | None,
@@ -306,7 +262,7 @@ class DrawOptions:
     seed: Annotated[
         int | None,
         option(
-            SAMPLING,
+            MAIN,
             "--seed",
             text="a row's seed comes from this one and its id",
             default=RowReader().seed,
@@ -316,7 +272,7 @@ class DrawOptions:
     max_new_tokens: Annotated[
         int | None,
         option(
-            ENDING, "--max-new-tokens", text="generated tokens at most", default=_SAMPLING.max_new_tokens, metavar="N"
+            MAIN, "--max-new-tokens", text="generated tokens at most", default=_SAMPLING.max_new_tokens, metavar="N"
         ),
     ] = None
     stop: Annotated[
@@ -377,14 +333,15 @@ class DeviceOptions:
         ),
     ] = None
     device: Annotated[
-        str | None, option(DEVICES, "--device", text="cpu, cuda, cuda:1, ...", default="auto", metavar="DEVICE")
-    ] = None
-    device_map: Annotated[
-        str | None, option(DEVICES, "--device-map", text="spread the target over devices, as in auto", metavar="MAP")
-    ] = None
-    draft_device: Annotated[
         str | None,
-        option(DEVICES, "--draft-device", text="of the draft", default="the target's", metavar="DEVICE"),
+        option(
+            DEVICES,
+            "--device",
+            text="cpu, cuda, cuda:1, ...; with a comma the target's and the draft's; or how the target is spread over "
+            "several: balanced, sequential, or a device map as JSON",
+            default="auto",
+            metavar="DEVICE",
+        ),
     ] = None
     cuda_graphs: Annotated[
         bool | None,

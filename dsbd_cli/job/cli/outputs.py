@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Self
 
 from dsbd_cli.errors import OutputError, UsageError
-from dsbd_cli.job.cli.files import STANDARD, is_special
+from dsbd_cli.job.cli.files import STANDARD, is_special, resumes
 from dsbd_cli.job.cli.options import FileOptions
-from dsbd_cli.job.cli.settings import OPTIONS
+from dsbd_cli.job.cli.settings import TYPED
 from dsbd_cli.job.data.compression import frame_maker
 from dsbd_cli.job.data.jsonl import LineWriter
 from dsbd_cli.job.data.lock import open_locked
@@ -52,7 +52,7 @@ class Outputs:
         with self._stack:
             self._output = self._claim(self._files.output)
             self._steps = self._claim(self._files.stats)
-            if self._files.resume and self._output is not None:
+            if resumes(self._files) and self._output is not None:
                 self._look_back(self._output)
             self._stack = self._stack.pop_all()
         return self
@@ -72,13 +72,13 @@ class Outputs:
         """Writers of records and steps. Only now an old file is emptied, and the settings are written beside it."""
         output, steps = self._files.output, self._files.stats
         if self._output is not None and output is not None:
-            if self._files.overwrite:
+            if self._files.existing == "overwrite":
                 self._output.truncate(0)
             if self._output.tell() == 0 and self._files.output_format != "text":
                 write_settings(output, self._settings, self.created)
             elif self._output.tell() == 0:
                 settings_file(output).unlink(missing_ok=True)
-        if self._steps is not None and self._files.overwrite:
+        if self._steps is not None and self._files.existing == "overwrite":
             self._steps.truncate(0)
         self._new = []
         return self._writer(output, self._output), None if steps is None else self._writer(steps, self._steps)
@@ -88,7 +88,7 @@ class Outputs:
         if path in (None, STANDARD) or is_special(path):
             return None
         fresh = not path.exists()
-        stream = open_locked(path, create_only=not (self._files.overwrite or self._files.resume))
+        stream = open_locked(path, create_only=self._files.existing in (None, "error"))
         self._stack.callback(stream.close)
         if fresh:
             self._new.append(path)
@@ -101,15 +101,16 @@ class Outputs:
         self.done = DoneRows()
         if stream.seek(0, io.SEEK_END) > 0:
             before, self.created = read_settings(output)
-            if difference := fingerprint_difference(before, self._settings, OPTIONS):
+            if difference := fingerprint_difference(before, self._settings, TYPED):
                 raise UsageError(
-                    f"--resume: {output} was made with other settings: {difference}; use the same, or name another file"
+                    f"--existing {self._files.existing}: {output} was made with other settings: {difference}; "
+                    "use the same, or name another file"
                 )
             end = whole_size(stream)
             self.done = read_done(stream, output, end)
             if torn := cut(stream, end):
                 self.notes.append(f"{output}: the last line was torn ({torn} bytes); its row is answered again")
-            if self._files.retry_errors:
+            if self._files.existing == "retry":
                 stream, self.retried = drop_failed(stream, output)
                 self._stack.callback(stream.close)
                 self._output = stream

@@ -16,12 +16,11 @@ import typer
 
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import flag, grouped, option
-from dsbd_cli.job.cli.drafter_options import DrafterOptions
 from dsbd_cli.job.cli.forest_options import ForestOptions
 from dsbd_cli.job.cli.messages import say
-from dsbd_cli.job.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.job.cli.options import MAIN, DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
 from dsbd_cli.job.cli.report_files import check_report_files
-from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, model_specs, run_settings
+from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, model_specs, places, run_settings
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.resume import write_atomically
@@ -29,6 +28,7 @@ from dsbd_cli.job.data.source import LineSource
 from dsbd_cli.lab.reports.style import picture_bytes
 from dsbd_cli.lab.tasks import TASKS
 from dsbd_cli.requests import Request, derive_seed
+from dsbd_cli.variants import MIN_WIDTH, RULES, WIDTHS, parse, spell
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
@@ -38,7 +38,7 @@ __all__ = ["ProfileOptions", "option_words", "profile"]
 
 T = TypeVar("T")
 
-PROMPTS, PROFILE = "Prompts", "Profile"
+PROMPTS, PROFILE = MAIN, "Profile"
 RECORDS, REPEATS, SECONDS = 8, 3, 60.0
 TASK_SEED = 0
 
@@ -105,8 +105,15 @@ class ProfileOptions:
             metavar="FILE",
         ),
     ] = None
-    overwrite: Annotated[
-        bool | None, flag(PROFILE, "--overwrite", text="replace the --json, --plot and --trace files")
+    existing: Annotated[
+        Literal["error", "overwrite"] | None,
+        option(
+            PROFILE,
+            "--existing",
+            text="where a --json, --plot or --trace file exists: error or overwrite",
+            default="error",
+            metavar="WHAT",
+        ),
     ] = None
     quiet: Annotated[
         bool | None, flag(PROFILE, "--quiet", "-q", text="print the recommended command line and nothing else")
@@ -118,7 +125,6 @@ def profile(
     prompts: PromptOptions,
     pair: PairOptions,
     method: ForestOptions,
-    drafter: DrafterOptions,
     sampling: SamplingOptions,
     devices: DeviceOptions,
     wanted: ProfileOptions,
@@ -130,8 +136,7 @@ def profile(
 
     Ctrl-C prints what is measured by then.
     """
-    fixed = fixed_depth(pair, method, drafter.drafter)
-    settings = run_settings(pair, fixed, sampling, devices, RowOptions(), drafter)
+    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions())
     if settings.method.adaptive_depth:
         raise UsageError(
             "--depth auto takes another D and K from iteration to iteration, so its phases are a mix of many: "
@@ -147,10 +152,10 @@ def profile(
     if wanted.quiet and wanted.show is not None and wanted.json is None:
         raise UsageError("--show prints a tree and --quiet prints nothing but a command: drop one, or add --json")
     check_report_files(
-        {"--json": wanted.json, "--plot": wanted.plot, "--trace": wanted.trace}, overwrite=bool(wanted.overwrite)
+        {"--json": wanted.json, "--plot": wanted.plot, "--trace": wanted.trace}, existing=wanted.existing
     )
     requests = _requests(prompts, settings)
-    groups = (pair, method, drafter, sampling, devices)
+    groups = (pair, method, sampling, devices)
     command = shlex.join(["dsbd", *(arguments or ["profile"])])
     # libraries turn a KeyboardInterrupt in the middle of an import into errors of their own
     with StopSignals(quiet=bool(wanted.quiet)) as signals:
@@ -291,18 +296,27 @@ def _renderer(groups: tuple[object, ...], prompts: Path | None) -> Callable[[For
     def render(setting: ForestSize) -> str:
         changed: dict[str, object] = {"depth": str(setting.depth), "drafts_per_layer": setting.drafts_per_layer}
         if setting.min_width is not None:
-            changed |= {"width": "threshold", "min_width": setting.min_width}
+            changed["width"] = _narrowed(groups, setting.min_width)
         if not setting.depth:
-            names = ["depth", "drafts_per_layer", "width", "width_threshold", "min_width", "draft_device"]
-            names += ["fuzzy_threshold", "divergence", "fallback", "fuzzy_law"]
-            names += [item.name for item in dataclasses.fields(DrafterOptions)]
-            names += ["rule"] if any(getattr(group, "rule", None) == "fuzzy" for group in groups) else []
-            changed = {**dict.fromkeys(names), "draft": "none"}
+            names = ["depth", "drafts_per_layer", "width", "drafter"]
+            verify = next((one.verify for one in groups if isinstance(one, MethodOptions)), None)
+            device = next((one.device for one in groups if isinstance(one, DeviceOptions)), None)
+            if verify is not None and RULES[parse("--verify", verify, RULES)[0]].needs_draft:
+                names.append("verify")  # without a draft it is plain sampling
+            changed = {**dict.fromkeys(names), "draft": "none", "device": places(device)[0]}
         words = [word for group in _needed(groups, changed) for word in option_words(group, {})]
         source = shlex.quote(str(prompts)) if prompts is not None else "prompts.jsonl"
         return f"{shlex.join(['dsbd', 'generate', *words])} --input {source}"
 
     return render
+
+
+def _narrowed(groups: tuple[object, ...], min_width: int) -> str:
+    """The threshold width as given, with another least width."""
+    given = next((one.width for one in groups if isinstance(one, MethodOptions)), None)
+    name, settings = parse("--width", given, WIDTHS) if given is not None else ("", {})
+    wide = WIDTHS[name] if name and WIDTHS[name].dynamic else next(one for one in WIDTHS.values() if one.dynamic)
+    return spell(wide, {**settings, MIN_WIDTH.field: min_width})
 
 
 def _needed(groups: tuple[object, ...], changed: dict[str, object]) -> list[object]:
@@ -333,9 +347,7 @@ def _settled(groups: list[object]) -> tuple[object, ...]:
         return next((one for one in groups if isinstance(one, kind)), kind())
 
     devices = group(DeviceOptions)
-    settings = run_settings(
-        group(PairOptions), group(MethodOptions), group(SamplingOptions), devices, RowOptions(), group(DrafterOptions)
-    )
+    settings = run_settings(group(PairOptions), group(MethodOptions), group(SamplingOptions), devices, RowOptions())
     # what run_settings hands on unread
     idle = {"dtype": "auto", "device": "auto", "trust_remote_code": False, "allow_pickle": False}
     loading = dataclasses.asdict(devices) | {name: getattr(devices, name) or default for name, default in idle.items()}

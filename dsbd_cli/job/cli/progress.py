@@ -30,7 +30,11 @@ class Reporter:
     def __init__(self, talk: TalkOptions, *, records_on_terminal: bool) -> None:
         """records_on_terminal: no live line, because records would run through it."""
         self.totals = Totals()
-        self._quiet, self._verbose, self._json = bool(talk.quiet), bool(talk.verbose), bool(talk.log_json)
+        self._quiet, self._verbose, self._json = (
+            bool(talk.quiet),
+            not talk.quiet and talk.log in ("verbose", "json"),
+            talk.log == "json",
+        )
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
         self._live = self._terminal and not self._quiet and not self._json and not records_on_terminal
         self._progress: Progress | None = None
@@ -45,7 +49,7 @@ class Reporter:
         """Models and settings, once they are loaded. steps: taken so far, unfinished rows included; a step adds a token
         to every beam."""
         self.totals.started, self._steps = time.perf_counter(), steps
-        if self._verbose or (self._json and not self._quiet):
+        if self._verbose:
             say(message, event="start")
         if self._live:
             self._progress = _live_line(self._live_text)

@@ -12,14 +12,14 @@ from dsbd_cli.lab.reports.style import require_plots
 __all__ = ["check_report_files"]
 
 
-def check_report_files(files: Mapping[str, Path | None], *, overwrite: bool) -> None:
+def check_report_files(files: Mapping[str, Path | None], *, existing: str | None) -> None:
     """Everything about output files, by option, that can be known before anything is measured. Raises UsageError."""
     named = [(name, path) for name, path in files.items() if path is not None]
-    if overwrite and not named:
+    if existing == "overwrite" and not named:
         *first, last = files
-        raise UsageError(f"--overwrite replaces the {', '.join(first)} and {last} files, but none is given: drop it")
+        raise UsageError(f"--existing overwrite replaces {', '.join(first)} and {last}, but none is given: drop it")
     for place, (name, path) in enumerate(named):
-        check_new(path, option=name, overwrite=overwrite)
+        check_new(path, option=name, overwrite=existing == "overwrite")
         for other, taken in named[:place]:
             if path.resolve() == taken.resolve():
                 raise UsageError(f"{other} and {name} are both {path}: name two files")

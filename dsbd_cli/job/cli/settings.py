@@ -12,15 +12,12 @@ from dsbd_cli.config import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_DEPTH,
     MAX_AUTO_DEPTH,
-    MODEL_DRAFTERS,
     MethodConfig,
     ModelSpec,
     OnTooLong,
     SamplingConfig,
-    check_drafter_name,
 )
 from dsbd_cli.errors import UsageError
-from dsbd_cli.job.cli.drafter_options import DrafterOptions, drafter_settings
 from dsbd_cli.job.cli.options import (
     DeviceOptions,
     FileOptions,
@@ -30,24 +27,23 @@ from dsbd_cli.job.cli.options import (
     SamplingOptions,
 )
 from dsbd_cli.job.records import RowReader
+from dsbd_cli.variants import DRAFTERS, RULES, SAMPLING_RULES, SEARCH, WIDTHS, parse, parse_drafter, typed_names
 
-__all__ = ["OPTIONS", "RunSettings", "fixed_depth", "model_specs", "run_settings"]
+__all__ = ["TYPED", "RunSettings", "fixed_depth", "model_specs", "run_settings"]
 
 T = TypeVar("T")
 
-OPTIONS = frozenset(
-    item.name
-    for group in (
-        FileOptions,
-        PairOptions,
-        MethodOptions,
-        DrafterOptions,
-        SamplingOptions,
-        DeviceOptions,
-        RowOptions,
-    )
-    for item in fields(group)
-)
+SPREADS = ("balanced", "balanced_low_0", "sequential")  # names of device maps that are no device
+
+# what a setting of a run is called where it is typed
+TYPED = {
+    **typed_names(
+        item.name
+        for group in (FileOptions, PairOptions, MethodOptions, SamplingOptions, DeviceOptions, RowOptions)
+        for item in fields(group)
+    ),
+    "rule": "--decode or --verify",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,54 +65,78 @@ def run_settings(
     sampling: SamplingOptions,
     devices: DeviceOptions,
     failing: RowOptions,
-    drafter: DrafterOptions | None = None,
+    *,
+    strict: bool = False,
 ) -> RunSettings:
-    """Settle defaults and refuse what contradicts itself. Raises UsageError."""
-    _check_drafter(drafter, method)
-    proposing = drafter_settings(drafter or DrafterOptions())
-    target, draft = _pair(pair, method, str(proposing["drafter"]))
+    """Settle defaults and refuse what contradicts itself. strict: of rows with unknown fields. Raises UsageError."""
+    if _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
+        raise UsageError("--depth is 0, but must be 1 or more: --draft none decodes without a draft")
+    chosen = _chosen(method)
+    rule, width = RULES[str(chosen["rule"])], chosen.get("width")
+    wide = None if width is None or not WIDTHS[str(width)].dynamic else method.width
+    target, draft = _pair(pair, method, str(chosen["drafter"]))
     _check_devices(devices, draft)
-    drafting = draft is not None or not _needs_draft(str(proposing["drafter"]))
+    drafting = draft is not None or not _needs_draft(str(chosen["drafter"]))
     if not drafting:
         _refuse(
             "there is no draft",
             ("--drafts-per-layer", method.drafts_per_layer),
-            ("--width threshold", method.width == "threshold" or None),
-            ("--width-threshold", method.width_threshold),
-            ("--min-width", method.min_width),
+            (f"--width {wide}", wide),
         )
-    if method.rule == "search":
+    if not rule.samples:
         _refuse(
-            "rule search is deterministic beam search",
+            "--decode search is deterministic beam search",
+            (f"--verify {method.verify}", method.verify),
             ("--temperature", sampling.temperature or None),
             ("--top-k", sampling.top_k),
             ("--top-p", sampling.top_p),
             ("--min-p", sampling.min_p),
             ("--warp-scope", method.warp_scope),
-            ("--width threshold", method.width == "threshold" or None),
+            (f"--width {wide}", wide),
             ("--seed", sampling.seed),
         )
-    config = _method(method, proposing, drafting=drafting)
-    rows = _rows(sampling, config, strict=bool(failing.strict))
+    config = _method(method, chosen, drafting=drafting)
+    rows = _rows(sampling, config, strict=strict)
     batch_size: int | None = None
     if devices.batch_size != "auto":
         batch_size = _given(_number("--batch-size", devices.batch_size, 0), DEFAULT_BATCH_SIZE)
         if batch_size < 1:
             raise UsageError(f"--batch-size is {batch_size}, but must be 1 or more")
     on_too_long: OnTooLong = failing.on_too_long or "error"
-    return RunSettings(target, draft, config, rows, batch_size, on_too_long, _max_errors(failing))
+    if failing.max_errors is not None and failing.max_errors < 1:
+        raise UsageError(f"--max-errors is {failing.max_errors}, but must be 1 or more")
+    return RunSettings(target, draft, config, rows, batch_size, on_too_long, failing.max_errors)
 
 
 def model_specs(settings: RunSettings, devices: DeviceOptions) -> tuple[ModelSpec, ModelSpec | None]:
     """How target and draft are to be loaded."""
     given = {item.name: getattr(devices, item.name) for item in fields(ModelSpec) if hasattr(devices, item.name)}
+    place, draft_device = places(devices.device)
+    given |= {"device_map": place, "device": None} if spreads(place) else {"device": place}
     target = ModelSpec(settings.target, **{name: value for name, value in given.items() if value is not None})
-    return target, None if settings.draft is None else target.of_draft(settings.draft, devices.draft_device)
+    return target, None if settings.draft is None else target.of_draft(settings.draft, draft_device)
 
 
-def fixed_depth(pair: PairOptions, method: MethodOptions, drafter: str | None = None) -> MethodOptions:
+def spreads(place: str | None) -> bool:
+    """Whether a part of --device says how the target lies on several devices."""
+    return place is not None and (place.startswith("{") or place in SPREADS)
+
+
+def places(device: str | None) -> tuple[str | None, str | None]:
+    """Where --device puts the target, and the draft if it has a place of its own."""
+    if device is None or device.startswith("{"):
+        return device, None
+    target, comma, draft = device.partition(",")
+    if comma and not (target and draft):
+        raise UsageError(
+            f"--device is {device!r}, but must be one device, or the target's and the draft's with a comma"
+        )
+    return target, draft or None
+
+
+def fixed_depth(pair: PairOptions, method: MethodOptions) -> MethodOptions:
     """The options with the library's depth in place of `auto` by default, for commands that measure a forest."""
-    drafting = pair.draft != "none" or not _needs_draft(drafter or MethodConfig().drafter)
+    drafting = pair.draft != "none" or not _needs_draft(str(_chosen(method)["drafter"]))
     open_ = method.depth is None and drafting
     return replace(method, depth=str(DEFAULT_DEPTH)) if open_ else method
 
@@ -143,21 +163,27 @@ def _refuse(reason: str, *options: tuple[str, object]) -> None:
 
 
 def _needs_draft(drafter: str) -> bool:
-    return any(name in MODEL_DRAFTERS for name in drafter.split("+"))
+    return any(DRAFTERS[name].runs_model for name in drafter.split("+"))
 
 
-def _check_drafter(given: DrafterOptions | None, method: MethodOptions) -> None:
-    """What can be told before any default is known."""
-    name = given.drafter if given is not None else None
-    if name is not None:
-        check_drafter_name(name)
-    if name is not None and _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
-        raise UsageError(f"--depth 0 drafts nothing, but --drafter is {name}: drop one of them")
+def _chosen(given: MethodOptions) -> dict[str, object]:
+    """Rule, width and drafter with their settings, as fields of MethodConfig. Raises UsageError."""
+    found: dict[str, object] = {"rule": SEARCH if given.decode == "search" else MethodConfig().rule}
+    try:
+        name, settings = parse_drafter(given.drafter or MethodConfig().drafter)
+    except UsageError as error:
+        raise UsageError(error.typed(TYPED)) from None
+    found |= {"drafter": name, **settings}
+    for field, text, variants in (("rule", given.verify, SAMPLING_RULES), ("width", given.width, WIDTHS)):
+        if text is not None:
+            name, settings = parse("--verify" if field == "rule" else "--width", text, variants)
+            found |= {field: found["rule"] if given.decode == "search" and field == "rule" else name, **settings}
+    return found
 
 
 def _pair(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, str | None]:
-    """Names of target and draft. --depth 0 alone means no draft; with a draft named it is a contradiction."""
-    target, depth = _given(pair.target, BUILTIN_TARGET), _number("--depth", method.depth, MAX_AUTO_DEPTH)
+    """Names of target and draft."""
+    target = _given(pair.target, BUILTIN_TARGET)
     if not target or pair.draft == "":
         raise UsageError("--target and --draft need a name: an alias, a folder or a hub id")
     if not _needs_draft(drafter):
@@ -165,16 +191,14 @@ def _pair(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, 
             raise UsageError(f"--draft {pair.draft} would do nothing, because drafter {drafter} runs no model: drop it")
         return target, None
     if pair.draft == "none":
-        if method.rule == "fuzzy":
-            raise UsageError("--rule fuzzy compares the target with a draft model, but --draft is none: name one")
+        if method.verify is not None and RULES[parse("--verify", method.verify, RULES)[0]].needs_draft:
+            raise UsageError(
+                f"--verify {method.verify} compares the target with a draft model, but --draft is none: name one"
+            )
         if drafter != MethodConfig().drafter:
             raise UsageError(f"--drafter {drafter} needs a draft model, but --draft is none: name one")
-        if method.depth is not None and depth:
-            raise UsageError(f"--depth {method.depth} needs a draft, but --draft is none: use --depth 0 or drop it")
-        return target, None
-    if depth == 0:
-        if pair.draft is not None:
-            raise UsageError(f"--depth 0 drafts nothing, but --draft is {pair.draft}: use --draft none")
+        if method.depth is not None:
+            raise UsageError(f"--depth {method.depth} needs a draft, but --draft is none: drop one of them")
         return target, None
     if pair.draft is None and not target.startswith("builtin:"):
         raise UsageError(
@@ -185,28 +209,23 @@ def _pair(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, 
 
 
 def _check_devices(devices: DeviceOptions, draft: str | None) -> None:
-    if devices.device is not None and devices.device_map is not None:
-        raise UsageError("--device and --device-map cannot be used together: give one of them")
+    own = places(devices.device)[1]
     if draft is None:
-        _refuse("there is no draft", ("--draft-device", devices.draft_device))
+        _refuse("there is no draft", (f"{own} in --device {devices.device}", own))
 
 
-def _method(given: MethodOptions, proposing: Mapping[str, object], *, drafting: bool) -> MethodConfig:
+def _method(given: MethodOptions, chosen: Mapping[str, object], *, drafting: bool) -> MethodConfig:
     """What is not given is left to MethodConfig, the one place of the defaults."""
-    options = {item.name: getattr(given, item.name) for item in fields(given)} | {"depth": None}
+    names = ("num_beams", "drafts_per_layer", "warp_scope", "memory_saving")
+    options: dict[str, object] = {name: getattr(given, name) for name in names}
     if not drafting:
         options["depth"] = 0
     elif given.depth == "auto":
         options["adaptive_depth"] = True
     else:
         options["depth"] = _number("--depth", given.depth, MAX_AUTO_DEPTH)
-    method = MethodConfig(**{name: value for name, value in options.items() if value is not None}, **proposing)  # type: ignore[arg-type]
-    if method.width != "threshold":
-        _refuse(
-            f"the width is {method.width} (--width threshold would use it)",
-            ("--width-threshold", given.width_threshold),
-            ("--min-width", given.min_width),
-        )
+    acting = {name: value for name, value in options.items() if value is not None}
+    method = MethodConfig(**{**chosen, **acting})  # type: ignore[arg-type]
     if given.memory_saving and method.num_beams == 1:
         raise UsageError("--memory-saving keeps one beam of several, but --num-beams is 1: drop it")
     return method
@@ -230,11 +249,3 @@ def _rows(given: SamplingOptions, method: MethodConfig, *, strict: bool) -> RowR
     )
     seed = _given(given.seed, RowReader().seed)
     return RowReader(sampling, seed, method.rule, method.num_beams, strict)
-
-
-def _max_errors(given: RowOptions) -> int | None:
-    if given.fail_fast and given.max_errors is not None:
-        raise UsageError("--fail-fast and --max-errors cannot be used together: give one of them")
-    if given.max_errors is not None and given.max_errors < 1:
-        raise UsageError(f"--max-errors is {given.max_errors}, but must be 1 or more")
-    return 1 if given.fail_fast else given.max_errors

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
-from dsbd_cli.job.cli.declare import flag
+from dsbd_cli.job.cli.declare import flag, option
 
 __all__ = ["TalkOptions"]
 
@@ -19,8 +19,14 @@ class TalkOptions:
     quiet: Annotated[
         bool | None, flag(TALK, "--quiet", "-q", text="nothing on standard error but errors that end the run")
     ] = None
-    verbose: Annotated[bool | None, flag(TALK, "--verbose", "-v", text="settings, failed rows and a summary")] = None
-    log_json: Annotated[bool | None, flag(TALK, "--log-json", text="JSON lines on standard error, one a minute")] = None
-    debug: Annotated[bool | None, flag(TALK, "--debug", text="show the traceback of an error; also DSBD_DEBUG=1")] = (
-        None
-    )
+    log: Annotated[
+        Literal["brief", "verbose", "json"] | None,
+        option(
+            TALK,
+            "--log",
+            text="on standard error, brief: what needs attention and one line a minute; verbose: also settings, failed "
+            "rows and a summary; json: the same as JSON lines",
+            default="brief",
+            metavar="FORM",
+        ),
+    ] = None

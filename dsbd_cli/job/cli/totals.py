@@ -57,7 +57,7 @@ class Totals:
         if self.skipped:
             parts.append(f"{self.skipped} done before")
         if self.skipped_failed:
-            parts.append(f"{self.skipped_failed} of them failed (--retry-errors answers them again)")
+            parts.append(f"{self.skipped_failed} of them failed (--existing retry answers them again)")
         return ", ".join(parts)
 
     def numbers(self) -> dict[str, object]:

@@ -19,7 +19,7 @@ from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.forest_options import ForestOptions
 from dsbd_cli.job.cli.messages import say, warn
 from dsbd_cli.job.cli.options import DeviceOptions, PairOptions, RowOptions, SamplingOptions
-from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, model_specs, run_settings
+from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, model_specs, places, run_settings, spreads
 from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.jsonl import read_lines
 from dsbd_cli.job.records.row import LongLine
@@ -102,8 +102,6 @@ def trim_draft(
             "give a depth"
         )
     settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions())
-    if settings.draft is None and pair.draft != "none":
-        raise UsageError("--depth 0 runs no draft, but trimming needs its acceptance: drop it")
     if settings.draft is None:
         raise UsageError("there is no draft to trim: name one with --draft")
     with ExitStack() as stack:
@@ -118,7 +116,8 @@ class _Trimming:
     ) -> None:
         self._trim, self._settings, self._devices = trim, settings, devices
         self._output, self._stack = output, stack
-        own = devices.draft_device or (devices.device if devices.device_map is None else None)
+        target, own = places(devices.device)
+        own = own or (None if spreads(target) else target)
         self._draft = ModelSpec(
             source=settings.draft or "",
             role="draft",

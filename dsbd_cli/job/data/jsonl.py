@@ -106,7 +106,7 @@ def check_new(path: Path, *, option: str, overwrite: bool) -> None:
     if path.is_dir():
         raise UsageError(f"{option} {path} is a folder: name a file")
     if path.is_file() and not overwrite:
-        raise UsageError(f"{option} {path} exists: name another file, or replace it with --overwrite")
+        raise UsageError(f"{option} {path} exists: name another file, or replace it with --existing overwrite")
     if not path.parent.is_dir():
         raise UsageError(f"{option} {path}: the folder {path.parent} does not exist")
 

@@ -103,8 +103,8 @@ def read_settings(output: Path) -> tuple[Settings, int]:
         found = orjson.loads(path.read_bytes())
     except FileNotFoundError:
         raise UsageError(
-            f"--resume: {path} is missing, so nobody knows what {output} was made with: "
-            "name another file, or replace it with --overwrite"
+            f"--existing resume: {path} is missing, so nobody knows what {output} was made with: "
+            "name another file, or replace it with --existing overwrite"
         ) from None
     except (OSError, ValueError):
         found = None
@@ -112,7 +112,7 @@ def read_settings(output: Path) -> tuple[Settings, int]:
         settings, created = found.get("settings"), found.get("created")
         if isinstance(settings, dict) and isinstance(created, int):
             return settings, created
-    raise UsageError(f"--resume: {path} is not what dsbd wrote: replace both files with --overwrite")
+    raise UsageError(f"--existing resume: {path} is not what dsbd wrote: replace both files with --existing overwrite")
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -210,7 +210,9 @@ def _identity(line: bytes, path: Path, number: int) -> tuple[str, str, bool]:
         key = record.get("id" if openai else "key")
         if isinstance(row_id, str) and isinstance(key, str):
             return row_id, key.removeprefix(OPENAI_ID), record.get("error") is not None
-    raise UsageError(f"--resume: line {number} of {path} is no record of dsbd: take it out, or use --overwrite")
+    raise UsageError(
+        f"--existing resume: line {number} of {path} is no record of dsbd: take it out, or use --existing overwrite"
+    )
 
 
 def drop_failed(stream: io.FileIO, path: Path) -> tuple[io.FileIO, int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
-from dsbd_cli.errors import option_name, shorten
+from dsbd_cli.errors import shorten
 from dsbd_cli.job.records.output import MethodRecord
 from dsbd_cli.job.records.reader import WARP_FIELDS, RowReader
 from dsbd_cli.job.records.row import Fields
+from dsbd_cli.variants import RULES
 
 __all__ = ["fingerprint_difference", "run_fingerprint"]
 
@@ -18,7 +19,7 @@ def run_fingerprint(method: MethodRecord, rows: RowReader, **others: str | int |
     What does not act is null (the seed and the warps under rule search). Batch size and devices are left out, since
     they change no result. others: further settings of the run that matter, such as dtype and on_too_long.
     """
-    searching = rows.rule == "search"
+    searching = not RULES[rows.rule].samples
     settings = method.fields()
     for name in rows.sampling.__dataclass_fields__:
         value = getattr(rows.sampling, name)
@@ -30,15 +31,15 @@ def run_fingerprint(method: MethodRecord, rows: RowReader, **others: str | int |
 
 
 def fingerprint_difference(
-    old: Mapping[str, object], new: Mapping[str, object], options: Collection[str] = ()
+    old: Mapping[str, object], new: Mapping[str, object], typed: Mapping[str, str] | None = None
 ) -> str | None:
-    """`temperature was 0.7 and is 1.0, seed was 0 and is 3`, or None where nothing differs. What is one of the options
-    is named as it is typed."""
+    """`temperature was 0.7 and is 1.0, seed was 0 and is 3`, or None where nothing differs. typed: what a setting is
+    called where it is typed."""
     told = []
     for name in dict.fromkeys([*new, *old]):
         before, now = old.get(name), new.get(name)
         if before != now or isinstance(before, bool) is not isinstance(now, bool):
-            shown = option_name(name) if name in options else _shown(name)
+            shown = (typed or {}).get(name, _shown(name))
             told.append(f"{shown} was {_value(before)} and is {_value(now)}")
     return ", ".join(told) or None
 

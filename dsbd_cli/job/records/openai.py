@@ -1,6 +1,7 @@
 """Lines of an OpenAI batch output file, as the clients of that format parse them.
 
-    {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}, and the row's "key" for --resume
+    {"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}, and the row's "key" by
+    which a run that goes on knows it
 
 The body is a `text_completion` or a `chat.completion`; for a failed row it is {"error": {...}} with status code 400
 (the row is at fault) or 500 (the run could not), and `error` has its code and message once more. Ids are hashes of

@@ -13,6 +13,7 @@ from dsbd_cli.config import Exactness, MethodConfig
 from dsbd_cli.errors import NumericalError, RowError
 from dsbd_cli.job.records.row import Fields, Row
 from dsbd_cli.requests import RequestResult
+from dsbd_cli.variants import RULES
 
 __all__ = ["MethodRecord", "dump_line", "row_error"]
 
@@ -40,7 +41,7 @@ class MethodRecord:
         """The `method` object of a record; what does not act in this run is null."""
         method = self.method
         drafted = method.depth > 0
-        dynamic = drafted and method.width == "threshold"
+        dynamic = drafted and method.dynamic
         return {
             "rule": method.rule,
             "num_beams": method.num_beams,
@@ -51,44 +52,22 @@ class MethodRecord:
             "min_width": method.min_width if dynamic else None,
             "warp_scope": method.warp_scope,
             "memory_saving": method.memory_saving,
-            **self._drafter(),
-            **self._fuzzy(),
+            "drafter": method.drafter if drafted else None,
+            **self._settings(),
             "target": self.target,
             "draft": self.draft,
         }
 
-    def _fuzzy(self) -> Fields:
-        """Settings of rule fuzzy, where that is the rule."""
-        fuzzy = self.method.fuzzy
-        if fuzzy is None:
-            return {}
-        return {
-            "fuzzy_threshold": fuzzy.threshold,
-            "divergence": fuzzy.divergence,
-            "fallback": fuzzy.fallback,
-            "fuzzy_law": fuzzy.law,
-        }
+    def _settings(self) -> Fields:
+        """The settings of drafters and rule, where they have any; null where another setting keeps one from acting."""
+        method, values = self.method, self.method.settings
+        variants = (*method.drafters, RULES[method.rule])
+        names = [one.field for variant in variants for one in variant.settings]
+        return {name: _plain(values[name]) for name in names}
 
-    def _drafter(self) -> Fields:
-        """Who drafted, and the options that this drafter reads."""
-        method = self.method
-        if not method.depth:
-            return {"drafter": None}
-        names = method.drafter_names
-        options: Fields = {"drafter": method.drafter}
-        if "ngram" in names:
-            options["ngram"] = method.ngram
-        if "retrieval" in names:
-            options["index"] = _unicode(method.index or "")
-        if "rsd-c" in names:
-            options["branching"] = method.branching
-        if "dynamic-tree" in names:
-            options["tree"] = method.tree
-            options["tree_threshold"] = method.value_threshold if method.tree == "threshold" else None
-        if len(names) == 2:
-            options["second_drafts"] = method.second_share
-            options["fusion_top_k"] = method.fusion_top_k if method.judges_lookups else None
-        return options
+
+def _plain(value: object) -> object:
+    return _unicode(value) if isinstance(value, str) else value
 
 
 def _unicode(name: str) -> str:

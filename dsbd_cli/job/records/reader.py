@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from dsbd_cli.config import RuleName, SamplingConfig, check_request
+from dsbd_cli.config import SamplingConfig, check_request
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 from dsbd_cli.job.records.fields import boolean, integer, messages, number, strings, text
 from dsbd_cli.job.records.forms import ParsedRow, as_written, parsed_row
 from dsbd_cli.job.records.parse import parse_object
 from dsbd_cli.job.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key
 from dsbd_cli.requests import Request, check_seed, derive_seed
+from dsbd_cli.variants import RULES, RuleName
 
 __all__ = ["RowReader"]
 
@@ -130,7 +131,7 @@ class RowReader:
 
     def _checked(self, row: Fields) -> SamplingConfig:
         run = self.sampling
-        if self.rule == "search":
+        if not RULES[self.rule].samples:
             row = _without_warps(row)
         sampling = SamplingConfig(
             temperature=number(row, "temperature", run.temperature),

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from dsbd_cli.config import DEFAULT_DEPTH, DRAFTERS, MAX_AUTO_DEPTH, MethodConfig
+from dsbd_cli.config import DEFAULT_DEPTH, MAX_AUTO_DEPTH, MethodConfig
 from dsbd_cli.lab.peers.config import PeerConfig, PeerName
+from dsbd_cli.variants import DRAFTERS
 
-__all__ = ["AXES", "BASELINES", "DEFAULT_METHODS", "FUZZY_METHODS", "METHODS", "Axis", "Method", "Value"]
+__all__ = ["AXES", "BASELINES", "DEFAULT_METHODS", "FUZZY_METHODS", "METHODS", "OWN_TOKENS", "Axis", "Method", "Value"]
 
 Value = int | float | str
 
@@ -30,9 +31,13 @@ class Axis:
         return value if isinstance(value, str) else f"{self.letter}={value:g}"
 
 
+# a bridge needs a draft of its own: a loaded pair is either bridged or not
+OWN_TOKENS = tuple(name for name, one in DRAFTERS.items() if not one.bridges)
+
+
 def _drafter(text: str) -> str:
     """A drafter, or two joined by +, that the loaded pair can be run with. Raises ValueError."""
-    if not set(text.split("+")) <= set(DRAFTERS) - {"bridge"}:
+    if not set(text.split("+")) <= set(OWN_TOKENS):
         raise ValueError(text)
     return text
 
@@ -43,9 +48,7 @@ AXES: dict[str, Axis] = {
     "depth": Axis("D", int, "an integer"),
     "width_threshold": Axis("t", float, "a number"),
     "min_width": Axis("Wmin", int, "an integer"),
-    "drafter": Axis(
-        "", _drafter, f"one of {', '.join(name for name in DRAFTERS if name != 'bridge')}, or two joined by +"
-    ),
+    "drafter": Axis("", _drafter, f"one of {', '.join(OWN_TOKENS)}, or two joined by +"),
     "fuzzy_threshold": Axis("T", float, "a number"),
 }
 

@@ -8,10 +8,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dsbd_cli.config import MODEL_DRAFTERS, MethodConfig
+from dsbd_cli.config import MethodConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.bench.methods import AXES, DEFAULT_METHODS, METHODS, Method, Value
 from dsbd_cli.lab.peers.config import PeerConfig
+from dsbd_cli.variants import MODEL_DRAFTERS, typed_names
 
 __all__ = ["Setting", "Sweep", "SweepPlan", "choose_methods", "plan", "read_values"]
 
@@ -44,7 +45,7 @@ class Setting:
     @property
     def samples(self) -> bool:
         """Whether it draws at random."""
-        return self.config.samples if isinstance(self.config, PeerConfig) else self.config.rule != "search"
+        return self.config.samples
 
     def fields(self) -> dict[str, object]:
         """All settings by the library's names."""
@@ -146,7 +147,7 @@ def _settings(
         try:
             made.append(Setting(name, label, method.config(_completed(method, point, index))))
         except UsageError as error:
-            faults.append((label, error.typed((*AXES, "index"))))
+            faults.append((label, error.typed(typed_names((*AXES, "index")))))
     return made, faults
 
 

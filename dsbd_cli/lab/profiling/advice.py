@@ -41,7 +41,7 @@ def drafting(run: Run) -> list[str]:
     if not method.depth or drafts_nodes(method):
         return []
     fitted = "what it costs by D and K is fitted to whole runs"
-    if method.drafter != "bridge":
+    if not method.bridges:
         return [
             f"drafter {method.drafter} runs no draft model, so there is no T_draft(K): its phase draft is look-ups in "
             f"tensors, and {fitted}"

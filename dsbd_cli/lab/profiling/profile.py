@@ -45,6 +45,7 @@ from dsbd_cli.lab.reports.profile_data import (
 )
 from dsbd_cli.requests import Request, derive_seed
 from dsbd_cli.stats import DrafterStats
+from dsbd_cli.variants import TREE
 
 __all__ = ["ProfileSpec", "take_profile"]
 
@@ -443,7 +444,7 @@ def _up(value: float, step: int) -> int:
 
 def _drafts(method: MethodConfig) -> list[int]:
     """Values of K to look at: enough for a layer to pass, and the one in use."""
-    least = method.num_beams if method.width == "fixed" else 1
+    least = 1 if method.dynamic else method.num_beams
     most = max(LEAST_DRAFTS, 3 * method.num_beams, method.drafts_per_layer)
     return sorted({k for k in (*DRAFTS, method.num_beams, method.drafts_per_layer) if least <= k <= most})
 
@@ -525,7 +526,7 @@ def _larger(method: MethodConfig) -> MethodConfig:
 def _acceptance(bench: ProfiledPair, method: MethodConfig, larger: MethodConfig) -> Acceptance:
     """Draft the forests in use and larger ones, and replay smaller ones from them."""
     drafts, depth, beams = _drafts(method), larger.depth, method.num_beams
-    dynamic = method.width == "threshold"
+    dynamic = method.dynamic
     requests = bench.requests
     if len({one.seed for one in requests}) < len(requests):  # a probe knows rows by their seeds
         requests = tuple(replace(one, seed=derive_seed(0, str(place))) for place, one in enumerate(requests))
@@ -609,7 +610,7 @@ def _profile(
         recommended_command=job.render(best),
         forest=forest,
         drafters=_drafter_rates(first),
-        tree=method.tree if method.depth and "dynamic-tree" in method.drafter.split("+") else None,
+        tree=method.tree if method.depth and TREE.field in method.settings else None,
     )
 
 

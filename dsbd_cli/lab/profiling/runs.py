@@ -21,6 +21,7 @@ from dsbd_cli.lab.profiling.budget import Budget, CutOffError
 from dsbd_cli.lab.profiling.timers import RunLog, TimedCodec, TimedModel, log_phases, synchronise
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize, Phase
 from dsbd_cli.requests import Request, RequestResult
+from dsbd_cli.variants import RULES
 
 __all__ = ["ProfiledPair", "Run", "drafts_nodes", "method_for", "phases_of", "setting_of"]
 
@@ -28,14 +29,14 @@ __all__ = ["ProfiledPair", "Run", "drafts_nodes", "method_for", "phases_of", "se
 def drafts_nodes(method: MethodConfig) -> bool:
     """Whether a draft model runs the forest's nodes: not for look-ups, which have none, nor for a bridge, whose draft
     has tokens of its own."""
-    return method.needs_draft and method.drafter != "bridge"
+    return method.needs_draft and not method.bridges
 
 
 def setting_of(method: MethodConfig) -> ForestSize:
     """What a profile varies of a method."""
     if not method.depth:
         return NO_DRAFT
-    return ForestSize(method.depth, method.drafts_per_layer, method.min_width if method.width == "threshold" else None)
+    return ForestSize(method.depth, method.drafts_per_layer, method.min_width if method.dynamic else None)
 
 
 def method_for(method: MethodConfig, setting: ForestSize) -> MethodConfig:
@@ -43,7 +44,7 @@ def method_for(method: MethodConfig, setting: ForestSize) -> MethodConfig:
     if not setting.depth:
         # what belongs to drafting goes; rule fuzzy without a draft is plain sampling
         return MethodConfig(
-            rule="coupled" if method.rule == "fuzzy" else method.rule,
+            rule=MethodConfig().rule if RULES[method.rule].needs_draft else method.rule,
             num_beams=method.num_beams,
             depth=0,
             warp_scope=method.warp_scope,
@@ -194,7 +195,7 @@ def phases_of(run: Run) -> tuple[Phase, ...]:
     seconds["verify"] -= seconds["compact"]
     if not run.method.depth:
         del seconds["draft"]  # nothing is drafted: making the roots is `other`
-    elif run.method.drafter == "bridge":
+    elif run.method.bridges:
         seconds["draft"] -= log.forward_s("draft", "prefill")
     seconds["other"] = max(0.0, run.seconds - sum(seconds.values()))
     count = max(log.iterations, 1)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import orjson
 
-from dsbd_cli.config import MODEL_DRAFTERS
 from dsbd_cli.lab.reports.bench_data import SCHEMA, BenchReport, BenchRow
+from dsbd_cli.variants import DRAFTERS, FUSION, WIDTHS, active
 
 __all__ = ["json_lines"]
 
@@ -41,24 +41,13 @@ def _acting(settings: Mapping[str, object]) -> dict[str, object]:
     """Settings of dsbd's methods: null where another one keeps them from acting. Those of others' code as they are."""
     if "depth" not in settings:
         return dict(settings)
-    names = str(settings.get("drafter")).split("+")
-    drafts, two, wide = bool(settings["depth"]), len(names) == 2, settings.get("width") == "threshold"
-    judges = two and names[0] in MODEL_DRAFTERS
-    acts = {
-        "drafts_per_layer": drafts,
-        "width": drafts,
-        "width_threshold": drafts and wide,
-        "min_width": drafts and wide,
-        "adaptive_depth": drafts,
-        "drafter": drafts,
-        "ngram": drafts and "ngram" in names,
-        "index": drafts and "retrieval" in names,
-        "branching": drafts and "rsd-c" in names,
-        "tree": drafts and "dynamic-tree" in names,
-        "tree_threshold": drafts and "dynamic-tree" in names and settings.get("tree") == "threshold",
-        "second_drafts": drafts and two,
-        "fusion_top_k": drafts and judges,
-    }
+    drafts = bool(settings["depth"])
+    chosen = active(*(str(settings[name]) for name in ("rule", "width", "drafter")))
+    acting = [one for variant in chosen for one in variant.settings]
+    acting = [one for one in acting if one.only is None or settings.get(one.only[0]) == one.only[1]]
+    owned = [one for variant in (*WIDTHS.values(), *DRAFTERS.values(), FUSION) for one in variant.settings]
+    acts = {one.field: drafts and one in acting for one in owned}
+    acts |= dict.fromkeys(("drafts_per_layer", "width", "adaptive_depth", "drafter"), drafts)
     return {name: value if acts.get(name, True) else None for name, value in settings.items()}
 
 

@@ -7,6 +7,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from dsbd_cli.lab.reports.profile_data import ShownForest, ShownNode
+from dsbd_cli.variants import RULES
 
 __all__ = ["SYMBOLS", "forest_tree"]
 
@@ -34,7 +35,7 @@ def forest_tree(forest: ShownForest) -> RenderableType:
         if counted[state]:
             legend.append(f"{symbol} {meaning} ({counted[state]})", style=style)
             legend.append("\n")
-    law = "probability of the path" if forest.rule == "search" else "share of the step's pool"
+    law = "probability of the path" if not RULES[forest.rule].samples else "share of the step's pool"
     legend.append(f"P target, Q draft: {law}; - where it is not defined")
     trees: dict[int, Tree] = {}
     roots = []
