@@ -61,7 +61,7 @@ class _SlotModel:
             self._tokens = torch.full((rows, slots), -1, dtype=torch.int64, device=self._device)
             self._tokens[: old.shape[0], : old.shape[1]] = old
 
-    def move(self, source: Tensor, target: Tensor) -> None:
+    def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
         """Copy slots within each row: source, target [R, T] int64."""
         tokens = self._tokens[: source.shape[0]]
         tokens.scatter_(1, target, tokens.gather(1, source))

@@ -36,8 +36,8 @@ class CheckedDraft(TableLM):
         self.target, self.compared = target, 0
         self.fresh: Tensor | None = None  # slots of this iteration's own nodes, which the target has not run
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        super().move(source, target)
+    def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
+        super().move(source, target, trunk)
         self.fresh = None
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
@@ -280,9 +280,9 @@ class Prefilled(TableLM):
 
     prompts = moves = 0
 
-    def move(self, source: Tensor, target: Tensor) -> None:
+    def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
         self.moves += 1
-        super().move(source, target)
+        super().move(source, target, trunk)
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         if batch.rows is not None:

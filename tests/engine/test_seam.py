@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.drafting.base import DraftContext
 from tests.engine.test_drafters import ALONE, FUSED, decode, index, make_engine, name_of
+from tests.engine.toys import NumberCodec, TableLM, table_pair
 
 __all__ = ["index"]
 
@@ -50,3 +54,42 @@ def test_sampled_nodes_stand_first_and_have_a_law(options: dict[str, Any], index
     ranked = names[0] in ("ngram", "retrieval", "trigram") or options.get("tree") == "top-k"
     assert (sampled == 0) == ranked
     assert (deterministic > 0) == (ranked or len(names) == 2)
+
+
+class Promised(TableLM):
+    """Checks what a model is promised of prefills and of the trunk."""
+
+    chains = moves = 0
+    trunk: Tensor | None = None
+
+    def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
+        super().move(source, target, trunk)
+        below = target < trunk.unsqueeze(1)
+        if self.trunk is not None:
+            assert (trunk >= self.trunk).all()
+            assert (source == target)[below & (target < self.trunk.unsqueeze(1))].all()
+        self.trunk, self.moves = trunk.clone(), self.moves + 1
+
+    def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
+        assert batch.chain == (batch.rows is not None)
+        if batch.chain:
+            self.chains += 1
+            self.trunk = None  # another request begins
+            causal = torch.arange(batch.mask.shape[2]) <= batch.positions.unsqueeze(2)
+            assert torch.equal(batch.mask, causal)
+        elif self.trunk is not None:
+            seen = torch.arange(batch.mask.shape[2]) < self.trunk.view(-1, 1, 1)
+            assert (batch.mask | ~seen).all()
+        return super().forward(batch, logits=logits)
+
+
+def test_what_a_model_is_told_of_prefills_and_of_the_trunk() -> None:
+    """Guards models that keep a state instead of slots: a prefill is one chain, and the trunk only grows, never moves,
+    and is seen by every node."""
+    tables = [Promised(model.table) for model in table_pair(3, 12, 0.5)]
+    method = MethodConfig(num_beams=3, depth=3, adaptive_depth=False)
+    engine = Engine(tables[0], tables[1], NumberCodec(12, (2,)), method, batch_size=1)
+    sampling = SamplingConfig(max_new_tokens=20, top_k=6)
+    for number in range(4):
+        engine.generate(Request(f"{number} 4 5 6", sampling=sampling))
+    assert all(table.chains == 4 and table.moves > 8 for table in tables)

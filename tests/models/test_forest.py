@@ -103,7 +103,7 @@ def permute(rng: random.Random, forest: ForestModel, rows: list[Row], free: list
         spare[:] = places[len(new) :]
     width = max(map(len, pairs))
     padded = torch.tensor([[*p, *[(trash, trash)] * (width - len(p))] for p in pairs])  # [R, T, 2]
-    forest.move(padded[..., 0], padded[..., 1])
+    forest.move(padded[..., 0], padded[..., 1], torch.zeros(len(padded), dtype=torch.int64))
 
 
 def test_grouped_attention_is_used_and_equal() -> None:
@@ -203,7 +203,7 @@ def test_forest_on_cuda(name: str) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         forest.forward(batch)
-        forest.move(batch.slots, batch.slots)
+        forest.move(batch.slots, batch.slots, batch.slots[:, 0])
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -51,7 +51,7 @@ def sees_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CausalForestModel, "move", lambda self, source, target: None)
+    monkeypatch.setattr(CausalForestModel, "move", lambda self, source, target, trunk: None)
 
 
 @pytest.mark.parametrize("break_it", [ignore_windows, windows_by_slot, sees_siblings, moves_nothing])

@@ -50,7 +50,7 @@ def test_forest_equals_separate_paths(name: str) -> None:
         index = rows.index(row)
         whole = torch.full((2, 2, pairs.shape[1]), SLOTS - 1)
         whole[:, index] = pairs
-        model.move(whole[0], whole[1])
+        model.move(whole[0], whole[1], torch.zeros(2, dtype=torch.int64))
     model.reserve(2, SLOTS + 8)
     model.select_rows(torch.tensor([1, 0]))
     rows, free = rows[::-1], free[::-1]

@@ -32,6 +32,7 @@ class ForestInput:
             all of them, windows aside. Where given, the logits of a node must not depend on anything but its path: not
             on the other nodes, the slots, the other rows or how many there are. None: speed comes first.
         tail: T, how many slots from there on a row may use at most; of use with `settled` only.
+        chain: a prefill. The real nodes of a row follow one another, and each sees all before it.
     """
 
     tokens: Tensor
@@ -42,6 +43,7 @@ class ForestInput:
     rows: Tensor | None = None
     settled: tuple[int, ...] | None = None
     tail: int = 0
+    chain: bool = False
 
     def to(self, device: torch.device) -> ForestInput:
         """The same on another device."""
@@ -54,6 +56,7 @@ class ForestInput:
             None if self.rows is None else self.rows.to(device),
             self.settled,
             self.tail,
+            self.chain,
         )
 
 
@@ -108,10 +111,12 @@ class ForestModel(Protocol):
         [R, n, m]. None with logits=False, when the output head must not be run."""
         ...
 
-    def move(self, source: Tensor, target: Tensor) -> None:
+    def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
         """Copy cache contents slot by slot within each row: source, target [R, T] int64. All reads happen before any
-        write.
-        Pairs with source == target are no-ops; several padding pairs may aim at the trash slot."""
+        write. Pairs with source == target are no-ops; several padding pairs may aim at the trash slot.
+
+        trunk: [R] int64, leading slots that all live beams share from now on. They never move again.
+        """
         ...
 
     def select_rows(self, rows: Tensor) -> None:

@@ -98,10 +98,11 @@ class Caches:
     def _prefill(self, model: ForestModel, prompts: Mapping[int, Sequence[int]], *, apart: bool) -> None:
         prefill(model, list(prompts), list(prompts.values()), trash=self.slots - 1, apart=apart)
 
-    def move(self, source: Tensor, target: Tensor, *, draft: bool) -> None:
-        """Copy slots within each row, [R, T] each, in the target and, if `draft`, in the draft model."""
+    def move(self, source: Tensor, target: Tensor, trunk: Tensor, *, draft: bool) -> None:
+        """Copy slots within each row, [R, T] each, in the target and, if `draft`, in the draft model. trunk: [R], slots
+        that all live beams share from now on."""
         for model in self.models if draft else self.models[:1]:
-            model.move(source.to(model.device), target.to(model.device))
+            model.move(*(part.to(model.device) for part in (source, target, trunk)))
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""

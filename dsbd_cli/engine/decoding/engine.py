@@ -250,6 +250,7 @@ class Engine:
             try:
                 batch.admit(backlog)
                 self._iterate(batch, order)
+                self._shape = None
                 self._proven = max(self._proven, len(batch.jobs))
             except Stopped:
                 return
@@ -288,7 +289,6 @@ class Engine:
         # how far each walk came, and how long it took, decides on the next forest
         layers = [report.layers[row] for row, _ in running]
         self._planner.observe(shape, requests, layers, seconds | read.seconds(), reading, self._stepper.steady)
-        self._shape = None
         nodes = shape.nodes(self.method.num_beams)
         for row, job in running:
             counters = report.rows[row]

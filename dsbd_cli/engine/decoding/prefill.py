@@ -59,5 +59,6 @@ def _chunk(model: ForestModel, rows: list[int], parts: list[list[int]], start: i
         mask=mask,
         slot_positions=index.expand(len(rows), -1),
         rows=torch.tensor(rows, device=device),
+        chain=True,
     )
     model.forward(batch, logits=False)

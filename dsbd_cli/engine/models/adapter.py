@@ -199,8 +199,8 @@ class CausalForestModel:
         return self._cache.bytes_per_slot
 
     @torch.no_grad()
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy cache contents slot by slot within each row: source, target [R, T] int64."""
+    def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
+        """Copy cache contents slot by slot within each row: source, target [R, T] int64. Attention needs no trunk."""
         self._cache.move(source, target)
 
     @torch.no_grad()

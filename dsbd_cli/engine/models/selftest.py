@@ -132,7 +132,7 @@ def _packed(model: CheckableModel, tokens: Tensor, slots: Tensor) -> Tensor:
         model.reserve(1, SLOTS)
         before = run(0, split)[PROMPT:]
         moved = slots.roll(1)  # every slot's content goes to another occupied slot: reads must come before writes
-        model.move(slots[None, :split], moved[None, :split])
+        model.move(slots[None, :split], moved[None, :split], torch.zeros(1, dtype=torch.int64, device=device))
         slots = moved
         after = run(split, total)
     finally:

@@ -170,13 +170,13 @@ class TimedModel:
         self.log.forwards.append(Forward(self.role, kind, nodes, rows, slots, first, seconds))
         return output
 
-    def move(self, source: Tensor, target: Tensor) -> None:
+    def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
         """The inner move, timed."""
         if not self.log.every:
-            self.inner.move(source, target)
+            self.inner.move(source, target, trunk)
             return
         watch = stopwatch(self.device)
-        self.inner.move(source, target)
+        self.inner.move(source, target, trunk)
         self.log.moves.append(watch.stop())
 
     def select_rows(self, rows: Tensor) -> None:
