@@ -222,7 +222,7 @@ def test_temperature_0_is_for_the_rules_that_take_it() -> None:
     for value in (0, 0.0):
         assert request({"prompt": "p", "temperature": value, "top_p": 0.9}, RUN).sampling.temperature == 0
         message = refusal({"prompt": "p", "temperature": value}, replace(RUN, rule="rejection"))
-        assert message == "line 12: temperature is 0, which rule rejection does not take: use rule coupled or search"
+        assert message == "line 12: temperature is 0, which rejection does not take: use coupled, or search"
 
 
 def test_unknown_fields_are_told_once() -> None:

@@ -80,4 +80,4 @@ def test_other_rules_refuse_the_row(rule: str) -> None:
     more = {"fuzzy_threshold": 0.5} if rule == "fuzzy" else {}
     results = list(engine(4, rule=rule, **more).run(mixed_rows()[:3]))
     assert [type(result.error) for result in results] == [type(None), InvalidRowError, type(None)]
-    assert str(results[1].error) == f"temperature is 0, which rule {rule} does not take: use rule coupled or search"
+    assert str(results[1].error) == f"temperature is 0, which {rule} does not take: use coupled, or search"
