@@ -234,7 +234,8 @@ def stop_by(number: signal.Signals) -> Callable[[Folder], Result]:
 
 def closed_pipe(folder: Folder) -> Result:
     """`dsbd generate < in.jsonl | head -1`."""
-    call = f"{shlex.join(folder.command)} generate --target builtin:target -i {folder.input} | head -1; exit ${{PIPESTATUS[0]}}"
+    command = f"{shlex.join(folder.command)} generate --target builtin:target -i {folder.input}"
+    call = f"{command} | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", call], cwd=ROOT, capture_output=True, check=False, timeout=DEADLINE_S)
     require(done.returncode == 0, f"ended with {done.returncode}: {done.stderr.decode()}")
     require(done.stdout.count(b"\n") == 1 and not done.stderr, f"said {done.stderr.decode()!r}")
