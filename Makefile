@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY) ## answer sample_inputs/prompts.jsonl with the built-in pair, then the same by transformers
 	$(BIN)/dsbd generate --quiet < sample_inputs/prompts.jsonl | $(BIN)/python sample_inputs/show.py sample_inputs/prompts.jsonl
-	$(BIN)/python sample_inputs/compare.py sample_inputs/prompts.jsonl
+	@$(BIN)/python sample_inputs/compare.py sample_inputs/prompts.jsonl
 
 test: $(READY) ## run the whole suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q

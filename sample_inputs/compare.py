@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import dsbd_cli
 from dsbd_cli.engine.models.registry import resolve
 
-BEAMS, NEW_TOKENS = 4, 64
+BEAMS, NEW_TOKENS = 8, 64
 
 
 def transformers_texts(prompts: list[str]) -> tuple[list[str], float]:
-    """Texts and seconds of `generate(num_beams=4)` in one batch, padded on the left."""
+    """Texts and seconds of `generate(num_beams=8)` in one batch, padded on the left."""
     folder = resolve("builtin:target").path
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -108,10 +108,11 @@ class Sight:
         width = self._at.shape[1]
         if len(set(self.settled)) == 1 and self.settled[0] + width <= slots:
             return states[:, :, self.settled[0] : self.settled[0] + width].to(dtype)
-        found = states.new_zeros((rows, heads, width, dim), dtype=dtype)
+        found = states.new_empty((rows, heads, width, dim), dtype=dtype)
         for row, start in enumerate(self.settled):  # an index over rows and slots is copied number by number
             part = states[row, :, start : start + width]
             found[row, :, : part.shape[1]] = part
+            found[row, :, part.shape[1] :] = 0
         return found
 
     @staticmethod
