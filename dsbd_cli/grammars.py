@@ -104,7 +104,9 @@ def _fault(source: str) -> str | None:
     from llguidance import LLMatcher
 
     wrong, messages = LLMatcher.validate_grammar_with_warnings(source)
-    return messages[0] if wrong else None
+    # where llguidance came from is not told: the innermost place is found by trying
+    lines = [line for line in messages[0].splitlines() if "while processing" not in line] if wrong else []
+    return "\n".join(lines) if wrong else None
 
 
 def _place(schema: Schema, fault: str) -> str:
