@@ -82,6 +82,7 @@ def _beam(beam: Hypothesis) -> Fields:
         "logprob": beam.logprob,
         "score": beam.score,
         "num_tokens": beam.num_tokens,
+        **({} if beam.valid is None else {"valid": beam.valid}),
     }
 
 
