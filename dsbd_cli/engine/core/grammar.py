@@ -1,18 +1,26 @@
 """Grammars on the host: which tokens may follow a text, for live beams and drafted nodes.
 
 llguidance computes the masks. A text under a grammar is a `GrammarState`; what follows from it is computed once and
-kept, so nodes that share a path share their masks. Letters: R requests, W beams, n nodes of a layer, V vocabulary, B =
-ceil(V / 32) words of a mask.
+kept, so what the drafter asked for a node is there when the target asks for it. On the device a state is a negative
+number (see core/legal.py), which `GrammarTable` knows.
+
+Letters: R requests, n nodes, V vocabulary, B = ceil(V / 32) words of a mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from dsbd_cli.engine.core.legal import DEAD, FREE, NodePaths
+from dsbd_cli.engine.core.probs import NEVER
 from dsbd_cli.engine.core.protocols import TextCodec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.grammars import Grammar
@@ -20,13 +28,13 @@ from dsbd_cli.grammars import Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["FREE", "GrammarCompiler", "GrammarState", "mask_words"]
+__all__ = ["GrammarCompiler", "GrammarState", "GrammarTable", "GrammarWalk"]
 
 MOST_KEPT = 256  # compiled grammars
 Mask = NDArray[np.int32]
 
 
-def mask_words(vocab_size: int) -> int:
+def _words(vocab_size: int) -> int:
     """B."""
     return -(-vocab_size // 32)
 
@@ -38,19 +46,15 @@ class GrammarState:
     so what nobody holds any more is forgotten.
     """
 
-    __slots__ = ("_after", "_eos", "_mask", "_matcher", "_size")
+    __slots__ = ("_after", "_eos", "_mask", "_matcher", "_size", "number")
 
     def __init__(self, matcher: LLMatcher | None, size: int, eos: frozenset[int]) -> None:
-        """matcher: its own from now on; None where the text is no beginning of what the grammar derives. size: V that
-        llguidance knows, a multiple of 32 or less. eos: end tokens."""
+        """matcher: its own from now on; None where nothing may follow. size: tokens that llguidance knows. eos: end
+        tokens."""
         self._matcher, self._size, self._eos = matcher, size, eos
         self._after: dict[int, GrammarState] = {}
         self._mask: Mask | None = None
-
-    @property
-    def free(self) -> bool:
-        """There is no grammar: anything may follow."""
-        return False
+        self.number = 0  # below 0 once it stands on the device
 
     @property
     def fault(self) -> str | None:
@@ -63,19 +67,19 @@ class GrammarState:
         """The text is whole: the grammar derives it as it stands."""
         return self._matcher is not None and not self._matcher.is_error() and self._matcher.is_accepting()
 
-    def after(self, token: int) -> GrammarState:
-        """The state one token on. After a token that may not follow, and after an end token, nothing may follow."""
+    def after(self, token: int) -> GrammarState | None:
+        """The state one token on; None after a token that may not follow. After an end token nothing may follow."""
         found = self._after.get(token)
         if found is None:
-            found = self._after[token] = GrammarState(self._step(token), self._size, self._eos)
+            if not self.allows(token):
+                return None
+            matcher = None
+            if token not in self._eos:
+                assert self._matcher is not None, "it allows a token"
+                matcher = self._matcher.deep_copy()
+                matcher.consume_token(token)  # an error, as of a limit, stays with the matcher: see `fault`
+            found = self._after[token] = GrammarState(matcher, self._size, self._eos)
         return found
-
-    def _step(self, token: int) -> LLMatcher | None:
-        if self._matcher is None or token in self._eos or not self.allows(token):
-            return None
-        matcher = self._matcher.deep_copy()
-        matcher.consume_token(token)  # an error, as of a limit, stays with the matcher: see `fault`
-        return matcher
 
     def allows(self, token: int) -> bool:
         """Whether the token may follow."""
@@ -87,7 +91,7 @@ class GrammarState:
         """[B] int32, bit v % 32 of word v // 32 is set where token v may follow; an end token where the text may end.
         Computed when it is first asked for."""
         if self._mask is None:
-            mask = np.zeros(mask_words(self._size), dtype=np.int32)
+            mask = np.zeros(_words(self._size), dtype=np.int32)
             if self._matcher is not None and not self._matcher.is_error():
                 self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
                 if self._matcher.is_error():
@@ -108,51 +112,38 @@ class GrammarState:
         return tokens if len(tokens) <= most else None
 
 
-class _Free(GrammarState):
-    """No grammar."""
-
-    __slots__ = ()
-
-    @property
-    def free(self) -> bool:
-        return True
-
-    def after(self, token: int) -> GrammarState:
-        return self
-
-    def allows(self, token: int) -> bool:
-        return True
-
-    def following(self, most: int) -> list[int] | None:
-        return None
-
-
-FREE: GrammarState = _Free(None, 0, frozenset())
-
-
 class GrammarCompiler:
     """Grammars for one vocabulary. Each is compiled once, however many requests use it."""
 
     def __init__(self, codec: TextCodec, vocab_size: int) -> None:
         """vocab_size: V of the target."""
-        self._codec, self._vocab_size = codec, vocab_size
+        self._codec, self.vocab_size = codec, vocab_size
         self._eos = frozenset(token for token in codec.eos_ids if token < vocab_size)
         self._tokenizer: LLTokenizer | None = None
         self._known: dict[Grammar, LLMatcher] = {}
 
-    def start(self, grammar: Grammar | None) -> GrammarState:
+    def start(self, grammar: Grammar) -> GrammarState:
         """The state of the empty text. Raises UsageError for a grammar that is malformed, or that this vocabulary
         cannot say a single answer of."""
-        if grammar is None:
-            return FREE
-        matcher = self._known.get(grammar)
-        if matcher is None:
-            matcher = self._compiled(grammar)
+        matcher = self._matcher(grammar)
+        assert self._tokenizer is not None
+        return GrammarState(matcher, self._tokenizer.vocab_size, self._eos)
+
+    def matches(self, grammar: Grammar, tokens: Sequence[int]) -> bool:
+        """Whether the text of these tokens is whole under the grammar. An end token at its end is left out."""
+        matcher = self._matcher(grammar)
+        text = list(tokens[:-1] if tokens and tokens[-1] in self._eos else tokens)
+        return matcher.consume_tokens(text) and matcher.is_accepting()
+
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        """A matcher of its own, at the beginning."""
+        found = self._known.get(grammar)
+        if found is None:
+            found = self._compiled(grammar)
             while len(self._known) >= MOST_KEPT:
                 del self._known[next(iter(self._known))]
-            self._known[grammar] = matcher
-        assert self._tokenizer is not None
-        return GrammarState(matcher.deep_copy(), self._tokenizer.vocab_size, self._eos)
+            self._known[grammar] = found
+        return found.deep_copy()
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
         source = grammar.source()  # before the import: it tells what is to be installed
@@ -161,13 +152,117 @@ class GrammarCompiler:
         if not self._eos:
             raise UsageError("the target has no end token, so a text could never be whole")
         if self._tokenizer is None:
-            self._tokenizer = _tokenizer(self._codec, self._vocab_size, sorted(self._eos))
+            self._tokenizer = _tokenizer(self._codec, self.vocab_size, sorted(self._eos))
         matcher = LLMatcher(self._tokenizer, source, log_level=0)
         if matcher.is_error():
             raise UsageError(" ".join(matcher.get_error().split())[:200])
         if not GrammarState(matcher.deep_copy(), self._tokenizer.vocab_size, self._eos).mask.any():
             raise UsageError("no token of the target's vocabulary may begin an answer")
         return matcher
+
+
+class GrammarTable:
+    """The texts of all rows that have a grammar, by number.
+
+    A text that no beam goes on from is forgotten: an iteration keeps what it and the one before it have met.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, device: torch.device) -> None:
+        self.compiler = compiler
+        self._words, self._device, self._last = _words(compiler.vocab_size), device, FREE
+        self._now: dict[int, GrammarState] = {}
+        self._before: dict[int, GrammarState] = {}
+        self._filler: ThreadPoolExecutor | None = None
+
+    def begin(self, grammar: Grammar) -> int:
+        """The number of the state in which a row with this grammar begins."""
+        return self.add(self.compiler.start(grammar))
+
+    def add(self, state: GrammarState) -> int:
+        """The number of a state that beams or nodes stand in."""
+        if not state.number:
+            self._last -= 1
+            state.number = self._last
+        self._now[state.number] = state
+        return state.number
+
+    def at(self, number: int) -> GrammarState | None:
+        """The state of a number; None for one that belongs to no grammar, or to a row that is done."""
+        return self._now.get(number) or self._before.get(number)
+
+    def acting(self, starts: Sequence[int | None], generated: int) -> GrammarWalk | None:
+        """The grammars in an iteration. Called once in each."""
+        if not any(start is not None and start < FREE for start in starts):
+            return None
+        self._before, self._now = self._now, {}
+        if self._filler is None:
+            self._filler = ThreadPoolExecutor(1, "grammar masks")
+        return GrammarWalk(self, self._words, self._device, self._filler)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarWalk:
+    """The grammars in one iteration. words: B."""
+
+    table: GrammarTable
+    words: int
+    device: torch.device
+    filler: ThreadPoolExecutor
+    key: Hashable = "grammar"
+    on_host: bool = True
+
+    def step(self, state: Tensor, tokens: Tensor) -> Tensor:
+        """States after the tokens; DEAD where a grammar does not let one follow."""
+        numbers, following = torch.stack((state, tokens)).tolist()
+        found = [[self._step(*pair) for pair in zip(*row, strict=True)] for row in zip(numbers, following, strict=True)]
+        return torch.tensor(found, dtype=torch.int64, device=state.device).view_as(state)
+
+    def _step(self, number: int, token: int) -> int:
+        if number >= FREE:
+            return number
+        here = self.table.at(number)
+        found = None if here is None else here.after(token)
+        return DEAD if found is None else self.table.add(found)
+
+    def of(self, nodes: NodePaths) -> GrammarMasks:
+        """The masks of these nodes, which are computed while the caller goes on."""
+        numbers = nodes.state.flatten().tolist()
+        states = [self.table.at(number) if number < FREE else None for number in numbers]
+        plain = [number >= FREE and number != DEAD for number in numbers]
+        return GrammarMasks(self.filler.submit(_filled, states, plain, self.words), self.device)
+
+
+class GrammarMasks:
+    """What may follow m nodes; core.probs.LegalTokens."""
+
+    def __init__(self, masks: Future[Mask], device: torch.device) -> None:
+        """masks: [m, B] int32."""
+        self._coming, self._device = masks, device
+        self._masks: Tensor | None = None
+
+    def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:
+        """There are too many of them to be listed."""
+        return None
+
+    def apply(self, logprobs: Tensor, part: slice) -> None:
+        """-inf for every token that may not follow. logprobs: [k, V] of nodes `part`, or fewer columns."""
+        if self._masks is None:
+            self._masks = torch.from_numpy(self._coming.result()).to(self._device)
+        bits = torch.arange(32, dtype=torch.int32, device=logprobs.device)
+        allowed = (self._masks[part].unsqueeze(-1) >> bits) & 1
+        logprobs.masked_fill_(allowed.flatten(1)[:, : logprobs.shape[1]] == 0, NEVER)
+
+
+def _filled(states: Sequence[GrammarState | None], plain: Sequence[bool], words: int) -> Mask:
+    """Masks of nodes, [m, B]. plain: the node has no grammar; nothing follows one that has neither this nor a state."""
+    masks = np.zeros((len(states), words), dtype=np.int32)
+    for mask, state, free in zip(masks, states, plain, strict=True):
+        if free:
+            mask[:] = -1
+        elif state is not None:
+            known = state.mask[:words]
+            mask[: len(known)] = known
+    return masks
 
 
 def _tokenizer(codec: TextCodec, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:

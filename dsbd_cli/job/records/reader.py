@@ -39,7 +39,7 @@ class RowReader:
         seed: of the run; with a row's id it makes the row's seed.
         rule: the run's rule; under `search` a row must not ask for sampling.
         num_beams: of the run; the most `n` that a row may ask for.
-        constraint: grammar of rows that do not bring a response_format.
+        grammar: of rows that do not bring a response_format.
         strict: an unknown field is the row's error instead of a warning.
     """
 
@@ -48,7 +48,7 @@ class RowReader:
     rule: RuleName = "coupled"
     num_beams: int = 4
     strict: bool = False
-    constraint: Grammar | None = None
+    grammar: Grammar | None = None
     _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     _known: dict[bytes, SamplingConfig] = field(default_factory=dict, init=False, repr=False, compare=False)
     _checked_grammars: set[Grammar] = field(default_factory=set, init=False, repr=False, compare=False)
@@ -56,7 +56,7 @@ class RowReader:
     def __post_init__(self) -> None:
         check_seed(self.seed)
         check_request(self.sampling, self.rule, self.num_beams)
-        check_ends(self.sampling, self.constraint)
+        check_ends(self.sampling, self.grammar)
 
     def read(self, line: bytes | LongLine, *, index: int, number: int) -> Row:
         """The row of a line of JSON, flat or in an OpenAI batch envelope.
@@ -94,7 +94,7 @@ class RowReader:
             told = InvalidRowError(f"line {number}: {error}")
             return Row(index, number, row_id, None, told, "text", None, key)
         seed = derive_seed(self.seed, row_id)
-        request = Request(id=row_id, seed=seed, prompt=prompt, sampling=self.sampling, constraint=self.constraint)
+        request = Request(id=row_id, seed=seed, prompt=prompt, sampling=self.sampling, grammar=self.grammar)
         return Row(index, number, row_id, request, None, "text", None, key)
 
     def _warnings(self, parsed: ParsedRow, number: int) -> tuple[str, ...]:
@@ -123,13 +123,18 @@ class RowReader:
         prompt = text(row, "prompt") if "prompt" in row else None
         chat = messages(row["messages"]) if "messages" in row else None
         seed = integer(row, "seed", 0) if "seed" in row else derive_seed(self.seed, row_id)
-        sampling, constraint = self._sampling(row), self._constraint(row)
-        check_ends(sampling, constraint)
-        return Request(id=row_id, seed=seed, prompt=prompt, messages=chat, sampling=sampling, constraint=constraint)
+        return Request(
+            id=row_id,
+            seed=seed,
+            prompt=prompt,
+            messages=chat,
+            sampling=self._sampling(row),
+            grammar=self._grammar(row),
+        )
 
-    def _constraint(self, row: Fields) -> Grammar | None:
+    def _grammar(self, row: Fields) -> Grammar | None:
         if "response_format" not in row:
-            return self.constraint
+            return self.grammar
         grammar = response_format(row["response_format"])
         if grammar is not None and grammar not in self._checked_grammars:
             try:
