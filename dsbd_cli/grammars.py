@@ -6,6 +6,7 @@ imported when the first grammar is used.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -61,6 +62,11 @@ class Grammar:
     def lark(cls, grammar: str) -> Grammar:
         """Answers that this Lark grammar derives from `start`."""
         return cls("lark", grammar)
+
+    @property
+    def name(self) -> str:
+        """Its kind and a hash of its text, by which runs are told apart."""
+        return f"{self.kind} {hashlib.blake2b(self.text.encode('utf-8', 'surrogatepass'), digest_size=8).hexdigest()}"
 
     def source(self) -> str:
         """The grammar as llguidance takes it. Raises UsageError where it is malformed or uses what is not supported;

@@ -17,6 +17,7 @@ from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import grouped, help_texts
 from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, open_source
 from dsbd_cli.job.cli.flow import MakeRecord, RowFlow, TooManyErrorsError
+from dsbd_cli.job.cli.grammar_options import GrammarOptions
 from dsbd_cli.job.cli.layers import job_text
 from dsbd_cli.job.cli.messages import say, set_style, tracebacks_wanted, whole
 from dsbd_cli.job.cli.options import (
@@ -60,6 +61,7 @@ def generate(
     pair: PairOptions,
     method: MethodOptions,
     sampling: SamplingOptions,
+    answers: GrammarOptions,
     devices: DeviceOptions,
     talk: TalkOptions,
     job: JobOptions,
@@ -76,8 +78,10 @@ def generate(
     set_style(json_lines=talk.log == "json", tracebacks=tracebacks_wanted())
     if talk.quiet and talk.log == "verbose":
         raise UsageError("--quiet and --log verbose cannot be used together: give one of them")
-    settings = run_settings(pair, method, sampling, devices, failing, strict=files.input_format == "strict")
-    groups = (files, failing, pair, method, sampling, devices, talk)
+    settings = run_settings(
+        pair, method, sampling, devices, failing, strict=files.input_format == "strict", answers=answers
+    )
+    groups = (files, failing, pair, method, sampling, answers, devices, talk)
     if job.print_config:
         typer.echo(job_text(groups, help_texts(groups)))
         return
@@ -113,6 +117,7 @@ class _Run:
             strict=settings.rows.strict,
             input_format="text" if files.input_format == "text" else "auto",
             output_format=files.output_format or "native",
+            grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
             dsbd=__version__,
         )
         self._signals = StopSignals(quiet=bool(talk.quiet))

@@ -18,6 +18,7 @@ from dsbd_cli.config import (
     SamplingConfig,
 )
 from dsbd_cli.errors import UsageError
+from dsbd_cli.job.cli.grammar_options import GrammarOptions, chosen_grammar
 from dsbd_cli.job.cli.options import (
     DeviceOptions,
     FileOptions,
@@ -67,6 +68,7 @@ def run_settings(
     failing: RowOptions,
     *,
     strict: bool = False,
+    answers: GrammarOptions | None = None,
 ) -> RunSettings:
     """Settle defaults and refuse what contradicts itself. strict: of rows with unknown fields. Raises UsageError."""
     if _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
@@ -96,7 +98,12 @@ def run_settings(
             ("--seed", sampling.seed),
         )
     config = _method(method, chosen, drafting=drafting)
-    rows = _rows(sampling, config, strict=strict)
+    grammar = chosen_grammar(answers or GrammarOptions())
+    rows = replace(_rows(sampling, config, strict=strict), grammar=grammar)
+    if grammar is not None and devices.cuda_graphs:
+        raise UsageError(
+            "--cuda-graphs cannot be used with a grammar, whose masks are made on the host in every iteration: drop it"
+        )
     batch_size: int | None = None
     if devices.batch_size != "auto":
         batch_size = _given(_number("--batch-size", devices.batch_size, 0), DEFAULT_BATCH_SIZE)
