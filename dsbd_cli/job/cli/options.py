@@ -23,6 +23,7 @@ from dsbd_cli.job.records import RowReader
 from dsbd_cli.variants import DRAFTERS, FUSION, SAMPLING_RULES, WIDTHS, help_lines
 
 __all__ = [
+    "AnswerOptions",
     "DeviceOptions",
     "DrawOptions",
     "FileOptions",
@@ -301,6 +302,22 @@ class SamplingOptions(DrawOptions):
     n_best: Annotated[
         int | None,
         option(ENDING, "--n-best", text="hypotheses to report per row", default=_SAMPLING.n_best, metavar="N"),
+    ] = None
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """What an answer may be."""
+
+    allow: Annotated[
+        Path | None,
+        option(
+            MAIN,
+            "--allow",
+            text="file of the only answers that may come out: one per line, or in a .jsonl objects with text or "
+            "token_ids, and id and catalogue if wanted",
+            metavar="FILE",
+        ),
     ] = None
 
 

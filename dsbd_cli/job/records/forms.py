@@ -24,7 +24,7 @@ ALIASES = {
     "max_completion_tokens": "max_new_tokens",
     "n": "n_best",
 }
-ROW_FIELDS = ("id", "prompt", "messages", "seed", *(item.name for item in fields(SamplingConfig)), "metadata")
+ROW_FIELDS = ("id", "prompt", "messages", "seed", "allow", *(item.name for item in fields(SamplingConfig)), "metadata")
 URLS: dict[str, Form] = {"/v1/completions": "openai-completions", "/v1/chat/completions": "openai-chat"}
 PROMPT_OF: dict[Form, str] = {"openai-completions": "prompt", "openai-chat": "messages"}
 

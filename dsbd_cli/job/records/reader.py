@@ -114,7 +114,8 @@ class RowReader:
         prompt = text(row, "prompt") if "prompt" in row else None
         chat = messages(row["messages"]) if "messages" in row else None
         seed = integer(row, "seed", 0) if "seed" in row else derive_seed(self.seed, row_id)
-        return Request(id=row_id, seed=seed, prompt=prompt, messages=chat, sampling=self._sampling(row))
+        allow = _allow(row["allow"]) if "allow" in row else None
+        return Request(id=row_id, seed=seed, prompt=prompt, messages=chat, sampling=self._sampling(row), allow=allow)
 
     def _sampling(self, row: Fields) -> SamplingConfig:
         own = {name: value for name, value in row.items() if name in SAMPLING_FIELDS}
@@ -147,6 +148,15 @@ class RowReader:
         check_request(sampling, self.rule, self.num_beams)
         _check_limits(row, sampling)
         return sampling
+
+
+def _allow(value: object) -> str | tuple[str, ...]:
+    """The name of a catalogue, or a list of answers."""
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
+        raise InvalidRowError(f"allow is {shorten(value)}, but must be a catalogue's name or a list of answers")
+    return tuple(value)
 
 
 def _check_limits(row: Fields, sampling: SamplingConfig) -> None:
