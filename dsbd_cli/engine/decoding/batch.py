@@ -28,7 +28,7 @@ __all__ = ["Batch", "most_steps"]
 
 def most_steps(jobs: Iterable[Job]) -> int:
     """Most tokens that one of these requests may generate."""
-    return max(job.request.sampling.max_new_tokens for job in jobs)
+    return max(job.max_new for job in jobs)
 
 
 class Batch:
@@ -80,7 +80,7 @@ class Batch:
         steps = most_steps(jobs)
         shape = deepest(self._method, steps)
         nodes, history = shape.nodes(self._method.num_beams), steps + shape.depth + 2
-        slots = max(len(job.prompt) + job.request.sampling.max_new_tokens for job in jobs)
+        slots = max(len(job.prompt) + job.max_new for job in jobs)
         if self._empty:
             self._allocate(slots + 2 * nodes, nodes, history)
         self.state.grow_history(history)

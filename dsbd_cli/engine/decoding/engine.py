@@ -152,6 +152,11 @@ class Engine:
         return "same-law" if promised == "same-text" and not self.target.invariant else promised
 
     @property
+    def allowed(self) -> str | None:
+        """How many answers the catalogues hold, and what they take of the device's memory; None without any."""
+        return self._tries.about
+
+    @property
     def models(self) -> list[ForestModel]:
         """Those whose caches the engine keeps: the target, and the draft model where it runs the forest's nodes."""
         return self._caches.models
@@ -248,7 +253,7 @@ class Engine:
         """The batch size that memory allows, from the requests seen first."""
         if backlog:
             nodes = self._nodes(backlog)
-            slots = max(len(job.prompt) + job.request.sampling.max_new_tokens for job in backlog) + 2 * nodes
+            slots = max(len(job.prompt) + job.max_new for job in backlog) + 2 * nodes
             self.batch_size = self._rows = fitting_rows(self._caches.models, self._caches.round_slots(slots), nodes)
             self._fit_batch = False
 
@@ -285,7 +290,7 @@ class Engine:
         running = batch.running
         requests = [job.acceptance for _, job in running]
         # D layers of K drafts: what promises most steps per second, and no deeper than what is left to generate
-        left = max(job.request.sampling.max_new_tokens - job.stats.steps for _, job in running)
+        left = max(job.max_new - job.stats.steps for _, job in running)
         reading = batch.reading()
         self._shape = shape = self._planner.choose(requests, reading).within(left)
         # static shapes: slots and a tail window for W + D*K nodes
@@ -332,7 +337,7 @@ class Engine:
             running[0].retried = True  # once more, with all memory given back
         elif alone:
             job = running.pop()
-            tokens = len(job.prompt) + job.request.sampling.max_new_tokens
+            tokens = len(job.prompt) + job.max_new
             error = OutOfMemoryRowError(
                 f"out of memory with this row alone ({tokens} tokens, {self._nodes([job])} nodes in an iteration): "
                 "shorten it, or lower num_beams, depth or drafts_per_layer"
@@ -354,10 +359,10 @@ class Engine:
                 order.put(number, RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
                 continue
             try:
-                request, catalogue = self._encoder.settle(request)
-                ids, truncated = self._encoder.encode(request)
-                started = time.perf_counter()
-                backlog.append(Job(number, request, ids, started=started, truncated=truncated, catalogue=catalogue))
+                job = Job(number, request, [], catalogue=self._encoder.catalogue(request))
+                job.prompt, job.truncated = self._encoder.encode(request, job.max_new)
+                job.started = time.perf_counter()
+                backlog.append(job)
                 count -= 1
             except RowError as error:
                 order.put(number, RequestResult(request, (), 0, RequestStats(), error))

@@ -39,6 +39,11 @@ class Job:
     acceptance: Acceptance = field(default_factory=Acceptance)
     catalogue: Catalogue | None = None
 
+    @property
+    def max_new(self) -> int:
+        """Tokens that it can generate at most."""
+        return self.request.sampling.max_new_tokens if self.catalogue is None else self.catalogue.trie.longest
+
 
 class Source:
     """Numbered requests with an id and a seed, read one at a time. An item None says that nothing is ready yet."""

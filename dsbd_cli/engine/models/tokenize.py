@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -75,6 +76,15 @@ class HFCodec:
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end a sequence."""
         return self._eos_ids
+
+    @property
+    def fingerprint(self) -> str | None:
+        """32 hexadecimal digits that two tokenizers share only if they tokenise alike; None of one that does not say
+        all it does."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        return hashlib.blake2b(backend.to_str().encode(), digest_size=16).hexdigest()
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens the tokenizer adds by itself."""

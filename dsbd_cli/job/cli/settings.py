@@ -18,8 +18,9 @@ from dsbd_cli.config import (
     SamplingConfig,
 )
 from dsbd_cli.errors import UsageError
-from dsbd_cli.job.cli.grammar_options import GrammarOptions, chosen_grammar
+from dsbd_cli.job.cli.answers import chosen_grammar
 from dsbd_cli.job.cli.options import (
+    AnswerOptions,
     DeviceOptions,
     FileOptions,
     MethodOptions,
@@ -34,13 +35,22 @@ __all__ = ["TYPED", "RunSettings", "fixed_depth", "model_specs", "run_settings"]
 
 T = TypeVar("T")
 
+NO_ANSWERS = AnswerOptions()  # not given
 SPREADS = ("balanced", "balanced_low_0", "sequential")  # names of device maps that are no device
 
 # what a setting of a run is called where it is typed
 TYPED = {
     **typed_names(
         item.name
-        for group in (FileOptions, PairOptions, MethodOptions, SamplingOptions, DeviceOptions, RowOptions)
+        for group in (
+            FileOptions,
+            PairOptions,
+            MethodOptions,
+            SamplingOptions,
+            AnswerOptions,
+            DeviceOptions,
+            RowOptions,
+        )
         for item in fields(group)
     ),
     "rule": "--decode or --verify",
@@ -58,6 +68,7 @@ class RunSettings:
     batch_size: int | None
     on_too_long: OnTooLong
     max_errors: int | None
+    answers: AnswerOptions
 
 
 def run_settings(
@@ -68,7 +79,7 @@ def run_settings(
     failing: RowOptions,
     *,
     strict: bool = False,
-    answers: GrammarOptions | None = None,
+    answers: AnswerOptions = NO_ANSWERS,
 ) -> RunSettings:
     """Settle defaults and refuse what contradicts itself. strict: of rows with unknown fields. Raises UsageError."""
     if _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
@@ -97,13 +108,14 @@ def run_settings(
             (f"--width {wide}", wide),
             ("--seed", sampling.seed),
         )
+    _check_answers(answers, sampling)
     config = _method(method, chosen, drafting=drafting)
-    grammar = chosen_grammar(answers or GrammarOptions())
-    rows = replace(_rows(sampling, config, strict=strict), grammar=grammar)
+    grammar = chosen_grammar(answers)
     if grammar is not None and devices.cuda_graphs:
         raise UsageError(
-            "--cuda-graphs cannot be used with a grammar, whose masks are made on the host in every iteration: drop it"
+            "--cuda-graphs cannot be had with a grammar, whose masks the host makes in every iteration: drop it"
         )
+    rows = replace(_rows(sampling, config, strict=strict), grammar=grammar)
     batch_size: int | None = None
     if devices.batch_size != "auto":
         batch_size = _given(_number("--batch-size", devices.batch_size, 0), DEFAULT_BATCH_SIZE)
@@ -112,7 +124,17 @@ def run_settings(
     on_too_long: OnTooLong = failing.on_too_long or "error"
     if failing.max_errors is not None and failing.max_errors < 1:
         raise UsageError(f"--max-errors is {failing.max_errors}, but must be 1 or more")
-    return RunSettings(target, draft, config, rows, batch_size, on_too_long, failing.max_errors)
+    return RunSettings(target, draft, config, rows, batch_size, on_too_long, failing.max_errors, answers)
+
+
+def _check_answers(answers: AnswerOptions, sampling: SamplingOptions) -> None:
+    """What an answer may be goes together with the rest, as far as that is known before the models are."""
+    if answers.allow is None:
+        return
+    if not answers.allow.is_file():
+        raise UsageError(f"--allow {answers.allow} is no file")
+    if sampling.stop:
+        raise UsageError(f"--stop {sampling.stop[0]!r} would cut answers, but --allow says where one ends: drop it")
 
 
 def model_specs(settings: RunSettings, devices: DeviceOptions) -> tuple[ModelSpec, ModelSpec | None]:

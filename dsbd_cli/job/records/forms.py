@@ -26,7 +26,7 @@ ALIASES = {
     "n": "n_best",
 }
 ROW_FIELDS = (
-    *("id", "prompt", "messages", "seed"),
+    *("id", "prompt", "messages", "seed", "allow"),
     *(item.name for item in fields(SamplingConfig)),
     *("response_format", "metadata"),
 )

@@ -78,6 +78,7 @@ def usage(result: RequestResult) -> Fields:
 def _beam(beam: Hypothesis) -> Fields:
     return {
         "text": beam.text,
+        **({} if beam.answer_id is None else {"answer_id": beam.answer_id}),
         "finish_reason": beam.finish_reason,
         "logprob": beam.logprob,
         "score": beam.score,

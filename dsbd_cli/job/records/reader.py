@@ -129,6 +129,7 @@ class RowReader:
             prompt=prompt,
             messages=chat,
             sampling=self._sampling(row),
+            allow=_allow(row["allow"]) if "allow" in row else None,
             grammar=self._grammar(row),
         )
 
@@ -177,6 +178,15 @@ class RowReader:
         check_request(sampling, self.rule, self.num_beams)
         _check_limits(row, sampling)
         return sampling
+
+
+def _allow(value: object) -> str | tuple[str, ...]:
+    """The name of a catalogue, or a list of answers."""
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
+        raise InvalidRowError(f"allow is {shorten(value)}, but must be a catalogue's name or a list of answers")
+    return tuple(value)
 
 
 def _check_limits(row: Fields, sampling: SamplingConfig) -> None:
