@@ -21,6 +21,7 @@ from dsbd_cli.variants import (
     FUSION_TOP_K,
     FUZZY_LAW,
     FUZZY_THRESHOLD,
+    GRAMMAR,
     MIN_WIDTH,
     NGRAM,
     RULES,
@@ -67,6 +68,7 @@ BUILTIN_DRAFT = "builtin:draft"
 DEFAULT_BATCH_SIZE = 8
 DEFAULT_DEPTH = 4  # where every iteration drafts as deep
 MAX_AUTO_DEPTH = 8  # where the depth is adaptive
+MAX_CERTAIN_DEPTH = 16  # where the drafter knows which layers pass
 DEFAULT_DRAFTS = 8
 
 FOLLOWING = ("depth", "adaptive_depth", "width", "drafts_per_layer")  # settings whose default follows from others
@@ -317,7 +319,9 @@ class MethodConfig:
             same_text = RULES[self.rule].exactness == "same-text"
             adaptive = depth is None and same_text and not WIDTHS[width].dynamic and not self.memory_saving
         settled = {"width": width, "adaptive_depth": adaptive}
-        settled["depth"] = (MAX_AUTO_DEPTH if adaptive else DEFAULT_DEPTH) if depth is None else depth
+        usual = MAX_AUTO_DEPTH if adaptive else DEFAULT_DEPTH
+        usual = MAX_CERTAIN_DEPTH if self.drafter == GRAMMAR else usual
+        settled["depth"] = usual if depth is None else depth
         drafts = given["drafts_per_layer"]
         settled["drafts_per_layer"] = max(DEFAULT_DRAFTS, 2 * self.num_beams) if drafts is None else drafts
         asking = [name for name, value in given.items() if value and value != "fixed"]

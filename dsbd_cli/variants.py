@@ -402,6 +402,7 @@ FUSION_TOP_K: Setting[int] = Setting(
     zero="keep all",
 )
 
+GRAMMAR = "grammar"  # the drafter that knows which layers will pass
 DRAFTERS: dict[str, Drafter] = _table(
     Drafter(name="beam", text="draws of the draft model's pool", runs_model=True, pool_law=True),
     Drafter(
@@ -435,6 +436,7 @@ DRAFTERS: dict[str, Drafter] = _table(
         settings=(INDEX,),
     ),
     Drafter(name="trigram", text="counts of the text itself"),
+    Drafter(name=GRAMMAR, text="all that a grammar lets follow, where that is few tokens"),
 )
 FUSION = Variant(
     name="A+B",

@@ -106,10 +106,12 @@ class Engine:
         ending = {token for token in codec.eos_ids if token < target.vocab_size}
         eos[list(ending)] = True
         self._stops = StopTable(codec.token_bytes(), target.vocab_size, device)
-        self._drafter = make_drafter(DrafterInputs(self.method, draft, target.vocab_size, codec, device))
+        self._grammars = GrammarTable(GrammarCompiler(codec, target.vocab_size), device)
+        self._drafter = make_drafter(
+            DrafterInputs(self.method, draft, target.vocab_size, codec, device, self._grammars)
+        )
         shared = self._drafter.model
         catalogues = dict(catalogues or {})
-        self._grammars = GrammarTable(GrammarCompiler(codec, target.vocab_size), device)
         compiler = self._grammars.compiler
         self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory, catalogues, compiler)
         self._tries = RowTries(TrieTable(target.vocab_size, device), catalogues.values())
@@ -292,7 +294,9 @@ class Engine:
         # D layers of K drafts: what promises most steps per second, and no deeper than what is left to generate
         left = max(job.max_new - job.stats.steps for _, job in running)
         reading = batch.reading()
-        self._shape = shape = self._planner.choose(requests, reading).within(left)
+        shape = self._planner.choose(requests, reading).within(left)
+        certain = self._drafter.certain(batch.state.beams, *shape)
+        self._shape = shape = shape if certain is None else self._planner.cut(shape, certain)
         # static shapes: slots and a tail window for W + D*K nodes
         plan = batch.plan(shape, reading)
         read = PhaseTimer(events(self._caches.models[-1].device))

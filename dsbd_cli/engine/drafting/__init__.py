@@ -9,12 +9,14 @@ from pathlib import Path
 import torch
 
 from dsbd_cli.config import MethodConfig
+from dsbd_cli.engine.core.grammar import GrammarTable
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, Endings
 from dsbd_cli.engine.drafting.beam import BeamDrafter, NoDrafter
 from dsbd_cli.engine.drafting.bridge import BridgedDraft, BridgeDrafter
 from dsbd_cli.engine.drafting.dynamic import DynamicTree
 from dsbd_cli.engine.drafting.fusion import FusionDrafter
+from dsbd_cli.engine.drafting.grammar import GrammarDrafter, GrammarSource
 from dsbd_cli.engine.drafting.index import open_index
 from dsbd_cli.engine.drafting.ngram import NgramSource
 from dsbd_cli.engine.drafting.paths import PathDrafter
@@ -43,13 +45,14 @@ AnyDraft = ForestModel | BridgedDraft  # a draft model with the target's tokens,
 
 @dataclass(frozen=True, slots=True)
 class DrafterInputs:
-    """What drafters are made from. model: of the draft, None where there is none."""
+    """What drafters are made from. model: of the draft, None where there is none; grammars: of the rows."""
 
     method: MethodConfig
     model: AnyDraft | None
     vocab_size: int
     codec: TextCodec
     device: torch.device
+    grammars: GrammarTable
 
     def draft(self) -> ForestModel:
         """The draft model of a drafter that needs one. Raises UsageError for one with tokens of its own."""
@@ -80,6 +83,7 @@ DRAFTERS: dict[str, Callable[[DrafterInputs], BeamDrafter | PathDrafter | Bridge
     "ngram": lambda of: PathDrafter(NgramSource(of.method.ngram)),
     "retrieval": _retrieval,
     "trigram": lambda of: PathDrafter(TrigramSource()),
+    "grammar": lambda of: GrammarDrafter(GrammarSource(of.grammars)),
 }
 
 

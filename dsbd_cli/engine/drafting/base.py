@@ -139,6 +139,11 @@ class Drafter(Protocol):
         """Roots and D layers of K nodes."""
         ...
 
+    def certain(self, beams: Beams, depth: int, count: int) -> list[list[int]] | None:
+        """For every row that runs, how many nodes each layer has that is certain to pass, where the drafter knows it
+        before an iteration of `depth` layers of `count` nodes at most; None where it does not."""
+        return None
+
     def release(self) -> None:
         """Give back the memory of a cache of its own. That of `model` belongs to the engine."""
         return

@@ -18,6 +18,7 @@ from dsbd_cli.config import (
     SamplingConfig,
 )
 from dsbd_cli.errors import UsageError
+from dsbd_cli.grammars import Grammar
 from dsbd_cli.job.cli.answers import chosen_grammar
 from dsbd_cli.job.cli.options import (
     AnswerOptions,
@@ -29,7 +30,17 @@ from dsbd_cli.job.cli.options import (
     SamplingOptions,
 )
 from dsbd_cli.job.records import RowReader
-from dsbd_cli.variants import DRAFTERS, RULES, SAMPLING_RULES, SEARCH, WIDTHS, parse, parse_drafter, typed_names
+from dsbd_cli.variants import (
+    DRAFTERS,
+    GRAMMAR,
+    RULES,
+    SAMPLING_RULES,
+    SEARCH,
+    WIDTHS,
+    parse,
+    parse_drafter,
+    typed_names,
+)
 
 __all__ = ["TYPED", "RunSettings", "fixed_depth", "model_specs", "run_settings"]
 
@@ -84,6 +95,8 @@ def run_settings(
     """Settle defaults and refuse what contradicts itself. strict: of rows with unknown fields. Raises UsageError."""
     if _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
         raise UsageError("--depth is 0, but must be 1 or more: --draft none decodes without a draft")
+    grammar = chosen_grammar(answers)
+    method = _with_drafter(method, pair, grammar)
     chosen = _chosen(method)
     rule, width = RULES[str(chosen["rule"])], chosen.get("width")
     wide = None if width is None or not WIDTHS[str(width)].dynamic else method.width
@@ -110,7 +123,6 @@ def run_settings(
         )
     _check_answers(answers, sampling)
     config = _method(method, chosen, drafting=drafting)
-    grammar = chosen_grammar(answers)
     if grammar is not None and devices.cuda_graphs:
         raise UsageError(
             "--cuda-graphs cannot be had with a grammar, whose masks the host makes in every iteration: drop it"
@@ -168,6 +180,15 @@ def fixed_depth(pair: PairOptions, method: MethodOptions) -> MethodOptions:
     drafting = pair.draft != "none" or not _needs_draft(str(_chosen(method)["drafter"]))
     open_ = method.depth is None and drafting
     return replace(method, depth=str(DEFAULT_DEPTH)) if open_ else method
+
+
+def _with_drafter(method: MethodOptions, pair: PairOptions, grammar: Grammar | None) -> MethodOptions:
+    """Without a draft model, what a grammar forces is drafted all the same, where the rule takes such drafts."""
+    rule = SEARCH if method.decode == "search" else (method.verify or MethodConfig().rule).partition(":")[0]
+    free = pair.draft == "none" and method.drafter is None
+    if grammar is None or not free or rule not in RULES or any(one.field == "drafter" for one in RULES[rule].limits):
+        return method
+    return replace(method, drafter=GRAMMAR)
 
 
 def _given(value: T | None, default: T) -> T:
