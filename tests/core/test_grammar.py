@@ -60,7 +60,7 @@ def test_the_masks_do_not_depend_on_how_a_text_was_reached() -> None:
     while tokens := state.following(99):
         path.append(tokens[-1])
         state = state.after(tokens[-1])
-        alone = made._known[grammar].deep_copy()
+        alone = made._known[grammar][0].deep_copy()
         assert alone.consume_tokens(path)
         assert (np.frombuffer(alone.compute_bitmask(), dtype=np.int32) == state.mask).all()
     assert state.complete

@@ -39,6 +39,15 @@ def _words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """What the states of one grammar share: how many tokens llguidance knows, end tokens, and what went wrong."""
+
+    size: int
+    eos: frozenset[int]
+    faults: list[str]
+
+
 class GrammarState:
     """Where a text stands: the tokens that may follow, and whether it may end.
 
@@ -46,21 +55,14 @@ class GrammarState:
     so what nobody holds any more is forgotten.
     """
 
-    __slots__ = ("_after", "_eos", "_mask", "_matcher", "_size", "number")
+    __slots__ = ("_after", "_mask", "_matcher", "_origin", "number")
 
-    def __init__(self, matcher: LLMatcher | None, size: int, eos: frozenset[int]) -> None:
-        """matcher: its own from now on; None where nothing may follow. size: tokens that llguidance knows. eos: end
-        tokens."""
-        self._matcher, self._size, self._eos = matcher, size, eos
+    def __init__(self, matcher: LLMatcher | None, origin: _Origin) -> None:
+        """matcher: its own from now on; None where nothing may follow."""
+        self._matcher, self._origin = matcher, origin
         self._after: dict[int, GrammarState] = {}
         self._mask: Mask | None = None
         self.number = 0  # below 0 once it stands on the device
-
-    @property
-    def fault(self) -> str | None:
-        """Why llguidance gave up on this text, where it did: a limit of its parser was passed."""
-        matcher = self._matcher
-        return " ".join(matcher.get_error().split())[:200] if matcher is not None and matcher.is_error() else None
 
     @property
     def complete(self) -> bool:
@@ -74,11 +76,11 @@ class GrammarState:
             if not self.allows(token):
                 return None
             matcher = None
-            if token not in self._eos:
+            if token not in self._origin.eos:
                 assert self._matcher is not None, "it allows a token"
                 matcher = self._matcher.deep_copy()
-                matcher.consume_token(token)  # an error, as of a limit, stays with the matcher: see `fault`
-            found = self._after[token] = GrammarState(matcher, self._size, self._eos)
+                matcher.consume_token(token)  # an error, as of a limit, stays with the matcher
+            found = self._after[token] = GrammarState(matcher, self._origin)
         return found
 
     def allows(self, token: int) -> bool:
@@ -91,11 +93,12 @@ class GrammarState:
         """[B] int32, bit v % 32 of word v // 32 is set where token v may follow; an end token where the text may end.
         Computed when it is first asked for."""
         if self._mask is None:
-            mask = np.zeros(_words(self._size), dtype=np.int32)
-            if self._matcher is not None and not self._matcher.is_error():
-                self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-                if self._matcher.is_error():
-                    mask[:] = 0
+            mask, matcher = np.zeros(_words(self._origin.size), dtype=np.int32), self._matcher
+            if matcher is not None and not matcher.is_error():
+                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if matcher is not None and matcher.is_error():
+                mask[:] = 0
+                self._origin.faults[:] = [_one_line(matcher.get_error())]
             self._mask = mask
         return self._mask
 
@@ -104,11 +107,11 @@ class GrammarState:
         mask = self.mask.view(np.uint32)
         words = np.flatnonzero(mask)
         # each word that is not 0 has a token or more, and end tokens are few
-        if len(words) > most + len(self._eos):
+        if len(words) > most + len(self._origin.eos):
             return None
         bits = np.unpackbits(mask[words].view(np.uint8), bitorder="little").reshape(len(words), 32)
         place, bit = np.nonzero(bits)
-        tokens = [token for token in (words[place] * 32 + bit).tolist() if token not in self._eos]
+        tokens = [token for token in (words[place] * 32 + bit).tolist() if token not in self._origin.eos]
         return tokens if len(tokens) <= most else None
 
 
@@ -120,33 +123,36 @@ class GrammarCompiler:
         self._codec, self.vocab_size = codec, vocab_size
         self._eos = frozenset(token for token in codec.eos_ids if token < vocab_size)
         self._tokenizer: LLTokenizer | None = None
-        self._known: dict[Grammar, LLMatcher] = {}
+        self._known: dict[Grammar, tuple[LLMatcher, _Origin]] = {}
 
     def start(self, grammar: Grammar) -> GrammarState:
         """The state of the empty text. Raises UsageError for a grammar that is malformed, or that this vocabulary
         cannot say a single answer of."""
-        matcher = self._matcher(grammar)
-        assert self._tokenizer is not None
-        return GrammarState(matcher, self._tokenizer.vocab_size, self._eos)
+        matcher, origin = self._compiled(grammar)
+        return GrammarState(matcher.deep_copy(), origin)
 
     def matches(self, grammar: Grammar, tokens: Sequence[int]) -> bool:
         """Whether the text of these tokens is whole under the grammar. An end token at its end is left out."""
-        matcher = self._matcher(grammar)
+        matcher = self._compiled(grammar)[0].deep_copy()
         text = list(tokens[:-1] if tokens and tokens[-1] in self._eos else tokens)
         return matcher.consume_tokens(text) and matcher.is_accepting()
 
-    def _matcher(self, grammar: Grammar) -> LLMatcher:
-        """A matcher of its own, at the beginning."""
+    def fault(self, grammar: Grammar) -> str | None:
+        """Why llguidance gave up on a text under this grammar, where it did: a limit of its parser was passed."""
+        faults = self._compiled(grammar)[1].faults
+        return faults[0] if faults else None
+
+    def _compiled(self, grammar: Grammar) -> tuple[LLMatcher, _Origin]:
         found = self._known.get(grammar)
         if found is None:
-            found = self._compiled(grammar)
+            source = grammar.source()  # before the import: it tells what is to be installed
+            found = self._compile(source)
             while len(self._known) >= MOST_KEPT:
                 del self._known[next(iter(self._known))]
             self._known[grammar] = found
-        return found.deep_copy()
+        return found
 
-    def _compiled(self, grammar: Grammar) -> LLMatcher:
-        source = grammar.source()  # before the import: it tells what is to be installed
+    def _compile(self, source: str) -> tuple[LLMatcher, _Origin]:
         from llguidance import LLMatcher
 
         if not self._eos:
@@ -155,10 +161,15 @@ class GrammarCompiler:
             self._tokenizer = _tokenizer(self._codec, self.vocab_size, sorted(self._eos))
         matcher = LLMatcher(self._tokenizer, source, log_level=0)
         if matcher.is_error():
-            raise UsageError(" ".join(matcher.get_error().split())[:200])
-        if not GrammarState(matcher.deep_copy(), self._tokenizer.vocab_size, self._eos).mask.any():
+            raise UsageError(_one_line(matcher.get_error()))
+        origin = _Origin(self._tokenizer.vocab_size, self._eos, [])
+        if not GrammarState(matcher.deep_copy(), origin).mask.any():
             raise UsageError("no token of the target's vocabulary may begin an answer")
-        return matcher
+        return matcher, origin
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:200]
 
 
 class GrammarTable:
