@@ -1,0 +1,251 @@
+"""Answers held to a catalogue: brute force, transformers with `prefix_allowed_tokens_fn`, and texts that depend on no
+draft.
+
+Guards: a mask after the best tokens were taken, a state that does not follow its beam, an answer that is illegal or
+comes twice. No randomness beyond fixed seeds, so no false alarms.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.engine.decoding.answers import Answer, Catalogue, Compiler
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.errors import UsageError
+from dsbd_cli.requests import Request, RequestResult
+from tests.engine.test_transformers import FAMILIES, model, prompts
+from tests.engine.toys import NumberCodec, table_pair, table_rows
+from tests.models.tiny import V
+
+Tokens = tuple[int, ...]
+VOCABULARY, END = 12, 0
+CODEC = NumberCodec(VOCABULARY, (END,))
+PROMPT = (1, 2)
+
+
+def answers(seed: int, count: int, vocabulary: int, longest: int = 4, first: int = 1) -> list[Tokens]:
+    """Different answers of 1 to `longest` tokens; some are the beginning of others."""
+    rng = random.Random(seed)
+    found: dict[Tokens, None] = {}
+    while len(found) < count:
+        size = rng.choice((*range(1, longest + 1), longest))
+        found[tuple(rng.randrange(first, vocabulary) for _ in range(size))] = None
+    return list(found)
+
+
+def catalogue(codec: Any, vocabulary: int, allowed: Sequence[Tokens]) -> Catalogue:
+    return Compiler(codec, vocabulary).compile(
+        Answer(f"answer {place}", tokens=tokens, id=str(place).encode()) for place, tokens in enumerate(allowed)
+    )
+
+
+def engine(allowed: Sequence[Tokens], *, batch: int = 3, noise: float = 0.5, seed: int = 3, **method: Any) -> Engine:
+    method = {"depth": 0, **method}
+    target, draft = table_pair(seed, VOCABULARY, noise, {END: 1.0})
+    config = MethodConfig(**{"width": "fixed", **method})
+    found = {"": catalogue(CODEC, VOCABULARY, allowed)} if allowed else {}
+    return Engine(target, draft if config.needs_draft else None, CODEC, config, batch_size=batch, catalogues=found)
+
+
+def asked(count: int, beams: int, **sampling: Any) -> list[Request]:
+    settings = SamplingConfig(**{"n_best": beams, "max_new_tokens": 16, "top_k": 0, **sampling})
+    return [Request(prompt_ids=(1 + at % 5, 2 + at % 7), sampling=settings) for at in range(count)]
+
+
+def told(results: Sequence[RequestResult]) -> list[list[tuple[Tokens, float, object]]]:
+    return [[(one.token_ids, one.logprob, one.answer_id) for one in result.hypotheses] for result in results]
+
+
+@pytest.mark.parametrize("rule", ["search", "coupled", "rejection"])
+def test_all_answers_in_the_order_of_their_scores(rule: str) -> None:
+    """W = 1,000: every answer of 1,000 comes out once, with the log-probability of direct scoring."""
+    allowed = answers(1, 1000, VOCABULARY)
+    rows = table_rows(3, VOCABULARY, PROMPT)
+    scores = {
+        (*tokens, END): sum(rows((*tokens, END)[:at])[token] for at, token in enumerate((*tokens, END)))
+        for tokens in allowed
+    }
+    target, _ = table_pair(3, VOCABULARY, 0.0)
+    method = MethodConfig(rule=rule, num_beams=1000, depth=0)  # type: ignore[arg-type]
+    runner = Engine(target, None, CODEC, method, catalogues={"": catalogue(CODEC, VOCABULARY, allowed)})
+    sampling = SamplingConfig(n_best=1000, length_penalty=0.0, top_k=0)
+    result = runner.generate(Request(prompt_ids=PROMPT, sampling=sampling), seed=1)
+    assert [one.token_ids for one in result.hypotheses] == sorted(scores, key=scores.__getitem__, reverse=True)
+    found = [one.logprob for one in result.hypotheses]
+    assert np.allclose(found, [scores[one.token_ids] for one in result.hypotheses], rtol=0, atol=1e-5)
+    assert [allowed[int(str(one.answer_id))] for one in result.hypotheses] == [
+        one.token_ids[:-1] for one in result.hypotheses
+    ]
+    assert {one.finish_reason for one in result.hypotheses} == {"stop"}
+
+
+def constrained(
+    made: Any, prompt: list[int], beams: int, eos: list[int], allowed: Sequence[Tokens], penalty: float
+) -> tuple[list[Tokens], list[float]]:
+    """transformers' beams under prefix_allowed_tokens_fn, those that are answers."""
+    trie: dict[Tokens, set[int]] = {}
+    for tokens in allowed:
+        whole = (*tokens, eos[0])
+        for at, token in enumerate(whole):
+            trie.setdefault(whole[:at], set()).add(token)
+    made.generation_config.eos_token_id, made.generation_config.pad_token_id = eos, 0
+    out = made.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        num_beams=beams,
+        num_return_sequences=beams,
+        do_sample=False,
+        max_new_tokens=8,
+        length_penalty=penalty,
+        prefix_allowed_tokens_fn=lambda row, ids: sorted(trie.get(tuple(ids[len(prompt) :].tolist()), {eos[0]})),
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    rows, scores = [], []
+    for row, score in zip(out.sequences[:, len(prompt) :].tolist(), out.sequences_scores.tolist(), strict=True):
+        end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
+        if score > -1e6:  # where there are fewer answers than beams, transformers fills up with impossible ones
+            rows.append(tuple(row[:end]))
+            scores.append(score)
+    return rows, scores
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("beams", [20, 50])
+def test_search_is_transformers_with_allowed_tokens(family: str, beams: int) -> None:
+    """Token for token and score by score, with ids that are the beginning of others, and with a catalogue that is
+    smaller than the number of beams."""
+    eos = [2, 5]
+    codec = NumberCodec(V, tuple(eos))
+    target = CausalForestModel(model(family), family)
+    draft = CausalForestModel(model(family, 0.02), family)
+    method = MethodConfig(rule="search", num_beams=beams, depth=0)
+    drafted = MethodConfig(rule="search", num_beams=beams, depth=2, drafts_per_layer=2 * beams)
+    for size, penalty in ((400, 1.0), (30, 0.0)):
+        allowed = answers(beams + size, size, V, first=6)
+        found = {"": catalogue(codec, V, allowed)}
+        batch = prompts(3, seed=beams)
+        sampling = SamplingConfig(n_best=beams, max_new_tokens=8, length_penalty=penalty)
+        requests = [Request(prompt_ids=tuple(ids), sampling=sampling) for ids in batch]
+        for runner in (
+            Engine(target, None, codec, method, batch_size=2, catalogues=found),
+            Engine(target, draft, codec, drafted, batch_size=3, catalogues=found),
+        ):
+            for prompt, result in zip(batch, runner.generate(requests), strict=True):
+                rows, scores = constrained(model(family), prompt, beams, eos, allowed, penalty)
+                assert [one.token_ids for one in result.hypotheses] == rows
+                assert np.allclose([one.score for one in result.hypotheses], scores, rtol=0, atol=1e-4)
+                assert len(rows) == min(beams, size)
+
+
+DRAFTED: list[dict[str, Any]] = [
+    {"depth": 2, "drafts_per_layer": 12},
+    {"depth": 3, "drafts_per_layer": 6, "drafter": "rsd-c"},
+    {"depth": 2, "drafts_per_layer": 9, "drafter": "rsd-s"},
+    {"depth": 3, "drafts_per_layer": 8, "drafter": "dynamic-tree"},
+    {"depth": 2, "drafts_per_layer": 8, "drafter": "ngram"},
+    {"depth": 2, "drafts_per_layer": 8, "drafter": "trigram"},
+    {"depth": 2, "drafts_per_layer": 8, "drafter": "beam+ngram"},
+]
+
+
+@pytest.mark.parametrize("rule", ["search", "coupled"])
+def test_the_text_depends_on_no_draft(rule: str) -> None:
+    allowed = answers(4, 300, VOCABULARY)
+    requests = asked(12, 4, **({} if rule == "search" else {"temperature": 1.3, "top_k": 5}))
+    want = told(engine(allowed, rule=rule, batch=1).generate(requests, seed=5))
+    assert len({tuple(row) for row in want}) > 8
+    for at, method in enumerate(DRAFTED):
+        got = engine(allowed, rule=rule, batch=1 + at % 4, **method).generate(requests, seed=5)
+        assert told(got) == want, method
+        if method.get("drafter", "beam") == "beam":
+            assert sum(one.stats.steps - one.stats.target_calls for one in got) > 10  # drafts were of use
+
+
+LOOSE: list[dict[str, Any]] = [
+    {"rule": rule, "width": width, "warp_scope": scope}
+    for rule in ("rejection", "with-replacement", "coupled")
+    for width in ("fixed", "threshold")
+    for scope in ("pool", "beam")
+]
+LOOSE.append({"rule": "fuzzy", "fuzzy_threshold": 0.5})
+
+
+@pytest.mark.parametrize("method", LOOSE, ids=lambda one: "-".join(map(str, one.values())))
+def test_no_rule_leaves_the_catalogue(method: dict[str, Any]) -> None:
+    allowed = answers(4, 60, VOCABULARY)
+    legal = {(*tokens, END) for tokens in allowed}
+    runner = engine(allowed, depth=2, drafts_per_layer=8, noise=1.5, **method)
+    accepted = 0
+    for result in runner.generate(asked(24, 4, top_k=6), seed=2):
+        found = [one.token_ids for one in result.hypotheses]
+        assert set(found) <= legal
+        assert method["rule"] == "with-replacement" or len(set(found)) == len(found)
+        accepted += result.stats.accepted
+    assert accepted > 20
+
+
+def test_rows_choose_and_rows_without_a_catalogue_stay_free() -> None:
+    """In one batch: a named catalogue, a list of the row's own, and rows that may say anything, whose text is that of a
+    run without any catalogue."""
+    first, second = answers(6, 40, VOCABULARY), answers(7, 40, VOCABULARY)
+    own = ("3 4 ", "5 ", "5 6 7 ")
+    for method in ({"depth": 0}, {"depth": 2, "drafts_per_layer": 10}):
+        target, draft = table_pair(3, VOCABULARY, 0.5, {END: 1.0})
+        config = MethodConfig(rule="coupled", **method)  # type: ignore[arg-type]
+        runner = Engine(
+            target,
+            draft if config.needs_draft else None,
+            CODEC,
+            config,
+            batch_size=4,
+            catalogues={"a": catalogue(CODEC, VOCABULARY, first), "b": catalogue(CODEC, VOCABULARY, second)},
+        )
+        sampling = SamplingConfig(n_best=4, max_new_tokens=9)
+        allow: list[Any] = ["a", own, "b", "a", own, "b", own]
+        requests = [Request(prompt_ids=(1, 2 + at), allow=one, sampling=sampling) for at, one in enumerate(allow)]
+        results = runner.generate(requests, seed=3)
+        legal = {"a": first, "b": second, own: [(3, 4), (5,), (5, 6, 7)]}
+        for request, result in zip(requests, results, strict=True):
+            assert {one.token_ids[:-1] for one in result.hypotheses} <= set(legal[request.allow])  # type: ignore[index]
+        assert len(results[1].hypotheses) == 3  # fewer answers than beams: what there is
+        free = Engine(target, draft if config.needs_draft else None, CODEC, config, batch_size=4)
+        alone = [Request(prompt_ids=(1, 2 + at), sampling=sampling, id=f"free {at}") for at in range(7)]
+        want = told(free.generate(alone, seed=3))
+        both = [row for one in alone for row in (one, Request(prompt_ids=(1, 3), allow=own, sampling=sampling))]
+        assert told(free.generate(both, seed=3))[::2] == want
+        assert len(free._tries.table._tries) == 0  # a row's own list is forgotten with the row
+
+
+def test_what_is_wrong_is_said() -> None:
+    compiler = Compiler(CODEC, VOCABULARY)
+    with pytest.raises(Exception, match="line 2 has the same tokens as line 1"):
+        compiler.compile([Answer("line 1", tokens=(1, 2)), Answer("line 2", text="1 2 ")])
+    with pytest.raises(Exception, match="line 1 is empty"):
+        compiler.compile([Answer("line 1", tokens=(END,))])
+    with pytest.raises(Exception, match="line 1 holds token id 0, where decoding ends"):
+        compiler.compile([Answer("line 1", tokens=(1, END, 2))])
+    with pytest.raises(Exception, match="line 1 holds token id 12, but the target has 12 ids"):
+        compiler.compile([Answer("line 1", tokens=(12,))])
+    with pytest.raises(UsageError, match="an end token"):
+        Compiler(NumberCodec(VOCABULARY), VOCABULARY)
+    runner = engine(answers(1, 20, VOCABULARY, longest=5), num_beams=2)
+    short, cut = SamplingConfig(max_new_tokens=3), SamplingConfig(stop="x")
+    for request, message in (
+        (Request(prompt_ids=PROMPT, sampling=short), "max_new_tokens is 3, but the longest allowed answer has 6"),
+        (Request(prompt_ids=PROMPT, sampling=cut), "stop is .* but allow says where an answer ends"),
+        (Request(prompt_ids=PROMPT, allow="films"), "allow is 'films', but no catalogue has a name"),
+        (Request(prompt_ids=PROMPT, allow=("1 ", "1 ")), r"allow\[1\] has the same tokens as allow\[0\]"),
+    ):
+        [result] = runner.run([request])
+        assert result.error is not None
+        with pytest.raises(Exception, match=message):
+            result.check()
