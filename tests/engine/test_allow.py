@@ -8,7 +8,8 @@ comes twice. No randomness beyond fixed seeds, so no false alarms.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,20 @@ import pytest
 import torch
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.engine.core.probs import Candidates, LegalTokens, Room, top_candidates
+from dsbd_cli.engine.decoding import step as step_module
 from dsbd_cli.engine.decoding.answers import Answer, Catalogue, Compiler
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.models.adapter import CausalForestModel
 from dsbd_cli.errors import UsageError
 from dsbd_cli.requests import Request, RequestResult
+from tests.engine.plain import Settings, Step, cold, coupled, decode, sampled
+from tests.engine.test_law import excess, run_engine
+from tests.engine.test_same_text import path_noise
 from tests.engine.test_transformers import FAMILIES, model, prompts
 from tests.engine.toys import NumberCodec, table_pair, table_rows
 from tests.models.tiny import V
+from tests.oracles.rules import enumerate_law
 
 Tokens = tuple[int, ...]
 VOCABULARY, END = 12, 0
@@ -144,6 +151,99 @@ def test_search_is_transformers_with_allowed_tokens(family: str, beams: int) -> 
                 assert [one.token_ids for one in result.hypotheses] == rows
                 assert np.allclose([one.score for one in result.hypotheses], scores, rtol=0, atol=1e-4)
                 assert len(rows) == min(beams, size)
+
+
+def follows(allowed: Sequence[Tokens]) -> Callable[[Tokens], set[int]]:
+    """Tokens that may follow the beginning of an answer."""
+    trie: dict[Tokens, set[int]] = {}
+    for tokens in allowed:
+        whole = (*tokens, END)
+        for at, token in enumerate(whole):
+            trie.setdefault(whole[:at], set()).add(token)
+    return lambda path: trie.get(path, set())
+
+
+TWINS = [
+    Settings(width=3, max_new=9, ends=(END,), temperature=0.8, top_k=5),
+    Settings(width=4, max_new=9, ends=(END,), length_penalty=0.0, early=True),
+    Settings(width=2, max_new=9, ends=(END,), temperature=1.4, scope="beam", top_k=4),
+    Settings(width=3, max_new=9, ends=(END,), temperature=0.0, top_k=5),
+]
+
+
+@pytest.mark.parametrize("settings", TWINS, ids=["warped", "early", "beam-scope", "cold"])
+@pytest.mark.parametrize("rule", ["coupled", "search"])
+def test_the_engine_equals_the_plain_decoder(settings: Settings, rule: str) -> None:
+    """The scalar twin knows nothing of tries: it is told which tokens may follow a path."""
+    allowed = answers(9, 120, VOCABULARY)
+    settings = replace(settings, legal=follows(allowed))
+    if rule == "search":
+        settings = replace(settings, temperature=1.0, top_k=0, scope="pool")
+    sampling = SamplingConfig(
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        max_new_tokens=settings.max_new,
+        length_penalty=settings.length_penalty,
+        early_stopping=settings.early,
+        n_best=settings.width,
+    )
+    for method in ({"depth": 0}, {"depth": 2, "drafts_per_layer": 9}):
+        target, draft = table_pair(1, VOCABULARY, 0.7)
+        config = MethodConfig(
+            rule=rule,  # type: ignore[arg-type]
+            num_beams=settings.width,
+            warp_scope=settings.scope,
+            **method,  # type: ignore[arg-type]
+        )
+        found = {"": catalogue(CODEC, VOCABULARY, allowed)}
+        runner = Engine(target, draft if config.needs_draft else None, CODEC, config, catalogues=found)
+        requests = [Request(id=str(i), seed=i, prompt_ids=(i % 5, i % 7), sampling=sampling) for i in range(16)]
+        for i, result in enumerate(runner.generate(requests)):
+            step: Step | None = None
+            if rule == "coupled":
+                step = coupled(lambda path, token, i=i: path_noise(i, path, token), settings)  # type: ignore[misc]
+                step = cold(settings) if settings.temperature == 0 else step
+            texts = decode(table_rows(1, VOCABULARY, (i % 5, i % 7)), settings, step)
+            assert [one.token_ids for one in result.hypotheses] == [text.tokens for text in texts]
+            assert [one.logprob for one in result.hypotheses] == pytest.approx([t.logprob for t in texts], abs=1e-4)
+
+
+SMALL = ((1,), (1, 2), (2, 1), (2, 2, 1))
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_law_of_the_answers(rule: str, depth: int) -> None:
+    """Chi-square against the enumerated law as in test_law, alpha 1e-5."""
+    settings = Settings(width=2, max_new=4, ends=(END,), legal=follows(SMALL))
+    target, draft = table_pair(7, 4, 1.0)
+    method = MethodConfig(rule=rule, num_beams=2, depth=depth, drafts_per_layer=4, width="fixed")  # type: ignore[arg-type]
+    codec = NumberCodec(4, (END,))
+    found = {"": catalogue(codec, 4, SMALL)}
+    runner = Engine(target, draft if depth else None, codec, method, batch_size=400, catalogues=found)
+    rows = table_rows(7, 4)
+    law = enumerate_law(lambda chooser: tuple(t.tokens for t in decode(rows, settings, sampled(chooser, settings))))
+    assert len(law) > 4
+    assert excess(run_engine(runner, settings, 4000), law) < 1
+
+
+def test_a_late_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant: the best tokens of all first, then the legal ones of them."""
+
+    def late(logits: torch.Tensor, room: Room, legal: LegalTokens | None = None) -> Candidates:
+        found = top_candidates(logits, Room(min(room.count, 4)))
+        assert legal is not None
+        whole = torch.zeros_like(logits).flatten(0, -2)
+        legal.apply(whole, slice(0, len(whole)))
+        found.logprobs = found.logprobs + whole.view_as(logits).gather(-1, found.tokens)
+        return found
+
+    allowed = answers(9, 40, VOCABULARY)
+    requests = asked(12, 2)
+    want = told(engine(allowed, rule="search", num_beams=2).generate(requests))
+    monkeypatch.setattr(step_module, "top_candidates", late)
+    got = told(list(engine(allowed, rule="search", num_beams=2).run(requests)))
+    assert sum(a != b for a, b in zip(want, got, strict=True)) > 3
 
 
 DRAFTED: list[dict[str, Any]] = [
