@@ -290,7 +290,7 @@ def _tokenizer(codec: TextCodec, vocab_size: int, eos_ids: Sequence[int]) -> LLT
 
 def _longest_tokens(codec: TextCodec, vocab_size: int, eos_id: int):  # type: ignore[no-untyped-def]
     """A vocabulary whose texts are spelled with the longest token that fits, again and again."""
-    from llguidance._tokenizer import TokenizerWrapper
+    from llguidance import TokenizerWrapper
 
     table = codec.token_bytes()[:vocab_size]
     tokens = [*table, *[b""] * (vocab_size - len(table))]
