@@ -149,7 +149,8 @@ def test_search_is_transformers_with_allowed_tokens(family: str, beams: int) -> 
             for prompt, result in zip(batch, runner.generate(requests), strict=True):
                 rows, scores = constrained(model(family), prompt, beams, eos, allowed, penalty)
                 assert [one.token_ids for one in result.hypotheses] == rows
-                assert np.allclose([one.score for one in result.hypotheses], scores, rtol=0, atol=1e-4)
+                found_scores = [one.score for one in result.hypotheses]
+                assert np.allclose(found_scores, scores, rtol=3e-6, atol=1e-4)  # sums of 70 in float32
                 assert len(rows) == min(beams, size)
 
 

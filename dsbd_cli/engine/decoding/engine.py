@@ -291,7 +291,7 @@ class Engine:
         reading = batch.reading()
         self._shape = shape = self._planner.choose(requests, reading).within(left)
         # static shapes: slots and a tail window for W + D*K nodes
-        plan = batch.plan(shape, reading)
+        plan = batch.plan(shape, reading, narrow=self._stepper.graphs is None)
         read = PhaseTimer(events(self._caches.models[-1].device))
         if shape.depth:
             batch.read_prompts(read)
@@ -302,11 +302,10 @@ class Engine:
         # how far each walk came, and how long it took, decides on the next forest
         layers = [report.layers[row] for row, _ in running]
         self._planner.observe(shape, requests, layers, seconds | read.seconds(), reading, self._stepper.steady)
-        nodes = shape.nodes(self.method.num_beams)
         for row, job in running:
             counters = report.rows[row]
             record_iteration(
-                job, counters, report.layers[row], seconds, len(running), nodes, self.log_steps, self._names
+                job, counters, report.layers[row], seconds, len(running), plan.nodes, self.log_steps, self._names
             )
             self.steps += counters["steps"]
             job.stats.draft_calls += report.draft_calls
