@@ -107,9 +107,9 @@ class Engine:
         self._stops = StopTable(codec.token_bytes(), target.vocab_size, device)
         self._drafter = make_drafter(DrafterInputs(self.method, draft, target.vocab_size, codec, device))
         shared = self._drafter.model
-        catalogues = dict(catalogues or {})
-        self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory, catalogues)
-        self._tries = RowTries(TrieTable(target.vocab_size, device), catalogues.values())
+        self.catalogues = dict(catalogues or {})
+        self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory, self.catalogues)
+        self._tries = RowTries(TrieTable(target.vocab_size, device), self.catalogues.values())
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
         self._caches = Caches(target, shared, large_steps=graphs is not None, moving=self._forget_graphs)
         self._stepper = Stepper(
