@@ -142,10 +142,14 @@ class Batch:
         for _, job in new:
             job.prefilled = True
 
-    def plan(self, shape: Shape, reading: Reading) -> Plan:
-        """Static shapes of the next iteration, with cache slots and a tail window for its nodes."""
+    def plan(self, shape: Shape, reading: Reading, *, narrow: bool) -> Plan:
+        """Static shapes of the next iteration, with cache slots and a tail window for its nodes. narrow: a first
+        iteration may have one root per row."""
         running, caches = [job for _, job in self.running], self._caches
-        nodes = shape.nodes(self._method.num_beams)
+        beams = self._method.num_beams
+        if narrow and not any(job.stats.steps for job in running):
+            beams = 1  # a row begins with one live beam
+        nodes = shape.nodes(beams)
         used = max(job.used for job in running) + nodes
         self._grow(used + 1)
         tail = max(job.used - job.trunk for job in running) + nodes
@@ -154,7 +158,7 @@ class Batch:
         idle = not shape.depth and all(job.drafted <= job.trunk for job in running)
         settled, tail = self._settled(nodes, active)
         generated = min(job.stats.steps for job in running)
-        return Plan(active, shape, reading.lag if shape.depth else 0, idle, settled, tail, generated)
+        return Plan(active, shape, reading.lag if shape.depth else 0, idle, settled, tail, generated, beams)
 
     def _settled(self, nodes: int, active: int) -> tuple[tuple[int, ...] | None, int]:
         """`settled` and `tail` of the target's forward; on a GPU the same for all iterations of a shape."""

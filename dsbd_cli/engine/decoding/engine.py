@@ -111,10 +111,9 @@ class Engine:
             DrafterInputs(self.method, draft, target.vocab_size, codec, device, self._grammars)
         )
         shared = self._drafter.model
-        catalogues = dict(catalogues or {})
-        compiler = self._grammars.compiler
-        self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory, catalogues, compiler)
-        self._tries = RowTries(TrieTable(target.vocab_size, device), catalogues.values())
+        self.catalogues, compiler = dict(catalogues or {}), self._grammars.compiler
+        self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory, self.catalogues, compiler)
+        self._tries = RowTries(TrieTable(target.vocab_size, device), self.catalogues.values())
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
         self._caches = Caches(target, shared, large_steps=graphs is not None, moving=self._forget_graphs)
         self._stepper = Stepper(
@@ -298,7 +297,7 @@ class Engine:
         certain = self._drafter.certain(batch.state.beams, *shape)
         self._shape = shape = shape if certain is None else self._planner.cut(shape, certain)
         # static shapes: slots and a tail window for W + D*K nodes
-        plan = batch.plan(shape, reading)
+        plan = batch.plan(shape, reading, narrow=self._stepper.graphs is None)
         read = PhaseTimer(events(self._caches.models[-1].device))
         if shape.depth:
             batch.read_prompts(read)
@@ -309,11 +308,10 @@ class Engine:
         # how far each walk came, and how long it took, decides on the next forest
         layers = [report.layers[row] for row, _ in running]
         self._planner.observe(shape, requests, layers, seconds | read.seconds(), reading, self._stepper.steady)
-        nodes = shape.nodes(self.method.num_beams)
         for row, job in running:
             counters = report.rows[row]
             record_iteration(
-                job, counters, report.layers[row], seconds, len(running), nodes, self.log_steps, self._names
+                job, counters, report.layers[row], seconds, len(running), plan.nodes, self.log_steps, self._names
             )
             self.steps += counters["steps"]
             job.stats.draft_calls += report.draft_calls

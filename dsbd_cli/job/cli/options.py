@@ -178,7 +178,7 @@ class MethodOptions:
             METHOD,
             "--drafts-per-layer",
             text="K, drafted nodes per layer",
-            default=f"{_METHOD.drafts_per_layer}, or 2W if that is more",
+            default=f"{_METHOD.drafts_per_layer}, or 2W if that is more (W + 32 above W = 32)",
             metavar="K",
         ),
     ] = None
