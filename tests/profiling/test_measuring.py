@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsbd_cli import DsbdError, Engine, MethodConfig, Request, SamplingConfig
-from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.sizes import size_of
 from dsbd_cli.lab.profiling.curves import forest_input, measure_forwards
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
