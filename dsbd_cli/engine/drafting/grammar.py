@@ -14,7 +14,7 @@ import torch
 from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.grammar import GrammarState, GrammarTable
 from dsbd_cli.engine.core.legal import FREE
-from dsbd_cli.engine.drafting.base import DraftContext
+from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 
 __all__ = ["GrammarDrafter", "GrammarSource"]
@@ -104,3 +104,8 @@ def _padded(found: Sequence[Sequence[tuple[int, list[int], float]]], depth: int,
         length=torch.tensor([[len(path) for _, path, _ in row] for row in rows], device=device),
         weight=torch.tensor([[weight for _, _, weight in row] for row in rows], device=device),
     )
+
+
+def make(of: DrafterInputs) -> GrammarDrafter:
+    """Drafter `grammar`."""
+    return GrammarDrafter(GrammarSource(of.grammars))
