@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.beams import fit_window
+from dsbd_cli.engine.core.grammar import GrammarTable
 from dsbd_cli.engine.core.legal import FREE
 from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.decoding.answers import RowTries
@@ -40,12 +41,20 @@ class Batch:
     state: BatchState
 
     def __init__(
-        self, rows: int, method: MethodConfig, caches: Caches, stops: StopTable, tries: RowTries, *, keep_text: bool
+        self,
+        rows: int,
+        method: MethodConfig,
+        caches: Caches,
+        stops: StopTable,
+        tries: RowTries,
+        grammars: GrammarTable,
+        *,
+        keep_text: bool,
     ) -> None:
         """keep_text: the drafter reads prompts, so they stay on the device."""
         self.jobs: list[Job | None] = [None] * rows
         self._method, self._caches, self._stops, self._keep_text = method, caches, stops, keep_text
-        self._tries, self._legal = tries, [FREE] * rows
+        self._tries, self._grammars, self._legal = tries, grammars, [FREE] * rows
         self._empty = True
 
     @property
@@ -82,8 +91,14 @@ class Batch:
         for row, job in new.items():
             sampling = job.request.sampling
             stop = self._stops.start(sampling.stop)
-            self._legal[row] = FREE if job.catalogue is None else self._tries.begin(job.catalogue)
+            self._legal[row] = self._begin(job)
             self.state.admit(row, job.prompt, job.request.seed, stop, sampling, self._legal[row])
+
+    def _begin(self, job: Job) -> int:
+        """The state in which what may be answered begins."""
+        if job.request.grammar is not None:
+            return self._grammars.begin(job.request.grammar)
+        return FREE if job.catalogue is None else self._tries.begin(job.catalogue)
 
     def _allocate(self, slots: int, nodes: int, history: int) -> None:
         """Memory for a batch that begins."""

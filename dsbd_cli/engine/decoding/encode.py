@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 
 from dsbd_cli.config import MethodConfig, OnTooLong, check_request
+from dsbd_cli.engine.core.grammar import GrammarCompiler
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.decoding.answers import Answer, Catalogue, Compiler
 from dsbd_cli.engine.decoding.budget import least_bytes
@@ -27,10 +28,15 @@ class Encoder:
     method: MethodConfig
     on_too_long: OnTooLong
     memory: int
-    catalogues: Mapping[str, Catalogue] = field(default_factory=dict)
+    catalogues: Mapping[str, Catalogue]
+    grammars: GrammarCompiler
 
     def catalogue(self, request: Request) -> Catalogue | None:
         """The answers that a request may give, None for any. Raises InvalidRowError."""
+        if request.grammar is not None and self.catalogues:
+            raise InvalidRowError("grammar is given, but the engine has catalogues of allowed answers: drop one")
+        if request.grammar is not None:
+            return None
         catalogue, sampling = self._catalogue(request.allow), request.sampling
         if catalogue is None:
             return None
@@ -97,6 +103,11 @@ class Encoder:
         for stop in request.sampling.stop:
             if any("\ud800" <= letter <= "\udfff" for letter in stop):
                 raise InvalidRowError(f"stop is {stop!r}, which is no valid text: it holds half a surrogate pair")
+        if request.grammar is not None:
+            try:
+                self.grammars.start(request.grammar)
+            except UsageError as error:
+                raise InvalidRowError(f"grammar cannot be used: {error}") from None
         try:
             check_request(request.sampling, self.method.rule, self.method.num_beams)
         except UsageError as error:

@@ -14,6 +14,7 @@ from typing import TypeVar, overload
 import torch
 
 from dsbd_cli.config import Exactness, MethodConfig, OnTooLong
+from dsbd_cli.engine.core.grammar import GrammarCompiler, GrammarTable
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.core.trie import TrieTable
@@ -105,10 +106,13 @@ class Engine:
         ending = {token for token in codec.eos_ids if token < target.vocab_size}
         eos[list(ending)] = True
         self._stops = StopTable(codec.token_bytes(), target.vocab_size, device)
-        self._drafter = make_drafter(DrafterInputs(self.method, draft, target.vocab_size, codec, device))
+        self._grammars = GrammarTable(GrammarCompiler(codec, target.vocab_size), device)
+        self._drafter = make_drafter(
+            DrafterInputs(self.method, draft, target.vocab_size, codec, device, self._grammars)
+        )
         shared = self._drafter.model
-        self.catalogues = dict(catalogues or {})
-        self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory, self.catalogues)
+        self.catalogues, compiler = dict(catalogues or {}), self._grammars.compiler
+        self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory, self.catalogues, compiler)
         self._tries = RowTries(TrieTable(target.vocab_size, device), self.catalogues.values())
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
         self._caches = Caches(target, shared, large_steps=graphs is not None, moving=self._forget_graphs)
@@ -120,7 +124,7 @@ class Engine:
             PhaseTimer(events(device)),
             graphs,
             lambda: self._stopping,
-            [self._tries.table],
+            [self._tries.table, self._grammars],
         )
         self._planner = planner_for(self.method)
         self._names = self.method.drafter_names if "+" in self.method.drafter else ()
@@ -269,7 +273,7 @@ class Engine:
         """One batch, refilled from the source as its rows finish, until it is empty or out of memory."""
         rows = min(len(backlog), self._rows)
         keep_text = self._drafter.needs_text
-        batch = Batch(rows, self.method, self._caches, self._stops, self._tries, keep_text=keep_text)
+        batch = Batch(rows, self.method, self._caches, self._stops, self._tries, self._grammars, keep_text=keep_text)
         while not self._stopping and (backlog or batch.running):
             try:
                 batch.admit(backlog)
@@ -300,7 +304,9 @@ class Engine:
         # D layers of K drafts: what promises most steps per second, and no deeper than what is left to generate
         left = max(job.max_new - job.stats.steps for _, job in running)
         reading = batch.reading()
-        self._shape = shape = self._planner.choose(requests, reading).within(left)
+        shape = self._planner.choose(requests, reading).within(left)
+        certain = self._drafter.certain(batch.state.beams, *shape)
+        self._shape = shape = shape if certain is None else self._planner.cut(shape, certain)
         # static shapes: slots and a tail window for W + D*K nodes
         plan = batch.plan(shape, reading, narrow=self._stepper.graphs is None)
         read = PhaseTimer(events(self._caches.models[-1].device))
@@ -322,7 +328,11 @@ class Engine:
             job.stats.draft_calls += report.draft_calls
             job.used, job.trunk, job.drafted = counters["used"], counters["trunk"], counters["drafted"]
             if counters["invalid"] or counters["done"]:
-                result = _broken(job) if counters["invalid"] else collect(batch.state.finished, row, job, self.codec)
+                result = (
+                    _broken(job)
+                    if counters["invalid"]
+                    else collect(batch.state.finished, row, job, self.codec, self._grammars.compiler)
+                )
                 batch.remove(row)
                 order.put(job.number, result)
             else:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from copy import copy
 from typing import Any, Protocol
 
 from dsbd_cli.errors import InvalidRowError
@@ -124,6 +125,16 @@ class HFCodec:
     def decode(self, ids: list[int]) -> str:
         """Text of generated ids, special tokens left out."""
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def tokenizer_json(self) -> str | None:
+        """The tokenizer as the library tokenizers writes it, without padding and truncation; None of a slow one."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        plain = copy(backend)
+        plain.no_padding()
+        plain.no_truncation()
+        return str(plain.to_str())
 
     def token_bytes(self) -> list[bytes]:
         """For every id of the tokenizer the bytes it adds in mid-sentence; b"" for special tokens and unused ids.

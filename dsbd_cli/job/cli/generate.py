@@ -15,7 +15,7 @@ from dsbd_cli._version import __version__
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import grouped, help_texts
-from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, file_hash, open_source
+from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, file_hash, open_source, writes
 from dsbd_cli.job.cli.flow import MakeRecord, RowFlow, TooManyErrorsError
 from dsbd_cli.job.cli.layers import job_text
 from dsbd_cli.job.cli.messages import say, set_style, tracebacks_wanted, whole
@@ -36,7 +36,7 @@ from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import Summary, rows_exit_code
 from dsbd_cli.job.cli.talk_options import TalkOptions
 from dsbd_cli.job.data.source import LineSource
-from dsbd_cli.job.records import MethodRecord, native_record, openai_record, run_fingerprint, text_record
+from dsbd_cli.job.records import MethodRecord, run_fingerprint
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
@@ -119,6 +119,7 @@ class _Run:
             input_format="text" if files.input_format == "text" else "auto",
             output_format=files.output_format or "native",
             allow=None if settings.answers.allow is None else file_hash("--allow", settings.answers.allow),
+            grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
             dsbd=__version__,
         )
         self._signals = StopSignals(quiet=bool(talk.quiet))
@@ -186,12 +187,9 @@ class _Run:
 
     def _maker(self, created: int) -> MakeRecord:
         """How this run writes a row."""
-        method, form = self._method, self._files.output_format
-        if form == "openai":
-            return lambda row, result: openai_record(row, result, method, created)
-        if form == "text":
-            return text_record
-        return lambda row, result: native_record(row, result, method)
+        method, make = replace(self._method, created=created), writes(self._files).load()
+        assert callable(make), "checked at the start"
+        return lambda row, result: bytes(make(row, result, method))
 
     def _how_to_resume(self) -> str:
         """The command that goes on with this run."""

@@ -20,7 +20,7 @@ from dsbd_cli.config import (
 )
 from dsbd_cli.job.cli.declare import flag, option, switch
 from dsbd_cli.job.records import RowReader
-from dsbd_cli.variants import DRAFTERS, FUSION, SAMPLING_RULES, WIDTHS, help_lines
+from dsbd_cli.variants import DRAFTERS, FORMATS, FUSION, WIDTHS, help_lines, sampling_rules
 
 __all__ = [
     "AnswerOptions",
@@ -37,12 +37,12 @@ __all__ = [
 MAIN = "Main options"  # what most runs set; they stand first on the page
 FILES, ROWS, METHOD = "Input and output", "Rows that fail", "How drafts are made and verified"
 SAMPLING, ENDING, DEVICES = "Sampling", "Ending and ranking", "Devices and loading"
+ANSWERS = "What may be answered"
 JOB = "Options from a file"
 
 InputFormat = Literal["auto", "strict", "text"]
 Existing = Literal["error", "overwrite", "resume", "retry"]
 Decode = Literal["search", "sample"]
-OutputFormat = Literal["native", "openai", "text"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 NumericsName = Literal["invariant", "fast"]
 _METHOD, _SAMPLING = MethodConfig(), SamplingConfig()
@@ -86,12 +86,11 @@ class FileOptions:
         ),
     ] = None
     output_format: Annotated[
-        OutputFormat | None,
+        str | None,
         option(
             FILES,
             "--output-format",
-            text="native: records with scores and counters; openai: lines of the OpenAI batch form; "
-            "text: the text alone, escaped as in JSON; an empty line for a row that failed",
+            text="; ".join(f"{one.name}: {one.text}" for one in FORMATS.values()),
             default="native",
             metavar="FORM",
         ),
@@ -202,7 +201,7 @@ class MethodOptions:
             METHOD,
             "--verify",
             text=f"how drafts are checked when sampling (default: {_METHOD.rule}):"
-            f"{help_lines(SAMPLING_RULES.values())}",
+            f"{help_lines(sampling_rules().values())}",
             metavar="RULE",
         ),
     ] = None
@@ -307,7 +306,7 @@ class SamplingOptions(DrawOptions):
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """What an answer may be."""
+    """What an answer may be: one of these at most."""
 
     allow: Annotated[
         Path | None,
@@ -318,6 +317,23 @@ class AnswerOptions:
             "token_ids, and id and catalogue if wanted",
             metavar="FILE",
         ),
+    ] = None
+    json_schema: Annotated[
+        Path | None,
+        option(
+            ANSWERS,
+            "--json-schema",
+            text="answers are JSON that is valid under the schema in this file (needs dsbd[grammar], as the next two)",
+            metavar="FILE",
+        ),
+    ] = None
+    regex: Annotated[
+        str | None,
+        option(ANSWERS, "--regex", text="answers match this regular expression, in Rust's syntax", metavar="TEXT"),
+    ] = None
+    grammar: Annotated[
+        Path | None,
+        option(ANSWERS, "--grammar", text="answers are derived by the Lark grammar in this file", metavar="FILE"),
     ] = None
 
 

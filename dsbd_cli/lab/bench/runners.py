@@ -9,7 +9,7 @@ from typing import Protocol
 from dsbd_cli.config import Exactness, MethodConfig, SamplingConfig
 from dsbd_cli.engine.decoding.answers import Catalogue
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import ModelError
 from dsbd_cli.lab.bench.prepare import Prompt

@@ -23,8 +23,8 @@ from dsbd_cli.config import SamplingConfig
 from dsbd_cli.engine.core.trie import Trie
 from dsbd_cli.engine.decoding.answers import Catalogue
 from dsbd_cli.engine.decoding.outcome import text_of
-from dsbd_cli.engine.models.adapter import CausalForestModel
 from dsbd_cli.engine.models.attention import NAME as GROUPED
+from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.lab.peers.config import PeerConfig
 
