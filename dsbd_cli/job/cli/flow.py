@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +13,7 @@ from dsbd_cli.job.records import LongLine, Row, row_error, step_records
 from dsbd_cli.requests import Request, RequestResult
 
 if TYPE_CHECKING:
-    from dsbd_cli.engine.decoding.engine import Engine
+    from dsbd_cli.scale.worker import RunsRequests
 
 __all__ = ["MakeRecord", "RowFlow", "TooManyErrorsError"]
 
@@ -46,13 +45,16 @@ class RowFlow:
         done: DoneRows | None,
         max_errors: int | None,
         stopping: Callable[[], bool],
+        ordered: bool = True,
     ) -> None:
-        """done: what an earlier run has left. stopping: a signal has come."""
+        """done: what an earlier run has left. stopping: a signal has come. ordered: records in input order; else as
+        they are ready."""
         self._lines, self._read_row, self._reporter = iter(source), read, reporter
         self._done, self._max_errors, self._stopping = done, max_errors, stopping
         self._index = self._position = 0
         self._next: tuple[int, Row] | None = None
-        self._pending: deque[tuple[int, Row]] = deque()
+        self._ordered = ordered
+        self._pending: dict[int, tuple[int, Row]] = {}  # by id of what was handed to the engine
         self._ids: set[int] = set()
 
     def anything_left(self) -> bool:
@@ -63,12 +65,13 @@ class RowFlow:
                 return True
         return False
 
-    def run(self, engine: Engine, record: MakeRecord, writer: LineWriter, steps: LineWriter | None) -> None:
+    def run(self, engine: RunsRequests, record: MakeRecord, writer: LineWriter, steps: LineWriter | None) -> None:
         """Answer every row that is not done."""
         self._record, self._writer, self._steps = record, writer, steps
-        for result in engine.run(self._requests()):
-            position, row = self._pending.popleft()
-            assert row.request is None or row.request is result.request, "the engine answers in input order"
+        for result in engine.run(self._requests(), ordered=self._ordered):
+            name = id(result.request) if id(result.request) in self._pending else id(result.error)
+            assert not self._ordered or name == next(iter(self._pending)), "the engine answers in input order"
+            position, row = self._pending.pop(name)
             self._write(position, row, None if row.request is None else result)
         assert self._stopping() or not self._pending, "the engine answers every row"
         writer.flush()
@@ -81,8 +84,9 @@ class RowFlow:
                 self._writer.flush()
                 yield None
                 continue
-            self._pending.append(item)
-            yield item[1].request or item[1].error
+            handed = item[1].request or item[1].error
+            self._pending[id(handed)] = item
+            yield handed
 
     def _rows(self) -> Iterator[tuple[int, Row] | None]:
         """Rows that are not done, each with the bytes of the input up to its end; None where nothing is ready."""

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
 
 from dsbd_cli._version import __version__
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config import MethodConfig, ModelSpec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import grouped, help_texts
 from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, open_source
@@ -30,6 +31,7 @@ from dsbd_cli.job.cli.options import (
 )
 from dsbd_cli.job.cli.outputs import Outputs
 from dsbd_cli.job.cli.progress import Reporter
+from dsbd_cli.job.cli.scale_options import ScaleOptions, pool_config
 from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import Summary, rows_exit_code
@@ -38,7 +40,8 @@ from dsbd_cli.job.data.source import LineSource
 from dsbd_cli.job.records import MethodRecord, native_record, openai_record, run_fingerprint, text_record
 
 if TYPE_CHECKING:
-    from dsbd_cli.engine.decoding.engine import Engine
+    from dsbd_cli.scale.pool import PoolConfig
+    from dsbd_cli.scale.worker import LoadEngine, RunsRequests
 
 __all__ = ["generate"]
 
@@ -61,6 +64,7 @@ def generate(
     method: MethodOptions,
     sampling: SamplingOptions,
     devices: DeviceOptions,
+    scale: ScaleOptions,
     talk: TalkOptions,
     job: JobOptions,
     arguments: Sequence[str],
@@ -77,12 +81,12 @@ def generate(
     if talk.quiet and talk.log == "verbose":
         raise UsageError("--quiet and --log verbose cannot be used together: give one of them")
     settings = run_settings(pair, method, sampling, devices, failing, strict=files.input_format == "strict")
-    groups = (files, failing, pair, method, sampling, devices, talk)
+    groups = (files, failing, pair, method, sampling, devices, scale, talk)
     if job.print_config:
         typer.echo(job_text(groups, help_texts(groups)))
         return
     check_files(files)
-    run = _Run(files, settings, devices, talk, arguments, demonstrates=pair.target is None and not talk.quiet)
+    run = _Run(files, settings, devices, scale, talk, arguments, demonstrates=pair.target is None and not talk.quiet)
     if code := run.answer():
         raise typer.Exit(code)
 
@@ -95,6 +99,7 @@ class _Run:
         files: FileOptions,
         settings: RunSettings,
         devices: DeviceOptions,
+        scale: ScaleOptions,
         talk: TalkOptions,
         arguments: Sequence[str],
         *,
@@ -103,6 +108,8 @@ class _Run:
         """demonstrates: nobody has named a model, and it is to be told."""
         self._demonstrates = demonstrates
         self._files, self._settings, self._devices, self._arguments = files, settings, devices, arguments
+        self._ordered, self._pool = scale.order != "done", pool_config(scale, devices)
+        self._stack = ExitStack()
         self._method = MethodRecord(settings.method, settings.target, settings.draft)
         self._fingerprint = run_fingerprint(
             self._method,
@@ -121,7 +128,7 @@ class _Run:
 
     def answer(self) -> int:
         """Answer the rows; returns the exit code of a run that came to its end."""
-        with ExitStack() as stack:
+        with self._stack as stack:
             stack.enter_context(self._signals)
             stream, name, size = open_source(self._files, stack)
             self.reporter.input_bytes = size
@@ -146,12 +153,13 @@ class _Run:
             done=outputs.done,
             max_errors=self._settings.max_errors,
             stopping=lambda: self._signals.number is not None,
+            ordered=self._ordered,
         )
 
     def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
         totals = self.reporter.totals
         try:
-            engine = self._load() if outputs.done is None or flow.anything_left() or outputs.is_empty else None
+            engine = self._load(summary) if outputs.done is None or flow.anything_left() or outputs.is_empty else None
         except StoppedError:
             self.reporter.stop()
             raise
@@ -201,25 +209,44 @@ class _Run:
         again = " with the same input" if self._files.input in (None, STANDARD) else ""
         return f"what is written is complete; go on{again} with: {whole(command)}"
 
-    def _load(self) -> Engine:
-        """Where torch is imported."""
+    def _load(self, summary: Summary) -> RunsRequests:
+        """Where torch is imported, by this process or by its workers."""
         from dsbd_cli.engine.decoding import load as loading
 
         settings, devices = self._settings, self._devices
-        engine = loading.load(
-            *model_specs(settings, devices),
+        models = model_specs(settings, devices)
+        load = partial(
+            loading.load,
+            *models,
             method=settings.method,
             batch_size=settings.batch_size,
             log_steps=self._files.stats is not None,
             on_too_long=settings.on_too_long,
             cuda_graphs=devices.cuda_graphs,
         )
+        engine = load() if self._pool is None else self._workers(load, models, self._pool, summary)
         if self._demonstrates:
             say(DEMONSTRATION)
         return engine
 
+    def _workers(
+        self, load: LoadEngine, models: Sequence[ModelSpec | None], pool: PoolConfig, summary: Summary
+    ) -> RunsRequests:
+        """Workers in the place of an engine of this process."""
+        from dsbd_cli.scale.pool import RayEngine
+        from dsbd_cli.scale.worker import WorkerSetup
 
-def _describe(settings: RunSettings, engine: Engine) -> str:
+        assert self._settings.batch_size is not None
+        specs = tuple([model for model in models if model is not None])
+        setup = WorkerSetup(load, specs, self._settings.batch_size)
+        engine = RayEngine(setup, pool, self.reporter.warn)
+        self._stack.callback(engine.close)
+        summary.workers = lambda: engine.reports
+        self.reporter.note = engine.describe
+        return engine
+
+
+def _describe(settings: RunSettings, engine: RunsRequests) -> str:
     method, info = settings.method, engine.info
     most = "up to " if method.adaptive_depth else ""
     drafts = f"{most}{method.depth} layers of {method.drafts_per_layer} drafts" if method.depth else "no draft"
