@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from dsbd_cli.errors import DsbdError, RowError
 from dsbd_cli.job.cli.progress import Reporter
+from dsbd_cli.job.cli.shard import Shard
 from dsbd_cli.job.data.jsonl import LineWriter
 from dsbd_cli.job.data.resume import DoneRows
 from dsbd_cli.job.records import LongLine, Row, row_error, step_records
@@ -46,16 +47,22 @@ class RowFlow:
         max_errors: int | None,
         stopping: Callable[[], bool],
         ordered: bool = True,
+        shard: Shard | None = None,
     ) -> None:
         """done: what an earlier run has left. stopping: a signal has come. ordered: records in input order; else as
-        they are ready."""
+        they are ready. shard: only the rows of this part."""
         self._lines, self._read_row, self._reporter = iter(source), read, reporter
         self._done, self._max_errors, self._stopping = done, max_errors, stopping
         self._index = self._position = 0
         self._next: tuple[int, Row] | None = None
-        self._ordered = ordered
+        self._ordered, self._shard = ordered, shard
         self._pending: dict[int, tuple[int, Row]] = {}  # by id of what was handed to the engine
         self._ids: set[int] = set()
+
+    @property
+    def rows_read(self) -> int:
+        """Rows of the input so far, those of other parts too."""
+        return self._index
 
     def anything_left(self) -> bool:
         """Pass over the rows that are done. False: there is nothing else, and no model is needed."""
@@ -98,9 +105,12 @@ class RowFlow:
                 yield None
                 continue
             number, line = item
-            row = self._read_row(line, index=self._index, number=number)
+            index = self._index
             self._index += 1
             self._position += (line.size if isinstance(line, LongLine) else len(line)) + 1
+            if self._shard is not None and not self._shard.has(index):
+                continue
+            row = self._read_row(line, index=index, number=number)
             self._note_id(row)
             if self._done is not None and self._done.take(row.id, row.key):
                 self._reporter.totals.skipped += 1

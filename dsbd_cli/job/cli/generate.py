@@ -33,6 +33,7 @@ from dsbd_cli.job.cli.outputs import Outputs
 from dsbd_cli.job.cli.progress import Reporter
 from dsbd_cli.job.cli.scale_options import ScaleOptions, pool_config
 from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
+from dsbd_cli.job.cli.shard import Shard, shard_of, sharded_files
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import Summary, rows_exit_code
 from dsbd_cli.job.cli.talk_options import TalkOptions
@@ -85,8 +86,13 @@ def generate(
     if job.print_config:
         typer.echo(job_text(groups, help_texts(groups)))
         return
+    shard = None if scale.shard is None else shard_of(scale.shard)
+    if shard is not None:
+        files = sharded_files(files, shard)
     check_files(files)
-    run = _Run(files, settings, devices, scale, talk, arguments, demonstrates=pair.target is None and not talk.quiet)
+    run = _Run(
+        files, settings, devices, scale, shard, talk, arguments, demonstrates=pair.target is None and not talk.quiet
+    )
     if code := run.answer():
         raise typer.Exit(code)
 
@@ -100,6 +106,7 @@ class _Run:
         settings: RunSettings,
         devices: DeviceOptions,
         scale: ScaleOptions,
+        shard: Shard | None,
         talk: TalkOptions,
         arguments: Sequence[str],
         *,
@@ -122,6 +129,10 @@ class _Run:
             output_format=files.output_format or "native",
             dsbd=__version__,
         )
+        self._shard = shard
+        if shard is not None:
+            assert files.input is not None
+            self._fingerprint |= shard.settings(files.input)
         self._signals = StopSignals(quiet=bool(talk.quiet))
         on_terminal = files.output in (None, STANDARD) and sys.stdout is not None and sys.stdout.isatty()
         self.reporter = Reporter(talk, records_on_terminal=on_terminal)
@@ -138,8 +149,12 @@ class _Run:
             settings = {**self._fingerprint, "batch_size": self._settings.batch_size}
             summary = stack.enter_context(Summary(self._files.summary, self.reporter.totals, settings))
             stack.callback(self.reporter.stop)
-            flow = self._flow(stack.enter_context(LineSource(stream, name)), outputs)
+            source = stack.enter_context(LineSource(stream, name))
+            flow = self._flow(source, outputs)
             self._answer(flow, outputs, summary)
+            if self._shard is not None:
+                source.check()
+                outputs.complete(flow.rows_read)
         return rows_exit_code(self.reporter.totals)
 
     def _flow(self, source: LineSource, outputs: Outputs) -> RowFlow:
@@ -154,6 +169,7 @@ class _Run:
             max_errors=self._settings.max_errors,
             stopping=lambda: self._signals.number is not None,
             ordered=self._ordered,
+            shard=self._shard,
         )
 
     def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:

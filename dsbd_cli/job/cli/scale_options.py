@@ -72,6 +72,16 @@ class ScaleOptions:
             metavar="HOW",
         ),
     ] = None
+    shard: Annotated[
+        str | None,
+        option(
+            SCALE,
+            "--shard",
+            text="answer only rows I, I + N, I + 2N, ..., into FILE.I-of-N, for dsbd merge; auto: I and N of Slurm, "
+            "torchrun or SkyPilot; auto/N: I of Kubernetes",
+            metavar="I/N",
+        ),
+    ] = None
 
 
 def pool_config(scale: ScaleOptions, devices: DeviceOptions) -> PoolConfig | None:
