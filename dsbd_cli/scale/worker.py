@@ -167,9 +167,10 @@ class Exchange:
 class Worker:
     """An engine, loaded and run by a thread. Rows come and go by `exchange`."""
 
-    def __init__(self, setup: WorkerSetup) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends its workers
+    def __init__(self, setup: WorkerSetup, *, heeds_interrupts: bool = False) -> None:
+        """heeds_interrupts: Ctrl-C does here what it did before; else it is for the driver, which ends its workers."""
+        if not heeds_interrupts and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._setup = setup
         self._info: WorkerInfo | None = None
         self._failure: Failure | None = None
@@ -185,10 +186,14 @@ class Worker:
         self._loaded.wait(wait_s)
         return self._failure or self._info
 
-    def exchange(self, rows: Sequence[tuple[int, Request]], wait_s: float = WAIT_S) -> Exchange:
-        """Take rows, give back what is done: as soon as something is, after `wait_s` at the latest."""
+    def put(self, rows: Sequence[tuple[int, Request]]) -> None:
+        """Take rows, each with a number of its own."""
         for row in rows:
             self._inbox.put(row)
+
+    def exchange(self, rows: Sequence[tuple[int, Request]], wait_s: float = WAIT_S) -> Exchange:
+        """Take rows, give back what is done: as soon as something is, after `wait_s` at the latest."""
+        self.put(rows)
         done: list[Answered] = []
         until = time.monotonic() + wait_s
         while self._failure is None or not self._outbox.empty():
