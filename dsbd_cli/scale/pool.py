@@ -52,7 +52,8 @@ class PoolConfig:
     Attributes:
         least, most: workers; the run begins when `least` have loaded. most None: as many as the GPUs allow.
         address: of a running Ray (`auto`: the one of this machine); None: start one and stop it in the end.
-        gpus: of each worker; None: one where Ray has any.
+        gpus: of each worker; None: one for each of its processes, where Ray has any.
+        processes: of each worker, see ModelSpec.tensor_parallel.
         timeout_s: a worker that gives no sign of life for so long is replaced.
     """
 
@@ -60,6 +61,7 @@ class PoolConfig:
     most: int | None
     address: str | None = None
     gpus: int | None = None
+    processes: int = 1
     timeout_s: float = 600.0
 
 
@@ -359,7 +361,7 @@ class RayEngine:
             try:
                 ray.init(
                     address or "local",
-                    num_cpus=max(cores, self._config.most or 1) if local else None,
+                    num_cpus=max(cores, (self._config.most or 1) * self._config.processes) if local else None,
                     object_store_memory=OBJECT_STORE_BYTES if local else None,
                     include_dashboard=False if local else None,
                     log_to_driver=False,
@@ -375,7 +377,8 @@ class RayEngine:
     def _settle(self, resources: dict[str, float], cores: int) -> None:
         """Workers, and what each gets, from what Ray has. Raises UsageError."""
         gpus = int(resources.get("GPU", 0))
-        self._gpus = min(1, gpus) if self._config.gpus is None else self._config.gpus
+        processes = self._config.processes
+        self._gpus = min(1, gpus) * processes if self._config.gpus is None else self._config.gpus
         most = self._config.most
         if most is None:
             if not self._gpus or gpus < self._gpus:
@@ -387,7 +390,7 @@ class RayEngine:
                 f"but there {'is' if gpus == 1 else 'are'} {gpus}: take fewer"
             )
         total = int(resources.get("CPU", cores))
-        self._cpus = 1 if self._gpus else max(1, total // most)
+        self._cpus = processes if self._gpus else max(processes, total // most)
         self._places = [_Place(WorkerReport(number)) for number in range(most)]
 
     def _wait_for_workers(self) -> None:

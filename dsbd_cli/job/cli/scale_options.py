@@ -110,7 +110,8 @@ def pool_config(scale: ScaleOptions, devices: DeviceOptions) -> PoolConfig | Non
         raise UsageError(f"--gpus-per-worker is {scale.gpus_per_worker}, but must be 0 or more")
     from dsbd_cli.scale.pool import PoolConfig
 
-    return PoolConfig(least, most, scale.ray, _gpus(scale, devices), scale.worker_timeout or TIMEOUT_S)
+    processes = devices.tensor_parallel or 1
+    return PoolConfig(least, most, scale.ray, _gpus(scale, devices), processes, scale.worker_timeout or TIMEOUT_S)
 
 
 def _numbers(given: str) -> tuple[int, int | None]:
@@ -136,4 +137,8 @@ def _gpus(scale: ScaleOptions, devices: DeviceOptions) -> int | None:
         return 0
     if place is not None and place.startswith("cuda:"):
         raise UsageError(f"--device is {place}, but each worker has GPUs of its own, counted from 0: drop it")
+    if given is not None and given < (devices.tensor_parallel or 1):
+        raise UsageError(
+            f"--gpus-per-worker is {given}, but --tensor-parallel is {devices.tensor_parallel}: give as many or more"
+        )
     return given
