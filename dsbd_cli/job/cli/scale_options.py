@@ -97,6 +97,10 @@ def pool_config(scale: ScaleOptions, devices: DeviceOptions) -> PoolConfig | Non
                 raise UsageError(f"{name} would do nothing without --workers: drop it, or say how many workers")
         return None
     least, most = _numbers(scale.workers)
+    if devices.batch_size == "auto":
+        raise UsageError(
+            "--batch-size auto cannot be used with --workers, which fill batches of a known size: give one"
+        )
     if importlib.util.find_spec("ray") is None:
         raise UsageError("--workers needs Ray, which is not installed: pip install 'dsbd[ray]'")
     if scale.ray is not None and (scale.ray.startswith("ray://") or not scale.ray):
