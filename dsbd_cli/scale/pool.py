@@ -40,6 +40,7 @@ AGAIN_S = 0.5  # before a dead worker is replaced: a node that is going takes a 
 WAIT_S = 0.5  # for an answer; a signal is heeded after this time
 IDLE_S = 0.01
 OBJECT_STORE_BYTES = 128 << 20  # of a Ray of our own; rows and answers above 100 KB pass through it
+LONGEST_TMP = 30
 SLOW_START_S = 30.0  # without enough workers after this time, what is waited for is said
 
 RowWindow = Window[Request, RequestResult]
@@ -354,7 +355,9 @@ class RayEngine:
         address, cores = self._config.address, os.cpu_count() or 1
         local, folder = address is None, None
         if local:
-            folder = tempfile.mkdtemp(prefix="dsbd-ray-")
+            # sockets lie in it, and a socket's path has 107 bytes at most
+            short = len(tempfile.gettempdir()) <= LONGEST_TMP
+            folder = tempfile.mkdtemp(prefix="dsbd-ray-", dir=None if short else "/tmp")
             self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
         self._stack.callback(ray.shutdown)
         with _handlers_kept():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -52,7 +53,8 @@ class Job:
         scale = () if workers is None else ("--workers", workers, "--ray", self.address)
         files = ("-i", str(self.input), "-o", str(self.output), "--batch-size", "4", "--existing", "resume")
         call = [sys.executable, "-m", "tests.cli.fake", "generate", *files, *scale, *more]
-        environment = {**os.environ, "FAKE_ROW_S": str(row_s), "DSBD_TARGET": "builtin:target"}
+        extra: dict[str, str] = options.pop("environment", {})  # type: ignore[assignment]
+        environment = {**os.environ, **extra, "FAKE_ROW_S": str(row_s), "DSBD_TARGET": "builtin:target"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
         return subprocess.Popen(call, cwd=ROOT, env=environment, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
 
@@ -79,15 +81,16 @@ class Job:
             time.sleep(0.02)
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    """Processes of the workers of a driver on this machine."""
+def workers_below(process: int) -> list[int]:
+    """Processes of workers that this one, or a Ray that it has started, has begun."""
     import psutil
 
     found = []
-    for one in psutil.process_iter(["pid", "cmdline"]):
-        if one.info["cmdline"] and one.info["cmdline"][0].startswith("ray::Worker"):
-            found.append(one.info["pid"])
-    assert process is not None
+    for child in psutil.Process(process).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            command = child.cmdline()
+            if command and command[0].startswith("ray::Worker"):
+                found.append(child.pid)
     return found
 
 

@@ -7,11 +7,12 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.scale.conftest import Job, workers_of
+from tests.scale.conftest import Job, workers_below
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -49,7 +50,7 @@ def test_killed_workers(job: MakeJob) -> None:
     for kill in range(5):
         made.wait_for(process, 5 + 40 * kill)
         limit = time.monotonic() + 60
-        while not (workers := workers_of(process)):
+        while not (workers := workers_below(os.getpid())):
             assert time.monotonic() < limit
             time.sleep(0.02)
         os.kill(workers[kill % len(workers)], signal.SIGKILL)
@@ -99,7 +100,7 @@ def test_a_poisonous_row_and_a_hung_worker(job: MakeJob) -> None:
     made = job(rows)
     process = made.start("--worker-timeout", "3", row_s=0.03)
     made.wait_for(process, 30)
-    os.kill(workers_of(process)[0], signal.SIGSTOP)
+    os.kill(workers_below(os.getpid())[0], signal.SIGSTOP)
     code, _, err = made.end(process)
     assert code == 3, err
     records = [json.loads(line) for line in made.output.read_text().splitlines()]
@@ -131,6 +132,21 @@ def test_a_node_that_goes(cluster: Any, job: MakeJob) -> None:
     assert code == 3, err
     assert made.records() == expected
     assert "its process died" in err
+
+
+def test_a_ray_of_its_own_is_quiet_and_leaves_nothing(job: MakeJob, ray_folder: Path) -> None:
+    """Records on standard output; on standard error our lines alone, though a worker dies."""
+    rows: list[dict[str, object]] = [{"id": f"r{n}", "prompt": "die" if n == 3 else f"row {n}"} for n in range(12)]
+    made = job(rows)
+    options = ("-o", "-", "--existing", "error", "--workers", "1", "--log", "verbose")
+    own = ray_folder / "own"
+    own.mkdir()
+    environment = {"TMPDIR": str(own)}
+    code, out, err = made.finish(*options, workers=None, environment=environment)
+    assert code == 3, err
+    assert [json.loads(line)["index"] for line in out.splitlines()] == list(range(12))
+    assert all(line.startswith("dsbd: ") for line in err.splitlines()), err
+    assert not list(own.iterdir())
 
 
 def test_done_order(job: MakeJob) -> None:

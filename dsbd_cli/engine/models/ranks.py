@@ -89,7 +89,7 @@ class Ranks:
         """Starts the ranks and joins them. Raises ModelError where one ends."""
         if dist.is_initialized():
             raise UsageError("tensor_parallel: this process has a torch.distributed group already: load in another one")
-        self.broken = False
+        self.broken = self._joined = False
         self._folder = Path(tempfile.mkdtemp(prefix="dsbd-ranks-"))
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -99,6 +99,7 @@ class Ranks:
                 assert process.stdout is not None
                 if process.stdout.readline() != b"ready\n":
                     raise self.error("did not start")
+            self._joined = True
             join(Place(spec, 0, str(self._folder)))
         except BaseException:
             self.close()
@@ -145,17 +146,19 @@ class Ranks:
             dist.broadcast(_sendable(tensor.contiguous()), src=0)
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the other ranks. May be called twice."""
         self.broken = True
-        for process in self._processes:
+        processes, self._processes = self._processes, []
+        for process in processes:
             process.kill()
             process.wait()
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     with contextlib.suppress(OSError):
                         stream.close()
-        if dist.is_initialized():
+        if self._joined and dist.is_initialized():
             dist.destroy_process_group()
+        self._joined = False
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __del__(self) -> None:
