@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-
 from dsbd_cli import Engine, MethodConfig, Request, RowError, SamplingConfig
-from tests.engine.toys import NumberCodec, TableLM
+from tests.engine.toys import NumberCodec, table_pair
 
 
 def test_a_long_request_holds_no_short_one_back() -> None:
     """The same results, each with the very request it answers; an item that is an error comes through too."""
     engine = Engine(
-        TableLM(torch.randn(9, 9, generator=torch.Generator().manual_seed(0))),
+        table_pair(0, 9, 0.0)[0],
         None,
         NumberCodec(9),
         MethodConfig(num_beams=2, depth=0),

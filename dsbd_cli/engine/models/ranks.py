@@ -127,7 +127,9 @@ class Ranks:
         self.broken = True
         for rank, process in enumerate(self._processes, start=1):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                if process.wait(timeout=2):
+                if (code := process.wait(timeout=2)) < 0:
+                    return ModelError(f"rank {rank} of the target {what}: it was killed by signal {-code}")
+                if code:
                     log = (self._folder / f"{rank}.log").read_text(errors="replace")
                     lines = [line.removeprefix(f"[rank{rank}]:").strip() for line in log.splitlines()]
                     told = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)] or ["no message"]
@@ -141,9 +143,12 @@ class Ranks:
         tensors: list[Tensor] = []
         plain = [_packed(argument, tensors) for argument in arguments]
         shapes: list[Shape] = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        dist.broadcast_object_list([(name, plain, shapes)], src=0, device=torch.device("cpu"))
-        for tensor in tensors:
-            dist.broadcast(_sendable(tensor.contiguous()), src=0)
+        try:
+            dist.broadcast_object_list([(name, plain, shapes)], src=0, device=torch.device("cpu"))
+            for tensor in tensors:
+                dist.broadcast(_sendable(tensor.contiguous()), src=0)
+        except RuntimeError as error:
+            raise self.error("does not hear any more") from error
 
     def close(self) -> None:
         """End the other ranks. May be called twice."""
