@@ -80,7 +80,7 @@ def test_a_rank_that_dies_ends_the_run_with_a_line(tmp_path: Path, closing: list
     process = engine.target._ranks._processes[0]
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    with pytest.raises(ModelError, match="rank 1 of the target .* killed by signal 9"):
+    with pytest.raises(ModelError, match=r"rank 1 of the target .* killed by signal 9"):
         list(engine.run(REQUESTS))
 
 

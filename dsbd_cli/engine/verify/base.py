@@ -7,11 +7,12 @@ Letters: R requests, W beams, K drafts per layer, C candidates per beam, M = W*C
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
+from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.forest import DraftLaw
 from dsbd_cli.engine.core.noise import stream_key
 from dsbd_cli.engine.core.pool import DraftRequest, LiveDraws, ends_before, live_draws, match_pairs
@@ -127,7 +128,7 @@ class LayerDraws:
 
 
 class Rule(Protocol):
-    """A verification rule.
+    """A verification rule. A rule names this class as its base.
 
     Attributes:
         needs_law: the rule compares P with the draft's law Q.
@@ -144,6 +145,11 @@ class Rule(Protocol):
     warps: bool
     samples: bool
     replacement: bool
+
+    @classmethod
+    def of(cls, method: MethodConfig) -> Self:
+        """The rule with the settings of a method."""
+        return cls()
 
     def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
         """Candidates per beam that are enough to find every draw."""

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.probs import Room, Warp
-from dsbd_cli.engine.verify.base import LayerDraws, LayerView, largest, membership
+from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule, largest, membership
 
 __all__ = ["Search"]
 
 
-class Search:
+class Search(Rule):
     """Rule `search`: the W best live pairs by raw score; an end finishes when it is among the W best of all pairs."""
 
     needs_law = False

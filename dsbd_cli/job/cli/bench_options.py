@@ -10,8 +10,9 @@ from dsbd_cli.config import DEFAULT_DEPTH, MethodConfig
 from dsbd_cli.job.cli.declare import flag, option
 from dsbd_cli.job.cli.options import MAIN
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
-from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS, OWN_TOKENS
+from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS, own_tokens
 from dsbd_cli.lab.tasks.choose import TASK_NAMES
+from dsbd_cli.variants import MIN_WIDTH, WIDTH_THRESHOLD
 
 __all__ = [
     "DEFAULT_RECORDS",
@@ -100,7 +101,7 @@ class SweepOptions:
             METHODS_PANEL,
             "--width-threshold",
             text="wanted chance that a layer yields its width",
-            default=_METHOD.width_threshold,
+            default=WIDTH_THRESHOLD.default,
             metavar="T,...",
         ),
     ] = None
@@ -110,7 +111,7 @@ class SweepOptions:
             METHODS_PANEL,
             "--min-width",
             text="least width of a threshold layer",
-            default=_METHOD.min_width,
+            default=MIN_WIDTH.default,
             metavar="W,...",
         ),
     ] = None
@@ -119,7 +120,7 @@ class SweepOptions:
         option(
             METHODS_PANEL,
             "--drafter",
-            text=f"who proposes: {', '.join(OWN_TOKENS)}, or two joined by +",
+            text=f"who proposes: {', '.join(own_tokens())}, or two joined by +",
             default=_METHOD.drafter,
             metavar="NAME,...",
         ),

@@ -16,7 +16,7 @@ from dsbd_cli._version import __version__
 from dsbd_cli.config import MethodConfig, ModelSpec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import grouped, help_texts
-from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, open_source
+from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, open_source, writes
 from dsbd_cli.job.cli.flow import MakeRecord, RowFlow, TooManyErrorsError
 from dsbd_cli.job.cli.layers import job_text
 from dsbd_cli.job.cli.messages import say, set_style, tracebacks_wanted, whole
@@ -38,7 +38,7 @@ from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import Summary, rows_exit_code
 from dsbd_cli.job.cli.talk_options import TalkOptions
 from dsbd_cli.job.data.source import LineSource
-from dsbd_cli.job.records import MethodRecord, native_record, openai_record, run_fingerprint, text_record
+from dsbd_cli.job.records import MethodRecord, run_fingerprint
 
 if TYPE_CHECKING:
     from dsbd_cli.scale.pool import PoolConfig
@@ -204,12 +204,9 @@ class _Run:
 
     def _maker(self, created: int) -> MakeRecord:
         """How this run writes a row."""
-        method, form = self._method, self._files.output_format
-        if form == "openai":
-            return lambda row, result: openai_record(row, result, method, created)
-        if form == "text":
-            return text_record
-        return lambda row, result: native_record(row, result, method)
+        method, make = replace(self._method, created=created), writes(self._files).load()
+        assert callable(make), "checked at the start"
+        return lambda row, result: bytes(make(row, result, method))
 
     def _how_to_resume(self) -> str:
         """The command that goes on with this run."""

@@ -20,7 +20,7 @@ from dsbd_cli.config import (
 )
 from dsbd_cli.job.cli.declare import flag, option, switch
 from dsbd_cli.job.records import RowReader
-from dsbd_cli.variants import DRAFTERS, FUSION, SAMPLING_RULES, WIDTHS, help_lines
+from dsbd_cli.variants import DRAFTERS, FORMATS, FUSION, WIDTHS, help_lines, sampling_rules
 
 __all__ = [
     "DeviceOptions",
@@ -41,7 +41,6 @@ JOB = "Options from a file"
 InputFormat = Literal["auto", "strict", "text"]
 Existing = Literal["error", "overwrite", "resume", "retry"]
 Decode = Literal["search", "sample"]
-OutputFormat = Literal["native", "openai", "text"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 NumericsName = Literal["invariant", "fast"]
 _METHOD, _SAMPLING = MethodConfig(), SamplingConfig()
@@ -85,12 +84,11 @@ class FileOptions:
         ),
     ] = None
     output_format: Annotated[
-        OutputFormat | None,
+        str | None,
         option(
             FILES,
             "--output-format",
-            text="native: records with scores and counters; openai: lines of the OpenAI batch form; "
-            "text: the text alone, escaped as in JSON; an empty line for a row that failed",
+            text="; ".join(f"{one.name}: {one.text}" for one in FORMATS.values()),
             default="native",
             metavar="FORM",
         ),
@@ -201,7 +199,7 @@ class MethodOptions:
             METHOD,
             "--verify",
             text=f"how drafts are checked when sampling (default: {_METHOD.rule}):"
-            f"{help_lines(SAMPLING_RULES.values())}",
+            f"{help_lines(sampling_rules().values())}",
             metavar="RULE",
         ),
     ] = None

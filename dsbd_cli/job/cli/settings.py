@@ -27,7 +27,16 @@ from dsbd_cli.job.cli.options import (
     SamplingOptions,
 )
 from dsbd_cli.job.records import RowReader
-from dsbd_cli.variants import DRAFTERS, RULES, SAMPLING_RULES, SEARCH, WIDTHS, parse, parse_drafter, typed_names
+from dsbd_cli.variants import (
+    RULES,
+    SEARCH,
+    WIDTHS,
+    parse,
+    parse_drafter,
+    runs_model,
+    sampling_rules,
+    typed_names,
+)
 
 __all__ = ["TYPED", "RunSettings", "fixed_depth", "model_specs", "run_settings"]
 
@@ -76,7 +85,7 @@ def run_settings(
     wide = None if width is None or not WIDTHS[str(width)].dynamic else method.width
     target, draft = _pair(pair, method, str(chosen["drafter"]))
     _check_devices(devices, draft)
-    drafting = draft is not None or not _needs_draft(str(chosen["drafter"]))
+    drafting = draft is not None or not runs_model(str(chosen["drafter"]))
     if not drafting:
         _refuse(
             "there is no draft",
@@ -136,7 +145,7 @@ def places(device: str | None) -> tuple[str | None, str | None]:
 
 def fixed_depth(pair: PairOptions, method: MethodOptions) -> MethodOptions:
     """The options with the library's depth in place of `auto` by default, for commands that measure a forest."""
-    drafting = pair.draft != "none" or not _needs_draft(str(_chosen(method)["drafter"]))
+    drafting = pair.draft != "none" or not runs_model(str(_chosen(method)["drafter"]))
     open_ = method.depth is None and drafting
     return replace(method, depth=str(DEFAULT_DEPTH)) if open_ else method
 
@@ -162,10 +171,6 @@ def _refuse(reason: str, *options: tuple[str, object]) -> None:
         raise UsageError(f"{', '.join(given)} would do nothing, because {reason}: {drop}")
 
 
-def _needs_draft(drafter: str) -> bool:
-    return any(DRAFTERS[name].runs_model for name in drafter.split("+"))
-
-
 def _chosen(given: MethodOptions) -> dict[str, object]:
     """Rule, width and drafter with their settings, as fields of MethodConfig. Raises UsageError."""
     found: dict[str, object] = {"rule": SEARCH if given.decode == "search" else MethodConfig().rule}
@@ -174,7 +179,7 @@ def _chosen(given: MethodOptions) -> dict[str, object]:
     except UsageError as error:
         raise UsageError(error.typed(TYPED)) from None
     found |= {"drafter": name, **settings}
-    for field, text, variants in (("rule", given.verify, SAMPLING_RULES), ("width", given.width, WIDTHS)):
+    for field, text, variants in (("rule", given.verify, sampling_rules()), ("width", given.width, WIDTHS)):
         if text is not None:
             name, settings = parse("--verify" if field == "rule" else "--width", text, variants)
             found |= {field: found["rule"] if given.decode == "search" and field == "rule" else name, **settings}
@@ -186,7 +191,7 @@ def _pair(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, 
     target = _given(pair.target, BUILTIN_TARGET)
     if not target or pair.draft == "":
         raise UsageError("--target and --draft need a name: an alias, a folder or a hub id")
-    if not _needs_draft(drafter):
+    if not runs_model(drafter):
         if pair.draft not in (None, "none"):
             raise UsageError(f"--draft {pair.draft} would do nothing, because drafter {drafter} runs no model: drop it")
         return target, None
@@ -225,7 +230,7 @@ def _method(given: MethodOptions, chosen: Mapping[str, object], *, drafting: boo
     else:
         options["depth"] = _number("--depth", given.depth, MAX_AUTO_DEPTH)
     acting = {name: value for name, value in options.items() if value is not None}
-    method = MethodConfig(**{**chosen, **acting})  # type: ignore[arg-type]
+    method = MethodConfig.of({**chosen, **acting})
     if given.memory_saving and method.num_beams == 1:
         raise UsageError("--memory-saving keeps one beam of several, but --num-beams is 1: drop it")
     return method

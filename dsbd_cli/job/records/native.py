@@ -39,7 +39,7 @@ def native_record(row: Row, result: RequestResult | None, method: MethodRecord) 
     return dump_line(record)
 
 
-def text_record(row: Row, result: RequestResult | None) -> bytes:
+def text_record(row: Row, result: RequestResult | None, method: MethodRecord) -> bytes:
     """The best text on one line, escaped as inside a JSON string; an empty line for a row that failed."""
     if row_error(row, result) is not None or result is None:
         return b""

@@ -13,7 +13,7 @@ from dsbd_cli.job.records.forms import ParsedRow, as_written, parsed_row
 from dsbd_cli.job.records.parse import parse_object
 from dsbd_cli.job.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key
 from dsbd_cli.requests import Request, check_seed, derive_seed
-from dsbd_cli.variants import RULES, RuleName
+from dsbd_cli.variants import RULES
 
 __all__ = ["RowReader"]
 
@@ -42,7 +42,7 @@ class RowReader:
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     seed: int = 0
-    rule: RuleName = "coupled"
+    rule: str = "coupled"
     num_beams: int = 4
     strict: bool = False
     _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)

@@ -45,7 +45,7 @@ from dsbd_cli.lab.reports.profile_data import (
 )
 from dsbd_cli.requests import Request, derive_seed
 from dsbd_cli.stats import DrafterStats
-from dsbd_cli.variants import TREE
+from dsbd_cli.variants import TREE, WIDTH_THRESHOLD
 
 __all__ = ["ProfileSpec", "take_profile"]
 
@@ -535,7 +535,7 @@ def _acceptance(bench: ProfiledPair, method: MethodConfig, larger: MethodConfig)
     for looked_at in dict.fromkeys([method, larger]):
         log = RunLog()
         engine = bench.engine(looked_at, log, log_steps=True)
-        probe = DraftProbe(drafts, beams, method.width_threshold if dynamic else None)
+        probe = DraftProbe(drafts, beams, method.value(WIDTH_THRESHOLD) if dynamic else None)
         watch(engine, probe)
         chains += probe.chains(bench.run(engine, log, requests).results)
     widths: list[int | None] = [*range(1, beams + 1)] if dynamic else [None]
@@ -610,7 +610,7 @@ def _profile(
         recommended_command=job.render(best),
         forest=forest,
         drafters=_drafter_rates(first),
-        tree=method.tree if method.depth and TREE.field in method.settings else None,
+        tree=method.value(TREE) if method.depth and TREE.field in method.settled else None,
     )
 
 
