@@ -273,7 +273,8 @@ def _describe(settings: RunSettings, engine: RunsRequests) -> str:
     drafts = f"{most}{method.depth} layers of {method.drafts_per_layer} drafts" if method.depth else "no draft"
     drafts += f" by {method.drafter}" if method.depth and method.drafter != MethodConfig().drafter else ""
     allowed = f"; {engine.allowed}" if engine.allowed else ""
-    allowed += f"; {engine.footprint}" if method.num_beams >= WIDE else ""
+    footprint = getattr(engine, "footprint", None)  # an engine of this process says it, workers do not
+    allowed += f"; {footprint}" if footprint and method.num_beams >= WIDE else ""
     models = f"target {settings.target}" + (f", draft {settings.draft}" if settings.draft else "")
     models += f" ({info.dtype}, {info.device})" if info is not None else ""
     return (
