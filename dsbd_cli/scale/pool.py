@@ -146,6 +146,9 @@ class RayEngine:
     @property
     def reports(self) -> list[WorkerReport]:
         """What each worker did."""
+        for place in self._places:
+            if place.actor is not None:
+                place.report.seconds = round(time.monotonic() - place.born, 3)
         return [place.report for place in self._places]
 
     def describe(self) -> str:
