@@ -16,6 +16,7 @@ from dsbd_cli.errors import UsageError, shorten
 from dsbd_cli.variants import (
     DRAFTERS,
     FUSION,
+    GRAMMAR,
     MIN_WIDTH,
     RULES,
     SECOND_DRAFTS,
@@ -60,7 +61,10 @@ BUILTIN_DRAFT = "builtin:draft"
 DEFAULT_BATCH_SIZE = 8
 DEFAULT_DEPTH = 4  # where every iteration drafts as deep
 MAX_AUTO_DEPTH = 8  # where the depth is adaptive
+MAX_CERTAIN_DEPTH = 16  # where the drafter knows which layers pass
 DEFAULT_DRAFTS = 8
+SPARE_DRAFTS = 32  # of a layer, beyond the number of beams, at most
+MOST_DRAFTED = 512  # nodes of all layers, where nobody says how many
 
 FOLLOWING = ("depth", "adaptive_depth", "width", "drafts_per_layer")  # settings whose default follows from others
 
@@ -198,9 +202,9 @@ class MethodConfig:
     Attributes:
         rule: verification rule, one of variants.RULES.
         num_beams: W, live beams at most.
-        drafts_per_layer: K, drafted nodes per layer. Default: 8, or 2W if that is more.
+        drafts_per_layer: K, drafted nodes per layer. Default: 8, or 2W if that is more; above W = 32 it is W + 32.
         depth: D, drafted layers; 0 is plain beam sampling (or beam search) without a draft. Default: 8 with
-            adaptive_depth, else 4.
+            adaptive_depth, else 4; fewer where that would be more than 512 drafted nodes.
         adaptive_depth: D and K are upper bounds, and every iteration takes what measured fastest below them (the
             command's `--depth auto`). Default: where no depth is given and the text cannot depend on the forest: rules
             coupled and search at fixed width, without memory_saving.
@@ -273,9 +277,14 @@ class MethodConfig:
             same_text = RULES[self.rule].exactness == "same-text"
             adaptive = depth is None and same_text and not WIDTHS[width].dynamic and not self.memory_saving
         settled = {"width": width, "adaptive_depth": adaptive}
-        settled["depth"] = (MAX_AUTO_DEPTH if adaptive else DEFAULT_DEPTH) if depth is None else depth
         drafts = given["drafts_per_layer"]
-        settled["drafts_per_layer"] = max(DEFAULT_DRAFTS, 2 * self.num_beams) if drafts is None else drafts
+        if drafts is None:
+            drafts = max(DEFAULT_DRAFTS, self.num_beams + min(self.num_beams, SPARE_DRAFTS))
+        settled["drafts_per_layer"] = drafts
+        most = max(1, MOST_DRAFTED // max(1, drafts))
+        usual = MAX_AUTO_DEPTH if adaptive else DEFAULT_DEPTH
+        usual = MAX_CERTAIN_DEPTH if self.drafter == GRAMMAR else usual
+        settled["depth"] = min(usual, most) if depth is None else depth
         asking = [name for name, value in given.items() if value and value != "fixed"]
         settled["_asks"] = asking[0] if asking else None
         for name, value in settled.items():

@@ -439,6 +439,7 @@ FUSION_TOP_K: Setting[int] = Setting(
     zero="keep all",
 )
 
+GRAMMAR = "grammar"  # the drafter that knows which layers will pass
 DRAFTERS: dict[str, Drafter] = _table(
     Drafter(
         name="beam",
@@ -488,6 +489,11 @@ DRAFTERS: dict[str, Drafter] = _table(
         settings=(INDEX,),
     ),
     Drafter(name="trigram", make="dsbd_cli.engine.drafting.trigram:make", text="counts of the text itself"),
+    Drafter(
+        name=GRAMMAR,
+        make="dsbd_cli.engine.drafting.grammar:make",
+        text="all that a grammar lets follow, where that is few tokens",
+    ),
 )
 FUSION = Variant(
     name="A+B",

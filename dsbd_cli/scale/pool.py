@@ -139,6 +139,11 @@ class RayEngine:
         return self.info.exactness
 
     @property
+    def allowed(self) -> str | None:
+        """What the catalogues hold."""
+        return self.info.allowed
+
+    @property
     def steps(self) -> int:
         """Taken so far, those of unfinished requests too."""
         return sum(place.steps_before + place.steps for place in self._places)

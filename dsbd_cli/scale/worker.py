@@ -63,6 +63,8 @@ class RunsRequests(Protocol):
     @property
     def exactness(self) -> Exactness: ...
     @property
+    def allowed(self) -> str | None: ...
+    @property
     def steps(self) -> int: ...
     def stop(self) -> None: ...
     def run(self, requests: Iterable[Request | RowError | None], *, ordered: bool = True) -> Iterator[RequestResult]:
@@ -93,6 +95,7 @@ class WorkerInfo:
     device: str
     draft_dtype: str | None
     draft_device: str | None
+    allowed: str | None
     host: str
     pid: int
 
@@ -232,6 +235,7 @@ class Worker:
             device="unknown" if info is None else info.device,
             draft_dtype=None if info is None else info.draft_dtype,
             draft_device=None if info is None else info.draft_device,
+            allowed=engine.allowed,
             host=socket.gethostname(),
             pid=os.getpid(),
         )
@@ -255,11 +259,11 @@ class Worker:
 
 def checkpoint_hash(folder: Path) -> str:
     """Of a checkpoint's JSON files (config, tokenizer, weight index) and the names and sizes of its weights, whose
-    bytes are not read."""
+    bytes are not read. A GGUF file is all of these."""
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.iterdir()) if folder.is_dir() else [folder]:
         if path.suffix == ".json":
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
-        elif path.suffix in (".safetensors", ".bin", ".model", ".jinja"):
+        elif path.suffix.lower() in (".safetensors", ".bin", ".model", ".jinja", ".gguf"):
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
     return digest.hexdigest()

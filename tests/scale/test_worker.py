@@ -104,13 +104,17 @@ def test_an_engine_that_cannot_load_or_breaks_says_why() -> None:
 
 
 def test_workers_that_differ_are_told_apart() -> None:
-    one = WorkerInfo("1.0", ("a", "b"), "same-text", "float32", "cuda:0", None, None, "host", 1)
+    one = WorkerInfo("1.0", ("a", "b"), "same-text", "float32", "cuda:0", None, None, None, "host", 1)
     assert (
-        one.difference(WorkerInfo("1.0", ("a", "b"), "same-text", "float32", "cuda:3", None, None, "other", 2)) is None
+        one.difference(WorkerInfo("1.0", ("a", "b"), "same-text", "float32", "cuda:3", None, None, None, "other", 2))
+        is None
     )
-    other = WorkerInfo("1.1", ("a", "b"), "same-text", "float32", "cuda:0", None, None, "host", 1)
+    other = WorkerInfo("1.1", ("a", "b"), "same-text", "float32", "cuda:0", None, None, None, "host", 1)
     assert one.difference(other) == "dsbd is 1.1 there and 1.0 here"
-    assert one.difference(WorkerInfo("1.0", ("a", "c"), "same-text", "float32", "cpu", None, None, "h", 1)) is not None
+    assert (
+        one.difference(WorkerInfo("1.0", ("a", "c"), "same-text", "float32", "cpu", None, None, None, "h", 1))
+        is not None
+    )
 
 
 def test_a_checkpoint_that_changed_has_another_hash(tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ def _view(
         noise=None if noise.of_nodes is None else at_nodes(noise.of_nodes, known),
         keys=noise.keys[:, layer],
         silent=state.warp.silent,
+        draws=state.method.num_beams,
     )
     method = state.method
     if method.dynamic and view.drafts is not None:

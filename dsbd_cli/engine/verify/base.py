@@ -69,6 +69,7 @@ class LayerView:
         noise: [R, W, C] float32, G(x, v) of the candidates, where it is at hand (Rule.path_noise).
         keys: [R, STREAMS] int64, stream keys of this layer, where they are at hand.
         silent: [R] bool, rows that draw without noise (temperature 0), where there are any.
+        draws: live beams of the next step at most, where they are not as many as those of this one.
     """
 
     log_p: Tensor
@@ -88,6 +89,7 @@ class LayerView:
     noise: Tensor | None = None
     keys: Tensor | None = None
     silent: Tensor | None = None
+    draws: int | None = None
 
     def key(self, stream: int) -> Tensor:
         """[R] int64, key of one stream of this layer's noise."""
@@ -97,8 +99,8 @@ class LayerView:
 
     @property
     def num_beams(self) -> int:
-        """W."""
-        return self.node.shape[1]
+        """W, live beams of the next step at most."""
+        return self.draws or self.node.shape[1]
 
     def pair(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Beam and token of flat pool indices [R, m]."""

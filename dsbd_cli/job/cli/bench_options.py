@@ -12,6 +12,7 @@ from dsbd_cli.job.cli.options import MAIN
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
 from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS, own_tokens
 from dsbd_cli.lab.tasks.choose import TASK_NAMES
+from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS
 from dsbd_cli.variants import MIN_WIDTH, WIDTH_THRESHOLD
 
 __all__ = [
@@ -49,9 +50,20 @@ class DataOptions:
             DATA,
             "--data",
             text="squad: the official JSON file, v1.1 or v2.0; spider: the folder with dev.json, tables.json and "
-            "database; mt-bench: question.jsonl; jsonl: lines with prompt or messages, and reference if answers are "
-            "to be scored",
+            "database; mt-bench: question.jsonl; jsonl: lines with prompt or messages, and reference or relevant if "
+            "answers are to be scored",
             metavar="PATH",
+        ),
+    ] = None
+    metric: Annotated[
+        str | None,
+        option(
+            DATA,
+            "--metric",
+            text="how all answers, best first, are held against relevant, the ids of a line of task jsonl: hit@K, "
+            "ndcg@K, mrr",
+            default=DEFAULT_METRICS,
+            metavar="NAME,...",
         ),
     ] = None
     records: Annotated[
@@ -87,7 +99,7 @@ class SweepOptions:
             METHODS_PANEL,
             "--drafts-per-layer",
             text="K, drafted nodes per layer",
-            default=f"{_METHOD.drafts_per_layer}, or 2W if that is more",
+            default=f"{_METHOD.drafts_per_layer}, or 2W if that is more (W + 32 above W = 32)",
             metavar="K,...",
         ),
     ] = None

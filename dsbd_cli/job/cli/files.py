@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +13,7 @@ from dsbd_cli.job.cli.options import FileOptions
 from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.variants import FORMATS, Format
 
-__all__ = ["STANDARD", "can_resume", "check_files", "is_special", "open_source", "resumes", "writes"]
+__all__ = ["STANDARD", "can_resume", "check_files", "file_hash", "is_special", "open_source", "resumes", "writes"]
 
 STANDARD = Path("-")
 COMPRESSED = (".gz", ".zst")
@@ -95,6 +96,15 @@ def _check_place(option: str, path: Path, *, may_exist: bool) -> None:
 
 def _same(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve() and not (one.exists() and not one.is_file())
+
+
+def file_hash(option: str, path: Path) -> str:
+    """32 hexadecimal digits of a file's bytes. Raises UsageError."""
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be read: {error.strerror or error}") from None
 
 
 def open_source(files: FileOptions, stack: ExitStack) -> tuple[BinaryIO, str, int | None]:

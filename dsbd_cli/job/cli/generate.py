@@ -16,11 +16,12 @@ from dsbd_cli._version import __version__
 from dsbd_cli.config import MethodConfig, ModelSpec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import grouped, help_texts
-from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, open_source, writes
+from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, file_hash, open_source, writes
 from dsbd_cli.job.cli.flow import MakeRecord, RowFlow, TooManyErrorsError
 from dsbd_cli.job.cli.layers import job_text
 from dsbd_cli.job.cli.messages import say, set_style, tracebacks_wanted, whole
 from dsbd_cli.job.cli.options import (
+    AnswerOptions,
     DeviceOptions,
     FileOptions,
     JobOptions,
@@ -64,6 +65,7 @@ def generate(
     pair: PairOptions,
     method: MethodOptions,
     sampling: SamplingOptions,
+    answers: AnswerOptions,
     devices: DeviceOptions,
     scale: ScaleOptions,
     talk: TalkOptions,
@@ -81,8 +83,9 @@ def generate(
     set_style(json_lines=talk.log == "json", tracebacks=tracebacks_wanted())
     if talk.quiet and talk.log == "verbose":
         raise UsageError("--quiet and --log verbose cannot be used together: give one of them")
-    settings = run_settings(pair, method, sampling, devices, failing, strict=files.input_format == "strict")
-    groups = (files, failing, pair, method, sampling, devices, scale, talk)
+    strict = files.input_format == "strict"
+    settings = run_settings(pair, method, sampling, devices, failing, strict=strict, answers=answers)
+    groups = (files, failing, pair, method, sampling, answers, devices, scale, talk)
     if job.print_config:
         typer.echo(job_text(groups, help_texts(groups)))
         return
@@ -127,6 +130,8 @@ class _Run:
             strict=settings.rows.strict,
             input_format="text" if files.input_format == "text" else "auto",
             output_format=files.output_format or "native",
+            allow=None if settings.answers.allow is None else file_hash("--allow", settings.answers.allow),
+            grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
             dsbd=__version__,
         )
         self._shard = shard
@@ -237,6 +242,7 @@ class _Run:
             log_steps=self._files.stats is not None,
             on_too_long=settings.on_too_long,
             cuda_graphs=devices.cuda_graphs,
+            allow=settings.answers.allow,
         )
         engine = load() if self._pool is None else self._workers(load, models, self._pool, summary)
         if self._demonstrates:
@@ -265,8 +271,10 @@ def _describe(settings: RunSettings, engine: RunsRequests) -> str:
     most = "up to " if method.adaptive_depth else ""
     drafts = f"{most}{method.depth} layers of {method.drafts_per_layer} drafts" if method.depth else "no draft"
     drafts += f" by {method.drafter}" if method.depth and method.drafter != MethodConfig().drafter else ""
+    allowed = f"; {engine.allowed}" if engine.allowed else ""
     models = f"target {settings.target}" + (f", draft {settings.draft}" if settings.draft else "")
     models += f" ({info.dtype}, {info.device})" if info is not None else ""
     return (
         f"{models}; rule {method.rule}, {method.num_beams} beams, {drafts}, width {method.width} ({engine.exactness})"
+        f"{allowed}"
     )

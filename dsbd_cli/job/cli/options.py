@@ -23,6 +23,7 @@ from dsbd_cli.job.records import RowReader
 from dsbd_cli.variants import DRAFTERS, FORMATS, FUSION, WIDTHS, help_lines, sampling_rules
 
 __all__ = [
+    "AnswerOptions",
     "DeviceOptions",
     "DrawOptions",
     "FileOptions",
@@ -36,6 +37,7 @@ __all__ = [
 MAIN = "Main options"  # what most runs set; they stand first on the page
 FILES, ROWS, METHOD = "Input and output", "Rows that fail", "How drafts are made and verified"
 SAMPLING, ENDING, DEVICES = "Sampling", "Ending and ranking", "Devices and loading"
+ANSWERS = "What may be answered"
 JOB = "Options from a file"
 
 InputFormat = Literal["auto", "strict", "text"]
@@ -174,7 +176,7 @@ class MethodOptions:
             METHOD,
             "--drafts-per-layer",
             text="K, drafted nodes per layer",
-            default=f"{_METHOD.drafts_per_layer}, or 2W if that is more",
+            default=f"{_METHOD.drafts_per_layer}, or 2W if that is more (W + 32 above W = 32)",
             metavar="K",
         ),
     ] = None
@@ -299,6 +301,39 @@ class SamplingOptions(DrawOptions):
     n_best: Annotated[
         int | None,
         option(ENDING, "--n-best", text="hypotheses to report per row", default=_SAMPLING.n_best, metavar="N"),
+    ] = None
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """What an answer may be: one of these at most."""
+
+    allow: Annotated[
+        Path | None,
+        option(
+            MAIN,
+            "--allow",
+            text="file of the only answers that may come out: one per line, or in a .jsonl objects with text or "
+            "token_ids, and id and catalogue if wanted",
+            metavar="FILE",
+        ),
+    ] = None
+    json_schema: Annotated[
+        Path | None,
+        option(
+            ANSWERS,
+            "--json-schema",
+            text="answers are JSON that is valid under the schema in this file (needs dsbd[grammar], as the next two)",
+            metavar="FILE",
+        ),
+    ] = None
+    regex: Annotated[
+        str | None,
+        option(ANSWERS, "--regex", text="answers match this regular expression, in Rust's syntax", metavar="TEXT"),
+    ] = None
+    grammar: Annotated[
+        Path | None,
+        option(ANSWERS, "--grammar", text="answers are derived by the Lark grammar in this file", metavar="FILE"),
     ] = None
 
 

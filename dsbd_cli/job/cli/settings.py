@@ -18,7 +18,10 @@ from dsbd_cli.config import (
     SamplingConfig,
 )
 from dsbd_cli.errors import UsageError
+from dsbd_cli.grammars import Grammar
+from dsbd_cli.job.cli.answers import chosen_grammar
 from dsbd_cli.job.cli.options import (
+    AnswerOptions,
     DeviceOptions,
     FileOptions,
     MethodOptions,
@@ -28,6 +31,7 @@ from dsbd_cli.job.cli.options import (
 )
 from dsbd_cli.job.records import RowReader
 from dsbd_cli.variants import (
+    GRAMMAR,
     RULES,
     SEARCH,
     WIDTHS,
@@ -42,13 +46,22 @@ __all__ = ["TYPED", "RunSettings", "fixed_depth", "model_specs", "run_settings"]
 
 T = TypeVar("T")
 
+NO_ANSWERS = AnswerOptions()  # not given
 SPREADS = ("balanced", "balanced_low_0", "sequential")  # names of device maps that are no device
 
 # what a setting of a run is called where it is typed
 TYPED = {
     **typed_names(
         item.name
-        for group in (FileOptions, PairOptions, MethodOptions, SamplingOptions, DeviceOptions, RowOptions)
+        for group in (
+            FileOptions,
+            PairOptions,
+            MethodOptions,
+            SamplingOptions,
+            AnswerOptions,
+            DeviceOptions,
+            RowOptions,
+        )
         for item in fields(group)
     ),
     "rule": "--decode or --verify",
@@ -66,6 +79,7 @@ class RunSettings:
     batch_size: int | None
     on_too_long: OnTooLong
     max_errors: int | None
+    answers: AnswerOptions
 
 
 def run_settings(
@@ -76,10 +90,13 @@ def run_settings(
     failing: RowOptions,
     *,
     strict: bool = False,
+    answers: AnswerOptions = NO_ANSWERS,
 ) -> RunSettings:
     """Settle defaults and refuse what contradicts itself. strict: of rows with unknown fields. Raises UsageError."""
     if _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
         raise UsageError("--depth is 0, but must be 1 or more: --draft none decodes without a draft")
+    grammar = chosen_grammar(answers)
+    method = _with_drafter(method, pair, grammar)
     chosen = _chosen(method)
     rule, width = RULES[str(chosen["rule"])], chosen.get("width")
     wide = None if width is None or not WIDTHS[str(width)].dynamic else method.width
@@ -104,8 +121,13 @@ def run_settings(
             (f"--width {wide}", wide),
             ("--seed", sampling.seed),
         )
+    _check_answers(answers, sampling)
     config = _method(method, chosen, drafting=drafting)
-    rows = _rows(sampling, config, strict=strict)
+    if grammar is not None and devices.cuda_graphs:
+        raise UsageError(
+            "--cuda-graphs cannot be had with a grammar, whose masks the host makes in every iteration: drop it"
+        )
+    rows = replace(_rows(sampling, config, strict=strict), grammar=grammar)
     batch_size: int | None = None
     if devices.batch_size != "auto":
         batch_size = _given(_number("--batch-size", devices.batch_size, 0), DEFAULT_BATCH_SIZE)
@@ -114,7 +136,17 @@ def run_settings(
     on_too_long: OnTooLong = failing.on_too_long or "error"
     if failing.max_errors is not None and failing.max_errors < 1:
         raise UsageError(f"--max-errors is {failing.max_errors}, but must be 1 or more")
-    return RunSettings(target, draft, config, rows, batch_size, on_too_long, failing.max_errors)
+    return RunSettings(target, draft, config, rows, batch_size, on_too_long, failing.max_errors, answers)
+
+
+def _check_answers(answers: AnswerOptions, sampling: SamplingOptions) -> None:
+    """What an answer may be goes together with the rest, as far as that is known before the models are."""
+    if answers.allow is None:
+        return
+    if not answers.allow.is_file():
+        raise UsageError(f"--allow {answers.allow} is no file")
+    if sampling.stop:
+        raise UsageError(f"--stop {sampling.stop[0]!r} would cut answers, but --allow says where one ends: drop it")
 
 
 def model_specs(settings: RunSettings, devices: DeviceOptions) -> tuple[ModelSpec, ModelSpec | None]:
@@ -148,6 +180,15 @@ def fixed_depth(pair: PairOptions, method: MethodOptions) -> MethodOptions:
     drafting = pair.draft != "none" or not runs_model(str(_chosen(method)["drafter"]))
     open_ = method.depth is None and drafting
     return replace(method, depth=str(DEFAULT_DEPTH)) if open_ else method
+
+
+def _with_drafter(method: MethodOptions, pair: PairOptions, grammar: Grammar | None) -> MethodOptions:
+    """Without a draft model, what a grammar forces is drafted all the same, where the rule takes such drafts."""
+    rule = SEARCH if method.decode == "search" else (method.verify or MethodConfig().rule).partition(":")[0]
+    free = pair.draft == "none" and method.drafter is None
+    if grammar is None or not free or rule not in RULES or any(one.field == "drafter" for one in RULES[rule].limits):
+        return method
+    return replace(method, drafter=GRAMMAR)
 
 
 def _given(value: T | None, default: T) -> T:

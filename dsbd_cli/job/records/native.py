@@ -78,10 +78,12 @@ def usage(result: RequestResult) -> Fields:
 def _beam(beam: Hypothesis) -> Fields:
     return {
         "text": beam.text,
+        **({} if beam.answer_id is None else {"answer_id": beam.answer_id}),
         "finish_reason": beam.finish_reason,
         "logprob": beam.logprob,
         "score": beam.score,
         "num_tokens": beam.num_tokens,
+        **({} if beam.valid is None else {"valid": beam.valid}),
     }
 
 

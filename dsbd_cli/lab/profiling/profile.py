@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from dsbd_cli.config import MethodConfig
+from dsbd_cli.engine.core.grammar import GrammarCompiler
 from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.models.sizes import size_of
@@ -286,7 +287,8 @@ class _Session:
 
 def _prompt_tokens(bench: ProfiledPair, request: Request) -> int:
     """Of a prompt; 0 of one that cannot be decoded, which the run will say."""
-    encoder = Encoder(bench.target, None, bench.codec, MethodConfig(num_beams=1, depth=0), "error", sys.maxsize)
+    method, grammars = MethodConfig(num_beams=1, depth=0), GrammarCompiler(bench.codec, bench.target.vocab_size)
+    encoder = Encoder(bench.target, None, bench.codec, method, "error", sys.maxsize, {}, grammars)
     try:
         return len(encoder.encode(request)[0])
     except RowError:
