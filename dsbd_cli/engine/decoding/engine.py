@@ -278,10 +278,10 @@ class Engine:
         reading = batch.reading()
         self._shape = shape = self._planner.choose(requests, reading).within(left)
         # static shapes: slots and a tail window for W + D*K nodes
-        plan = batch.plan(shape, reading)
         read = PhaseTimer(events(self._caches.models[-1].device))
         if shape.depth:
             batch.read_prompts(read)
+        plan = batch.plan(shape, batch.reading())
         # draft the forest, one target forward over it, verify layer by layer, commit: Stepper.step
         with current(self.target.device):
             report = self._stepper.step(batch.state, plan)
