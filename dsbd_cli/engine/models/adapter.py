@@ -121,6 +121,12 @@ class TransformersForest:
         return self._dtype
 
     @property
+    def weights_dtype(self) -> torch.dtype:
+        """Of the weights: some models give wider logits."""
+        dtype: torch.dtype = self._model.dtype
+        return dtype
+
+    @property
     def max_positions(self) -> int | None:
         """Positions the model was made for; a learned table cannot go past it, a rotary model gets worse there."""
         limit = getattr(self._config, "max_position_embeddings", None)

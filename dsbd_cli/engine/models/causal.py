@@ -10,8 +10,9 @@ from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models.adapter import MaskPlan, TransformersForest
 from dsbd_cli.engine.models.attention import seeing
 from dsbd_cli.engine.models.cache import ForestCache
-from dsbd_cli.engine.models.mixers import bind, has_mixers
+from dsbd_cli.engine.models.mixers import REFUSED, bind, has_mixers
 from dsbd_cli.engine.models.states import StateCache
+from dsbd_cli.errors import UnsupportedModelError
 
 __all__ = ["CausalForestModel"]
 
@@ -20,11 +21,13 @@ class CausalForestModel(TransformersForest):
     """A decoder-only model: the prompt and the answer are one sequence."""
 
     def _new_cache(self) -> ForestCache:
+        kind = self._config.model_type
+        if kind in REFUSED:
+            raise UnsupportedModelError(f"{self.architecture} ({kind}) cannot hold a tree of tokens: {REFUSED[kind]}")
         if not has_mixers(self._model):
             return ForestCache()
-        cache = StateCache(self._device)
-        bind(self._model, cache)
-        return cache
+        bind(self._model)
+        return StateCache(self._device)
 
     @cached_property
     def _without_attention(self) -> bool:

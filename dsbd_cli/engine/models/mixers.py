@@ -21,9 +21,22 @@ from transformers.activations import ACT2FN
 
 from dsbd_cli.engine.models.states import StateCache
 
-__all__ = ["bind", "has_mixers"]
+__all__ = ["REFUSED", "bind", "has_mixers"]
 
 CONVOLUTION = "causal_conv1d_fn"
+
+# Kinds of models whose recurrence is known and not offered, and why.
+REFUSED = {
+    "rwkv": "its recurrence keeps a running maximum that no sum over ancestors gives",
+    "xlstm": "its recurrence keeps a running maximum that no sum over ancestors gives",
+    "recurrent_gemma": "its recurrence is code of its own, with a cache inside the layers",
+    "minimax": "its linear attention is code of its own, with a cache class of its own",
+    "zaya": "its convolution is code of its own",
+    "retnet": "its retention is code that comes with the checkpoint",
+    "qwen4_exp_text": "its embeddings depend on the last tokens by slot",
+    "inkling": "its position terms go by slot",
+    "inkling_text": "its position terms go by slot",
+}
 
 
 def has_mixers(model: nn.Module) -> bool:
@@ -31,9 +44,9 @@ def has_mixers(model: nn.Module) -> bool:
     return any(_code(module) is not None for module in model.modules())
 
 
-def bind(model: nn.Module, cache: StateCache) -> int:
-    """Make the recurrent layers of a model use this cache during forest forwards; returns how many."""
-    scans = _scans(cache)
+def bind(model: nn.Module) -> int:
+    """Make the recurrent layers of a model use the cache of the forest forward that is under way; returns how many."""
+    scans = _scans()
     count = 0
     for module in model.modules():
         forward = _code(module)
@@ -42,7 +55,7 @@ def bind(model: nn.Module, cache: StateCache) -> int:
         names = dict(forward.__globals__)
         for name, ours in scans.items():
             if name in names:
-                names[name] = _either(cache, ours, names[name])
+                names[name] = _either(ours, names[name])
         bound = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
         bound.__kwdefaults__ = forward.__kwdefaults__
         # accelerate keeps the forward that its hook wraps under another name
@@ -58,21 +71,27 @@ def _code(module: nn.Module) -> Any:
     return forward if CONVOLUTION in getattr(getattr(forward, "__code__", None), "co_names", ()) else None
 
 
-def _either(cache: StateCache, ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+def _either(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        return stock(*args, **kwargs) if cache.places is None else ours(*args, **kwargs)
+        cache = StateCache.current()
+        return stock(*args, **kwargs) if cache is None else ours(cache, *args, **kwargs)
 
     return call
 
 
-def _scans(cache: StateCache) -> dict[str, Callable[..., Any]]:
-    """Our functions by the names that mixers call, with the arguments of the stock ones.
+def _scans() -> dict[str, Callable[..., Any]]:
+    """Our functions by the names that mixers call, with the arguments of the stock ones after the cache.
 
     Mixers also want a last state, which they only hand to the cache; ours keeps its own, so any tensor will do.
     """
 
     def convolution(
-        x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
+        cache: StateCache,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         # x: [R, C, n]; weight: [C, J]
         out = cache.convolution(x.device, weight.shape[-1]).run(x.transpose(1, 2), weight, bias)
@@ -81,6 +100,7 @@ def _scans(cache: StateCache) -> dict[str, Callable[..., Any]]:
         return out.transpose(1, 2).to(x.dtype)
 
     def mamba2(
+        cache: StateCache,
         x: Tensor,
         dt: Tensor,
         A: Tensor,
@@ -105,6 +125,7 @@ def _scans(cache: StateCache) -> dict[str, Callable[..., Any]]:
         return (y.contiguous(), y) if return_final_states else y.contiguous()
 
     def delta(
+        cache: StateCache,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -125,6 +146,7 @@ def _scans(cache: StateCache) -> dict[str, Callable[..., Any]]:
         return y, y
 
     def mamba(
+        cache: StateCache,
         x: Tensor,
         dt: Tensor,
         A: Tensor,

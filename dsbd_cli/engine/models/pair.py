@@ -86,7 +86,7 @@ def markers(target: HFCodec, draft: HFCodec) -> dict[int, int]:
 
 
 def _dtype_name(model: CausalForestModel) -> str:
-    return str(model.dtype).removeprefix("torch.")
+    return str(model.weights_dtype).removeprefix("torch.")
 
 
 def load_model(spec: ModelSpec) -> tuple[CausalForestModel, HFCodec]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -402,12 +403,15 @@ def _masked(values: Tensor, real: Tensor) -> Tensor:
     return values * real.view(*real.shape, *[1] * (values.dim() - 2)).to(values.dtype)
 
 
+_current: ContextVar[StateCache | None] = ContextVar("current", default=None)
+
+
 class StateCache(ForestCache):
     """A ForestCache with the memory of recurrent layers, in the form that transformers' mixers ask for.
 
     Attributes:
         window: T. base: [R] int64, leading slots whose tokens the states hold. precision: of the states and of all
-        sums over them. places: of the forward under way; None outside, when mixers run as transformers wrote them.
+        sums over them. places: of the forward under way, None outside.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -419,6 +423,11 @@ class StateCache(ForestCache):
         self.memories: dict[tuple[Any, ...], LayerMemory] = {}
         self._layer: tuple[int, int] = (0, 0)
         self._calls = 0
+
+    @staticmethod
+    def current() -> StateCache | None:
+        """The cache whose forward is under way; None outside, when mixers run as transformers wrote them."""
+        return _current.get()
 
     # what transformers' mixers ask: no earlier state, so that they take the way of many tokens
 
@@ -502,10 +511,12 @@ class StateCache(ForestCache):
         count = batch.tokens.shape[0]
         base = self.base[:count] if batch.rows is None else self.base[batch.rows]
         places = self.places = Places(batch, base, self.window, self.slots - 1)
+        token = _current.set(self)
         try:
             yield
         finally:
             self.places = None
+            _current.reset(token)
         if not places.chain:
             return
         end = torch.where(places.real, places.batch.slots + 1, 0).amax(1)
