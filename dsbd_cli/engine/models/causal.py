@@ -29,6 +29,12 @@ class CausalForestModel(TransformersForest):
         bind(self._model)
         return StateCache(self._device)
 
+    def keep_states_in(self, precision: torch.dtype) -> None:
+        """Hold recurrent states, and sum over them, in this dtype; before `reserve`. In float64 the order of a sum,
+        which depends on the drafts, does not reach a float32 result."""
+        if isinstance(self._cache, StateCache):
+            self._cache.keep_in(precision)
+
     @cached_property
     def _without_attention(self) -> bool:
         """transformers calls the cache of such a model by another name, and gives it neither positions nor a mask."""

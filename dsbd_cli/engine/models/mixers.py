@@ -117,7 +117,7 @@ def _scans() -> dict[str, Callable[..., Any]]:
         # x: [R, n, H, P]; dt: [R, n, H]; A: [H]; B, C: [R, n, G, N]
         if dt_bias is not None:
             dt = dt + dt_bias.to(dt.dtype)
-        dt = (nn.functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
+        dt = (_softplus(dt, cache) if dt_softplus else dt).clamp(*dt_limit).float()
         x = x.float()
         y = cache.linear(x.device).attend(C.float(), B.float(), x * dt.unsqueeze(3), A.float() * dt).to(x.dtype)
         if D is not None:
@@ -164,7 +164,7 @@ def _scans() -> dict[str, Callable[..., Any]]:
         if delta_bias is not None:
             dt = dt + delta_bias.to(dt.dtype).unsqueeze(-1)
         if delta_softplus:
-            dt = nn.functional.softplus(dt)
+            dt = _softplus(dt, cache)
         steps, inputs = dt.transpose(1, 2).float(), x.transpose(1, 2).float()
         y = cache.selective(x.device).run(
             steps, steps * inputs, B.transpose(1, 2).float(), A.float(), C.transpose(1, 2).float()
@@ -184,6 +184,11 @@ def _scans() -> dict[str, Callable[..., Any]]:
         "torch_chunk_gated_delta_rule": delta,
         "chunk_kimi_delta_attention": delta,
     }
+
+
+def _softplus(x: Tensor, cache: StateCache) -> Tensor:
+    """In the states' precision: in float32 the last few numbers of a tensor take another exp than the others."""
+    return nn.functional.softplus(x.to(cache.precision)).to(x.dtype)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -500,6 +500,12 @@ class StateCache(ForestCache):
 
     # the cache's life
 
+    def keep_in(self, precision: torch.dtype) -> None:
+        """Hold states, and sum over them, in this dtype. Before `reserve`."""
+        self.precision = precision
+        for memory in self.memories.values():
+            memory.states = {name: held.to(precision) for name, held in memory.states.items()}
+
     def bytes_of_states(self, window: int) -> int:
         """Bytes of a row beside keys and values, with so many places: they do not grow with the text."""
         return sum(memory.bytes_of_row(window) for memory in self.memories.values())
