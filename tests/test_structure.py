@@ -17,12 +17,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dsbd_cli"
 
 LAYERS = {
-    0: ("errors", "variants", "config", "records", "stats", "requests", "_version"),
+    0: ("errors", "variants", "grammars", "config", "records", "stats", "requests", "_version"),
     1: ("core",),
     2: ("drafting", "verify"),
     3: ("models",),
     4: ("decoding",),
-    5: ("metrics", "data", "tasks", "reports", "peers"),
+    5: ("metrics", "data", "tasks", "reports", "peers", "scale"),
     6: ("bench", "profiling"),
     7: ("cli",),
     8: ("__main__", "__init__"),

@@ -6,6 +6,8 @@ import inspect
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models.adapter import MaskPlan, TransformersForest
 from dsbd_cli.engine.models.attention import seeing
