@@ -32,7 +32,8 @@ class ForestInput:
             all of them, windows aside. Where given, the logits of a node must not depend on anything but its path: not
             on the other nodes, the slots, the other rows or how many there are. None: speed comes first.
         tail: T, how many slots from there on a row may use at most; of use with `settled` only.
-        chain: a prefill. The real nodes of a row follow one another, and each sees all before it.
+        chain: a prefill. The real nodes of a row stand first, follow one another from the row's trunk on, and each sees
+            all before it; they join the trunk.
     """
 
     tokens: Tensor
@@ -100,10 +101,13 @@ class ForestModel(Protocol):
         is token v."""
         ...
 
-    def reserve(self, rows: int, slots: int) -> None:
-        """Own cache memory for `rows` x `slots` (the last slot is the trash slot). Called again with more slots, it
-        keeps the
-        contents of all slots except the old trash slot."""
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
+        """Own cache memory for `rows` x `slots` (the last slot is the trash slot). Called again with more, it keeps the
+        contents of all slots except the old trash slot.
+
+        window: most slots that a row holds past its trunk, nodes of a forward included; None: any. Recurrent layers go
+        by it.
+        """
         ...
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
@@ -115,7 +119,8 @@ class ForestModel(Protocol):
         """Copy cache contents slot by slot within each row: source, target [R, T] int64. All reads happen before any
         write. Pairs with source == target are no-ops; several padding pairs may aim at the trash slot.
 
-        trunk: [R] int64, leading slots that all live beams share from now on. They never move again.
+        trunk: [R] int64, leading slots that all live beams share from now on, of those that this model has run. They
+        never move again, so that recurrent layers may take them into one state.
         """
         ...
 
@@ -133,6 +138,10 @@ class ForestModel(Protocol):
 
     def kv_bytes_per_slot(self) -> int:
         """Bytes of keys and values that one token holds over all layers; 0 for models without a cache."""
+        ...
+
+    def state_bytes(self, window: int) -> int:
+        """Bytes that a row holds whatever its length, with so many slots past its trunk; 0 without recurrent layers."""
         ...
 
 

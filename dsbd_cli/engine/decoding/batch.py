@@ -21,6 +21,7 @@ from dsbd_cli.engine.decoding.planner import Reading, Shape, deepest
 from dsbd_cli.engine.decoding.state import BatchState
 from dsbd_cli.engine.decoding.step import Plan
 from dsbd_cli.engine.decoding.timing import PhaseTimer
+from dsbd_cli.engine.drafting.beam import MERGED_LAG
 from dsbd_cli.engine.drafting.text import Prompts
 
 __all__ = ["Batch", "most_steps"]
@@ -105,7 +106,7 @@ class Batch:
         self._stops.forget()
         self._tries.forget()
         rows, device, caches = len(self.jobs), self._caches.target.device, self._caches
-        caches.reserve(rows, slots)
+        caches.reserve(rows, slots, nodes)
         self.state = BatchState.empty(self._method, rows, caches.slots, caches.round_window(nodes), history, device)
         if self._keep_text:
             self.state.prompts = Prompts.empty(rows, device)
@@ -130,17 +131,32 @@ class Batch:
 
     def read_prompts(self, timer: PhaseTimer) -> None:
         """The draft model, if there is one, reads the prompts of rows that are about to draft for the first time. A
-        row that never drafts costs nothing. timer: gets a lap `read` if there are any."""
+        row that never drafts costs nothing. A recurrent one reads the text that was generated while it rested, too.
+        timer: gets a lap `read` if there are any."""
         draft = self._caches.draft
         new = [(row, job) for row, job in self.running if not job.prefilled]
-        if draft is None or not new:
+        late = self._late()
+        if draft is None or not (new or late):
             return
         with current(draft.device):
             timer.start()
             self._caches.prefill_draft({row: job.prompt for row, job in new})
+            for _, job in new:
+                job.prefilled = True
+            late = self._late()
+            if late:
+                drafted, trunk = [job.drafted for _, job in late], [job.trunk for _, job in late]
+                self._caches.catch_up([row for row, _ in late], self.state.table.tokens, drafted, trunk)
             timer.lap("read")
-        for _, job in new:
-            job.prefilled = True
+        for row, job in late:
+            job.drafted = job.trunk
+            self.state.table.drafted[row] = job.trunk
+
+    def _late(self) -> list[tuple[int, Job]]:
+        """Rows whose trunk a recurrent draft model has rested through: it reads that part as it reads a prompt."""
+        if not self._caches.lagging:
+            return []
+        return [(row, job) for row, job in self.running if job.trunk - job.drafted > MERGED_LAG]
 
     def plan(self, shape: Shape, reading: Reading, *, narrow: bool) -> Plan:
         """Static shapes of the next iteration, with cache slots and a tail window for its nodes. narrow: a first
@@ -153,6 +169,8 @@ class Batch:
         used = max(job.used for job in running) + nodes
         self._grow(used + 1)
         tail = max(job.used - job.trunk for job in running) + nodes
+        held = (min(job.trunk, job.drafted) if shape.depth and caches.lagging else job.trunk for job in running)
+        caches.hold(self.state.rows, max(job.used - start for job, start in zip(running, held, strict=True)) + nodes)
         self.state.beams.ancestors = fit_window(self.state.beams.ancestors, caches.round_window(tail))
         active = min(caches.round_slots(used), caches.slots - 1)
         idle = not shape.depth and all(job.drafted <= job.trunk for job in running)

@@ -310,11 +310,11 @@ class Engine:
         shape = self._planner.choose(requests, reading).within(left)
         certain = self._drafter.certain(batch.state.beams, *shape)
         self._shape = shape = shape if certain is None else self._planner.cut(shape, certain)
-        # static shapes: slots and a tail window for W + D*K nodes
-        plan = batch.plan(shape, reading, narrow=self._stepper.graphs is None)
         read = PhaseTimer(events(self._caches.models[-1].device))
         if shape.depth:
             batch.read_prompts(read)
+        # static shapes: slots and a tail window for W + D*K nodes
+        plan = batch.plan(shape, batch.reading(), narrow=self._stepper.graphs is None)
         # draft the forest, one target forward over it, verify layer by layer, commit: Stepper.step
         with current(self.target.device):
             report = self._stepper.step(batch.state, plan)

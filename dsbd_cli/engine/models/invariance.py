@@ -33,6 +33,7 @@ class Company:
         others: further nodes in each forward. ahead: so many of them stand before the text's own.
         spread: the answer's tokens stand anywhere in so many times as many slots as they need, in order.
         at_once: how many of the answer's tokens share the last forward.
+        joined: before it, so many of them join the trunk, which recurrent layers take into their states.
         slots: S.
     """
 
@@ -42,13 +43,14 @@ class Company:
     ahead: int = 0
     spread: int = 1
     at_once: int = 1
+    joined: int = 0
     slots: int = 256
 
 
 COMPANIES = (
     Company(others=0),
-    Company(others=32, ahead=32, spread=5, slots=SLOTS),
-    Company(others=1, spread=3, at_once=3, slots=352),
+    Company(others=32, ahead=32, spread=5, joined=17, slots=SLOTS),
+    Company(others=1, spread=3, at_once=3, joined=37, slots=352),
     Company(rows=2, row=1, others=19, ahead=7, spread=4, at_once=2, slots=448),
 )
 
@@ -80,9 +82,13 @@ def _logits(model: CheckableModel, company: Company, *, by_parts: bool = True) -
     chosen = torch.randperm(ANSWER * company.spread, generator=generator)[:ANSWER].sort().values
     places = lengths.unsqueeze(1) + chosen
     split = ANSWER - company.at_once
-    for first, last in ((0, split), (split, ANSWER)):
-        logits = _answer(model, company, text, lengths, places, first, last, by_parts)
-    return logits
+    _answer(model, company, text, lengths, places, 0, split, by_parts)
+    if company.joined:
+        source, places = places, places.clone()
+        places[:, : company.joined] = lengths.unsqueeze(1) + torch.arange(company.joined)
+        device = model.device
+        model.move(source.to(device), places.to(device), (lengths + company.joined).to(device))
+    return _answer(model, company, text, lengths, places, split, ANSWER, by_parts)
 
 
 def _prompt(model: CheckableModel, text: Tensor, lengths: Tensor) -> None:
@@ -98,6 +104,7 @@ def _prompt(model: CheckableModel, text: Tensor, lengths: Tensor) -> None:
             mask=seen,
             slot_positions=steps.expand(len(text), -1),
             rows=torch.arange(len(text)),
+            chain=True,
         ).to(model.device),
         logits=False,
     )

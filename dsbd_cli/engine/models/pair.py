@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.drafting import AnyDraft, BridgedDraft
@@ -88,7 +90,7 @@ def markers(target: HFCodec, draft: HFCodec) -> dict[int, int]:
 
 
 def _dtype_name(model: CausalForestModel) -> str:
-    return str(model.dtype).removeprefix("torch.")
+    return str(model.weights_dtype).removeprefix("torch.")
 
 
 def load_model(spec: ModelSpec) -> tuple[CausalForestModel, HFCodec]:
@@ -101,9 +103,13 @@ def load_model(spec: ModelSpec) -> tuple[CausalForestModel, HFCodec]:
         else:
             packed = pack(model) > 0
             forest = CausalForestModel(model, spec.source, stock=(lambda: load(spec)[0]) if packed else None)
-        self_test(forest)
         # a draft only proposes: what it computes cannot reach the text
-        forest.invariant = spec.role == "target" and spec.numerics == "invariant" and is_invariant(forest)
+        wanted = spec.role == "target" and spec.numerics == "invariant"
+        forest.keep_states_in(torch.float64 if wanted else torch.float32)
+        self_test(forest)
+        forest.invariant = wanted and is_invariant(forest)
+        if not forest.invariant:
+            forest.keep_states_in(torch.float32)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{spec.role} model {spec.source!r}: {error}") from error
     if trimmed := installed(model):

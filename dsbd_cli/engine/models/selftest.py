@@ -1,7 +1,8 @@
 """Check, on the model just loaded, that a packed forest gives the logits of its separate paths.
 
 Some architectures fail silently: they bias or cut attention by slot, whatever the mask says. A list of names would be
-out of date at once, so a small forest is tried, with its tokens scattered over the slots.
+out of date at once, so a small forest is tried, with its tokens scattered over the slots. Models with recurrent layers
+are tried a second time in the order of production, where a growing trunk goes into their states.
 
 Shape letters: N nodes of the test forest, B its paths, T tokens of the longest path, V vocabulary, S slots.
 """
@@ -40,6 +41,9 @@ class CheckableModel(ForestModel, Protocol):
     def architecture(self) -> str: ...
 
     @property
+    def weights_dtype(self) -> torch.dtype: ...
+
+    @property
     def by_parts(self) -> bool: ...
 
     def plain(self, tokens: Tensor) -> Tensor:
@@ -69,7 +73,7 @@ def _depth(node: int) -> int:
 
 
 def self_test(model: CheckableModel) -> SelfTestReport:
-    """Two forwards of a packed forest (one after a move) and one of its paths; leaves the cache released.
+    """Forwards of a packed forest, before and after a move, and of its paths; leaves the cache released.
 
     Raises UnsupportedModelError in one sentence when they disagree or the model refuses.
     """
@@ -81,11 +85,25 @@ def self_test(model: CheckableModel) -> SelfTestReport:
     with unsupported(model.architecture):
         expected = _separate(model, tokens)
         packed = _packed(model, tokens, slots)
-    report = _compare(packed, expected)
+    dtype = model.weights_dtype
+    report = _checked(model, _compare(packed, expected, dtype), "attention or position by cache slot")
+    if model.state_bytes(0):
+        with unsupported(model.architecture):
+            grown, nodes = _grown(model, tokens)
+        after = _checked(
+            model,
+            _compare(grown, expected[nodes], dtype),
+            "recurrent states",
+        )
+        report = max(report, after, key=lambda one: one.largest_error)
+    return report
+
+
+def _checked(model: CheckableModel, report: SelfTestReport, cause: str) -> SelfTestReport:
     if not (report.median_error <= report.limit and report.largest_error <= OUTLIER * report.limit):
         raise UnsupportedModelError(
             f"{model.architecture} cannot hold a tree of tokens: the logits of a packed forest are off "
-            f"by {report.largest_error:.1g} of their spread (attention or position by cache slot); use another model"
+            f"by {report.largest_error:.1g} of their spread ({cause}); use another model"
         )
     return report
 
@@ -140,9 +158,67 @@ def _packed(model: CheckableModel, tokens: Tensor, slots: Tensor) -> Tensor:
     return torch.cat((before, after))
 
 
-def _compare(packed: Tensor, expected: Tensor) -> SelfTestReport:
-    exact = packed.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    limit = _LIMITS[torch.float16 if packed.dtype == torch.float32 and not exact else packed.dtype]
+def _grown(model: CheckableModel, tokens: Tensor) -> tuple[Tensor, list[int]]:
+    """Logits [m, V] of nodes in the order of production, and which nodes they are of.
+
+    A prompt is read as a chain, six nodes follow, then the subtree of node 0 alone lives on: the trunk takes node 0.
+    Then another request takes the row, whose prompt joins the trunk by a move.
+    """
+    device, trash, window = tokens.device, 39, 24
+    first, kept = list(range(6)), [0, 3, 4]
+    below = [node for node in range(6, len(PARENTS)) if _path(node)[0] == 0]
+
+    def run(nodes: list[int], slot_of: dict[int, int], *, chain: bool = False) -> Tensor:
+        """nodes: of the forest, or -PROMPT .. -1 for the prompt. slot_of: of every node that is stored."""
+        mask = torch.zeros((1, len(nodes), trash + 1), dtype=torch.bool)
+        positions = torch.zeros((1, trash + 1), dtype=torch.int64)
+        for node, slot in slot_of.items():
+            positions[0, slot] = PROMPT + node if node < 0 else _depth(node)
+        for index, node in enumerate(nodes):
+            path = range(-PROMPT, node + 1) if node < 0 else [*range(-PROMPT, 0), *_path(node)]
+            mask[0, index, [slot_of[other] for other in path]] = True
+        at = torch.tensor([slot_of[node] for node in nodes])
+        tokens_in, slots = tokens.cpu()[torch.tensor(nodes) + PROMPT][None], at[None]
+        depths = positions[:, at]
+        if chain:  # with padding behind it
+            tokens_in, slots, depths = (
+                torch.nn.functional.pad(part, (0, 2), value=fill)
+                for part, fill in ((tokens_in, 0), (slots, trash), (depths, 0))
+            )
+            mask = torch.nn.functional.pad(mask, (0, 0, 0, 2))
+            mask[0, -2:, 0] = True
+        batch = ForestInput(tokens_in, depths, slots, mask, positions, torch.tensor([0]) if chain else None)
+        batch.chain = chain
+        logits = model.forward(batch.to(device))
+        assert logits is not None
+        return logits[0, : len(nodes)]
+
+    def move(source: list[int], target: list[int], trunk: int) -> None:
+        slots = torch.tensor([source, target], device=device).unsqueeze(1)
+        model.move(slots[0], slots[1], torch.tensor([trunk], device=device))
+
+    prompt = {node: PROMPT + node for node in range(-PROMPT, 0)}
+    try:
+        model.reserve(1, trash + 1, window)
+        run(list(prompt), prompt, chain=True)
+        before = run(first, prompt | {node: PROMPT + node for node in first})
+        places = [PROMPT, PROMPT + 1, PROMPT + 2]
+        move([PROMPT + node for node in kept], places, PROMPT + 1)
+        slots = prompt | dict(zip(kept, places, strict=True))
+        slots |= {node: PROMPT + 3 + index for index, node in enumerate(below)}
+        after = run(below, slots)
+        model.clear(0)
+        run(list(prompt), prompt)
+        move(list(prompt.values()), list(prompt.values()), PROMPT)
+        again = run(first, prompt | {node: PROMPT + node for node in first})
+    finally:
+        model.release()
+    return torch.cat((before, after, again)), [*first, *below, *first]
+
+
+def _compare(packed: Tensor, expected: Tensor, dtype: torch.dtype) -> SelfTestReport:
+    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    limit = _LIMITS[torch.float16 if dtype == torch.float32 and not exact else dtype]
     resolution = 2 * torch.finfo(packed.dtype).eps / limit  # logits far from zero are stored coarsely
     packed, expected = packed.double(), expected.double()
     scale = expected.std(dim=-1) + resolution * expected.square().mean(dim=-1).sqrt()

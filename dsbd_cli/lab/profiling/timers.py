@@ -147,10 +147,10 @@ class TimedModel:
         """As the model that is timed."""
         return self.inner.invariant
 
-    def reserve(self, rows: int, slots: int) -> None:
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
         """Logs the most rows x slots."""
         self.log.reserved[self.role] = max(self.log.reserved.get(self.role, 0), rows * slots)
-        self.inner.reserve(rows, slots)
+        self.inner.reserve(rows, slots, window)
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         """The inner forward, timed."""
@@ -194,6 +194,10 @@ class TimedModel:
     def kv_bytes_per_slot(self) -> int:
         """As the inner model."""
         return self.inner.kv_bytes_per_slot()
+
+    def state_bytes(self, window: int) -> int:
+        """As the inner model."""
+        return self.inner.state_bytes(window)
 
 
 class TimedCodec:
