@@ -42,6 +42,8 @@ class Request:
         id: name of the request. Default: its place among the requests of its run, from 0, as text.
         seed: from 0 to 2**63 - 1. Default: derive_seed of the run's seed and the id.
         sampling: options of this request.
+        allow: the only answers that may come out: the name of a catalogue of the engine, or the answers themselves.
+            Default: the engine's only catalogue, where it has one.
     """
 
     prompt: str | None = None
@@ -52,9 +54,10 @@ class Request:
     id: str = field(default=None, kw_only=True)  # type: ignore[assignment]
     seed: int = field(default=None, kw_only=True)  # type: ignore[assignment]
     sampling: SamplingConfig = field(default_factory=SamplingConfig, kw_only=True)
+    allow: str | tuple[str, ...] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("messages", "prompt_ids"):
+        for name in ("messages", "prompt_ids", "allow"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
         check_types(self, open_=("id", "seed"))
@@ -80,13 +83,15 @@ class Request:
 class Hypothesis:
     """A finished text. `logprob` is the raw log-probability (nats) of its tokens, the end token included, under the
     target as it was loaded: a forward in bfloat16 gives another value than one in float32. `score` = logprob /
-    num_tokens ** length_penalty; `num_tokens` counts the end token."""
+    num_tokens ** length_penalty; `num_tokens` counts the end token. `answer_id`: the id that an allowed answer has in
+    its catalogue, None where it has none."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprob: float
     score: float
+    answer_id: str | int | None = None
 
     @property
     def num_tokens(self) -> int:

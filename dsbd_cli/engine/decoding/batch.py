@@ -10,7 +10,9 @@ from collections.abc import Iterable
 
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.beams import fit_window
+from dsbd_cli.engine.core.legal import FREE
 from dsbd_cli.engine.core.stops import StopTable
+from dsbd_cli.engine.decoding.answers import RowTries
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.devices import current
 from dsbd_cli.engine.decoding.jobs import Job
@@ -37,10 +39,13 @@ class Batch:
 
     state: BatchState
 
-    def __init__(self, rows: int, method: MethodConfig, caches: Caches, stops: StopTable, *, keep_text: bool) -> None:
+    def __init__(
+        self, rows: int, method: MethodConfig, caches: Caches, stops: StopTable, tries: RowTries, *, keep_text: bool
+    ) -> None:
         """keep_text: the drafter reads prompts, so they stay on the device."""
         self.jobs: list[Job | None] = [None] * rows
         self._method, self._caches, self._stops, self._keep_text = method, caches, stops, keep_text
+        self._tries, self._legal = tries, [FREE] * rows
         self._empty = True
 
     @property
@@ -76,11 +81,14 @@ class Batch:
         self._caches.prefill_target({row: job.prompt for row, job in new.items()})
         for row, job in new.items():
             sampling = job.request.sampling
-            self.state.admit(row, job.prompt, job.request.seed, self._stops.start(sampling.stop), sampling)
+            stop = self._stops.start(sampling.stop)
+            self._legal[row] = FREE if job.catalogue is None else self._tries.begin(job.catalogue)
+            self.state.admit(row, job.prompt, job.request.seed, stop, sampling, self._legal[row])
 
     def _allocate(self, slots: int, nodes: int, history: int) -> None:
         """Memory for a batch that begins."""
         self._stops.forget()
+        self._tries.forget()
         rows, device, caches = len(self.jobs), self._caches.target.device, self._caches
         caches.reserve(rows, slots)
         self.state = BatchState.empty(self._method, rows, caches.slots, caches.round_window(nodes), history, device)
@@ -129,7 +137,9 @@ class Batch:
         self.state.beams.ancestors = fit_window(self.state.beams.ancestors, caches.round_window(tail))
         active = min(caches.round_slots(used), caches.slots - 1)
         idle = not shape.depth and all(job.drafted <= job.trunk for job in running)
-        return Plan(active, shape, reading.lag if shape.depth else 0, idle, *self._settled(nodes, active))
+        settled, tail = self._settled(nodes, active)
+        generated = min(job.stats.steps for job in running)
+        return Plan(active, shape, reading.lag if shape.depth else 0, idle, settled, tail, generated)
 
     def _settled(self, nodes: int, active: int) -> tuple[tuple[int, ...] | None, int]:
         """`settled` and `tail` of the target's forward; on a GPU the same for all iterations of a shape."""
@@ -145,6 +155,8 @@ class Batch:
     def remove(self, row: int) -> None:
         """Free a row."""
         self.jobs[row] = None
+        self._tries.end(self._legal[row])
+        self._legal[row] = FREE
         self.state.release(row)
 
     def shrink(self) -> None:
@@ -153,5 +165,6 @@ class Batch:
         if not taken or 2 * len(taken) > len(self.jobs):
             return
         self.jobs = [self.jobs[row] for row in taken]
+        self._legal = [self._legal[row] for row in taken]
         self.state.select(taken)
         self._caches.select_rows(taken)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from dsbd_cli.config import MethodConfig, OnTooLong, check_request
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
+from dsbd_cli.engine.decoding.answers import Answer, Catalogue, Compiler
 from dsbd_cli.engine.decoding.budget import least_bytes
 from dsbd_cli.engine.decoding.planner import deepest
-from dsbd_cli.errors import InvalidRowError, OutOfMemoryRowError, PromptTooLongError, UsageError
+from dsbd_cli.errors import InvalidRowError, OutOfMemoryRowError, PromptTooLongError, UsageError, shorten
 from dsbd_cli.requests import Request
 
 __all__ = ["Encoder"]
@@ -25,6 +27,42 @@ class Encoder:
     method: MethodConfig
     on_too_long: OnTooLong
     memory: int
+    catalogues: Mapping[str, Catalogue] = field(default_factory=dict)
+
+    def settle(self, request: Request) -> tuple[Request, Catalogue | None]:
+        """The answers that a request may give, and the request with no more new tokens than the longest of them has.
+        Raises InvalidRowError."""
+        catalogue = self._catalogue(request.allow)
+        if catalogue is None:
+            return request, None
+        sampling, longest = request.sampling, catalogue.trie.longest
+        if sampling.stop:
+            raise InvalidRowError(
+                f"stop is {shorten(list(sampling.stop))}, but allow says where an answer ends: drop it"
+            )
+        if sampling.max_new_tokens < longest:
+            raise InvalidRowError(
+                f"max_new_tokens is {sampling.max_new_tokens}, but an allowed answer has {longest} tokens with its end "
+                "token: raise it"
+            )
+        return replace(request, sampling=replace(sampling, max_new_tokens=longest)), catalogue
+
+    def _catalogue(self, allow: str | tuple[str, ...] | None) -> Catalogue | None:
+        if isinstance(allow, tuple):
+            answers = [Answer(f"allow[{place}]", text=text) for place, text in enumerate(allow)]
+            try:
+                return Compiler(self.codec, self.target.vocab_size).compile(answers)
+            except UsageError as error:
+                raise InvalidRowError(str(error)) from None
+        if allow is None and not self.catalogues:
+            return None
+        if (allow or "") in self.catalogues:
+            return self.catalogues[allow or ""]
+        names = ", ".join(sorted(filter(None, self.catalogues)))
+        if allow is None:
+            raise InvalidRowError(f"allow is not given, but the catalogues have names: give one of {shorten(names)}")
+        known = f"the catalogues are {names}" if names else "no catalogue has a name"
+        raise InvalidRowError(f"allow is {shorten(allow)}, but {known}")
 
     def encode(self, request: Request) -> tuple[list[int], int]:
         """Token ids of the prompt, and how many were dropped. Raises RowError where it cannot be decoded."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, overload
@@ -16,6 +16,8 @@ import torch
 from dsbd_cli.config import Exactness, MethodConfig, OnTooLong
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.core.stops import StopTable
+from dsbd_cli.engine.core.trie import TrieTable
+from dsbd_cli.engine.decoding.answers import Catalogue, RowTries
 from dsbd_cli.engine.decoding.batch import Batch, most_steps
 from dsbd_cli.engine.decoding.budget import PEEK, fitting_rows, least_bytes, memory_bytes
 from dsbd_cli.engine.decoding.caches import Caches
@@ -77,6 +79,7 @@ class Engine:
         log_steps: bool = False,
         on_too_long: OnTooLong = "error",
         cuda_graphs: bool | None = None,
+        catalogues: Mapping[str, Catalogue] | None = None,
     ) -> None:
         """batch_size: requests decoded together at most; None for as many as fit in memory.
 
@@ -84,6 +87,7 @@ class Engine:
 
         on_too_long: a prompt that does not fit the models' positions fails, or loses tokens on its left.
         cuda_graphs: capture iterations as CUDA graphs; None: where both models lie whole on one GPU.
+        catalogues: answers that requests may be held to, by name; the one named "" holds for all that name none.
         """
         name = None if draft is None else (info.draft if info is not None else None) or type(draft).__name__
         self.method = (method or MethodConfig()).fit_draft(name)
@@ -103,7 +107,9 @@ class Engine:
         self._stops = StopTable(codec.token_bytes(), target.vocab_size, device)
         self._drafter = make_drafter(DrafterInputs(self.method, draft, target.vocab_size, codec, device))
         shared = self._drafter.model
-        self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory)
+        catalogues = dict(catalogues or {})
+        self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory, catalogues)
+        self._tries = RowTries(TrieTable(target.vocab_size, device), catalogues.values())
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
         self._caches = Caches(target, shared, large_steps=graphs is not None, moving=self._forget_graphs)
         self._stepper = Stepper(
@@ -114,6 +120,7 @@ class Engine:
             PhaseTimer(events(device)),
             graphs,
             lambda: self._stopping,
+            [self._tries.table],
         )
         self._planner = planner_for(self.method)
         self._names = self.method.drafter_names if "+" in self.method.drafter else ()
@@ -245,7 +252,8 @@ class Engine:
     def _decode(self, source: Source, order: Results[Item], backlog: deque[Job]) -> Iterator[Item]:
         """One batch, refilled from the source as its rows finish, until it is empty or out of memory."""
         rows = min(len(backlog), self._rows)
-        batch = Batch(rows, self.method, self._caches, self._stops, keep_text=self._drafter.needs_text)
+        keep_text = self._drafter.needs_text
+        batch = Batch(rows, self.method, self._caches, self._stops, self._tries, keep_text=keep_text)
         while not self._stopping and (backlog or batch.running):
             try:
                 batch.admit(backlog)
@@ -339,8 +347,10 @@ class Engine:
                 order.put(number, RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
                 continue
             try:
+                request, catalogue = self._encoder.settle(request)
                 ids, truncated = self._encoder.encode(request)
-                backlog.append(Job(number, request, ids, started=time.perf_counter(), truncated=truncated))
+                started = time.perf_counter()
+                backlog.append(Job(number, request, ids, started=started, truncated=truncated, catalogue=catalogue))
                 count -= 1
             except RowError as error:
                 order.put(number, RequestResult(request, (), 0, RequestStats(), error))

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from dsbd_cli.engine.decoding.acceptance import Acceptance
+from dsbd_cli.engine.decoding.answers import Catalogue
 from dsbd_cli.errors import RowError, UsageError, shorten
 from dsbd_cli.requests import Request, RequestResult, check_seed
 from dsbd_cli.stats import RequestStats
@@ -24,7 +25,8 @@ Item_co = TypeVar("Item_co", covariant=True)
 class Job:
     """A request on its way through the engine. `used`, `trunk` and `drafted` are the row's slots after the last
     iteration; `truncated` tokens of the prompt were dropped; `retried`: it ran out of memory alone once; `prefilled`:
-    the draft has read the prompt; `acceptance`: what the planner has seen of it.
+    the draft has read the prompt; `acceptance`: what the planner has seen of it; `catalogue`: the answers that it may
+    give, None for any.
 
     Of an encoder-decoder target `prompt` is what the decoder begins with and `source` what the encoder reads; the last
     `prefix` tokens of the prompt are text of the answer. `rules`: of tokens."""
@@ -41,6 +43,7 @@ class Job:
     retried: bool = False
     prefilled: bool = False
     acceptance: Acceptance = field(default_factory=Acceptance)
+    catalogue: Catalogue | None = None
     source: Tensor | None = None
     prefix: int = 0
     rules: TokenRules = field(default_factory=TokenRules)

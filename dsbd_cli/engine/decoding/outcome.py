@@ -35,7 +35,8 @@ def collect(finished: Finished, row: int, job: Job, codec: TextCodec) -> Request
         ids = tokens[rank][: length[rank]]
         text = text_of(ids[:-1] if ids[-1] in eos else ids, sampling.stop, codec)
         reason: FinishReason = "length" if by_length[rank] else "stop"
-        hypotheses.append(Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank]))
+        answer_id = None if job.catalogue is None else job.catalogue.id_of(ids)
+        hypotheses.append(Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank], answer_id))
     error = None
     if not hypotheses:
         error = NumericalError("no hypothesis has a finite score: the settings of this row are too extreme")

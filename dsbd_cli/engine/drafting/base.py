@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.forest import DraftLaw, Forest, LawScope, LayerNodes, at_nodes
+from dsbd_cli.engine.core.legal import DEAD, Legal
 from dsbd_cli.engine.core.noise import extend_path
 from dsbd_cli.engine.core.pool import DraftRequest, match_pairs
 from dsbd_cli.engine.core.probs import NEVER, Candidates, Room, Warp
@@ -27,6 +28,7 @@ __all__ = [
     "LayerDrafts",
     "Stopped",
     "children",
+    "following",
     "fuse",
     "record_law",
     "roots",
@@ -94,7 +96,7 @@ class DraftContext:
         trash: slot absent nodes write to. row_key, iteration: [R] int64.
         keys: [R, L, STREAMS] int64, stream keys, L > D. lag: most used slots of a row that the draft has not run, or
             more. record_law: the layer laws Q are needed. prompts: only where the drafter reads the text (needs_text).
-        stopping: the engine was asked to stop.
+        stopping: the engine was asked to stop. legal: the constraints that act, None where there are none.
     """
 
     beams: Beams
@@ -114,6 +116,7 @@ class DraftContext:
     record_law: bool
     prompts: Prompts | None = None
     stopping: Callable[[], bool] = lambda: False
+    legal: Legal | None = None
 
 
 class Drafter(Protocol):
@@ -159,6 +162,7 @@ def roots(context: DraftContext) -> LayerNodes:
         path_tokens=torch.zeros(rows, width, context.depth, dtype=torch.int64, device=beams.token.device),
         ancestors=beams.ancestors | context.layout.own[:, :width],
         source=torch.zeros_like(index),
+        legal_state=None if context.legal is None else beams.legal_state,
     )
 
 
@@ -181,7 +185,7 @@ class LayerDrafts:
 
 def children(context: DraftContext, forest: Forest, layer: int, drafts: LayerDrafts) -> LayerNodes:
     """Nodes of layer + 1 below the nodes of `layer`. The drafts must be m = K (context.drafts_per_layer) wide: pad with
-    invalid ones. Invalid drafts may hold any token in 0 .. V-1 and any parent in 0 .. n-1.
+    invalid ones. Invalid drafts may hold any token in 0 .. V-1 and any parent in 0 .. n-1. An illegal draft is invalid.
 
     Every layer comes by here, so here the iteration ends where the engine was asked to stop. Raises Stopped.
     """
@@ -193,20 +197,29 @@ def children(context: DraftContext, forest: Forest, layer: int, drafts: LayerDra
     path_tokens[:, :, layer] = token
     first = forest.offset(layer + 1)
     state = nodes.stop_state.gather(1, above)
+    legal_state = None if context.legal is None else following(context, nodes, above, token)
     return LayerNodes(
         token=token,
         parent=above + forest.offset(layer),
         root=nodes.root.gather(1, above),
         path=extend_path(nodes.path.gather(1, above), token),
         stop_state=context.endings.step(state, token),
-        valid=drafts.valid,
+        valid=drafts.valid if legal_state is None else drafts.valid & (legal_state != DEAD),
         ends=context.endings.ends(state, token),
         sampled=drafts.sampled,
         weight=drafts.weight,
         path_tokens=path_tokens,
         ancestors=at_nodes(nodes.ancestors, above) | context.layout.own[:, first : first + above.shape[1]],
         source=torch.zeros_like(token),
+        legal_state=legal_state,
     )
+
+
+def following(context: DraftContext, nodes: LayerNodes, above: Tensor, token: Tensor) -> Tensor:
+    """Legal states of tokens [R, m] below the nodes `above` [R, m]; DEAD where one is illegal."""
+    assert context.legal is not None
+    assert nodes.legal_state is not None
+    return context.legal.step(nodes.legal_state.gather(1, above), token)
 
 
 def fuse(first: LayerDrafts, second: LayerDrafts, priority: Tensor, width: int) -> tuple[LayerDrafts, Tensor]:

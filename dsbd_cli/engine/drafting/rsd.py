@@ -31,7 +31,7 @@ class RowDraws:
 
     def __init__(self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits) -> None:
         self._context, self.nodes = context, forest.layers[layer]
-        self.candidates = draft_candidates(context, forest, logits)
+        self.candidates = draft_candidates(context, forest, layer, logits)
         nodes, rule, tokens = self.nodes, context.rule, self.candidates.tokens
         self.log_q = row_law(self.candidates, context.warp) if rule.warps else self.candidates.logprobs
         self.allowed = (nodes.valid & ~nodes.ends).unsqueeze(-1) & (self.log_q > NEVER)

@@ -47,11 +47,14 @@ def load(spec: ModelSpec) -> Checkpoint:
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a text: the generation settings' if they name any, else the config's, else the tokenizer's."""
+    """Tokens that end a text: the generation settings' if they name any, else the config's, else the tokenizer's. The
+    tokenizer's own stands first, if it is one of them."""
     for source in (getattr(model, "generation_config", None), model.config.get_text_config(decoder=True), tokenizer):
         found = getattr(source, "eos_token_id", None)
         if found is not None and found != []:
-            return tuple(dict.fromkeys(found if isinstance(found, (list, tuple)) else [int(found)]))
+            own = getattr(tokenizer, "eos_token_id", None)
+            ids = dict.fromkeys(found if isinstance(found, (list, tuple)) else [int(found)])
+            return tuple(sorted(ids, key=lambda token: token != own))
     return ()
 
 
