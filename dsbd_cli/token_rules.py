@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from dsbd_cli.errors import UsageError, shorten
 
@@ -56,9 +57,25 @@ class TokenRules:
             if value != getattr(default, name)
         }
 
+    def having(self, name: str, value: object) -> TokenRules:
+        """The same with another value of one rule."""
+        changed: dict[str, Any] = {name: value}
+        return replace(self, **changed)
+
+    def within(self, vocab_size: int) -> TokenRules:
+        """Without tokens that a vocabulary lacks."""
+        rules = self
+        for name in LISTS:
+            rules = rules.having(name, tuple(token for token in getattr(self, name) if token < vocab_size))
+        for name in FORCED:
+            token = getattr(self, name)
+            rules = rules.having(name, token if token is not None and token < vocab_size else None)
+        return rules
+
 
 NAMES = tuple(item.name for item in fields(TokenRules))
 LISTS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids")
+FORCED = ("forced_bos_token_id", "forced_eos_token_id")
 
 
 def asked_rules(text: str | None, checkpoint: TokenRules, *, default: str) -> TokenRules:
@@ -78,7 +95,7 @@ def asked_rules(text: str | None, checkpoint: TokenRules, *, default: str) -> To
                 f"{', '.join(NAMES)}"
             )
             raise UsageError(message, field="token_rules", value=item, expected="a rule")
-        rules = replace(rules, **{name: _value(name, value)})
+        rules = rules.having(name, _value(name, value))
     return rules
 
 
@@ -92,9 +109,8 @@ def written_rules(rules: Mapping[str, object]) -> str:
         if value is not None and not plain and not listed:
             message = f"token_rules.{name} is {shorten(value)}, but must be a number, a list of token ids or null"
             raise UsageError(message, field="token_rules", value=value, expected="a number, a list or null")
-        if isinstance(value, list):
-            value = IDS.join(map(str, value))
-        words.append(f"{name}={OFF if value is None or value == '' else value}")
+        shown = IDS.join(map(str, value)) if isinstance(value, list) else value
+        words.append(f"{name}={OFF if shown is None or shown == '' else shown}")
     text = SEPARATOR.join(words)
     asked_rules(text, TokenRules(), default="none")
     return text

@@ -140,7 +140,7 @@ class ForestModel(Protocol):
 
 
 @runtime_checkable
-class SourceModel(Protocol):
+class SourceModel(ForestModel, Protocol):
     """What a ForestModel of an encoder and a decoder has beside: it reads a source once, and the forest answers it."""
 
     @property
@@ -210,7 +210,7 @@ class SourceRequest:
 
 
 @runtime_checkable
-class SourceCodec(Protocol):
+class SourceCodec(TextCodec, Protocol):
     """What a TextCodec of a model with an encoder has beside."""
 
     def source(self, request: Request) -> SourceRequest:

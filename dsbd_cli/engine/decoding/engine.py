@@ -4,7 +4,6 @@ finish."""
 from __future__ import annotations
 
 import gc
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 from dsbd_cli.config import Exactness, MethodConfig, OnTooLong
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.core.stops import StopTable
+from dsbd_cli.engine.core.token_rules import RuleTable
 from dsbd_cli.engine.core.trie import TrieTable
 from dsbd_cli.engine.decoding.answers import Catalogue, RowTries
 from dsbd_cli.engine.decoding.batch import Batch, most_steps
@@ -110,6 +110,7 @@ class Engine:
         catalogues = dict(catalogues or {})
         self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory, catalogues)
         self._tries = RowTries(TrieTable(target.vocab_size, device), catalogues.values())
+        self._rules = RuleTable(eos.to(device))
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
         self._caches = Caches(target, shared, large_steps=graphs is not None, moving=self._forget_graphs)
         self._stepper = Stepper(
@@ -120,7 +121,7 @@ class Engine:
             PhaseTimer(events(device)),
             graphs,
             lambda: self._stopping,
-            [self._tries.table],
+            [self._tries.table, self._rules],
         )
         self._planner = planner_for(self.method)
         self._names = self.method.drafter_names if "+" in self.method.drafter else ()
@@ -246,14 +247,16 @@ class Engine:
         if backlog:
             nodes = self._nodes(backlog)
             slots = max(len(job.prompt) + job.request.sampling.max_new_tokens for job in backlog) + 2 * nodes
-            self.batch_size = self._rows = fitting_rows(self._caches.models, self._caches.round_slots(slots), nodes)
+            sources = max(self._caches.source_bytes(job.source) for job in backlog)
+            slots = self._caches.round_slots(slots)
+            self.batch_size = self._rows = fitting_rows(self._caches.models, slots, nodes, beside=sources)
             self._fit_batch = False
 
     def _decode(self, source: Source, order: Results[Item], backlog: deque[Job]) -> Iterator[Item]:
         """One batch, refilled from the source as its rows finish, until it is empty or out of memory."""
         rows = min(len(backlog), self._rows)
         keep_text = self._drafter.needs_text
-        batch = Batch(rows, self.method, self._caches, self._stops, self._tries, keep_text=keep_text)
+        batch = Batch(rows, self.method, self._caches, self._stops, self._tries, self._rules, keep_text=keep_text)
         while not self._stopping and (backlog or batch.running):
             try:
                 batch.admit(backlog)
@@ -347,10 +350,7 @@ class Engine:
                 order.put(number, RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
                 continue
             try:
-                request, catalogue = self._encoder.settle(request)
-                ids, truncated = self._encoder.encode(request)
-                started = time.perf_counter()
-                backlog.append(Job(number, request, ids, started=started, truncated=truncated, catalogue=catalogue))
+                backlog.append(self._encoder.job(number, request))
                 count -= 1
             except RowError as error:
                 order.put(number, RequestResult(request, (), 0, RequestStats(), error))

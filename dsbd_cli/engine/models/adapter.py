@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models.attention import Sight, use_grouped_attention
 from dsbd_cli.engine.models.cache import ForestCache
+from dsbd_cli.engine.models.generation import checkpoint_rules
 from dsbd_cli.engine.models.reads import HostReads
 from dsbd_cli.errors import UnsupportedModelError
+from dsbd_cli.token_rules import TokenRules
 
 __all__ = ["MaskPlan", "TransformersForest", "unsupported"]
 
@@ -122,6 +124,11 @@ class TransformersForest:
             # past this length transformers changes the frequencies of the whole batch, whatever the others' lengths
             limit = rope.get("original_max_position_embeddings") or limit
         return int(limit) if limit else None
+
+    @property
+    def token_rules(self) -> TokenRules:
+        """Rules of tokens that the checkpoint's generation settings ask for."""
+        return checkpoint_rules(self._model)
 
     @property
     def generation(self) -> int:

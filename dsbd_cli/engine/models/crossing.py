@@ -43,7 +43,7 @@ class CrossLayer(CacheLayerMixin):
 
     # transformers reads these two attributes; they are views of the rows under way
     @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
+    def keys(self) -> Tensor | None:
         return self.owner.view(self.stored[0]) if self.stored else None
 
     @keys.setter
@@ -51,7 +51,7 @@ class CrossLayer(CacheLayerMixin):
         """The base class sets None at first."""
 
     @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
+    def values(self) -> Tensor | None:
         return self.owner.view(self.stored[1]) if self.stored else None
 
     @values.setter
@@ -181,12 +181,11 @@ class ForestPairCache(EncoderDecoderCache):
 
     def __init__(self, own: ForestCache, cross: CrossCache) -> None:
         # not the base class's: it asks the caches how long they are
-        self.self_attention_cache, self.cross_attention_cache = own, cross
+        self.self_attention_cache: Any = own
+        self.cross_attention_cache: Any = cross
         self.is_updated: dict[int, bool] = {}
 
-    @property
-    def layers(self) -> list[Any]:
-        return self.self_attention_cache.layers
+        self.layers = own.layers
 
     def __len__(self) -> int:
         return 1  # some models take an empty cache for none

@@ -120,9 +120,7 @@ def _separate(plain: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     return logits[torch.tensor(rows, device=logits.device), torch.tensor(depths, device=logits.device)]
 
 
-def _packed(
-    model: CheckableModel, tokens: Tensor, slots: Tensor, sources: Sequence[Tensor | None] = (None,)
-) -> Tensor:
+def _packed(model: CheckableModel, tokens: Tensor, slots: Tensor, sources: Sequence[Tensor | None] = (None,)) -> Tensor:
     """[R * N, V] logits of the nodes, in one row per source: the first six with the prompt, the rest after the slots
     have moved and the rows have changed places."""
     split, rows = PROMPT + 6, len(sources)
@@ -143,7 +141,8 @@ def _packed(
         slot_positions[slots] = positions
         part = slice(first, last)
         fields = (tokens[part], positions[part], slots[part], mask, slot_positions)
-        logits = model.forward(ForestInput(*(field.expand(rows, *field.shape) for field in fields)))
+        ids, depths, places, sight, depth_of = (field.expand(rows, *field.shape) for field in fields)
+        logits = model.forward(ForestInput(ids, depths, places, sight, depth_of))
         assert logits is not None
         return logits
 

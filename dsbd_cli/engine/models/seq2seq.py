@@ -6,6 +6,7 @@ Shape letters: R rows, n nodes of a forward, S cache slots, Z source places, V v
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from dsbd_cli.engine.models.crossing import STEP, CrossCache, ForestPairCache
 from dsbd_cli.engine.models.places import Places
 from dsbd_cli.errors import UnsupportedModelError
 
-__all__ = ["Seq2SeqForestModel", "encoder_equal", "sample_source"]
+__all__ = ["Seq2SeqForestModel", "encoder_digest", "sample_source"]
 
 TABLE_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
 SOURCE_LIMITS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings")
@@ -31,6 +32,8 @@ UNLIMITED = 512  # positions of a table whose size the config does not tell
 
 class Seq2SeqForestModel(TransformersForest):
     """An encoder and a decoder. `encode` comes before the first forward of a row."""
+
+    encoder_digest: str | None = None  # see encoder_digest
 
     def __init__(self, model: Any, name: str, stock: Callable[[], Any] | None = None) -> None:
         self._encoder = model.get_encoder()
@@ -64,12 +67,21 @@ class Seq2SeqForestModel(TransformersForest):
     @property
     def source_name(self) -> str:
         """What the encoder reads: input_ids, input_features or input_values."""
-        name: str = getattr(self._encoder, "main_input_name", None) or self._model.main_input_name
+        name: str = self._model.main_input_name
         return name
+
+    @property
+    def source_shape(self) -> int | None:
+        """Bins of the features that the encoder reads; None where it reads something else."""
+        config = self._model.config
+        bins = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", None)
+        return None if self.source_name == "input_ids" else bins
 
     @property
     def source_vocab_size(self) -> int:
         """Rows of the encoder's embedding table."""
+        if self.source_name != "input_ids":
+            return 0
         return int(self._encoder.get_input_embeddings().weight.shape[0])
 
     @property
@@ -80,12 +92,6 @@ class Seq2SeqForestModel(TransformersForest):
     def by_parts(self) -> bool:
         layers = len(self._cache.layers) + len(self._cross.layers)
         return self._sight is not None and self._sight.used == layers
-
-    @property
-    def encoder(self) -> nn.Module:
-        """The transformers encoder."""
-        module: nn.Module = self._encoder
-        return module
 
     def lead(self, follower: Seq2SeqForestModel) -> None:
         """From now on the follower, whose encoder is the same, is given what this model's encoder makes of a source."""
@@ -167,9 +173,7 @@ class Seq2SeqForestModel(TransformersForest):
         sources = source.to(self._device).expand(len(tokens), *source.shape)
         if sources.is_floating_point():
             sources = sources.to(self._model.dtype)
-        output = self._model(
-            **{self.source_name: sources}, decoder_input_ids=tokens, use_cache=False, return_dict=True
-        )
+        output = self._model(**{self.source_name: sources}, decoder_input_ids=tokens, use_cache=False, return_dict=True)
         logits: Tensor = output.logits
         return logits.to(self._device)
 
@@ -247,7 +251,7 @@ class Seq2SeqForestModel(TransformersForest):
 def sample_source(model: Seq2SeqForestModel, size: int, seed: int) -> Tensor:
     """A random source for tests at load: `size` token ids, or features, or a wave of about that many frames."""
     generator = torch.Generator().manual_seed(seed)
-    config = model.module.config
+    config: Any = model.module.config
     if model.source_name == "input_ids":
         return torch.randint(5, model.source_vocab_size, (size,), generator=generator)
     if model.source_name == "input_values":
@@ -257,16 +261,13 @@ def sample_source(model: Seq2SeqForestModel, size: int, seed: int) -> Tensor:
     return torch.randn(8 * size, int(config.input_feat_per_channel), generator=generator)
 
 
-def encoder_equal(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two encoders have the same weights, tensor for tensor."""
-    mine, theirs = one.state_dict(), other.state_dict()
-    if type(one) is not type(other) or mine.keys() != theirs.keys():
-        return False
-    return all(_same(value, theirs[name]) for name, value in mine.items())
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
+def encoder_digest(model: Any) -> str:
+    """A hash of the encoder's weights, their names and dtypes. To be taken before the weights are packed."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(model.get_encoder().state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _limit(config: Any, names: Sequence[str]) -> int | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsbd_cli.config import SamplingConfig
 from dsbd_cli.engine.core.protocols import SourceRequest
-from dsbd_cli.engine.models.tokenize import IDS_ALONE, HFCodec
+from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import InvalidRowError, ModelError, shorten
 from dsbd_cli.requests import Request
 
@@ -102,10 +102,8 @@ class Seq2SeqCodec(HFCodec):
 
     def _is_language(self, token: int) -> bool:
         added = self._tokenizer.added_tokens_decoder.get(token)
-        special = getattr(self._tokenizer, "extra_special_tokens", None) or getattr(
-            self._tokenizer, "additional_special_tokens", ()
-        )
-        return added is not None and added.content in set(map(str, special))
+        special = getattr(self._tokenizer, "extra_special_tokens", None) or ()
+        return added is not None and added.content in {str(word) for word in special}
 
     def _language(self, field: str, name: str) -> int:
         """The token of a language. Raises InvalidRowError."""
@@ -115,7 +113,9 @@ class Seq2SeqCodec(HFCodec):
         if token is None or token not in self._tokenizer.added_tokens_decoder:
             known = [item.content for item in self._tokenizer.added_tokens_decoder.values()]
             some = ", ".join(word.strip("_") for word in known[-3:])
-            raise InvalidRowError(f"{field} is {shorten(name)}, which the target's tokenizer does not know ({some}, ..)")
+            raise InvalidRowError(
+                f"{field} is {shorten(name)}, which the target's tokenizer does not know ({some}, ..)"
+            )
         return token
 
     @contextmanager
