@@ -54,7 +54,7 @@ class Places:
         child = getattr(decoder, "embed_positions", None)
         if self.argument is None and isinstance(child, nn.Module):
             self._table = _table(model, decoder, child, limit)
-            child.register_forward_hook(self._from_table)
+            child.forward = self._from_table(child.forward)
             self.ways.append("table")
         biased = [module for module in decoder.modules() if getattr(module, "has_relative_attention_bias", False)]
         for module in biased:
@@ -75,10 +75,17 @@ class Places:
         finally:
             self._now = None
 
-    def _from_table(self, module: nn.Module, args: object, out: Tensor) -> Tensor:
-        if self._now is None:
-            return out
-        return self._table.to(out.device)[self._now.positions.to(out.device)].to(out.dtype)
+    def _from_table(self, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The child's forward; a forest may have more nodes than the table has positions, so the stock one cannot run
+        first."""
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            if self._now is None:
+                return stock(*args, **kwargs)
+            positions = self._now.positions
+            return self._table.to(positions.device)[positions]
+
+        return forward
 
     def _bias(self, module: Any) -> Callable[..., Tensor]:
         """compute_bias of one attention layer, by distances of positions."""
