@@ -198,8 +198,9 @@ def perturbed(model: Any, noise: float) -> Any:
 class NumberTokenizer:
     """Text is numbers, one a word."""
 
-    all_special_ids: list[int] = []
-    added_tokens_decoder: dict[int, Any] = {}
+    def __init__(self) -> None:
+        self.all_special_ids: list[int] = []
+        self.added_tokens_decoder: dict[int, Any] = {}
 
     def get_vocab(self) -> dict[str, int]:
         return {f" {index}": index for index in range(V)}

@@ -1,7 +1,8 @@
 """Token rules of all rows as a constraint: see dsbd_cli/token_rules.py for what each one says, and legal.py.
 
-They act in transformers' order: repetition penalty, no repeated n-grams, bad words, no early end, forced first token,
-forced last token, suppressed tokens. A rule looks at the path alone, so draft and target have the same ones.
+They act in transformers' order, the penalty first. But what is forced comes last: transformers suppresses tokens after
+it, and where both meet it leaves no token at all. A rule looks at the path alone, so draft and target have the same
+ones.
 
 Letters: R rows, P prompt tokens kept, L generated tokens, X = P + L, m = R * n nodes, k of them, V vocabulary.
 """
@@ -182,10 +183,6 @@ class _AtNodes:
         if acts.early:
             early = (length < table.least[row]).unsqueeze(1)
             logprobs.masked_fill_(early & _columns(table.eos, size), NEVER)
-        if acts.first:
-            _force(logprobs, torch.where(length == 0, table.first[row], NO_TOKEN))
-        if acts.last:
-            _force(logprobs, torch.where(length == table.last_at[row], table.last[row], NO_TOKEN))
         if acts.never:
             logprobs.masked_fill_(_columns(table.banned, size)[row], NEVER)
         if acts.begin:
@@ -193,6 +190,10 @@ class _AtNodes:
             at = torch.where(table.first[row] >= 0, 1, 0)
             begins = (length == at).unsqueeze(1)
             logprobs.masked_fill_(begins & _columns(table.begin_banned, size)[row], NEVER)
+        if acts.first:
+            _force(logprobs, torch.where(length == 0, table.first[row], NO_TOKEN))
+        if acts.last:
+            _force(logprobs, torch.where(length == table.last_at[row], table.last[row], NO_TOKEN))
 
 
 def _columns(mask: Tensor, size: int) -> Tensor:

@@ -129,14 +129,16 @@ class Seq2SeqForestModel(TransformersForest):
     def encode(self, rows: Sequence[int], sources: Sequence[Tensor]) -> None:
         """Read the sources of these cache rows: token ids [Z] int64, features [bins, frames] or a wave [samples].
 
-        Sources of one length share a forward, none is padded: what is kept of a source does not depend on others. A
-        model whose encoder another one shares reads nothing here: it has been given its sources already.
+        None is padded, and on the CPU each has a forward of its own, so that what is kept of a source does not depend
+        on others; elsewhere those of one length share one. A model whose encoder another one shares reads nothing
+        here: it has been given its sources already.
         """
         if self._shared:
             return
         groups = defaultdict[tuple[int, ...], list[int]](list)
         for place, source in enumerate(sources):
-            groups[tuple(source.shape)].append(place)
+            alone = (place,) if self._device.type == "cpu" else ()
+            groups[(*alone, *source.shape)].append(place)
         for places in groups.values():
             together = [rows[place] for place in places]
             batch = torch.stack([sources[place] for place in places]).to(self._device)
