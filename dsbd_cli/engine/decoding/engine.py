@@ -50,7 +50,8 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What runs: names, dtypes and devices of the models, for records and reports."""
+    """What runs: names, dtypes and devices of the models, for records and reports. told: what the user should know of
+    the target."""
 
     target: str
     draft: str | None
@@ -58,6 +59,7 @@ class EngineInfo:
     device: str
     draft_dtype: str | None = None
     draft_device: str | None = None
+    told: tuple[str, ...] = ()
 
 
 class Engine:

@@ -80,6 +80,7 @@ def load(
         device=str(pair.target.device),
         draft_dtype=pair.draft_dtype,
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
+        told=pair.told,
     )
     return Engine(
         pair.target,

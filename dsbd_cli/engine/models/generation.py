@@ -8,7 +8,7 @@ from typing import Any
 
 from dsbd_cli.token_rules import LISTS, TokenRules
 
-__all__ = ["checkpoint_rules", "checkpoint_search", "unsupported_settings"]
+__all__ = ["checkpoint_rules", "checkpoint_search", "settings_notes", "unsupported_settings"]
 
 # Settings that transformers' beam search would act on and that are not built, with the values that do nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -63,6 +63,21 @@ def unsupported_settings(model: Any) -> tuple[str, ...]:
     if isinstance(last, list | tuple) and len(last) > 1:
         told.append(f"forced_eos_token_id {list(last)}")
     return tuple(told)
+
+
+def settings_notes(model: Any) -> tuple[str, ...]:
+    """What a user of a target should know of its generation settings, one sentence each."""
+    notes = []
+    if told := unsupported_settings(model):
+        notes.append(f"the target's generation settings ask for {', '.join(told)}, which is not supported and not done")
+    paired = bool(getattr(model.config, "is_encoder_decoder", False))
+    if paired and (search := checkpoint_search(model)):
+        asked = ", ".join(f"{name} {value}" for name, value in search.items())
+        notes.append(f"the target's generation settings ask for {asked}: options of the run decide, not they")
+    if not paired and (rules := checkpoint_rules(model).acting):
+        asked = ", ".join(f"{name} {value}" for name, value in rules.items())
+        notes.append(f"the target's generation settings ask for {asked}: not done without --token-rules checkpoint")
+    return tuple(notes)
 
 
 def checkpoint_search(model: Any) -> dict[str, object]:

@@ -10,6 +10,7 @@ from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.drafting import AnyDraft, BridgedDraft
 from dsbd_cli.engine.models.adapter import TransformersForest
 from dsbd_cli.engine.models.causal import CausalForestModel
+from dsbd_cli.engine.models.generation import settings_notes
 from dsbd_cli.engine.models.head import installed
 from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.invariance import is_invariant
@@ -34,6 +35,7 @@ class LoadedPair:
         target_dtype: torch's name without prefix: float32, bfloat16, float16.
         draft_dtype: the same, None without a draft.
         notes: differences that do not matter for the result, for the user to read.
+        told: of the target's generation settings, what is not done.
     """
 
     target: ForestModel
@@ -42,6 +44,7 @@ class LoadedPair:
     target_dtype: str
     draft_dtype: str | None
     notes: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
 
 
 def check_pair(target: HFCodec, draft: HFCodec, target_width: int, draft_width: int) -> tuple[str, ...]:
@@ -71,13 +74,16 @@ def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = Fal
     Raises the ModelError family and UsageError of loader, selftest and check_pair.
     """
     model, codec = load_model(target)
+    told = settings_notes(model.module)
     if draft is None:
-        return LoadedPair(model, None, codec, _dtype_name(model), None)
+        return LoadedPair(model, None, codec, _dtype_name(model), None, told=told)
     small, small_codec = load_model(draft)
     dtypes = _dtype_name(model), _dtype_name(small)
     _check_kinds(model, small, bridged=bridged)
     if bridged:
-        return LoadedPair(model, BridgedDraft(small, small_codec, codec, markers(codec, small_codec)), codec, *dtypes)
+        return LoadedPair(
+            model, BridgedDraft(small, small_codec, codec, markers(codec, small_codec)), codec, *dtypes, told=told
+        )
     notes = check_pair(codec, small_codec, model.vocab_size, small.vocab_size)
     small.fit_width(model.vocab_size)
     if isinstance(model, Seq2SeqForestModel) and isinstance(small, Seq2SeqForestModel):
@@ -86,7 +92,7 @@ def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = Fal
         if model.encoder_digest == small.encoder_digest:
             model.lead(small)
             notes += ("the draft's encoder is the target's: it reads each source once for both",)
-    return LoadedPair(model, small, codec, *dtypes, notes)
+    return LoadedPair(model, small, codec, *dtypes, notes, told)
 
 
 def _check_kinds(target: TransformersForest, draft: TransformersForest, *, bridged: bool) -> None:

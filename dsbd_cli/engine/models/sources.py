@@ -41,7 +41,7 @@ class Seq2SeqCodec(HFCodec):
         asked = request.sampling
         if request.audio is not None:
             raise InvalidRowError(f"audio is {shorten(request.audio)}, but the target reads text: give a prompt")
-        forced, start = self._begin(asked)
+        forced, start = self.begin(asked)
         ids = list(request.prompt_ids) if request.prompt_ids is not None else self._source_ids(request)
         return self._joined(torch.tensor(ids, dtype=torch.int64), [start], forced, asked)
 
@@ -82,8 +82,9 @@ class Seq2SeqCodec(HFCodec):
         vocabulary = self._tokenizer.get_vocab() if language is not None and not self._speaks else {}
         return next((mark.format(language) for mark in MARKS if mark.format(language) in vocabulary), None)
 
-    def _begin(self, asked: SamplingConfig) -> tuple[int | None, int]:
-        """The token forced behind the first one, None for that of the checkpoint, and the first one."""
+    def begin(self, asked: SamplingConfig) -> tuple[int | None, int]:
+        """The token forced behind the first one, None for that of the checkpoint, and the first one. Raises
+        InvalidRowError."""
         language = asked.target_lang
         if language is None:
             if self._required and self._speaks and self._given_bos is None and not self._is_language(self._start):

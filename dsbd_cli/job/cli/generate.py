@@ -157,6 +157,8 @@ class _Run:
             raise
         if engine is not None:
             summary.info = engine.info
+            for line in engine.info.told if engine.info is not None else ():
+                self.reporter.warn(line)
             if engine.exactness != self._method.method.exactness:
                 self._method = replace(self._method, exactness=engine.exactness)
                 if self._devices.numerics != "fast":

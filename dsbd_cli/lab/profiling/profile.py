@@ -288,7 +288,8 @@ def _prompt_tokens(bench: ProfiledPair, request: Request) -> int:
     """Of a prompt; 0 of one that cannot be decoded, which the run will say."""
     encoder = Encoder(bench.target, None, bench.codec, MethodConfig(num_beams=1, depth=0), "error", sys.maxsize)
     try:
-        return len(encoder.encode(request)[0])
+        job = encoder.job(0, request)
+        return len(job.prompt) + (job.source_tokens or 0)
     except RowError:
         return 0
 
