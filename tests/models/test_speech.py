@@ -46,6 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.begin_suppress_tokens = [7, END]
     more = {
         "lang_to_id": {"<|en|>": EN, "<|de|>": DE},
+        "_from_model_config": False,
         "is_multilingual": True,
         "task_to_id": {"transcribe": TRANSCRIBE, "translate": TRANSLATE},
         "no_timestamps_token_id": TIMELESS,
