@@ -8,10 +8,20 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dsbd_cli.config import SamplingConfig, check_types
-from dsbd_cli.errors import RowError, UsageError
+from dsbd_cli.errors import RowError, UsageError, shorten
+from dsbd_cli.grammars import Grammar
 from dsbd_cli.stats import RequestStats
 
-__all__ = ["FinishReason", "Hypothesis", "Piece", "Request", "RequestResult", "check_seed", "derive_seed"]
+__all__ = [
+    "FinishReason",
+    "Hypothesis",
+    "Piece",
+    "Request",
+    "RequestResult",
+    "check_ends",
+    "check_seed",
+    "derive_seed",
+]
 
 FinishReason = Literal["stop", "length"]
 
@@ -29,6 +39,13 @@ def check_seed(seed: object) -> None:
         raise UsageError(f"seed is {seed!r}, but must be {expected}", field="seed", value=seed, expected=expected)
 
 
+def check_ends(sampling: SamplingConfig, grammar: Grammar | None) -> None:
+    """Stop strings and a grammar do not say different things on where a text may end. Raises UsageError."""
+    if grammar is not None and sampling.stop:
+        reason = "a grammar alone says where a text may end, and one that was cut would not match it: drop it"
+        raise UsageError(f"stop is {shorten(list(sampling.stop))}, but {reason}", field="stop", value=sampling.stop)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt, and what is asked for it.
@@ -44,6 +61,7 @@ class Request:
         sampling: options of this request.
         allow: the only answers that may come out: the name of a catalogue of the engine, or the answers themselves.
             Default: the engine's only catalogue, where it has one.
+        grammar: what the whole answer must match.
     """
 
     prompt: str | None = None
@@ -55,6 +73,7 @@ class Request:
     seed: int = field(default=None, kw_only=True)  # type: ignore[assignment]
     sampling: SamplingConfig = field(default_factory=SamplingConfig, kw_only=True)
     allow: str | tuple[str, ...] | None = field(default=None, kw_only=True)
+    grammar: Grammar | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("messages", "prompt_ids", "allow"):
@@ -69,6 +88,9 @@ class Request:
             raise UsageError(
                 f"a request has {found}, but must have exactly one of prompt, messages, prompt_ids and audio"
             )
+        check_ends(self.sampling, self.grammar)
+        if self.allow is not None and self.grammar is not None:
+            raise UsageError("allow and grammar both say what may be answered: give one of them")
 
     def settled(self, number: int, run_seed: int) -> Request:
         """The request with an id and a seed. number: its place among the requests of its run."""
@@ -84,7 +106,8 @@ class Hypothesis:
     """A finished text. `logprob` is the raw log-probability (nats) of its tokens, the end token included, under the
     target as it was loaded: a forward in bfloat16 gives another value than one in float32. `score` = logprob /
     num_tokens ** length_penalty; `num_tokens` counts the end token. `answer_id`: the id that an allowed answer has in
-    its catalogue, None where it has none."""
+    its catalogue, None where it has none. `valid`: the whole text matches the request's grammar, which one that was cut
+    by max_new_tokens may not; None where there is no grammar."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -92,6 +115,7 @@ class Hypothesis:
     logprob: float
     score: float
     answer_id: str | int | None = None
+    valid: bool | None = None
 
     @property
     def num_tokens(self) -> int:

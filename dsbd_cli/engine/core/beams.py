@@ -65,6 +65,11 @@ class Beams:
             depth=zeros(),
         )
 
+    def first(self) -> Beams:
+        """The first beam of each row alone, W = 1."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return Beams(**{name: value[:, :1] if value.dim() > 1 else value for name, value in values.items()})
+
 
 @dataclass(slots=True)
 class Finished:

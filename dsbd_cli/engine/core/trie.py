@@ -45,6 +45,13 @@ class Trie:
         """Tokens of the longest answer, its end token included."""
         return len(self.fanout)
 
+    def children(self, node: int) -> list[int]:
+        """Tokens that may follow a node, ascending."""
+        edge = node * (self.vocab_size + 1)
+        first, past = np.searchsorted(self.keys, (edge, edge + self.vocab_size))
+        found: list[int] = (self.keys[first:past] - edge).tolist()
+        return found
+
     def find(self, tokens: Sequence[int]) -> int | None:
         """The node that these tokens lead to."""
         node = 0

@@ -1,4 +1,4 @@
-"""Allowed answers: read from a file or from a row, tokenised once, compiled into tries, kept beside the file.
+"""Allowed answers, of a file or of a row: tokenised once and compiled into tries.
 
 A catalogue is a set of answers. Its trie holds every answer's tokens and one end token behind them.
 """
@@ -6,10 +6,9 @@ A catalogue is a set of answers. Its trie holds every answer's tokens and one en
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import orjson
@@ -19,10 +18,9 @@ from dsbd_cli.engine.core.protocols import TextCodec
 from dsbd_cli.engine.core.trie import Trie, TrieTable, build_trie
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 
-__all__ = ["Answer", "Catalogue", "Compiler", "RowTries", "read_catalogues"]
+__all__ = ["Answer", "Catalogue", "Compiler", "RowTries"]
 
 BATCH = 8192  # texts that are tokenised at a time
-FIELDS = ("text", "token_ids", "id", "catalogue")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +134,9 @@ class RowTries:
 
     def __init__(self, table: TrieTable, catalogues: Iterable[Catalogue]) -> None:
         self.table = table
+        catalogues = list(catalogues)
+        count, size = sum(map(len, catalogues)), sum(one.trie.keys.nbytes for one in catalogues)
+        self.about = f"{count} answer{'' if count == 1 else 's'} allowed ({size / 2**20:.1f} MiB)" if count else None
         self._kept = {id(one): table.add(one.trie) for one in catalogues}
         self._own: set[int] = set()
 
@@ -156,56 +157,3 @@ class RowTries:
         """No row runs."""
         for start in tuple(self._own):
             self.end(start)
-
-
-def read_catalogues(path: Path) -> Mapping[str, list[Answer]]:
-    """Answers of a file by catalogue, "" where it has none of its own. A file that ends in .jsonl holds objects, any
-    other one answer per line. Raises UsageError naming the line."""
-    found: dict[str, list[Answer]] = {}
-    lines = path.suffix == ".jsonl"
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"allow {path} cannot be read: {error.strerror or error}") from None
-    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        line = raw.removesuffix(b"\r")
-        if not line.strip():
-            continue
-        place = f"{path} line {number}"
-        name, answer = _read_object(place, line) if lines else ("", Answer(place, text=_decoded(place, line)))
-        found.setdefault(name, []).append(answer)
-    if not found:
-        raise UsageError(f"{path} holds no answer")
-    return found
-
-
-def _decoded(place: str, line: bytes) -> str:
-    try:
-        return line.decode()
-    except UnicodeDecodeError as bad:
-        raise UsageError(f"{place}: not UTF-8: byte 0x{line[bad.start]:02x} at byte {bad.start + 1}") from None
-
-
-def _read_object(place: str, line: bytes) -> tuple[str, Answer]:
-    """Catalogue and answer of a line of JSON."""
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise UsageError(f"{place}: not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise UsageError(f"{place} is {shorten(row)}, but must be an object with text or token_ids")
-    if unknown := [name for name in row if name not in FIELDS]:
-        raise UsageError(f"{place}: unknown field {shorten(unknown[0])}: the fields are {', '.join(FIELDS)}")
-    text, tokens, own, name = (row.get(field) for field in FIELDS)
-    if (text is None) == (tokens is None):
-        raise UsageError(f"{place}: give text or token_ids, one of them")
-    if text is not None and not (isinstance(text, str) and text):
-        raise UsageError(f"{place}: text is {shorten(text)}, but must be a non-empty string")
-    if tokens is not None and not (isinstance(tokens, list) and all(type(token) is int for token in tokens)):
-        raise UsageError(f"{place}: token_ids is {shorten(tokens)}, but must be a list of integers")
-    if own is not None and (isinstance(own, bool) or not isinstance(own, str | int)):
-        raise UsageError(f"{place}: id is {shorten(own)}, but must be a string or an integer")
-    if name is not None and not (isinstance(name, str) and name):
-        raise UsageError(f"{place}: catalogue is {shorten(name)}, but must be a non-empty string")
-    answer = Answer(place, text, None if tokens is None else tuple(tokens), b"" if own is None else orjson.dumps(own))
-    return name or "", answer

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.beams import fit_window
+from dsbd_cli.engine.core.grammar import GrammarTable
 from dsbd_cli.engine.core.legal import FREE
 from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.core.token_rules import RuleTable
@@ -30,7 +31,7 @@ __all__ = ["Batch", "most_steps"]
 
 def most_steps(jobs: Iterable[Job]) -> int:
     """Most tokens that one of these requests may generate."""
-    return max(job.request.sampling.max_new_tokens for job in jobs)
+    return max(job.max_new for job in jobs)
 
 
 class Batch:
@@ -50,13 +51,14 @@ class Batch:
         stops: StopTable,
         tries: RowTries,
         rules: RuleTable,
+        grammars: GrammarTable,
         *,
         keep_text: bool,
     ) -> None:
         """keep_text: the drafter reads prompts, so they stay on the device."""
         self.jobs: list[Job | None] = [None] * rows
         self._method, self._caches, self._stops, self._keep_text = method, caches, stops, keep_text
-        self._tries, self._legal, self._rules = tries, [FREE] * rows, rules
+        self._tries, self._grammars, self._rules, self._legal = tries, grammars, rules, [FREE] * rows
         self._empty = True
 
     @property
@@ -82,7 +84,7 @@ class Batch:
         steps = most_steps(jobs)
         shape = deepest(self._method, steps)
         nodes, history = shape.nodes(self._method.num_beams), steps + shape.depth + 2
-        slots = max(len(job.prompt) + job.request.sampling.max_new_tokens for job in jobs)
+        slots = max(len(job.prompt) + job.max_new for job in jobs)
         if self._empty:
             self._allocate(slots + 2 * nodes, nodes, history)
         self.state.grow_history(history)
@@ -94,12 +96,18 @@ class Batch:
         for row, job in new.items():
             sampling = job.request.sampling
             stop = self._stops.start(sampling.stop)
-            self._legal[row] = FREE if job.catalogue is None else self._tries.begin(job.catalogue)
+            self._legal[row] = self._begin(job)
             self._rules.begin(row, job.rules, job.prompt, sampling.max_new_tokens)
             self.state.admit(row, job.prompt, job.request.seed, stop, sampling, self._legal[row])
             if self.state.prompts is not None and job.source is not None and not job.source.is_floating_point():
                 # an answer that copies its source goes on behind the decoder's first tokens as the source begins
                 self.state.prompts.put(row, [*job.prompt, *job.source.tolist(), *job.prompt])
+
+    def _begin(self, job: Job) -> int:
+        """The state in which what may be answered begins."""
+        if job.request.grammar is not None:
+            return self._grammars.begin(job.request.grammar)
+        return FREE if job.catalogue is None else self._tries.begin(job.catalogue)
 
     def _allocate(self, slots: int, nodes: int, history: int) -> None:
         """Memory for a batch that begins."""
@@ -145,10 +153,14 @@ class Batch:
         for _, job in new:
             job.prefilled = True
 
-    def plan(self, shape: Shape, reading: Reading) -> Plan:
-        """Static shapes of the next iteration, with cache slots and a tail window for its nodes."""
+    def plan(self, shape: Shape, reading: Reading, *, narrow: bool) -> Plan:
+        """Static shapes of the next iteration, with cache slots and a tail window for its nodes. narrow: a first
+        iteration may have one root per row."""
         running, caches = [job for _, job in self.running], self._caches
-        nodes = shape.nodes(self._method.num_beams)
+        beams = self._method.num_beams
+        if narrow and not any(job.stats.steps for job in running):
+            beams = 1  # a row begins with one live beam
+        nodes = shape.nodes(beams)
         used = max(job.used for job in running) + nodes
         self._grow(used + 1)
         tail = max(job.used - job.trunk for job in running) + nodes
@@ -157,7 +169,7 @@ class Batch:
         idle = not shape.depth and all(job.drafted <= job.trunk for job in running)
         settled, tail = self._settled(nodes, active)
         generated = min(job.stats.steps for job in running)
-        return Plan(active, shape, reading.lag if shape.depth else 0, idle, settled, tail, generated)
+        return Plan(active, shape, reading.lag if shape.depth else 0, idle, settled, tail, generated, beams)
 
     def _settled(self, nodes: int, active: int) -> tuple[tuple[int, ...] | None, int]:
         """`settled` and `tail` of the target's forward; on a GPU the same for all iterations of a shape."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import takewhile
 
 from torch import Tensor
 
 from dsbd_cli.config import MethodConfig, OnTooLong, check_request
+from dsbd_cli.engine.core.grammar import GrammarCompiler
 from dsbd_cli.engine.core.protocols import ForestModel, SourceCodec, SourceModel, TextCodec
 from dsbd_cli.engine.decoding.answers import Answer, Catalogue, Compiler
 from dsbd_cli.engine.decoding.budget import least_bytes
@@ -32,25 +33,27 @@ class Encoder:
     method: MethodConfig
     on_too_long: OnTooLong
     memory: int
-    catalogues: Mapping[str, Catalogue] = field(default_factory=dict)
+    catalogues: Mapping[str, Catalogue]
+    grammars: GrammarCompiler
 
-    def settle(self, request: Request) -> tuple[Request, Catalogue | None]:
-        """The answers that a request may give, and the request with no more new tokens than the longest of them has.
-        Raises InvalidRowError."""
-        catalogue = self._catalogue(request.allow)
+    def catalogue(self, request: Request) -> Catalogue | None:
+        """The answers that a request may give, None for any. Raises InvalidRowError."""
+        if request.grammar is not None and self.catalogues:
+            raise InvalidRowError("grammar is given, but the engine has catalogues of allowed answers: drop one")
+        if request.grammar is not None:
+            return None
+        catalogue, sampling = self._catalogue(request.allow), request.sampling
         if catalogue is None:
-            return request, None
-        sampling, longest = request.sampling, catalogue.trie.longest
+            return None
         if sampling.stop:
+            given = shorten(list(sampling.stop))
+            raise InvalidRowError(f"stop is {given}, but allow says where an answer ends: drop it")
+        if sampling.max_new_tokens < catalogue.trie.longest:
             raise InvalidRowError(
-                f"stop is {shorten(list(sampling.stop))}, but allow says where an answer ends: drop it"
+                f"max_new_tokens is {sampling.max_new_tokens}, but the longest allowed answer has "
+                f"{catalogue.trie.longest} tokens with its end token: raise it"
             )
-        if sampling.max_new_tokens < longest:
-            raise InvalidRowError(
-                f"max_new_tokens is {sampling.max_new_tokens}, but an allowed answer has {longest} tokens with its end "
-                "token: raise it"
-            )
-        return replace(request, sampling=replace(sampling, max_new_tokens=longest)), catalogue
+        return catalogue
 
     def _catalogue(self, allow: str | tuple[str, ...] | None) -> Catalogue | None:
         if isinstance(allow, tuple):
@@ -71,20 +74,19 @@ class Encoder:
 
     def job(self, number: int, request: Request) -> Job:
         """A request that can be decoded. Raises RowError where it cannot."""
-        request, catalogue = self.settle(request)
+        job = Job(number, request, [], catalogue=self.catalogue(request))
         if isinstance(self.codec, SourceCodec):
-            job = self._of_source(number, request, self.codec)
+            self._read_source(job, self.codec)
         else:
             self._refuse_source(request)
-            ids, truncated = self.encode(request)
-            job = Job(number, request, ids, truncated=truncated)
+            job.prompt, job.truncated = self.encode(request, job.max_new)
             job.rules = self._rules(request, "none", None)
-        job.started, job.catalogue = time.perf_counter(), catalogue
+        job.started = time.perf_counter()
         return job
 
-    def _of_source(self, number: int, request: Request, codec: SourceCodec) -> Job:
+    def _read_source(self, job: Job, codec: SourceCodec) -> None:
         """A request to a model with an encoder: lengths of source and answer are checked apart."""
-        target = self.target
+        target, request = self.target, job.request
         assert isinstance(target, SourceModel)
         asked = codec.source(request)
         source, prompt, dropped = asked.source, asked.prompt, 0
@@ -97,16 +99,22 @@ class Encoder:
                     f"prompt holds token id {foreign[0]}, but the target's encoder has {target.source_vocab_size} ids"
                 )
             source, dropped = self._fit_source(source, codec)
-        self._check_memory(request)
-        new, (limit, role) = request.sampling.max_new_tokens, self._limit() or (None, "")
+        self._check_memory(job.max_new)
+        new, (limit, role) = job.max_new, self._limit() or (None, "")
         if limit is not None and len(prompt) + new > limit:
             raise PromptTooLongError(
                 f"the answer's first {len(prompt)} tokens and max_new_tokens {new} make {len(prompt) + new}, but the "
                 f"{role}'s decoder has {limit} positions"
             )
-        job = Job(number, request, prompt, truncated=dropped, source=source, prefix=asked.prefix)
+        job.prompt, job.truncated, job.source, job.prefix = prompt, dropped, source, asked.prefix
         job.rules = self._rules(request, "checkpoint", asked.forced)
-        return job
+        forced = job.rules.forced_bos_token_id
+        if forced is not None and len(prompt) == 1 and (job.catalogue is not None or request.grammar is not None):
+            given = "allow" if job.catalogue is not None else "grammar"
+            raise InvalidRowError(
+                f"{given} says how an answer begins, but so does token_rules (forced_bos_token_id {forced}): switch it "
+                "off with forced_bos_token_id=none"
+            )
 
     def _fit_source(self, source: Tensor, codec: SourceCodec) -> tuple[Tensor, int]:
         """The source as both encoders take it, and how many tokens were dropped. Raises PromptTooLongError."""
@@ -150,9 +158,11 @@ class Encoder:
                 )
         return inside
 
-    def encode(self, request: Request) -> tuple[list[int], int]:
-        """Token ids of the prompt, and how many were dropped. Raises RowError where it cannot be decoded."""
-        self._check_length(request)
+    def encode(self, request: Request, new: int | None = None) -> tuple[list[int], int]:
+        """Token ids of the prompt, and how many were dropped. Raises RowError where it cannot be decoded. new: tokens
+        that it can generate at most, by default as the request says."""
+        new = request.sampling.max_new_tokens if new is None else new
+        self._check_length(request, new)
         if request.prompt_ids is not None:
             ids = list(request.prompt_ids)
         elif request.messages is not None:
@@ -160,12 +170,12 @@ class Encoder:
         else:
             ids = self.codec.encode(request.prompt or "")
         self._check(request, ids)
-        self._check_memory(request)
-        return self._fit(request, ids)
+        self._check_memory(new)
+        return self._fit(ids, new)
 
-    def _check_memory(self, request: Request) -> None:
+    def _check_memory(self, steps: int) -> None:
         """An iteration as deep as the request lets it be fits into memory. Raises OutOfMemoryRowError."""
-        method, steps = self.method, request.sampling.max_new_tokens
+        method = self.method
         nodes = deepest(method, steps).nodes(method.num_beams)
         if least_bytes(nodes, self.target.vocab_size) > self.memory:
             raise OutOfMemoryRowError(
@@ -184,6 +194,11 @@ class Encoder:
         for stop in request.sampling.stop:
             if any("\ud800" <= letter <= "\udfff" for letter in stop):
                 raise InvalidRowError(f"stop is {stop!r}, which is no valid text: it holds half a surrogate pair")
+        if request.grammar is not None:
+            try:
+                self.grammars.start(request.grammar)
+            except UsageError as error:
+                raise InvalidRowError(f"grammar cannot be used: {error}") from None
         try:
             check_request(request.sampling, self.method.rule, self.method.num_beams)
         except UsageError as error:
@@ -198,23 +213,22 @@ class Encoder:
         ]
         return min(limits, key=lambda pair: pair[0], default=None)
 
-    def _check_length(self, request: Request) -> None:
+    def _check_length(self, request: Request, new: int) -> None:
         """Refuse a text whose bytes alone prove it too long: megabytes take seconds to tokenize. Where the left is cut,
         the tokens are needed."""
         limit, count = self._limit(), getattr(self.codec, "least_tokens", None)
         if limit is None or count is None or self.on_too_long != "error" or request.prompt_ids is not None:
             return
         asked = request.prompt or "" if request.messages is None else [dict(one) for one in request.messages]
-        least, new = count(asked), request.sampling.max_new_tokens
+        least = count(asked)
         if least + new > limit[0]:
             raise PromptTooLongError(
                 f"prompt has {least} tokens or more and max_new_tokens is {new}, but the {limit[1]} has {limit[0]} "
                 "positions"
             )
 
-    def _fit(self, request: Request, ids: list[int]) -> tuple[list[int], int]:
+    def _fit(self, ids: list[int], new: int) -> tuple[list[int], int]:
         """The prompt as the models' positions allow it, and how many tokens were dropped. Raises PromptTooLongError."""
-        new = request.sampling.max_new_tokens
         limit, role = self._limit() or (len(ids) + new, "")
         if len(ids) + new <= limit:
             return ids, 0

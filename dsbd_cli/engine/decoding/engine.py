@@ -13,6 +13,7 @@ from typing import TypeVar, overload
 import torch
 
 from dsbd_cli.config import Exactness, MethodConfig, OnTooLong
+from dsbd_cli.engine.core.grammar import GrammarCompiler, GrammarTable
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.core.token_rules import RuleTable
@@ -107,11 +108,14 @@ class Engine:
         ending = {token for token in codec.eos_ids if token < target.vocab_size}
         eos[list(ending)] = True
         self._stops = StopTable(codec.token_bytes(), target.vocab_size, device)
-        self._drafter = make_drafter(DrafterInputs(self.method, draft, target.vocab_size, codec, device))
+        self._grammars = GrammarTable(GrammarCompiler(codec, target.vocab_size), device)
+        self._drafter = make_drafter(
+            DrafterInputs(self.method, draft, target.vocab_size, codec, device, self._grammars)
+        )
         shared = self._drafter.model
-        catalogues = dict(catalogues or {})
-        self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory, catalogues)
-        self._tries = RowTries(TrieTable(target.vocab_size, device), catalogues.values())
+        self.catalogues, compiler = dict(catalogues or {}), self._grammars.compiler
+        self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory, self.catalogues, compiler)
+        self._tries = RowTries(TrieTable(target.vocab_size, device), self.catalogues.values())
         self._rules = RuleTable(eos.to(device))
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
         self._caches = Caches(target, shared, large_steps=graphs is not None, moving=self._forget_graphs)
@@ -123,7 +127,7 @@ class Engine:
             PhaseTimer(events(device)),
             graphs,
             lambda: self._stopping,
-            [self._tries.table, self._rules],
+            [self._rules, self._tries.table, self._grammars],
         )
         self._planner = planner_for(self.method)
         self._names = self.method.drafter_names if "+" in self.method.drafter else ()
@@ -150,6 +154,11 @@ class Engine:
         logits depend on what else is in a forward, rounding can change a text, and only the law is the same."""
         promised = self.method.exactness
         return "same-law" if promised == "same-text" and not self.target.invariant else promised
+
+    @property
+    def allowed(self) -> str | None:
+        """How many answers the catalogues hold, and what they take of the device's memory; None without any."""
+        return self._tries.about
 
     @property
     def models(self) -> list[ForestModel]:
@@ -248,9 +257,8 @@ class Engine:
         """The batch size that memory allows, from the requests seen first."""
         if backlog:
             nodes = self._nodes(backlog)
-            slots = max(len(job.prompt) + job.request.sampling.max_new_tokens for job in backlog) + 2 * nodes
+            slots = self._caches.round_slots(max(len(job.prompt) + job.max_new for job in backlog) + 2 * nodes)
             sources = max(self._caches.source_bytes(job.source) for job in backlog)
-            slots = self._caches.round_slots(slots)
             self.batch_size = self._rows = fitting_rows(self._caches.models, slots, nodes, beside=sources)
             self._fit_batch = False
 
@@ -258,7 +266,8 @@ class Engine:
         """One batch, refilled from the source as its rows finish, until it is empty or out of memory."""
         rows = min(len(backlog), self._rows)
         keep_text = self._drafter.needs_text
-        batch = Batch(rows, self.method, self._caches, self._stops, self._tries, self._rules, keep_text=keep_text)
+        tables = (self._stops, self._tries, self._rules, self._grammars)
+        batch = Batch(rows, self.method, self._caches, *tables, keep_text=keep_text)
         while not self._stopping and (backlog or batch.running):
             try:
                 batch.admit(backlog)
@@ -287,11 +296,13 @@ class Engine:
         running = batch.running
         requests = [job.acceptance for _, job in running]
         # D layers of K drafts: what promises most steps per second, and no deeper than what is left to generate
-        left = max(job.request.sampling.max_new_tokens - job.stats.steps for _, job in running)
+        left = max(job.max_new - job.stats.steps for _, job in running)
         reading = batch.reading()
-        self._shape = shape = self._planner.choose(requests, reading).within(left)
+        shape = self._planner.choose(requests, reading).within(left)
+        certain = self._drafter.certain(batch.state.beams, *shape)
+        self._shape = shape = shape if certain is None else self._planner.cut(shape, certain)
         # static shapes: slots and a tail window for W + D*K nodes
-        plan = batch.plan(shape, reading)
+        plan = batch.plan(shape, reading, narrow=self._stepper.graphs is None)
         read = PhaseTimer(events(self._caches.models[-1].device))
         if shape.depth:
             batch.read_prompts(read)
@@ -302,17 +313,20 @@ class Engine:
         # how far each walk came, and how long it took, decides on the next forest
         layers = [report.layers[row] for row, _ in running]
         self._planner.observe(shape, requests, layers, seconds | read.seconds(), reading, self._stepper.steady)
-        nodes = shape.nodes(self.method.num_beams)
         for row, job in running:
             counters = report.rows[row]
             record_iteration(
-                job, counters, report.layers[row], seconds, len(running), nodes, self.log_steps, self._names
+                job, counters, report.layers[row], seconds, len(running), plan.nodes, self.log_steps, self._names
             )
             self.steps += counters["steps"]
             job.stats.draft_calls += report.draft_calls
             job.used, job.trunk, job.drafted = counters["used"], counters["trunk"], counters["drafted"]
             if counters["invalid"] or counters["done"]:
-                result = _broken(job) if counters["invalid"] else collect(batch.state.finished, row, job, self.codec)
+                result = (
+                    _broken(job)
+                    if counters["invalid"]
+                    else collect(batch.state.finished, row, job, self.codec, self._grammars.compiler)
+                )
                 batch.remove(row)
                 order.put(job.number, result)
             else:
@@ -330,7 +344,7 @@ class Engine:
             running[0].retried = True  # once more, with all memory given back
         elif alone:
             job = running.pop()
-            tokens = len(job.prompt) + job.request.sampling.max_new_tokens
+            tokens = len(job.prompt) + job.max_new
             error = OutOfMemoryRowError(
                 f"out of memory with this row alone ({tokens} tokens, {self._nodes([job])} nodes in an iteration): "
                 "shorten it, or lower num_beams, depth or drafts_per_layer"

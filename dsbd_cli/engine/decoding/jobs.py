@@ -53,6 +53,11 @@ class Job:
         """Tokens or frames that the encoder reads; None where there is none."""
         return None if self.source is None else self.source.shape[-1]
 
+    @property
+    def max_new(self) -> int:
+        """Tokens that it can generate at most."""
+        return self.request.sampling.max_new_tokens if self.catalogue is None else self.catalogue.trie.longest
+
 
 class Source:
     """Numbered requests with an id and a seed, read one at a time. An item None says that nothing is ready yet."""

@@ -10,19 +10,20 @@ from itertools import accumulate
 import torch
 
 from dsbd_cli.engine.core.beams import Finished
+from dsbd_cli.engine.core.grammar import GrammarCompiler
 from dsbd_cli.engine.core.probs import NEVER
 from dsbd_cli.engine.core.protocols import TextCodec
 from dsbd_cli.engine.core.stops import find_stop
 from dsbd_cli.engine.decoding.jobs import Job
 from dsbd_cli.engine.decoding.state import BatchState
-from dsbd_cli.errors import NumericalError
+from dsbd_cli.errors import InvalidRowError, NumericalError, RowError
 from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult
 from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
 
 __all__ = ["collect", "common_tokens", "record_iteration", "text_of"]
 
 
-def collect(finished: Finished, row: int, job: Job, codec: TextCodec) -> RequestResult:
+def collect(finished: Finished, row: int, job: Job, codec: TextCodec, grammars: GrammarCompiler) -> RequestResult:
     """Result of a finished row: its n_best hypotheses, best first."""
     job.stats.total_s = time.perf_counter() - job.started
     sampling, eos = job.request.sampling, set(codec.eos_ids)
@@ -37,9 +38,14 @@ def collect(finished: Finished, row: int, job: Job, codec: TextCodec) -> Request
         text = text_of(ids[:-1] if ids[-1] in eos else ids, sampling.stop, codec, prefix)
         reason: FinishReason = "length" if by_length[rank] else "stop"
         answer_id = None if job.catalogue is None else job.catalogue.id_of(ids)
-        hypotheses.append(Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank], answer_id))
-    error = None
-    if not hypotheses:
+        valid = None if job.request.grammar is None else grammars.matches(job.request.grammar, ids)
+        hypotheses.append(Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank], answer_id, valid))
+    error: RowError | None = None
+    if not hypotheses and job.request.grammar is not None:
+        said = grammars.fault(job.request.grammar)
+        why = "no token of the vocabulary goes on" if said is None else f"llguidance gave up: {said}"
+        error = InvalidRowError(f"grammar came to a dead end after {job.stats.steps} steps: {why}")
+    elif not hypotheses:
         error = NumericalError("no hypothesis has a finite score: the settings of this row are too extreme")
     return RequestResult(
         job.request,

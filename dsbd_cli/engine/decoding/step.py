@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.forest import Forest, at_nodes
-from dsbd_cli.engine.core.legal import Constraint, Legal, NodePaths, acting
+from dsbd_cli.engine.core.legal import FREE, Constraint, Legal, NodePaths, acting
 from dsbd_cli.engine.core.noise import extend_path, stream_keys
 from dsbd_cli.engine.core.probs import NEVER, Candidates, LegalTokens, Room, top_candidates
 from dsbd_cli.engine.core.protocols import ForestInput
@@ -54,6 +54,7 @@ class Plan:
         lag: most used slots of a row that the draft has not run, or more.
         idle: the draft runs nothing, and holds no slot of any row's tail.
         settled, tail: of ForestInput, for the target. generated: tokens that every running row has at least.
+        beams: roots of the forest. W, or 1 where every running row has its first beam alone.
     """
 
     slots: int
@@ -63,6 +64,12 @@ class Plan:
     settled: tuple[int, ...] | None = None
     tail: int = 0
     generated: int = 0
+    beams: int = 0
+
+    @property
+    def nodes(self) -> int:
+        """N."""
+        return self.shape.nodes(self.beams)
 
 
 class Work:
@@ -125,7 +132,9 @@ class Stepper:
             work.counters = _pack(state, outcome)
 
         phases = (draft, target, verify)
-        self.steady = True
+        self.steady = plan.beams == state.method.num_beams
+        if plan.beams < state.method.num_beams:
+            state.beams = state.beams.first()
         self.timer.start()
         if self.graphs is None or (legal is not None and legal.on_host):
             for name, phase in zip(PHASES, phases, strict=True):
@@ -157,11 +166,10 @@ class Stepper:
         return top_candidates(logits, room, legal)
 
     def _context(self, state: BatchState, plan: Plan, legal: Legal | None) -> DraftContext:
-        method, table, shape = state.method, state.table, plan.shape
-        nodes = shape.nodes(method.num_beams)
-        layer_of = torch.arange(nodes, device=table.used.device) - method.num_beams
+        method, table, shape, nodes = state.method, state.table, plan.shape, plan.nodes
+        layer_of = torch.arange(nodes, device=table.used.device) - plan.beams
         layer_of = torch.div(layer_of, shape.drafts_per_layer, rounding_mode="floor") + 1
-        layer_of[: method.num_beams] = 0
+        layer_of[: plan.beams] = 0
         # drafts past the last position can never be taken, but must be embeddable
         positions = (state.beams.depth.unsqueeze(1) + layer_of).clamp(max=self.last_position)
         layout = Layout.of(table, nodes, state.beams.ancestors.shape[-1], plan.slots)
@@ -225,6 +233,8 @@ class Stepper:
         if legal is not None:
             assert forest.flat.legal_state is not None
             beams.legal_state = legal.step(forest.flat.legal_state.gather(1, live.parent), live.token)
+        elif beams.legal_state.shape != live.token.shape:
+            beams.legal_state = torch.full_like(live.token, FREE)
         beams.length = beams.length + outcome.steps
         beams.depth = beams.depth + outcome.steps
         state.iteration = state.iteration + 1

@@ -20,6 +20,7 @@ from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule
 from dsbd_cli.engine.verify.rejection import draft_law_at
 from dsbd_cli.engine.verify.width import expected_width
+from dsbd_cli.variants import MIN_WIDTH, WIDTH_THRESHOLD
 
 __all__ = ["Walk", "walk"]
 
@@ -135,6 +136,7 @@ def _view(
         noise=None if noise.of_nodes is None else at_nodes(noise.of_nodes, known),
         keys=noise.keys[:, layer],
         silent=state.warp.silent,
+        draws=state.method.num_beams,
     )
     method = state.method
     if method.dynamic and view.drafts is not None:
@@ -143,7 +145,9 @@ def _view(
         p = view.log_p.flatten(1).to(torch.float64).exp()
         # of a fused layer only the sampled nodes: which deterministic ones stand beside them depends on the draws
         drawn = view.drafts.law.log_drawn.shape[1]
-        view.width = expected_width(p, q, drawn, method.width_threshold, method.min_width, method.num_beams)
+        view.width = expected_width(
+            p, q, drawn, method.value(WIDTH_THRESHOLD), method.value(MIN_WIDTH), method.num_beams
+        )
     return view, weight
 
 

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.forest import DraftLaw, Forest, LawScope, LayerNodes, at_nodes
+from dsbd_cli.engine.core.grammar import GrammarTable
 from dsbd_cli.engine.core.legal import DEAD, Legal
 from dsbd_cli.engine.core.noise import extend_path
 from dsbd_cli.engine.core.pool import DraftRequest, match_pairs
 from dsbd_cli.engine.core.probs import NEVER, Candidates, Room, Warp
-from dsbd_cli.engine.core.protocols import ForestModel
+from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.core.slots import Layout, SlotTable
 from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.drafting.text import Prompts
+from dsbd_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.drafting.bridge import BridgedDraft
 
 __all__ = [
+    "AnyDraft",
     "DraftContext",
     "Drafter",
+    "DrafterInputs",
     "DrawRule",
     "Endings",
     "LayerDrafts",
@@ -33,6 +41,30 @@ __all__ = [
     "record_law",
     "roots",
 ]
+
+
+AnyDraft: TypeAlias = "ForestModel | BridgedDraft"  # a draft with the target's tokens, or with tokens of its own
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterInputs:
+    """What drafters are made from. model: of the draft, None where there is none; grammars: of the rows."""
+
+    method: MethodConfig
+    model: AnyDraft | None
+    vocab_size: int
+    codec: TextCodec
+    device: torch.device
+    grammars: GrammarTable
+
+    def draft(self) -> ForestModel:
+        """The draft model of a drafter that needs one. Raises UsageError for one with tokens of its own."""
+        from dsbd_cli.engine.drafting.bridge import BridgedDraft
+
+        assert self.model is not None, "checked by MethodConfig.fit_draft"
+        if isinstance(self.model, BridgedDraft):
+            raise UsageError(f"drafter {self.method.drafter} takes a plain draft")
+        return self.model
 
 
 class Stopped(Exception):  # noqa: N818 - no error: somebody asked for it
@@ -138,6 +170,11 @@ class Drafter(Protocol):
     def propose(self, context: DraftContext) -> Forest:
         """Roots and D layers of K nodes."""
         ...
+
+    def certain(self, beams: Beams, depth: int, count: int) -> list[list[int]] | None:
+        """For every row that runs, how many nodes each layer has that is certain to pass, where the drafter knows it
+        before an iteration of `depth` layers of `count` nodes at most; None where it does not."""
+        return None
 
     def release(self) -> None:
         """Give back the memory of a cache of its own. That of `model` belongs to the engine."""

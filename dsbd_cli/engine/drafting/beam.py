@@ -13,10 +13,10 @@ from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.probs import NEVER, Candidates, pool_law
 from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
 from dsbd_cli.engine.core.slots import lagging
-from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, record_law, roots
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, DrafterInputs, LayerDrafts, children, record_law, roots
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 
-__all__ = ["BeamDrafter", "NoDrafter", "draft_calls", "draft_candidates", "run"]
+__all__ = ["BeamDrafter", "NoDrafter", "draft_calls", "draft_candidates", "make", "run"]
 
 MERGED_LAG = 16  # more late tokens than this get a forward of their own, without the output head
 
@@ -141,3 +141,8 @@ def run(model: ForestModel, batch: ForestInput, device: torch.device, *, logits:
     """Logits of a model that may live on another device; None with logits=False."""
     result = model.forward(batch if model.device == device else batch.to(model.device), logits=logits)
     return None if result is None else result.to(device)
+
+
+def make(of: DrafterInputs) -> BeamDrafter:
+    """Drafter `beam`."""
+    return BeamDrafter(of.draft(), of.vocab_size)

@@ -15,11 +15,12 @@ from dsbd_cli._version import __version__
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import grouped, help_texts
-from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, open_source
+from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, file_hash, open_source, writes
 from dsbd_cli.job.cli.flow import MakeRecord, RowFlow, TooManyErrorsError
 from dsbd_cli.job.cli.layers import job_text
 from dsbd_cli.job.cli.messages import say, set_style, tracebacks_wanted, whole
 from dsbd_cli.job.cli.options import (
+    AnswerOptions,
     DeviceOptions,
     FileOptions,
     JobOptions,
@@ -35,7 +36,7 @@ from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import Summary, rows_exit_code
 from dsbd_cli.job.cli.talk_options import TalkOptions
 from dsbd_cli.job.data.source import LineSource
-from dsbd_cli.job.records import MethodRecord, native_record, openai_record, run_fingerprint, text_record
+from dsbd_cli.job.records import MethodRecord, run_fingerprint
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
@@ -60,6 +61,7 @@ def generate(
     pair: PairOptions,
     method: MethodOptions,
     sampling: SamplingOptions,
+    answers: AnswerOptions,
     devices: DeviceOptions,
     talk: TalkOptions,
     job: JobOptions,
@@ -76,8 +78,9 @@ def generate(
     set_style(json_lines=talk.log == "json", tracebacks=tracebacks_wanted())
     if talk.quiet and talk.log == "verbose":
         raise UsageError("--quiet and --log verbose cannot be used together: give one of them")
-    settings = run_settings(pair, method, sampling, devices, failing, strict=files.input_format == "strict")
-    groups = (files, failing, pair, method, sampling, devices, talk)
+    strict = files.input_format == "strict"
+    settings = run_settings(pair, method, sampling, devices, failing, strict=strict, answers=answers)
+    groups = (files, failing, pair, method, sampling, answers, devices, talk)
     if job.print_config:
         typer.echo(job_text(groups, help_texts(groups)))
         return
@@ -113,6 +116,8 @@ class _Run:
             strict=settings.rows.strict,
             input_format="text" if files.input_format == "text" else "auto",
             output_format=files.output_format or "native",
+            allow=None if settings.answers.allow is None else file_hash("--allow", settings.answers.allow),
+            grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
             dsbd=__version__,
         )
         self._signals = StopSignals(quiet=bool(talk.quiet))
@@ -182,12 +187,9 @@ class _Run:
 
     def _maker(self, created: int) -> MakeRecord:
         """How this run writes a row."""
-        method, form = self._method, self._files.output_format
-        if form == "openai":
-            return lambda row, result: openai_record(row, result, method, created)
-        if form == "text":
-            return text_record
-        return lambda row, result: native_record(row, result, method)
+        method, make = replace(self._method, created=created), writes(self._files).load()
+        assert callable(make), "checked at the start"
+        return lambda row, result: bytes(make(row, result, method))
 
     def _how_to_resume(self) -> str:
         """The command that goes on with this run."""
@@ -215,6 +217,7 @@ class _Run:
             log_steps=self._files.stats is not None,
             on_too_long=settings.on_too_long,
             cuda_graphs=devices.cuda_graphs,
+            allow=settings.answers.allow,
         )
         if self._demonstrates:
             say(DEMONSTRATION)
@@ -226,8 +229,10 @@ def _describe(settings: RunSettings, engine: Engine) -> str:
     most = "up to " if method.adaptive_depth else ""
     drafts = f"{most}{method.depth} layers of {method.drafts_per_layer} drafts" if method.depth else "no draft"
     drafts += f" by {method.drafter}" if method.depth and method.drafter != MethodConfig().drafter else ""
+    allowed = f"; {engine.allowed}" if engine.allowed else ""
     models = f"target {settings.target}" + (f", draft {settings.draft}" if settings.draft else "")
     models += f" ({info.dtype}, {info.device})" if info is not None else ""
     return (
         f"{models}; rule {method.rule}, {method.num_beams} beams, {drafts}, width {method.width} ({engine.exactness})"
+        f"{allowed}"
     )

@@ -13,7 +13,7 @@ from dsbd_cli.config import DEFAULT_DEPTH, MAX_AUTO_DEPTH, MethodConfig
 from dsbd_cli.lab.peers.config import PeerConfig, PeerName
 from dsbd_cli.variants import DRAFTERS
 
-__all__ = ["AXES", "BASELINES", "DEFAULT_METHODS", "FUZZY_METHODS", "METHODS", "OWN_TOKENS", "Axis", "Method", "Value"]
+__all__ = ["AXES", "BASELINES", "DEFAULT_METHODS", "FUZZY_METHODS", "METHODS", "Axis", "Method", "Value", "own_tokens"]
 
 Value = int | float | str
 
@@ -31,13 +31,14 @@ class Axis:
         return value if isinstance(value, str) else f"{self.letter}={value:g}"
 
 
-# a bridge needs a draft of its own: a loaded pair is either bridged or not
-OWN_TOKENS = tuple(name for name, one in DRAFTERS.items() if not one.bridges)
+def own_tokens() -> tuple[str, ...]:
+    """Drafters that a loaded pair can be run with: a bridge needs a draft of its own."""
+    return tuple(name for name, one in DRAFTERS.items() if not one.bridges)
 
 
 def _drafter(text: str) -> str:
     """A drafter, or two joined by +, that the loaded pair can be run with. Raises ValueError."""
-    if not set(text.split("+")) <= set(OWN_TOKENS):
+    if not set(text.split("+")) <= set(own_tokens()):
         raise ValueError(text)
     return text
 
@@ -48,7 +49,7 @@ AXES: dict[str, Axis] = {
     "depth": Axis("D", int, "an integer"),
     "width_threshold": Axis("t", float, "a number"),
     "min_width": Axis("Wmin", int, "an integer"),
-    "drafter": Axis("", _drafter, f"one of {', '.join(OWN_TOKENS)}, or two joined by +"),
+    "drafter": Axis("", _drafter, f"one of {', '.join(own_tokens())}, or two joined by +"),
     "fuzzy_threshold": Axis("T", float, "a number"),
 }
 
@@ -78,7 +79,7 @@ class Method:
         """At one point of a sweep. Raises UsageError where the fields do not go together."""
         if self.peer is not None:
             return PeerConfig(self.peer, **point)  # type: ignore[arg-type]
-        return MethodConfig(**{**FOREST, **self.fixed, **point})  # type: ignore[arg-type]
+        return MethodConfig.of({**FOREST, **self.fixed, **point})
 
 
 FOREST = {"depth": DEFAULT_DEPTH, "width": "fixed"}  # what a method's name does not say
