@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from dsbd_cli.errors import UsageError, shorten
 
@@ -59,8 +58,7 @@ class TokenRules:
 
     def having(self, name: str, value: object) -> TokenRules:
         """The same with another value of one rule."""
-        changed: dict[str, Any] = {name: value}
-        return replace(self, **changed)
+        return replace(self, **{name: value})  # type: ignore[arg-type]
 
     def within(self, vocab_size: int) -> TokenRules:
         """Without tokens that a vocabulary lacks."""

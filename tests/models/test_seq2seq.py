@@ -106,6 +106,8 @@ WIDE = {
         "decoder_attention_heads": 2,
         "max_position_embeddings": 512,
     },
+    # sources of 64 tokens, the most it takes, have no tail
+    "bart": {"d_model": 128, "encoder_attention_heads": 2, "decoder_attention_heads": 2},
     "whisper": {"d_model": 128, "decoder_attention_heads": 2, "max_target_positions": 448, "max_source_positions": 150},
 }
 

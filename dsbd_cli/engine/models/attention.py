@@ -66,7 +66,7 @@ class Sight:
         whole: all nodes see all settled slots.
         """
         rows, nodes, slots = seen.shape
-        width = min(self.width, slots - min(self.settled))
+        width = max(1, min(self.width, slots - min(self.settled)))  # a source may be all settled
         if self._at is None:
             start = torch.tensor(self.settled, device=seen.device).unsqueeze(1)
             self._at = start + torch.arange(width, device=seen.device)  # [R, T]

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -221,8 +221,8 @@ def sequence_logprob(
 def _cache_bytes(cache: object) -> int:
     """Bytes of all keys and values in a transformers cache, those of a source too."""
     parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
-    layers: Sequence[Any] = [layer for part in parts if part is not None for layer in part.layers]
-    layers = layers or getattr(cache, "layers", ())
+    caches = [cache, *(part for part in parts if part is not None)]
+    layers = [layer for one in caches for layer in getattr(one, "layers", ())]
     tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.tasks.dataset import Dataset
@@ -67,7 +67,7 @@ def _scored(name: str, path: Path, metrics: tuple[str, ...], score: Score) -> Da
 
 
 @cache
-def _library(name: str) -> Any:
+def _library(name: str) -> ModuleType:
     """A library of the extra `scores`. Raises UsageError where it is not installed."""
     try:
         import_module(name.partition(".")[0] + (".metrics" if name == "sacrebleu" else ""))
