@@ -108,16 +108,14 @@ class Seq2SeqCodec(HFCodec):
 
     def _language(self, field: str, name: str) -> int:
         """The token of a language. Raises InvalidRowError."""
-        vocabulary = self._tokenizer.get_vocab()
-        found = next((word for word in (name, f"__{name}__") if word in vocabulary), None)
-        token = None if found is None else vocabulary[found]
-        if token is None or token not in self._tokenizer.added_tokens_decoder:
-            known = [item.content for item in self._tokenizer.added_tokens_decoder.values()]
-            some = ", ".join(word.strip("_") for word in known[-3:])
+        vocabulary, added = self._tokenizer.get_vocab(), self._tokenizer.added_tokens_decoder
+        found = [vocabulary[word] for word in (name, f"__{name}__") if vocabulary.get(word) in added]
+        if not found:
+            some = ", ".join(item.content.strip("_") for item in list(added.values())[-3:])
             raise InvalidRowError(
-                f"{field} is {shorten(name)}, which the target's tokenizer does not know ({some}, ..)"
+                f"{field} is {shorten(name)}, which the target's tokenizer does not know: it knows {some} and others"
             )
-        return token
+        return found[0]
 
     @contextmanager
     def _speaking(self, language: str | None) -> Iterator[None]:
