@@ -123,9 +123,9 @@ def runners(loaded: Engine, beams: int, options: argparse.Namespace) -> dict[str
 
     methods: dict[str, MethodConfig] = {"no draft": MethodConfig(rule="search", num_beams=beams, depth=0)}
     if loaded.draft is not None:
-        methods["draft"] = MethodConfig(rule="search", num_beams=beams)
+        methods["draft"] = MethodConfig(rule="search", num_beams=beams, depth=options.depth)
     if not options.shape:
-        methods["ngram"] = MethodConfig(rule="search", num_beams=beams, drafter="ngram")
+        methods["ngram"] = MethodConfig(rule="search", num_beams=beams, drafter="ngram", depth=options.depth)
     made: dict[str, Callable[..., tuple[list[str], int]]] = {"transformers": theirs} if not options.alone else {}
     return made | {f"dsbd, {name}": Ours(loaded, method, size, sampling) for name, method in methods.items()}
 
@@ -175,6 +175,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--source-tokens", type=int, default=25, help="of a shape")
     parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--depth", type=int, help="drafted layers; by default what measures fastest")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--alone", action="store_true", help="without transformers")

@@ -15,6 +15,7 @@ import torch
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.drafting.text import Prompts
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.requests import Request, RequestResult
@@ -264,3 +265,64 @@ def test_sources_are_stored_once_whatever_the_width() -> None:
         sizes.append(sum(stored.nbytes for layer in target._cross._own for stored in layer.stored))
         target.release()
     assert sizes[0] == sizes[1] > 0
+
+
+def test_a_shared_encoder_gives_the_same_texts() -> None:
+    """Guards a draft that is given sources while nobody drafts with it, and rows that are refilled."""
+    plain = build_pair("bart", scale=3.0)
+    copy = perturbed(plain, 0.03)
+    copy.get_encoder().load_state_dict(plain.get_encoder().state_dict())
+    target, draft = Seq2SeqForestModel(plain, "bart"), Seq2SeqForestModel(copy, "bart")
+    target.lead(draft)
+    codec, batch = pair_codec(plain, ENDS), sources(7)
+    sampling = SamplingConfig(max_new_tokens=NEW, n_best=4)
+
+    def texts(method: MethodConfig, rows: int) -> list[Any]:
+        one = Engine(target, draft if method.needs_draft else None, codec, method, batch_size=rows)
+        found = answers(one, batch, sampling)
+        return [[beam.token_ids for beam in result.hypotheses] for result in found]
+
+    want = texts(MethodConfig(rule="search", depth=0), 2)
+    assert texts(MethodConfig(rule="search", depth=3, drafts_per_layer=8), 3) == want
+    assert texts(MethodConfig(rule="search", depth=0), 7) == want
+
+
+def test_streamed_pieces_join_to_the_text_with_its_prefix() -> None:
+    one = engine("m2m100", MethodConfig(rule="search", num_beams=1, depth=2, drafts_per_layer=4), 2)
+    sampling = SamplingConfig(max_new_tokens=NEW, prefix="50 60")
+    joined: dict[str, str] = {}
+    whole: dict[str, str] = {}
+    for piece in one.stream([Request(prompt_ids=tuple(ids), sampling=sampling) for ids in sources(3)]):
+        joined[piece.request.id] = joined.get(piece.request.id, "") + piece.text
+        if piece.result is not None:
+            whole[piece.request.id] = piece.result.text
+    assert joined == whole
+    assert all(text.startswith("50 60 ") for text in whole.values())
+
+
+def test_lookups_read_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards drafts by ngram that know the answer alone."""
+    kept: list[list[int]] = []
+    put = Prompts.put
+    monkeypatch.setattr(
+        Prompts, "put", lambda self, row, prompt: (kept.append(list(prompt)), put(self, row, prompt))[1]
+    )
+    one = engine("t5", MethodConfig(rule="search", depth=2, drafter="ngram"), 1)
+    answers(one, [[6, 7, 8]], SamplingConfig(max_new_tokens=4))
+    assert kept[-1] == [0, 6, 7, 8, 0]
+
+
+def test_a_catalogue_and_a_forced_beginning_are_refused_together() -> None:
+    request = Request(
+        prompt_ids=(6, 7),
+        allow=("8 9",),
+        sampling=SamplingConfig(max_new_tokens=8, token_rules="forced_bos_token_id=9"),
+    )
+    assert "allow says how an answer begins, but so does token_rules" in failure(request)
+    target = models("bart")[1]
+    free = Engine(target, None, pair_codec(target.module, ENDS), MethodConfig(rule="search", depth=0), batch_size=1)
+    (result,) = free.run(
+        [Request(prompt_ids=(6, 7), allow=("8 9", "8 10 11"), sampling=SamplingConfig(max_new_tokens=8))]
+    )
+    result.check()
+    assert list(result.hypotheses[0].token_ids)[:-1] in ([8, 9], [8, 10, 11])

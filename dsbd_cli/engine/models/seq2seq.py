@@ -147,8 +147,9 @@ class Seq2SeqForestModel(TransformersForest):
             output = self._encoder(**{self.source_name: batch}, return_dict=True)
             hidden: Tensor = output[0]
             self._keep(together, hidden, type(output))
-            if self._follower is not None:
-                self._follower._keep(together, hidden.to(self._follower.device), type(output))
+            follower = self._follower
+            if follower is not None and follower._cache.rows > max(together):  # else nobody drafts with it
+                follower._keep(together, hidden.to(follower.device), type(output))
 
     def _keep(self, rows: list[int], hidden: Tensor, kind: Any) -> None:
         """Project hidden states [n, Z, d] to the decoder's keys and values: one forward of a token in the trash slot.
