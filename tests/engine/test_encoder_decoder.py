@@ -75,7 +75,7 @@ CASES = [
 @pytest.mark.parametrize(("family", "width", "penalty", "early"), CASES)
 def test_search_is_transformers_beam_search(family: str, width: int, penalty: float, early: bool) -> None:
     plain = models(family)[0]
-    batch = sources(6)
+    batch = sources(4)
     settings = {"length_penalty": penalty, "early_stopping": early} if width > 1 else {}
     want = [beams(plain, torch.tensor(ids), width, list(ENDS), NEW, **settings) for ids in batch]
     sampling = SamplingConfig(max_new_tokens=NEW, length_penalty=penalty, early_stopping=early, n_best=width)
@@ -89,7 +89,7 @@ def test_search_is_transformers_beam_search(family: str, width: int, penalty: fl
 
 @pytest.mark.parametrize("family", TEXT)
 def test_coupled_text_does_not_depend_on_the_draft(family: str) -> None:
-    batch, sampling = sources(6, seed=8), SamplingConfig(max_new_tokens=NEW, n_best=4)
+    batch, sampling = sources(4, seed=8), SamplingConfig(max_new_tokens=NEW, n_best=4)
 
     def texts(method: MethodConfig, rows: int) -> list[Any]:
         return [
