@@ -22,7 +22,7 @@ LAYERS = {
     2: ("drafting", "verify"),
     3: ("models",),
     4: ("decoding",),
-    5: ("metrics", "data", "tasks", "reports", "peers"),
+    5: ("metrics", "data", "tasks", "reports", "peers", "scale"),
     6: ("bench", "profiling"),
     7: ("cli",),
     8: ("__main__", "__init__"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.core.protocols import ForestModel
@@ -14,13 +15,14 @@ from dsbd_cli.engine.models.generation import settings_notes
 from dsbd_cli.engine.models.head import installed
 from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.invariance import is_invariant
-from dsbd_cli.engine.models.loader import eos_ids, load, load_extractor
+from dsbd_cli.engine.models.loader import eos_ids, load, load_config, load_extractor
 from dsbd_cli.engine.models.packing import pack
+from dsbd_cli.engine.models.ranks import Ranks, ShardedForestModel, check_ranks, load_slice
 from dsbd_cli.engine.models.selftest import self_test
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, encoder_digest
 from dsbd_cli.engine.models.sources import make_source_codec
 from dsbd_cli.engine.models.tokenize import HFCodec
-from dsbd_cli.errors import PairError, UnsupportedModelError
+from dsbd_cli.errors import PairError, UnsupportedModelError, UsageError
 
 __all__ = ["LoadedPair", "check_pair", "load_model", "load_pair", "markers", "trimmed_target"]
 
@@ -119,13 +121,16 @@ def _dtype_name(model: TransformersForest) -> str:
 def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
     """One model, its weights packed where it runs on the CPU, self-tested, and its codec. A target that is to be
     `invariant` is asked whether it is."""
-    model, tokenizer = load(spec)
+    model, tokenizer, ranks = _loaded(spec)
     paired = bool(getattr(model.config, "is_encoder_decoder", False))
     digest = encoder_digest(model) if paired else None
     try:
-        packed = pack(model) > 0
-        kind = Seq2SeqForestModel if paired else CausalForestModel
-        forest = kind(model, spec.source, stock=(lambda: load(spec)[0]) if packed else None)
+        if ranks is not None:
+            forest: TransformersForest = ShardedForestModel(model, spec.source, ranks)
+        else:
+            packed = pack(model) > 0
+            kind = Seq2SeqForestModel if paired else CausalForestModel
+            forest = kind(model, spec.source, stock=(lambda: load(spec)[0]) if packed else None)
         self_test(forest)
         # a draft only proposes: what it computes cannot reach the text
         forest.invariant = spec.role == "target" and spec.numerics == "invariant" and is_invariant(forest)
@@ -141,6 +146,23 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
         codec = make_source_codec(model, tokenizer, ends, lambda: load_extractor(locate(spec), spec))
         return forest, codec
     return forest, HFCodec(tokenizer, ends)
+
+
+def _loaded(spec: ModelSpec) -> tuple[Any, Any, Ranks | None]:
+    """Model and tokenizer, and the other ranks of a model that is split."""
+    if spec.tensor_parallel == 1:
+        return *load(spec), None
+    if getattr(load_config(locate(spec), spec), "is_encoder_decoder", False):
+        parts = spec.tensor_parallel
+        message = f"tensor_parallel is {parts}, but the {spec.role} has an encoder, which is not split: drop it"
+        raise UsageError(message, field="tensor_parallel", value=parts)
+    check_ranks(spec)
+    ranks = Ranks(spec)
+    try:
+        return *load_slice(spec), ranks
+    except BaseException:
+        ranks.close()
+        raise
 
 
 def trimmed_target(spec: ModelSpec) -> UnsupportedModelError:
