@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
+from dsbd_cli.engine.models.head import TrimmedHead, write_head
 from dsbd_cli.job.cli.app import run
 from tests.models.conftest import numbers, save
 from tests.models.pairs import beams, build_pair, perturbed
@@ -77,6 +79,19 @@ def test_generate(
     assert "the target reads text" in records[5]["error"]["message"]
     told = " ".join(capsys.readouterr().err.split())
     assert "generation settings ask for num_beams 4: options of the run decide" in told
+
+
+def test_a_trimmed_draft(pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards BART's bias beside the head, which has the width of the whole vocabulary."""
+    folder = shutil.copytree(pair[1], tmp_path / "trimmed")
+    head = AutoModelForSeq2SeqLM.from_pretrained(folder).get_output_embeddings()
+    ids = torch.arange(0, 97, 2)
+    write_head(folder, TrimmedHead(ids, head.weight[ids].clone(), None, 97))
+    options = ["generate", "--target", pair[0], "--decode", "search", "--max-new-tokens", str(NEW), "--draft"]
+    want = call(monkeypatch, [*options, "none"], LINES[:2], code=0)
+    found = call(monkeypatch, [*options, str(folder), "--depth", "2"], LINES[:2], code=0)
+    assert [one["text"] for one in found] == [one["text"] for one in want]
+    assert found[0]["stats"]["accepted"] > 0
 
 
 def test_a_draft_of_another_kind_is_refused(
