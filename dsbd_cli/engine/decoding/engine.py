@@ -4,7 +4,6 @@ finish."""
 from __future__ import annotations
 
 import gc
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from dsbd_cli.config import Exactness, MethodConfig, OnTooLong
 from dsbd_cli.engine.core.grammar import GrammarCompiler, GrammarTable
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.core.stops import StopTable
+from dsbd_cli.engine.core.token_rules import RuleTable
 from dsbd_cli.engine.core.trie import TrieTable
 from dsbd_cli.engine.decoding.answers import Catalogue, RowTries
 from dsbd_cli.engine.decoding.batch import Batch, most_steps
@@ -51,7 +51,8 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What runs: names, dtypes and devices of the models, for records and reports."""
+    """What runs: names, dtypes and devices of the models, for records and reports. told: what the user should know of
+    the target."""
 
     target: str
     draft: str | None
@@ -59,6 +60,7 @@ class EngineInfo:
     device: str
     draft_dtype: str | None = None
     draft_device: str | None = None
+    told: tuple[str, ...] = ()
 
 
 class Engine:
@@ -114,6 +116,7 @@ class Engine:
         self.catalogues, compiler = dict(catalogues or {}), self._grammars.compiler
         self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory, self.catalogues, compiler)
         self._tries = RowTries(TrieTable(target.vocab_size, device), self.catalogues.values())
+        self._rules = RuleTable(eos.to(device))
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
         self._caches = Caches(target, shared, large_steps=graphs is not None, moving=self._forget_graphs)
         self._stepper = Stepper(
@@ -124,7 +127,7 @@ class Engine:
             PhaseTimer(events(device)),
             graphs,
             lambda: self._stopping,
-            [self._tries.table, self._grammars],
+            [self._rules, self._tries.table, self._grammars],
         )
         self._planner = planner_for(self.method)
         self._names = self.method.drafter_names if "+" in self.method.drafter else ()
@@ -268,15 +271,17 @@ class Engine:
         """The batch size that memory allows, from the requests seen first."""
         if backlog:
             nodes = self._nodes(backlog)
-            slots = max(len(job.prompt) + job.max_new for job in backlog) + 2 * nodes
-            self.batch_size = self._rows = fitting_rows(self._caches.models, self._caches.round_slots(slots), nodes)
+            slots = self._caches.round_slots(max(len(job.prompt) + job.max_new for job in backlog) + 2 * nodes)
+            sources = max(self._caches.source_bytes(job.source) for job in backlog)
+            self.batch_size = self._rows = fitting_rows(self._caches.models, slots, nodes, beside=sources)
             self._fit_batch = False
 
     def _decode(self, source: Source, order: Results[Item], backlog: deque[Job]) -> Iterator[Item]:
         """One batch, refilled from the source as its rows finish, until it is empty or out of memory."""
         rows = min(len(backlog), self._rows)
         keep_text = self._drafter.needs_text
-        batch = Batch(rows, self.method, self._caches, self._stops, self._tries, self._grammars, keep_text=keep_text)
+        tables = (self._stops, self._tries, self._rules, self._grammars)
+        batch = Batch(rows, self.method, self._caches, *tables, keep_text=keep_text)
         while not self._stopping and (backlog or batch.running):
             try:
                 batch.admit(backlog)
@@ -375,10 +380,7 @@ class Engine:
                 order.put(number, RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
                 continue
             try:
-                job = Job(number, request, [], catalogue=self._encoder.catalogue(request))
-                job.prompt, job.truncated = self._encoder.encode(request, job.max_new)
-                job.started = time.perf_counter()
-                backlog.append(job)
+                backlog.append(self._encoder.job(number, request))
                 count -= 1
             except RowError as error:
                 order.put(number, RequestResult(request, (), 0, RequestStats(), error))

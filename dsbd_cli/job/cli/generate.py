@@ -189,6 +189,9 @@ class _Run:
             raise
         if engine is not None:
             summary.info = engine.info
+            told: tuple[str, ...] = getattr(engine.info, "told", ())  # of an engine in this process
+            for line in told:
+                self.reporter.warn(line)
             if engine.exactness != self._method.method.exactness:
                 self._method = replace(self._method, exactness=engine.exactness)
                 if self._devices.numerics != "fast":

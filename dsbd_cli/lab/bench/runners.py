@@ -9,7 +9,7 @@ from typing import Protocol
 from dsbd_cli.config import Exactness, MethodConfig, SamplingConfig
 from dsbd_cli.engine.decoding.answers import Catalogue
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.models.causal import CausalForestModel
+from dsbd_cli.engine.models.adapter import TransformersForest
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import ModelError
 from dsbd_cli.grammars import Grammar
@@ -200,9 +200,9 @@ def make_runner(
     assert isinstance(config, PeerConfig)
     assert grammar is None, "checked by the command"
     target, draft, codec = pair.target, pair.draft, pair.codec
-    if not isinstance(target, CausalForestModel) or not isinstance(codec, HFCodec):
+    if not isinstance(target, TransformersForest) or not isinstance(codec, HFCodec):
         raise ModelError(f"{setting.method}: the target is no transformers model; leave it out of --methods")
-    assistant = draft if isinstance(draft, CausalForestModel) else None
+    assistant = draft if isinstance(draft, TransformersForest) else None
     catalogue = pair.catalogues.get("")
     peer = TransformersPeer(config, target, assistant, codec, sampling, batch_size, catalogue)
     return PeerRunner(setting.name, peer, seed, catalogue)
