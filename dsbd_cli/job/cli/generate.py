@@ -121,7 +121,7 @@ class _Run:
         self._demonstrates = demonstrates
         self._files, self._settings, self._devices, self._arguments = files, settings, devices, arguments
         self._ordered, self._pool = scale.order != "done", pool_config(scale, devices)
-        self._stack = ExitStack()
+        self._workers_open = ExitStack()
         self._method = MethodRecord(settings.method, settings.target, settings.draft)
         self._fingerprint = run_fingerprint(
             self._method,
@@ -146,8 +146,9 @@ class _Run:
 
     def answer(self) -> int:
         """Answer the rows; returns the exit code of a run that came to its end."""
-        with self._stack as stack:
+        with ExitStack() as stack:
             stack.enter_context(self._signals)
+            stack.enter_context(self._workers_open)  # left after the summary, whose seconds they are not
             stream, name, size = open_source(self._files, stack)
             self.reporter.input_bytes = size
             outputs = stack.enter_context(Outputs(self._files, self._fingerprint))
@@ -261,7 +262,7 @@ class _Run:
         specs = tuple([model for model in models if model is not None])
         setup = WorkerSetup(load, specs, self._settings.batch_size)
         engine = RayEngine(setup, pool, self.reporter.warn)
-        self._stack.callback(engine.close)
+        self._workers_open.callback(engine.close)
         summary.workers = lambda: engine.reports
         self.reporter.note = engine.describe
         return engine
