@@ -41,7 +41,6 @@ WITHOUT_EFFECT = frozenset(
 )
 # Fields that would change the text but cannot be honoured, with the values under which they change nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "audio": (),
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0, 0.0),
@@ -137,7 +136,7 @@ def _envelope(raw: Fields) -> ParsedRow:
     if body.get("metadata") is not None and row.get("metadata") is not None:
         raise InvalidRowError("metadata is given beside body and inside: drop one")
     if body.get("audio") is not None:
-        _refuse("audio", body["audio"], "body.")  # there it asks for a spoken answer
+        raise InvalidRowError(f"body.audio is {shorten(body['audio'])}, but spoken answers are not supported: drop it")
     row.update(_named(body, unused, prefix="body."))
     form = URLS[url]
     other = "messages" if PROMPT_OF[form] == "prompt" else "prompt"
