@@ -202,7 +202,8 @@ def main() -> None:
     ]
     report = (
         f"# Recurrent layers over a forest\n\n`{environment()['command']}` on {environment()['device']}, commit "
-        f"{environment()['commit']}. Four layers of each full shape, medians of {options.repeats}.\n\n{markdown_table(rows)}"
+        f"{environment()['commit']}. Four layers of each full shape, medians of {options.repeats}.\n\n"
+        f"{markdown_table(rows)}"
     )
     write_results(results_folder(options.name), runs, report)
     print(report)
