@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.token_rules import TokenRules, asked_rules
 from dsbd_cli.variants import (
     DRAFTERS,
     FUSION,
@@ -150,6 +151,11 @@ class SamplingConfig:
         length_penalty: score = logprob / num_tokens ** length_penalty.
         early_stopping: end as soon as num_beams hypotheses are finished.
         n_best: hypotheses reported, best first.
+        source_lang, target_lang: of an encoder-decoder target that knows languages, as its tokenizer names them
+            (eng_Latn, en, fr_XX). source_lang of a speech model: the language spoken; target_lang en: translate it.
+        prefix: text that the answer begins with, of an encoder-decoder target.
+        token_rules: rules of tokens, see token_rules.asked_rules: `checkpoint`, `none`, NAME=VALUE,... Default: those
+            of the checkpoint for an encoder-decoder target, none for a decoder-only one.
     """
 
     temperature: float = 1.0
@@ -161,6 +167,10 @@ class SamplingConfig:
     length_penalty: float = 1.0
     early_stopping: bool = False
     n_best: int = 1
+    source_lang: str | None = None
+    target_lang: str | None = None
+    prefix: str | None = None
+    token_rules: str | None = None
 
     def __post_init__(self) -> None:
         stop: object = self.stop
@@ -180,6 +190,9 @@ class SamplingConfig:
         _require(all(self.stop), "stop", self.stop, "a list of non-empty strings")
         _require(-10 <= self.length_penalty <= 10, "length_penalty", self.length_penalty, "between -10 and 10")
         _require(self.n_best >= 1, "n_best", self.n_best, "1 or more")
+        for name in ("source_lang", "target_lang", "prefix"):
+            _require(getattr(self, name) != "", name, "", "a non-empty string")
+        asked_rules(self.token_rules, TokenRules(), default="none")
 
 
 def check_request(sampling: SamplingConfig, rule: str, num_beams: int) -> None:

@@ -5,13 +5,16 @@ Shape letters: R requests (rows), n nodes in one forward, S active cache slots, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-__all__ = ["ForestInput", "ForestModel", "TextCodec"]
+from dsbd_cli.requests import Request
+
+__all__ = ["ForestInput", "ForestModel", "SourceCodec", "SourceModel", "SourceRequest", "TextCodec"]
 
 
 @dataclass(slots=True)
@@ -145,6 +148,30 @@ class ForestModel(Protocol):
         ...
 
 
+@runtime_checkable
+class SourceModel(ForestModel, Protocol):
+    """What a ForestModel of an encoder and a decoder has beside: it reads a source once, and the forest answers it."""
+
+    @property
+    def max_source(self) -> int | None:
+        """Tokens of a source at most; None when unbounded."""
+        ...
+
+    @property
+    def source_vocab_size(self) -> int:
+        """Token ids that a source may hold are below this."""
+        ...
+
+    def encode(self, rows: Sequence[int], sources: Sequence[Tensor]) -> None:
+        """Read the sources of cache rows: token ids [Z] int64, or features [bins, frames]. It comes before the first
+        forward of a row; select_rows and clear move and forget a source with its row."""
+        ...
+
+    def source_bytes(self, source: Tensor) -> int:
+        """Bytes of memory that a row holds for this source."""
+        ...
+
+
 class TextCodec(Protocol):
     """Text to token ids and back."""
 
@@ -172,4 +199,33 @@ class TextCodec(Protocol):
 
     def token_bytes(self) -> list[bytes]:
         """For every token id the bytes it adds to the text in mid-sentence; empty for special tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRequest:
+    """A request to a model with an encoder.
+
+    Attributes:
+        source: token ids [Z] int64, or features [bins, frames] float32.
+        prompt: tokens that the decoder begins with. prefix: how many of the last of them are text of the answer.
+        forced: token that has to follow the prompt, in place of the checkpoint's own; None: no other.
+    """
+
+    source: Tensor
+    prompt: list[int]
+    prefix: int = 0
+    forced: int | None = None
+
+
+@runtime_checkable
+class SourceCodec(TextCodec, Protocol):
+    """What a TextCodec of a model with an encoder has beside."""
+
+    def source(self, request: Request) -> SourceRequest:
+        """What a request is to encoder and decoder. Raises RowError where it cannot be answered."""
+        ...
+
+    def cut(self, source: Tensor, room: int) -> Tensor | None:
+        """A source of at most `room` tokens, cut on its left; None where that cannot be."""
         ...

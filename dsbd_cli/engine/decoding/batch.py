@@ -6,13 +6,16 @@ Letters: R rows, S cache slots, D layers, K drafts per layer, N = W + D*K nodes 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
 
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.beams import fit_window
 from dsbd_cli.engine.core.grammar import GrammarTable
 from dsbd_cli.engine.core.legal import FREE
 from dsbd_cli.engine.core.stops import StopTable
+from dsbd_cli.engine.core.token_rules import RuleTable
 from dsbd_cli.engine.decoding.answers import RowTries
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.devices import current
@@ -48,6 +51,7 @@ class Batch:
         caches: Caches,
         stops: StopTable,
         tries: RowTries,
+        rules: RuleTable,
         grammars: GrammarTable,
         *,
         keep_text: bool,
@@ -55,7 +59,7 @@ class Batch:
         """keep_text: the drafter reads prompts, so they stay on the device."""
         self.jobs: list[Job | None] = [None] * rows
         self._method, self._caches, self._stops, self._keep_text = method, caches, stops, keep_text
-        self._tries, self._grammars, self._legal = tries, grammars, [FREE] * rows
+        self._tries, self._grammars, self._rules, self._legal = tries, grammars, rules, [FREE] * rows
         self._empty = True
 
     @property
@@ -88,12 +92,17 @@ class Batch:
         self._grow(slots + nodes + 1)
         for row in new:
             self._caches.clear(row)
+        self._caches.encode(_sources(new), draft=False)
         self._caches.prefill_target({row: job.prompt for row, job in new.items()})
         for row, job in new.items():
             sampling = job.request.sampling
             stop = self._stops.start(sampling.stop)
             self._legal[row] = self._begin(job)
+            self._rules.begin(row, job.rules, job.prompt, sampling.max_new_tokens)
             self.state.admit(row, job.prompt, job.request.seed, stop, sampling, self._legal[row])
+            if self.state.prompts is not None and job.source is not None and not job.source.is_floating_point():
+                # an answer that copies its source goes on behind the decoder's first tokens as the source begins
+                self.state.prompts.put(row, [*job.prompt, *job.source.tolist(), *job.prompt])
 
     def _begin(self, job: Job) -> int:
         """The state in which what may be answered begins."""
@@ -105,6 +114,7 @@ class Batch:
         """Memory for a batch that begins."""
         self._stops.forget()
         self._tries.forget()
+        self._rules.allocate(len(self.jobs))
         rows, device, caches = len(self.jobs), self._caches.target.device, self._caches
         caches.reserve(rows, slots, nodes)
         self.state = BatchState.empty(self._method, rows, caches.slots, caches.round_window(nodes), history, device)
@@ -140,6 +150,7 @@ class Batch:
             return
         with current(draft.device):
             timer.start()
+            self._caches.encode(_sources(dict(new)), draft=True)
             self._caches.prefill_draft({row: job.prompt for row, job in new})
             for _, job in new:
                 job.prefilled = True
@@ -204,4 +215,10 @@ class Batch:
         self.jobs = [self.jobs[row] for row in taken]
         self._legal = [self._legal[row] for row in taken]
         self.state.select(taken)
+        self._rules.select(taken)
         self._caches.select_rows(taken)
+
+
+def _sources(jobs: Mapping[int, Job]) -> dict[int, Tensor]:
+    """What the encoder reads for each row."""
+    return {row: job.source for row, job in jobs.items() if job.source is not None}

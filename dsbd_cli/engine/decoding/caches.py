@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.protocols import ForestModel
+from dsbd_cli.engine.core.protocols import ForestModel, SourceModel
 from dsbd_cli.engine.decoding.prefill import prefill
 
 __all__ = ["Caches"]
@@ -105,6 +105,25 @@ class Caches:
         """Zero a row for the next request: 0 times a NaN of an earlier one would be NaN."""
         for model in self.models:
             model.clear(row)
+
+    def source_bytes(self, source: Tensor | None) -> int:
+        """Bytes that a source takes in the models on the target's device; 0 without one."""
+        if source is None:
+            return 0
+        here = [model for model in self.models if model.device == self.target.device]
+        return sum(model.source_bytes(source) for model in here if isinstance(model, SourceModel))
+
+    def encode(self, sources: Mapping[int, Tensor], *, draft: bool) -> None:
+        """The target or the draft model reads sources, by row; nothing where there are none."""
+        model = self.draft if draft else self.target
+        if not sources or not isinstance(model, SourceModel):
+            return
+        generation = model.generation
+        model.encode(list(sources), list(sources.values()))
+        if model.generation != generation:
+            self._moving()
+            if self._reserved is not None:
+                self._reserved = self._now(int(str(self._reserved[0])))
 
     def prefill_target(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """The target reads prompts, by row. Where its logits are invariant, a prompt is read as if it were alone."""

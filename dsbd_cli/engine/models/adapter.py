@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models.attention import Sight, use_grouped_attention
 from dsbd_cli.engine.models.cache import ForestCache
+from dsbd_cli.engine.models.generation import checkpoint_rules
 from dsbd_cli.engine.models.reads import HostReads
 from dsbd_cli.errors import ModelError, UnsupportedModelError
+from dsbd_cli.token_rules import TokenRules
 
 __all__ = ["MaskPlan", "TransformersForest", "unsupported"]
 
@@ -137,6 +139,11 @@ class TransformersForest:
         return int(limit) if limit else None
 
     @property
+    def token_rules(self) -> TokenRules:
+        """Rules of tokens that the checkpoint's generation settings ask for."""
+        return checkpoint_rules(self._model)
+
+    @property
     def generation(self) -> int:
         """Changes whenever the cache's memory moves."""
         return self._cache.generation
@@ -214,6 +221,9 @@ class TransformersForest:
     def kv_bytes_per_slot(self) -> int:
         """Bytes of keys and values that one token holds over all layers."""
         return self._cache.bytes_per_slot
+
+    def keep_states_in(self, precision: torch.dtype) -> None:
+        """Hold recurrent states in this dtype, where there are any; before `reserve`."""
 
     def state_bytes(self, window: int) -> int:
         """Bytes of a row's recurrent states and of the inputs of `window` slots past its trunk; 0 for attention."""

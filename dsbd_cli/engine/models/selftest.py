@@ -9,14 +9,16 @@ Shape letters: N nodes of the test forest, B its paths, T tokens of the longest 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
+from dsbd_cli.engine.core.protocols import ForestInput, ForestModel, SourceModel
 from dsbd_cli.engine.models.adapter import unsupported
+from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, sample_source
 from dsbd_cli.errors import UnsupportedModelError
 
 __all__ = ["CheckableModel", "SelfTestReport", "self_test"]
@@ -26,6 +28,8 @@ PROMPT = 7
 PARENTS = (-1, -1, -1, 0, 0, 1, 3, 4, 5, 7, 8)
 # Wider than the windows by slot that are in use (256), so that such a window cuts something off.
 SLOTS = 400
+# Tokens of two sources, apart from those that fill whole steps of the cache
+SOURCES = (13, 40)
 # How many limits the worst node may be off.
 OUTLIER = 3
 
@@ -83,18 +87,17 @@ def self_test(model: CheckableModel) -> SelfTestReport:
     # a permutation spread over nearly all slots: neither order nor distance of slots means anything
     slots = (torch.randperm(total, generator=generator) * ((SLOTS - 2) // total)).to(model.device)
     with unsupported(model.architecture):
-        expected = _separate(model, tokens)
-        packed = _packed(model, tokens, slots)
+        if isinstance(model, Seq2SeqForestModel):
+            packed, expected = _of_sources(model, tokens, slots)
+        else:
+            expected = _separate(model.plain, tokens)
+            packed = _packed(model, tokens, slots)
     dtype = model.weights_dtype
     report = _checked(model, _compare(packed, expected, dtype), "attention or position by cache slot")
     if model.state_bytes(0):
         with unsupported(model.architecture):
             grown, nodes = _grown(model, tokens)
-        after = _checked(
-            model,
-            _compare(grown, expected[nodes], dtype),
-            "recurrent states",
-        )
+        after = _checked(model, _compare(grown, expected[nodes], dtype), "recurrent states")
         report = max(report, after, key=lambda one: one.largest_error)
     return report
 
@@ -108,21 +111,33 @@ def _checked(model: CheckableModel, report: SelfTestReport, cause: str) -> SelfT
     return report
 
 
-def _separate(model: CheckableModel, tokens: Tensor) -> Tensor:
+def _of_sources(model: Seq2SeqForestModel, tokens: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """[2 * N, V] logits of the same forest below two sources of different lengths, packed and apart.
+
+    The sources are encoded one after the other, the second row first, and the rows change places between two forwards.
+    """
+    sources = [sample_source(model, size, seed) for seed, size in enumerate(SOURCES)]
+    expected = [_separate(lambda ids, own=source: model.plain(ids, own), tokens) for source in sources]  # type: ignore[misc]
+    packed = _packed(model, tokens, slots, sources)
+    return packed, torch.cat(expected)
+
+
+def _separate(plain: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     """[N, V] logits of every node by running its path alone. Padding on the right changes nothing before it."""
     leaves = [node for node in range(len(PARENTS)) if node not in PARENTS]
     paths = [list(range(PROMPT)) + [PROMPT + node for node in _path(leaf)] for leaf in leaves]
     longest = max(map(len, paths))
     index = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=tokens.device)
-    logits = model.plain(tokens[index])  # [B, T, V]
+    logits = plain(tokens[index])  # [B, T, V]
     rows = [next(row for row, leaf in enumerate(leaves) if node in _path(leaf)) for node in range(len(PARENTS))]
     depths = [_depth(node) for node in range(len(PARENTS))]
     return logits[torch.tensor(rows, device=logits.device), torch.tensor(depths, device=logits.device)]
 
 
-def _packed(model: CheckableModel, tokens: Tensor, slots: Tensor) -> Tensor:
-    """[N, V] logits of the nodes in one row: the first six with the prompt, the rest after the slots have moved."""
-    split = PROMPT + 6
+def _packed(model: CheckableModel, tokens: Tensor, slots: Tensor, sources: Sequence[Tensor | None] = (None,)) -> Tensor:
+    """[R * N, V] logits of the nodes, in one row per source: the first six with the prompt, the rest after the slots
+    have moved and the rows have changed places."""
+    split, rows = PROMPT + 6, len(sources)
     total = len(tokens)
     device = tokens.device
     seen = torch.zeros((total, total), dtype=torch.bool)
@@ -139,23 +154,32 @@ def _packed(model: CheckableModel, tokens: Tensor, slots: Tensor) -> Tensor:
         slot_positions = torch.zeros(SLOTS, dtype=torch.int64, device=device)
         slot_positions[slots] = positions
         part = slice(first, last)
-        batch = ForestInput(
-            tokens[None, part], positions[None, part], slots[None, part], mask[None], slot_positions[None]
-        )
-        logits = model.forward(batch)
+        fields = (tokens[part], positions[part], slots[part], mask, slot_positions)
+        ids, depths, places, sight, depth_of = (field.expand(rows, *field.shape) for field in fields)
+        logits = model.forward(ForestInput(ids, depths, places, sight, depth_of))
         assert logits is not None
-        return logits[0]
+        return logits
 
     try:
-        model.reserve(1, SLOTS)
-        before = run(0, split)[PROMPT:]
+        model.reserve(rows, SLOTS)
+        if isinstance(model, SourceModel):
+            for row in reversed(range(rows)):
+                source = sources[row]
+                assert source is not None
+                model.encode([row], [source])
+        before = run(0, split)[:, PROMPT:]
         moved = slots.roll(1)  # every slot's content goes to another occupied slot: reads must come before writes
-        model.move(slots[None, :split], moved[None, :split], torch.zeros(1, dtype=torch.int64, device=device))
+        here, there = (places[None, :split].expand(rows, -1) for places in (slots, moved))
+        model.move(here, there, torch.zeros(rows, dtype=torch.int64, device=device))
         slots = moved
+        if rows > 1:
+            model.select_rows(torch.arange(rows, device=device).flip(0))
         after = run(split, total)
+        if rows > 1:
+            after = after.flip(0)
     finally:
         model.release()
-    return torch.cat((before, after))
+    return torch.cat((before, after), 1).flatten(0, 1)
 
 
 def _grown(model: CheckableModel, tokens: Tensor) -> tuple[Tensor, list[int]]:
