@@ -190,7 +190,7 @@ def main() -> None:
     rows = [
         {
             "shape": run["shape"],
-            "nodes": run["nodes"],
+            "nodes": str(run["nodes"]),
             "linear layers": f"{run['products_ms']:.1f} ms",
             "conv, read, solve, fold": f"{run['scans_ms']:.1f} ms ({run['share']:.0%})",
             "forward": f"{run['forward_ms']:.1f} ms",
@@ -202,7 +202,8 @@ def main() -> None:
     ]
     report = (
         f"# Recurrent layers over a forest\n\n`{environment()['command']}` on {environment()['device']}, commit "
-        f"{environment()['commit']}. Four layers of each shape, medians of {options.repeats}.\n\n{markdown_table(rows)}"
+        f"{environment()['commit']}. Four layers of each full shape, medians of {options.repeats}.\n\n"
+        f"{markdown_table(rows)}"
     )
     write_results(results_folder(options.name), runs, report)
     print(report)
