@@ -9,7 +9,7 @@ import torch
 
 from dsbd_cli.engine.core.protocols import ForestModel
 
-__all__ = ["PEEK", "fitting_rows", "free_bytes", "least_bytes", "memory_bytes"]
+__all__ = ["LOGIT_BYTES", "PEEK", "fitting_rows", "free_bytes", "least_bytes", "memory_bytes"]
 
 CGROUP = Path("/sys/fs/cgroup")
 PEEK = 64  # requests looked at for their lengths

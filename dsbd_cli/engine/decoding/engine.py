@@ -20,7 +20,7 @@ from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.core.trie import TrieTable
 from dsbd_cli.engine.decoding.answers import Catalogue, RowTries
 from dsbd_cli.engine.decoding.batch import Batch, most_steps
-from dsbd_cli.engine.decoding.budget import PEEK, fitting_rows, least_bytes, memory_bytes
+from dsbd_cli.engine.decoding.budget import LOGIT_BYTES, PEEK, fitting_rows, least_bytes, memory_bytes
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.devices import captures, current, events, out_of_memory
 from dsbd_cli.engine.decoding.encode import Encoder
@@ -151,6 +151,17 @@ class Engine:
         logits depend on what else is in a forward, rounding can change a text, and only the law is the same."""
         promised = self.method.exactness
         return "same-law" if promised == "same-text" and not self.target.invariant else promised
+
+    @property
+    def footprint(self) -> str:
+        """What a row takes: nodes and logits of its largest iteration, and cache per token."""
+        nodes = deepest(self.method, 1 << 30).nodes(self.method.num_beams)
+        logits = nodes * self.target.vocab_size * LOGIT_BYTES
+        cache = sum(model.kv_bytes_per_slot() for model in self.models)
+        return (
+            f"a row takes up to {nodes} nodes and {logits / 2**20:.0f} MiB of logits in an iteration, and "
+            f"{cache / 2**10:.0f} KiB of cache per token"
+        )
 
     @property
     def allowed(self) -> str | None:

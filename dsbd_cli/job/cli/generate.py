@@ -48,6 +48,8 @@ NOT_INVARIANT = (
     "the draft or the batch: records say same-law, not same-text (see docs/numerics.md)"
 )
 
+WIDE = 32  # beams; from here on a run says what memory a row takes
+
 DEMONSTRATION = (
     "the built-in pair answers, which is for demonstration and knows two toy formats: name a model with --target "
     "(dsbd models lists names)"
@@ -228,6 +230,7 @@ def _describe(settings: RunSettings, engine: Engine) -> str:
     drafts = f"{most}{method.depth} layers of {method.drafts_per_layer} drafts" if method.depth else "no draft"
     drafts += f" by {method.drafter}" if method.depth and method.drafter != MethodConfig().drafter else ""
     allowed = f"; {engine.allowed}" if engine.allowed else ""
+    allowed += f"; {engine.footprint}" if method.num_beams >= WIDE else ""
     models = f"target {settings.target}" + (f", draft {settings.draft}" if settings.draft else "")
     models += f" ({info.dtype}, {info.device})" if info is not None else ""
     return (
