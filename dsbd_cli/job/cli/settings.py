@@ -176,7 +176,10 @@ def places(device: str | None) -> tuple[str | None, str | None]:
 
 
 def fixed_depth(pair: PairOptions, method: MethodOptions) -> MethodOptions:
-    """The options with the library's depth in place of `auto` by default, for commands that measure a forest."""
+    """The options with the library's depth in place of `auto` by default, for commands that measure a forest. Without
+    a draft it is the roots alone, with a grammar too."""
+    if pair.draft == "none" and method.drafter is None:
+        return replace(method, drafter=MethodConfig().drafter)
     drafting = pair.draft != "none" or not runs_model(str(_chosen(method)["drafter"]))
     open_ = method.depth is None and drafting
     return replace(method, depth=str(DEFAULT_DEPTH)) if open_ else method

@@ -10,6 +10,7 @@ from typing import cast
 from dsbd_cli.config import SamplingConfig
 from dsbd_cli.engine.core.protocols import TextCodec
 from dsbd_cli.errors import InvalidRowError, UsageError
+from dsbd_cli.grammars import Grammar
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
 from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.tasks.dataset import Dataset
@@ -35,6 +36,7 @@ class BenchSpec:
         notes: of the plan, to be told with the results.
         dev_records: of each data set that has dev records, at most; thresholds of rule fuzzy are chosen on them. 0:
             nothing is chosen.
+        grammar: of every answer.
         tolerance: by how much the score of a chosen threshold may be below that of the target's own law.
     """
 
@@ -48,6 +50,7 @@ class BenchSpec:
     data: str | None = None
     notes: Sequence[str] = field(default_factory=tuple)
     dev_records: int = 0
+    grammar: Grammar | None = None
     tolerance: float = DEFAULT_TOLERANCE
 
 

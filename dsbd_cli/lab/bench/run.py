@@ -213,7 +213,9 @@ class Bench:
     def _runner(self, setting: Setting) -> Runner:
         spec = self._spec
         ranked = any(dataset.ranks is not None for dataset in spec.datasets)
-        return make_runner(self._pair, setting, spec.sampling, spec.seed, spec.batch_size, ranked=ranked)
+        return make_runner(
+            self._pair, setting, spec.sampling, spec.seed, spec.batch_size, ranked=ranked, grammar=spec.grammar
+        )
 
     def _batch_size(self, setting: Setting) -> int:
         limit = getattr(setting.config, "max_batch", None)
@@ -240,6 +242,7 @@ class Bench:
             "seed": spec.seed,
             "data": spec.data,
             "notes": list(spec.notes),
+            "grammar": None if spec.grammar is None else spec.grammar.name,
             **dataclasses.asdict(spec.sampling),
         }
 
