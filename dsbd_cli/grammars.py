@@ -73,6 +73,10 @@ class Grammar:
         of a schema the message names the place, as a JSON pointer."""
         if find_spec("llguidance") is None:
             raise UsageError("a grammar needs the package llguidance: pip install 'dsbd[grammar]'")
+        try:
+            self.text.encode()
+        except UnicodeEncodeError:
+            raise UsageError("it is no valid text: it holds half a surrogate pair") from None
         if self.kind == "json_schema":
             schema = self._schema()
             source = _schema_source(schema)
@@ -102,7 +106,12 @@ class Grammar:
 def _schema_source(schema: object) -> str:
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=LAYOUT)  # type: ignore[arg-type]
+    if isinstance(schema, bool):  # llguidance takes it inside of a schema, but not as a whole one
+        schema = {"allOf": [schema]}
+    try:
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=LAYOUT)  # type: ignore[arg-type]
+    except (ValueError, RecursionError) as error:  # half a surrogate pair, a number that is too large
+        raise UsageError(f"not valid JSON: {' '.join(str(error).split())[:200]}") from None
 
 
 def _fault(source: str) -> str | None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dsbd_cli.engine.decoding import catalogues
@@ -121,6 +122,27 @@ def test_a_large_catalogue_is_kept_beside_its_file(tmp_path: Path, monkeypatch: 
     lines(path, *rows[:7])  # another content: another file
     assert len(catalogues.open_catalogues(path, codec(), 400)["a"]) == 4
     assert len(list(tmp_path.glob("c.jsonl.*.trie"))) == 2
+
+
+def test_many_catalogues_keep_one_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogues, "KEPT_FROM", 1)
+    path = lines(tmp_path / "c.jsonl", *({"text": " a", "id": at, "catalogue": f"{at}"} for at in range(40)))
+    catalogues.open_catalogues(path, codec(), 400)
+    monkeypatch.setattr(catalogues, "read_catalogues", lambda path: pytest.fail("compiled again"))
+    process = psutil.Process()
+    before = process.num_fds()
+    found = catalogues.open_catalogues(path, codec(), 400)
+    assert [one.id_of([*codec().encode_pieces([" a"])[0], 0]) for one in found.values()] == list(range(40))
+    assert process.num_fds() - before <= 1
+
+
+def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    assert len(catalogues.open_catalogues(lines(tmp_path / "c.txt", " a"), codec(), 400)[""]) == 1
 
 
 def test_a_folder_that_cannot_be_written_sends_it_to_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 from dsbd_cli.engine.core.grammar import GrammarCompiler, GrammarState
 from dsbd_cli.errors import UsageError
@@ -91,6 +92,17 @@ def test_a_vocabulary_wider_than_the_tokens() -> None:
     assert not state.allows(64)
 
 
+def test_a_tokenizer_file_that_llguidance_does_not_understand() -> None:
+    """Its tokens are spelled with the longest that fit, as those of a tokenizer without a file."""
+
+    class WordLevel(Letters):
+        def tokenizer_json(self) -> str:
+            return str(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str())
+
+    made = GrammarCompiler(WordLevel(), len(LETTERS))  # type: ignore[arg-type]
+    assert list(texts(made.start(Grammar.regex("ab|c")), 3)) == list(texts(compiler().start(Grammar.regex("ab|c")), 3))
+
+
 def test_a_grammar_is_compiled_once() -> None:
     made = compiler()
     made.start(Grammar.regex("a+"))
@@ -110,6 +122,14 @@ FAULTS = [
         ),
         r"unclosed character class \(at /\$defs/x\)",
     ),
+    (
+        Grammar.json_schema({"properties": {"a": True, "b": {"not": {}}}, "additionalProperties": False}),
+        r'"not"\] \(at /properties/b\)',
+    ),
+    (Grammar.json_schema("false"), "schema is false"),
+    (Grammar.json_schema('{"const": 1e400}'), "not valid JSON"),
+    (Grammar.json_schema('{"const": "\\ud800"}'), "not valid JSON: unexpected end of hex"),
+    (Grammar.regex("\ud800"), "half a surrogate pair"),
     (Grammar.json_schema("[1]"), "must be an object"),
     (Grammar.json_schema("{"), "not valid JSON"),
     (Grammar.regex("a(b"), "unclosed group"),

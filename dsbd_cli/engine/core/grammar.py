@@ -9,6 +9,7 @@ Letters: R requests, n nodes, V vocabulary, B = ceil(V / 32) words of a mask.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -278,13 +279,15 @@ def _filled(states: Sequence[GrammarState | None], plain: Sequence[bool], words:
 
 def _tokenizer(codec: TextCodec, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
     """The vocabulary as llguidance takes it. A fast tokenizer's own file says how texts are spelled, so that what the
-    grammar forces is in the tokens that the model knows; of others the longest tokens are taken."""
+    grammar forces is in the tokens that the model knows; of others, and of those whose file llguidance does not
+    understand, the longest tokens are taken."""
     from llguidance import LLTokenizer
 
     tokenizer_json = getattr(codec, "tokenizer_json", None)
     text = None if tokenizer_json is None else tokenizer_json()
     if text is not None:
-        return LLTokenizer(text, eos_token=list(eos_ids))
+        with contextlib.suppress(ValueError):  # as of a decoder that is neither ByteLevel nor ByteFallback
+            return LLTokenizer(text, eos_token=list(eos_ids))
     return LLTokenizer(_longest_tokens(codec, vocab_size, eos_ids[0]), eos_token=list(eos_ids))
 
 

@@ -74,8 +74,10 @@ def _places(path: Path, key: str) -> list[Path]:
     """Where the compiled file may be: beside the file, or in the user's cache."""
     if not key:
         return []
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return [path.with_name(f"{path.name}.{key[:8]}.trie"), cache / "dsbd" / f"{key}.trie"]
+    places, cache = [path.with_name(f"{path.name}.{key[:8]}.trie")], os.environ.get("XDG_CACHE_HOME")
+    with contextlib.suppress(RuntimeError):  # a user without a home, as in many containers
+        places.append(Path(cache or Path.home() / ".cache") / "dsbd" / f"{key}.trie")
+    return places
 
 
 def _keep(place: Path, key: str, catalogues: Mapping[str, Catalogue]) -> bool:
@@ -107,21 +109,21 @@ def _kept(place: Path, key: str, vocab_size: int) -> dict[str, Catalogue] | None
     try:
         with place.open("rb") as stream:
             line = stream.readline()
-        size = place.stat().st_size
         head = orjson.loads(line)
         if head["version"] != VERSION or head["key"] != key:
             return None
         at, found = len(line), {}
+        # one map of the whole file: each would keep a file open, and a file may hold thousands of catalogues
+        whole = np.memmap(place, np.uint8, "r")
         for name, fanout, counts in head["catalogues"]:
             parts = []
             for count, kind in zip(counts, (np.int64,) * 4 + (np.uint8,), strict=True):
                 at += -at % ALIGNED
-                bytes_ = count * np.dtype(kind).itemsize
-                if at + bytes_ > size:
+                past = at + count * np.dtype(kind).itemsize
+                if past > len(whole):
                     return None
-                empty = np.zeros(0, dtype=kind)
-                parts.append(np.memmap(place, kind, "r", at, (count,)) if count else empty)
-                at += bytes_
+                parts.append(whole[at:past].view(kind))
+                at = past
             keys, nodes, order, starts, ids = parts
             found[name] = Catalogue(Trie(keys, tuple(fanout), nodes, vocab_size), nodes, order, starts, ids)
     except (OSError, ValueError, KeyError, TypeError):
