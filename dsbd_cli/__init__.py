@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
-    from dsbd_cli.requests import Hypothesis, Piece, Request, RequestResult
+    from dsbd_cli.requests import Hypothesis, Piece, Request, RequestResult, TokenDetail
 
 __all__ = [
     "DsbdError",
@@ -54,6 +54,7 @@ __all__ = [
     "RequestResult",
     "RowError",
     "SamplingConfig",
+    "TokenDetail",
     "UnsupportedModelError",
     "UsageError",
     "__version__",
@@ -64,7 +65,7 @@ _HOMES = {
     "config": ("MethodConfig", "ModelSpec", "SamplingConfig"),
     "engine.decoding.engine": ("Engine",),
     "engine.decoding.load": ("load",),
-    "requests": ("Hypothesis", "Piece", "Request", "RequestResult"),
+    "requests": ("Hypothesis", "Piece", "Request", "RequestResult", "TokenDetail"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -68,6 +68,7 @@ DEFAULT_BATCH_SIZE = 8
 DEFAULT_DEPTH = 4  # where every iteration drafts as deep
 MAX_AUTO_DEPTH = 8  # where the depth is adaptive
 DEFAULT_DRAFTS = 8
+MAX_TOP_LOGPROBS = 20  # as in the OpenAI API
 
 FOLLOWING = ("depth", "adaptive_depth", "width", "drafts_per_layer")  # settings whose default follows from others
 
@@ -160,6 +161,8 @@ class SamplingConfig:
         length_penalty: score = logprob / num_tokens ** length_penalty.
         early_stopping: end as soon as num_beams hypotheses are finished.
         n_best: hypotheses reported, best first.
+        token_logprobs: report the raw log-probability of every token of every reported hypothesis.
+        top_logprobs: with them, the N likeliest tokens at every place; 0 to 20.
     """
 
     temperature: float = 1.0
@@ -171,6 +174,8 @@ class SamplingConfig:
     length_penalty: float = 1.0
     early_stopping: bool = False
     n_best: int = 1
+    token_logprobs: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         stop: object = self.stop
@@ -190,6 +195,10 @@ class SamplingConfig:
         _require(all(self.stop), "stop", self.stop, "a list of non-empty strings")
         _require(-10 <= self.length_penalty <= 10, "length_penalty", self.length_penalty, "between -10 and 10")
         _require(self.n_best >= 1, "n_best", self.n_best, "1 or more")
+        most = MAX_TOP_LOGPROBS
+        _require(0 <= self.top_logprobs <= most, "top_logprobs", self.top_logprobs, f"between 0 and {most}")
+        if self.top_logprobs and not self.token_logprobs:
+            _refuse("top_logprobs", self.top_logprobs, "token_logprobs is not asked for: ask for both")
 
 
 def check_request(sampling: SamplingConfig, rule: RuleName, num_beams: int) -> None:

@@ -184,6 +184,7 @@ def test_the_public_names() -> None:
         "RequestResult",
         "RowError",
         "SamplingConfig",
+        "TokenDetail",
         "UnsupportedModelError",
         "UsageError",
         "__version__",

@@ -86,7 +86,10 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     (line({**CHAT, "presence_penalty": 0.1}), "body.presence_penalty is 0.1, which is not supported"),
     (line({**CHAT, "best_of": 4}), "body.best_of is 4, which is not supported (the number of beams is the run's"),
     (line({**CHAT, "echo": True}), "body.echo is true, which is not supported"),
-    (line({**CHAT, "logprobs": 0}), "body.logprobs is 0, which is not supported (a native record has"),
+    (line({**CHAT, "logprobs": 0}), "body.logprobs is 0, but must be true or false"),
+    (line({"prompt": "p", "logprobs": True}, "/v1/completions"), "body.logprobs is true, but must be an integer"),
+    (line({**CHAT, "logprobs": True, "top_logprobs": 21}), "body.top_logprobs is 21, but must be between 0 and 20"),
+    (line({**CHAT, "top_logprobs": 2}), "body.top_logprobs is 2, but token_logprobs is not asked for"),
     (line({**CHAT, "response_format": {"type": "json_object"}}), "body.response_format is {'type': 'json_object'}"),
 ]
 

@@ -299,7 +299,9 @@ class Engine:
             job.stats.draft_calls += report.draft_calls
             job.used, job.trunk, job.drafted = counters["used"], counters["trunk"], counters["drafted"]
             if counters["invalid"] or counters["done"]:
-                result = _broken(job) if counters["invalid"] else collect(batch.state.finished, row, job, self.codec)
+                state = batch.state
+                broken = bool(counters["invalid"])
+                result = _broken(job) if broken else collect(state.finished, row, job, self.codec, state.trace)
                 batch.remove(row)
                 order.put(job.number, result)
             else:

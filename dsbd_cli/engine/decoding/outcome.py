@@ -15,6 +15,7 @@ from dsbd_cli.engine.core.protocols import TextCodec
 from dsbd_cli.engine.core.stops import find_stop
 from dsbd_cli.engine.decoding.jobs import Job
 from dsbd_cli.engine.decoding.state import BatchState
+from dsbd_cli.engine.decoding.trace import TokenTrace, token_details
 from dsbd_cli.errors import NumericalError
 from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult
 from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
@@ -22,8 +23,8 @@ from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
 __all__ = ["collect", "common_tokens", "record_iteration", "text_of"]
 
 
-def collect(finished: Finished, row: int, job: Job, codec: TextCodec) -> RequestResult:
-    """Result of a finished row: its n_best hypotheses, best first."""
+def collect(finished: Finished, row: int, job: Job, codec: TextCodec, trace: TokenTrace | None = None) -> RequestResult:
+    """Result of a finished row: its n_best hypotheses, best first. trace: where the row asks for it."""
     job.stats.total_s = time.perf_counter() - job.started
     sampling, eos = job.request.sampling, set(codec.eos_ids)
     names = ("score", "logprob", "length", "by_length", "tokens")
@@ -35,7 +36,10 @@ def collect(finished: Finished, row: int, job: Job, codec: TextCodec) -> Request
         ids = tokens[rank][: length[rank]]
         text = text_of(ids[:-1] if ids[-1] in eos else ids, sampling.stop, codec)
         reason: FinishReason = "length" if by_length[rank] else "stop"
-        hypotheses.append(Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank]))
+        details = None
+        if sampling.token_logprobs and trace is not None:
+            details = token_details(trace, row, rank, ids, sampling, codec.token_bytes())
+        hypotheses.append(Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank], details))
     error = None
     if not hypotheses:
         error = NumericalError("no hypothesis has a finite score: the settings of this row are too extreme")

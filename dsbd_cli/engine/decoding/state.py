@@ -13,6 +13,7 @@ from dsbd_cli.engine.core.beams import Beams, Finished, select_rows
 from dsbd_cli.engine.core.noise import seed_key
 from dsbd_cli.engine.core.probs import NEVER, Warp
 from dsbd_cli.engine.core.slots import SlotTable
+from dsbd_cli.engine.decoding.trace import TokenTrace
 from dsbd_cli.engine.drafting.text import Prompts
 
 __all__ = ["BatchState", "Limits"]
@@ -34,7 +35,7 @@ class BatchState:
     """R rows. `active` [R] bool: the row holds a request; row_key, iteration [R] int64: its noise.
 
     `sampling` is the host's copy of each row's settings, None where the row is free. `prompts` is kept only for a
-    drafter that reads the text.
+    drafter that reads the text, `trace` only while a row asks for it.
     """
 
     method: MethodConfig
@@ -48,6 +49,7 @@ class BatchState:
     warp: Warp
     sampling: list[SamplingConfig | None]
     prompts: Prompts | None = None
+    trace: TokenTrace | None = None
 
     @classmethod
     def empty(
@@ -111,6 +113,9 @@ class BatchState:
         warp.top_p[row] = SMALLEST if cold and sampling.top_p < 1 else sampling.top_p
         warp.min_p[row] = 1.0 if cold and sampling.min_p > 0 else sampling.min_p
         self.sampling[row] = sampling
+        if sampling.token_logprobs:
+            self.trace = self.trace or TokenTrace.empty(beams, self.finished)
+            self.trace.fit(beams.history.shape[2], sampling.top_logprobs)
         if self.prompts is not None:
             self.prompts.put(row, prompt)
         self._refresh()
@@ -120,6 +125,8 @@ class BatchState:
         self.active[row] = False
         self.beams.valid[row] = False
         self.sampling[row] = None
+        if not any(item is not None and item.token_logprobs for item in self.sampling):
+            self.trace = None
         self._refresh()
 
     def _refresh(self) -> None:
@@ -146,6 +153,8 @@ class BatchState:
         self.sampling = [self.sampling[row] for row in rows]
         if self.prompts is not None:
             self.prompts = self.prompts.select(index)
+        if self.trace is not None:
+            self.trace.select(index)
 
     def grow_history(self, length: int) -> None:
         """Room for `length` generated tokens."""
@@ -153,3 +162,5 @@ class BatchState:
         if more > 0:
             self.beams.history = torch.nn.functional.pad(self.beams.history, (0, more))
             self.finished.tokens = torch.nn.functional.pad(self.finished.tokens, (0, more))
+            if self.trace is not None:
+                self.trace.fit(length, 0)

@@ -29,7 +29,8 @@ MOST_NOISE = 1 << 16  # numbers
 @dataclass(slots=True)
 class Walk:
     """Outcome: final beams (pairs to be committed), steps taken [R], sum of widths [R], requests done [R], NaN rows
-    [R], counters [R, D, COUNTERS] int64 of the drafted layers."""
+    [R], counters [R, D, COUNTERS] int64 of the drafted layers; where tokens are traced, the beams (nodes) that each
+    step began with, before [R, D + 1, W]."""
 
     live: Live
     steps: Tensor
@@ -37,6 +38,7 @@ class Walk:
     done: Tensor
     invalid: Tensor
     counters: Tensor
+    before: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ def walk(state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, 
         done=way.done | invalid,
         invalid=invalid,
         counters=counters(forest, layers[: forest.depth], way.active),
+        before=None if state.trace is None else torch.stack([item.before for item in layers], 1),
     )
 
 

@@ -29,7 +29,7 @@ def native_record(row: Row, result: RequestResult | None, method: MethodRecord) 
         record["error"] = {"type": type(error).__name__, "message": str(error), "line": row.number}
         return dump_line(record)
     beams = [_beam(beam) for beam in result.hypotheses]
-    record.update(beams[0])
+    record.update({name: value for name, value in beams[0].items() if name not in _OF_TOKENS})
     record["beams"] = beams
     record["usage"] = usage(result)
     record["seed"] = result.request.seed
@@ -58,6 +58,7 @@ def step_records(steps: list[StepStats]) -> Iterator[bytes]:
         yield dump_line({**record, **_seconds(step)})
 
 
+_OF_TOKENS = ("token_ids", "token_logprobs", "top_logprobs")  # long, so they stand in the beams alone
 _STEP_FIELDS = ("id", "iteration", "passed_layers", "steps", "nodes", "kv_slots", "trunk")
 _LAYER_FIELDS = ("layer", "drafted", "live_parents", "width", "accepted", "passed")
 
@@ -76,13 +77,19 @@ def usage(result: RequestResult) -> Fields:
 
 
 def _beam(beam: Hypothesis) -> Fields:
-    return {
+    fields: Fields = {
         "text": beam.text,
         "finish_reason": beam.finish_reason,
         "logprob": beam.logprob,
         "score": beam.score,
         "num_tokens": beam.num_tokens,
     }
+    if beam.tokens is not None:
+        fields["token_ids"] = beam.token_ids
+        fields["token_logprobs"] = [token.logprob for token in beam.tokens]
+        if any(token.top for token in beam.tokens):
+            fields["top_logprobs"] = [[[other, value] for other, _, value in token.top] for token in beam.tokens]
+    return fields
 
 
 def _stats(stats: RequestStats) -> Fields:

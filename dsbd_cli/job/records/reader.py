@@ -143,6 +143,8 @@ class RowReader:
             length_penalty=number(row, "length_penalty", run.length_penalty),
             early_stopping=boolean(row, "early_stopping", run.early_stopping),
             n_best=integer(row, "n_best", run.n_best),
+            token_logprobs=boolean(row, "token_logprobs", run.token_logprobs),
+            top_logprobs=integer(row, "top_logprobs", run.top_logprobs),
         )
         check_request(sampling, self.rule, self.num_beams)
         _check_limits(row, sampling)
