@@ -23,14 +23,15 @@ LAYERS = {
     3: ("models",),
     4: ("decoding",),
     5: ("metrics", "data", "tasks", "reports", "peers"),
-    6: ("bench", "profiling"),
-    7: ("cli",),
-    8: ("__main__", "__init__"),
+    6: ("pick",),
+    7: ("bench", "profiling"),
+    8: ("cli",),
+    9: ("__main__", "__init__"),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 TORCH = ("torch",)
 TRANSFORMERS = ("transformers", "tokenizers", "huggingface_hub", "accelerate", "safetensors")
-WITHOUT_TORCH = {"cli", "data", "tasks", "__init__", "__main__", *LAYERS[0]}
+WITHOUT_TORCH = {"cli", "data", "pick", "tasks", "__init__", "__main__", *LAYERS[0]}
 MAY_USE_TRANSFORMERS = {"models", "peers"}
 
 WINGS = ("engine", "job", "lab")

@@ -18,7 +18,7 @@ from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.packing import packing_works
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 
-__all__ = ["Checkpoint", "eos_ids", "load", "load_config", "load_tokenizer"]
+__all__ = ["Checkpoint", "eos_ids", "load", "load_config", "load_tokenizer", "quiet"]
 
 Checkpoint = tuple[Any, Any]
 
@@ -36,7 +36,7 @@ def load(spec: ModelSpec) -> Checkpoint:
     UsageError (device).
     """
     placement = _placement(spec)
-    with _quiet():
+    with quiet():
         folder = locate(spec)
         config = load_config(folder, spec)
         model = _model(folder, spec, config, placement)
@@ -194,7 +194,7 @@ def _said(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps the libraries' progress bars and warnings off stderr, which is for our own messages.
 
     transformers stays quiet afterwards, because it also warns while it tokenizes and runs.
