@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
     from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.engine.decoding.load import load
+    from dsbd_cli.engine.dropin.generate import generate
+    from dsbd_cli.engine.dropin.live import from_models
     from dsbd_cli.errors import (
         DsbdError,
         InvalidRowError,
@@ -58,6 +60,8 @@ __all__ = [
     "UnsupportedModelError",
     "UsageError",
     "__version__",
+    "from_models",
+    "generate",
     "load",
 ]
 
@@ -65,6 +69,8 @@ _HOMES = {
     "config": ("MethodConfig", "ModelSpec", "SamplingConfig"),
     "engine.decoding.engine": ("Engine",),
     "engine.decoding.load": ("load",),
+    "engine.dropin.generate": ("generate",),
+    "engine.dropin.live": ("from_models",),
     "requests": ("Hypothesis", "Piece", "Request", "RequestResult", "TokenDetail"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
