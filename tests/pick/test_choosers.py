@@ -60,6 +60,17 @@ def test_votes_weighed_by_score() -> None:
     assert choice.why["share"] == pytest.approx(math.exp(-0.1) / (math.exp(-0.1) + 2 * math.exp(-2)), abs=1e-6)
 
 
+def test_votes_weighed_by_probability() -> None:
+    """Of beams: the score is per token, the logprob of the whole text."""
+    found = tuple(
+        Candidate(text, logprob, score, {}) for text, logprob, score in (("x", -9.0, -0.9), ("y", -2.0, -1.0))
+    )
+    beams = CandidateRow(0, 1, "a", "k", found)
+    assert by_vote(None, weights="score").choose(beams).why["answer"] == "x"
+    choice = by_vote(None, weights="probability").choose(beams)
+    assert (choice.why["answer"], choice.why["share"]) == ("y", pytest.approx(1 / (1 + math.exp(-7)), abs=1e-6))
+
+
 def test_no_answer_anywhere_is_the_rows_error() -> None:
     with pytest.raises(InvalidRowError, match="none of 2 candidates holds an answer"):
         by_vote(r"#### (\d+)").choose(row("a", "b"))

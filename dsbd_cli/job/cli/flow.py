@@ -15,6 +15,7 @@ from dsbd_cli.requests import Request, RequestResult
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
+    from dsbd_cli.job.cli.until import Widening
 
 __all__ = ["MakeRecord", "RowFlow", "TooManyErrorsError"]
 
@@ -63,7 +64,7 @@ class RowFlow:
                 return True
         return False
 
-    def run(self, engine: Engine, record: MakeRecord, writer: LineWriter, steps: LineWriter | None) -> None:
+    def run(self, engine: Engine | Widening, record: MakeRecord, writer: LineWriter, steps: LineWriter | None) -> None:
         """Answer every row that is not done."""
         self._record, self._writer, self._steps = record, writer, steps
         for result in engine.run(self._requests()):

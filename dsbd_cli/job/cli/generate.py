@@ -7,16 +7,17 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
 
 from dsbd_cli._version import __version__
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config import DEFAULT_BATCH_SIZE, MethodConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import grouped, help_texts
 from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, open_source
-from dsbd_cli.job.cli.flow import MakeRecord, RowFlow, TooManyErrorsError
+from dsbd_cli.job.cli.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
 from dsbd_cli.job.cli.layers import job_text
 from dsbd_cli.job.cli.messages import say, set_style, tracebacks_wanted, whole
 from dsbd_cli.job.cli.options import (
@@ -34,8 +35,9 @@ from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import Summary, rows_exit_code
 from dsbd_cli.job.cli.talk_options import TalkOptions
+from dsbd_cli.job.cli.until import WINDOW, Until, UntilOptions, Widening, until_of
 from dsbd_cli.job.data.source import LineSource
-from dsbd_cli.job.records import MethodRecord, native_record, openai_record, run_fingerprint, text_record
+from dsbd_cli.job.records import LongLine, MethodRecord, Row, native_record, openai_record, run_fingerprint, text_record
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
@@ -60,6 +62,7 @@ def generate(
     pair: PairOptions,
     method: MethodOptions,
     sampling: SamplingOptions,
+    rounds: UntilOptions,
     devices: DeviceOptions,
     talk: TalkOptions,
     job: JobOptions,
@@ -77,12 +80,14 @@ def generate(
     if talk.quiet and talk.log == "verbose":
         raise UsageError("--quiet and --log verbose cannot be used together: give one of them")
     settings = run_settings(pair, method, sampling, devices, failing, strict=files.input_format == "strict")
-    groups = (files, failing, pair, method, sampling, devices, talk)
+    until = until_of(rounds, settings.method)
+    groups = (files, failing, pair, method, sampling, rounds, devices, talk)
     if job.print_config:
         typer.echo(job_text(groups, help_texts(groups)))
         return
     check_files(files)
-    run = _Run(files, settings, devices, talk, arguments, demonstrates=pair.target is None and not talk.quiet)
+    demonstrates = pair.target is None and not talk.quiet
+    run = _Run(files, settings, devices, talk, arguments, demonstrates=demonstrates, until=until)
     if code := run.answer():
         raise typer.Exit(code)
 
@@ -99,9 +104,12 @@ class _Run:
         arguments: Sequence[str],
         *,
         demonstrates: bool,
+        until: Until | None,
     ) -> None:
-        """demonstrates: nobody has named a model, and it is to be told."""
-        self._demonstrates = demonstrates
+        """demonstrates: nobody has named a model, and it is to be told. until: rows are answered in rounds."""
+        self._demonstrates, self._until = demonstrates, until
+        self._widening: Widening | None = None
+        self._metadata: dict[int, object] = {}  # of rows that are under way
         self._files, self._settings, self._devices, self._arguments = files, settings, devices, arguments
         self._method = MethodRecord(settings.method, settings.target, settings.draft)
         self._fingerprint = run_fingerprint(
@@ -113,6 +121,8 @@ class _Run:
             strict=settings.rows.strict,
             input_format="text" if files.input_format == "text" else "auto",
             output_format=files.output_format or "native",
+            until=None if until is None else f"exec-ok on {until.check.databases.template}",
+            max_beams=None if until is None else until.widths[-1],
             dsbd=__version__,
         )
         self._signals = StopSignals(quiet=bool(talk.quiet))
@@ -141,12 +151,23 @@ class _Run:
             totals.skipped_failed, totals.retried = outputs.done.failed, outputs.retried
         return RowFlow(
             source,
-            rows.read_text if self._files.input_format == "text" else rows.read,
+            self._noted(rows.read_text if self._files.input_format == "text" else rows.read),
             self.reporter,
             done=outputs.done,
             max_errors=self._settings.max_errors,
             stopping=lambda: self._signals.number is not None,
         )
+
+    def _noted(self, read: ReadRow) -> ReadRow:
+        """Rows as they are read, so that the rounds know their metadata."""
+
+        def noting(line: bytes | LongLine, *, index: int, number: int) -> Row:
+            row = read(line, index=index, number=number)
+            if row.request is not None:
+                self._metadata[id(row.request)] = row.metadata
+            return row
+
+        return read if self._until is None else noting
 
     def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
         totals = self.reporter.totals
@@ -163,9 +184,14 @@ class _Run:
                     self.reporter.warn(NOT_INVARIANT)
             writer, steps = outputs.begin()
             self.reporter.begin(_describe(self._settings, engine), steps=lambda: engine.steps)
-            self._signals.on_stop = engine.stop
+            answering: Engine | Widening = engine
+            if self._until is not None:
+                rows = WINDOW * (self._settings.batch_size or DEFAULT_BATCH_SIZE)
+                wider = partial(self._wider, engine)
+                answering = self._widening = Widening(engine, self._until, wider, self._metadata, window=rows)
+            self._signals.on_stop = answering.stop
             try:
-                flow.run(engine, self._maker(outputs.created), writer, steps)
+                flow.run(answering, self._maker(outputs.created), writer, steps)
             except TooManyErrorsError as error:
                 raise TooManyErrorsError(f"{error}; {self._how_to_resume()}") from None
         if (number := self._signals.number) is not None:
@@ -176,7 +202,8 @@ class _Run:
                 f"{self._files.output} holds {outputs.done.left} record{'' if outputs.done.left == 1 else 's'} "
                 "of rows that are not in the input any more"
             )
-        self.reporter.summary(totals.line())
+        rounds = "" if self._widening is None else f"; {self._widening.line()}"
+        self.reporter.summary(totals.line() + rounds)
 
     def _maker(self, created: int) -> MakeRecord:
         """How this run writes a row."""
@@ -185,7 +212,8 @@ class _Run:
             return lambda row, result: openai_record(row, result, method, created)
         if form == "text":
             return text_record
-        return lambda row, result: native_record(row, result, method)
+        told = self._widening.told if self._widening is not None else lambda row: None
+        return lambda row, result: native_record(row, result, method, told(row))
 
     def _how_to_resume(self) -> str:
         """The command that goes on with this run."""
@@ -217,6 +245,23 @@ class _Run:
         if self._demonstrates:
             say(DEMONSTRATION)
         return engine
+
+    def _wider(self, engine: Engine, width: int) -> Engine:
+        """The same engine with more beams, on the same models."""
+        from dsbd_cli.engine.decoding.engine import Engine
+
+        method, settings = engine.method, self._settings
+        return Engine(
+            engine.target,
+            engine.draft,
+            engine.codec,
+            replace(method, num_beams=width, drafts_per_layer=max(method.drafts_per_layer, 2 * width)),
+            batch_size=settings.batch_size,
+            info=engine.info,
+            log_steps=engine.log_steps,
+            on_too_long=settings.on_too_long,
+            cuda_graphs=self._devices.cuda_graphs,
+        )
 
 
 def _describe(settings: RunSettings, engine: Engine) -> str:

@@ -40,7 +40,7 @@ from dsbd_cli.job.cli.talk_options import TalkOptions
 from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.source import LineSource
 from dsbd_cli.job.pick.candidates import CandidateRow, group_of_lines, record_row
-from dsbd_cli.job.pick.choosers import METRICS, ByRisk, ByScore, ByVote, Choice, Chooser
+from dsbd_cli.job.pick.choosers import METRICS, ByRisk, ByScore, ByVote, Choice, Chooser, Weights
 from dsbd_cli.job.pick.execution import DEFAULT_TIMEOUT_S, ByExecution, Databases
 from dsbd_cli.job.pick.prompts import ByReward, Prompts
 from dsbd_cli.job.records.output import dump_line
@@ -91,11 +91,12 @@ class PickOptions:
         ),
     ] = None
     weights: Annotated[
-        Literal["uniform", "score"] | None,
+        Weights | None,
         option(
             CHOICE,
             "--weights",
-            text="vote, mbr: what a candidate counts: uniform, or score: exp(score)",
+            text="vote, mbr: what a candidate counts: uniform, for independent samples; score: exp(score); probability: "
+            "exp(logprob), for beams, which are all different",
             default="uniform",
             metavar="HOW",
         ),
@@ -253,8 +254,14 @@ def _check(how: PickOptions, files: PickFiles, talk: TalkOptions) -> None:
         if files.candidates is None:
             raise UsageError("a format lines needs --candidates N: how many lines make a row")
         raise UsageError(f"--candidates {files.candidates} would do nothing without a format lines: drop it")
-    if lines and (how.by in ("score", "exec", "model") or how.weights == "score" or writes_all):
-        what = "--output-format lines" if writes_all else f"--by {how.by}" if how.weights is None else "--weights score"
+    if lines and (how.by in ("score", "exec", "model") or how.weights in ("score", "probability") or writes_all):
+        what = (
+            "--output-format lines"
+            if writes_all
+            else f"--by {how.by}"
+            if how.weights is None
+            else f"--weights {how.weights}"
+        )
         raise UsageError(f"--input-format lines holds texts alone, but {what} needs records: give those")
     for name, least in (("candidates", 1), ("max_errors", 1)):
         value = getattr(files, name)

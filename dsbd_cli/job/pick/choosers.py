@@ -15,7 +15,7 @@ from dsbd_cli.job.records.row import Fields
 
 __all__ = ["METRICS", "ByRisk", "ByScore", "ByVote", "Choice", "Chooser", "Weights", "normalised", "weights_of"]
 
-Weights = Literal["uniform", "score"]
+Weights = Literal["uniform", "score", "probability"]
 Utility = Callable[[Sequence[str]], list[list[float]]]
 
 METRICS: tuple[str, ...] = ("chrf", "bleu")
@@ -56,7 +56,7 @@ class ByVote:
 
     Attributes:
         answer: finds the answer in a text, the last match, its first group if it has one; None: the whole text.
-        weights: a candidate has one vote, or exp(score).
+        weights: what a vote counts, see weights_of.
     """
 
     answer: re.Pattern[str] | None = None
@@ -113,7 +113,7 @@ class ByRisk:
 
     Attributes:
         metric: name of the utility, one of METRICS.
-        weights: every candidate counts alike as a reference, or by the softmax of its score.
+        weights: what a candidate counts as a reference, see weights_of.
     """
 
     metric: str = "chrf"
@@ -150,11 +150,22 @@ def _utility(metric: str) -> Utility:
 
 
 def weights_of(candidates: Sequence[Candidate], weights: Weights) -> list[float]:
-    """1 for each, or exp(score) scaled so that the best has 1. Raises InvalidRowError where there are no scores."""
+    """1 for each; or exp(score), or exp(logprob), scaled so that the best has 1.
+
+    `uniform` is for independent samples, whose number says how likely they are. Beams are all different texts: what
+    they count is their `probability`. Raises InvalidRowError where there are no scores.
+    """
     if weights == "uniform":
         return [1.0] * len(candidates)
-    scores = _scores(candidates)
+    scores = _scores(candidates) if weights == "score" else _logprobs(candidates)
     return [math.exp(score - max(scores)) for score in scores]
+
+
+def _logprobs(candidates: Sequence[Candidate]) -> list[float]:
+    found = [candidate.logprob for candidate in candidates if candidate.logprob is not None]
+    if len(found) < len(candidates):
+        raise InvalidRowError("logprob is missing: only native records hold it (dsbd generate --output-format native)")
+    return found
 
 
 def _scores(candidates: Sequence[Candidate]) -> list[float]:

@@ -166,10 +166,13 @@ METHODS: dict[str, Method] = {
         independent=True,
     ),
     "beams-vote": Method(
-        "beam sampling, the commonest answer of W beams", {"rule": "coupled", "depth": 0}, BEAMS, pick="vote"
+        "beam sampling, the likeliest answer of W beams", {"rule": "coupled", "depth": 0}, BEAMS, pick="vote"
     ),
     "beams-mbr": Method(
-        "beam search, the least risk (chrF) of W beams", {"rule": "search", "depth": 0}, BEAMS, pick="mbr"
+        "beam search, the least risk (chrF) of W beams by probability",
+        {"rule": "search", "depth": 0},
+        BEAMS,
+        pick="mbr",
     ),
     "beams-exec": Method(
         "beam search, the first SQL of W beams that runs", {"rule": "search", "depth": 0}, BEAMS, pick="exec"

@@ -12,7 +12,7 @@ from dsbd_cli.engine.models.adapter import CausalForestModel
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import ModelError
 from dsbd_cli.job.pick.candidates import Candidate, CandidateRow
-from dsbd_cli.job.pick.choosers import ByRisk, ByScore, ByVote, Chooser
+from dsbd_cli.job.pick.choosers import ByRisk, ByScore, ByVote, Chooser, Weights
 from dsbd_cli.lab.bench.methods import METHODS
 from dsbd_cli.lab.bench.prepare import Prompt
 from dsbd_cli.lab.bench.sweep import Setting
@@ -129,7 +129,9 @@ class PickRunner:
             self._sampling = replace(sampling, n_best=1, early_stopping=True)
         else:
             self._sampling = replace(sampling, n_best=method.num_beams)
-        self._chooser: Chooser = {"score": ByScore, "vote": ByVote, "mbr": ByRisk}.get(how.pick, ByScore)()
+        weights: Weights = "uniform" if how.independent else "probability"
+        choosers: dict[str, Chooser] = {"vote": ByVote(weights=weights), "mbr": ByRisk(weights=weights)}
+        self._chooser = choosers.get(how.pick, ByScore())
         self._engine = Engine(pair.target, None, pair.codec, method, batch_size=batch_size, log_steps=True)
         self._models = self._engine.models
         self._bytes_per_slot = sum(model.kv_bytes_per_slot() for model in self._models)
