@@ -25,14 +25,14 @@ LAYERS = {
     5: ("dropin", "metrics", "data", "tasks", "reports", "peers"),
     6: ("pick",),
     7: ("bench", "profiling"),
-    8: ("cli",),
+    8: ("cli", "lm_eval"),
     9: ("__main__", "__init__"),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 TORCH = ("torch",)
 TRANSFORMERS = ("transformers", "tokenizers", "huggingface_hub", "accelerate", "safetensors")
 WITHOUT_TORCH = {"cli", "data", "pick", "tasks", "__init__", "__main__", *LAYERS[0]}
-MAY_USE_TRANSFORMERS = {"dropin", "models", "peers"}
+MAY_USE_TRANSFORMERS = {"dropin", "lm_eval", "models", "peers"}
 
 WINGS = ("engine", "job", "lab")
 

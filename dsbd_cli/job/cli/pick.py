@@ -95,7 +95,7 @@ class PickOptions:
         option(
             CHOICE,
             "--weights",
-            text="vote, mbr: what a candidate counts: uniform, for independent samples; score: exp(score); probability: "
+            text="vote, mbr: what a candidate counts: uniform, for samples; score: exp(score); probability: "
             "exp(logprob), for beams, which are all different",
             default="uniform",
             metavar="HOW",
