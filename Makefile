@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types docs docs-check clean
+.PHONY: help demo real test lint types docs docs-check clean
 
 # The first Python that is new enough; another one with: make PYTHON=/path/to/python
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -26,6 +26,15 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## answer sample_inputs/prompts.jsonl with the built-in pair, then the same by transformers
 	$(BIN)/dsbd generate --quiet < sample_inputs/prompts.jsonl | $(BIN)/python sample_inputs/show.py sample_inputs/prompts.jsonl
 	@$(BIN)/python sample_inputs/compare.py sample_inputs/prompts.jsonl
+
+real: $(READY) ## fetch SmolLM2-135M and Gemma-3-270m (350 MB) into models/, answer sample_inputs/text.jsonl with them
+	$(BIN)/python -m benchmarks.real smollm2-135m-instruct gemma-3-270m
+	@for model in models/smollm2-135m-instruct models/gemma-3-270m; do \
+		echo; echo "══ $$model"; \
+		$(BIN)/dsbd generate --quiet --target $$model --draft none --decode search --num-beams 8 --max-new-tokens 24 \
+			< sample_inputs/text.jsonl | $(BIN)/python sample_inputs/show.py sample_inputs/text.jsonl; \
+		$(BIN)/python sample_inputs/compare.py sample_inputs/text.jsonl $$model; \
+	done
 
 test: $(READY) ## run the whole suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q

@@ -8,7 +8,7 @@ import time
 import torch
 
 from dsbd_cli.engine.core.protocols import ForestInput
-from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.causal import CausalForestModel
 
 __all__ = ["forward_times", "weight_bytes"]
 

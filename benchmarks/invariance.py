@@ -30,7 +30,7 @@ from dsbd_cli.config import NUMERICS
 from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.decoding.compare import with_draft
 from dsbd_cli.requests import derive_seed
-from dsbd_cli.variants import TEXT_DRAFTERS
+from dsbd_cli.variants import DRAFTERS
 
 PROMPTS = (
     "The capital of France is",
@@ -84,7 +84,7 @@ class Pair:
 
     def __init__(self, target: str, drafts: Sequence[str], dtype: str, numerics: Any) -> None:
         """drafts: none, names of drafters without a model, or models."""
-        models = [name for name in drafts if name != "none" and name not in TEXT_DRAFTERS]
+        models = [name for name in drafts if name != "none" and name not in DRAFTERS]
         spec = ModelSpec(target, dtype=dtype, numerics=numerics)
         self.first = dsbd_cli.load(spec, models[0] if models else None)
         self.models: dict[str, ForestModel | None] = dict.fromkeys(models[:1], self.first.draft)
@@ -96,7 +96,7 @@ class Pair:
         settings: dict[str, Any] = {**shape, "rule": rule}
         if draft == "none":
             settings["depth"] = 0
-        elif draft in TEXT_DRAFTERS:
+        elif draft in DRAFTERS:
             settings["drafter"] = draft
         method = MethodConfig(**settings)
         return Engine(self.first.target, self.models.get(draft), self.first.codec, method, batch_size=batch_size)

@@ -24,7 +24,7 @@ from dsbd_cli.config import BUILTIN_TARGET
 from dsbd_cli.lab.tasks import TASKS
 
 SKIPPED = 2  # first iterations, which set things up
-FORWARD = "engine/models/adapter.py"
+FORWARD = "engine/models/causal.py"
 VIEWS = frozenset(
     "alias as_strided detach empty empty_like empty_strided expand flatten permute reshape select slice split "
     "split_with_sizes squeeze t transpose unbind unflatten unsqueeze view _unsafe_view _reshape_alias".split()

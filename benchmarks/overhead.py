@@ -24,7 +24,7 @@ from benchmarks.forwards import forward_times
 from benchmarks.inflate import SHAPES
 from benchmarks.speed import Bench, numbers, prepare
 from dsbd_cli import Engine, MethodConfig
-from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.causal import CausalForestModel
 
 READS = ("aten::item", "aten::_local_scalar_dense", "aten::nonzero", "Memcpy DtoH (Device -> Pageable)")
 

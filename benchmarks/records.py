@@ -98,7 +98,7 @@ def run_once(case: str, source_path: Path, output_path: Path) -> dict[str, float
             assert row.request is not None
             assert isinstance(line, bytes)
             result = answer(row.request)
-            record = native_record(row, result, method) if form == "native" else openai_record(row, result, method, 0)
+            record = native_record(row, result, method) if form == "native" else openai_record(row, result, method)
             writer.write(record)
             rows += 1
             size_in += len(line) + 1

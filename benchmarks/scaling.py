@@ -58,6 +58,9 @@ class Codec:
     def encode(self, prompt: str) -> list[int]:
         return [1]
 
+    def encode_pieces(self, texts: list[str]) -> list[list[int]]:
+        return [[1] for _ in texts]
+
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         return [1]
 

@@ -25,7 +25,7 @@ from benchmarks.inflate import SHAPES, inflate
 from benchmarks.outcome import Outcome, Runner, delivered
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config import ModelSpec
-from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.invariance import is_invariant
 from dsbd_cli.engine.models.loader import eos_ids, load_tokenizer
 from dsbd_cli.engine.models.packing import pack

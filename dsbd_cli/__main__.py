@@ -11,6 +11,14 @@ __all__ = ["main"]
 def main() -> NoReturn:
     """Entry point of the script `dsbd`."""
     try:
+        from dsbd_cli.errors import UsageError
+        from dsbd_cli.variants import find_extensions
+
+        try:
+            find_extensions()
+        except UsageError as error:
+            sys.stderr.write(f"dsbd: {error}\n")
+            sys.exit(2)
         from dsbd_cli.job.cli import app
     except KeyboardInterrupt:
         sys.stderr.write("dsbd: stopped before there was a result\n")

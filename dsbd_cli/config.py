@@ -6,41 +6,33 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import NoneType, UnionType
-from typing import Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dsbd_cli.errors import UsageError, shorten
 from dsbd_cli.variants import (
-    BRANCHING,
-    DIVERGENCE,
     DRAFTERS,
-    FALLBACK,
     FUSION,
-    FUSION_TOP_K,
-    FUZZY_LAW,
-    FUZZY_THRESHOLD,
+    GRAMMAR,
     MIN_WIDTH,
-    NGRAM,
     RULES,
     SECOND_DRAFTS,
-    TREE,
     TREE_THRESHOLD,
-    WIDTH_THRESHOLD,
     WIDTHS,
-    DivergenceName,
     Exactness,
-    FallbackName,
-    FuzzyLawName,
     Rule,
-    RuleName,
     Setting,
-    TreeName,
+    Value,
     Variant,
-    WidthName,
+    Width,
     active,
     check_drafter_name,
+    find_extensions,
+    parse,
+    parse_drafter,
 )
 
 __all__ = [
@@ -53,6 +45,8 @@ __all__ = [
     "check_value",
 ]
 
+T = TypeVar("T")
+_KINDS: dict[type[Variant], str] = {Rule: "rule", Width: "width"}
 WarpScope = Literal["pool", "beam"]
 OnTooLong = Literal["error", "truncate-left"]
 Numerics = Literal["invariant", "fast"]
@@ -67,8 +61,11 @@ BUILTIN_DRAFT = "builtin:draft"
 DEFAULT_BATCH_SIZE = 8
 DEFAULT_DEPTH = 4  # where every iteration drafts as deep
 MAX_AUTO_DEPTH = 8  # where the depth is adaptive
+MAX_CERTAIN_DEPTH = 16  # where the drafter knows which layers pass
 DEFAULT_DRAFTS = 8
 MAX_TOP_LOGPROBS = 20  # as in the OpenAI API
+SPARE_DRAFTS = 32  # of a layer, beyond the number of beams, at most
+MOST_DRAFTED = 512  # nodes of all layers, where nobody says how many
 
 FOLLOWING = ("depth", "adaptive_depth", "width", "drafts_per_layer")  # settings whose default follows from others
 
@@ -86,15 +83,6 @@ def _refuse(name: str, value: object, reason: str) -> NoReturn:
 
 def _check(setting: Setting[object], value: object) -> None:
     _require(setting.fits(value), setting.field, value, setting.expected)
-
-
-def _fuzzy_fields(fuzzy: FuzzyConfig) -> dict[str, object]:
-    return {
-        FUZZY_THRESHOLD.field: fuzzy.threshold,
-        DIVERGENCE.field: fuzzy.divergence,
-        FALLBACK.field: fuzzy.fallback,
-        FUZZY_LAW.field: fuzzy.law,
-    }
 
 
 def check_value(name: str, value: object, hint: object) -> None:
@@ -123,6 +111,8 @@ def _fits(value: object, hint: object) -> bool:
         return any(_fits(value, part) for part in parts)
     if kind is Literal:
         return isinstance(value, str) and value in parts
+    if kind is tuple and parts[-1] is not ...:
+        return isinstance(value, tuple) and len(value) == len(parts) and all(map(_fits, value, parts))
     if kind is tuple:
         return isinstance(value, tuple) and all(_fits(item, parts[0]) for item in value)
     if kind is dict:
@@ -201,7 +191,7 @@ class SamplingConfig:
             _refuse("top_logprobs", self.top_logprobs, "token_logprobs is not asked for: ask for both")
 
 
-def check_request(sampling: SamplingConfig, rule: RuleName, num_beams: int) -> None:
+def check_request(sampling: SamplingConfig, rule: str, num_beams: int) -> None:
     """What a request asks for goes together with the rule and the number of beams. Raises UsageError."""
     if sampling.temperature == 0 and not RULES[rule].cold:
         value = sampling.temperature
@@ -212,107 +202,77 @@ def check_request(sampling: SamplingConfig, rule: RuleName, num_beams: int) -> N
 
 
 @dataclass(frozen=True, slots=True)
-class FuzzyConfig:
-    """Settings of rule fuzzy.
-
-    Attributes:
-        threshold: T; a layer is taken as drafted where the divergence of the two laws is at most T. 0: only where they
-            are equal.
-        divergence: of target p and draft q: kl (KL(q || p)), kl_reversed, js, js_authors or tv.
-        fallback: above T, draw from the target (as published), or `strict`: test the drafts as rule rejection does.
-        law: which laws are compared: raw, without temperature and cuts, or warped.
-    """
-
-    threshold: float
-    divergence: DivergenceName = DIVERGENCE.default
-    fallback: FallbackName = FALLBACK.default
-    law: FuzzyLawName = FUZZY_LAW.default
-
-    def __post_init__(self) -> None:
-        for setting, value in (
-            (FUZZY_THRESHOLD, self.threshold),
-            (DIVERGENCE, self.divergence),
-            (FALLBACK, self.fallback),
-            (FUZZY_LAW, self.law),
-        ):
-            _check(setting, value)
-
-
-@dataclass(frozen=True, slots=True)
 class MethodConfig:
     """How an engine decodes; one per engine. The defaults are those of the command.
 
+    Rule, width and drafter are given by name, or spelled with their settings as on the command line:
+    `MethodConfig(rule="fuzzy:0.2,divergence=js", drafter="ngram:4", width="threshold:0.7,min=2")`.
+
     Attributes:
-        rule: verification rule: coupled, rejection, with-replacement, search or fuzzy.
+        rule: verification rule, one of variants.RULES.
         num_beams: W, live beams at most.
-        drafts_per_layer: K, drafted nodes per layer. Default: 8, or 2W if that is more.
+        drafts_per_layer: K, drafted nodes per layer. Default: 8, or 2W if that is more; above W = 32 it is W + 32.
         depth: D, drafted layers; 0 is plain beam sampling (or beam search) without a draft. Default: 8 with
-            adaptive_depth, else 4.
+            adaptive_depth, else 4; fewer where that would be more than 512 drafted nodes.
         adaptive_depth: D and K are upper bounds, and every iteration takes what measured fastest below them (the
             command's `--depth auto`). Default: where no depth is given and the text cannot depend on the forest: rules
             coupled and search at fixed width, without memory_saving.
         width: width policy of a layer, fixed (always W) or threshold. Default: threshold for rejection and
             with-replacement where drafter beam drafts, else fixed.
-        width_threshold: t, wanted chance that a layer yields its width (threshold only).
-        min_width: W_min, least width a layer may pass with (threshold only).
         warp_scope: `pool` warps the joint law over (beam, token); `beam` warps each beam's row.
         memory_saving: keep only the best beam between iterations.
         drafter: who proposes the nodes, one of variants.DRAFTERS; or two joined by +, the second of them one that reads
             text.
-        ngram: longest suffix that drafter ngram looks up, in tokens.
-        index: file of dsbd index, for drafter retrieval.
-        branching: children per node of drafter rsd-c; 0 for as many as fit.
-        tree: how drafter dynamic-tree chooses: greedy, threshold (both sampled) or top-k (deterministic).
-        tree_threshold: least value of a node with tree threshold; None is 1 / (D * K).
-        second_drafts: nodes per layer of the second of two drafters; None is K / 4.
-        fusion_top_k: what the second drafter looked up must be among this many of the draft model's best; 0: any may
-            stand.
-        fuzzy_threshold, divergence, fallback, fuzzy_law: of rule fuzzy, see FuzzyConfig; the threshold must be given.
+        settings: of rule, width and drafter, by their fields in variants; only what differs from the defaults need be
+            given. A mapping may be given; what is spelled with a name stands here, too.
     """
 
-    rule: RuleName = "coupled"
+    rule: str = "coupled"
     num_beams: int = 4
     # None is not given: what it then is follows from the others, in __post_init__
     drafts_per_layer: int = None  # type: ignore[assignment]
     depth: int = None  # type: ignore[assignment]
-    width: WidthName = None  # type: ignore[assignment]
-    width_threshold: float = WIDTH_THRESHOLD.default
-    min_width: int = MIN_WIDTH.default
+    width: str = None  # type: ignore[assignment]
     warp_scope: WarpScope = "pool"
     memory_saving: bool = False
     adaptive_depth: bool = None  # type: ignore[assignment]
     drafter: str = "beam"
-    ngram: int = NGRAM.default
-    index: str | None = None
-    branching: int = BRANCHING.default
-    tree: TreeName = TREE.default
-    tree_threshold: float | None = None
-    second_drafts: int | None = None
-    fusion_top_k: int = FUSION_TOP_K.default
-    fuzzy_threshold: float | None = None
-    divergence: DivergenceName | None = None
-    fallback: FallbackName | None = None
-    fuzzy_law: FuzzyLawName | None = None
+    settings: tuple[tuple[str, Value], ...] = ()
     _asks: str | None = field(default=None, init=False, repr=False, compare=False)  # what was given that needs a draft
 
     def __post_init__(self) -> None:
+        find_extensions()
+        self._read_spelled()
         check_types(self, open_=FOLLOWING)
         self._settle()
         self._check_variants()
         _require(self.num_beams >= 1, "num_beams", self.num_beams, "1 or more")
         _require(self.depth >= 0, "depth", self.depth, "0 (no draft) or more")
         _require(self.drafts_per_layer >= 1, "drafts_per_layer", self.drafts_per_layer, "1 or more")
-        _require(
-            1 <= self.min_width <= self.num_beams,
-            "min_width",
-            self.min_width,
-            f"between 1 and {self.num_beams} (num_beams)",
-        )
+        least, expected = self.value(MIN_WIDTH), f"between 1 and {self.num_beams} (num_beams)"
+        _require(1 <= least <= self.num_beams, MIN_WIDTH.field, least, expected)
         if self.adaptive_depth and not self.depth:
             _refuse("depth", self.depth, "adaptive_depth needs 1 or more to choose below")
         if self.depth and self.drafts_per_layer < self.required_width:
             reason = f"a layer needs {self.required_width} drafted nodes to pass: raise it, or use width threshold"
             _refuse("drafts_per_layer", self.drafts_per_layer, reason)
+
+    def _read_spelled(self) -> None:
+        """Settings that are spelled with a name, as in `ngram:4`, become settings."""
+        _require(isinstance(self.settings, Mapping | tuple), "settings", self.settings, "a table of settings")
+        given = dict(self.settings)
+        for name, table in (("rule", RULES), ("width", WIDTHS)):
+            text = getattr(self, name)
+            if isinstance(text, str):
+                chosen, some = parse(name, text, table, complete=False)
+                given |= some
+                object.__setattr__(self, name, chosen)
+        if isinstance(self.drafter, str):
+            chosen, some = parse_drafter(self.drafter, "drafter", complete=False)
+            given |= some
+            object.__setattr__(self, "drafter", chosen)
+        settings = sorted((name, value) for name, value in given.items() if value is not None)
+        object.__setattr__(self, "settings", tuple(settings))
 
     def _settle(self) -> None:
         """Defaults that follow from other settings."""
@@ -326,9 +286,14 @@ class MethodConfig:
             same_text = RULES[self.rule].exactness == "same-text"
             adaptive = depth is None and same_text and not WIDTHS[width].dynamic and not self.memory_saving
         settled = {"width": width, "adaptive_depth": adaptive}
-        settled["depth"] = (MAX_AUTO_DEPTH if adaptive else DEFAULT_DEPTH) if depth is None else depth
         drafts = given["drafts_per_layer"]
-        settled["drafts_per_layer"] = max(DEFAULT_DRAFTS, 2 * self.num_beams) if drafts is None else drafts
+        if drafts is None:
+            drafts = max(DEFAULT_DRAFTS, self.num_beams + min(self.num_beams, SPARE_DRAFTS))
+        settled["drafts_per_layer"] = drafts
+        most = max(1, MOST_DRAFTED // max(1, drafts))
+        usual = MAX_AUTO_DEPTH if adaptive else DEFAULT_DEPTH
+        usual = MAX_CERTAIN_DEPTH if self.drafter == GRAMMAR else usual
+        settled["depth"] = min(usual, most) if depth is None else depth
         asking = [name for name, value in given.items() if value and value != "fixed"]
         settled["_asks"] = asking[0] if asking else None
         for name, value in settled.items():
@@ -338,12 +303,9 @@ class MethodConfig:
         """Rule, width and drafter fit each other, and every setting is one that it may be."""
         check_drafter_name(self.drafter)
         rule, width, drafters = RULES[self.rule], WIDTHS[self.width], [DRAFTERS[name] for name in self.drafter_names]
-        acting = {setting.field for one in self.variants for setting in one.settings}
-        for variant in (*RULES.values(), *WIDTHS.values(), *DRAFTERS.values(), FUSION):
-            for setting in variant.settings:
-                self._check_setting(variant, setting, acts=setting.field in acting)
+        self._check_settings()
         if len(drafters) == 2:
-            share, most = self.second_drafts, self.drafts_per_layer - 1
+            share, most = self.value(SECOND_DRAFTS), self.drafts_per_layer - 1
             _require(most >= 1, "drafts_per_layer", self.drafts_per_layer, "2 or more for two drafters")
             _require(share is None or 1 <= share <= most, SECOND_DRAFTS.field, share, f"between 1 and {most} (K - 1)")
         if self.depth == 0 and self.drafter != MethodConfig.__dataclass_fields__["drafter"].default:
@@ -361,17 +323,47 @@ class MethodConfig:
             )
             _refuse("width", self.width, reason)
 
-    def _check_setting(self, variant: Variant, setting: Setting[object], *, acts: bool) -> None:
-        """It has a value that it may have, and none where it would do nothing."""
-        value = getattr(self, setting.field)
-        if value is not None and not acts and self.__dataclass_fields__[setting.field].default is None:
-            kind = "rule" if isinstance(variant, Rule) else "drafter"
-            _refuse(setting.field, value, f"the {kind} is {getattr(self, kind)}: only {kind} {variant.name} has one")
-        if value is None and acts and setting.required:
-            message = f"{setting.field} is missing, but {variant.name} needs it: {setting.text}"
-            raise UsageError(message, field=setting.field)
-        if value is not None:
-            _check(setting, value)
+    def _check_settings(self) -> None:
+        """Every setting has a value that it may have, and stands only where it acts."""
+        acting = {setting.field: setting for one in self.variants for setting in one.settings}
+        every: list[Variant] = [*RULES.values(), *WIDTHS.values(), *DRAFTERS.values(), FUSION]
+        owners = {setting.field: one for one in every for setting in one.settings}
+        for name, value in self.settings:
+            if name not in owners:
+                _refuse(name, value, "no rule, width or drafter has such a setting")
+            if name not in acting:
+                kind = _KINDS.get(type(owners[name]), "drafter")
+                _refuse(name, value, f"the {kind} is {getattr(self, kind)}: only {kind} {owners[name].name} has one")
+            hint = float | int if acting[name].kind is float else acting[name].kind
+            check_value(name, value, hint)
+            _require(acting[name].fits(value), name, value, acting[name].expected)
+        given = dict(self.settings)
+        for one in self.variants:
+            for setting in one.settings:
+                if setting.required and setting.field not in given:
+                    message = f"{setting.field} is missing, but {one.name} needs it: {setting.text}"
+                    raise UsageError(message, field=setting.field)
+
+    def value(self, setting: Setting[T]) -> T:
+        """The value of a variant's setting, or its default."""
+        for name, value in self.settings:
+            if name == setting.field:
+                return value  # type: ignore[return-value]
+        return setting.default
+
+    def but(self, setting: Setting[T], value: T) -> MethodConfig:
+        """The same with another value of a variant's setting. Raises UsageError where it does not act."""
+        settings: dict[str, object] = {**dict(self.settings), setting.field: value}
+        return replace(self, settings=tuple(settings.items()))  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, given: Mapping[str, object]) -> MethodConfig:
+        """From one table of its own fields and of variants' settings."""
+        own = {one.name for one in fields(cls)} - {"settings"}
+        return cls(
+            **{name: value for name, value in given.items() if name in own},  # type: ignore[arg-type]
+            settings={name: value for name, value in given.items() if name not in own},  # type: ignore[arg-type]
+        )
 
     def fit_draft(self, draft: str | None) -> MethodConfig:
         """This method, for a pair with this draft model or with none. Without one it is plain decoding, unless it was
@@ -391,18 +383,6 @@ class MethodConfig:
         return replace(self, depth=0, adaptive_depth=False, width="fixed")
 
     @property
-    def fuzzy(self) -> FuzzyConfig | None:
-        """Settings of rule fuzzy; None with any other rule."""
-        if FUZZY_THRESHOLD not in RULES[self.rule].settings or self.fuzzy_threshold is None:
-            return None
-        return FuzzyConfig(
-            threshold=self.fuzzy_threshold,
-            divergence=self.divergence or DIVERGENCE.default,
-            fallback=self.fallback or FALLBACK.default,
-            law=self.fuzzy_law or FUZZY_LAW.default,
-        )
-
-    @property
     def variants(self) -> tuple[Variant, ...]:
         """Rule, width, drafters and what fuses two of them."""
         return active(self.rule, self.width, self.drafter)
@@ -414,19 +394,18 @@ class MethodConfig:
         return (*[DRAFTERS[name] for name in names], *([FUSION] if len(names) == 2 else []))
 
     @property
-    def settings(self) -> dict[str, object]:
+    def settled(self) -> dict[str, object]:
         """Values of all variants' settings by field, also where they follow from others; None for one that does not
         act."""
-        found = {one.field: None for variant in (*self.drafters, *self.variants) for one in variant.settings}
-        settled = {
-            **{name: getattr(self, name) for name in found},
-            TREE_THRESHOLD.field: self.value_threshold,
-            SECOND_DRAFTS.field: self.second_share,
-            **({} if self.fuzzy is None else _fuzzy_fields(self.fuzzy)),
-        }
+        values: dict[str, object] = {one.field: None for some in self.drafters for one in some.settings}
         acting = [one for variant in self.variants for one in variant.settings]
-        acting = [one for one in acting if one.only is None or getattr(self, one.only[0]) == one.only[1]]
-        return {**found, **{one.field: settled[one.field] for one in acting}}
+        values |= {one.field: self.value(one) for one in acting}
+        follow = {TREE_THRESHOLD.field: self.value_threshold, SECOND_DRAFTS.field: self.second_share}
+        values |= {name: value for name, value in follow.items() if name in values}
+        for one in acting:
+            if one.only is not None and values[one.only[0]] != one.only[1]:
+                values[one.field] = None
+        return values
 
     @property
     def samples(self) -> bool:
@@ -466,17 +445,17 @@ class MethodConfig:
     @property
     def value_threshold(self) -> float:
         """Least value of a node with tree threshold."""
-        return self.tree_threshold or 1.0 / (max(1, self.depth) * self.drafts_per_layer)
+        return self.value(TREE_THRESHOLD) or 1.0 / (max(1, self.depth) * self.drafts_per_layer)
 
     @property
     def second_share(self) -> int:
         """Nodes per layer of the second of two drafters."""
-        return self.second_drafts or max(1, self.drafts_per_layer // 4)
+        return self.value(SECOND_DRAFTS) or max(1, self.drafts_per_layer // 4)
 
     @property
     def required_width(self) -> int:
         """Live beams a layer needs to pass: W, or W_min where the width is dynamic."""
-        return self.min_width if self.dynamic else self.num_beams
+        return self.value(MIN_WIDTH) if self.dynamic else self.num_beams
 
     @property
     def exactness(self) -> Exactness:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dsbd_cli.config import SamplingConfig, check_types
-from dsbd_cli.errors import RowError, UsageError
+from dsbd_cli.errors import RowError, UsageError, shorten
+from dsbd_cli.grammars import Grammar
 from dsbd_cli.stats import RequestStats
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Request",
     "RequestResult",
     "TokenDetail",
+    "check_ends",
     "check_seed",
     "derive_seed",
 ]
@@ -37,6 +39,13 @@ def check_seed(seed: object) -> None:
         raise UsageError(f"seed is {seed!r}, but must be {expected}", field="seed", value=seed, expected=expected)
 
 
+def check_ends(sampling: SamplingConfig, grammar: Grammar | None) -> None:
+    """Stop strings and a grammar do not say different things on where a text may end. Raises UsageError."""
+    if grammar is not None and sampling.stop:
+        reason = "a grammar alone says where a text may end, and one that was cut would not match it: drop it"
+        raise UsageError(f"stop is {shorten(list(sampling.stop))}, but {reason}", field="stop", value=sampling.stop)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt, and what is asked for it.
@@ -48,6 +57,9 @@ class Request:
         id: name of the request. Default: its place among the requests of its run, from 0, as text.
         seed: from 0 to 2**63 - 1. Default: derive_seed of the run's seed and the id.
         sampling: options of this request.
+        allow: the only answers that may come out: the name of a catalogue of the engine, or the answers themselves.
+            Default: the engine's only catalogue, where it has one.
+        grammar: what the whole answer must match.
     """
 
     prompt: str | None = None
@@ -57,9 +69,11 @@ class Request:
     id: str = field(default=None, kw_only=True)  # type: ignore[assignment]
     seed: int = field(default=None, kw_only=True)  # type: ignore[assignment]
     sampling: SamplingConfig = field(default_factory=SamplingConfig, kw_only=True)
+    allow: str | tuple[str, ...] | None = field(default=None, kw_only=True)
+    grammar: Grammar | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("messages", "prompt_ids"):
+        for name in ("messages", "prompt_ids", "allow"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
         check_types(self, open_=("id", "seed"))
@@ -69,6 +83,9 @@ class Request:
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
             raise UsageError(f"a request has {found}, but must have exactly one of prompt, messages and prompt_ids")
+        check_ends(self.sampling, self.grammar)
+        if self.allow is not None and self.grammar is not None:
+            raise UsageError("allow and grammar both say what may be answered: give one of them")
 
     def settled(self, number: int, run_seed: int) -> Request:
         """The request with an id and a seed. number: its place among the requests of its run."""
@@ -101,7 +118,9 @@ class TokenDetail:
 class Hypothesis:
     """A finished text. `logprob` is the raw log-probability (nats) of its tokens, the end token included, under the
     target as it was loaded: a forward in bfloat16 gives another value than one in float32. `score` = logprob /
-    num_tokens ** length_penalty; `num_tokens` counts the end token. `tokens`: of each token its log-probability, where
+    num_tokens ** length_penalty; `num_tokens` counts the end token. `answer_id`: the id that an allowed answer has in
+    its catalogue, None where it has none. `valid`: the whole text matches the request's grammar, which one that was cut
+    by max_new_tokens may not; None where there is no grammar. `tokens`: of each token its log-probability, where
     token_logprobs was asked for; they sum to `logprob`, up to its float32 rounding."""
 
     text: str
@@ -109,6 +128,8 @@ class Hypothesis:
     finish_reason: FinishReason
     logprob: float
     score: float
+    answer_id: str | int | None = None
+    valid: bool | None = None
     tokens: tuple[TokenDetail, ...] | None = None
 
     @property

@@ -1,7 +1,10 @@
-"""The variants to choose from: verification rules, width policies and drafters.
+"""The variants to choose from: verification rules, width policies, drafters and output formats.
 
-What a variant is called, which settings it has, what they may be and what it fits with is written here and nowhere
-else: config checks it, the command line spells it (`ngram:4`, `fuzzy:0.2,divergence=js`), records name it.
+What a variant is called, which settings it has, what they may be, what it fits with and where its code is, is written
+here and nowhere else: config checks it, the command line spells it (`ngram:4`, `fuzzy:0.2,divergence=js`), records name
+it.
+
+A package of somebody else adds its own through entry points of the group `dsbd`, each a Rule, a Drafter or a Format.
 """
 
 from __future__ import annotations
@@ -10,32 +13,36 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Generic, Literal, TypeVar
 
 from dsbd_cli.errors import UsageError, option_name, shorten
 
 __all__ = [
     "DRAFTERS",
+    "FORMATS",
     "FUSION",
-    "MODEL_DRAFTERS",
     "RULES",
-    "TEXT_DRAFTERS",
     "WIDTHS",
     "Drafter",
+    "Format",
     "Rule",
     "Setting",
     "Variant",
     "Width",
     "active",
     "check_drafter_name",
+    "find_extensions",
     "parse",
     "parse_drafter",
+    "register",
+    "runs_model",
+    "sampling_rules",
     "spell",
     "typed_names",
 ]
 
-RuleName = Literal["coupled", "rejection", "with-replacement", "search", "fuzzy"]
-WidthName = Literal["fixed", "threshold"]
 TreeName = Literal["greedy", "threshold", "top-k"]
 DivergenceName = Literal["kl", "kl_reversed", "js", "js_authors", "tv"]
 FallbackName = Literal["target", "strict"]
@@ -120,11 +127,25 @@ class Variant:
     """One of several ways to do a thing: its name, what it is in a few words, and its own settings.
 
     The first setting is spelled without its name.
+
+    Attributes:
+        make: `module:name` of what makes it: of a rule a class with the protocol verify.base.Rule, of a drafter a
+            function of drafting.base.DrafterInputs that returns a drafting.base.Drafter, of an output format a function
+            (row, result, method record) -> bytes. Imported when it is used.
     """
 
     name: str
     text: str
     settings: tuple[Setting[object], ...] = ()
+    make: str = ""
+
+    def load(self) -> object:
+        """What `make` names. Raises UsageError."""
+        module, _, name = self.make.partition(":")
+        try:
+            return getattr(import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UsageError(f"{self.name} cannot be used: {self.make or 'nothing'} is not there ({error})") from error
 
     @property
     def usage(self) -> str:
@@ -171,7 +192,7 @@ class Rule(Variant):
     exactness: Exactness
     samples: bool = True
     cold: bool = False
-    width: WidthName = "fixed"
+    width: str = "fixed"
     needs_draft: bool = False
     limits: tuple[Limit, ...] = ()
 
@@ -204,6 +225,18 @@ class Drafter(Variant):
     pool_law: bool = False
     fuses: bool = True
     bridges: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format(Variant):
+    """How a row's answer is written.
+
+    Attributes:
+        resumable: its lines say which rows they answer, as a native record or an OpenAI line does, so that a run can be
+            resumed.
+    """
+
+    resumable: bool = False
 
 
 def _table(*variants: V) -> dict[str, V]:
@@ -249,18 +282,21 @@ FUZZY_LAW: Setting[FuzzyLawName] = Setting(
 RULES: dict[str, Rule] = _table(
     Rule(
         name="coupled",
+        make="dsbd_cli.engine.verify.coupled:Coupled",
         text="for a seed the same text with any draft, or with none",
         exactness="same-text",
         cold=True,
     ),
     Rule(
         name="rejection",
+        make="dsbd_cli.engine.verify.rejection:Rejection",
         text="sequential tests; the same joint law",
         exactness="same-law",
         width="threshold",
     ),
     Rule(
         name="with-replacement",
+        make="dsbd_cli.engine.verify.rejection:WithReplacement",
         text="the paper's law of independent draws, duplicates kept",
         exactness="same-law",
         width="threshold",
@@ -275,6 +311,7 @@ RULES: dict[str, Rule] = _table(
     ),
     Rule(
         name="search",
+        make="dsbd_cli.engine.verify.search:Search",
         text="deterministic beam search",
         exactness="same-text",
         samples=False,
@@ -290,6 +327,7 @@ RULES: dict[str, Rule] = _table(
     ),
     Rule(
         name="fuzzy",
+        make="dsbd_cli.engine.verify.fuzzy:Fuzzy",
         text="lossy on purpose",
         settings=(FUZZY_THRESHOLD, DIVERGENCE, FALLBACK, FUZZY_LAW),
         exactness="lossy",
@@ -314,7 +352,6 @@ RULES: dict[str, Rule] = _table(
     ),
 )
 SEARCH = "search"  # the rule of --decode search
-SAMPLING_RULES = {name: rule for name, rule in RULES.items() if rule.samples}
 
 # Widths
 
@@ -402,23 +439,38 @@ FUSION_TOP_K: Setting[int] = Setting(
     zero="keep all",
 )
 
+GRAMMAR = "grammar"  # the drafter that knows which layers will pass
 DRAFTERS: dict[str, Drafter] = _table(
-    Drafter(name="beam", text="draws of the draft model's pool", runs_model=True, pool_law=True),
+    Drafter(
+        name="beam",
+        make="dsbd_cli.engine.drafting.beam:make",
+        text="draws of the draft model's pool",
+        runs_model=True,
+        pool_law=True,
+    ),
     Drafter(
         name="rsd-c",
+        make="dsbd_cli.engine.drafting.rsd:constant_branching",
         text="as many children for every node",
         settings=(BRANCHING,),
         runs_model=True,
     ),
-    Drafter(name="rsd-s", text="stochastic beam search", runs_model=True),
+    Drafter(
+        name="rsd-s",
+        make="dsbd_cli.engine.drafting.rsd:stochastic_beams",
+        text="stochastic beam search",
+        runs_model=True,
+    ),
     Drafter(
         name="dynamic-tree",
+        make="dsbd_cli.engine.drafting.dynamic:make",
         text="nodes where an acceptance is likeliest",
         settings=(TREE, TREE_THRESHOLD),
         runs_model=True,
     ),
     Drafter(
         name="bridge",
+        make="dsbd_cli.engine.drafting.bridge:make",
         text="a draft model with another tokenizer",
         runs_model=True,
         fuses=False,
@@ -426,15 +478,22 @@ DRAFTERS: dict[str, Drafter] = _table(
     ),
     Drafter(
         name="ngram",
+        make="dsbd_cli.engine.drafting.ngram:make",
         text="looked up in the text itself",
         settings=(NGRAM,),
     ),
     Drafter(
         name="retrieval",
+        make="dsbd_cli.engine.drafting.retrieval:make",
         text="looked up in your own corpus",
         settings=(INDEX,),
     ),
-    Drafter(name="trigram", text="counts of the text itself"),
+    Drafter(name="trigram", make="dsbd_cli.engine.drafting.trigram:make", text="counts of the text itself"),
+    Drafter(
+        name=GRAMMAR,
+        make="dsbd_cli.engine.drafting.grammar:make",
+        text="all that a grammar lets follow, where that is few tokens",
+    ),
 )
 FUSION = Variant(
     name="A+B",
@@ -442,8 +501,92 @@ FUSION = Variant(
     settings=(SECOND_DRAFTS, FUSION_TOP_K),
 )
 LOOKUPS = Variant(name="A+B", text="two that read text", settings=(SECOND_DRAFTS,))
-MODEL_DRAFTERS = tuple(name for name, one in DRAFTERS.items() if one.runs_model)
-TEXT_DRAFTERS = tuple(name for name, one in DRAFTERS.items() if not one.runs_model)
+
+# Output formats
+
+FORMATS: dict[str, Format] = _table(
+    Format(
+        name="native",
+        make="dsbd_cli.job.records.native:native_record",
+        text="records with scores and counters",
+        resumable=True,
+    ),
+    Format(
+        name="openai",
+        make="dsbd_cli.job.records.openai:openai_record",
+        text="lines of the OpenAI batch form",
+        resumable=True,
+    ),
+    Format(
+        name="text",
+        make="dsbd_cli.job.records.native:text_record",
+        text="the text alone, escaped as in JSON; an empty line for a row that failed",
+    ),
+)
+
+# Extensions
+
+_TABLES: dict[type[Variant], dict[str, Variant]] = {Rule: RULES, Drafter: DRAFTERS, Format: FORMATS}  # type: ignore[dict-item]
+_SPELLED = re.compile(r"[a-z][a-z0-9-]*")
+_COLUMNS = frozenset(  # what stands beside settings in a record's `method`
+    (
+        "rule num_beams drafts_per_layer depth adaptive_depth width warp_scope memory_saving drafter settings target "
+        "draft"
+    ).split()
+)
+
+
+def register(variant: Variant) -> None:
+    """Add a rule, a drafter or an output format. Raises UsageError where its name or a setting's is taken."""
+    table = _TABLES.get(type(variant))
+    if table is None:
+        raise UsageError(f"{variant!r} is no Rule, Drafter or Format of dsbd_cli.variants")
+    if not _SPELLED.fullmatch(variant.name) or variant.name in {"auto", "none"}:
+        raise UsageError(f"the name {shorten(variant.name)} must be lower-case letters, digits and hyphens")
+    if variant.name in table:
+        raise UsageError(f"there is a {type(variant).__name__.lower()} {variant.name} already")
+    tables: list[Mapping[str, Variant]] = [RULES, DRAFTERS, FORMATS, WIDTHS]
+    known = {one.field for some in tables for other in some.values() for one in other.settings}
+    for setting in variant.settings:
+        if setting.field in known | _COLUMNS or not setting.field.isidentifier():
+            raise UsageError(f"{variant.name}: the field {shorten(setting.field)} is taken, or no identifier")
+    table[variant.name] = variant
+
+
+_looked = False
+
+
+def find_extensions() -> None:
+    """Register what installed packages offer as entry points of the group `dsbd`; once in a process. Raises UsageError
+    that names the package."""
+    global _looked  # noqa: PLW0603 - once in a process
+    if _looked:
+        return
+    _looked = True  # first of all: an extension may import what asks again
+    for point in entry_points(group="dsbd"):
+        owner = "" if point.dist is None else f" of {point.dist.name} {point.dist.version}"
+        try:
+            found = point.load()
+            if not isinstance(found, Variant):
+                raise UsageError(f"{point.value} is no Rule, Drafter or Format of dsbd_cli.variants")
+            register(found)
+        except Exception as error:
+            raise UsageError(
+                f"extension {point.name}{owner} cannot be used: {error}; repair or uninstall it"
+            ) from error
+
+
+# Names
+
+
+def sampling_rules() -> dict[str, Rule]:
+    """The rules of --verify: those that sample."""
+    return {name: rule for name, rule in RULES.items() if rule.samples}
+
+
+def runs_model(drafter: str) -> bool:
+    """One drafter, or one of two joined by +, runs the draft model."""
+    return any(DRAFTERS[name].runs_model for name in drafter.split("+"))
 
 
 def check_drafter_name(drafter: str) -> None:
@@ -463,8 +606,9 @@ def check_drafter_name(drafter: str) -> None:
     if first == second:
         refuse("must be two drafters: the same one drafts the same nodes")
     if DRAFTERS[first].runs_model and DRAFTERS[second].runs_model:
+        readers = [name for name, one in DRAFTERS.items() if not one.runs_model]
         refuse(
-            f"the second of two must be one of {', '.join(TEXT_DRAFTERS)}: two that run the same draft model are no "
+            f"the second of two must be one of {', '.join(readers)}: two that run the same draft model are no "
             "faster than one"
         )
     if DRAFTERS[second].runs_model:
@@ -481,17 +625,22 @@ def active(rule: str, width: str, drafter: str) -> tuple[Variant, ...]:
 # Spelling
 
 
-def parse(option: str, text: str, variants: Mapping[str, Variant]) -> tuple[str, dict[str, Value]]:
-    """Name and settings, by their fields, of `NAME[:SETTINGS]`. Raises UsageError."""
+def parse(
+    option: str, text: str, variants: Mapping[str, Variant], *, complete: bool = True
+) -> tuple[str, dict[str, Value]]:
+    """Name and settings, by their fields, of `NAME[:SETTINGS]`. option: where it stands. complete: required settings
+    must be there. Raises UsageError."""
     name, _, settings = text.partition(":")
     if name not in variants:
-        raise UsageError(f"{option} is {shorten(name)}, but must be one of {', '.join(variants)}")
-    return name, _settings(f"{option} {text}", variants[name].usage, variants[name].settings, settings)
+        expected = f"one of {', '.join(variants)}"
+        message = f"{option} is {shorten(name)}, but must be {expected}"
+        raise UsageError(message, field=option, value=name, expected=expected)
+    return name, _settings(f"{option} {text}", variants[name].usage, variants[name].settings, settings, complete)
 
 
-def parse_drafter(text: str) -> tuple[str, dict[str, Value]]:
-    """Name and settings of `A[:SETTINGS]` or `A[:SETTINGS]+B[:SETTINGS]`. What two share stands with the second.
-    Raises UsageError."""
+def parse_drafter(text: str, option: str = "--drafter", *, complete: bool = True) -> tuple[str, dict[str, Value]]:
+    """Name and settings of `A[:SETTINGS]` or `A[:SETTINGS]+B[:SETTINGS]`. What two share stands with the second. See
+    parse. Raises UsageError."""
     parts = _parts(text)
     name = "+".join(part.partition(":")[0] for part in parts)
     check_drafter_name(name)
@@ -503,10 +652,10 @@ def parse_drafter(text: str) -> tuple[str, dict[str, Value]]:
         if place == 1:  # what both share stands with the second
             known += drafters[2].settings
             usage = f"{drafters[0].name}+{Variant(name=drafters[1].name, text='', settings=known).usage}"
-        found |= _settings(f"--drafter {text}", usage, known, part.partition(":")[2])
+        found |= _settings(f"{option} {text}", usage, known, part.partition(":")[2], complete)
     for one in (setting for part in drafters for setting in part.settings):
         if one.only is not None and one.field in found and found.get(one.only[0]) != one.only[1]:
-            raise UsageError(f"--drafter {text}: {one.name} would do nothing without {one.only[0]} {one.only[1]}")
+            raise UsageError(f"{option} {text}: {one.name} would do nothing without {one.only[0]} {one.only[1]}")
     return name, found
 
 
@@ -521,7 +670,7 @@ def _parts(text: str) -> list[str]:
     return parts
 
 
-def _settings(given: str, usage: str, known: Sequence[Setting[object]], text: str) -> dict[str, Value]:
+def _settings(given: str, usage: str, known: Sequence[Setting[object]], text: str, complete: bool) -> dict[str, Value]:
     """given: what was typed, for messages."""
     table = {one.name: one for one in known}
     found: dict[str, Value] = {}
@@ -544,7 +693,7 @@ def _settings(given: str, usage: str, known: Sequence[Setting[object]], text: st
             raise UsageError(f"{given}: {name} is {shown}, but must be {kind}{setting.expected}: it is spelled {usage}")
         found[setting.field] = read
     for setting in known:
-        if setting.required and setting.field not in found:
+        if complete and setting.required and setting.field not in found:
             raise UsageError(f"{given}: {setting.name} is missing: it is spelled {usage}")
     return found
 

@@ -1,4 +1,7 @@
-"""The same prompts by `dsbd` and by transformers' own beam search: `python compare.py prompts.jsonl`."""
+"""The same prompts by `dsbd` and by transformers' own beam search: `python compare.py prompts.jsonl [MODEL]`.
+
+MODEL: a folder; without one it is the built-in target with its draft. Both run in float32.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dsbd_cli
+from dsbd_cli.config import BUILTIN_DRAFT, BUILTIN_TARGET
 from dsbd_cli.engine.models.registry import resolve
 
 BEAMS, NEW_TOKENS = 8, 64
 
 
-def transformers_texts(prompts: list[str]) -> tuple[list[str], float]:
+def transformers_texts(target: str, prompts: list[str]) -> tuple[list[str], float]:
     """Texts and seconds of `generate(num_beams=8)` in one batch, padded on the left."""
-    folder = resolve("builtin:target").path
+    folder = resolve(target).path
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     inputs = tokenizer(prompts, return_tensors="pt", padding=True)
@@ -30,9 +34,12 @@ def transformers_texts(prompts: list[str]) -> tuple[list[str], float]:
     return tokenizer.batch_decode(answers, skip_special_tokens=True), seconds
 
 
-def dsbd_texts(prompts: list[str]) -> tuple[list[str], float]:
+def dsbd_texts(target: str, prompts: list[str]) -> tuple[list[str], float]:
     """Texts and seconds of `--decode search` in one batch."""
-    engine = dsbd_cli.load(method=dsbd_cli.MethodConfig(rule="search", num_beams=BEAMS), batch_size=len(prompts))
+    draft = BUILTIN_DRAFT if target == BUILTIN_TARGET else None
+    method = dsbd_cli.MethodConfig(rule="search", num_beams=BEAMS)
+    spec = dsbd_cli.ModelSpec(target, dtype="float32")
+    engine = dsbd_cli.load(spec, draft, method=method, batch_size=len(prompts))
     sampling = dsbd_cli.SamplingConfig(max_new_tokens=NEW_TOKENS)
     start = time.perf_counter()
     results = list(engine.run([dsbd_cli.Request(prompt, sampling=sampling) for prompt in prompts]))
@@ -43,8 +50,9 @@ def main() -> None:
     """Print the seconds of both and how many texts are equal."""
     rows = [json.loads(line) for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines() if line.strip()]
     prompts = [row["prompt"] for row in rows]
-    ours, our_seconds = dsbd_texts(prompts)
-    theirs, their_seconds = transformers_texts(prompts)
+    target = sys.argv[2] if len(sys.argv) > 2 else BUILTIN_TARGET
+    ours, our_seconds = dsbd_texts(target, prompts)
+    theirs, their_seconds = transformers_texts(target, prompts)
     equal = sum(a == b for a, b in zip(ours, theirs, strict=True))
     sys.stdout.write(
         f"\n── the same {len(prompts)} prompts by beam search, {BEAMS} beams, one batch\n"

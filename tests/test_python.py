@@ -175,7 +175,7 @@ def test_contradictions_are_told_before_the_weights_are_loaded(monkeypatch: pyte
         (MethodConfig(width="threshold"), "draft is None, but width is threshold"),
         (MethodConfig(drafts_per_layer=9), "draft is None, but drafts_per_layer is 9"),
         (MethodConfig(drafter="rsd-c"), "draft is None, but drafter rsd-c runs a draft model"),
-        (MethodConfig(rule="fuzzy", fuzzy_threshold=0.1), "draft is None, but rule fuzzy compares with a draft model"),
+        (MethodConfig(rule="fuzzy:0.1"), "draft is None, but rule fuzzy compares with a draft model"),
     ):
         with pytest.raises(UsageError, match=message):
             dsbd_cli.load(draft=None, method=method)
@@ -235,7 +235,7 @@ def test_the_defaults_are_those_of_the_command(options: MethodOptions, draft: st
     given = {name: value for name, value in vars(options).items() if value is not None}
     name, fields = parse("--verify", given.pop("verify", "coupled"), RULES)
     rule = given.pop("decode", name)
-    assert MethodConfig(rule=rule, **fields, **given).fit_draft(settings.draft) == settings.method
+    assert MethodConfig(rule=rule, settings=fields, **given).fit_draft(settings.draft) == settings.method
 
 
 def test_the_text_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,21 +9,34 @@ from typing import get_args
 import pytest
 
 from dsbd_cli import variants
-from dsbd_cli.config import FuzzyConfig, MethodConfig
-from dsbd_cli.engine import drafting, verify
+from dsbd_cli.config import MethodConfig
+from dsbd_cli.engine.verify import Rule
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli import app
-from dsbd_cli.variants import DRAFTERS, FUSION, RULES, SAMPLING_RULES, WIDTHS, Variant, parse, parse_drafter, spell
+from dsbd_cli.variants import (
+    DRAFTERS,
+    FORMATS,
+    FUSION,
+    RULES,
+    WIDTHS,
+    Variant,
+    parse,
+    parse_drafter,
+    sampling_rules,
+    spell,
+)
 
 EVERY = (*RULES.values(), *WIDTHS.values(), *DRAFTERS.values(), FUSION)
-FIELDS = {item.name: item for item in dataclasses.fields(MethodConfig)}
 
 
-def test_names_are_those_of_the_types_and_of_the_engine() -> None:
-    assert get_args(variants.RuleName) == tuple(RULES)
-    assert get_args(variants.WidthName) == tuple(WIDTHS)
-    assert set(drafting.DRAFTERS) == set(DRAFTERS)
-    assert {*verify.RULES, "fuzzy"} == set(RULES)
+def test_the_code_of_every_variant_is_there() -> None:
+    for rule in RULES.values():
+        assert Rule in rule.load().__mro__  # type: ignore[attr-defined]
+    for one in (*DRAFTERS.values(), *FORMATS.values()):
+        assert callable(one.load())
+
+
+def test_choices_are_those_of_the_types() -> None:
     choices = {setting.field: setting.choices for one in EVERY for setting in one.settings}
     assert choices["tree"] == get_args(variants.TreeName)
     assert choices["divergence"] == get_args(variants.DivergenceName)
@@ -32,11 +45,12 @@ def test_names_are_those_of_the_types_and_of_the_engine() -> None:
 
 
 @pytest.mark.parametrize("variant", EVERY, ids=lambda one: one.name)
-def test_every_setting_is_a_field_with_the_same_default(variant: Variant) -> None:
+def test_every_setting_is_a_field_of_its_own_with_a_default_that_fits(variant: Variant) -> None:
+    own = {item.name for item in dataclasses.fields(MethodConfig)}
     for setting in variant.settings:
-        assert FIELDS[setting.field].default in (None, setting.default)
+        assert setting.field not in own
         assert setting.default is None or setting.fits(setting.default)
-    assert FuzzyConfig(0.1) == MethodConfig(rule="fuzzy", fuzzy_threshold=0.1).fuzzy
+        assert setting.default is None or MethodConfig().value(setting) == setting.default
 
 
 @pytest.mark.parametrize(
@@ -50,7 +64,7 @@ def test_what_is_spelled_is_read_again(text: str) -> None:
 
 
 def test_a_rule_is_read_with_all_its_settings() -> None:
-    name, fields = parse("--verify", "fuzzy:0.2,law=warped,divergence=js", SAMPLING_RULES)
+    name, fields = parse("--verify", "fuzzy:0.2,law=warped,divergence=js", sampling_rules())
     assert (name, fields) == ("fuzzy", {"fuzzy_threshold": 0.2, "fuzzy_law": "warped", "divergence": "js"})
     assert spell(RULES[name], fields) == "fuzzy:0.2,divergence=js,law=warped"
 
@@ -68,7 +82,7 @@ def test_nothing_behind_the_colon_is_nothing() -> None:
 def test_the_page_shows_every_variant_with_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.run(["generate", "--help"]) == 0
     text = re.sub(r"[\s│]+", "", capsys.readouterr().out)
-    for one in (*SAMPLING_RULES.values(), *WIDTHS.values(), *DRAFTERS.values(), FUSION):
+    for one in (*sampling_rules().values(), *WIDTHS.values(), *DRAFTERS.values(), FUSION):
         assert re.sub(r"\s+", "", one.help) in text
         assert all(f"{setting.name}:" in one.help for setting in one.settings)
     main = text.split("Mainoptions")[1].split("Inputandoutput")[0]

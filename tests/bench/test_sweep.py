@@ -28,7 +28,10 @@ def test_every_method_of_the_table_can_be_made_with_the_defaults() -> None:
 def test_records_hold_the_settings_of_a_method_and_nothing_else() -> None:
     [setting] = plan(["dsbd-rejection"], {}).settings
     found = setting.fields()
-    assert list(found)[:6] == ["rule", "num_beams", "drafts_per_layer", "depth", "width", "width_threshold"]
+    assert list(found)[:6] == ["rule", "num_beams", "drafts_per_layer", "depth", "width", "warp_scope"]
+    [wide] = plan(["dsbd-rejection-threshold"], {"width_threshold": [0.8]}).settings
+    assert wide.fields()["width_threshold"] == 0.8
+    assert "width_threshold" not in found
     assert (found["depth"], found["width"], found["adaptive_depth"]) == (4, "fixed", False)
     assert not [name for name in found if name.startswith("_")]
 
@@ -56,7 +59,7 @@ def test_a_sweep_is_the_product_of_the_axes_that_act() -> None:
     assert names.count("dsbd-coupled W=4 D=3") == 1
     assert len(names) == 1 + 2 + 4 + 8
     assert len(set(names)) == len(names)
-    assert found.settings[-1].config == MethodConfig(width="threshold", depth=3, width_threshold=0.9)
+    assert found.settings[-1].config == MethodConfig(width="threshold:0.9", depth=3)
 
 
 def test_the_number_of_drafts_follows_the_beams_as_in_generate() -> None:

@@ -36,7 +36,7 @@ class FakeEngine:
 
     def __init__(self, method: MethodConfig, batch_size: int, log_steps: bool) -> None:
         self.method, self.batch_size, self.log_steps = method, batch_size, log_steps
-        self.info, self.stopping, self.steps = None, False, 0
+        self.info, self.stopping, self.steps, self.allowed = None, False, 0, None
 
     @property
     def exactness(self) -> Exactness:

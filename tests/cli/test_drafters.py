@@ -5,11 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from dsbd_cli.variants import DRAFTERS, MODEL_DRAFTERS
+from dsbd_cli.variants import DRAFTERS, runs_model
 from tests.cli.conftest import ROOT, Outcome, of_rule
 
 Dsbd = Callable[..., Outcome]
@@ -77,7 +78,7 @@ def test_every_drafter_is_settled(dsbd: Dsbd, drafter: str, rule: str) -> None:
     assert (method.depth, method.adaptive_depth) == ((4, False) if rule == "rejection" else (8, True))
     pool = drafter.startswith("beam")
     assert method.width == ("threshold" if rule == "rejection" and pool else "fixed")
-    assert (call["draft"] is not None) == (drafter.split("+", maxsplit=1)[0] in MODEL_DRAFTERS) == method.needs_draft
+    assert (call["draft"] is not None) == runs_model(drafter) == method.needs_draft
     [record] = outcome.records
     assert record["method"]["drafter"] == drafter
     assert ("ngram" in record["method"]) == ("ngram" in drafter)
@@ -108,7 +109,8 @@ def test_a_drafter_is_spelled_with_its_settings(
         outcome = dsbd("generate", *words)
         assert (outcome.code, outcome.err) == (0, "")
         method = outcome.loads[-1]["method"]
-        assert {name: getattr(method, name) for name in fields} == fields
+        settled = {**asdict(method), **method.settled}
+        assert {name: settled[name] for name in fields} == fields
 
 
 LINES = (ROOT / "sample_inputs" / "prompts.jsonl").read_bytes().splitlines(keepends=True)[:2]

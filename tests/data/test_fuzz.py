@@ -89,8 +89,8 @@ def check(row: Row) -> None:
         message = str(row.error)
         assert message.startswith(f"line {row.number}: ")
         assert len(message) < 400
-    native, openai = native_record(row, result, METHOD), openai_record(row, result, METHOD, 0)
-    for record in (native, openai, text_record(row, result)):
+    native, openai = native_record(row, result, METHOD), openai_record(row, result, METHOD)
+    for record in (native, openai, text_record(row, result, METHOD)):
         shown = record.decode()
         assert record.isascii() or not any(control in shown for control in CONTROLS)
         assert not any(control in shown for control in CONTROLS[:33])

@@ -91,7 +91,7 @@ def test_an_error_is_a_record() -> None:
     record = orjson.loads(native_record(row, None, METHOD))
     assert list(record) == ["schema", "index", "id", "metadata", "key", "error"]
     assert record["error"] == {"type": "InvalidRowError", "message": str(row.error), "line": 7}
-    assert text_record(row, None) == b""
+    assert text_record(row, None, METHOD) == b""
     row = row_of()
     failed = answered(row, PromptTooLongError("prompt has 9 tokens"))
     record = orjson.loads(native_record(row, failed, METHOD))
@@ -104,7 +104,7 @@ def test_nan_is_never_written(broken: dict[str, float]) -> None:
     result = answered(row, **broken)
     assert type(row_error(row, result)) is NumericalError
     assert orjson.loads(native_record(row, result, METHOD))["error"]["type"] == "NumericalError"
-    assert orjson.loads(openai_record(row, result, METHOD, 0))["response"]["status_code"] == 500
+    assert orjson.loads(openai_record(row, result, METHOD))["response"]["status_code"] == 500
     assert row_error(row, answered(row)) is None
 
 
@@ -116,9 +116,9 @@ def contained(record: bytes) -> bool:
 def test_a_text_cannot_write_outside_its_record() -> None:
     row = row_of(id=HOSTILE, metadata={HOSTILE: HOSTILE})
     result = answered(row, text=HOSTILE)
-    native, openai = native_record(row, result, METHOD), openai_record(row, result, METHOD, 0)
+    native, openai = native_record(row, result, METHOD), openai_record(row, result, METHOD)
     step = StepStats(HOSTILE, 1, 1, 2, 12, 40, 7, [LayerStats(1, 8, 4, 4, 4, True)], 0.1234567, 0.2, 0.3)
-    text = text_record(row, result)
+    text = text_record(row, result, METHOD)
     assert all(contained(record) for record in (native, openai, text, *step_records([step])))
     assert orjson.loads(native)["text"] == HOSTILE
     assert orjson.loads(native)["metadata"] == {HOSTILE: HOSTILE}
@@ -126,23 +126,23 @@ def test_a_text_cannot_write_outside_its_record() -> None:
     assert orjson.loads(b'"' + text + b'"') == HOSTILE
     failed = row_of(id=HOSTILE, metadata=HOSTILE, prompt=3, stop=HOSTILE)
     assert contained(native_record(failed, None, METHOD))
-    assert contained(openai_record(failed, None, METHOD, 0))
+    assert contained(openai_record(failed, None, METHOD))
 
 
 @given(st.text())
 def test_any_text_comes_back(text: str) -> None:
     row = row_of()
     result = answered(row, text=text)
-    for record in (native_record(row, result, METHOD), text_record(row, result)):
+    for record in (native_record(row, result, METHOD), text_record(row, result, METHOD)):
         assert contained(record)
     assert orjson.loads(native_record(row, result, METHOD))["text"] == text
-    assert json.loads(b'"' + text_record(row, result) + b'"') == text
+    assert json.loads(b'"' + text_record(row, result, METHOD) + b'"') == text
 
 
 def test_a_folder_with_a_name_that_is_no_text() -> None:
     method = MethodRecord(MethodConfig(), "folder\udcff", None)
     assert orjson.loads(native_record(row_of(), answered(row_of()), method))["method"]["target"] == "folder\\udcff"
-    assert orjson.loads(openai_record(row_of(), answered(row_of()), method, 0))["response"]["body"]["model"]
+    assert orjson.loads(openai_record(row_of(), answered(row_of()), method))["response"]["body"]["model"]
 
 
 # OpenAI batch output lines
@@ -162,7 +162,7 @@ def response(line: bytes) -> dict[str, object]:
 
 def test_completions_are_read_by_the_types_of_the_client() -> None:
     row = row_of(metadata={"k": "v"})
-    line = openai_record(row, answered(row), METHOD, 1_700_000_000)
+    line = openai_record(row, answered(row), replace(METHOD, created=1_700_000_000))
     completion = Completion.model_validate(response(line)["body"], strict=True)
     assert [choice.text for choice in completion.choices] == ["t", "t"]
     assert [choice.finish_reason for choice in completion.choices] == ["stop", "length"]
@@ -176,7 +176,9 @@ def test_completions_are_read_by_the_types_of_the_client() -> None:
 @pytest.mark.parametrize("metadata", [None, {"k": "v"}, {"k": 1, "l": [True]}, ["a"], "text", 0])
 def test_chats_are_read_by_the_types_of_the_client(metadata: object) -> None:
     row = row_of(prompt=None, messages=[{"role": "user", "content": "hi"}], metadata=metadata)
-    chat = ChatCompletion.model_validate(response(openai_record(row, answered(row), METHOD, 5))["body"], strict=True)
+    chat = ChatCompletion.model_validate(
+        response(openai_record(row, answered(row), replace(METHOD, created=5)))["body"], strict=True
+    )
     assert chat.choices[0].message.content == "t"
     assert chat.choices[0].message.role == "assistant"
     assert chat.id.startswith("chatcmpl-")
@@ -195,24 +197,26 @@ FAILURES = [
 @pytest.mark.parametrize(("error", "status", "code", "kind"), FAILURES, ids=[code for _, _, code, _ in FAILURES])
 def test_a_failed_row_has_a_status_code_and_an_error(error: RowError, status: int, code: str, kind: str) -> None:
     row = row_of()
-    line = openai_record(row, answered(row, error), METHOD, 0)
+    line = openai_record(row, answered(row, error), METHOD)
     message = f"line 7: {error}"
     assert response(line)["status_code"] == status
     assert response(line)["body"] == {"error": {"message": message, "type": kind, "param": None, "code": code}}
     assert orjson.loads(line)["error"] == {"code": code, "message": message}
-    assert response(openai_record(row_of(top_k=-1), None, METHOD, 0))["status_code"] == 400
+    assert response(openai_record(row_of(top_k=-1), None, METHOD))["status_code"] == 400
 
 
 def test_the_same_row_gives_the_same_line() -> None:
     row = row_of()
-    line = openai_record(row, answered(row), METHOD, 5)
+    line = openai_record(row, answered(row), replace(METHOD, created=5))
     again = RowReader().read(b'{"custom_id": "x", "prompt": "p"}', index=99, number=100)
-    assert openai_record(again, answered(again), METHOD, 5) == line
-    other = openai_record(row_of(prompt="q"), answered(row_of(prompt="q")), METHOD, 5)
+    assert openai_record(again, answered(again), replace(METHOD, created=5)) == line
+    other = openai_record(row_of(prompt="q"), answered(row_of(prompt="q")), replace(METHOD, created=5))
     assert orjson.loads(other)["id"] != orjson.loads(line)["id"]
     changed = MethodRecord(MethodConfig(num_beams=2), "t", "d")
     assert (
-        orjson.loads(openai_record(row, answered(row), changed, 5))["response"]["body"]["system_fingerprint"]
+        orjson.loads(openai_record(row, answered(row), replace(changed, created=5)))["response"]["body"][
+            "system_fingerprint"
+        ]
         != (orjson.loads(line)["response"]["body"]["system_fingerprint"])
     )
 
@@ -270,7 +274,7 @@ def test_openai_types_parse_the_log_probabilities() -> None:
     """Without the end token, which is no text; bytes that are half a character stand in `bytes`."""
     chat = {"messages": [{"role": "user", "content": "p"}], "prompt": None, "logprobs": True, "top_logprobs": 2}
     row = row_of(**chat)
-    body = orjson.loads(openai_record(row, answered(row, tokens=TOKENS), METHOD, 5))["response"]["body"]
+    body = orjson.loads(openai_record(row, answered(row, tokens=TOKENS), METHOD))["response"]["body"]
     found = ChatCompletion.model_validate(body, strict=True).choices[0].logprobs
     assert found is not None
     assert found.content is not None
@@ -278,7 +282,7 @@ def test_openai_types_parse_the_log_probabilities() -> None:
     assert b"".join(bytes(item.bytes or []) for item in found.content).decode() == "caf\u00e9"
     assert [item.token for item in found.content[0].top_logprobs] == ["caf", "t"]
     row = row_of(logprobs=2)
-    body = orjson.loads(openai_record(row, answered(row, tokens=TOKENS), METHOD, 5))["response"]["body"]
+    body = orjson.loads(openai_record(row, answered(row, tokens=TOKENS), METHOD))["response"]["body"]
     parts = Completion.model_validate(body, strict=True).choices[0].logprobs
     assert parts is not None
     assert (parts.token_logprobs, parts.text_offset) == ([-0.5, -0.25, 0.0], [0, 3, 4])

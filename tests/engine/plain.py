@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tests.oracles.rules import Chooser, Pair, beam_step, cold_law, cold_step, pool_law, search_layer
+from tests.oracles.rules import Chooser, Pair, beam_step, cold_law, cold_step, legal_rows, pool_law, search_layer
 
 Path = tuple[int, ...]
 Rows = Callable[[Path], Mapping[int, float]]
@@ -30,6 +30,7 @@ class Settings:
     early: bool = False
     scope: Literal["pool", "beam"] = "pool"
     search: bool = False
+    legal: Callable[[Path], Collection[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,8 @@ def decode(rows: Rows, settings: Settings, step: Step | None = None) -> tuple[Te
     finished: list[Text] = []
     for length in range(1, settings.max_new + 1):
         table = {beam: rows(path) for beam, path in enumerate(paths)}
+        legal = None if settings.legal is None else {beam: settings.legal(path) for beam, path in enumerate(paths)}
+        table = dict(legal_rows(table, legal))
         raw = {(b, v): logprobs[b] + lp for b in table for v, lp in table[b].items() if lp > -math.inf}
         last = length == settings.max_new
         if step is None:

@@ -23,7 +23,7 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.decoding.graphs import IterationGraphs
 from dsbd_cli.engine.decoding.step import Report
 from dsbd_cli.engine.models import adapter
-from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.pretend import DEVICE, pretend
 from tests.engine.test_graphs import FakeRecorder

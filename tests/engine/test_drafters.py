@@ -242,8 +242,8 @@ def test_a_fused_draft_has_run_all_that_survives(drafter: str, changing: bool, i
     """With one model as target and draft, both must say the same of every node, also behind added ones, and after
     iterations without drafts. No node is run twice."""
     target, draft = Watched(VOCABULARY, 3), Watched(VOCABULARY, 3)
-    lookup = index if "retrieval" in drafter else None
-    method = MethodConfig(drafter=drafter, num_beams=3, drafts_per_layer=8, depth=3, index=lookup, second_drafts=5)
+    settings = {"second_drafts": 5, **({"index": index} if "retrieval" in drafter else {})}
+    method = MethodConfig(drafter=drafter, num_beams=3, drafts_per_layer=8, depth=3, settings=settings)
     engine = Engine(target, draft, NumberCodec(VOCABULARY, (2,)), method, batch_size=4)
     if changing:
         engine._planner = RandomPlanner(3, 3, 8)

@@ -8,14 +8,13 @@ import math
 import pytest
 import torch
 
-from dsbd_cli.config import FuzzyConfig, MethodConfig
+from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.verify import RULES, make_rule
+from dsbd_cli.engine.verify import make_rule
 from dsbd_cli.engine.verify.divergence import divergence
 from dsbd_cli.engine.verify.fuzzy import Fuzzy, layer_divergence
 from dsbd_cli.errors import UsageError
-from dsbd_cli.variants import DIVERGENCE
-from dsbd_cli.variants import RULES as RULE_NAMES
+from dsbd_cli.variants import DIVERGENCE, FUZZY_THRESHOLD, RULES
 from tests.engine.layers import WARPED, Layer, random_layer
 from tests.engine.plain import Settings
 from tests.engine.test_law import exact_law, excess, run_engine
@@ -57,10 +56,9 @@ def laws(layer: Layer, row: int, law: str) -> tuple[dict[Pair, float], dict[Pair
 @pytest.mark.parametrize("law", ["raw", "warped"])
 @pytest.mark.parametrize("settings", WARPED[:2])
 def test_divergence_equals_its_oracle(settings: tuple[float, int, float, float], law: str, name: str) -> None:
-    config = FuzzyConfig(0.1, divergence=name, law=law)  # type: ignore[arg-type]
-    layer = random_layer(Fuzzy(config), 40, 5, settings)
+    layer = random_layer(Fuzzy(0.1), 40, 5, settings)
     assert layer.view.drafts is not None
-    found = layer_divergence(layer.view, layer.view.drafts, config)
+    found = layer_divergence(layer.view, layer.view.drafts, name, law)  # type: ignore[arg-type]
     for row in range(40):
         assert float(found[row]) == pytest.approx(oracle_divergence(*laws(layer, row, law), name), rel=1e-4, abs=1e-5)
 
@@ -68,8 +66,7 @@ def test_divergence_equals_its_oracle(settings: tuple[float, int, float, float],
 @pytest.mark.parametrize("settings", WARPED)
 @pytest.mark.parametrize("fallback", ["target", "strict"])
 def test_fuzzy_equals_its_oracle(settings: tuple[float, int, float, float], fallback: str) -> None:
-    config = FuzzyConfig(0.2, divergence="js", fallback=fallback, law="raw")  # type: ignore[arg-type]
-    rule = Fuzzy(config)
+    rule = Fuzzy(0.2, divergence="js", fallback=fallback, law="raw")  # type: ignore[arg-type]
     layer = random_layer(rule, ROWS, 8, settings)
     view = layer.view
     view.logprob = view.logprob.clamp(min=-50)  # no token is impossible: which ones are is no business of this rule
@@ -103,7 +100,7 @@ def test_equal_laws_have_no_divergence() -> None:
 
 def fuzzy_engine(draft: TableLM | None, settings: Settings, **method: object) -> Engine:
     target, other = table_pair(7, 3, noise=1.0)
-    config = MethodConfig(rule="fuzzy", num_beams=settings.width, **method)  # type: ignore[arg-type]
+    config = MethodConfig.of({"rule": "fuzzy", "num_beams": settings.width, **method})
     return Engine(target, draft or other, NumberCodec(3, tuple(settings.ends)), config, batch_size=400)
 
 
@@ -164,17 +161,17 @@ def test_at_the_largest_divergence_the_text_is_the_draft_s() -> None:
 )
 def test_what_does_not_fit_is_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        MethodConfig(**{"rule": "fuzzy", **settings})  # type: ignore[arg-type]
+        MethodConfig.of({"rule": "fuzzy", **settings})
 
 
 def test_the_output_is_lossy() -> None:
-    method = MethodConfig(rule="fuzzy", fuzzy_threshold=0.3)
+    method = MethodConfig(rule="fuzzy:0.3")
     assert method.exactness == "lossy"
-    assert method.fuzzy == FuzzyConfig(0.3, "kl", "target", "raw")
+    assert (method.rule, method.value(FUZZY_THRESHOLD), method.value(DIVERGENCE)) == ("fuzzy", 0.3, "kl")
     assert dataclasses.replace(method, memory_saving=True).exactness == "lossy"
 
 
 def test_every_rule_of_the_settings_can_be_made() -> None:
-    for name in RULE_NAMES:
-        method = MethodConfig(rule=name, fuzzy_threshold=0.1 if name == "fuzzy" else None)  # type: ignore[arg-type]
-        assert isinstance(make_rule(method), Fuzzy if name == "fuzzy" else RULES[name])
+    for name, rule in RULES.items():
+        made = make_rule(MethodConfig(rule="fuzzy:0.1" if name == "fuzzy" else name))
+        assert type(made) is rule.load()

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.noise import DRAFT, gumbel, stream_key
 from dsbd_cli.engine.core.probs import row_law
 from dsbd_cli.engine.drafting.base import LayerDrafts, fuse, record_law
-from dsbd_cli.engine.verify import RULES
+from dsbd_cli.engine.verify import make_rule
 from dsbd_cli.engine.verify.base import DraftedLayer, entry_index
 from tests.engine.layers import WARPED, Layer, random_layer, warp_of
 from tests.engine.test_twins import LayerNoise, assert_same
@@ -70,7 +71,7 @@ def oracle_nodes(layer: Layer, row: int, scope: str, log_q: Tensor) -> list[Node
 @pytest.mark.parametrize("scope", ["pool", "parent"])
 @pytest.mark.parametrize("others", [0, 4])
 def test_mixed_layers_equal_their_oracle(scope: str, others: int, settings: tuple[float, int, float, float]) -> None:
-    rule = RULES["rejection"]()
+    rule = make_rule(MethodConfig(rule="rejection"))
     layer = random_layer(rule, ROWS, 17 + others, settings)
     log_q = redraft(layer, scope, settings, others)
     draws = rule.verify(layer.view)
@@ -90,7 +91,7 @@ def test_mixed_layers_equal_their_oracle(scope: str, others: int, settings: tupl
 
 
 def test_a_layer_without_a_law_has_only_deterministic_nodes() -> None:
-    rule = RULES["rejection"]()
+    rule = make_rule(MethodConfig(rule="rejection"))
     layer = random_layer(rule, ROWS, 3, WARPED[0])
     assert layer.view.drafts is not None
     layer.view.drafts.law = None

@@ -9,7 +9,7 @@ from torch import Tensor
 from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.requests import Request
 from tests.engine.toys import NumberCodec, TableLM, table_pair

@@ -13,7 +13,7 @@ import torch
 
 from dsbd_cli import MethodConfig, Request, SamplingConfig, UsageError
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.causal import CausalForestModel
 from tests.engine.test_transformers import model, prompts
 from tests.engine.toys import NumberCodec
 from tests.models.tiny import V

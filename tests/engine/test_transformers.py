@@ -16,7 +16,7 @@ import torch
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.requests import Request
 from tests.engine.toys import NumberCodec
 from tests.models.tiny import V, build

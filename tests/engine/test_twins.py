@@ -13,8 +13,9 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.noise import ACCEPT, COMPLETION, RESIDUAL, gumbel, path_gumbel, stream_key, uniform
-from dsbd_cli.engine.verify import RULES, LayerDraws
+from dsbd_cli.engine.verify import LayerDraws, make_rule
 from dsbd_cli.engine.verify.base import entry_index
 from dsbd_cli.engine.verify.rejection import draft_law_at
 from dsbd_cli.engine.verify.width import expected_width as expected_width_tensor
@@ -89,8 +90,8 @@ def nodes_of(layer: Layer, row: int, expected: LayerResult) -> list[int]:
 @pytest.mark.parametrize("settings", WARPED)
 @pytest.mark.parametrize("seed", range(4))
 def test_rejection_equals_its_oracle(settings: tuple[float, int, float, float], seed: int) -> None:
-    layer = random_layer(RULES["rejection"](), ROWS, seed, settings)
-    draws = RULES["rejection"]().verify(layer.view)
+    layer = random_layer(make_rule(MethodConfig(rule="rejection")), ROWS, seed, settings)
+    draws = make_rule(MethodConfig(rule="rejection")).verify(layer.view)
     for row in range(ROWS):
         expected = verify_layer_rejection(
             layer.law(row),
@@ -111,9 +112,9 @@ def test_rejection_equals_its_oracle(settings: tuple[float, int, float, float], 
 def test_with_replacement_equals_its_oracle(settings: tuple[float, int, float, float], seed: int) -> None:
     """Without end tokens: completing draws then have one noise array each on both sides (ends have a test of their
     law)."""
-    layer = random_layer(RULES["with-replacement"](), ROWS, seed, settings)
+    layer = random_layer(make_rule(MethodConfig(rule="with-replacement")), ROWS, seed, settings)
     layer.view.ends = torch.zeros_like(layer.view.ends)
-    draws = RULES["with-replacement"]().verify(layer.view)
+    draws = make_rule(MethodConfig(rule="with-replacement")).verify(layer.view)
     for row in range(ROWS):
         expected = verify_layer_with_replacement(
             layer.law(row),
@@ -140,9 +141,9 @@ def _named(layer: Layer, row: int, values: torch.Tensor) -> Mapping[Pair, float]
 @pytest.mark.parametrize("settings", WARPED)
 @pytest.mark.parametrize("seed", range(4))
 def test_coupled_equals_its_oracle(settings: tuple[float, int, float, float], seed: int) -> None:
-    layer = random_layer(RULES["coupled"](), ROWS, seed, settings)
+    layer = random_layer(make_rule(MethodConfig(rule="coupled")), ROWS, seed, settings)
     view = layer.view
-    draws = RULES["coupled"]().verify(view)
+    draws = make_rule(MethodConfig(rule="coupled")).verify(view)
     shared = path_gumbel(view.path, view.tokens)
     key = stream_key(view.row_key, view.iteration, view.layer, COMPLETION).view(-1, 1, 1)
     fresh = gumbel(key, entry_index(view.tokens))
@@ -155,11 +156,11 @@ def test_coupled_equals_its_oracle(settings: tuple[float, int, float, float], se
 
 @pytest.mark.parametrize("seed", range(4))
 def test_search_equals_its_oracle(seed: int) -> None:
-    layer = random_layer(RULES["coupled"](), ROWS, seed, (1.0, 0, 1.0, 0.0))
+    layer = random_layer(make_rule(MethodConfig(rule="coupled")), ROWS, seed, (1.0, 0, 1.0, 0.0))
     view = layer.view
     view.log_p = torch.where(view.valid.unsqueeze(-1), view.logprob, -torch.inf)
     view.width = torch.full_like(view.width, 3)
-    draws = RULES["search"]().verify(view)
+    draws = make_rule(MethodConfig(rule="search")).verify(view)
     for row in range(ROWS):
         scores = {
             (beam, int(view.tokens[row, beam, column])): float(view.log_p[row, beam, column])
@@ -174,7 +175,7 @@ def test_search_equals_its_oracle(seed: int) -> None:
 @pytest.mark.parametrize("threshold", [0.3, 0.7, 0.9])
 @pytest.mark.parametrize("closeness", [0.3, 0.9, 0.97])
 def test_width_equals_its_oracle(threshold: float, closeness: float) -> None:
-    layer = random_layer(RULES["rejection"](), ROWS, 11, (1.0, 5, 1.0, 0.0), closeness)
+    layer = random_layer(make_rule(MethodConfig(rule="rejection")), ROWS, 11, (1.0, 5, 1.0, 0.0), closeness)
     view = layer.view
     assert view.drafts is not None
     q = draft_law_at(view, view.drafts).exp()
@@ -187,8 +188,8 @@ def test_width_equals_its_oracle(threshold: float, closeness: float) -> None:
 
 def test_every_kind_of_layer_occurs() -> None:
     """The twin tests would say little if the random layers never passed, never failed or never met an end token."""
-    layer = random_layer(RULES["rejection"](), 600, 5, (1.0, 0, 1.0, 0.0))
-    draws = RULES["rejection"]().verify(layer.view)
+    layer = random_layer(make_rule(MethodConfig(rule="rejection")), 600, 5, (1.0, 0, 1.0, 0.0))
+    draws = make_rule(MethodConfig(rule="rejection")).verify(layer.view)
     assert 60 < int(draws.passed.sum()) < 540
     assert int(draws.ends.any(1).sum()) > 60
     assert {0, 1, 2} <= set(draws.accepted.tolist())

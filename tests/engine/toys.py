@@ -99,6 +99,9 @@ class NumberCodec:
     def encode(self, prompt: str) -> list[int]:
         return [int(word) for word in prompt.split()]
 
+    def encode_pieces(self, texts: list[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         return self.encode(" ".join(message["content"] for message in messages))
 

@@ -40,12 +40,16 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """A language model given by a random table, with the warp that its laws go through."""
+    """A language model given by a random table, with the warp that its laws go through.
+
+    answers: the only texts that it may say, their end tokens included; none: any.
+    """
 
     seed: int
     tokens: int
     zeros: int = 0
     warp: dict[str, object] = field(default_factory=dict)
+    answers: tuple[Path, ...] = ()
     rows: dict[Path, dict[int, float]] = field(default_factory=dict, compare=False)
     pools: dict[tuple[tuple[int, Beam], ...], Pool] = field(default_factory=dict, compare=False)
 
@@ -59,8 +63,19 @@ class Model:
         if key not in self.pools:
             rows = {index: self.row(beam.path) for index, beam in beams.items()}
             weights = {index: beam.weight for index, beam in beams.items()}
-            self.pools[key] = pool_law(weights, rows, **self.warp)  # type: ignore[arg-type]
+            legal = {index: self.legal(beam.path) for index, beam in beams.items()} if self.answers else None
+            self.pools[key] = self.law(weights, rows, legal)
         return self.pools[key]
+
+    def law(
+        self, weights: dict[int, float], rows: dict[int, dict[int, float]], legal: dict[int, set[int]] | None
+    ) -> Pool:
+        """The pool law; what a mutant gets wrong."""
+        return pool_law(weights, rows, legal=legal, **self.warp)  # type: ignore[arg-type]
+
+    def legal(self, path: Path) -> set[int]:
+        """Tokens that some answer goes on with."""
+        return {one[len(path)] for one in self.answers if len(one) > len(path) and one[: len(path)] == path}
 
 
 def child(beams: dict[int, Beam], pool: Pool, pair: Pair) -> Beam:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
-from dsbd_cli.engine.models.adapter import CausalForestModel
 from dsbd_cli.engine.models.attention import NAME
+from dsbd_cli.engine.models.causal import CausalForestModel
 from tests.models.tiny import FIT, Row, build, forest_input, plain_logits, worst
 
 SLOTS = 64

@@ -13,7 +13,7 @@ from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.decoding import prefill
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.models import attention
-from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.invariance import Company, _logits, is_invariant
 from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.pair import load_model, load_pair

@@ -52,16 +52,18 @@ def test_unknown_name_builtin_and_file(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "folder with config"])
-def test_gguf_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+def test_gguf_is_a_file_or_the_only_one_of_a_folder(tmp_path: Path) -> None:
     """Guards "holds no config.json", which does not say that the form is the reason."""
     file = tmp_path / "model.Q4.gguf"
     file.touch()
-    if kind == "folder with config":
-        (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelNotFoundError, match="is GGUF, which is not read: load it with transformers") as caught:
-        locate(ModelSpec(str(file if kind == "file" else tmp_path)))
-    assert "\n" not in str(caught.value)
+    (tmp_path / "config.json").write_text("{}")
+    assert locate(ModelSpec(str(file))) == locate(ModelSpec(str(tmp_path))) == file
+    (tmp_path / "model.Q8.GGUF").touch()
+    (tmp_path / "other.gguf").touch()
+    with pytest.raises(ModelNotFoundError, match=r"holds 2 GGUF files: give one of model\.Q4\.gguf, other\.gguf"):
+        locate(ModelSpec(str(tmp_path)))
+    with pytest.raises(ModelNotFoundError, match="there is no such file"):
+        locate(ModelSpec("gone.gguf"))
 
 
 def test_user_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsbd_cli.engine.models.adapter import CausalForestModel, MaskPlan
+from dsbd_cli.engine.models.adapter import MaskPlan
+from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.selftest import self_test
 from dsbd_cli.errors import UnsupportedModelError
 from tests.models.tiny import FIT, UNFIT, build

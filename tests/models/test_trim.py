@@ -16,7 +16,7 @@ from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
-from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.head import HEAD_FILE
 from dsbd_cli.engine.models.pair import load_model, load_pair
 from dsbd_cli.engine.models.trim import choose_ids, count_texts, trim

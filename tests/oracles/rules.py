@@ -39,6 +39,7 @@ __all__ = [
     "coupled_layer",
     "draft_layer",
     "enumerate_law",
+    "legal_rows",
     "normalise",
     "pool_law",
     "search_layer",
@@ -105,12 +106,15 @@ def pool_law(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    legal: Mapping[int, Collection[int]] | None = None,
 ) -> Pool:
     """P(i, v) of live beams with weights s_i and rows log p(v | x^i).
 
-    Scope `pool` warps the joint law and accumulates raw logs; `beam` warps each beam's row, renormalises it and
-    accumulates its logs.
+    legal: tokens that may follow each beam; the others have no mass, and what is legal keeps its log p. Scope `pool`
+    warps the joint law and accumulates raw logs; `beam` warps each beam's row, renormalises it and accumulates its
+    logs.
     """
+    rows = legal_rows(rows, legal)
     if scope == "pool":
         joint = {(beam, token): weights[beam] + row for beam in weights for token, row in rows[beam].items()}
         return Pool(warp(joint, temperature, top_k, top_p, min_p), joint)
@@ -121,21 +125,31 @@ def pool_law(
     return Pool(warp(joint), joint)
 
 
+def legal_rows(
+    rows: Mapping[int, Mapping[int, float]], legal: Mapping[int, Collection[int]] | None
+) -> Mapping[int, Mapping[int, float]]:
+    """The rows without illegal tokens. They are not normalised again."""
+    if legal is None:
+        return rows
+    return {beam: {token: row[token] for token in row if token in legal[beam]} for beam, row in rows.items()}
+
+
 def cold_law(
     weights: Mapping[int, float],
     rows: Mapping[int, Mapping[int, float]],
     scope: Literal["pool", "beam"] = "pool",
     top_k: int = 0,
+    legal: Mapping[int, Collection[int]] | None = None,
 ) -> Pool:
     """The pool at temperature 0, for cold_step: masses in the order in which the limit draws the pairs.
 
     Weights of scope `beam` are T s in the limit: how far the tokens of a beam are below the best ones of their rows.
     """
     if scope == "pool":
-        return pool_law(weights, rows, scope, 1.0, top_k)
-    joint = {}
+        return pool_law(weights, rows, scope, 1.0, top_k, legal=legal)
+    rows, joint = legal_rows(rows, legal), {}
     for beam, weight in weights.items():
-        best = max(rows[beam].values())
+        best = max(rows[beam].values(), default=0.0)
         joint.update({(beam, token): weight + rows[beam][token] - best for token in warp(rows[beam], 1.0, top_k)})
     return Pool(warp(joint), joint)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig, load
-from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.packing import PackedLinear, packing_works
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import UsageError

@@ -11,6 +11,7 @@ from dsbd_cli import Engine, MethodConfig, Request, RequestResult, SamplingConfi
 from dsbd_cli.lab.profiling.acceptance import LayerProbe, Rates, acceptance_rates, first_drafts, passes
 from dsbd_cli.lab.profiling.probe import DraftProbe, SlotProbe
 from dsbd_cli.lab.profiling.watch import watch
+from dsbd_cli.variants import MIN_WIDTH, WIDTH_THRESHOLD
 from tests.engine.toys import NumberCodec, table_pair
 
 VOCABULARY = 12
@@ -20,7 +21,7 @@ METHODS = [
     MethodConfig(rule="rejection", num_beams=3, drafts_per_layer=8, depth=3, width="fixed"),
     MethodConfig(rule="with-replacement", num_beams=3, drafts_per_layer=8, depth=3, width="fixed"),
     MethodConfig(rule="coupled", num_beams=3, drafts_per_layer=8, depth=3, width="threshold"),
-    MethodConfig(rule="rejection", num_beams=3, drafts_per_layer=8, depth=3, width="threshold", min_width=2),
+    MethodConfig(rule="rejection", num_beams=3, drafts_per_layer=8, depth=3, width="threshold:min=2"),
 ]
 
 
@@ -36,11 +37,11 @@ def run(method: MethodConfig, count: int, probe: DraftProbe | SlotProbe | None =
 
 
 def name(method: MethodConfig) -> str:
-    return f"{method.rule}-{method.width}-{method.min_width}"
+    return f"{method.rule}-{method.width}-{method.value(MIN_WIDTH)}"
 
 
 def probe_for(method: MethodConfig, drafts: list[int]) -> DraftProbe:
-    threshold = method.width_threshold if method.width == "threshold" else None
+    threshold = method.value(WIDTH_THRESHOLD) if method.width == "threshold" else None
     return DraftProbe(drafts, method.num_beams, threshold)
 
 
@@ -59,7 +60,7 @@ def test_the_replay_of_what_was_drafted_is_what_the_engine_said(method: MethodCo
             kept = first_drafts(probed, kept, 8)
             width = method.num_beams
             if probed.widths is not None:
-                width = max(min(probed.widths[8], method.num_beams), method.min_width)
+                width = max(min(probed.widths[8], method.num_beams), method.value(MIN_WIDTH))
                 assert width == layer.width
             assert passes(probed, kept, width)[0] == layer.passed
             verdicts[layer.passed] += 1

@@ -79,7 +79,7 @@ def test_a_profile_without_curves_can_be_drawn_and_shown() -> None:
 @pytest.mark.parametrize("width", [80, 120])
 def test_tables_fit_the_terminal(width: int) -> None:
     """Guards cells that are cut and numbers that are wrapped."""
-    wide = MethodConfig(rule="rejection", num_beams=4, drafts_per_layer=8, depth=6, width="threshold", min_width=2)
+    wide = MethodConfig(rule="rejection", num_beams=4, drafts_per_layer=8, depth=6, width="threshold:min=2")
     found, _, _ = profiled(1e-6, 60, wide)
     screen = Console(file=io.StringIO(), width=width)
     for part in profile_tables(found):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsbd_cli import DsbdError, Engine, MethodConfig, Request, SamplingConfig
-from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.sizes import size_of
 from dsbd_cli.lab.profiling.curves import forest_input, measure_forwards
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
@@ -186,10 +186,10 @@ def test_the_time_of_lookups_is_in_the_layers_whether_forwards_are_logged_or_not
 
 
 def test_settings_and_methods_go_back_and_forth() -> None:
-    dynamic = MethodConfig(num_beams=3, drafts_per_layer=6, depth=2, width="threshold", min_width=2)
+    dynamic = MethodConfig(num_beams=3, drafts_per_layer=6, depth=2, width="threshold:min=2")
     assert setting_of(dynamic) == ForestSize(2, 6, 2)
     assert method_for(dynamic, ForestSize(1, 4, 3)) == MethodConfig(
-        num_beams=3, drafts_per_layer=4, depth=1, width="threshold", min_width=3
+        num_beams=3, drafts_per_layer=4, depth=1, width="threshold:min=3"
     )
     plain = method_for(dynamic, NO_DRAFT)
     assert (plain.depth, plain.width, setting_of(plain)) == (0, "fixed", NO_DRAFT)

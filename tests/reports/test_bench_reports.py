@@ -17,6 +17,7 @@ from rich.text import Text
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.bench.methods import METHODS
+from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Choice, Energy, Interval, pareto_front
 from dsbd_cli.lab.reports.bench_json import json_lines
 from dsbd_cli.lab.reports.bench_markdown import markdown_page
@@ -210,7 +211,7 @@ def test_every_json_line_is_complete_by_itself() -> None:
 def test_settings_that_do_not_act_are_null() -> None:
     def written(**changed: object) -> dict[str, object]:
         config = MethodConfig(**changed)  # type: ignore[arg-type]
-        one = dataclasses.replace(row("sql", "greedy", 0), settings=dataclasses.asdict(config))
+        one = dataclasses.replace(row("sql", "greedy", 0), settings=Setting("greedy", "", config).fields())
         found: dict[str, object] = json.loads(json_lines(BenchReport([one], {}, {})))["settings"]
         return found
 

@@ -25,7 +25,7 @@ class Beams:
 
     Attributes:
         valid: [R, W] bool. token: [R, W] int64, the pending token (not yet run through the models).
-        weight, logprob: [R, W] float32, s and l. path: [R, W] int64 path keys. stop_state: [R, W] int64.
+        weight, logprob: [R, W] float32, s and l. path: [R, W] int64 path keys. stop_state, legal_state: [R, W] int64.
         ancestors: [R, W, T] bool, ancestors among the tail slots.
         history: [R, W, L] int64, generated tokens.
         length: [R] int64, generated tokens (the pending one included). depth: [R] int64, position of the pending
@@ -38,6 +38,7 @@ class Beams:
     logprob: Tensor
     path: Tensor
     stop_state: Tensor
+    legal_state: Tensor
     ancestors: Tensor
     history: Tensor
     length: Tensor
@@ -57,11 +58,17 @@ class Beams:
             logprob=zeros(beams, dtype=torch.float32),
             path=zeros(beams),
             stop_state=zeros(beams) + 1,
+            legal_state=zeros(beams),
             ancestors=zeros(beams, window, dtype=torch.bool),
             history=zeros(beams, history),
             length=zeros(),
             depth=zeros(),
         )
+
+    def first(self) -> Beams:
+        """The first beam of each row alone, W = 1."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return Beams(**{name: value[:, :1] if value.dim() > 1 else value for name, value in values.items()})
 
 
 @dataclass(slots=True)

@@ -61,6 +61,7 @@ class LayerNodes:
         ancestors: [R, n, T] bool over the tail window, the node itself included.
         source: [R, n] int64, the drafter that proposed the node: 1 for the second of two, else 0. What both proposed is
             the first one's.
+        legal_state: [R, n] int64, see core/legal.py; None where no constraint acts.
     """
 
     token: Tensor
@@ -75,6 +76,7 @@ class LayerNodes:
     path_tokens: Tensor
     ancestors: Tensor
     source: Tensor
+    legal_state: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -100,8 +102,10 @@ class Forest:
     def flat(self) -> LayerNodes:
         """The nodes of all layers, n = N. They are joined once, so the forest must be complete."""
         if self._flat is None:
-            names = [item.name for item in fields(LayerNodes)]
-            self._flat = LayerNodes(*(torch.cat([getattr(one, name) for one in self.layers], 1) for name in names))
+            names = [item.name for item in fields(LayerNodes) if getattr(self.layers[0], item.name) is not None]
+            self._flat = LayerNodes(
+                **{name: torch.cat([getattr(one, name) for one in self.layers], 1) for name in names}
+            )
         return self._flat
 
 

@@ -6,12 +6,14 @@ Letters: R requests, n nodes, C candidates per node, V vocabulary. Natural logs,
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 __all__ = [
     "Candidates",
+    "LegalTokens",
     "PoolLaw",
     "Room",
     "Warp",
@@ -72,6 +74,20 @@ class Room:
         """The same with `least` for all nodes that have fewer."""
         own = None if self.own is None else self.own.clamp(min=least)
         return Room(max(self.count, least), own, max(self.most, least))
+
+
+class LegalTokens(Protocol):
+    """What may follow some nodes, m = R * n of them in one row after another; see core/legal.py."""
+
+    def apply(self, logprobs: Tensor, part: slice) -> None:
+        """Change log-probabilities in place, to -inf where a token is illegal. logprobs: [k, V] float32 of the nodes
+        `part`; of a draft that lacks tokens, fewer columns."""
+        ...
+
+    def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:
+        """The only tokens [k, F] int64 that may follow the nodes `part`, ascending, and which are real [k, F] bool;
+        what they are given is left as it is. None where it cannot be said so."""
+        ...
 
 
 @dataclass(slots=True)
@@ -153,12 +169,15 @@ def _apart(x: Tensor, place: Tensor) -> Tensor:
     return torch.addcmul(wide, wide.abs().clamp(1e-60, 1e300), place.to(torch.float64), value=-(2.0**-51))
 
 
-def top_candidates(logits: Tensor, room: Room) -> Candidates:
+def top_candidates(logits: Tensor, room: Room, legal: LegalTokens | None = None) -> Candidates:
     """The most probable tokens of every node, of equal ones those of lower id; all of them where C reaches V.
 
     They stand in order of token id. What a node has does not depend on C: where it has fewer, the rest is impossible.
-    logits: [R, n, V].
+    logits: [R, n, V]. legal: what may follow the nodes. It acts after the normalisation over all V and before the best
+    are taken, so a node has the best of its legal tokens.
     """
+    if legal is not None:
+        return _legal_candidates(logits, room, legal)
     rows, count = logits.flatten(0, -2), min(room.count, logits.shape[-1])
     size = max(1, PART // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
     if room.own is None:
@@ -199,11 +218,50 @@ def _candidates(logits: Tensor, count: int, own: Tensor | None = None, most: int
         over = ((values < limit) | ((values == limit) & (tokens > token))) & (own < vocabulary)
     highest = best.amax(-1, keepdim=True)
     best = best - highest
-    shares = values.sub_(highest).clamp_(min=LOWEST).exp_()
-    # a row that stands alone would be summed by all threads in parts, in another order than one of several
-    total = (shares if len(shares) > 1 else shares.repeat(2, 1)).sum(-1, keepdim=True).log_()
-    best = best.sub_(total[: len(best)])
+    best = best.sub_(_log_total(values.sub_(highest)))
     return tokens, best if over is None else best.masked_fill_(over, NEVER)
+
+
+def _log_total(values: Tensor) -> Tensor:
+    """log of the sum of exp of a few rows [n, V] whose largest is 0: [n, 1]. The rows are overwritten."""
+    shares = values.clamp_(min=LOWEST).exp_()
+    # a row that stands alone would be summed by all threads in parts, in another order than one of several
+    return (shares if len(shares) > 1 else shares.repeat(2, 1)).sum(-1, keepdim=True).log_()[: len(values)]
+
+
+def _legal_candidates(logits: Tensor, room: Room, legal: LegalTokens) -> Candidates:
+    """top_candidates under a constraint. Where it lists the legal tokens and not all V are wanted, only the listed
+    ones are looked at, and C is at most their number."""
+    rows, vocabulary = logits.flatten(0, -2), logits.shape[-1]
+    own = None if room.own is None else room.own.expand(logits.shape[:-1]).reshape(-1, 1)
+    size = max(1, PART // vocabulary) if logits.device.type == "cpu" else max(1, len(rows))
+    tokens, best = [], []
+    for start in range(0, len(rows), size):
+        part = slice(start, start + size)
+        values = rows[part].to(torch.float32, copy=True)
+        highest = values.amax(-1, keepdim=True)
+        values.sub_(highest)
+        found = legal.listed(part) if room.count < vocabulary else None
+        if found is None:
+            logprobs = values - _log_total(values.clone())
+            legal.apply(logprobs, part)
+            columns = torch.arange(vocabulary, device=values.device).expand_as(values)
+        else:
+            columns, real = found
+            real = real & (columns < vocabulary)
+            columns = columns.clamp(max=vocabulary - 1)
+            logprobs = (values.gather(1, columns) - _log_total(values)).masked_fill_(~real, NEVER)
+        count = min(room.count, logprobs.shape[1])
+        if count < logprobs.shape[1] or own is not None:
+            ranked = _best(logprobs, count)[1]
+            over = None if own is None else torch.arange(count, device=values.device) >= own[part]
+            at, order = ranked.sort(dim=-1)
+            logprobs, columns = logprobs.gather(1, at), columns.gather(1, at)
+            logprobs = logprobs if over is None else logprobs.masked_fill_(over.gather(1, order), NEVER)
+        tokens.append(columns)
+        best.append(logprobs)
+    shape = (*logits.shape[:-1], tokens[0].shape[1])
+    return Candidates(torch.cat(tokens).view(shape), torch.cat(best).view(shape), full=shape[-1] == vocabulary)
 
 
 def _best(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -148,6 +148,10 @@ class TextCodec(Protocol):
         """Token ids of a plain prompt, with the special tokens the tokenizer adds by itself."""
         ...
 
+    def encode_pieces(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of pieces of text, nothing added."""
+        ...
+
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation through the tokenizer's chat template. Raises InvalidRowError without a
         template."""

@@ -10,7 +10,10 @@ from collections.abc import Iterable
 
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.beams import fit_window
+from dsbd_cli.engine.core.grammar import GrammarTable
+from dsbd_cli.engine.core.legal import FREE
 from dsbd_cli.engine.core.stops import StopTable
+from dsbd_cli.engine.decoding.answers import RowTries
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.devices import current
 from dsbd_cli.engine.decoding.jobs import Job
@@ -25,7 +28,7 @@ __all__ = ["Batch", "most_steps"]
 
 def most_steps(jobs: Iterable[Job]) -> int:
     """Most tokens that one of these requests may generate."""
-    return max(job.request.sampling.max_new_tokens for job in jobs)
+    return max(job.max_new for job in jobs)
 
 
 class Batch:
@@ -37,10 +40,21 @@ class Batch:
 
     state: BatchState
 
-    def __init__(self, rows: int, method: MethodConfig, caches: Caches, stops: StopTable, *, keep_text: bool) -> None:
+    def __init__(
+        self,
+        rows: int,
+        method: MethodConfig,
+        caches: Caches,
+        stops: StopTable,
+        tries: RowTries,
+        grammars: GrammarTable,
+        *,
+        keep_text: bool,
+    ) -> None:
         """keep_text: the drafter reads prompts, so they stay on the device."""
         self.jobs: list[Job | None] = [None] * rows
         self._method, self._caches, self._stops, self._keep_text = method, caches, stops, keep_text
+        self._tries, self._grammars, self._legal = tries, grammars, [FREE] * rows
         self._empty = True
 
     @property
@@ -66,7 +80,7 @@ class Batch:
         steps = most_steps(jobs)
         shape = deepest(self._method, steps)
         nodes, history = shape.nodes(self._method.num_beams), steps + shape.depth + 2
-        slots = max(len(job.prompt) + job.request.sampling.max_new_tokens for job in jobs)
+        slots = max(len(job.prompt) + job.max_new for job in jobs)
         if self._empty:
             self._allocate(slots + 2 * nodes, nodes, history)
         self.state.grow_history(history)
@@ -76,11 +90,20 @@ class Batch:
         self._caches.prefill_target({row: job.prompt for row, job in new.items()})
         for row, job in new.items():
             sampling = job.request.sampling
-            self.state.admit(row, job.prompt, job.request.seed, self._stops.start(sampling.stop), sampling)
+            stop = self._stops.start(sampling.stop)
+            self._legal[row] = self._begin(job)
+            self.state.admit(row, job.prompt, job.request.seed, stop, sampling, self._legal[row])
+
+    def _begin(self, job: Job) -> int:
+        """The state in which what may be answered begins."""
+        if job.request.grammar is not None:
+            return self._grammars.begin(job.request.grammar)
+        return FREE if job.catalogue is None else self._tries.begin(job.catalogue)
 
     def _allocate(self, slots: int, nodes: int, history: int) -> None:
         """Memory for a batch that begins."""
         self._stops.forget()
+        self._tries.forget()
         rows, device, caches = len(self.jobs), self._caches.target.device, self._caches
         caches.reserve(rows, slots)
         self.state = BatchState.empty(self._method, rows, caches.slots, caches.round_window(nodes), history, device)
@@ -119,17 +142,23 @@ class Batch:
         for _, job in new:
             job.prefilled = True
 
-    def plan(self, shape: Shape, reading: Reading) -> Plan:
-        """Static shapes of the next iteration, with cache slots and a tail window for its nodes."""
+    def plan(self, shape: Shape, reading: Reading, *, narrow: bool) -> Plan:
+        """Static shapes of the next iteration, with cache slots and a tail window for its nodes. narrow: a first
+        iteration may have one root per row."""
         running, caches = [job for _, job in self.running], self._caches
-        nodes = shape.nodes(self._method.num_beams)
+        beams = self._method.num_beams
+        if narrow and not any(job.stats.steps for job in running):
+            beams = 1  # a row begins with one live beam
+        nodes = shape.nodes(beams)
         used = max(job.used for job in running) + nodes
         self._grow(used + 1)
         tail = max(job.used - job.trunk for job in running) + nodes
         self.state.beams.ancestors = fit_window(self.state.beams.ancestors, caches.round_window(tail))
         active = min(caches.round_slots(used), caches.slots - 1)
         idle = not shape.depth and all(job.drafted <= job.trunk for job in running)
-        return Plan(active, shape, reading.lag if shape.depth else 0, idle, *self._settled(nodes, active))
+        settled, tail = self._settled(nodes, active)
+        generated = min(job.stats.steps for job in running)
+        return Plan(active, shape, reading.lag if shape.depth else 0, idle, settled, tail, generated, beams)
 
     def _settled(self, nodes: int, active: int) -> tuple[tuple[int, ...] | None, int]:
         """`settled` and `tail` of the target's forward; on a GPU the same for all iterations of a shape."""
@@ -145,6 +174,8 @@ class Batch:
     def remove(self, row: int) -> None:
         """Free a row."""
         self.jobs[row] = None
+        self._tries.end(self._legal[row])
+        self._legal[row] = FREE
         self.state.release(row)
 
     def shrink(self) -> None:
@@ -153,5 +184,6 @@ class Batch:
         if not taken or 2 * len(taken) > len(self.jobs):
             return
         self.jobs = [self.jobs[row] for row in taken]
+        self._legal = [self._legal[row] for row in taken]
         self.state.select(taken)
         self._caches.select_rows(taken)

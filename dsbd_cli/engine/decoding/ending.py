@@ -71,15 +71,20 @@ class Verified:
 def verified(view: LayerView, draws: LayerDraws, live: Live, kept: int) -> Verified:
     """Keep what the end of the walk needs. kept: F."""
     flat = view.logprob.flatten(1).masked_fill(~draws.ends, NEVER)
-    ended, index = best_first(flat, min(kept, flat.shape[1]))
-    beam, token = view.pair(index)
+    before, before_valid = view.node, view.valid
+    if (more := kept - before.shape[1]) > 0:  # a step that began with fewer beams
+        pad = torch.nn.functional.pad
+        before, before_valid = pad(before, (0, more)), pad(before_valid, (0, more))
+        flat = pad(flat, (0, max(0, kept - flat.shape[1])), value=NEVER)
+    ended, index = best_first(flat, kept)
+    beam, token = view.pair(index.clamp(max=draws.ends.shape[1] - 1))
     return Verified(
         live=live,
         countable=draws.countable,
         passed=draws.passed,
         accepted=draws.accepted,
-        before=view.node,
-        before_valid=view.valid,
+        before=before,
+        before_valid=before_valid,
         width=view.width,
         logprob=ended,
         node=view.node.gather(1, beam),

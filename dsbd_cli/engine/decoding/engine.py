@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, overload
@@ -14,8 +14,11 @@ from typing import TypeVar, overload
 import torch
 
 from dsbd_cli.config import Exactness, MethodConfig, OnTooLong
+from dsbd_cli.engine.core.grammar import GrammarCompiler, GrammarTable
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.core.stops import StopTable
+from dsbd_cli.engine.core.trie import TrieTable
+from dsbd_cli.engine.decoding.answers import Catalogue, RowTries
 from dsbd_cli.engine.decoding.batch import Batch, most_steps
 from dsbd_cli.engine.decoding.budget import PEEK, fitting_rows, least_bytes, memory_bytes
 from dsbd_cli.engine.decoding.caches import Caches
@@ -77,6 +80,7 @@ class Engine:
         log_steps: bool = False,
         on_too_long: OnTooLong = "error",
         cuda_graphs: bool | None = None,
+        catalogues: Mapping[str, Catalogue] | None = None,
     ) -> None:
         """batch_size: requests decoded together at most; None for as many as fit in memory.
 
@@ -84,6 +88,7 @@ class Engine:
 
         on_too_long: a prompt that does not fit the models' positions fails, or loses tokens on its left.
         cuda_graphs: capture iterations as CUDA graphs; None: where both models lie whole on one GPU.
+        catalogues: answers that requests may be held to, by name; the one named "" holds for all that name none.
         """
         name = None if draft is None else (info.draft if info is not None else None) or type(draft).__name__
         self.method = (method or MethodConfig()).fit_draft(name)
@@ -101,9 +106,14 @@ class Engine:
         ending = {token for token in codec.eos_ids if token < target.vocab_size}
         eos[list(ending)] = True
         self._stops = StopTable(codec.token_bytes(), target.vocab_size, device)
-        self._drafter = make_drafter(DrafterInputs(self.method, draft, target.vocab_size, codec, device))
+        self._grammars = GrammarTable(GrammarCompiler(codec, target.vocab_size), device)
+        self._drafter = make_drafter(
+            DrafterInputs(self.method, draft, target.vocab_size, codec, device, self._grammars)
+        )
         shared = self._drafter.model
-        self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory)
+        self.catalogues, compiler = dict(catalogues or {}), self._grammars.compiler
+        self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory, self.catalogues, compiler)
+        self._tries = RowTries(TrieTable(target.vocab_size, device), self.catalogues.values())
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
         self._caches = Caches(target, shared, large_steps=graphs is not None, moving=self._forget_graphs)
         self._stepper = Stepper(
@@ -114,6 +124,7 @@ class Engine:
             PhaseTimer(events(device)),
             graphs,
             lambda: self._stopping,
+            [self._tries.table, self._grammars],
         )
         self._planner = planner_for(self.method)
         self._names = self.method.drafter_names if "+" in self.method.drafter else ()
@@ -140,6 +151,11 @@ class Engine:
         logits depend on what else is in a forward, rounding can change a text, and only the law is the same."""
         promised = self.method.exactness
         return "same-law" if promised == "same-text" and not self.target.invariant else promised
+
+    @property
+    def allowed(self) -> str | None:
+        """How many answers the catalogues hold, and what they take of the device's memory; None without any."""
+        return self._tries.about
 
     @property
     def models(self) -> list[ForestModel]:
@@ -238,14 +254,15 @@ class Engine:
         """The batch size that memory allows, from the requests seen first."""
         if backlog:
             nodes = self._nodes(backlog)
-            slots = max(len(job.prompt) + job.request.sampling.max_new_tokens for job in backlog) + 2 * nodes
+            slots = max(len(job.prompt) + job.max_new for job in backlog) + 2 * nodes
             self.batch_size = self._rows = fitting_rows(self._caches.models, self._caches.round_slots(slots), nodes)
             self._fit_batch = False
 
     def _decode(self, source: Source, order: Results[Item], backlog: deque[Job]) -> Iterator[Item]:
         """One batch, refilled from the source as its rows finish, until it is empty or out of memory."""
         rows = min(len(backlog), self._rows)
-        batch = Batch(rows, self.method, self._caches, self._stops, keep_text=self._drafter.needs_text)
+        keep_text = self._drafter.needs_text
+        batch = Batch(rows, self.method, self._caches, self._stops, self._tries, self._grammars, keep_text=keep_text)
         while not self._stopping and (backlog or batch.running):
             try:
                 batch.admit(backlog)
@@ -274,11 +291,13 @@ class Engine:
         running = batch.running
         requests = [job.acceptance for _, job in running]
         # D layers of K drafts: what promises most steps per second, and no deeper than what is left to generate
-        left = max(job.request.sampling.max_new_tokens - job.stats.steps for _, job in running)
+        left = max(job.max_new - job.stats.steps for _, job in running)
         reading = batch.reading()
-        self._shape = shape = self._planner.choose(requests, reading).within(left)
+        shape = self._planner.choose(requests, reading).within(left)
+        certain = self._drafter.certain(batch.state.beams, *shape)
+        self._shape = shape = shape if certain is None else self._planner.cut(shape, certain)
         # static shapes: slots and a tail window for W + D*K nodes
-        plan = batch.plan(shape, reading)
+        plan = batch.plan(shape, reading, narrow=self._stepper.graphs is None)
         read = PhaseTimer(events(self._caches.models[-1].device))
         if shape.depth:
             batch.read_prompts(read)
@@ -289,19 +308,20 @@ class Engine:
         # how far each walk came, and how long it took, decides on the next forest
         layers = [report.layers[row] for row, _ in running]
         self._planner.observe(shape, requests, layers, seconds | read.seconds(), reading, self._stepper.steady)
-        nodes = shape.nodes(self.method.num_beams)
         for row, job in running:
             counters = report.rows[row]
             record_iteration(
-                job, counters, report.layers[row], seconds, len(running), nodes, self.log_steps, self._names
+                job, counters, report.layers[row], seconds, len(running), plan.nodes, self.log_steps, self._names
             )
             self.steps += counters["steps"]
             job.stats.draft_calls += report.draft_calls
             job.used, job.trunk, job.drafted = counters["used"], counters["trunk"], counters["drafted"]
             if counters["invalid"] or counters["done"]:
-                state = batch.state
-                broken = bool(counters["invalid"])
-                result = _broken(job) if broken else collect(state.finished, row, job, self.codec, state.trace)
+                if counters["invalid"]:
+                    result = _broken(job)
+                else:
+                    state, grammars = batch.state, self._grammars.compiler
+                    result = collect(state.finished, row, job, self.codec, grammars, state.trace)
                 batch.remove(row)
                 order.put(job.number, result)
             else:
@@ -319,7 +339,7 @@ class Engine:
             running[0].retried = True  # once more, with all memory given back
         elif alone:
             job = running.pop()
-            tokens = len(job.prompt) + job.request.sampling.max_new_tokens
+            tokens = len(job.prompt) + job.max_new
             error = OutOfMemoryRowError(
                 f"out of memory with this row alone ({tokens} tokens, {self._nodes([job])} nodes in an iteration): "
                 "shorten it, or lower num_beams, depth or drafts_per_layer"
@@ -341,8 +361,10 @@ class Engine:
                 order.put(number, RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
                 continue
             try:
-                ids, truncated = self._encoder.encode(request)
-                backlog.append(Job(number, request, ids, started=time.perf_counter(), truncated=truncated))
+                job = Job(number, request, [], catalogue=self._encoder.catalogue(request))
+                job.prompt, job.truncated = self._encoder.encode(request, job.max_new)
+                job.started = time.perf_counter()
+                backlog.append(job)
                 count -= 1
             except RowError as error:
                 order.put(number, RequestResult(request, (), 0, RequestStats(), error))

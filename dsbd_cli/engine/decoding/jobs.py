@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from dsbd_cli.engine.decoding.acceptance import Acceptance
+from dsbd_cli.engine.decoding.answers import Catalogue
 from dsbd_cli.errors import RowError, UsageError, shorten
 from dsbd_cli.requests import Request, RequestResult, check_seed
 from dsbd_cli.stats import RequestStats
@@ -21,7 +22,8 @@ Item_co = TypeVar("Item_co", covariant=True)
 class Job:
     """A request on its way through the engine. `used`, `trunk` and `drafted` are the row's slots after the last
     iteration; `truncated` tokens of the prompt were dropped; `retried`: it ran out of memory alone once; `prefilled`:
-    the draft has read the prompt; `acceptance`: what the planner has seen of it."""
+    the draft has read the prompt; `acceptance`: what the planner has seen of it; `catalogue`: the answers that it may
+    give, None for any."""
 
     number: int
     request: Request
@@ -35,6 +37,12 @@ class Job:
     retried: bool = False
     prefilled: bool = False
     acceptance: Acceptance = field(default_factory=Acceptance)
+    catalogue: Catalogue | None = None
+
+    @property
+    def max_new(self) -> int:
+        """Tokens that it can generate at most."""
+        return self.request.sampling.max_new_tokens if self.catalogue is None else self.catalogue.trie.longest
 
 
 class Source:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsbd_cli.config import (
@@ -16,7 +17,7 @@ from dsbd_cli.config import (
     check_value,
 )
 from dsbd_cli.engine.models.hub import locate
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, shorten
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
@@ -35,6 +36,7 @@ def load(
     on_too_long: OnTooLong = "error",
     log_steps: bool = False,
     cuda_graphs: bool | None = None,
+    allow: str | os.PathLike[str] | None = None,
 ) -> Engine:
     """Load a target and a draft checkpoint into an engine.
 
@@ -47,6 +49,7 @@ def load(
     (`truncate-left`).
     log_steps: keep a StepStats per iteration in each result.
     cuda_graphs: capture iterations as CUDA graphs; None: where both models lie whole on one GPU.
+    allow: file of the only answers that may come out, see docs/constraints.md.
 
     Raises UsageError for settings that do not go together, before anything is loaded; ModelNotFoundError,
     UnsupportedModelError, PairError or ModelError where the checkpoints cannot be used.
@@ -65,10 +68,13 @@ def load(
     elif draft is not None:
         draft_spec = spec.of_draft(os.fspath(draft))
     method = (method or MethodConfig()).fit_draft(None if draft_spec is None else draft_spec.source)
+    if allow is not None and not os.path.isfile(allow):
+        raise UsageError(f"allow is {shorten(os.fspath(allow))}, which is no file", field="allow", value=allow)
     for wanted in (spec, draft_spec):
         if wanted is not None:
             locate(wanted)
     # heavy imports only now, so that a wrong name is told at once
+    from dsbd_cli.engine.decoding.catalogues import open_catalogues
     from dsbd_cli.engine.decoding.engine import Engine, EngineInfo
     from dsbd_cli.engine.models.pair import load_pair
 
@@ -81,6 +87,8 @@ def load(
         draft_dtype=pair.draft_dtype,
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
     )
+    width = pair.target.vocab_size
+    catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width)
     return Engine(
         pair.target,
         pair.draft,
@@ -91,4 +99,5 @@ def load(
         log_steps=log_steps,
         on_too_long=on_too_long,
         cuda_graphs=cuda_graphs,
+        catalogues=catalogues,
     )

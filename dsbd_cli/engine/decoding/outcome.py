@@ -10,20 +10,28 @@ from itertools import accumulate
 import torch
 
 from dsbd_cli.engine.core.beams import Finished
+from dsbd_cli.engine.core.grammar import GrammarCompiler
 from dsbd_cli.engine.core.probs import NEVER
 from dsbd_cli.engine.core.protocols import TextCodec
 from dsbd_cli.engine.core.stops import find_stop
 from dsbd_cli.engine.decoding.jobs import Job
 from dsbd_cli.engine.decoding.state import BatchState
 from dsbd_cli.engine.decoding.trace import TokenTrace, token_details
-from dsbd_cli.errors import NumericalError
+from dsbd_cli.errors import InvalidRowError, NumericalError, RowError
 from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult
 from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
 
 __all__ = ["collect", "common_tokens", "record_iteration", "text_of"]
 
 
-def collect(finished: Finished, row: int, job: Job, codec: TextCodec, trace: TokenTrace | None = None) -> RequestResult:
+def collect(
+    finished: Finished,
+    row: int,
+    job: Job,
+    codec: TextCodec,
+    grammars: GrammarCompiler,
+    trace: TokenTrace | None = None,
+) -> RequestResult:
     """Result of a finished row: its n_best hypotheses, best first. trace: where the row asks for it."""
     job.stats.total_s = time.perf_counter() - job.started
     sampling, eos = job.request.sampling, set(codec.eos_ids)
@@ -36,12 +44,18 @@ def collect(finished: Finished, row: int, job: Job, codec: TextCodec, trace: Tok
         ids = tokens[rank][: length[rank]]
         text = text_of(ids[:-1] if ids[-1] in eos else ids, sampling.stop, codec)
         reason: FinishReason = "length" if by_length[rank] else "stop"
+        answer_id = None if job.catalogue is None else job.catalogue.id_of(ids)
+        valid = None if job.request.grammar is None else grammars.matches(job.request.grammar, ids)
         details = None
         if sampling.token_logprobs and trace is not None:
             details = token_details(trace, row, rank, ids, sampling, codec.token_bytes())
-        hypotheses.append(Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank], details))
-    error = None
-    if not hypotheses:
+        hypotheses.append(Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank], answer_id, valid, details))
+    error: RowError | None = None
+    if not hypotheses and job.request.grammar is not None:
+        said = grammars.fault(job.request.grammar)
+        why = "no token of the vocabulary goes on" if said is None else f"llguidance gave up: {said}"
+        error = InvalidRowError(f"grammar came to a dead end after {job.stats.steps} steps: {why}")
+    elif not hypotheses:
         error = NumericalError("no hypothesis has a finite score: the settings of this row are too extreme")
     return RequestResult(
         job.request, tuple(hypotheses), len(job.prompt), job.stats, error, truncated_tokens=job.truncated

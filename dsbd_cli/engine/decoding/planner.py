@@ -14,6 +14,7 @@ from typing import NamedTuple
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.decoding.acceptance import Acceptance, LayerCounters, Lives, PassRates
 from dsbd_cli.engine.decoding.timing import Line
+from dsbd_cli.variants import GRAMMAR
 
 __all__ = ["NOTHING", "AdaptivePlanner", "Planner", "Reading", "Shape", "deepest", "planner_for"]
 
@@ -22,6 +23,7 @@ BETTER = 1.02  # another shape must promise so much more
 PROBE_SHARE = 0.01  # of the time goes into probes, at most
 PROBE_EVERY = 32  # iterations between probes, at least
 SHALLOW = 8  # layers; so few are drafted however little is left to generate
+UNTIMED = 32  # nodes that cost as much as an iteration without any, believed before one is timed
 TRIES = 8  # iterations in which a shape that is to be timed must have given a time that is believed
 
 
@@ -77,6 +79,11 @@ class Planner:
         """Shape of the next iteration."""
         return self._configured
 
+    def cut(self, shape: Shape, certain: Sequence[Sequence[int]]) -> Shape:
+        """What is worth drafting of a shape where it is known which layers pass. certain: of each running row the sizes
+        of those layers."""
+        return shape
+
     def observe(
         self,
         shape: Shape,
@@ -94,6 +101,48 @@ class Planner:
         """An iteration of this shape, or what comes before one, did not fit into memory, and the running requests start
         over. True: this shape will not be chosen again for as many rows, so that they may still fit."""
         return False
+
+
+class CertainPlanner(Planner):
+    """Of a drafter that knows which layers will pass: as deep as gives the most steps per second, and as wide as these
+    layers are. Seconds: a line fitted to the times of iterations, by the nodes run."""
+
+    def __init__(self, method: MethodConfig) -> None:
+        super().__init__(method)
+        self._beams, self._line = method.num_beams, Line()
+        self._warm = set[tuple[int, Shape]]()
+
+    def cut(self, shape: Shape, certain: Sequence[Sequence[int]]) -> Shape:
+        """What is worth drafting."""
+        rest, per_node = self._line.fit()
+        if not self._line.weight:
+            rest, per_node = UNTIMED, 1.0
+        best, most = Shape(0, shape.drafts_per_layer), 0.0
+        widest, rows = 1, max(1, len(certain))
+        for depth in range(max(map(len, certain), default=0) + 1):
+            if depth:
+                widest = max([widest, *(layers[depth - 1] for layers in certain if len(layers) >= depth)])
+            now = Shape(depth, widest if depth else shape.drafts_per_layer)
+            steps = sum(1 + min(depth, len(layers)) for layers in certain)
+            goodput = steps / max(1e-9, rest + per_node * rows * now.nodes(self._beams))
+            if goodput > most:
+                best, most = now, goodput
+        return best
+
+    def observe(
+        self,
+        shape: Shape,
+        requests: Sequence[Acceptance],
+        layers: Sequence[LayerCounters],
+        seconds: dict[str, float],
+        reading: Reading = NOTHING,
+        steady: bool = True,
+    ) -> None:
+        """Learn what nodes cost. What runs for the first time is not believed."""
+        rows = len(requests)
+        if steady and (rows, shape) in self._warm:
+            self._line.add(rows * shape.nodes(self._beams), sum(seconds.values()))
+        self._warm.add((rows, shape))
 
 
 class AdaptivePlanner(Planner):
@@ -215,4 +264,6 @@ class AdaptivePlanner(Planner):
 
 def planner_for(method: MethodConfig) -> Planner:
     """The planner that a method asks for."""
+    if method.depth and method.drafter == GRAMMAR:
+        return CertainPlanner(method)
     return AdaptivePlanner(method) if method.adaptive_depth and method.depth else Planner(method)

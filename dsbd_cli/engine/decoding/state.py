@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.engine.core.beams import Beams, Finished, select_rows
+from dsbd_cli.engine.core.legal import FREE
 from dsbd_cli.engine.core.noise import seed_key
 from dsbd_cli.engine.core.probs import NEVER, Warp
 from dsbd_cli.engine.core.slots import SlotTable
@@ -34,8 +35,9 @@ class Limits:
 class BatchState:
     """R rows. `active` [R] bool: the row holds a request; row_key, iteration [R] int64: its noise.
 
-    `sampling` is the host's copy of each row's settings, None where the row is free. `prompts` is kept only for a
-    drafter that reads the text, `trace` only while a row asks for it.
+    `sampling` is the host's copy of each row's settings, None where the row is free; `legal_starts` of the state in
+    which its constraint began. `prompts` is kept only for a drafter that reads the text, `trace` only while a row asks
+    for it.
     """
 
     method: MethodConfig
@@ -48,6 +50,7 @@ class BatchState:
     limits: Limits
     warp: Warp
     sampling: list[SamplingConfig | None]
+    legal_starts: list[int | None]
     prompts: Prompts | None = None
     trace: TokenTrace | None = None
 
@@ -81,6 +84,7 @@ class BatchState:
                 cold=torch.zeros_like(number, dtype=torch.bool),
             ),
             sampling=[None] * rows,
+            legal_starts=[None] * rows,
         )
 
     @property
@@ -88,9 +92,17 @@ class BatchState:
         """R."""
         return len(self.sampling)
 
-    def admit(self, row: int, prompt: Sequence[int], seed: int, stop_state: int, sampling: SamplingConfig) -> None:
+    def admit(
+        self,
+        row: int,
+        prompt: Sequence[int],
+        seed: int,
+        stop_state: int,
+        sampling: SamplingConfig,
+        legal_state: int = FREE,
+    ) -> None:
         """Put a request whose prompt (but its last token) is in the caches into a free row: one live beam of weight
-        0."""
+        0. stop_state, legal_state: those in which it begins."""
         beams, table, known = self.beams, self.table, len(prompt) - 1
         device = self.active.device
         key = seed_key(torch.tensor(seed, dtype=torch.int64)).to(device)
@@ -98,6 +110,7 @@ class BatchState:
             tensor[row] = 0
         beams.valid[row, 0] = True
         beams.token[row], beams.path[row], beams.stop_state[row] = prompt[-1], key, stop_state
+        beams.legal_state[row], self.legal_starts[row] = legal_state, legal_state
         beams.depth[row] = known
         table.used[row] = table.trunk[row] = table.drafted[row] = known
         table.positions[row] = torch.arange(table.positions.shape[1], device=device)
@@ -124,7 +137,7 @@ class BatchState:
         """Free a row."""
         self.active[row] = False
         self.beams.valid[row] = False
-        self.sampling[row] = None
+        self.sampling[row] = self.legal_starts[row] = None
         if not any(item is not None and item.token_logprobs for item in self.sampling):
             self.trace = None
         self._refresh()
@@ -151,6 +164,7 @@ class BatchState:
         warp.temperature, warp.top_k = warp.temperature[index], warp.top_k[index]
         warp.top_p, warp.min_p, warp.cold = warp.top_p[index], warp.min_p[index], warp.cold[index]
         self.sampling = [self.sampling[row] for row in rows]
+        self.legal_starts = [self.legal_starts[row] for row in rows]
         if self.prompts is not None:
             self.prompts = self.prompts.select(index)
         if self.trace is not None:

@@ -6,15 +6,16 @@ synchronisation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.forest import Forest, at_nodes
+from dsbd_cli.engine.core.legal import FREE, Constraint, Legal, NodePaths, acting
 from dsbd_cli.engine.core.noise import extend_path, stream_keys
-from dsbd_cli.engine.core.probs import NEVER, Candidates, Room, top_candidates
+from dsbd_cli.engine.core.probs import NEVER, Candidates, LegalTokens, Room, top_candidates
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.core.slots import Layout, compact
 from dsbd_cli.engine.core.stops import NO_STOPS
@@ -52,7 +53,8 @@ class Plan:
         slots: S, active cache slots. shape: D and K.
         lag: most used slots of a row that the draft has not run, or more.
         idle: the draft runs nothing, and holds no slot of any row's tail.
-        settled, tail: of ForestInput, for the target.
+        settled, tail: of ForestInput, for the target. generated: tokens that every running row has at least.
+        beams: roots of the forest. W, or 1 where every running row has its first beam alone.
     """
 
     slots: int
@@ -61,6 +63,13 @@ class Plan:
     idle: bool = False
     settled: tuple[int, ...] | None = None
     tail: int = 0
+    generated: int = 0
+    beams: int = 0
+
+    @property
+    def nodes(self) -> int:
+        """N."""
+        return self.shape.nodes(self.beams)
 
 
 class Work:
@@ -69,6 +78,7 @@ class Work:
     context: DraftContext
     forest: Forest
     draft_calls: int
+    legal_tokens: LegalTokens | None
     logits: Tensor
     counters: Tensor
 
@@ -85,12 +95,13 @@ class Stepper:
         timer: PhaseTimer,
         graphs: IterationGraphs[Work] | None = None,
         stopping: Callable[[], bool] = lambda: False,
+        constraints: Sequence[Constraint] = (),
     ) -> None:
         """graphs: where iterations are captured; None runs them plainly. stopping: an iteration is to end in its
-        middle, by raising Stopped."""
+        middle, by raising Stopped. constraints: of the rows' answers."""
         self.caches, self.drafter = caches, drafter
         self.rule, self.endings, self.timer, self.graphs = rule, endings, timer, graphs
-        self.stopping = stopping
+        self.stopping, self.constraints = stopping, constraints
         self.steady = True
         limits = [model.max_positions for model in caches.models if model.max_positions]
         self.last_position = min(limits, default=2**31) - 1
@@ -98,37 +109,41 @@ class Stepper:
     def step(self, state: BatchState, plan: Plan) -> Report:
         """One iteration, as docs/algorithm.md counts it: W live beams, K drafts in each of D layers."""
         work = Work()
+        legal = acting(self.constraints, state.legal_starts, plan.generated) if self.constraints else None
 
         def draft() -> None:
             # 1. Draft: below the live beams, D times K pairs of the draft's pool, with the law Q they were drawn from
-            work.context = self._context(state, plan)
+            work.context = self._context(state, plan, legal)
             work.forest = self.drafter.propose(work.context)
             work.draft_calls = self.drafter.calls
 
         def target() -> None:
             # 2. One target forward over all W + D*K nodes: each sees the prompt, its own ancestors and itself
+            work.legal_tokens = None if legal is None else legal.of(NodePaths.of(work.forest, state.beams))
             work.logits = self._target(state, plan, work.forest, work.context)
 
         def verify() -> None:
             # 3. Verify layer by layer: a layer passes if it yields its width in live beams. The first that does not is
             #    completed by the exact law, and so is the bonus layer below the last one
-            candidates = self._candidates(state, work.forest, work.logits)
+            candidates = self._candidates(state, work.forest, work.logits, work.legal_tokens)
             outcome = walk(state, work.forest, candidates, self.rule, self.endings, work.context.keys)
             # 4. Commit: both caches keep only the ancestors of the live beams
             if state.trace is not None:
                 _record(state, work.forest, candidates, work.logits, outcome)
-            self._commit(state, work.forest, outcome, plan.idle)
+            self._commit(state, work.forest, outcome, plan.idle, legal)
             work.counters = _pack(state, outcome)
 
         phases = (draft, target, verify)
-        self.steady = True
+        self.steady = plan.beams == state.method.num_beams
+        if plan.beams < state.method.num_beams:
+            state.beams = state.beams.first()
         self.timer.start()
-        if self.graphs is None:
+        if self.graphs is None or (legal is not None and legal.on_host):
             for name, phase in zip(PHASES, phases, strict=True):
                 phase()
                 self.timer.lap(name)
         else:
-            key = (plan, *self._static(state))
+            key = (replace(plan, generated=0), legal and legal.key, *self._static(state))
             work = self.graphs.run(key, state, work, phases, lambda number: self.timer.lap(PHASES[number]))
             self.steady = self.graphs.steady
         return _report(work.counters, work.draft_calls)
@@ -142,7 +157,7 @@ class Stepper:
             self.endings.stops.version if self.endings.stops.used else None,
         )
 
-    def _candidates(self, state: BatchState, forest: Forest, logits: Tensor) -> Candidates:
+    def _candidates(self, state: BatchState, forest: Forest, logits: Tensor, legal: LegalTokens | None) -> Candidates:
         """The target's best tokens of every node, enough for every draw of the rule."""
         vocabulary = logits.shape[-1]
         room = self.rule.candidates(state.method.num_beams, self.endings.num_eos, state.warp, vocabulary)
@@ -150,14 +165,13 @@ class Stepper:
             # any number of tokens may complete a stop string, but only of the rows that have one
             own = torch.where(forest.flat.stop_state == NO_STOPS, room.count, vocabulary)
             room = Room(vocabulary, own, room.count)
-        return top_candidates(logits, room)
+        return top_candidates(logits, room, legal)
 
-    def _context(self, state: BatchState, plan: Plan) -> DraftContext:
-        method, table, shape = state.method, state.table, plan.shape
-        nodes = shape.nodes(method.num_beams)
-        layer_of = torch.arange(nodes, device=table.used.device) - method.num_beams
+    def _context(self, state: BatchState, plan: Plan, legal: Legal | None) -> DraftContext:
+        method, table, shape, nodes = state.method, state.table, plan.shape, plan.nodes
+        layer_of = torch.arange(nodes, device=table.used.device) - plan.beams
         layer_of = torch.div(layer_of, shape.drafts_per_layer, rounding_mode="floor") + 1
-        layer_of[: method.num_beams] = 0
+        layer_of[: plan.beams] = 0
         # drafts past the last position can never be taken, but must be embeddable
         positions = (state.beams.depth.unsqueeze(1) + layer_of).clamp(max=self.last_position)
         layout = Layout.of(table, nodes, state.beams.ancestors.shape[-1], plan.slots)
@@ -180,6 +194,7 @@ class Stepper:
             record_law=self.rule.needs_law or method.dynamic,
             prompts=state.prompts,
             stopping=self.stopping,
+            legal=legal,
         )
 
     def _target(self, state: BatchState, plan: Plan, forest: Forest, context: DraftContext) -> Tensor:
@@ -199,7 +214,7 @@ class Stepper:
         assert logits is not None
         return logits
 
-    def _commit(self, state: BatchState, forest: Forest, outcome: Walk, idle: bool) -> None:
+    def _commit(self, state: BatchState, forest: Forest, outcome: Walk, idle: bool, legal: Legal | None) -> None:
         """Final beams become the live beams; both caches keep only their ancestors."""
         beams, live, table = state.beams, outcome.live, state.table
         _settle(state, forest, outcome)
@@ -217,6 +232,11 @@ class Stepper:
         beams.path = extend_path(forest.flat.path.gather(1, live.parent), live.token)
         state_before = forest.flat.stop_state.gather(1, live.parent)
         beams.stop_state, beams.ancestors = self.endings.step(state_before, live.token), moved.ancestors
+        if legal is not None:
+            assert forest.flat.legal_state is not None
+            beams.legal_state = legal.step(forest.flat.legal_state.gather(1, live.parent), live.token)
+        elif beams.legal_state.shape != live.token.shape:
+            beams.legal_state = torch.full_like(live.token, FREE)
         beams.length = beams.length + outcome.steps
         beams.depth = beams.depth + outcome.steps
         state.iteration = state.iteration + 1

@@ -20,6 +20,7 @@ from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule
 from dsbd_cli.engine.verify.rejection import draft_law_at
 from dsbd_cli.engine.verify.width import expected_width
+from dsbd_cli.variants import MIN_WIDTH, WIDTH_THRESHOLD
 
 __all__ = ["Walk", "walk"]
 
@@ -83,8 +84,14 @@ def walk(state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, 
         done=way.done | invalid,
         invalid=invalid,
         counters=counters(forest, layers[: forest.depth], way.active),
-        before=None if state.trace is None else torch.stack([item.before for item in layers], 1),
+        before=None if state.trace is None else _stacked([item.before for item in layers]),
     )
+
+
+def _stacked(nodes: list[Tensor]) -> Tensor:
+    """Nodes [R, w] of each layer: [R, L, W], -1 where a layer has fewer, as the first one of a request may."""
+    width = max(one.shape[1] for one in nodes)
+    return torch.stack([torch.nn.functional.pad(one, (0, width - one.shape[1]), value=-1) for one in nodes], 1)
 
 
 def _path_noise(nodes: Nodes, silent: Tensor | None) -> Tensor | None:
@@ -138,6 +145,7 @@ def _view(
         noise=None if noise.of_nodes is None else at_nodes(noise.of_nodes, known),
         keys=noise.keys[:, layer],
         silent=state.warp.silent,
+        draws=state.method.num_beams,
     )
     method = state.method
     if method.dynamic and view.drafts is not None:
@@ -146,7 +154,9 @@ def _view(
         p = view.log_p.flatten(1).to(torch.float64).exp()
         # of a fused layer only the sampled nodes: which deterministic ones stand beside them depends on the draws
         drawn = view.drafts.law.log_drawn.shape[1]
-        view.width = expected_width(p, q, drawn, method.width_threshold, method.min_width, method.num_beams)
+        view.width = expected_width(
+            p, q, drawn, method.value(WIDTH_THRESHOLD), method.value(MIN_WIDTH), method.num_beams
+        )
     return view, weight
 
 

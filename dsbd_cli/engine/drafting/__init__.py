@@ -1,30 +1,19 @@
-"""Drafters: how a forest is proposed. `DRAFTERS` makes each by name; two names joined by + are fused."""
+"""Drafters: how a forest is proposed. `variants.DRAFTERS` says where the code of each is; two names joined by + are
+fused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from typing import cast
 
-import torch
-
-from dsbd_cli.config import MethodConfig
-from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
-from dsbd_cli.engine.drafting.base import DraftContext, Drafter, Endings
+from dsbd_cli.engine.drafting.base import AnyDraft, DraftContext, Drafter, DrafterInputs, Endings
 from dsbd_cli.engine.drafting.beam import BeamDrafter, NoDrafter
 from dsbd_cli.engine.drafting.bridge import BridgedDraft, BridgeDrafter
-from dsbd_cli.engine.drafting.dynamic import DynamicTree
 from dsbd_cli.engine.drafting.fusion import FusionDrafter
-from dsbd_cli.engine.drafting.index import open_index
-from dsbd_cli.engine.drafting.ngram import NgramSource
 from dsbd_cli.engine.drafting.paths import PathDrafter
-from dsbd_cli.engine.drafting.retrieval import RetrievalSource
-from dsbd_cli.engine.drafting.rsd import ConstantBranching, StochasticBeams
-from dsbd_cli.engine.drafting.trigram import TrigramSource
 from dsbd_cli.errors import UsageError
+from dsbd_cli.variants import DRAFTERS, FUSION_TOP_K
 
 __all__ = [
-    "DRAFTERS",
     "AnyDraft",
     "BeamDrafter",
     "BridgeDrafter",
@@ -38,60 +27,23 @@ __all__ = [
 ]
 
 
-AnyDraft = ForestModel | BridgedDraft  # a draft model with the target's tokens, or with tokens of its own
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterInputs:
-    """What drafters are made from. model: of the draft, None where there is none."""
-
-    method: MethodConfig
-    model: AnyDraft | None
-    vocab_size: int
-    codec: TextCodec
-    device: torch.device
-
-    def draft(self) -> ForestModel:
-        """The draft model of a drafter that needs one. Raises UsageError for one with tokens of its own."""
-        assert self.model is not None, "checked by MethodConfig.fit_draft"
-        if isinstance(self.model, BridgedDraft):
-            raise UsageError(f"drafter {self.method.drafter} takes a plain draft")
-        return self.model
-
-    def bridged(self) -> BridgedDraft:
-        """The draft of a bridge. Raises UsageError for any other."""
-        if not isinstance(self.model, BridgedDraft):
-            raise UsageError(f"drafter {self.method.drafter} takes a BridgedDraft")
-        return self.model
-
-
-def _retrieval(of: DrafterInputs) -> PathDrafter:
-    assert of.method.index is not None, "checked by MethodConfig"
-    index = open_index(Path(of.method.index), of.codec.token_bytes())
-    return PathDrafter(RetrievalSource(index, of.device))
-
-
-DRAFTERS: dict[str, Callable[[DrafterInputs], BeamDrafter | PathDrafter | BridgeDrafter]] = {
-    "beam": lambda of: BeamDrafter(of.draft(), of.vocab_size),
-    "rsd-c": lambda of: ConstantBranching(of.draft(), of.vocab_size, of.method.branching),
-    "rsd-s": lambda of: StochasticBeams(of.draft(), of.vocab_size),
-    "dynamic-tree": lambda of: DynamicTree(of.draft(), of.vocab_size, of.method.tree, of.method.value_threshold),
-    "bridge": lambda of: BridgeDrafter(of.bridged(), of.vocab_size),
-    "ngram": lambda of: PathDrafter(NgramSource(of.method.ngram)),
-    "retrieval": _retrieval,
-    "trigram": lambda of: PathDrafter(TrigramSource()),
-}
-
-
 def make_drafter(of: DrafterInputs) -> Drafter:
-    """The drafter that a method names. Raises UsageError where its draft or its index cannot be used."""
+    """The drafter that a method names. Raises UsageError where its draft, its index or its code cannot be used."""
     method = of.method
     if method.depth == 0:
         return NoDrafter()
-    first, *more = [DRAFTERS[name](of) for name in method.drafter_names]
+    first, *more = [_made(name, of) for name in method.drafter_names]
     if not more:
         return first
     second = more[0]
-    assert not isinstance(first, BridgeDrafter), "checked by MethodConfig"
-    assert isinstance(second, PathDrafter), "checked by MethodConfig"
-    return FusionDrafter(first, second, method.second_share, method.fusion_top_k)
+    if not isinstance(first, BeamDrafter | PathDrafter) or not isinstance(second, PathDrafter):
+        raise UsageError(f"drafter {method.drafter} cannot be used: two are fused only where the second looks paths up")
+    return FusionDrafter(first, second, method.second_share, method.value(FUSION_TOP_K))
+
+
+def _made(name: str, of: DrafterInputs) -> Drafter:
+    make = DRAFTERS[name].load()
+    made = make(of) if callable(make) else None
+    if Drafter not in type(made).__mro__:
+        raise UsageError(f"drafter {name} cannot be used: {DRAFTERS[name].make} makes no Drafter")
+    return cast("Drafter", made)

@@ -4,33 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.forest import DraftLaw, Forest, LawScope, LayerNodes, at_nodes
+from dsbd_cli.engine.core.grammar import GrammarTable
+from dsbd_cli.engine.core.legal import DEAD, Legal
 from dsbd_cli.engine.core.noise import extend_path
 from dsbd_cli.engine.core.pool import DraftRequest, match_pairs
 from dsbd_cli.engine.core.probs import NEVER, Candidates, Room, Warp
-from dsbd_cli.engine.core.protocols import ForestModel
+from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.core.slots import Layout, SlotTable
 from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.drafting.text import Prompts
+from dsbd_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.drafting.bridge import BridgedDraft
 
 __all__ = [
+    "AnyDraft",
     "DraftContext",
     "Drafter",
+    "DrafterInputs",
     "DrawRule",
     "Endings",
     "LayerDrafts",
     "Stopped",
     "children",
+    "following",
     "fuse",
     "record_law",
     "roots",
 ]
+
+
+AnyDraft: TypeAlias = "ForestModel | BridgedDraft"  # a draft with the target's tokens, or with tokens of its own
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterInputs:
+    """What drafters are made from. model: of the draft, None where there is none; grammars: of the rows."""
+
+    method: MethodConfig
+    model: AnyDraft | None
+    vocab_size: int
+    codec: TextCodec
+    device: torch.device
+    grammars: GrammarTable
+
+    def draft(self) -> ForestModel:
+        """The draft model of a drafter that needs one. Raises UsageError for one with tokens of its own."""
+        from dsbd_cli.engine.drafting.bridge import BridgedDraft
+
+        assert self.model is not None, "checked by MethodConfig.fit_draft"
+        if isinstance(self.model, BridgedDraft):
+            raise UsageError(f"drafter {self.method.drafter} takes a plain draft")
+        return self.model
 
 
 class Stopped(Exception):  # noqa: N818 - no error: somebody asked for it
@@ -94,7 +128,7 @@ class DraftContext:
         trash: slot absent nodes write to. row_key, iteration: [R] int64.
         keys: [R, L, STREAMS] int64, stream keys, L > D. lag: most used slots of a row that the draft has not run, or
             more. record_law: the layer laws Q are needed. prompts: only where the drafter reads the text (needs_text).
-        stopping: the engine was asked to stop.
+        stopping: the engine was asked to stop. legal: the constraints that act, None where there are none.
     """
 
     beams: Beams
@@ -114,6 +148,7 @@ class DraftContext:
     record_law: bool
     prompts: Prompts | None = None
     stopping: Callable[[], bool] = lambda: False
+    legal: Legal | None = None
 
 
 class Drafter(Protocol):
@@ -135,6 +170,11 @@ class Drafter(Protocol):
     def propose(self, context: DraftContext) -> Forest:
         """Roots and D layers of K nodes."""
         ...
+
+    def certain(self, beams: Beams, depth: int, count: int) -> list[list[int]] | None:
+        """For every row that runs, how many nodes each layer has that is certain to pass, where the drafter knows it
+        before an iteration of `depth` layers of `count` nodes at most; None where it does not."""
+        return None
 
     def release(self) -> None:
         """Give back the memory of a cache of its own. That of `model` belongs to the engine."""
@@ -159,6 +199,7 @@ def roots(context: DraftContext) -> LayerNodes:
         path_tokens=torch.zeros(rows, width, context.depth, dtype=torch.int64, device=beams.token.device),
         ancestors=beams.ancestors | context.layout.own[:, :width],
         source=torch.zeros_like(index),
+        legal_state=None if context.legal is None else beams.legal_state,
     )
 
 
@@ -181,7 +222,7 @@ class LayerDrafts:
 
 def children(context: DraftContext, forest: Forest, layer: int, drafts: LayerDrafts) -> LayerNodes:
     """Nodes of layer + 1 below the nodes of `layer`. The drafts must be m = K (context.drafts_per_layer) wide: pad with
-    invalid ones. Invalid drafts may hold any token in 0 .. V-1 and any parent in 0 .. n-1.
+    invalid ones. Invalid drafts may hold any token in 0 .. V-1 and any parent in 0 .. n-1. An illegal draft is invalid.
 
     Every layer comes by here, so here the iteration ends where the engine was asked to stop. Raises Stopped.
     """
@@ -193,20 +234,29 @@ def children(context: DraftContext, forest: Forest, layer: int, drafts: LayerDra
     path_tokens[:, :, layer] = token
     first = forest.offset(layer + 1)
     state = nodes.stop_state.gather(1, above)
+    legal_state = None if context.legal is None else following(context, nodes, above, token)
     return LayerNodes(
         token=token,
         parent=above + forest.offset(layer),
         root=nodes.root.gather(1, above),
         path=extend_path(nodes.path.gather(1, above), token),
         stop_state=context.endings.step(state, token),
-        valid=drafts.valid,
+        valid=drafts.valid if legal_state is None else drafts.valid & (legal_state != DEAD),
         ends=context.endings.ends(state, token),
         sampled=drafts.sampled,
         weight=drafts.weight,
         path_tokens=path_tokens,
         ancestors=at_nodes(nodes.ancestors, above) | context.layout.own[:, first : first + above.shape[1]],
         source=torch.zeros_like(token),
+        legal_state=legal_state,
     )
+
+
+def following(context: DraftContext, nodes: LayerNodes, above: Tensor, token: Tensor) -> Tensor:
+    """Legal states of tokens [R, m] below the nodes `above` [R, m]; DEAD where one is illegal."""
+    assert context.legal is not None
+    assert nodes.legal_state is not None
+    return context.legal.step(nodes.legal_state.gather(1, above), token)
 
 
 def fuse(first: LayerDrafts, second: LayerDrafts, priority: Tensor, width: int) -> tuple[LayerDrafts, Tensor]:

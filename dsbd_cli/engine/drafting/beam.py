@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.forest import DraftLaw, Forest
+from dsbd_cli.engine.core.legal import NodePaths
 from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.probs import NEVER, Candidates, pool_law
 from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
 from dsbd_cli.engine.core.slots import lagging
-from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, record_law, roots
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, DrafterInputs, LayerDrafts, children, record_law, roots
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 
-__all__ = ["BeamDrafter", "NoDrafter", "draft_calls", "draft_candidates", "run"]
+__all__ = ["BeamDrafter", "NoDrafter", "draft_calls", "draft_candidates", "make", "run"]
 
 MERGED_LAG = 16  # more late tokens than this get a forward of their own, without the output head
 
@@ -75,7 +76,7 @@ class BeamDrafter(Drafter):
         """`count` draws from the draft's pool below one layer, and the law they were drawn from where one is needed.
         logits: of the layer's nodes."""
         nodes, rule = forest.layers[layer], context.rule
-        candidates = draft_candidates(context, forest, logits)
+        candidates = draft_candidates(context, forest, layer, logits)
         live = nodes.valid & ~nodes.ends
         if rule.warps:
             law = pool_law(candidates, nodes.weight, live, context.warp)
@@ -103,11 +104,13 @@ def draft_calls(context: DraftContext) -> int:
     return context.depth + (context.depth > 0 and context.lag > MERGED_LAG)
 
 
-def draft_candidates(context: DraftContext, forest: Forest, logits: DraftLogits) -> Candidates:
-    """Candidates of the draft's nodes, enough for K draws. A draft that returns NaN proposes nothing; the target
-    decides alone."""
+def draft_candidates(context: DraftContext, forest: Forest, layer: int, logits: DraftLogits) -> Candidates:
+    """Candidates of the draft's nodes in one layer, enough for K draws. A draft that returns NaN proposes nothing; the
+    target decides alone."""
     room = context.rule.candidates(forest.num_beams, 1, context.warp, logits.width)
-    candidates = logits.candidates(room.at_least(min(context.drafts_per_layer + 8, logits.width)))
+    room = room.at_least(min(context.drafts_per_layer + 8, logits.width))
+    legal = None if context.legal is None else context.legal.of(NodePaths.of(forest, context.beams, layer))
+    candidates = logits.candidates(room, legal)
     candidates.logprobs = candidates.logprobs.nan_to_num(nan=NEVER, neginf=NEVER)
     return candidates
 
@@ -138,3 +141,8 @@ def run(model: ForestModel, batch: ForestInput, device: torch.device, *, logits:
     """Logits of a model that may live on another device; None with logits=False."""
     result = model.forward(batch if model.device == device else batch.to(model.device), logits=logits)
     return None if result is None else result.to(device)
+
+
+def make(of: DrafterInputs) -> BeamDrafter:
+    """Drafter `beam`."""
+    return BeamDrafter(of.draft(), of.vocab_size)

@@ -22,12 +22,13 @@ from torch import Tensor
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.probs import NEVER
 from dsbd_cli.engine.core.protocols import ForestModel
-from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, roots
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, DrafterInputs, LayerDrafts, children, roots
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 from dsbd_cli.engine.drafting.prefixes import PrefixCache
 from dsbd_cli.engine.drafting.spelling import Spelling, split_word, standing_tail, valid_prefix
+from dsbd_cli.errors import UsageError
 
-__all__ = ["BridgeDrafter", "BridgedDraft", "TextPieces"]
+__all__ = ["BridgeDrafter", "BridgedDraft", "TextPieces", "make"]
 
 MOST_PER_LAYER, SPARE = 2, 4
 UNSURE = 1e3  # a token that further text may make a longer one stands behind all others
@@ -360,3 +361,10 @@ def _forest(context: DraftContext, found: list[_Found]) -> Forest:
         forest.layers.append(made)
         forest.laws.append(None)
     return forest
+
+
+def make(of: DrafterInputs) -> BridgeDrafter:
+    """Drafter `bridge`. Raises UsageError for a draft that is none with tokens of its own."""
+    if not isinstance(of.model, BridgedDraft):
+        raise UsageError(f"drafter {of.method.drafter} takes a BridgedDraft")
+    return BridgeDrafter(of.model, of.vocab_size)

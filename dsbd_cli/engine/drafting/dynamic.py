@@ -11,13 +11,13 @@ from torch import Tensor
 from dsbd_cli.engine.core.forest import DraftLaw, Forest
 from dsbd_cli.engine.core.probs import NEVER
 from dsbd_cli.engine.core.protocols import ForestModel
-from dsbd_cli.engine.drafting.base import DraftContext, LayerDrafts
+from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts
 from dsbd_cli.engine.drafting.beam import BeamDrafter
 from dsbd_cli.engine.drafting.logits import DraftLogits
 from dsbd_cli.engine.drafting.rsd import RowDraws, carry, root_law, root_mass
-from dsbd_cli.variants import TreeName
+from dsbd_cli.variants import TREE, TreeName
 
-__all__ = ["DynamicTree"]
+__all__ = ["DynamicTree", "make"]
 
 
 class DynamicTree(BeamDrafter):
@@ -68,3 +68,8 @@ def _top(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     index = x.argsort(dim=1, descending=True, stable=True)[:, :count]
     value = x.gather(1, index)
     return value, torch.where(value > NEVER, index, 0)
+
+
+def make(of: DrafterInputs) -> DynamicTree:
+    """Drafter `dynamic-tree`."""
+    return DynamicTree(of.draft(), of.vocab_size, of.method.value(TREE), of.method.value_threshold)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dsbd_cli.engine.core.probs import NEVER, Candidates, Room, top_candidates
+from dsbd_cli.engine.core.probs import NEVER, Candidates, LegalTokens, Room, top_candidates
 from dsbd_cli.engine.core.protocols import ForestModel
 
 __all__ = ["DraftLogits", "head_ids"]
@@ -51,9 +51,9 @@ class DraftLogits:
         wide = self.values.new_full((*self.values.shape[:-1], self.vocab_size), NEVER)
         return wide.index_copy_(-1, self.ids, self.values)
 
-    def candidates(self, room: Room) -> Candidates:
+    def candidates(self, room: Room, legal: LegalTokens | None = None) -> Candidates:
         """As top_candidates of `wide`, but for the last bits of the logits' sum."""
-        if self.ids is None or room.count >= self.values.shape[-1]:
-            return top_candidates(self.wide(), room)
+        if self.ids is None or room.count >= self.values.shape[-1] or legal is not None:
+            return top_candidates(self.wide(), room, legal)
         found = top_candidates(self.values, room)
         return Candidates(self.ids[found.tokens], found.logprobs, full=False)

@@ -7,11 +7,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.drafting.base import DraftContext
-from dsbd_cli.engine.drafting.paths import Paths, beam_share
+from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
+from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 from dsbd_cli.engine.drafting.text import contexts, suffix
+from dsbd_cli.variants import NGRAM
 
-__all__ = ["NgramSource"]
+__all__ = ["NgramSource", "make"]
 
 
 class NgramSource:
@@ -60,3 +61,8 @@ def _matches(tokens: Tensor, length: Tensor, longest: int) -> Tensor:
         alive = alive & (before == wanted) & (wanted >= 0)
         match = match + alive
     return torch.where(match > 0, match * width + place, -1)
+
+
+def make(of: DrafterInputs) -> PathDrafter:
+    """Drafter `ngram`."""
+    return PathDrafter(NgramSource(of.method.value(NGRAM)))

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.legal import DEAD
 from dsbd_cli.engine.core.probs import NEVER
-from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, roots
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, following, roots
 
 __all__ = ["PathDrafter", "PathSource", "PathTree", "Paths", "beam_share"]
 
@@ -65,6 +66,8 @@ class PathTree:
         here &= (nodes.valid & ~nodes.ends).gather(1, above)
         if not context.rule.drafts_end:
             here &= ~context.endings.ends(nodes.stop_state.gather(1, above), token)
+        if context.legal is not None:
+            here &= following(context, nodes, above, token) != DEAD
         first = _first_equal(torch.where(here, (above << 40) + token, -1))
         weight = torch.where(here, paths.weight, 0.0)
         total = torch.zeros_like(weight).scatter_add(1, first, weight)

@@ -6,15 +6,18 @@ The suffix array is searched on the device, all beams and all suffix lengths at 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.drafting.base import DraftContext
-from dsbd_cli.engine.drafting.index import CorpusIndex
-from dsbd_cli.engine.drafting.paths import Paths, beam_share
+from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
+from dsbd_cli.engine.drafting.index import CorpusIndex, open_index
+from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 from dsbd_cli.engine.drafting.text import contexts, suffix
+from dsbd_cli.variants import INDEX
 
-__all__ = ["RetrievalSource"]
+__all__ = ["RetrievalSource", "make"]
 
 LONGEST, SHORTEST = 16, 2
 HITS = 64
@@ -84,3 +87,10 @@ class RetrievalSource:
     def _token(self, index: Tensor) -> Tensor:
         """Tokens as int32. A corpus ends with a separator, which is what stands past its end, too."""
         return self._tokens[index.clamp(max=len(self._tokens) - 1)]
+
+
+def make(of: DrafterInputs) -> PathDrafter:
+    """Drafter `retrieval`. Raises UsageError where the index cannot be used."""
+    index = of.method.value(INDEX)
+    assert index is not None, "checked by MethodConfig"
+    return PathDrafter(RetrievalSource(open_index(Path(index), of.codec.token_bytes()), of.device))

@@ -14,11 +14,12 @@ from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.probs import NEVER, Candidates, log_normalise, row_law
 from dsbd_cli.engine.core.protocols import ForestModel
-from dsbd_cli.engine.drafting.base import DraftContext, LayerDrafts, record_law
+from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, record_law
 from dsbd_cli.engine.drafting.beam import BeamDrafter, draft_candidates
 from dsbd_cli.engine.drafting.logits import DraftLogits
+from dsbd_cli.variants import BRANCHING
 
-__all__ = ["ConstantBranching", "RowDraws", "StochasticBeams", "root_law"]
+__all__ = ["ConstantBranching", "RowDraws", "StochasticBeams", "constant_branching", "root_law", "stochastic_beams"]
 
 
 class RowDraws:
@@ -31,7 +32,7 @@ class RowDraws:
 
     def __init__(self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits) -> None:
         self._context, self.nodes = context, forest.layers[layer]
-        self.candidates = draft_candidates(context, forest, logits)
+        self.candidates = draft_candidates(context, forest, layer, logits)
         nodes, rule, tokens = self.nodes, context.rule, self.candidates.tokens
         self.log_q = row_law(self.candidates, context.warp) if rule.warps else self.candidates.logprobs
         self.allowed = (nodes.valid & ~nodes.ends).unsqueeze(-1) & (self.log_q > NEVER)
@@ -162,3 +163,13 @@ def _conditioned(key: Tensor, above: Tensor) -> Tensor:
     largest = key.amax(-1, keepdim=True)
     v = above - key + torch.log(-torch.expm1(key - largest))
     return above - v.clamp(min=0) - torch.log1p(torch.exp(-v.abs()))
+
+
+def constant_branching(of: DrafterInputs) -> ConstantBranching:
+    """Drafter `rsd-c`."""
+    return ConstantBranching(of.draft(), of.vocab_size, of.method.value(BRANCHING))
+
+
+def stochastic_beams(of: DrafterInputs) -> StochasticBeams:
+    """Drafter `rsd-s`."""
+    return StochasticBeams(of.draft(), of.vocab_size)

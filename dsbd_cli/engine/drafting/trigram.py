@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.beams import Beams
-from dsbd_cli.engine.drafting.base import DraftContext
-from dsbd_cli.engine.drafting.paths import Paths, beam_share
+from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
+from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 from dsbd_cli.engine.drafting.text import Prompts, contexts, suffix
 
-__all__ = ["TrigramSource"]
+__all__ = ["TrigramSource", "make"]
 
 STEP, WINDOW, CAP = 0.04, 16, 3.0
 GAIN = STEP * (WINDOW - 2)
@@ -95,3 +95,8 @@ def _top(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     index = x.argsort(dim=1, descending=True, stable=True)[:, :count]
     value = x.gather(1, index)
     return value, torch.where(value > 0, index, 0)
+
+
+def make(of: DrafterInputs) -> PathDrafter:
+    """Drafter `trigram`."""
+    return PathDrafter(TrigramSource())

@@ -274,6 +274,9 @@ class _Ids:
     def encode(self, prompt: str) -> list[int]:
         raise UsageError("this engine has no tokenizer: give prompt_ids")
 
+    def encode_pieces(self, texts: list[str]) -> list[list[int]]:
+        raise UsageError("this engine has no tokenizer: give prompt_ids")
+
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         raise UsageError("this engine has no tokenizer: give prompt_ids")
 

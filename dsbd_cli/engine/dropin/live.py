@@ -11,8 +11,8 @@ import torch
 
 from dsbd_cli.config import DEFAULT_BATCH_SIZE, MethodConfig, Numerics, OnTooLong, check_value
 from dsbd_cli.engine.decoding.engine import Engine, EngineInfo
-from dsbd_cli.engine.models.adapter import CausalForestModel
 from dsbd_cli.engine.models.attention import NAME as GROUPED
+from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.invariance import is_invariant
 from dsbd_cli.engine.models.loader import eos_ids
 from dsbd_cli.engine.models.pair import check_pair

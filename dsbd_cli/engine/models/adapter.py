@@ -1,4 +1,6 @@
-"""A transformers causal language model as a ForestModel: the only place where a transformers forward is called.
+"""What transformers models of every kind share as ForestModels: names, devices, widths of the logits, masks and cache.
+
+A kind of model says how one forward is called: see causal.py.
 
 Shape letters: R rows, n nodes of a forward, S active cache slots, V vocabulary, B sequences, T tokens of a sequence.
 """
@@ -14,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from dsbd_cli.engine.core.protocols import ForestInput
-from dsbd_cli.engine.models.attention import Sight, seeing, use_grouped_attention
+from dsbd_cli.engine.models.attention import Sight, use_grouped_attention
 from dsbd_cli.engine.models.cache import ForestCache
 from dsbd_cli.engine.models.reads import HostReads
 from dsbd_cli.errors import UnsupportedModelError
 
-__all__ = ["CausalForestModel", "MaskPlan", "unsupported"]
+__all__ = ["MaskPlan", "TransformersForest", "unsupported"]
 
 LEAST_ROWS = 4  # products of fewer rows take other kernels
 # Layer kinds whose state is one key and one value per token, so that a tree of tokens can be held.
@@ -66,10 +68,11 @@ class MaskPlan:
         return batch.mask if self.window is None else batch.mask & (here - there < self.window)
 
 
-class CausalForestModel:
+class TransformersForest:
     """A loaded transformers model over a packed forest. Construction runs one token through it to learn its shapes.
 
-    Raises UnsupportedModelError when the architecture keeps more than keys and values or cannot take a forest's mask.
+    A kind of model overrides `_run`, one forward. Raises UnsupportedModelError when the architecture keeps more than
+    keys and values or cannot take a forest's mask.
     """
 
     def __init__(self, model: Any, name: str, stock: Callable[[], Any] | None = None) -> None:
@@ -220,20 +223,18 @@ class CausalForestModel:
         return logits.to(self._device)
 
     def _run(self, runner: Any, batch: ForestInput) -> Any:
-        self._cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
-        sight = None if batch.settled is None else Sight(batch.settled, batch.tail)
-        masks = self._masks(batch, sight)
-        self._sight = sight
-        with seeing(sight):
-            return runner(
-                # a narrower draft knows no id of its target's extra ones: any legal id will do, only acceptance suffers
-                input_ids=batch.tokens.clamp(max=self._embeddings - 1),
-                position_ids=batch.positions,
-                attention_mask=masks,
-                past_key_values=self._cache,
-                use_cache=True,
-                return_dict=True,
-            )
+        """The output of `runner`, the model or its body, for the nodes of a batch; the cache holds them then."""
+        raise NotImplementedError
+
+    def _sees(self, batch: ForestInput) -> Sight | None:
+        """What the layers of the forward that begins may split their keys by; kept for by_parts."""
+        self._sight = None if batch.settled is None else Sight(batch.settled, batch.tail)
+        return self._sight
+
+    def _inputs(self, batch: ForestInput) -> Tensor:
+        """Token ids [R, n]. A narrower draft knows no id of its target's extra ones: any legal id will do, only
+        acceptance suffers."""
+        return batch.tokens.clamp(max=self._embeddings - 1)
 
     def _masks(self, batch: ForestInput, sight: Sight | None) -> Tensor | dict[str, Tensor]:
         kinds = self._plan.kinds

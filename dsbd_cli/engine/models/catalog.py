@@ -135,7 +135,7 @@ def _local_folder(spec: ModelSpec) -> Path:
     from dsbd_cli.engine.models.hub import locate
 
     location = resolve(spec.source, spec.role)
-    if location.kind == "folder":
+    if location.kind != "hub":
         return locate(spec)
     folder = cached_folder(location.path)
     if folder is None:

@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 )
 
 from dsbd_cli.config import ModelSpec
-from dsbd_cli.engine.models.registry import no_gguf, resolve
+from dsbd_cli.engine.models.registry import resolve
 from dsbd_cli.errors import ModelError, ModelNotFoundError
 
 __all__ = ["CONNECT_TIMEOUT_S", "cached_folder", "folder_of", "has_weights", "locate", "reachable"]
@@ -32,14 +32,21 @@ _PICKLE = ["pytorch_model.bin", "pytorch_model-*.bin"]
 
 
 def locate(spec: ModelSpec) -> Path:
-    """Folder with the checkpoint's files, fetched from the hub if they are not here yet. Imports no tensor library, so
-    that a wrong name is told at once."""
+    """Folder with the checkpoint's files, fetched from the hub if they are not here yet, or a GGUF file. Imports no
+    tensor library, so that a wrong name is told at once."""
     location = resolve(spec.source, spec.role)
     if location.kind == "hub":
         return folder_of(location.path, spec.role, spec.allow_pickle)
     folder = Path(location.path)
-    if only_gguf(folder):
-        raise no_gguf(spec.role, repr(spec.source))
+    if location.kind == "file":
+        return folder
+    if files := gguf_files(folder):
+        if len(files) == 1:
+            return files[0]
+        names = ", ".join(file.name for file in files)
+        raise ModelNotFoundError(
+            f"{spec.role} model {spec.source!r} holds {len(files)} GGUF files: give one of {names}"
+        )
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{spec.role} model {spec.source!r}: {folder} holds no config.json, so it is no checkpoint folder"
@@ -68,10 +75,10 @@ def folder_of(repo: str, role: str, allow_pickle: bool) -> Path:
     return _download(repo, role, allow_pickle)
 
 
-def only_gguf(folder: Path) -> bool:
-    """The folder holds GGUF files and no other weights."""
+def gguf_files(folder: Path) -> list[Path]:
+    """The GGUF files of a folder without other weights."""
     others = (path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern))
-    return any(folder.glob("*.gguf")) and not any(others)
+    return [] if any(others) else sorted(folder.glob("*.gguf"))
 
 
 def cached_folder(repo: str) -> Path | None:
@@ -137,7 +144,9 @@ def _download(repo: str, role: str, allow_pickle: bool) -> Path:
         said = " ".join(str(error).split())[:160]
         raise ModelNotFoundError(f"{role} model {repo!r} could not be downloaded: {said}") from error
     if "gguf" in repo.lower() and not has_weights(folder):
-        raise no_gguf(role, repr(repo))
+        raise ModelNotFoundError(
+            f"{role} model {repo!r} holds GGUF files: download the one you want (`hf download {repo} FILE`) and give it"
+        )
     if not any(folder.glob("*.safetensors")) and not allow_pickle:
         raise ModelError(
             f"{role} model {repo!r} has only pickled weights (*.bin), which can run code when loaded: "

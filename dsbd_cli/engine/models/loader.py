@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import io
 import json
 import logging
 import warnings
@@ -18,7 +20,7 @@ from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.packing import packing_works
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 
-__all__ = ["Checkpoint", "eos_ids", "load", "load_config", "load_tokenizer", "quiet"]
+__all__ = ["Checkpoint", "eos_ids", "is_gguf", "load", "load_config", "load_tokenizer", "quiet"]
 
 Checkpoint = tuple[Any, Any]
 
@@ -39,7 +41,9 @@ def load(spec: ModelSpec) -> Checkpoint:
     with quiet():
         folder = locate(spec)
         config = load_config(folder, spec)
-        model = _model(folder, spec, config, placement)
+        # transformers draws a bar while it unpacks GGUF, and asks nobody
+        with contextlib.redirect_stderr(io.StringIO()) if is_gguf(folder) else contextlib.nullcontext():
+            model = _model(folder, spec, config, placement)
         tokenizer = load_tokenizer(folder, spec)
     model.eval()
     model.requires_grad_(False)
@@ -47,20 +51,23 @@ def load(spec: ModelSpec) -> Checkpoint:
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a text: the generation settings' if they name any, else the config's, else the tokenizer's."""
+    """Tokens that end a text: the generation settings' if they name any, else the config's, else the tokenizer's. The
+    tokenizer's own stands first, if it is one of them."""
     for source in (getattr(model, "generation_config", None), model.config.get_text_config(decoder=True), tokenizer):
         found = getattr(source, "eos_token_id", None)
         if found is not None and found != []:
-            return tuple(dict.fromkeys(found if isinstance(found, (list, tuple)) else [int(found)]))
+            own = getattr(tokenizer, "eos_token_id", None)
+            ids = dict.fromkeys(found if isinstance(found, (list, tuple)) else [int(found)])
+            return tuple(sorted(ids, key=lambda token: token != own))
     return ()
 
 
 def load_tokenizer(folder: Path, spec: ModelSpec) -> Any:
-    """The tokenizer in a checkpoint folder."""
+    """The tokenizer in a checkpoint folder or a GGUF file."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=spec.trust_remote_code, local_files_only=True)
+        return AutoTokenizer.from_pretrained(**_source(folder), **_local(spec))
     except Exception as error:
         raise ModelError(f"{_name(spec)}: its tokenizer cannot be loaded: {_said(error)}") from error
 
@@ -92,13 +99,15 @@ def _device_map(spec: ModelSpec) -> Any:
 
 
 def load_config(folder: Path, spec: ModelSpec) -> Any:
-    """The config in a checkpoint folder."""
+    """The config in a checkpoint folder or a GGUF file."""
     from transformers import AutoConfig
 
+    if is_gguf(folder) and importlib.util.find_spec("gguf") is None:
+        raise UsageError(f"{_name(spec)} is GGUF, which needs a package: pip install 'dsbd[gguf]'")
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=spec.trust_remote_code, local_files_only=True)
+        return AutoConfig.from_pretrained(**_source(folder), **_local(spec))
     except Exception as error:
-        hint = "" if spec.trust_remote_code else _remote_code_hint(folder)
+        hint = "" if spec.trust_remote_code or is_gguf(folder) else _remote_code_hint(folder)
         raise ModelError(f"{_name(spec)}: its config cannot be read: {_said(error)}{hint}") from error
 
 
@@ -114,14 +123,14 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
     head = read_head(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
+            **_source(folder),
+            **_local(spec),
             config=config,
             dtype=_dtype(spec, config, folder),
             attn_implementation=_attention(config),
-            use_safetensors=None if spec.allow_pickle else True,
-            trust_remote_code=spec.trust_remote_code,
-            local_files_only=True,
+            use_safetensors=None if spec.allow_pickle or is_gguf(folder) else True,
             output_loading_info=True,
+            **_dequantised(folder),
             **placement,
         )
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -139,8 +148,33 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
     return model
 
 
+def is_gguf(place: Path) -> bool:
+    """A checkpoint in the form of llama.cpp: one file with config, tokenizer and weights."""
+    return place.suffix.lower() == ".gguf"
+
+
+def _source(place: Path) -> dict[str, Any]:
+    """Where transformers' from_pretrained reads."""
+    if not is_gguf(place):
+        return {"pretrained_model_name_or_path": place}
+    return {"pretrained_model_name_or_path": place.parent, "gguf_file": place.name}
+
+
+def _local(spec: ModelSpec) -> dict[str, Any]:
+    return {"trust_remote_code": spec.trust_remote_code, "local_files_only": True}
+
+
+def _dequantised(place: Path) -> dict[str, Any]:
+    """GGUF's blocks become plain weights: the packed layers and the check of invariance are made for these."""
+    if not is_gguf(place):
+        return {}
+    from transformers import GgufConfig
+
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
 def _check_weights(folder: Path, spec: ModelSpec) -> None:
-    if any(folder.glob("*.safetensors")):
+    if is_gguf(folder) or any(folder.glob("*.safetensors")):
         return
     if not any(folder.glob("*.bin")):
         raise ModelError(f"{_name(spec)}: {folder} holds no weights (*.safetensors)")
@@ -174,7 +208,10 @@ def _dtype(spec: ModelSpec, config: Any, folder: Path) -> Any:
     if not named <= {"cpu", "disk"} and torch.cuda.is_available():
         return "auto"
     stored = getattr(config.get_text_config(decoder=True), "dtype", None)
-    large = sum(file.stat().st_size for file in folder.glob("*.safetensors")) > SMALL_BYTES
+    if is_gguf(folder):  # its blocks of four to eight bits say nothing of what lies between two bfloat16 numbers
+        large, stored = folder.stat().st_size > SMALL_BYTES // 4, torch.bfloat16
+    else:
+        large = sum(file.stat().st_size for file in folder.glob("*.safetensors")) > SMALL_BYTES
     halves = large and stored in (torch.bfloat16, "bfloat16") and packing_works(torch.bfloat16)
     return torch.bfloat16 if halves else torch.float32
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.drafting import AnyDraft, BridgedDraft
-from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.head import installed
 from dsbd_cli.engine.models.invariance import is_invariant
 from dsbd_cli.engine.models.loader import eos_ids, load

@@ -12,7 +12,7 @@ from typing import Literal
 
 from dsbd_cli.errors import ModelNotFoundError, UsageError
 
-__all__ = ["ALIASES", "BUILTIN", "Location", "known_names", "no_gguf", "resolve", "user_aliases", "user_file"]
+__all__ = ["ALIASES", "BUILTIN", "Location", "known_names", "resolve", "user_aliases", "user_file"]
 
 ALIASES: dict[str, str] = {
     # pairs of the paper
@@ -61,9 +61,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a model is: `path` is a folder that exists, or an id on the hub."""
+    """Where a model is: `path` is a folder or a GGUF file that exists, or an id on the hub."""
 
-    kind: Literal["folder", "hub"]
+    kind: Literal["folder", "file", "hub"]
     path: str
 
 
@@ -116,23 +116,18 @@ def resolve(source: str, role: str = "target") -> Location:
     folder = Path(place).expanduser()
     if folder.is_dir():
         return Location("folder", str(folder))
-    if folder.suffix.lower() == ".gguf":
-        raise no_gguf(role, told)
+    if folder.suffix.lower() == ".gguf" and folder.is_file():
+        return Location("file", str(folder))
     if folder.exists():
-        raise ModelNotFoundError(f"{role} model {told} is a file: give the folder that holds config.json")
-    if _looks_like_path(place):
-        raise ModelNotFoundError(f"{role} model {told}: there is no such folder")
+        raise ModelNotFoundError(
+            f"{role} model {told} is a file: give the folder that holds config.json, or a file that ends in .gguf"
+        )
+    if _looks_like_path(place) or folder.suffix.lower() == ".gguf":
+        what = "file" if folder.suffix.lower() == ".gguf" else "folder"
+        raise ModelNotFoundError(f"{role} model {told}: there is no such {what}")
     if _HUB_ID.fullmatch(place):
         return Location("hub", place)
     raise ModelNotFoundError(f"{role} model {told} is not known{_near(source)}")
-
-
-def no_gguf(role: str, told: str) -> ModelNotFoundError:
-    """The error for a checkpoint in the form of llama.cpp."""
-    return ModelNotFoundError(
-        f"{role} model {told} is GGUF, which is not read: load it with transformers (from_pretrained with gguf_file=), "
-        "save_pretrained model and tokenizer, and give that folder"
-    )
 
 
 def _builtin(source: str, role: str) -> Location:

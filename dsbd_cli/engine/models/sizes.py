@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dsbd_cli.engine.core.protocols import ForestModel
-from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.adapter import TransformersForest
 
 __all__ = ["ModelSize", "size_of"]
 
@@ -26,7 +26,7 @@ class ModelSize:
 def size_of(model: ForestModel) -> ModelSize | None:
     """Sizes of a transformers model; None of any other. An embedding table that is no output head too is looked up,
     not read. Experts of a mixture all count as read."""
-    if not isinstance(model, CausalForestModel):
+    if not isinstance(model, TransformersForest):
         return None
     module: Any = model.module
     # weights in the processor's own order are no parameters

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
+from copy import copy
 from typing import Any, Protocol
 
 from dsbd_cli.errors import InvalidRowError
@@ -75,6 +77,15 @@ class HFCodec:
         """Tokens that end a sequence."""
         return self._eos_ids
 
+    @property
+    def fingerprint(self) -> str | None:
+        """32 hexadecimal digits that two tokenizers share only if they tokenise alike; None of one that does not say
+        all it does."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        return hashlib.blake2b(backend.to_str().encode(), digest_size=16).hexdigest()
+
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens the tokenizer adds by itself."""
         return list(self._tokenizer(prompt, **IDS_ALONE)["input_ids"])
@@ -114,6 +125,16 @@ class HFCodec:
     def decode(self, ids: list[int]) -> str:
         """Text of generated ids, special tokens left out."""
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def tokenizer_json(self) -> str | None:
+        """The tokenizer as the library tokenizers writes it, without padding and truncation; None of a slow one."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        plain = copy(backend)
+        plain.no_padding()
+        plain.no_truncation()
+        return str(plain.to_str())
 
     def token_bytes(self) -> list[bytes]:
         """For every id of the tokenizer the bytes it adds in mid-sentence; b"" for special tokens and unused ids.

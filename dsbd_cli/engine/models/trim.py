@@ -18,7 +18,7 @@ import torch
 from dsbd_cli.config import DTYPES, ModelSpec
 from dsbd_cli.engine.models.head import HEAD_FILE, TrimmedHead, head_keys, output_head, write_head
 from dsbd_cli.engine.models.hub import locate
-from dsbd_cli.engine.models.loader import eos_ids, load, load_config, load_tokenizer
+from dsbd_cli.engine.models.loader import eos_ids, is_gguf, load, load_config, load_tokenizer
 from dsbd_cli.errors import ModelError, OutputError, UsageError
 
 __all__ = ["TrimReport", "check", "choose_ids", "count_texts", "trim"]
@@ -119,6 +119,8 @@ def check(spec: ModelSpec, output: Path, *, size: int | None, coverage: float | 
     if not output.parent.is_dir():
         raise UsageError(f"--output {output}: the folder {output.parent} does not exist")
     folder = locate(spec)
+    if is_gguf(folder):
+        raise ModelError(f"draft model {spec.source!r} is GGUF, whose head cannot be taken apart: use the original")
     if (folder / HEAD_FILE).is_file():
         raise UsageError(f"{spec.source} is trimmed already: give the draft that it was made from")
     config = load_config(folder, spec)

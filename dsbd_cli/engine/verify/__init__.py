@@ -1,24 +1,20 @@
-"""Verification rules by name."""
+"""Verification rules: how drafted layers are accepted. `variants.RULES` says where the code of each is."""
 
 from __future__ import annotations
 
+from typing import cast
+
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule
-from dsbd_cli.engine.verify.coupled import Coupled
-from dsbd_cli.engine.verify.fuzzy import Fuzzy
-from dsbd_cli.engine.verify.rejection import Rejection, WithReplacement
-from dsbd_cli.engine.verify.search import Search
+from dsbd_cli.errors import UsageError
+from dsbd_cli.variants import RULES
 
-__all__ = ["RULES", "DraftedLayer", "LayerDraws", "LayerView", "Rule", "make_rule"]
-
-RULES: dict[str, type[Rule]] = {
-    "coupled": Coupled,
-    "rejection": Rejection,
-    "with-replacement": WithReplacement,
-    "search": Search,
-}
+__all__ = ["DraftedLayer", "LayerDraws", "LayerView", "Rule", "make_rule"]
 
 
 def make_rule(method: MethodConfig) -> Rule:
-    """The rule of a method; `fuzzy` is the one that has settings of its own."""
-    return Fuzzy(method.fuzzy) if method.fuzzy is not None else RULES[method.rule]()
+    """The rule that a method names. Raises UsageError where its code is missing or none."""
+    kind = RULES[method.rule].load()
+    if not (isinstance(kind, type) and Rule in kind.__mro__):
+        raise UsageError(f"rule {method.rule} cannot be used: {RULES[method.rule].make} is no class with base Rule")
+    return cast("type[Rule]", kind).of(method)

@@ -7,11 +7,12 @@ Letters: R requests, W beams, K drafts per layer, C candidates per beam, M = W*C
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
+from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.forest import DraftLaw
 from dsbd_cli.engine.core.noise import stream_key
 from dsbd_cli.engine.core.pool import DraftRequest, LiveDraws, ends_before, live_draws, match_pairs
@@ -68,6 +69,7 @@ class LayerView:
         noise: [R, W, C] float32, G(x, v) of the candidates, where it is at hand (Rule.path_noise).
         keys: [R, STREAMS] int64, stream keys of this layer, where they are at hand.
         silent: [R] bool, rows that draw without noise (temperature 0), where there are any.
+        draws: live beams of the next step at most, where they are not as many as those of this one.
     """
 
     log_p: Tensor
@@ -87,6 +89,7 @@ class LayerView:
     noise: Tensor | None = None
     keys: Tensor | None = None
     silent: Tensor | None = None
+    draws: int | None = None
 
     def key(self, stream: int) -> Tensor:
         """[R] int64, key of one stream of this layer's noise."""
@@ -96,8 +99,8 @@ class LayerView:
 
     @property
     def num_beams(self) -> int:
-        """W."""
-        return self.node.shape[1]
+        """W, live beams of the next step at most."""
+        return self.draws or self.node.shape[1]
 
     def pair(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Beam and token of flat pool indices [R, m]."""
@@ -127,7 +130,7 @@ class LayerDraws:
 
 
 class Rule(Protocol):
-    """A verification rule.
+    """A verification rule. A rule names this class as its base.
 
     Attributes:
         needs_law: the rule compares P with the draft's law Q.
@@ -144,6 +147,11 @@ class Rule(Protocol):
     warps: bool
     samples: bool
     replacement: bool
+
+    @classmethod
+    def of(cls, method: MethodConfig) -> Self:
+        """The rule with the settings of a method."""
+        return cls()
 
     def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
         """Candidates per beam that are enough to find every draw."""

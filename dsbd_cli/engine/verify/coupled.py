@@ -14,12 +14,12 @@ from torch import Tensor
 from dsbd_cli.engine.core.noise import COMPLETION, gumbel, path_gumbel
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.probs import Room, Warp
-from dsbd_cli.engine.verify.base import LayerDraws, LayerView, complete_afresh, entry_index, largest, membership
+from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule, complete_afresh, entry_index, largest, membership
 
 __all__ = ["Coupled"]
 
 
-class Coupled:
+class Coupled(Rule):
     """Rule `coupled`."""
 
     needs_law = False

@@ -6,14 +6,25 @@ Letters: R requests, W beams, V vocabulary, M = W*V pairs of the pool.
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
-from dsbd_cli.config import FuzzyConfig
+from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.probs import NEVER, Room, Warp, log_normalise
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerView
 from dsbd_cli.engine.verify.divergence import divergence
 from dsbd_cli.engine.verify.rejection import Rejection, at_pool, draft_law_at
+from dsbd_cli.variants import (
+    DIVERGENCE,
+    FALLBACK,
+    FUZZY_LAW,
+    FUZZY_THRESHOLD,
+    DivergenceName,
+    FallbackName,
+    FuzzyLawName,
+)
 
 __all__ = ["Fuzzy", "layer_divergence"]
 
@@ -26,10 +37,24 @@ class Fuzzy(Rejection):
     divergence is over the whole vocabulary, so both laws are kept whole: W*V float64 numbers per layer and row.
     """
 
-    def __init__(self, config: FuzzyConfig) -> None:
-        """config: divergence, threshold T, fallback, and whether raw or warped laws are compared."""
-        self.config = config
-        self.joins = config.fallback == "strict"
+    def __init__(
+        self,
+        threshold: float,
+        divergence: DivergenceName = DIVERGENCE.default,
+        fallback: FallbackName = FALLBACK.default,
+        law: FuzzyLawName = FUZZY_LAW.default,
+    ) -> None:
+        """threshold: T. divergence: of target p and draft q: kl (KL(q || p)), kl_reversed, js, js_authors or tv. law:
+        which laws are compared, raw (without temperature and cuts) or warped."""
+        self.threshold, self.divergence, self.law = threshold, divergence, law
+        self.joins = fallback == "strict"
+
+    @classmethod
+    def of(cls, method: MethodConfig) -> Self:
+        """The rule with the settings of a method."""
+        threshold = method.value(FUZZY_THRESHOLD)
+        assert threshold is not None, "checked by MethodConfig"
+        return cls(threshold, method.value(DIVERGENCE), method.value(FALLBACK), method.value(FUZZY_LAW))
 
     def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
         """All: divergences are over the whole vocabulary."""
@@ -37,20 +62,20 @@ class Fuzzy(Rejection):
 
     def decide(self, view: LayerView, drafts: DraftedLayer) -> tuple[Tensor, Tensor]:
         """Rows [R] bool whose drafts are tested, and rows whose drafts are taken untested."""
-        close = layer_divergence(view, drafts, self.config) <= self.config.threshold
+        close = layer_divergence(view, drafts, self.divergence, self.law) <= self.threshold
         return ~close & self.joins, close
 
 
-def layer_divergence(view: LayerView, drafts: DraftedLayer, config: FuzzyConfig) -> Tensor:
+def layer_divergence(view: LayerView, drafts: DraftedLayer, name: DivergenceName, law: FuzzyLawName) -> Tensor:
     """Div of the two pool laws over the live parents: [R] float64.
 
     Raw laws have no temperature and no cuts: exp(running weight) times the model's own probabilities, the target's
     weights with p and the draft's with q. With one beam the weights do not matter.
     """
     assert drafts.law is not None
-    if config.law == "warped":
+    if law == "warped":
         p, q = view.log_p, draft_law_at(view, drafts)
     else:
         p, q = view.logprob, at_pool(view, drafts, drafts.above_weight.unsqueeze(-1) + drafts.law.candidates.logprobs)
     p = torch.where(view.valid.unsqueeze(-1), p, NEVER).flatten(1).to(torch.float64)
-    return divergence(log_normalise(p).exp(), log_normalise(q).exp(), config.divergence)
+    return divergence(log_normalise(p).exp(), log_normalise(q).exp(), name)

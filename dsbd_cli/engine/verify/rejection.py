@@ -22,7 +22,7 @@ from dsbd_cli.engine.core.forest import DraftLaw
 from dsbd_cli.engine.core.noise import ACCEPT, CLOCK, COMPLETION, RESIDUAL, gumbel, uniform
 from dsbd_cli.engine.core.pool import DraftRequest, ends_before, live_draws, match_pairs
 from dsbd_cli.engine.core.probs import NEVER, Room, Warp
-from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, at_front, entry_index, largest
+from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule, at_front, entry_index, largest
 
 __all__ = ["Rejection", "WithReplacement", "draft_law_at"]
 
@@ -116,7 +116,7 @@ def _normalise(law: Tensor, otherwise: Tensor) -> Tensor:
     return torch.where(total > TINY, law / total, otherwise)
 
 
-class Rejection:
+class Rejection(Rule):
     """Rule `rejection`: the ordered live beams follow sequential draws without replacement from P."""
 
     needs_law = True

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.probs import Room, Warp
-from dsbd_cli.engine.verify.base import LayerDraws, LayerView, largest, membership
+from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule, largest, membership
 
 __all__ = ["Search"]
 
 
-class Search:
+class Search(Rule):
     """Rule `search`: the W best live pairs by raw score; an end finishes when it is among the W best of all pairs."""
 
     needs_law = False
@@ -24,8 +24,8 @@ class Search:
     replacement = False
 
     def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
-        """As many as transformers looks at: W live ones remain when every end token ranks before them."""
-        return Room(min(vocab_size, max(2, 1 + num_eos) * num_beams))
+        """W live ones remain when every end token ranks before them."""
+        return Room(min(vocab_size, num_beams + num_eos))
 
     def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
         """The K best pairs by the draft's own scores."""

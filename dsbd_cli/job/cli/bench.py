@@ -22,7 +22,15 @@ from dsbd_cli.job.cli.bench_options import (
 )
 from dsbd_cli.job.cli.declare import grouped
 from dsbd_cli.job.cli.messages import duration, log, say
-from dsbd_cli.job.cli.options import DeviceOptions, DrawOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.job.cli.options import (
+    AnswerOptions,
+    DeviceOptions,
+    DrawOptions,
+    MethodOptions,
+    PairOptions,
+    RowOptions,
+    SamplingOptions,
+)
 from dsbd_cli.job.cli.report_files import check_report_files
 from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
@@ -57,6 +65,7 @@ def bench(
     choice: ChoiceOptions,
     pair: PairOptions,
     drawing: DrawOptions,
+    answers: AnswerOptions,
     devices: DeviceOptions,
     outputs: BenchOutputs,
     arguments: Sequence[str],
@@ -73,7 +82,8 @@ def bench(
     dev_records = _at_least("--dev-records", choice.dev_records, records, least=0)
     planned = _plan(sweep, draft_wanted, tuned=dev_records > 0)
     chosen = _check_choice(choice, planned, dev_records)
-    settings = run_settings(pair, MethodOptions(), _sampling(drawing, planned), devices, RowOptions())
+    sampling = _sampling(drawing, planned)
+    settings = run_settings(pair, MethodOptions(), sampling, devices, RowOptions(), answers=answers)
     if pair.draft is not None and draft_wanted and not any(one.drafts for one in planned.settings):
         raise UsageError(f"--draft {pair.draft} would do nothing, because no method of --methods drafts: drop it")
     if settings.batch_size is None:
@@ -200,7 +210,7 @@ def _datasets(data: DataOptions, choice: ChoiceOptions, *, chosen: bool) -> tupl
         raise UsageError(f"--data {data.data} belongs to one task, but --task is {', '.join(names)}: name one")
     if choice.dev_data is not None and data.data is None:
         raise UsageError(f"--dev-data {choice.dev_data} goes with --data, which is not given")
-    opened = [open_dataset(name, data.data, TASK_SEED, choice.dev_data) for name in names]
+    opened = [open_dataset(name, data.data, TASK_SEED, choice.dev_data, data.metric) for name in names]
     if not chosen:
         return opened, []
     found, notes = [], []
@@ -226,6 +236,7 @@ def _load(settings: RunSettings, devices: DeviceOptions, planned: Sequence[Setti
         *model_specs(dataclasses.replace(settings, draft=draft), devices),
         batch_size=settings.batch_size,
         log_steps=False,
+        allow=settings.answers.allow,
     )
 
 

@@ -10,8 +10,10 @@ from dsbd_cli.config import DEFAULT_DEPTH, MethodConfig
 from dsbd_cli.job.cli.declare import flag, option
 from dsbd_cli.job.cli.options import MAIN
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
-from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS, OWN_TOKENS
+from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS, own_tokens
 from dsbd_cli.lab.tasks.choose import TASK_NAMES
+from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS
+from dsbd_cli.variants import MIN_WIDTH, WIDTH_THRESHOLD
 
 __all__ = [
     "DEFAULT_RECORDS",
@@ -48,9 +50,20 @@ class DataOptions:
             DATA,
             "--data",
             text="squad: the official JSON file, v1.1 or v2.0; spider: the folder with dev.json, tables.json and "
-            "database; mt-bench: question.jsonl; jsonl: lines with prompt or messages, and reference if answers are "
-            "to be scored",
+            "database; mt-bench: question.jsonl; jsonl: lines with prompt or messages, and reference or relevant if "
+            "answers are to be scored",
             metavar="PATH",
+        ),
+    ] = None
+    metric: Annotated[
+        str | None,
+        option(
+            DATA,
+            "--metric",
+            text="how all answers, best first, are held against relevant, the ids of a line of task jsonl: hit@K, "
+            "ndcg@K, mrr",
+            default=DEFAULT_METRICS,
+            metavar="NAME,...",
         ),
     ] = None
     records: Annotated[
@@ -86,7 +99,7 @@ class SweepOptions:
             METHODS_PANEL,
             "--drafts-per-layer",
             text="K, drafted nodes per layer",
-            default=f"{_METHOD.drafts_per_layer}, or 2W if that is more",
+            default=f"{_METHOD.drafts_per_layer}, or 2W if that is more (W + 32 above W = 32)",
             metavar="K,...",
         ),
     ] = None
@@ -100,7 +113,7 @@ class SweepOptions:
             METHODS_PANEL,
             "--width-threshold",
             text="wanted chance that a layer yields its width",
-            default=_METHOD.width_threshold,
+            default=WIDTH_THRESHOLD.default,
             metavar="T,...",
         ),
     ] = None
@@ -110,7 +123,7 @@ class SweepOptions:
             METHODS_PANEL,
             "--min-width",
             text="least width of a threshold layer",
-            default=_METHOD.min_width,
+            default=MIN_WIDTH.default,
             metavar="W,...",
         ),
     ] = None
@@ -119,7 +132,7 @@ class SweepOptions:
         option(
             METHODS_PANEL,
             "--drafter",
-            text=f"who proposes: {', '.join(OWN_TOKENS)}, or two joined by +",
+            text=f"who proposes: {', '.join(own_tokens())}, or two joined by +",
             default=_METHOD.drafter,
             metavar="NAME,...",
         ),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, shorten
 from dsbd_cli.job.cli.options import FileOptions
 from dsbd_cli.job.data.compression import open_input
+from dsbd_cli.variants import FORMATS, Format
 
-__all__ = ["STANDARD", "can_resume", "check_files", "is_special", "open_source", "resumes"]
+__all__ = ["STANDARD", "can_resume", "check_files", "file_hash", "is_special", "open_source", "resumes", "writes"]
 
 STANDARD = Path("-")
 COMPRESSED = (".gz", ".zst")
@@ -22,6 +24,14 @@ def is_special(path: Path) -> bool:
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
+def writes(files: FileOptions) -> Format:
+    """The output format. Raises UsageError for one that is not there."""
+    name = files.output_format or "native"
+    if name not in FORMATS:
+        raise UsageError(f"--output-format is {shorten(name)}, but must be one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
 def resumes(files: FileOptions) -> bool:
     """Whether this run goes on with what an earlier one has written."""
     return files.existing in ("resume", "retry")
@@ -30,13 +40,14 @@ def resumes(files: FileOptions) -> bool:
 def can_resume(files: FileOptions) -> bool:
     """Whether what this run writes can be gone on with."""
     path = files.output
-    if path is None or path == STANDARD or is_special(path) or files.output_format == "text":
+    if path is None or path == STANDARD or is_special(path) or not writes(files).resumable:
         return False
     return not any(one is not None and one.suffix in COMPRESSED for one in (path, files.stats))
 
 
 def check_files(files: FileOptions) -> None:
     """Refuse names and switches that cannot work together. Raises UsageError."""
+    writes(files).load()
     named = [
         (option, path)
         for option, path in (("--output", files.output), ("--stats", files.stats), ("--summary", files.summary))
@@ -68,8 +79,9 @@ def _check_resume(files: FileOptions) -> None:
     for path in (files.output, files.stats):
         if path is not None and path.suffix in COMPRESSED:
             raise UsageError(f"{given} cannot go on with {path}, which is compressed: write plain lines")
-    if files.output_format == "text":
-        raise UsageError(f"{given} cannot go on with --output-format text, whose lines do not say which row they are")
+    if not writes(files).resumable:
+        form = f"--output-format {files.output_format}"
+        raise UsageError(f"{given} cannot go on with {form}, whose lines do not say which row they are")
 
 
 def _check_place(option: str, path: Path, *, may_exist: bool) -> None:
@@ -84,6 +96,15 @@ def _check_place(option: str, path: Path, *, may_exist: bool) -> None:
 
 def _same(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve() and not (one.exists() and not one.is_file())
+
+
+def file_hash(option: str, path: Path) -> str:
+    """32 hexadecimal digits of a file's bytes. Raises UsageError."""
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be read: {error.strerror or error}") from None
 
 
 def open_source(files: FileOptions, stack: ExitStack) -> tuple[BinaryIO, str, int | None]:

@@ -16,11 +16,12 @@ from dsbd_cli._version import __version__
 from dsbd_cli.config import DEFAULT_BATCH_SIZE, MethodConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import grouped, help_texts
-from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, open_source
+from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, file_hash, open_source, writes
 from dsbd_cli.job.cli.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
 from dsbd_cli.job.cli.layers import job_text
 from dsbd_cli.job.cli.messages import say, set_style, tracebacks_wanted, whole
 from dsbd_cli.job.cli.options import (
+    AnswerOptions,
     DeviceOptions,
     FileOptions,
     JobOptions,
@@ -37,7 +38,7 @@ from dsbd_cli.job.cli.summary import Summary, rows_exit_code
 from dsbd_cli.job.cli.talk_options import TalkOptions
 from dsbd_cli.job.cli.until import WINDOW, Until, UntilOptions, Widening, until_of
 from dsbd_cli.job.data.source import LineSource
-from dsbd_cli.job.records import LongLine, MethodRecord, Row, native_record, openai_record, run_fingerprint, text_record
+from dsbd_cli.job.records import LongLine, MethodRecord, Row, run_fingerprint
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
@@ -62,6 +63,7 @@ def generate(
     pair: PairOptions,
     method: MethodOptions,
     sampling: SamplingOptions,
+    answers: AnswerOptions,
     rounds: UntilOptions,
     devices: DeviceOptions,
     talk: TalkOptions,
@@ -79,9 +81,10 @@ def generate(
     set_style(json_lines=talk.log == "json", tracebacks=tracebacks_wanted())
     if talk.quiet and talk.log == "verbose":
         raise UsageError("--quiet and --log verbose cannot be used together: give one of them")
-    settings = run_settings(pair, method, sampling, devices, failing, strict=files.input_format == "strict")
+    strict = files.input_format == "strict"
+    settings = run_settings(pair, method, sampling, devices, failing, strict=strict, answers=answers)
     until = until_of(rounds, settings.method)
-    groups = (files, failing, pair, method, sampling, rounds, devices, talk)
+    groups = (files, failing, pair, method, sampling, answers, rounds, devices, talk)
     if job.print_config:
         typer.echo(job_text(groups, help_texts(groups)))
         return
@@ -123,6 +126,8 @@ class _Run:
             output_format=files.output_format or "native",
             until=None if until is None else f"exec-ok on {until.check.databases.template}",
             max_beams=None if until is None else until.widths[-1],
+            allow=None if settings.answers.allow is None else file_hash("--allow", settings.answers.allow),
+            grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
             dsbd=__version__,
         )
         self._signals = StopSignals(quiet=bool(talk.quiet))
@@ -207,13 +212,12 @@ class _Run:
 
     def _maker(self, created: int) -> MakeRecord:
         """How this run writes a row."""
-        method, form = self._method, self._files.output_format
-        if form == "openai":
-            return lambda row, result: openai_record(row, result, method, created)
-        if form == "text":
-            return text_record
-        told = self._widening.told if self._widening is not None else lambda row: None
-        return lambda row, result: native_record(row, result, method, told(row))
+        method, make = replace(self._method, created=created), writes(self._files).load()
+        assert callable(make), "checked at the start"
+        told = None if self._widening is None else self._widening.told
+        if told is None or self._files.output_format not in (None, "native"):
+            return lambda row, result: bytes(make(row, result, method))
+        return lambda row, result: bytes(make(row, result, method, told(row)))
 
     def _how_to_resume(self) -> str:
         """The command that goes on with this run."""
@@ -241,6 +245,7 @@ class _Run:
             log_steps=self._files.stats is not None,
             on_too_long=settings.on_too_long,
             cuda_graphs=devices.cuda_graphs,
+            allow=settings.answers.allow,
         )
         if self._demonstrates:
             say(DEMONSTRATION)
@@ -259,6 +264,7 @@ class _Run:
             batch_size=settings.batch_size,
             info=engine.info,
             log_steps=engine.log_steps,
+            catalogues=engine.catalogues,
             on_too_long=settings.on_too_long,
             cuda_graphs=self._devices.cuda_graphs,
         )
@@ -269,8 +275,10 @@ def _describe(settings: RunSettings, engine: Engine) -> str:
     most = "up to " if method.adaptive_depth else ""
     drafts = f"{most}{method.depth} layers of {method.drafts_per_layer} drafts" if method.depth else "no draft"
     drafts += f" by {method.drafter}" if method.depth and method.drafter != MethodConfig().drafter else ""
+    allowed = f"; {engine.allowed}" if engine.allowed else ""
     models = f"target {settings.target}" + (f", draft {settings.draft}" if settings.draft else "")
     models += f" ({info.dtype}, {info.device})" if info is not None else ""
     return (
         f"{models}; rule {method.rule}, {method.num_beams} beams, {drafts}, width {method.width} ({engine.exactness})"
+        f"{allowed}"
     )

@@ -20,9 +20,10 @@ from dsbd_cli.config import (
 )
 from dsbd_cli.job.cli.declare import flag, option, switch
 from dsbd_cli.job.records import RowReader
-from dsbd_cli.variants import DRAFTERS, FUSION, SAMPLING_RULES, WIDTHS, help_lines
+from dsbd_cli.variants import DRAFTERS, FORMATS, FUSION, WIDTHS, help_lines, sampling_rules
 
 __all__ = [
+    "AnswerOptions",
     "DeviceOptions",
     "DrawOptions",
     "FileOptions",
@@ -36,12 +37,12 @@ __all__ = [
 MAIN = "Main options"  # what most runs set; they stand first on the page
 FILES, ROWS, METHOD = "Input and output", "Rows that fail", "How drafts are made and verified"
 SAMPLING, ENDING, DEVICES = "Sampling", "Ending and ranking", "Devices and loading"
+ANSWERS = "What may be answered"
 JOB = "Options from a file"
 
 InputFormat = Literal["auto", "strict", "text"]
 Existing = Literal["error", "overwrite", "resume", "retry"]
 Decode = Literal["search", "sample"]
-OutputFormat = Literal["native", "openai", "text"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 NumericsName = Literal["invariant", "fast"]
 _METHOD, _SAMPLING = MethodConfig(), SamplingConfig()
@@ -85,12 +86,11 @@ class FileOptions:
         ),
     ] = None
     output_format: Annotated[
-        OutputFormat | None,
+        str | None,
         option(
             FILES,
             "--output-format",
-            text="native: records with scores and counters; openai: lines of the OpenAI batch form; "
-            "text: the text alone, escaped as in JSON; an empty line for a row that failed",
+            text="; ".join(f"{one.name}: {one.text}" for one in FORMATS.values()),
             default="native",
             metavar="FORM",
         ),
@@ -176,7 +176,7 @@ class MethodOptions:
             METHOD,
             "--drafts-per-layer",
             text="K, drafted nodes per layer",
-            default=f"{_METHOD.drafts_per_layer}, or 2W if that is more",
+            default=f"{_METHOD.drafts_per_layer}, or 2W if that is more (W + 32 above W = 32)",
             metavar="K",
         ),
     ] = None
@@ -201,7 +201,7 @@ class MethodOptions:
             METHOD,
             "--verify",
             text=f"how drafts are checked when sampling (default: {_METHOD.rule}):"
-            f"{help_lines(SAMPLING_RULES.values())}",
+            f"{help_lines(sampling_rules().values())}",
             metavar="RULE",
         ),
     ] = None
@@ -305,6 +305,39 @@ class SamplingOptions(DrawOptions):
     token_logprobs: Annotated[
         bool | None,
         flag(ENDING, "--token-logprobs", text="report the id and log-probability of every token of every beam"),
+    ] = None
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """What an answer may be: one of these at most."""
+
+    allow: Annotated[
+        Path | None,
+        option(
+            MAIN,
+            "--allow",
+            text="file of the only answers that may come out: one per line, or in a .jsonl objects with text or "
+            "token_ids, and id and catalogue if wanted",
+            metavar="FILE",
+        ),
+    ] = None
+    json_schema: Annotated[
+        Path | None,
+        option(
+            ANSWERS,
+            "--json-schema",
+            text="answers are JSON that is valid under the schema in this file (needs dsbd[grammar], as the next two)",
+            metavar="FILE",
+        ),
+    ] = None
+    regex: Annotated[
+        str | None,
+        option(ANSWERS, "--regex", text="answers match this regular expression, in Rust's syntax", metavar="TEXT"),
+    ] = None
+    grammar: Annotated[
+        Path | None,
+        option(ANSWERS, "--grammar", text="answers are derived by the Lark grammar in this file", metavar="FILE"),
     ] = None
 
 

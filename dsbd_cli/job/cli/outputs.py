@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from dsbd_cli.errors import OutputError, UsageError
-from dsbd_cli.job.cli.files import STANDARD, is_special, resumes
+from dsbd_cli.job.cli.files import STANDARD, is_special, resumes, writes
 from dsbd_cli.job.cli.options import FileOptions
 from dsbd_cli.job.cli.settings import TYPED
 from dsbd_cli.job.data.compression import frame_maker
@@ -74,7 +74,7 @@ class Outputs:
         if self._output is not None and output is not None:
             if self._files.existing == "overwrite":
                 self._output.truncate(0)
-            if self._output.tell() == 0 and self._files.output_format != "text":
+            if self._output.tell() == 0 and writes(self._files).resumable:
                 write_settings(output, self._settings, self.created)
             elif self._output.tell() == 0:
                 settings_file(output).unlink(missing_ok=True)

@@ -18,7 +18,10 @@ from dsbd_cli.config import (
     SamplingConfig,
 )
 from dsbd_cli.errors import UsageError
+from dsbd_cli.grammars import Grammar
+from dsbd_cli.job.cli.answers import chosen_grammar
 from dsbd_cli.job.cli.options import (
+    AnswerOptions,
     DeviceOptions,
     FileOptions,
     MethodOptions,
@@ -27,19 +30,38 @@ from dsbd_cli.job.cli.options import (
     SamplingOptions,
 )
 from dsbd_cli.job.records import RowReader
-from dsbd_cli.variants import DRAFTERS, RULES, SAMPLING_RULES, SEARCH, WIDTHS, parse, parse_drafter, typed_names
+from dsbd_cli.variants import (
+    GRAMMAR,
+    RULES,
+    SEARCH,
+    WIDTHS,
+    parse,
+    parse_drafter,
+    runs_model,
+    sampling_rules,
+    typed_names,
+)
 
 __all__ = ["TYPED", "RunSettings", "fixed_depth", "model_specs", "run_settings"]
 
 T = TypeVar("T")
 
+NO_ANSWERS = AnswerOptions()  # not given
 SPREADS = ("balanced", "balanced_low_0", "sequential")  # names of device maps that are no device
 
 # what a setting of a run is called where it is typed
 TYPED = {
     **typed_names(
         item.name
-        for group in (FileOptions, PairOptions, MethodOptions, SamplingOptions, DeviceOptions, RowOptions)
+        for group in (
+            FileOptions,
+            PairOptions,
+            MethodOptions,
+            SamplingOptions,
+            AnswerOptions,
+            DeviceOptions,
+            RowOptions,
+        )
         for item in fields(group)
     ),
     "rule": "--decode or --verify",
@@ -57,6 +79,7 @@ class RunSettings:
     batch_size: int | None
     on_too_long: OnTooLong
     max_errors: int | None
+    answers: AnswerOptions
 
 
 def run_settings(
@@ -67,16 +90,19 @@ def run_settings(
     failing: RowOptions,
     *,
     strict: bool = False,
+    answers: AnswerOptions = NO_ANSWERS,
 ) -> RunSettings:
     """Settle defaults and refuse what contradicts itself. strict: of rows with unknown fields. Raises UsageError."""
     if _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
         raise UsageError("--depth is 0, but must be 1 or more: --draft none decodes without a draft")
+    grammar = chosen_grammar(answers)
+    method = _with_drafter(method, pair, grammar)
     chosen = _chosen(method)
     rule, width = RULES[str(chosen["rule"])], chosen.get("width")
     wide = None if width is None or not WIDTHS[str(width)].dynamic else method.width
     target, draft = _pair(pair, method, str(chosen["drafter"]))
     _check_devices(devices, draft)
-    drafting = draft is not None or not _needs_draft(str(chosen["drafter"]))
+    drafting = draft is not None or not runs_model(str(chosen["drafter"]))
     if not drafting:
         _refuse(
             "there is no draft",
@@ -95,8 +121,13 @@ def run_settings(
             (f"--width {wide}", wide),
             ("--seed", sampling.seed),
         )
+    _check_answers(answers, sampling)
     config = _method(method, chosen, drafting=drafting)
-    rows = _rows(sampling, config, strict=strict)
+    if grammar is not None and devices.cuda_graphs:
+        raise UsageError(
+            "--cuda-graphs cannot be had with a grammar, whose masks the host makes in every iteration: drop it"
+        )
+    rows = replace(_rows(sampling, config, strict=strict), grammar=grammar)
     batch_size: int | None = None
     if devices.batch_size != "auto":
         batch_size = _given(_number("--batch-size", devices.batch_size, 0), DEFAULT_BATCH_SIZE)
@@ -105,7 +136,17 @@ def run_settings(
     on_too_long: OnTooLong = failing.on_too_long or "error"
     if failing.max_errors is not None and failing.max_errors < 1:
         raise UsageError(f"--max-errors is {failing.max_errors}, but must be 1 or more")
-    return RunSettings(target, draft, config, rows, batch_size, on_too_long, failing.max_errors)
+    return RunSettings(target, draft, config, rows, batch_size, on_too_long, failing.max_errors, answers)
+
+
+def _check_answers(answers: AnswerOptions, sampling: SamplingOptions) -> None:
+    """What an answer may be goes together with the rest, as far as that is known before the models are."""
+    if answers.allow is None:
+        return
+    if not answers.allow.is_file():
+        raise UsageError(f"--allow {answers.allow} is no file")
+    if sampling.stop:
+        raise UsageError(f"--stop {sampling.stop[0]!r} would cut answers, but --allow says where one ends: drop it")
 
 
 def model_specs(settings: RunSettings, devices: DeviceOptions) -> tuple[ModelSpec, ModelSpec | None]:
@@ -136,9 +177,18 @@ def places(device: str | None) -> tuple[str | None, str | None]:
 
 def fixed_depth(pair: PairOptions, method: MethodOptions) -> MethodOptions:
     """The options with the library's depth in place of `auto` by default, for commands that measure a forest."""
-    drafting = pair.draft != "none" or not _needs_draft(str(_chosen(method)["drafter"]))
+    drafting = pair.draft != "none" or not runs_model(str(_chosen(method)["drafter"]))
     open_ = method.depth is None and drafting
     return replace(method, depth=str(DEFAULT_DEPTH)) if open_ else method
+
+
+def _with_drafter(method: MethodOptions, pair: PairOptions, grammar: Grammar | None) -> MethodOptions:
+    """Without a draft model, what a grammar forces is drafted all the same, where the rule takes such drafts."""
+    rule = SEARCH if method.decode == "search" else (method.verify or MethodConfig().rule).partition(":")[0]
+    free = pair.draft == "none" and method.drafter is None
+    if grammar is None or not free or rule not in RULES or any(one.field == "drafter" for one in RULES[rule].limits):
+        return method
+    return replace(method, drafter=GRAMMAR)
 
 
 def _given(value: T | None, default: T) -> T:
@@ -162,10 +212,6 @@ def _refuse(reason: str, *options: tuple[str, object]) -> None:
         raise UsageError(f"{', '.join(given)} would do nothing, because {reason}: {drop}")
 
 
-def _needs_draft(drafter: str) -> bool:
-    return any(DRAFTERS[name].runs_model for name in drafter.split("+"))
-
-
 def _chosen(given: MethodOptions) -> dict[str, object]:
     """Rule, width and drafter with their settings, as fields of MethodConfig. Raises UsageError."""
     found: dict[str, object] = {"rule": SEARCH if given.decode == "search" else MethodConfig().rule}
@@ -174,7 +220,7 @@ def _chosen(given: MethodOptions) -> dict[str, object]:
     except UsageError as error:
         raise UsageError(error.typed(TYPED)) from None
     found |= {"drafter": name, **settings}
-    for field, text, variants in (("rule", given.verify, SAMPLING_RULES), ("width", given.width, WIDTHS)):
+    for field, text, variants in (("rule", given.verify, sampling_rules()), ("width", given.width, WIDTHS)):
         if text is not None:
             name, settings = parse("--verify" if field == "rule" else "--width", text, variants)
             found |= {field: found["rule"] if given.decode == "search" and field == "rule" else name, **settings}
@@ -186,7 +232,7 @@ def _pair(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, 
     target = _given(pair.target, BUILTIN_TARGET)
     if not target or pair.draft == "":
         raise UsageError("--target and --draft need a name: an alias, a folder or a hub id")
-    if not _needs_draft(drafter):
+    if not runs_model(drafter):
         if pair.draft not in (None, "none"):
             raise UsageError(f"--draft {pair.draft} would do nothing, because drafter {drafter} runs no model: drop it")
         return target, None
@@ -225,7 +271,7 @@ def _method(given: MethodOptions, chosen: Mapping[str, object], *, drafting: boo
     else:
         options["depth"] = _number("--depth", given.depth, MAX_AUTO_DEPTH)
     acting = {name: value for name, value in options.items() if value is not None}
-    method = MethodConfig(**{**chosen, **acting})  # type: ignore[arg-type]
+    method = MethodConfig.of({**chosen, **acting})
     if given.memory_saving and method.num_beams == 1:
         raise UsageError("--memory-saving keeps one beam of several, but --num-beams is 1: drop it")
     return method

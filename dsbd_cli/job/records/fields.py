@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dsbd_cli.errors import InvalidRowError, shorten
+from dsbd_cli.grammars import Grammar
 from dsbd_cli.job.records.row import Fields
 
-__all__ = ["boolean", "integer", "messages", "number", "strings", "text"]
+__all__ = ["boolean", "integer", "messages", "number", "response_format", "strings", "text"]
 
 LARGEST_INTEGER = 2**63 - 1
 
@@ -58,6 +59,41 @@ def messages(value: object) -> tuple[dict[str, str], ...]:
     if not isinstance(value, list) or not value:
         raise InvalidRowError(f"messages is {shorten(value)}, but must be a non-empty list of objects")
     return tuple([_message(message, f"messages[{place}]") for place, message in enumerate(value)])
+
+
+def response_format(value: object) -> Grammar | None:
+    """The response_format of an OpenAI request: text, json_object, or json_schema with a schema."""
+    kinds = "text, json_object or json_schema"
+    if not isinstance(value, dict):
+        raise InvalidRowError(f"response_format is {shorten(value)}, but must be an object with type {kinds}")
+    kind = value.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise InvalidRowError(f"response_format.type is {shorten(kind)}, but must be {kinds}")
+    known = ("type", "json_schema") if kind == "json_schema" else ("type",)
+    _only(value, known, "response_format")
+    if kind != "json_schema":
+        return Grammar.json_object() if kind == "json_object" else None
+    inner = value.get("json_schema")
+    if not isinstance(inner, dict):
+        raise InvalidRowError(
+            f"response_format.json_schema is {shorten(inner)}, but must be an object with name and schema"
+        )
+    _only(inner, ("name", "description", "schema", "strict"), "response_format.json_schema")
+    if not isinstance(inner.get("strict"), bool | None):
+        raise InvalidRowError(
+            f"response_format.json_schema.strict is {shorten(inner['strict'])}, but must be true or false"
+        )
+    schema = inner.get("schema")
+    if not isinstance(schema, dict):
+        raise InvalidRowError(f"response_format.json_schema.schema is {shorten(schema)}, but must be an object")
+    return Grammar.json_schema(schema)
+
+
+def _only(value: dict[str, object], known: tuple[str, ...], where: str) -> None:
+    """A field that is not known might change the text."""
+    for name, one in value.items():
+        if name not in known and one is not None:
+            raise InvalidRowError(f"{where}.{shorten(name)} is {shorten(one)}, but only {', '.join(known)} are used")
 
 
 def _message(message: object, where: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ envelope  {custom_id, method: "POST", url: "/v1/completions" | "/v1/chat/complet
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -24,14 +25,18 @@ ALIASES = {
     "max_completion_tokens": "max_new_tokens",
     "n": "n_best",
 }
-ROW_FIELDS = ("id", "prompt", "messages", "seed", *(item.name for item in fields(SamplingConfig)), "metadata")
+ROW_FIELDS = (
+    *("id", "prompt", "messages", "seed", "allow"),
+    *(item.name for item in fields(SamplingConfig)),
+    *("response_format", "metadata"),
+)
 URLS: dict[str, Form] = {"/v1/completions": "openai-completions", "/v1/chat/completions": "openai-chat"}
 PROMPT_OF: dict[Form, str] = {"openai-completions": "prompt", "openai-chat": "messages"}
 
 # Fields of other servers that say nothing about the text.
 WITHOUT_EFFECT = frozenset(
     "model user store service_tier safety_identifier prompt_cache_key prompt_cache_retention stream_options "
-    "parallel_tool_calls prediction".split()
+    "parallel_tool_calls prediction relevant".split()
 )
 # Fields that would change the text but cannot be honoured, with the values under which they change nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -48,7 +53,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0, 0.0),
     "reasoning_effort": ("none",),
     "repetition_penalty": (1, 1.0),
-    "response_format": ({"type": "text"},),
     "stop_token_ids": ([],),
     "stream": (False,),
     "suffix": ("",),
@@ -93,7 +97,7 @@ def parsed_row(raw: Fields) -> ParsedRow:
 
 def as_written(message: str, raw: Fields) -> str:
     """A message that begins with a field's name, with the name as it stands in the row: `body.max_tokens is ...`."""
-    name = message.split(" ", 1)[0].split("[", 1)[0]
+    name = re.split(r"[ .\[]", message, maxsplit=1)[0]
     if name not in ROW_FIELDS:
         return message
     body = raw.get("body")

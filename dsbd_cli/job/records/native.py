@@ -41,7 +41,7 @@ def native_record(row: Row, result: RequestResult | None, method: MethodRecord, 
     return dump_line(record)
 
 
-def text_record(row: Row, result: RequestResult | None) -> bytes:
+def text_record(row: Row, result: RequestResult | None, method: MethodRecord) -> bytes:
     """The best text on one line, escaped as inside a JSON string; an empty line for a row that failed."""
     if row_error(row, result) is not None or result is None:
         return b""
@@ -81,10 +81,12 @@ def usage(result: RequestResult) -> Fields:
 def _beam(beam: Hypothesis) -> Fields:
     fields: Fields = {
         "text": beam.text,
+        **({} if beam.answer_id is None else {"answer_id": beam.answer_id}),
         "finish_reason": beam.finish_reason,
         "logprob": beam.logprob,
         "score": beam.score,
         "num_tokens": beam.num_tokens,
+        **({} if beam.valid is None else {"valid": beam.valid}),
     }
     if beam.tokens is not None:
         fields["token_ids"] = beam.token_ids

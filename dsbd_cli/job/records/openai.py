@@ -21,8 +21,8 @@ from dsbd_cli.requests import Hypothesis, Request, RequestResult, TokenDetail
 __all__ = ["openai_record"]
 
 
-def openai_record(row: Row, result: RequestResult | None, method: MethodRecord, created: int) -> bytes:
-    """The line of a row, answered or failed. created: Unix time of the run in seconds; the same when resumed.
+def openai_record(row: Row, result: RequestResult | None, method: MethodRecord) -> bytes:
+    """The line of a row, answered or failed.
 
     result: the engine's answer; None for a row with an error of its own.
     """
@@ -32,7 +32,7 @@ def openai_record(row: Row, result: RequestResult | None, method: MethodRecord, 
         status, body = _failed(error)
         told: Fields | None = {"code": body["code"], "message": body["message"]}
         return _line(row, status, {"error": body}, told)
-    return _line(row, 200, _body(row, result, method, created), None)
+    return _line(row, 200, _body(row, result, method), None)
 
 
 def _line(row: Row, status: int, body: Fields, error: Fields | None) -> bytes:
@@ -41,12 +41,12 @@ def _line(row: Row, status: int, body: Fields, error: Fields | None) -> bytes:
     return dump_line(line)
 
 
-def _body(row: Row, result: RequestResult, method: MethodRecord, created: int) -> Fields:
+def _body(row: Row, result: RequestResult, method: MethodRecord) -> Fields:
     chat = result.request.messages is not None
     body: Fields = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{row.key}",
         "object": "chat.completion" if chat else "text_completion",
-        "created": created,
+        "created": method.created,
         "model": method.target,
         "choices": _choices(result.request, result),
         "usage": usage(result),

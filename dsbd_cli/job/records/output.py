@@ -13,7 +13,7 @@ from dsbd_cli.config import Exactness, MethodConfig
 from dsbd_cli.errors import NumericalError, RowError
 from dsbd_cli.job.records.row import Fields, Row
 from dsbd_cli.requests import RequestResult
-from dsbd_cli.variants import RULES
+from dsbd_cli.variants import MIN_WIDTH, RULES, WIDTH_THRESHOLD
 
 __all__ = ["MethodRecord", "dump_line", "row_error"]
 
@@ -25,6 +25,7 @@ class MethodRecord:
     method: MethodConfig
     target: str
     draft: str | None
+    created: int = 0  # Unix time at which the run began, in seconds; the same when it is resumed
     exactness: Exactness | None = None  # of this run, once the target is loaded; None: the method's
     encoded: orjson.Fragment = field(init=False, repr=False, compare=False)  # fields() as JSON
     fingerprint: str = field(init=False, repr=False, compare=False)
@@ -48,8 +49,8 @@ class MethodRecord:
             "drafts_per_layer": method.drafts_per_layer if drafted else None,
             "depth": "auto" if method.adaptive_depth else method.depth,
             "width": method.width,
-            "width_threshold": method.width_threshold if dynamic else None,
-            "min_width": method.min_width if dynamic else None,
+            "width_threshold": method.value(WIDTH_THRESHOLD) if dynamic else None,
+            "min_width": method.value(MIN_WIDTH) if dynamic else None,
             "warp_scope": method.warp_scope,
             "memory_saving": method.memory_saving,
             "drafter": method.drafter if drafted else None,
@@ -60,7 +61,7 @@ class MethodRecord:
 
     def _settings(self) -> Fields:
         """The settings of drafters and rule, where they have any; null where another setting keeps one from acting."""
-        method, values = self.method, self.method.settings
+        method, values = self.method, self.method.settled
         variants = (*method.drafters, RULES[method.rule])
         names = [one.field for variant in variants for one in variant.settings]
         return {name: _plain(values[name]) for name in names}

@@ -8,12 +8,13 @@ import orjson
 
 from dsbd_cli.config import SamplingConfig, check_request
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
-from dsbd_cli.job.records.fields import boolean, integer, messages, number, strings, text
+from dsbd_cli.grammars import Grammar
+from dsbd_cli.job.records.fields import boolean, integer, messages, number, response_format, strings, text
 from dsbd_cli.job.records.forms import ParsedRow, as_written, parsed_row
 from dsbd_cli.job.records.parse import parse_object
 from dsbd_cli.job.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key
-from dsbd_cli.requests import Request, check_seed, derive_seed
-from dsbd_cli.variants import RULES, RuleName
+from dsbd_cli.requests import Request, check_ends, check_seed, derive_seed
+from dsbd_cli.variants import RULES
 
 __all__ = ["RowReader"]
 
@@ -26,6 +27,7 @@ MAX_TOP_K = (1 << 31) - 1
 MAX_TEMPERATURE = 1e6
 MAX_STOPS, MAX_STOP_BYTES = 16, 256
 MAX_WARNED = 100
+MAX_KNOWN_GRAMMARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +39,24 @@ class RowReader:
         seed: of the run; with a row's id it makes the row's seed.
         rule: the run's rule; under `search` a row must not ask for sampling.
         num_beams: of the run; the most `n` that a row may ask for.
+        grammar: of rows that do not bring a response_format.
         strict: an unknown field is the row's error instead of a warning.
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     seed: int = 0
-    rule: RuleName = "coupled"
+    rule: str = "coupled"
     num_beams: int = 4
     strict: bool = False
+    grammar: Grammar | None = None
     _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     _known: dict[bytes, SamplingConfig] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _checked_grammars: set[Grammar] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
         check_request(self.sampling, self.rule, self.num_beams)
+        check_ends(self.sampling, self.grammar)
 
     def read(self, line: bytes | LongLine, *, index: int, number: int) -> Row:
         """The row of a line of JSON, flat or in an OpenAI batch envelope.
@@ -73,6 +79,8 @@ class RowReader:
             told = InvalidRowError(f"line {number}: {as_written(str(error), raw)}")
             return Row(index, number, row_id, None, told, form, metadata, _raw_key(row_id, line), warnings)
         parsed.fields["id"] = row_id
+        if "response_format" in parsed.fields:  # the order of a schema's properties is that of the answer's
+            parsed.fields["response_format"] = orjson.dumps(parsed.fields["response_format"]).decode()
         key = content_key(orjson.dumps(parsed.fields, option=orjson.OPT_SORT_KEYS))
         return Row(index, number, row_id, request, None, form, metadata, key, warnings)
 
@@ -85,7 +93,8 @@ class RowReader:
         except InvalidRowError as error:
             told = InvalidRowError(f"line {number}: {error}")
             return Row(index, number, row_id, None, told, "text", None, key)
-        request = Request(id=row_id, seed=derive_seed(self.seed, row_id), prompt=prompt, sampling=self.sampling)
+        seed = derive_seed(self.seed, row_id)
+        request = Request(id=row_id, seed=seed, prompt=prompt, sampling=self.sampling, grammar=self.grammar)
         return Row(index, number, row_id, request, None, "text", None, key)
 
     def _warnings(self, parsed: ParsedRow, number: int) -> tuple[str, ...]:
@@ -114,7 +123,29 @@ class RowReader:
         prompt = text(row, "prompt") if "prompt" in row else None
         chat = messages(row["messages"]) if "messages" in row else None
         seed = integer(row, "seed", 0) if "seed" in row else derive_seed(self.seed, row_id)
-        return Request(id=row_id, seed=seed, prompt=prompt, messages=chat, sampling=self._sampling(row))
+        return Request(
+            id=row_id,
+            seed=seed,
+            prompt=prompt,
+            messages=chat,
+            sampling=self._sampling(row),
+            allow=_allow(row["allow"]) if "allow" in row else None,
+            grammar=self._grammar(row),
+        )
+
+    def _grammar(self, row: Fields) -> Grammar | None:
+        if "response_format" not in row:
+            return self.grammar
+        grammar = response_format(row["response_format"])
+        if grammar is not None and grammar not in self._checked_grammars:
+            try:
+                grammar.source()
+            except UsageError as error:
+                raise InvalidRowError(f"response_format.json_schema.schema cannot be used: {error}") from None
+            if len(self._checked_grammars) >= MAX_KNOWN_GRAMMARS:
+                self._checked_grammars.clear()
+            self._checked_grammars.add(grammar)
+        return grammar
 
     def _sampling(self, row: Fields) -> SamplingConfig:
         own = {name: value for name, value in row.items() if name in SAMPLING_FIELDS}
@@ -149,6 +180,15 @@ class RowReader:
         check_request(sampling, self.rule, self.num_beams)
         _check_limits(row, sampling)
         return sampling
+
+
+def _allow(value: object) -> str | tuple[str, ...]:
+    """The name of a catalogue, or a list of answers."""
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
+        raise InvalidRowError(f"allow is {shorten(value)}, but must be a catalogue's name or a list of answers")
+    return tuple(value)
 
 
 def _check_limits(row: Fields, sampling: SamplingConfig) -> None:

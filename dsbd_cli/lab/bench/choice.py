@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.reports.bench_data import BenchRow, Choice
+from dsbd_cli.variants import FUZZY_THRESHOLD
 
 __all__ = ["DEFAULT_TOLERANCE", "ThresholdCurve", "choose", "curves", "doubts", "reference_of", "without_reference"]
 
@@ -33,7 +34,7 @@ def curves(settings: Sequence[Setting]) -> tuple[ThresholdCurve, ...]:
     for setting in settings:
         fields = setting.fields()
         if fields.get("rule") == "fuzzy":
-            fields.pop("fuzzy_threshold")
+            fields.pop(FUZZY_THRESHOLD.field)
             found.setdefault((setting.method, *fields.values()), []).append(setting)
     return tuple(
         ThresholdCurve(tuple(sorted(some, key=_threshold)), reference_of(some[0], settings))
@@ -98,7 +99,7 @@ def _is_exact(setting: Setting) -> bool:
 
 def _threshold(setting: Setting) -> float:
     assert isinstance(setting.config, MethodConfig)
-    return setting.config.fuzzy_threshold or 0.0
+    return setting.config.value(FUZZY_THRESHOLD) or 0.0
 
 
 def _score(row: BenchRow) -> float:

@@ -20,11 +20,11 @@ __all__ = [
     "DEFAULT_METHODS",
     "FUZZY_METHODS",
     "METHODS",
-    "OWN_TOKENS",
     "Axis",
     "Method",
     "PickName",
     "Value",
+    "own_tokens",
 ]
 
 Value = int | float | str
@@ -44,13 +44,14 @@ class Axis:
         return value if isinstance(value, str) else f"{self.letter}={value:g}"
 
 
-# a bridge needs a draft of its own: a loaded pair is either bridged or not
-OWN_TOKENS = tuple(name for name, one in DRAFTERS.items() if not one.bridges)
+def own_tokens() -> tuple[str, ...]:
+    """Drafters that a loaded pair can be run with: a bridge needs a draft of its own."""
+    return tuple(name for name, one in DRAFTERS.items() if not one.bridges)
 
 
 def _drafter(text: str) -> str:
     """A drafter, or two joined by +, that the loaded pair can be run with. Raises ValueError."""
-    if not set(text.split("+")) <= set(OWN_TOKENS):
+    if not set(text.split("+")) <= set(own_tokens()):
         raise ValueError(text)
     return text
 
@@ -61,7 +62,7 @@ AXES: dict[str, Axis] = {
     "depth": Axis("D", int, "an integer"),
     "width_threshold": Axis("t", float, "a number"),
     "min_width": Axis("Wmin", int, "an integer"),
-    "drafter": Axis("", _drafter, f"one of {', '.join(OWN_TOKENS)}, or two joined by +"),
+    "drafter": Axis("", _drafter, f"one of {', '.join(own_tokens())}, or two joined by +"),
     "fuzzy_threshold": Axis("T", float, "a number"),
 }
 
@@ -95,7 +96,7 @@ class Method:
         """At one point of a sweep. Raises UsageError where the fields do not go together."""
         if self.peer is not None:
             return PeerConfig(self.peer, **point)  # type: ignore[arg-type]
-        return MethodConfig(**{**FOREST, **self.fixed, **point})  # type: ignore[arg-type]
+        return MethodConfig.of({**FOREST, **self.fixed, **point})
 
 
 FOREST = {"depth": DEFAULT_DEPTH, "width": "fixed"}  # what a method's name does not say

@@ -11,6 +11,7 @@ from statistics import fmean
 import torch
 
 from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.bench.choice import choose, curves, doubts
 from dsbd_cli.lab.bench.prepare import BenchSpec, Prepared, prepare, window_size
 from dsbd_cli.lab.bench.runners import Runner, make_runner
@@ -58,6 +59,8 @@ class Bench:
         Raises UsageError where a record or a setting cannot be run.
         """
         self._pair, self._spec = pair, spec
+        if named := sorted(filter(None, pair.catalogues)):
+            raise UsageError(f"--allow has catalogues with names ({named[0]}, ...): bench holds all records to one")
         device = pair.target.device
         self._meter = meter or find_meter(str(device), synchronize=lambda: _wait(device))
         self._memory = PeakMemory(device)
@@ -199,12 +202,18 @@ class Bench:
             return  # cut off: its time says nothing
         tally.add_time((number, window), sum(answer.tokens for answer in answers), used, peak)
         if number == 0:
-            scores = [part.data.dataset.score(p.record, a.text) for p, a in zip(prompts, answers, strict=True)]
+            ranks, score = part.data.dataset.ranks, part.data.dataset.score
+            pairs = list(zip(prompts, answers, strict=True))
+            if ranks is not None:
+                scores = [ranks(prompt.record, answer.ranked) for prompt, answer in pairs]
+            else:
+                scores = [score(prompt.record, answer.text) for prompt, answer in pairs]
             tally.add_answers(answers, scores, runner.with_logprobs(prompts, answers))
 
     def _runner(self, setting: Setting) -> Runner:
         spec = self._spec
-        return make_runner(self._pair, setting, spec.sampling, spec.seed, spec.batch_size)
+        ranked = any(dataset.ranks is not None for dataset in spec.datasets)
+        return make_runner(self._pair, setting, spec.sampling, spec.seed, spec.batch_size, ranked=ranked)
 
     def _batch_size(self, setting: Setting) -> int:
         limit = getattr(setting.config, "max_batch", None)

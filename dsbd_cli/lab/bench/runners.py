@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from dsbd_cli.config import Exactness, MethodConfig, SamplingConfig
+from dsbd_cli.engine.decoding.answers import Catalogue
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import ModelError
 from dsbd_cli.job.pick.candidates import Candidate, CandidateRow
@@ -33,7 +34,7 @@ class Answer:
         logprob: raw target, nats; None until it is asked for.
         stats: counters; None for others' code.
         kv_bytes: peak of this request in all caches; None where it is not known.
-        error: why there is no text.
+        error: why there is no text. ranked: all answers, best first: ids, or texts of those that have none.
     """
 
     text: str
@@ -42,6 +43,7 @@ class Answer:
     stats: RequestStats | None
     kv_bytes: int | None
     error: str | None = None
+    ranked: tuple[str, ...] = ()
 
 
 class Runner(Protocol):
@@ -72,7 +74,15 @@ class EngineRunner:
         self, pair: Engine, method: MethodConfig, sampling: SamplingConfig, seed: int, batch_size: int
     ) -> None:
         draft = pair.draft if method.needs_draft else None
-        self._engine = Engine(pair.target, draft, pair.codec, method, batch_size=batch_size, log_steps=True)
+        self._engine = Engine(
+            pair.target,
+            draft,
+            pair.codec,
+            method,
+            batch_size=batch_size,
+            log_steps=True,
+            catalogues=pair.catalogues,
+        )
         self._sampling, self._seed = sampling, seed
         self._models = self._engine.models
         self._bytes_per_slot = sum(model.kv_bytes_per_slot() for model in self._models)
@@ -97,7 +107,8 @@ class EngineRunner:
                 answers.append(Answer("", 0, None, result.stats, kv_bytes, str(result.error)))
                 continue
             best = result.hypotheses[0]
-            answers.append(Answer(best.text, best.num_tokens, best.logprob, result.stats, kv_bytes))
+            ranked = tuple(_named(one.answer_id, one.text) for one in result.hypotheses)
+            answers.append(Answer(best.text, best.num_tokens, best.logprob, result.stats, kv_bytes, ranked=ranked))
         for model in self._models:
             model.release()
         return answers
@@ -132,7 +143,15 @@ class PickRunner:
         weights: Weights = "uniform" if how.independent else "probability"
         choosers: dict[str, Chooser] = {"vote": ByVote(weights=weights), "mbr": ByRisk(weights=weights)}
         self._chooser = choosers.get(how.pick, ByScore())
-        self._engine = Engine(pair.target, None, pair.codec, method, batch_size=batch_size, log_steps=True)
+        self._engine = Engine(
+            pair.target,
+            None,
+            pair.codec,
+            method,
+            batch_size=batch_size,
+            log_steps=True,
+            catalogues=pair.catalogues,
+        )
         self._models = self._engine.models
         self._bytes_per_slot = sum(model.kv_bytes_per_slot() for model in self._models)
 
@@ -196,8 +215,9 @@ def _added(parts: Sequence[RequestStats]) -> RequestStats:
 class PeerRunner:
     """transformers' generate."""
 
-    def __init__(self, name: str, peer: TransformersPeer, seed: int) -> None:
-        self._name, self._peer, self._seed = name, peer, seed
+    def __init__(self, name: str, peer: TransformersPeer, seed: int, catalogue: Catalogue | None) -> None:
+        self._title, self._peer, self._seed, self._catalogue = name, peer, seed, catalogue
+        self._ends = frozenset() if catalogue is None else frozenset(catalogue.nodes.tolist())
         self._delivered: list[Delivered] = []
 
     @property
@@ -213,12 +233,21 @@ class PeerRunner:
         except Exception as error:  # a model that transformers cannot decode raises what it likes
             said = " ".join(str(error).split())[:200]
             raise ModelError(
-                f"{self._name}: transformers' generate fails ({type(error).__name__}: {said}): "
+                f"{self._title}: transformers' generate fails ({type(error).__name__}: {said}): "
                 "leave it out of --methods"
             ) from error
         if self._peer.stopped:
             return []
-        return [Answer(one.text, len(one.token_ids), None, None, one.kv_bytes) for one in self._delivered]
+        return [
+            Answer(one.text, len(one.token_ids), None, None, one.kv_bytes, ranked=tuple(map(self._name, one.ranked)))
+            for one in self._delivered
+        ]
+
+    def _name(self, ids: tuple[int, ...]) -> str:
+        """Of an answer; what transformers fills up with where there are too few has none."""
+        known = self._catalogue is not None and self._catalogue.trie.find(ids) in self._ends
+        answer_id = self._catalogue.id_of(ids) if known and self._catalogue is not None else None
+        return _named(answer_id, self._peer.text(ids))
 
     def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
         """One plain forward of the target per answer of the last window."""
@@ -229,9 +258,18 @@ class PeerRunner:
         self._peer.stop()
 
 
-def make_runner(pair: Engine, setting: Setting, sampling: SamplingConfig, seed: int, batch_size: int) -> Runner:
-    """The runner of a setting. Raises ModelError where transformers' generate cannot be had."""
+def _named(answer_id: str | int | None, text: str) -> str:
+    """What an answer is told by in a ranking."""
+    return text.strip() if answer_id is None else str(answer_id)
+
+
+def make_runner(
+    pair: Engine, setting: Setting, sampling: SamplingConfig, seed: int, batch_size: int, *, ranked: bool = False
+) -> Runner:
+    """The runner of a setting. ranked: all hypotheses are asked for. Raises ModelError where transformers' generate
+    cannot be had."""
     config = setting.config
+    sampling = replace(sampling, n_best=setting.num_beams) if ranked else sampling
     if isinstance(config, MethodConfig) and METHODS[setting.method].pick is not None:
         return PickRunner(pair, setting, sampling, seed, batch_size)
     if isinstance(config, MethodConfig):
@@ -241,4 +279,6 @@ def make_runner(pair: Engine, setting: Setting, sampling: SamplingConfig, seed: 
     if not isinstance(target, CausalForestModel) or not isinstance(codec, HFCodec):
         raise ModelError(f"{setting.method}: the target is no transformers model; leave it out of --methods")
     assistant = draft if isinstance(draft, CausalForestModel) else None
-    return PeerRunner(setting.name, TransformersPeer(config, target, assistant, codec, sampling, batch_size), seed)
+    catalogue = pair.catalogues.get("")
+    peer = TransformersPeer(config, target, assistant, codec, sampling, batch_size, catalogue)
+    return PeerRunner(setting.name, peer, seed, catalogue)

@@ -12,7 +12,7 @@ from dsbd_cli.config import MethodConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.bench.methods import AXES, DEFAULT_METHODS, METHODS, Method, Value
 from dsbd_cli.lab.peers.config import PeerConfig
-from dsbd_cli.variants import MODEL_DRAFTERS, typed_names
+from dsbd_cli.variants import runs_model, typed_names
 
 __all__ = ["Setting", "Sweep", "SweepPlan", "choose_methods", "plan", "read_values"]
 
@@ -49,7 +49,11 @@ class Setting:
 
     def fields(self) -> dict[str, object]:
         """All settings by the library's names."""
-        return {name: value for name, value in dataclasses.asdict(self.config).items() if not name.startswith("_")}
+        found = {name: value for name, value in dataclasses.asdict(self.config).items() if not name.startswith("_")}
+        if isinstance(self.config, MethodConfig):
+            del found["settings"]
+            found |= self.config.settled
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ def choose_methods(
 
     Raises UsageError for names that do not exist, stand twice, or need the draft that is not there.
     """
-    lookups = bool(drafters) and not any(set(str(name).split("+")) & set(MODEL_DRAFTERS) for name in drafters)
+    lookups = bool(drafters) and not any(runs_model(str(name)) for name in drafters)
 
     def runs(method: Method) -> bool:
         return draft or not method.drafts or (lookups and "drafter" in method.axes)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, cast
 
 import torch
@@ -19,9 +20,11 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from dsbd_cli.config import SamplingConfig
+from dsbd_cli.engine.core.trie import Trie
+from dsbd_cli.engine.decoding.answers import Catalogue
 from dsbd_cli.engine.decoding.outcome import text_of
-from dsbd_cli.engine.models.adapter import CausalForestModel
 from dsbd_cli.engine.models.attention import NAME as GROUPED
+from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.lab.peers.config import PeerConfig
 
@@ -48,11 +51,13 @@ class Delivered:
         text: as a reader gets it: special tokens left out, cut before a stop string.
         kv_bytes: keys and values that `generate` held for this prompt at its end, padding included; None where it
             does not hand its cache out.
+        ranked: token ids of all returned sequences, best first.
     """
 
     token_ids: tuple[int, ...]
     text: str
     kv_bytes: int | None
+    ranked: tuple[tuple[int, ...], ...] = ()
 
 
 class _Halt(StoppingCriteria):
@@ -76,15 +81,17 @@ class TransformersPeer:
         codec: HFCodec,
         sampling: SamplingConfig,
         batch_size: int,
+        catalogue: Catalogue | None = None,
     ) -> None:
-        """draft: needed by `assisted` only. sampling: for all prompts; search and greedy take its limits alone."""
+        """draft: needed by `assisted` only. sampling: for all prompts; search and greedy take its limits alone.
+        catalogue: the only answers, held to by `prefix_allowed_tokens_fn`."""
         self.config = config
         self.batch_size = min(batch_size, config.max_batch or batch_size)
         self._target, self._codec, self._sampling = target, codec, sampling
         self._module = cast("_Generating", target.stock())
         self._assistant = draft.stock() if draft is not None and config.kind == "assisted" else None
         assert self._assistant is not None or config.kind != "assisted", "assisted generation needs a draft"
-        self._halt = _Halt()
+        self._halt, self._catalogue = _Halt(), catalogue
         self._settings = self._generation_config()
 
     def stop(self) -> None:
@@ -111,6 +118,7 @@ class TransformersPeer:
             chosen |= {"min_p": asked.min_p} if asked.min_p else {}
         if self.config.num_beams > 1:
             chosen |= {"length_penalty": asked.length_penalty, "early_stopping": asked.early_stopping}
+            chosen |= {"num_return_sequences": asked.n_best}
         return GenerationConfig(
             max_new_tokens=asked.max_new_tokens,
             eos_token_id=eos or None,
@@ -132,6 +140,8 @@ class TransformersPeer:
             options["assistant_model"] = self._assistant
         if self._sampling.stop:
             options["tokenizer"] = self._codec.tokenizer
+        if self._catalogue is not None:
+            options["prefix_allowed_tokens_fn"] = partial(self._allowed, self._catalogue.trie, width)
         out = self._module.generate(
             tokens.to(self._target.device),
             generation_config=self._settings,
@@ -139,11 +149,19 @@ class TransformersPeer:
             **options,
         )
         held = _cache_bytes(out.past_key_values) if self._assistant is None else None  # type: ignore[attr-defined]
-        for row in out.sequences[:, width:].tolist():  # type: ignore[attr-defined]
-            ids = delivered(row, self._codec.eos_ids)
-            yield Delivered(ids, self._text(ids), None if held is None else held // len(prompts))
+        rows = out.sequences[:, width:].tolist()  # type: ignore[attr-defined]
+        each = len(rows) // len(prompts)
+        for start in range(0, len(rows), each):
+            ranked = tuple(delivered(row, self._codec.eos_ids) for row in rows[start : start + each])
+            yield Delivered(ranked[0], self.text(ranked[0]), None if held is None else held // len(prompts), ranked)
 
-    def _text(self, ids: tuple[int, ...]) -> str:
+    def _allowed(self, trie: Trie, width: int, row: int, ids: Tensor) -> list[int]:
+        """Tokens that may follow; the end token behind what has ended or is no answer."""
+        node = trie.find(ids[width:].tolist())
+        return (trie.children(node) if node is not None else []) or [self._codec.eos_ids[0]]
+
+    def text(self, ids: tuple[int, ...]) -> str:
+        """As a reader gets it."""
         body = ids[:-1] if ids and ids[-1] in self._codec.eos_ids else ids
         return text_of(list(body), self._sampling.stop, self._codec)
 

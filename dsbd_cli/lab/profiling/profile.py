@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from dsbd_cli.config import MethodConfig
+from dsbd_cli.engine.core.grammar import GrammarCompiler
 from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.models.sizes import size_of
@@ -45,7 +46,7 @@ from dsbd_cli.lab.reports.profile_data import (
 )
 from dsbd_cli.requests import Request, derive_seed
 from dsbd_cli.stats import DrafterStats
-from dsbd_cli.variants import TREE
+from dsbd_cli.variants import TREE, WIDTH_THRESHOLD
 
 __all__ = ["ProfileSpec", "take_profile"]
 
@@ -286,7 +287,8 @@ class _Session:
 
 def _prompt_tokens(bench: ProfiledPair, request: Request) -> int:
     """Of a prompt; 0 of one that cannot be decoded, which the run will say."""
-    encoder = Encoder(bench.target, None, bench.codec, MethodConfig(num_beams=1, depth=0), "error", sys.maxsize)
+    method, grammars = MethodConfig(num_beams=1, depth=0), GrammarCompiler(bench.codec, bench.target.vocab_size)
+    encoder = Encoder(bench.target, None, bench.codec, method, "error", sys.maxsize, {}, grammars)
     try:
         return len(encoder.encode(request)[0])
     except RowError:
@@ -535,7 +537,7 @@ def _acceptance(bench: ProfiledPair, method: MethodConfig, larger: MethodConfig)
     for looked_at in dict.fromkeys([method, larger]):
         log = RunLog()
         engine = bench.engine(looked_at, log, log_steps=True)
-        probe = DraftProbe(drafts, beams, method.width_threshold if dynamic else None)
+        probe = DraftProbe(drafts, beams, method.value(WIDTH_THRESHOLD) if dynamic else None)
         watch(engine, probe)
         chains += probe.chains(bench.run(engine, log, requests).results)
     widths: list[int | None] = [*range(1, beams + 1)] if dynamic else [None]
@@ -610,7 +612,7 @@ def _profile(
         recommended_command=job.render(best),
         forest=forest,
         drafters=_drafter_rates(first),
-        tree=method.tree if method.depth and TREE.field in method.settings else None,
+        tree=method.value(TREE) if method.depth and TREE.field in method.settled else None,
     )
 
 

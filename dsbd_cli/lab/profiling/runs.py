@@ -21,7 +21,7 @@ from dsbd_cli.lab.profiling.budget import Budget, CutOffError
 from dsbd_cli.lab.profiling.timers import RunLog, TimedCodec, TimedModel, log_phases, synchronise
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize, Phase
 from dsbd_cli.requests import Request, RequestResult
-from dsbd_cli.variants import RULES
+from dsbd_cli.variants import MIN_WIDTH, RULES
 
 __all__ = ["ProfiledPair", "Run", "drafts_nodes", "method_for", "phases_of", "setting_of"]
 
@@ -36,7 +36,7 @@ def setting_of(method: MethodConfig) -> ForestSize:
     """What a profile varies of a method."""
     if not method.depth:
         return NO_DRAFT
-    return ForestSize(method.depth, method.drafts_per_layer, method.min_width if method.dynamic else None)
+    return ForestSize(method.depth, method.drafts_per_layer, method.value(MIN_WIDTH) if method.dynamic else None)
 
 
 def method_for(method: MethodConfig, setting: ForestSize) -> MethodConfig:
@@ -51,7 +51,9 @@ def method_for(method: MethodConfig, setting: ForestSize) -> MethodConfig:
             memory_saving=method.memory_saving,
         )
     changed = replace(method, depth=setting.depth, drafts_per_layer=setting.drafts_per_layer)
-    return changed if setting.min_width is None else replace(changed, min_width=setting.min_width)
+    if setting.min_width is None:
+        return changed
+    return changed.but(MIN_WIDTH, setting.min_width)
 
 
 @dataclass(frozen=True, slots=True)

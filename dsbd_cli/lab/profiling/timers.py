@@ -215,6 +215,10 @@ class TimedCodec:
         finally:
             self.log.tokenise_s += time.perf_counter() - start
 
+    def encode_pieces(self, texts: list[str]) -> list[list[int]]:
+        """As the inner codec."""
+        return self.inner.encode_pieces(texts)
+
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Timed."""
         start = time.perf_counter()

@@ -47,7 +47,7 @@ class WatchedDrafter(Drafter):
         self.inner.release()
 
 
-class WatchedRule:
+class WatchedRule(Rule):
     """Verifies as the inner rule does, and tells. Asks for the law Q in every case, so that it can be shown."""
 
     needs_law = True

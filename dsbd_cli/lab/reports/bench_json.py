@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import orjson
 
 from dsbd_cli.lab.reports.bench_data import SCHEMA, BenchReport, BenchRow
-from dsbd_cli.variants import DRAFTERS, FUSION, WIDTHS, active
+from dsbd_cli.variants import DRAFTERS, FUSION, WIDTHS
 
 __all__ = ["json_lines"]
 
@@ -41,14 +41,11 @@ def _acting(settings: Mapping[str, object]) -> dict[str, object]:
     """Settings of dsbd's methods: null where another one keeps them from acting. Those of others' code as they are."""
     if "depth" not in settings:
         return dict(settings)
+    of_forest = {"drafts_per_layer", "width", "adaptive_depth", "drafter"}
+    of_forest |= {one.field for some in (*WIDTHS.values(), *DRAFTERS.values(), FUSION) for one in some.settings}
     drafts = bool(settings["depth"])
-    chosen = active(*(str(settings[name]) for name in ("rule", "width", "drafter")))
-    acting = [one for variant in chosen for one in variant.settings]
-    acting = [one for one in acting if one.only is None or settings.get(one.only[0]) == one.only[1]]
-    owned = [one for variant in (*WIDTHS.values(), *DRAFTERS.values(), FUSION) for one in variant.settings]
-    acts = {one.field: drafts and one in acting for one in owned}
-    acts |= dict.fromkeys(("drafts_per_layer", "width", "adaptive_depth", "drafter"), drafts)
-    return {name: value if acts.get(name, True) else None for name, value in settings.items()}
+    every = {**dict.fromkeys(sorted(of_forest)), **settings}
+    return {name: value if drafts or name not in of_forest else None for name, value in every.items()}
 
 
 def _choice(report: BenchReport, row: BenchRow) -> dict[str, object] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from dsbd_cli.errors import UsageError
@@ -27,10 +28,14 @@ FROM_DISK: dict[str, Callable[[Path], Dataset]] = {
 TASK_NAMES: tuple[str, ...] = (*BUILTIN, *FROM_DISK)
 
 
-def open_dataset(name: str, path: Path | None, seed: int, dev_path: Path | None = None) -> Dataset:
+def open_dataset(
+    name: str, path: Path | None, seed: int, dev_path: Path | None = None, metric: str | None = None
+) -> Dataset:
     """The data set of a task. `path` is for those that lie on disk, `dev_path` for their dev records, if these lie
-    elsewhere. seed: of the built-in tasks. Raises UsageError.
+    elsewhere. seed: of the built-in tasks. metric: of task jsonl, see jsonl_dataset. Raises UsageError.
     """
+    if metric is not None and name != "jsonl":
+        raise UsageError(f"--metric {metric} is for task jsonl, but the task is {name}: drop it")
     if name in BUILTIN:
         for given in (path, dev_path):
             if given is not None:
@@ -40,12 +45,13 @@ def open_dataset(name: str, path: Path | None, seed: int, dev_path: Path | None 
         raise UsageError(f"task is {name!r}, but must be one of {', '.join(TASK_NAMES)}")
     if path is None:
         raise UsageError(f"task {name} needs the path of its data: name it with --data")
-    data = FROM_DISK[name](path)
+    read = partial(jsonl_dataset, metric=metric) if name == "jsonl" else FROM_DISK[name]
+    data = read(path)
     if dev_path is None:
         return data
     if dev_path.resolve() == path.resolve():
         raise UsageError(f"--data and --dev-data are both {path}, but what is chosen on one is reported on the other")
-    dev = FROM_DISK[name](dev_path)
+    dev = read(dev_path)
     if data.metrics != dev.metrics:
         raise UsageError(f"{path} and {dev_path} are not scored alike: give every line of both a reference, or none")
     return dataclasses.replace(data, dev=dataclasses.replace(dev, name=f"{name} dev"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dsbd_cli.errors import UsageError
@@ -24,6 +24,8 @@ class Dataset:
         records: of the data, in order; may be endless.
         score: record and text -> one number from 0 to 1 for each metric.
         notes: what the user should know of the data.
+        ranks: record and all answers, best first -> the metrics; where it is given, all hypotheses are asked for, and
+            it takes the place of `score`. An answer is its id, or its text where it has none.
         dev: other records of the same kind, to choose settings on; None where the data has no such split.
         execute: the rows that a text gives on a record's database, None where it fails; None for data without one.
     """
@@ -35,6 +37,7 @@ class Dataset:
     notes: tuple[str, ...] = ()
     dev: Dataset | None = None
     execute: Callable[[TaskRecord, str], Rows | None] | None = None
+    ranks: Callable[[TaskRecord, Sequence[str]], Mapping[str, float]] | None = None
 
 
 def builtin_dataset(task: Task, seed: int) -> Dataset:

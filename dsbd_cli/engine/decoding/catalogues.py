@@ -1,0 +1,182 @@
+"""Files of allowed answers. What is compiled of a large one is kept beside it, or in the user's cache folder, and the
+next run maps it into memory.
+
+    line 1       JSON: version, key (hash of the file and of the tokenizer), catalogues: [[name, fanout, [counts]], ...]
+    then         for each catalogue the arrays keys, nodes, order, starts (int64) and ids (bytes), each at a multiple of
+                 64 bytes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from dsbd_cli.engine.core.protocols import TextCodec
+from dsbd_cli.engine.core.trie import Trie
+from dsbd_cli.engine.decoding.answers import Answer, Catalogue, Compiler
+from dsbd_cli.errors import InvalidRowError, UsageError, shorten
+
+__all__ = ["content_hash", "open_catalogues", "read_catalogues"]
+
+VERSION = 1
+KEPT_FROM = 10_000  # answers; fewer are compiled in no time
+FIELDS = ("text", "token_ids", "id", "catalogue")
+ALIGNED = 64
+
+
+def open_catalogues(path: Path, codec: TextCodec, vocab_size: int) -> dict[str, Catalogue]:
+    """The catalogues of a file by name, "" for answers without one. vocab_size: V of the target.
+
+    Raises UsageError where the file cannot be read, or names the line of an answer that the target cannot give.
+    """
+    compiler = Compiler(codec, vocab_size)
+    key = _key(path, codec, compiler)
+    for place in _places(path, key):
+        if (found := _kept(place, key, vocab_size)) is not None:
+            return found
+    try:
+        found = {name: compiler.compile(answers) for name, answers in read_catalogues(path).items()}
+    except InvalidRowError as error:
+        raise UsageError(str(error)) from None
+    if sum(map(len, found.values())) >= KEPT_FROM:
+        for place in _places(path, key):
+            if _keep(place, key, found):
+                break
+    return found
+
+
+def content_hash(path: Path) -> str:
+    """32 hexadecimal digits of a file's bytes. Raises UsageError."""
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        raise UsageError(f"allow {path} cannot be read: {error.strerror or error}") from None
+
+
+def _key(path: Path, codec: TextCodec, compiler: Compiler) -> str:
+    """What the compiled file depends on; "" where the tokenizer cannot say who it is."""
+    content = content_hash(path)
+    fingerprint: str | None = getattr(codec, "fingerprint", None)
+    if fingerprint is None:
+        return ""
+    settings = f"{VERSION} {content} {fingerprint} {compiler.vocab_size} {compiler.codec.eos_ids} {path.suffix}"
+    return hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
+
+
+def _places(path: Path, key: str) -> list[Path]:
+    """Where the compiled file may be: beside the file, or in the user's cache."""
+    if not key:
+        return []
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return [path.with_name(f"{path.name}.{key[:8]}.trie"), cache / "dsbd" / f"{key}.trie"]
+
+
+def _keep(place: Path, key: str, catalogues: Mapping[str, Catalogue]) -> bool:
+    """Write the compiled file; it appears under its name only when it is whole. False where that cannot be."""
+    about = [
+        (name, one.trie.fanout, [len(one.trie.keys), len(one), len(one), len(one.starts), len(one.ids)])
+        for name, one in catalogues.items()
+    ]
+    head = orjson.dumps({"version": VERSION, "key": key, "catalogues": about}) + b"\n"
+    unfinished = place.with_name(f"{place.name}.{os.getpid()}.part")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as stream:
+            stream.write(head)
+            for one in catalogues.values():
+                for part in (one.trie.keys, one.nodes, one.order, one.starts, one.ids):
+                    stream.write(bytes(-stream.tell() % ALIGNED))
+                    stream.write(np.ascontiguousarray(part).data)
+        unfinished.replace(place)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _kept(place: Path, key: str, vocab_size: int) -> dict[str, Catalogue] | None:
+    """The catalogues of a compiled file; None where there is none, or it is of something else, or cut off."""
+    try:
+        with place.open("rb") as stream:
+            line = stream.readline()
+        size = place.stat().st_size
+        head = orjson.loads(line)
+        if head["version"] != VERSION or head["key"] != key:
+            return None
+        at, found = len(line), {}
+        for name, fanout, counts in head["catalogues"]:
+            parts = []
+            for count, kind in zip(counts, (np.int64,) * 4 + (np.uint8,), strict=True):
+                at += -at % ALIGNED
+                bytes_ = count * np.dtype(kind).itemsize
+                if at + bytes_ > size:
+                    return None
+                empty = np.zeros(0, dtype=kind)
+                parts.append(np.memmap(place, kind, "r", at, (count,)) if count else empty)
+                at += bytes_
+            keys, nodes, order, starts, ids = parts
+            found[name] = Catalogue(Trie(keys, tuple(fanout), nodes, vocab_size), nodes, order, starts, ids)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found
+
+
+def read_catalogues(path: Path) -> Mapping[str, list[Answer]]:
+    """Answers of a file by catalogue, "" where it has none of its own. A file that ends in .jsonl holds objects, any
+    other one answer per line. Raises UsageError naming the line."""
+    found: dict[str, list[Answer]] = {}
+    lines = path.suffix == ".jsonl"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"allow {path} cannot be read: {error.strerror or error}") from None
+    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        line = raw.removesuffix(b"\r")
+        if not line.strip():
+            continue
+        place = f"{path} line {number}"
+        name, answer = _read_object(place, line) if lines else ("", Answer(place, text=_decoded(place, line)))
+        found.setdefault(name, []).append(answer)
+    if not found:
+        raise UsageError(f"{path} holds no answer")
+    return found
+
+
+def _decoded(place: str, line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as bad:
+        raise UsageError(f"{place}: not UTF-8: byte 0x{line[bad.start]:02x} at byte {bad.start + 1}") from None
+
+
+def _read_object(place: str, line: bytes) -> tuple[str, Answer]:
+    """Catalogue and answer of a line of JSON."""
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise UsageError(f"{place}: not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise UsageError(f"{place} is {shorten(row)}, but must be an object with text or token_ids")
+    if unknown := [name for name in row if name not in FIELDS]:
+        raise UsageError(f"{place}: unknown field {shorten(unknown[0])}: the fields are {', '.join(FIELDS)}")
+    text, tokens, own, name = (row.get(field) for field in FIELDS)
+    if (text is None) == (tokens is None):
+        raise UsageError(f"{place}: give text or token_ids, one of them")
+    if text is not None and not (isinstance(text, str) and text):
+        raise UsageError(f"{place}: text is {shorten(text)}, but must be a non-empty string")
+    if tokens is not None and not (isinstance(tokens, list) and all(type(token) is int for token in tokens)):
+        raise UsageError(f"{place}: token_ids is {shorten(tokens)}, but must be a list of integers")
+    if own is not None and (isinstance(own, bool) or not isinstance(own, str | int)):
+        raise UsageError(f"{place}: id is {shorten(own)}, but must be a string or an integer")
+    if name is not None and not (isinstance(name, str) and name):
+        raise UsageError(f"{place}: catalogue is {shorten(name)}, but must be a non-empty string")
+    answer = Answer(place, text, None if tokens is None else tuple(tokens), b"" if own is None else orjson.dumps(own))
+    return name or "", answer

@@ -1,0 +1,111 @@
+"""What a grammar leaves, where that is few tokens: keys, punctuation, the values of an enumeration. No draft model.
+
+Below a beam every token that may follow is drafted, and below those again, while a layer has room for all of them. If
+that holds for all live beams of a row, then whatever the target draws is a drafted node, so the layer is certain to
+pass. End tokens are not drafted: no layer needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dsbd_cli.engine.core.beams import Beams
+from dsbd_cli.engine.core.grammar import GrammarState, GrammarTable
+from dsbd_cli.engine.core.legal import FREE
+from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
+from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
+
+__all__ = ["GrammarDrafter", "GrammarSource"]
+
+LEAST_SHARE = 1e-30  # of a beam that the others outweigh: a path's weight is above 0
+Layer = list[tuple[int, int, GrammarState]]  # place of the parent in the layer above, token, state after it
+
+
+class GrammarSource:
+    """Paths that are all there is."""
+
+    def __init__(self, table: GrammarTable) -> None:
+        self._table = table
+
+    def states(self, beams: Beams) -> list[list[GrammarState | None]]:
+        """Of every beam, None where it is not live or has no grammar. Reads the device."""
+        numbers = torch.where(beams.valid, beams.legal_state, FREE).tolist()
+        return [[self._table.at(number) if number < FREE else None for number in row] for row in numbers]
+
+    def paths(self, context: DraftContext) -> Paths:
+        """The paths below each beam for itself, with its share of the mass."""
+        depth, count = context.depth, context.drafts_per_layer
+        found: list[list[tuple[int, list[int], float]]] = []
+        for states, shares in zip(self.states(context.beams), beam_share(context.beams).tolist(), strict=True):
+            found.append([])
+            for beam, (state, share) in enumerate(zip(states, shares, strict=True)):
+                paths = [] if state is None else _leaves(_layers([state], depth, count))
+                found[-1] += [(beam, path, max(share, LEAST_SHARE) / len(paths)) for path in paths]
+        return _padded(found, depth, context.beams.token.device)
+
+
+class GrammarDrafter(PathDrafter):
+    """The grammar alone."""
+
+    on_host = True
+    needs_text = False
+    source: GrammarSource
+
+    def certain(self, beams: Beams, depth: int, count: int) -> list[list[int]]:
+        """For every row that runs, how many nodes each layer has that is certain to pass, `count` at most in each."""
+        found = []
+        for states in self.source.states(beams):
+            live = [state for state in states if state is not None]
+            found.append([len(layer) for layer in _layers(live, depth, count)] if live else [])
+        return found
+
+
+def _layers(states: Sequence[GrammarState], depth: int, count: int) -> list[Layer]:
+    """All that may follow these states, layer by layer, as far as a layer has `count` nodes at most."""
+    layers: list[Layer] = []
+    above = list(states)
+    while len(layers) < depth:
+        layer: Layer = []
+        for place, state in enumerate(above):
+            tokens = state.following(count - len(layer))
+            if tokens is None:
+                return layers
+            for token in tokens:
+                after = state.after(token)
+                assert after is not None, "it may follow"
+                layer.append((place, token, after))
+        if not layer:
+            return layers
+        layers.append(layer)
+        above = [state for _, _, state in layer]
+    return layers
+
+
+def _leaves(layers: Sequence[Layer]) -> list[list[int]]:
+    """The paths of one beam: of every node that nothing is drafted below."""
+    paths: list[list[int]] = [[]]
+    found: list[list[int]] = []
+    for layer in layers:
+        parents = {place for place, _, _ in layer}
+        found += [path for place, path in enumerate(paths) if path and place not in parents]
+        paths = [[*paths[place], token] for place, token, _ in layer]
+    return [*found, *(path for path in paths if path)]
+
+
+def _padded(found: Sequence[Sequence[tuple[int, list[int], float]]], depth: int, device: torch.device) -> Paths:
+    """Beam, tokens and weight of the paths of every row, as tensors."""
+    most = max(1, *map(len, found))
+    rows = [[*row, *[(0, [], 1.0)] * (most - len(row))] for row in found]
+    return Paths(
+        root=torch.tensor([[beam for beam, _, _ in row] for row in rows], device=device),
+        tokens=torch.tensor([[path + [0] * (depth - len(path)) for _, path, _ in row] for row in rows], device=device),
+        length=torch.tensor([[len(path) for _, path, _ in row] for row in rows], device=device),
+        weight=torch.tensor([[weight for _, _, weight in row] for row in rows], device=device),
+    )
+
+
+def make(of: DrafterInputs) -> GrammarDrafter:
+    """Drafter `grammar`."""
+    return GrammarDrafter(GrammarSource(of.grammars))

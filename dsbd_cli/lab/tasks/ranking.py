@@ -1,0 +1,48 @@
+"""Scores of a ranked list of answers against the relevant ones: hit@K, ndcg@K, mrr. Relevance is yes or no."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from dsbd_cli.errors import UsageError, shorten
+
+__all__ = ["DEFAULT_METRICS", "ranked_scores", "read_metrics"]
+
+DEFAULT_METRICS = "hit@10,ndcg@10,mrr"
+METRIC = re.compile(r"(?:hit|ndcg)@[1-9][0-9]{0,5}|mrr")
+
+
+def read_metrics(text: str) -> tuple[str, ...]:
+    """Names of metrics with commas. Raises UsageError."""
+    names = tuple(name.strip() for name in text.split(","))
+    for place, name in enumerate(names):
+        if not METRIC.fullmatch(name):
+            raise UsageError(f"--metric: {shorten(name)} is none: give hit@K, ndcg@K or mrr, with commas")
+        if name in names[:place]:
+            raise UsageError(f"--metric: {name} stands there twice: drop one")
+    return names
+
+
+def ranked_scores(names: Sequence[str], relevant: frozenset[str], ranked: Sequence[str]) -> Mapping[str, float]:
+    """Each metric from 0 to 1. ranked: answers, best first; one that was returned twice counts at its first place.
+
+    hit@K: a relevant one is among the first K. ndcg@K: the sum of 1 / log2(1 + place) over the relevant ones among the
+    first K, over that of the best order. mrr: 1 / place of the first relevant one, 0 where none was returned.
+    """
+    order = list(dict.fromkeys(ranked))
+    places = [place for place, one in enumerate(order, 1) if one in relevant]
+    found = {}
+    for name in names:
+        kind, _, count = name.partition("@")
+        if kind == "mrr":
+            found[name] = 1 / places[0] if places else 0.0
+            continue
+        inside = [place for place in places if place <= int(count)]
+        if kind == "hit":
+            found[name] = float(bool(inside))
+        else:
+            best = sum(1 / math.log2(1 + place) for place in range(1, min(int(count), len(relevant)) + 1))
+            found[name] = sum(1 / math.log2(1 + place) for place in inside) / best
+    return found

@@ -1,0 +1,140 @@
+"""Grammar states: what may follow a text, whether it is whole, and how errors name their place."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from dsbd_cli.engine.core.grammar import GrammarCompiler, GrammarState
+from dsbd_cli.errors import UsageError
+from dsbd_cli.grammars import Grammar
+
+LETTERS = [b"", *[bytes([byte]) for byte in b'abc{}":, 01'], b"ab", b'{"', b'": ']
+
+
+class Letters:
+    """A codec of a few short tokens; token 0 ends."""
+
+    eos_ids = (0,)
+
+    def token_bytes(self) -> list[bytes]:
+        return LETTERS
+
+
+def compiler(vocab_size: int = len(LETTERS)) -> GrammarCompiler:
+    return GrammarCompiler(Letters(), vocab_size)  # type: ignore[arg-type]
+
+
+def texts(state: GrammarState, longest: int) -> Iterator[tuple[bytes, bool]]:
+    """Every text of up to `longest` tokens that the masks allow, and whether it may end there."""
+    yield b"", state.allows(0)
+    for token in (state.following(99) or []) if longest else []:
+        for rest, ends in texts(state.after(token), longest - 1):
+            yield LETTERS[token] + rest, ends
+
+
+@pytest.mark.parametrize("pattern", ["a(bb)*", "(ab|ba|c){0,3}", "[abc]*c[01]?", "a|"])
+def test_a_regex_lets_end_what_it_matches_and_nothing_else(pattern: str) -> None:
+    found = list(texts(compiler().start(Grammar.regex(pattern)), 4))
+    assert {text for text, ends in found if ends} == {text for text, _ in found if re.fullmatch(pattern, text.decode())}
+    assert any(ends for _, ends in found)
+
+
+def test_nothing_that_the_regex_matches_is_lost() -> None:
+    found = {text for text, ends in texts(compiler().start(Grammar.regex("[abc]*c[01]?")), 3) if ends}
+    letters = b"abc01"
+    every = {bytes([x]) for x in letters} | {bytes([x, y]) for x in letters for y in letters}
+    assert {text for text in every if re.fullmatch("[abc]*c[01]?", text.decode())} <= found
+
+
+def test_the_masks_do_not_depend_on_how_a_text_was_reached() -> None:
+    """Copied matchers that were asked at every step give the masks of one that only consumed the tokens."""
+    schema = {"type": "object", "properties": {"a": {"enum": ["ab", "b"]}}, "required": ["a"]}
+    grammar = Grammar.json_schema({**schema, "additionalProperties": False})
+    made = compiler()
+    state, path = made.start(grammar), []
+    while tokens := state.following(99):
+        path.append(tokens[-1])
+        state = state.after(tokens[-1])
+        alone = made._known[grammar][0].deep_copy()
+        assert alone.consume_tokens(path)
+        assert (np.frombuffer(alone.compute_bitmask(), dtype=np.int32) == state.mask).all()
+    assert state.complete
+    assert len(path) > 5
+
+
+def test_a_state_is_kept_and_dead_ends_stay_dead() -> None:
+    start = compiler().start(Grammar.regex("a[bc]"))
+    assert start.after(1) is start.after(1)
+    assert start.after(2) is None
+    assert start.after(0) is None
+    whole = start.after(1).after(2)
+    assert whole.complete
+    assert whole.allows(0)
+    assert not whole.after(0).mask.any()
+    assert whole.after(0).after(1) is None
+
+
+def test_following_counts_no_end_token() -> None:
+    state = compiler().start(Grammar.regex("[abc]?"))
+    assert state.allows(0)
+    assert state.following(3) == [1, 2, 3]
+    assert state.following(2) is None
+
+
+def test_a_vocabulary_wider_than_the_tokens() -> None:
+    state = compiler(100).start(Grammar.regex("[abc]+"))
+    assert not state.allows(64)
+
+
+def test_a_grammar_is_compiled_once() -> None:
+    made = compiler()
+    made.start(Grammar.regex("a+"))
+    first = made._known[Grammar.regex("a+")]
+    made.start(Grammar.regex("a+"))
+    assert made._known[Grammar.regex("a+")] is first
+
+
+FAULTS = [
+    (Grammar.json_schema({"properties": {"a": {"items": {"uniqueItems": True, "type": "array"}}}}), "uniqueItems"),
+    (Grammar.json_schema({"properties": {"a": {"type": "strng"}}}), r"strng \(at /properties/a\)"),
+    (Grammar.json_schema({"properties": {"a": {"anyOf": [{}, {"not": {}}]}}}), r"\(at /properties/a/anyOf/1\)"),
+    (Grammar.json_schema({"properties": {"a/b": {"$ref": "#/$defs/x"}}}), r"/\$defs/x.*\(at /properties/a~1b\)"),
+    (
+        Grammar.json_schema(
+            {"$defs": {"x": {"type": "string", "pattern": "(["}}, "properties": {"a": {"$ref": "#/$defs/x"}}}
+        ),
+        r"unclosed character class \(at /\$defs/x\)",
+    ),
+    (Grammar.json_schema("[1]"), "must be an object"),
+    (Grammar.json_schema("{"), "not valid JSON"),
+    (Grammar.regex("a(b"), "unclosed group"),
+    (Grammar.lark("start: a"), 'unknown name: "a"'),
+    (Grammar.lark('begin: "a"'), "no start rule"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "told"), FAULTS, ids=[told for _, told in FAULTS])
+def test_a_fault_names_its_place(grammar: Grammar, told: str) -> None:
+    with pytest.raises(UsageError, match=told) as caught:
+        grammar.source()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_grammar_that_no_token_can_begin() -> None:
+    with pytest.raises(UsageError, match="no token"):
+        compiler().start(Grammar.regex("z"))
+
+
+def test_json_is_written_as_python_writes_it() -> None:
+    """So that what lies between two values is forced, and `x-guidance` of a schema can change it."""
+    schema = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 0}}, "required": ["a", "b"]}
+    state, text = compiler().start(Grammar.json_schema({**schema, "additionalProperties": False})), b""
+    while tokens := state.following(1):
+        text, state = text + LETTERS[tokens[0]], state.after(tokens[0])
+    assert text.decode() == json.dumps({"a": 1, "b": 0})
+    assert state.complete
