@@ -135,7 +135,16 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "min": ({"min_new_tokens": 2}, "MinLengthLogitsProcessor"),
     "bad words": ({"bad_words_ids": [[5]]}, "NoBadWordsLogitsProcessor"),
     "n-gram": ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
-    "prefix": ({"prefix_allowed_tokens_fn": lambda batch, ids: [5]}, "prefix_allowed_tokens_fn"),
+    "endless": (
+        {"prefix_allowed_tokens_fn": lambda batch, ids: [15]},
+        r"it allows 3 tokens \(max_new_tokens\) without",
+    ),
+    "nothing": ({"prefix_allowed_tokens_fn": lambda batch, ids: []}, "it allows no sequence"),
+    "at once": ({"prefix_allowed_tokens_fn": lambda batch, ids: [2]}, "it allows an end token at once"),
+    "two ends": (
+        {"prefix_allowed_tokens_fn": lambda batch, ids: [20] if len(ids) == 5 else [2, 3]},
+        "end with different tokens",
+    ),
     "time": ({"max_time": 3.0}, "max_time is 3.0"),
     "hidden": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states is true"),
     "logits": ({"output_logits": True, "return_dict_in_generate": True}, "output_logits is true"),
@@ -225,3 +234,72 @@ def test_an_engine_over_live_models() -> None:
     model.eval()
     with pytest.raises((PairError, UnsupportedModelError)):
         dsbd_cli.from_models(model, tokenizer, tiny("llama"))
+
+
+ITEMS = [(20, 30, 40), (20, 30, 41), (20, 31, 50), (21, 30, 40), (22, 60, 61), (22, 60, 62), (23, 30, 44), (24, 33, 45)]
+
+
+@pytest.mark.parametrize("beams", [1, 3, 6])
+def test_an_allowed_prefix_function_is_a_trie(beams: int) -> None:
+    """As MiniOneRec's evaluate.py: item ids of three tokens, the n best of them. Other items for the last prompt."""
+    calls = []
+
+    def allowed(batch: int, ids: Any) -> list[int]:
+        calls.append(batch)
+        path = tuple(ids[5:].tolist())
+        items = ITEMS if batch < 2 else ITEMS[2:]
+        return sorted({item[len(path)] if len(path) < 3 else 2 for item in items if item[: len(path)] == path}) or [2]
+
+    model = made()
+    options = {
+        "attention_mask": MASK, "num_beams": beams, "num_return_sequences": beams, "max_new_tokens": 6,
+        "do_sample": False, "prefix_allowed_tokens_fn": allowed, "return_dict_in_generate": True,
+        "output_scores": beams > 1, "eos_token_id": 2,
+    }  # fmt: skip
+    if beams > 1:
+        options["length_penalty"] = 0.0
+    want = model.generate(IDS, **options)
+    steps = len(calls)
+    found = dsbd_cli.generate(model, IDS, **options)
+    assert torch.equal(found.sequences, want.sequences)
+    assert {tuple(row[5:8]) for row in found.sequences.tolist()} <= set(ITEMS)
+    if beams > 1:
+        assert torch.allclose(found.sequences_scores, want.sequences_scores, atol=1e-4)
+    assert len(calls) > steps
+
+
+def test_scripts_of_others_run_but_for_one_line() -> None:
+    """The calls of CodeS (text2sql_zero_shot.py), sqlcoder (inference.py, through a pipeline) and MiniOneRec
+    (evaluate.py), on the built-in model."""
+    from transformers import GenerationConfig, pipeline
+
+    model, tokenizer = load(ModelSpec(BUILTIN_TARGET))
+    prompt = "question: what did Nesen do\nanswer:"
+    inputs = tokenizer(prompt, return_tensors="pt")
+    codes = {"max_new_tokens": 12, "num_beams": 4, "num_return_sequences": 4, "use_cache": True}
+    rec = GenerationConfig(
+        num_beams=3,
+        length_penalty=0.0,
+        num_return_sequences=3,
+        pad_token_id=0,
+        max_new_tokens=8,
+        top_k=None,
+        top_p=None,
+    )
+    pipe = pipeline(
+        "text-generation", model=model, tokenizer=tokenizer, max_new_tokens=10, return_full_text=False, num_beams=5
+    )
+    eos = tokenizer.eos_token_id
+    results = []
+    for more in ({}, {"custom_generate": dsbd_cli.generate}):
+        texts = pipe(prompt, num_return_sequences=1, eos_token_id=eos, pad_token_id=eos, do_sample=False, **more)
+        first = model.generate(**inputs, **codes, do_sample=False, **more)
+        second = model.generate(
+            **inputs, generation_config=rec, return_dict_in_generate=True, output_scores=True, **more
+        )
+        results.append((texts, first, second))
+    want, found = results
+    assert found[0] == want[0]
+    assert torch.equal(found[1], want[1])
+    assert torch.equal(found[2].sequences, want[2].sequences)
+    assert torch.allclose(found[2].sequences_scores, want[2].sequences_scores, atol=1e-4)

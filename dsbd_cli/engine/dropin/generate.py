@@ -28,6 +28,7 @@ from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.engine.core.protocols import TextCodec
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.dropin.live import forest_of, lent
+from dsbd_cli.engine.dropin.prefixes import compiled, sequences_of
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import NumericalError, UsageError, shorten
 from dsbd_cli.requests import Hypothesis, Request, derive_seed
@@ -41,6 +42,7 @@ WARPERS = {
     "TopPLogitsWarper": "top_p",
     "MinPLogitsWarper": "min_p",
 }
+PREFIXES = "PrefixConstrainedLogitsProcessor"
 CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
 # fields of a generation config that would change what comes back, with the values that change nothing
 REFUSED: dict[str, tuple[object, ...]] = {
@@ -80,7 +82,8 @@ def generate(
 
     Taken are num_beams, num_return_sequences, do_sample, temperature, top_k, top_p, min_p, length_penalty,
     early_stopping, max_new_tokens (max_length), eos_token_id, pad_token_id, stop_strings (with tokenizer),
-    assistant_model (as our draft, with any number of beams), output_scores and return_dict_in_generate.
+    assistant_model (as our draft, with any number of beams), prefix_allowed_tokens_fn (where it allows a finite set of
+    sequences), output_scores and return_dict_in_generate.
 
     Without sampling the sequences are transformers' own, token for token, but for rounding. With it, one beam has
     transformers' law; several draw without replacement, see docs/algorithm.md, with warp_scope beam. Torch's global
@@ -159,13 +162,13 @@ def _decode(
         n_best=wanted if beams > 1 else 1,
         token_logprobs=bool(config.output_scores) and beams > 1,
     )
+    prefixes = next((one for one in logits_processor if type(one).__name__ == PREFIXES), None)
+    eos, sequences = _ends(config), None
+    if prefixes is not None:
+        sequences, end = sequences_of(prefixes._prefix_allowed_tokens_fn, ids, eos, new)
+        eos = (end, *(token for token in eos if token != end))
     seed = int(torch.randint(2**62, (1,)))
     each = wanted if beams == 1 else 1  # samples of one beam are requests of their own
-    requests = [
-        Request(prompt_ids=prompt, id=f"{row}-{place}", seed=derive_seed(seed, f"{row}-{place}"), sampling=sampling)
-        for row, prompt in enumerate(prompts)
-        for place in range(each)
-    ]
     method = _method(beams, drawn, assistant is not None)
     with lent(*([model] if assistant is None else [model, assistant])):
         target = forest_of(model, "model")
@@ -173,13 +176,26 @@ def _decode(
         if assistant is not None:
             draft = forest_of(assistant, "assistant_model")
             draft.fit_width(target.vocab_size)
-        codec = _codec(config, tokenizer if stop else None, target.vocab_size)
-        for one in (target, draft):
-            limit = None if one is None else one.max_positions
-            if limit is not None and ids.shape[1] + new == limit:  # there is no place for one more
-                sampling = replace(sampling, max_new_tokens=new)
-                requests = [replace(request, sampling=sampling) for request in requests]
-        engine = Engine(target, draft, codec, method, batch_size=len(requests), cuda_graphs=False)
+        codec = _codec(eos, tokenizer if stop else None, target.vocab_size)
+        names, catalogues = None, None
+        if sequences is not None:
+            names, catalogues = compiled(sequences, codec, target.vocab_size)
+        limits = [one.max_positions for one in (target, draft) if one is not None and one.max_positions is not None]
+        if ids.shape[1] + new in limits:  # there is no place for one more
+            sampling = replace(sampling, max_new_tokens=new)
+        requests = [
+            Request(
+                prompt_ids=prompt,
+                id=f"{row}-{place}",
+                seed=derive_seed(seed, f"{row}-{place}"),
+                sampling=sampling,
+                allow=None if names is None else names[row],
+            )
+            for row, prompt in enumerate(prompts)
+            for place in range(each)
+        ]
+        options: dict[str, Any] = {"batch_size": len(requests), "cuda_graphs": False, "catalogues": catalogues}
+        engine = Engine(target, draft, codec, method, **options)
         results = engine.generate(requests)
     found = [tuple(_cut(one, new) for one in result.hypotheses) for result in results]
     if short := next((one for one in found if len(one) < sampling.n_best), None):
@@ -239,10 +255,8 @@ def _warps(processors: Any, drawn: bool) -> dict[str, float | int]:
     seen: set[str] = set()
     for one in processors:
         name = type(one).__name__
-        if name == "PrefixConstrainedLogitsProcessor":
-            raise UsageError(
-                "prefix_allowed_tokens_fn is given, but is not supported: it may be any function of the text"
-            )
+        if name == PREFIXES:
+            continue
         if name not in WARPERS or name in seen or not drawn:
             raise UsageError(f"logits_processor has a {name}, which is not supported: drop what asks for it")
         seen.add(name)
@@ -287,10 +301,13 @@ class _Ids:
         return [b""] * self._vocabulary
 
 
-def _codec(config: Any, tokenizer: Any, vocabulary: int) -> TextCodec:
+def _ends(config: Any) -> tuple[int, ...]:
     eos = config.eos_token_id
-    ids = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
-    return _Ids(ids, vocabulary) if tokenizer is None else HFCodec(tokenizer, ids)
+    return () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+
+
+def _codec(eos: tuple[int, ...], tokenizer: Any, vocabulary: int) -> TextCodec:
+    return _Ids(eos, vocabulary) if tokenizer is None else HFCodec(tokenizer, eos)
 
 
 def _output(prompts: Any, found: Sequence[Hypothesis], config: Any, beams: int, wanted: int) -> Any:
