@@ -480,6 +480,7 @@ class ModelSpec:
         allow_pickle: load .bin weights where there are no safetensors.
         numerics: of a target: `invariant` computes every node the same way whatever else is in a forward, so that a
             text cannot depend on the draft or the batch; `fast` saves that work.
+        tensor_parallel: of a target: processes, each with a GPU where there are any, that share every layer.
     """
 
     source: str
@@ -490,8 +491,16 @@ class ModelSpec:
     trust_remote_code: bool = False
     allow_pickle: bool = False
     numerics: Numerics = "invariant"
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
+        expected = "1 or more, and 1 of a draft"
+        _require(
+            self.tensor_parallel == 1 or (self.tensor_parallel > 1 and self.role == "target"),
+            "tensor_parallel",
+            self.tensor_parallel,
+            expected,
+        )
         _require(self.numerics in NUMERICS, "numerics", self.numerics, f"one of {', '.join(NUMERICS)}")
         check_types(self)
         _require(self.dtype in DTYPES, f"{self.role} dtype", self.dtype, f"one of {', '.join(DTYPES)}")
@@ -501,4 +510,4 @@ class ModelSpec:
     def of_draft(self, source: str, device: str | None = None) -> ModelSpec:
         """A draft that is loaded as this target is. device: one of its own."""
         same = self.device if self.device_map is None else "auto"
-        return replace(self, source=source, role="draft", device=device or same, device_map=None)
+        return replace(self, source=source, role="draft", device=device or same, device_map=None, tensor_parallel=1)

@@ -22,7 +22,7 @@ LAYERS = {
     2: ("drafting", "verify"),
     3: ("models",),
     4: ("decoding",),
-    5: ("dropin", "metrics", "data", "tasks", "reports", "peers"),
+    5: ("dropin", "metrics", "data", "tasks", "reports", "peers", "scale"),
     6: ("pick",),
     7: ("bench", "profiling"),
     8: ("cli", "lm_eval"),

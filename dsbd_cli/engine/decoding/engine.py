@@ -24,7 +24,7 @@ from dsbd_cli.engine.decoding.budget import PEEK, fitting_rows, least_bytes, mem
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.devices import captures, current, events, out_of_memory
 from dsbd_cli.engine.decoding.encode import Encoder
-from dsbd_cli.engine.decoding.jobs import Job, ResultOrder, Results, Source
+from dsbd_cli.engine.decoding.jobs import AsDone, Job, ResultOrder, Results, Source
 from dsbd_cli.engine.decoding.outcome import collect, common_tokens, record_iteration
 from dsbd_cli.engine.decoding.pieces import Pieces
 from dsbd_cli.engine.decoding.planner import Shape, deepest, planner_for
@@ -196,8 +196,11 @@ class Engine:
             result.check()
         return results[0] if alone else results
 
-    def run(self, requests: Iterable[Request | str | RowError | None], *, seed: int = 0) -> Iterator[RequestResult]:
-        """Decode requests; yield one result each, in input order, as soon as its turn has come.
+    def run(
+        self, requests: Iterable[Request | str | RowError | None], *, seed: int = 0, ordered: bool = True
+    ) -> Iterator[RequestResult]:
+        """Decode requests; yield one result each, in input order, as soon as its turn has come. Not ordered: as soon as
+        it is done; `result.request` is the request itself where that has an id and a seed.
 
         A string is a prompt. seed: of the run; a request without a seed gets its own from this and its id, and one
         without an id is named by its place, from 0. The command does the same, so it gives the same text.
@@ -207,7 +210,7 @@ class Engine:
         a RowError stands for a request that has failed already: its result comes in its place. Out of memory halves
         the batch and decodes its requests again, which gives the same results; a request that does not fit alone fails.
         """
-        return self._answers(Source(requests, seed), ResultOrder())
+        return self._answers(Source(requests, seed), ResultOrder() if ordered else AsDone())
 
     def stream(self, requests: Iterable[Request | str | RowError | None], *, seed: int = 0) -> Iterator[Piece]:
         """Decode requests as `run` does; yield text of each as soon as it can no longer change.

@@ -13,7 +13,7 @@ from dsbd_cli.errors import RowError, UsageError, shorten
 from dsbd_cli.requests import Request, RequestResult, check_seed
 from dsbd_cli.stats import RequestStats
 
-__all__ = ["Job", "ResultOrder", "Results", "Source"]
+__all__ = ["AsDone", "Job", "ResultOrder", "Results", "Source"]
 
 Item_co = TypeVar("Item_co", covariant=True)
 
@@ -134,5 +134,26 @@ class ResultOrder:
 
     def ready(self) -> Iterator[RequestResult]:
         """Results whose turn has come."""
+        while self._out:
+            yield self._out.popleft()
+
+
+class AsDone:
+    """Gives results back as they are done."""
+
+    held = 0
+
+    def __init__(self) -> None:
+        self._out: deque[RequestResult] = deque()
+
+    def put(self, number: int, result: RequestResult) -> None:
+        """Hand in a result."""
+        self._out.append(result)
+
+    def progress(self, job: Job, tokens: Callable[[], list[int]]) -> None:
+        """Nothing goes out before a request is done."""
+
+    def ready(self) -> Iterator[RequestResult]:
+        """Results that are done."""
         while self._out:
             yield self._out.popleft()

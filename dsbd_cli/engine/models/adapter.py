@@ -19,7 +19,7 @@ from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models.attention import Sight, use_grouped_attention
 from dsbd_cli.engine.models.cache import ForestCache
 from dsbd_cli.engine.models.reads import HostReads
-from dsbd_cli.errors import UnsupportedModelError
+from dsbd_cli.errors import ModelError, UnsupportedModelError
 
 __all__ = ["MaskPlan", "TransformersForest", "unsupported"]
 
@@ -297,7 +297,7 @@ def unsupported(architecture: str) -> Iterator[None]:
     """Turn what a model raises into one sentence; models refuse in many words. Memory errors pass."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, UnsupportedModelError):
+    except (torch.OutOfMemoryError, MemoryError, ModelError):
         raise
     except Exception as error:
         said = " ".join(str(error).split())[:160]

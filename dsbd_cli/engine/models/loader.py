@@ -29,15 +29,15 @@ SMALL_BYTES = 64 << 20  # weights of this size are no burden in float32 either
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(spec: ModelSpec) -> Checkpoint:
-    """(model, tokenizer) of a spec, weights frozen, in evaluation mode, nothing printed.
+def load(spec: ModelSpec, **more: Any) -> Checkpoint:
+    """(model, tokenizer) of a spec, weights frozen, in evaluation mode, nothing printed. more: for transformers.
 
     dtype auto is the checkpoint's own on CUDA. On the CPU it is float32, which rounds no weight, except for a large
     bfloat16 checkpoint where the processor multiplies bfloat16 itself: there half the bytes are half the time. Raises
     ModelNotFoundError, ModelError (unfit files, missing weights), UnsupportedModelError (no causal language model) and
     UsageError (device).
     """
-    placement = _placement(spec)
+    placement = more or _placement(spec)
     with quiet():
         folder = locate(spec)
         config = load_config(folder, spec)

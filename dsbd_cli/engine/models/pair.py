@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.core.protocols import ForestModel
@@ -13,6 +14,7 @@ from dsbd_cli.engine.models.head import installed
 from dsbd_cli.engine.models.invariance import is_invariant
 from dsbd_cli.engine.models.loader import eos_ids, load
 from dsbd_cli.engine.models.packing import pack
+from dsbd_cli.engine.models.ranks import Ranks, ShardedForestModel, check_ranks, load_slice
 from dsbd_cli.engine.models.selftest import self_test
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import PairError, UnsupportedModelError
@@ -92,10 +94,13 @@ def _dtype_name(model: CausalForestModel) -> str:
 def load_model(spec: ModelSpec) -> tuple[CausalForestModel, HFCodec]:
     """One model, its weights packed where it runs on the CPU, self-tested, and its codec. A target that is to be
     `invariant` is asked whether it is."""
-    model, tokenizer = load(spec)
+    model, tokenizer, ranks = _loaded(spec)
     try:
-        packed = pack(model) > 0
-        forest = CausalForestModel(model, spec.source, stock=(lambda: load(spec)[0]) if packed else None)
+        if ranks is not None:
+            forest: CausalForestModel = ShardedForestModel(model, spec.source, ranks)
+        else:
+            packed = pack(model) > 0
+            forest = CausalForestModel(model, spec.source, stock=(lambda: load(spec)[0]) if packed else None)
         self_test(forest)
         # a draft only proposes: what it computes cannot reach the text
         forest.invariant = spec.role == "target" and spec.numerics == "invariant" and is_invariant(forest)
@@ -106,6 +111,19 @@ def load_model(spec: ModelSpec) -> tuple[CausalForestModel, HFCodec]:
             raise trimmed_target(spec)
         forest.spread(*trimmed)
     return forest, HFCodec(tokenizer, eos_ids(model, tokenizer))
+
+
+def _loaded(spec: ModelSpec) -> tuple[Any, Any, Ranks | None]:
+    """Model and tokenizer, and the other ranks of a model that is split."""
+    if spec.tensor_parallel == 1:
+        return *load(spec), None
+    check_ranks(spec)
+    ranks = Ranks(spec)
+    try:
+        return *load_slice(spec), ranks
+    except BaseException:
+        ranks.close()
+        raise
 
 
 def trimmed_target(spec: ModelSpec) -> UnsupportedModelError:

@@ -16,6 +16,7 @@ from dsbd_cli.errors import DsbdError, OutputError
 from dsbd_cli.job.cli.bench import bench
 from dsbd_cli.job.cli.generate import generate
 from dsbd_cli.job.cli.index import index
+from dsbd_cli.job.cli.merge import merge
 from dsbd_cli.job.cli.messages import error_line, say, set_style, tracebacks_wanted
 from dsbd_cli.job.cli.models import app as models_app
 from dsbd_cli.job.cli.page import Command, Group
@@ -33,6 +34,7 @@ STOPPED = "stopped before there was a result"
 app = typer.Typer(name="dsbd", cls=Group, pretty_exceptions_enable=False)
 app.command("generate", cls=Command)(generate)
 app.command("pick", cls=Command)(pick)
+app.command("merge", cls=Command)(merge)
 app.command("bench", cls=Command)(bench)
 app.command("profile", cls=Command)(profile)
 app.command("index", cls=Command)(index)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from dsbd_cli._version import __version__
-from dsbd_cli.config import DEFAULT_BATCH_SIZE, MethodConfig
+from dsbd_cli.config import DEFAULT_BATCH_SIZE, MethodConfig, ModelSpec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import grouped, help_texts
 from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, file_hash, open_source, writes
@@ -32,7 +32,9 @@ from dsbd_cli.job.cli.options import (
 )
 from dsbd_cli.job.cli.outputs import Outputs
 from dsbd_cli.job.cli.progress import Reporter
+from dsbd_cli.job.cli.scale_options import ScaleOptions, pool_config
 from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
+from dsbd_cli.job.cli.shard import Shard, shard_of, sharded_files
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import Summary, rows_exit_code
 from dsbd_cli.job.cli.talk_options import TalkOptions
@@ -42,6 +44,8 @@ from dsbd_cli.job.records import LongLine, MethodRecord, Row, run_fingerprint
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
+    from dsbd_cli.scale.pool import PoolConfig
+    from dsbd_cli.scale.worker import LoadEngine, RunsRequests
 
 __all__ = ["generate"]
 
@@ -66,6 +70,7 @@ def generate(
     answers: AnswerOptions,
     rounds: UntilOptions,
     devices: DeviceOptions,
+    scale: ScaleOptions,
     talk: TalkOptions,
     job: JobOptions,
     arguments: Sequence[str],
@@ -84,13 +89,18 @@ def generate(
     strict = files.input_format == "strict"
     settings = run_settings(pair, method, sampling, devices, failing, strict=strict, answers=answers)
     until = until_of(rounds, settings.method)
-    groups = (files, failing, pair, method, sampling, answers, rounds, devices, talk)
+    if until is not None and scale.workers is not None:
+        raise UsageError("--until cannot be used with --workers: its rounds share one pair of models; drop one of them")
+    groups = (files, failing, pair, method, sampling, answers, rounds, devices, scale, talk)
     if job.print_config:
         typer.echo(job_text(groups, help_texts(groups)))
         return
+    shard = None if scale.shard is None else shard_of(scale.shard)
+    if shard is not None:
+        files = sharded_files(files, shard)
     check_files(files)
     demonstrates = pair.target is None and not talk.quiet
-    run = _Run(files, settings, devices, talk, arguments, demonstrates=demonstrates, until=until)
+    run = _Run(files, settings, devices, scale, shard, talk, arguments, demonstrates=demonstrates, until=until)
     if code := run.answer():
         raise typer.Exit(code)
 
@@ -103,6 +113,8 @@ class _Run:
         files: FileOptions,
         settings: RunSettings,
         devices: DeviceOptions,
+        scale: ScaleOptions,
+        shard: Shard | None,
         talk: TalkOptions,
         arguments: Sequence[str],
         *,
@@ -114,6 +126,8 @@ class _Run:
         self._widening: Widening | None = None
         self._metadata: dict[int, object] = {}  # of rows that are under way
         self._files, self._settings, self._devices, self._arguments = files, settings, devices, arguments
+        self._ordered, self._pool = scale.order != "done", pool_config(scale, devices)
+        self._stack = ExitStack()
         self._method = MethodRecord(settings.method, settings.target, settings.draft)
         self._fingerprint = run_fingerprint(
             self._method,
@@ -130,13 +144,17 @@ class _Run:
             grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
             dsbd=__version__,
         )
+        self._shard = shard
+        if shard is not None:
+            assert files.input is not None
+            self._fingerprint |= shard.settings(files.input)
         self._signals = StopSignals(quiet=bool(talk.quiet))
         on_terminal = files.output in (None, STANDARD) and sys.stdout is not None and sys.stdout.isatty()
         self.reporter = Reporter(talk, records_on_terminal=on_terminal)
 
     def answer(self) -> int:
         """Answer the rows; returns the exit code of a run that came to its end."""
-        with ExitStack() as stack:
+        with self._stack as stack:
             stack.enter_context(self._signals)
             stream, name, size = open_source(self._files, stack)
             self.reporter.input_bytes = size
@@ -146,8 +164,12 @@ class _Run:
             settings = {**self._fingerprint, "batch_size": self._settings.batch_size}
             summary = stack.enter_context(Summary(self._files.summary, self.reporter.totals, settings))
             stack.callback(self.reporter.stop)
-            flow = self._flow(stack.enter_context(LineSource(stream, name)), outputs)
+            source = stack.enter_context(LineSource(stream, name))
+            flow = self._flow(source, outputs)
             self._answer(flow, outputs, summary)
+            if self._shard is not None:
+                source.check()
+                outputs.complete(flow.rows_read)
         return rows_exit_code(self.reporter.totals)
 
     def _flow(self, source: LineSource, outputs: Outputs) -> RowFlow:
@@ -161,6 +183,8 @@ class _Run:
             done=outputs.done,
             max_errors=self._settings.max_errors,
             stopping=lambda: self._signals.number is not None,
+            ordered=self._ordered,
+            shard=self._shard,
         )
 
     def _noted(self, read: ReadRow) -> ReadRow:
@@ -177,7 +201,7 @@ class _Run:
     def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
         totals = self.reporter.totals
         try:
-            engine = self._load() if outputs.done is None or flow.anything_left() or outputs.is_empty else None
+            engine = self._load(summary) if outputs.done is None or flow.anything_left() or outputs.is_empty else None
         except StoppedError:
             self.reporter.stop()
             raise
@@ -189,8 +213,11 @@ class _Run:
                     self.reporter.warn(NOT_INVARIANT)
             writer, steps = outputs.begin()
             self.reporter.begin(_describe(self._settings, engine), steps=lambda: engine.steps)
-            answering: Engine | Widening = engine
+            answering: RunsRequests = engine
             if self._until is not None:
+                from dsbd_cli.engine.decoding.engine import Engine
+
+                assert isinstance(engine, Engine), "workers are refused"
                 rows = WINDOW * (self._settings.batch_size or DEFAULT_BATCH_SIZE)
                 wider = partial(self._wider, engine)
                 answering = self._widening = Widening(engine, self._until, wider, self._metadata, window=rows)
@@ -233,13 +260,15 @@ class _Run:
         again = " with the same input" if self._files.input in (None, STANDARD) else ""
         return f"what is written is complete; go on{again} with: {whole(command)}"
 
-    def _load(self) -> Engine:
-        """Where torch is imported."""
+    def _load(self, summary: Summary) -> RunsRequests:
+        """Where torch is imported, by this process or by its workers."""
         from dsbd_cli.engine.decoding import load as loading
 
         settings, devices = self._settings, self._devices
-        engine = loading.load(
-            *model_specs(settings, devices),
+        models = model_specs(settings, devices)
+        load = partial(
+            loading.load,
+            *models,
             method=settings.method,
             batch_size=settings.batch_size,
             log_steps=self._files.stats is not None,
@@ -247,6 +276,7 @@ class _Run:
             cuda_graphs=devices.cuda_graphs,
             allow=settings.answers.allow,
         )
+        engine = load() if self._pool is None else self._workers(load, models, self._pool, summary)
         if self._demonstrates:
             say(DEMONSTRATION)
         return engine
@@ -269,8 +299,24 @@ class _Run:
             cuda_graphs=self._devices.cuda_graphs,
         )
 
+    def _workers(
+        self, load: LoadEngine, models: Sequence[ModelSpec | None], pool: PoolConfig, summary: Summary
+    ) -> RunsRequests:
+        """Workers in the place of an engine of this process."""
+        from dsbd_cli.scale.pool import RayEngine
+        from dsbd_cli.scale.worker import WorkerSetup
 
-def _describe(settings: RunSettings, engine: Engine) -> str:
+        assert self._settings.batch_size is not None
+        specs = tuple([model for model in models if model is not None])
+        setup = WorkerSetup(load, specs, self._settings.batch_size)
+        engine = RayEngine(setup, pool, self.reporter.warn)
+        self._stack.callback(engine.close)
+        summary.workers = lambda: engine.reports
+        self.reporter.note = engine.describe
+        return engine
+
+
+def _describe(settings: RunSettings, engine: RunsRequests) -> str:
     method, info = settings.method, engine.info
     most = "up to " if method.adaptive_depth else ""
     drafts = f"{most}{method.depth} layers of {method.drafts_per_layer} drafts" if method.depth else "no draft"

@@ -18,7 +18,7 @@ __all__ = ["PREFIX", "Values", "job_text", "settle"]
 
 PREFIX = "DSBD_"
 OTHER_VARIABLES = ("DSBD_MODELS_FILE", "DSBD_DEBUG")  # read elsewhere, for every command
-OR_AUTO = ("depth", "batch_size")  # numbers that may also be the word auto
+OR_AUTO = ("depth", "batch_size", "workers")  # numbers that may also be the word auto
 NOT_IN_A_FILE = ("config", "print_config")
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 

@@ -380,6 +380,17 @@ class DeviceOptions:
             metavar="DEVICE",
         ),
     ] = None
+    tensor_parallel: Annotated[
+        int | None,
+        option(
+            DEVICES,
+            "--tensor-parallel",
+            text="processes that share every layer of the target, each on a GPU of its own where there are any; for "
+            "models that do not fit one",
+            default=1,
+            metavar="T",
+        ),
+    ] = None
     cuda_graphs: Annotated[
         bool | None,
         flag(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -100,6 +100,11 @@ class Widening:
         return self._engines[self._until.widths[0]].info
 
     @property
+    def allowed(self) -> str | None:
+        """Of the first round."""
+        return self._engines[self._until.widths[0]].allowed
+
+    @property
     def exactness(self) -> Exactness:
         """Of the first round."""
         return self._engines[self._until.widths[0]].exactness
@@ -123,8 +128,8 @@ class Widening:
         """What the rounds have cost, for people."""
         return f"{self.widened} rows answered again, {self.passed} of them passed, {self.extra_calls} more target calls"
 
-    def run(self, requests: Iterator[Request | RowError | None]) -> Iterator[RequestResult]:
-        """As of an engine: results in order, some rows at a time."""
+    def run(self, requests: Iterable[Request | RowError | None], *, ordered: bool = True) -> Iterator[RequestResult]:
+        """As of an engine: results in order, whatever `ordered` says, some rows at a time."""
         group: list[Request | RowError] = []
         for request in requests:
             if request is not None:
