@@ -14,6 +14,7 @@ import itertools
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Ben
             large = small if name == "small" else inflate(small, SHAPES[name], dtype, device=device)
             models.append(large.to(device).requires_grad_(False))
     ours, plain = copies[0], copies[-1]
-    tokenizer = load_tokenizer(resolve("builtin:target").path, ModelSpec("builtin:target"))
+    tokenizer = load_tokenizer(Path(resolve("builtin:target").path), ModelSpec("builtin:target"))
     codec = HFCodec(tokenizer, eos_ids(ours[0], tokenizer))
     for model in ours:
         pack(model)

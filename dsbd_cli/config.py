@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.token_rules import TokenRules, asked_rules
 from dsbd_cli.variants import (
     DRAFTERS,
     FUSION,
@@ -153,6 +154,11 @@ class SamplingConfig:
         n_best: hypotheses reported, best first.
         token_logprobs: report the raw log-probability of every token of every reported hypothesis.
         top_logprobs: with them, the N likeliest tokens at every place; 0 to 20.
+        source_lang, target_lang: of an encoder-decoder target that knows languages, as its tokenizer names them
+            (eng_Latn, en, fr_XX). source_lang of a speech model: the language spoken; target_lang en: translate it.
+        prefix: text that the answer begins with, of an encoder-decoder target.
+        token_rules: rules of tokens, see token_rules.asked_rules: `checkpoint`, `none`, NAME=VALUE,... Default: those
+            of the checkpoint for an encoder-decoder target, none for a decoder-only one.
     """
 
     temperature: float = 1.0
@@ -166,6 +172,10 @@ class SamplingConfig:
     n_best: int = 1
     token_logprobs: bool = False
     top_logprobs: int = 0
+    source_lang: str | None = None
+    target_lang: str | None = None
+    prefix: str | None = None
+    token_rules: str | None = None
 
     def __post_init__(self) -> None:
         stop: object = self.stop
@@ -189,6 +199,9 @@ class SamplingConfig:
         _require(0 <= self.top_logprobs <= most, "top_logprobs", self.top_logprobs, f"between 0 and {most}")
         if self.top_logprobs and not self.token_logprobs:
             _refuse("top_logprobs", self.top_logprobs, "token_logprobs is not asked for: ask for both")
+        for name in ("source_lang", "target_lang", "prefix"):
+            _require(getattr(self, name) != "", name, "", "a non-empty string")
+        asked_rules(self.token_rules, TokenRules(), default="none")
 
 
 def check_request(sampling: SamplingConfig, rule: str, num_beams: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -53,7 +54,9 @@ class Request:
     Attributes:
         prompt: text to go on from.
         messages: a conversation to answer, each message with role and content. prompt_ids: token ids to go on from.
-            Exactly one of prompt, messages and prompt_ids is given; a list is taken too.
+            audio: a file of speech to write down or translate.
+            Exactly one of prompt, messages, prompt_ids and audio is given; a list is taken too. Of an encoder-decoder
+            target they are the source.
         id: name of the request. Default: its place among the requests of its run, from 0, as text.
         seed: from 0 to 2**63 - 1. Default: derive_seed of the run's seed and the id.
         sampling: options of this request.
@@ -65,6 +68,7 @@ class Request:
     prompt: str | None = None
     messages: tuple[dict[str, str], ...] | None = field(default=None, kw_only=True)
     prompt_ids: tuple[int, ...] | None = field(default=None, kw_only=True)
+    audio: str | None = field(default=None, kw_only=True)
     # None until `settled`, which an engine calls when it reads the request
     id: str = field(default=None, kw_only=True)  # type: ignore[assignment]
     seed: int = field(default=None, kw_only=True)  # type: ignore[assignment]
@@ -79,10 +83,12 @@ class Request:
         check_types(self, open_=("id", "seed"))
         if self.seed is not None:
             check_seed(self.seed)
-        given = [name for name in ("prompt", "messages", "prompt_ids") if getattr(self, name) is not None]
+        given = [name for name in ("prompt", "messages", "prompt_ids", "audio") if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
-            raise UsageError(f"a request has {found}, but must have exactly one of prompt, messages and prompt_ids")
+            raise UsageError(
+                f"a request has {found}, but must have exactly one of prompt, messages, prompt_ids and audio"
+            )
         check_ends(self.sampling, self.grammar)
         if self.allow is not None and self.grammar is not None:
             raise UsageError("allow and grammar both say what may be answered: give one of them")
@@ -141,7 +147,11 @@ class Hypothesis:
 @dataclass(frozen=True, slots=True)
 class RequestResult:
     """Hypotheses of one request, best first, or the error that stopped this one request. `truncated_tokens` of the
-    prompt were dropped on its left; `prompt_tokens` counts what is left."""
+    prompt were dropped on its left; `prompt_tokens` counts what is left.
+
+    Of an encoder-decoder target `source_tokens` are the tokens (or frames of audio) that its encoder read, which
+    prompt_tokens counts as well; None with other targets. `token_rules`: those that acted, by name.
+    """
 
     request: Request
     hypotheses: tuple[Hypothesis, ...]
@@ -149,6 +159,8 @@ class RequestResult:
     stats: RequestStats
     error: RowError | None = None
     truncated_tokens: int = 0
+    source_tokens: int | None = None
+    token_rules: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def text(self) -> str:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dsbd_cli"
 
 LAYERS = {
-    0: ("errors", "variants", "grammars", "config", "records", "stats", "requests", "_version"),
+    0: ("errors", "variants", "grammars", "token_rules", "config", "records", "stats", "requests", "_version"),
     1: ("core",),
     2: ("drafting", "verify"),
     3: ("models",),

@@ -41,6 +41,7 @@ WAIT_S = 0.5  # for an answer; a signal is heeded after this time
 IDLE_S = 0.01
 OBJECT_STORE_BYTES = 128 << 20  # of a Ray of our own; rows and answers above 100 KB pass through it
 LONGEST_TMP = 30
+REACH_S = 10.0
 SLOW_START_S = 30.0  # without enough workers after this time, what is waited for is said
 
 RowWindow = Window[Request, RequestResult]
@@ -150,6 +151,9 @@ class RayEngine:
     @property
     def reports(self) -> list[WorkerReport]:
         """What each worker did."""
+        for place in self._places:
+            if place.actor is not None:
+                place.report.seconds = round(time.monotonic() - place.born, 3)
         return [place.report for place in self._places]
 
     def describe(self) -> str:
@@ -359,6 +363,8 @@ class RayEngine:
 
         address, cores = self._config.address, os.cpu_count() or 1
         local, folder = address is None, None
+        if address is not None and address != "auto":
+            _check_reachable(address)
         if local:
             # sockets lie in it, and a socket's path has 107 bytes at most
             short = len(tempfile.gettempdir()) <= LONGEST_TMP
@@ -434,6 +440,17 @@ def _handlers_kept() -> Iterator[None]:
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for many minutes. Raises UsageError, or DsbdError where nobody answers."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not int(port) < 1 << 16:
+        raise UsageError(f"--ray is {shorten(address)}, but must be auto or HOST:PORT")
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    except OSError as error:
+        raise DsbdError(f"--ray {address}: Ray cannot be reached: {error.strerror or error}") from error
 
 
 def _last_line(error: BaseException) -> str:

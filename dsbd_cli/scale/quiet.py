@@ -40,7 +40,10 @@ def quiet() -> Iterator[None]:
     threads print to standard output is dropped, and Ray's loggers are silent. `sys.stderr` still leads to standard
     error, `sys.stdout.buffer` to standard output."""
     logger = logging.getLogger("ray")
-    logger.handlers, logger.propagate = [logging.NullHandler()], False
+    logger.propagate = False
+    logger.setLevel(
+        logging.CRITICAL + 1
+    )  # a handler would not do: ray.init takes all away, and Python has a last resort
     stdout, stderr = sys.stdout, sys.stderr
     if stdout is not None and hasattr(stdout, "buffer"):
         sys.stdout = _OnlyBytes(stdout)

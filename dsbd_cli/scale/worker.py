@@ -13,8 +13,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -144,18 +144,20 @@ class Answered:
     stats: RequestStats
     error: RowError | None
     truncated_tokens: int
+    source_tokens: int | None = None
+    token_rules: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def of(cls, number: int, result: RequestResult) -> Answered:
         """Of a result."""
-        parts = (result.hypotheses, result.prompt_tokens, result.stats, result.error, result.truncated_tokens)
-        return cls(number, *parts)
+        return cls(number, **{name: getattr(result, name) for name in _ANSWERED})
 
     def result(self, request: Request) -> RequestResult:
         """With the request it answers."""
-        return RequestResult(
-            request, self.hypotheses, self.prompt_tokens, self.stats, self.error, self.truncated_tokens
-        )
+        return RequestResult(request, **{name: getattr(self, name) for name in _ANSWERED})
+
+
+_ANSWERED = tuple(item.name for item in fields(RequestResult) if item.name != "request")
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,8 @@ class FakeEngine:
         self.method, self.batch_size, self.log_steps = method, batch_size, log_steps
         self.info, self.stopping, self.steps, self.allowed = None, False, 0, None
 
+    allowed = None
+
     @property
     def exactness(self) -> Exactness:
         return self.method.exactness
@@ -113,10 +115,9 @@ class FakeEngine:
         return stats
 
 
-def fake_load(calls: list[dict[str, object]] | None = None) -> Callable[..., FakeEngine]:
-    """A stand-in for dsbd_cli.engine.decoding.load.load that notes what it was called with. It may be sent to another
-    process: what it takes from the environment is taken here."""
-    row_s = float(os.environ.get("FAKE_ROW_S", "0"))
+def fake_load(calls: list[dict[str, object]] | None = None, row_s: float | None = None) -> Callable[..., FakeEngine]:
+    """A stand-in for dsbd_cli.engine.decoding.load.load that notes what it was called with. row_s: given where it may
+    be sent to another process, which has another environment."""
 
     def load(target: ModelSpec, draft: ModelSpec | None, **options: object) -> FakeEngine:
         if calls is not None:
@@ -124,7 +125,8 @@ def fake_load(calls: list[dict[str, object]] | None = None) -> Callable[..., Fak
         method, batch_size = options["method"], options["batch_size"]
         assert isinstance(method, MethodConfig)
         assert isinstance(batch_size, int)
-        return FakeEngine(method, batch_size, bool(options["log_steps"]), row_s)
+        told = float(os.environ.get("FAKE_ROW_S", "0")) if row_s is None else row_s
+        return FakeEngine(method, batch_size, bool(options["log_steps"]), told)
 
     return load
 
@@ -145,5 +147,7 @@ if __name__ == "__main__":
     if os.environ.get("FAKE_CLOCK") == "backwards":
         moments = count(2_000_000_000, -3600)
         time.time = lambda: float(next(moments))
-    sys.modules[MODULE] = dsbd_cli.engine.decoding.__dict__["load"] = module(fake_load())
+    sys.modules[MODULE] = dsbd_cli.engine.decoding.__dict__["load"] = module(
+        fake_load(row_s=float(os.environ.get("FAKE_ROW_S", "0")))
+    )
     main()

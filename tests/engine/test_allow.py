@@ -21,7 +21,7 @@ from dsbd_cli.engine.core.probs import Candidates, LegalTokens, Room, top_candid
 from dsbd_cli.engine.decoding import step as step_module
 from dsbd_cli.engine.decoding.answers import Answer, Catalogue, Compiler
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.errors import UsageError
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.plain import Settings, Step, cold, coupled, decode, sampled
@@ -277,7 +277,7 @@ LOOSE: list[dict[str, Any]] = [
     for width in ("fixed", "threshold")
     for scope in ("pool", "beam")
 ]
-LOOSE.append({"rule": "fuzzy", "fuzzy_threshold": 0.5})
+LOOSE.append({"rule": "fuzzy:0.5"})
 
 
 @pytest.mark.parametrize("method", LOOSE, ids=lambda one: "-".join(map(str, one.values())))

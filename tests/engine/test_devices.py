@@ -41,7 +41,7 @@ class PretendedLM(TableLM):
         self.vocab_size, self.device, self.generation = VOCABULARY, DEVICE, 0
         self.release()
 
-    def reserve(self, rows: int, slots: int) -> None:
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
         self.generation += 1
         self.tokens = torch.zeros(rows, slots, dtype=torch.int64, device=DEVICE)
 

@@ -179,10 +179,10 @@ class Cramped(TableLM):
     room = 2
     error: RuntimeError = torch.OutOfMemoryError()
 
-    def reserve(self, rows: int, slots: int) -> None:
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
         if rows > self.room:
             raise self.error
-        super().reserve(rows, slots)
+        super().reserve(rows, slots, window)
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         if not logits and (batch.tokens[:, 0] == 9).any():

@@ -227,7 +227,7 @@ class Stepper:
         # the draft has run all layers but the last; without a drafted layer nothing new
         run_by_draft = table.used + forest.offset(forest.depth) if forest.depth else table.drafted
         moved = compact(table, ancestors, live.valid, run_by_draft)
-        self.caches.move(moved.source, moved.target, table.trunk, draft=not idle)
+        self.caches.move(moved.source, moved.target, table.trunk, table.drafted, draft=not idle)
         beams.valid, beams.token, beams.weight, beams.logprob = live.valid, live.token, live.weight, live.logprob
         beams.path = extend_path(forest.flat.path.gather(1, live.parent), live.token)
         state_before = forest.flat.stop_state.gather(1, live.parent)

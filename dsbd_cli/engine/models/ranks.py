@@ -31,9 +31,11 @@ from torch import Tensor, nn
 
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.models.cache import ForestCache
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.loader import load, load_config
+from dsbd_cli.engine.models.states import StateCache
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 
 __all__ = ["Ranks", "ShardedForestModel", "check_ranks", "serve"]
@@ -197,10 +199,18 @@ class ShardedForestModel(CausalForestModel):
         if self._ranks is not None:
             self._ranks.tell(name, *arguments)
 
-    def reserve(self, rows: int, slots: int) -> None:
+    def _new_cache(self) -> ForestCache:
+        cache = super()._new_cache()
+        if isinstance(cache, StateCache):
+            raise UnsupportedModelError(
+                f"{self.architecture} has recurrent layers, which tensor_parallel does not split"
+            )
+        return cache
+
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
         """On all ranks."""
-        self._tell("reserve", rows, slots)
-        super().reserve(rows, slots)
+        self._tell("reserve", rows, slots, window)
+        super().reserve(rows, slots, window)
 
     def release(self) -> None:
         """On all ranks."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.errors import UsageError
+from dsbd_cli.grammars import Grammar
 from dsbd_cli.job.cli.bench_options import (
     DEFAULT_RECORDS,
     DEFAULT_ROUNDS,
@@ -86,6 +87,7 @@ def bench(
     settings = run_settings(pair, MethodOptions(), sampling, devices, RowOptions(), answers=answers)
     if pair.draft is not None and draft_wanted and not any(one.drafts for one in planned.settings):
         raise UsageError(f"--draft {pair.draft} would do nothing, because no method of --methods drafts: drop it")
+    planned = _without_peers(planned, settings.rows.grammar, chosen=sweep.methods is not None)
     if settings.batch_size is None:
         raise UsageError("--batch-size auto would compare methods at different sizes: give a number")
     check_report_files(
@@ -109,6 +111,7 @@ def bench(
             data=None if data.data is None else str(data.data),
             notes=(*planned.notes, *notes),
             dev_records=dev_records,
+            grammar=settings.rows.grammar,
             tolerance=DEFAULT_TOLERANCE if choice.fuzzy_tolerance is None else choice.fuzzy_tolerance,
         )
         engine = _load(settings, devices, planned.settings)
@@ -157,6 +160,18 @@ def _with_databases(planned: SweepPlan, datasets: Sequence[Dataset], methods: st
     names = ", ".join(dict.fromkeys(one.method for one in running))
     kept = tuple(one for one in planned.settings if one not in running)
     return SweepPlan(kept, (*planned.notes, f"left out: {names}: they run SQL, but {without} has no database"))
+
+
+def _without_peers(planned: SweepPlan, grammar: Grammar | None, *, chosen: bool) -> SweepPlan:
+    """Only methods that can follow the grammar. chosen: --methods named them. Raises UsageError."""
+    peers = [one.name for one in planned.settings if not isinstance(one.config, MethodConfig)]
+    if grammar is None or not peers:
+        return planned
+    if chosen:
+        raise UsageError(f"{peers[0]} follows no grammar: take it from --methods")
+    kept = tuple(one for one in planned.settings if one.name not in peers)
+    note = f"{', '.join(peers)} left out: transformers' generate follows no grammar"
+    return dataclasses.replace(planned, settings=kept, notes=(*planned.notes, note))
 
 
 def _check_choice(choice: ChoiceOptions, planned: SweepPlan, dev_records: int) -> bool:

@@ -54,6 +54,8 @@ NOT_INVARIANT = (
     "the draft or the batch: records say same-law, not same-text (see docs/numerics.md)"
 )
 
+WIDE = 32  # beams; from here on a run says what memory a row takes
+
 DEMONSTRATION = (
     "the built-in pair answers, which is for demonstration and knows two toy formats: name a model with --target "
     "(dsbd models lists names)"
@@ -127,7 +129,7 @@ class _Run:
         self._metadata: dict[int, object] = {}  # of rows that are under way
         self._files, self._settings, self._devices, self._arguments = files, settings, devices, arguments
         self._ordered, self._pool = scale.order != "done", pool_config(scale, devices)
-        self._stack = ExitStack()
+        self._workers_open = ExitStack()
         self._method = MethodRecord(settings.method, settings.target, settings.draft)
         self._fingerprint = run_fingerprint(
             self._method,
@@ -154,8 +156,9 @@ class _Run:
 
     def answer(self) -> int:
         """Answer the rows; returns the exit code of a run that came to its end."""
-        with self._stack as stack:
+        with ExitStack() as stack:
             stack.enter_context(self._signals)
+            stack.enter_context(self._workers_open)  # left after the summary, whose seconds they are not
             stream, name, size = open_source(self._files, stack)
             self.reporter.input_bytes = size
             outputs = stack.enter_context(Outputs(self._files, self._fingerprint))
@@ -207,6 +210,9 @@ class _Run:
             raise
         if engine is not None:
             summary.info = engine.info
+            told: tuple[str, ...] = getattr(engine.info, "told", ())  # of an engine in this process
+            for line in told:
+                self.reporter.warn(line)
             if engine.exactness != self._method.method.exactness:
                 self._method = replace(self._method, exactness=engine.exactness)
                 if self._devices.numerics != "fast":
@@ -310,7 +316,7 @@ class _Run:
         specs = tuple([model for model in models if model is not None])
         setup = WorkerSetup(load, specs, self._settings.batch_size)
         engine = RayEngine(setup, pool, self.reporter.warn)
-        self._stack.callback(engine.close)
+        self._workers_open.callback(engine.close)
         summary.workers = lambda: engine.reports
         self.reporter.note = engine.describe
         return engine
@@ -322,6 +328,8 @@ def _describe(settings: RunSettings, engine: RunsRequests) -> str:
     drafts = f"{most}{method.depth} layers of {method.drafts_per_layer} drafts" if method.depth else "no draft"
     drafts += f" by {method.drafter}" if method.depth and method.drafter != MethodConfig().drafter else ""
     allowed = f"; {engine.allowed}" if engine.allowed else ""
+    footprint = getattr(engine, "footprint", None)  # an engine of this process says it, workers do not
+    allowed += f"; {footprint}" if footprint and method.num_beams >= WIDE else ""
     models = f"target {settings.target}" + (f", draft {settings.draft}" if settings.draft else "")
     models += f" ({info.dtype}, {info.device})" if info is not None else ""
     return (

@@ -37,6 +37,7 @@ __all__ = [
 MAIN = "Main options"  # what most runs set; they stand first on the page
 FILES, ROWS, METHOD = "Input and output", "Rows that fail", "How drafts are made and verified"
 SAMPLING, ENDING, DEVICES = "Sampling", "Ending and ranking", "Devices and loading"
+SOURCES = "Encoder-decoder targets"
 ANSWERS = "What may be answered"
 JOB = "Options from a file"
 
@@ -291,6 +292,27 @@ class DrawOptions:
     ] = None
     early_stopping: Annotated[
         bool | None, flag(ENDING, "--early-stopping", text="end a row as soon as W hypotheses are finished")
+    ] = None
+    source_lang: Annotated[
+        str | None,
+        option(SOURCES, "--source-lang", text="language of the rows, as the tokenizer names it", metavar="NAME"),
+    ] = None
+    target_lang: Annotated[
+        str | None, option(SOURCES, "--target-lang", text="language to translate into", metavar="NAME")
+    ] = None
+    prefix: Annotated[
+        str | None, option(SOURCES, "--prefix", text="text that every answer begins with", metavar="TEXT")
+    ] = None
+    token_rules: Annotated[
+        str | None,
+        option(
+            ENDING,
+            "--token-rules",
+            text="checkpoint: as its generation settings ask; none; and NAME=VALUE,... beside "
+            "(no_repeat_ngram_size=3, forced_bos_token_id=none)",
+            default="checkpoint with an encoder-decoder target, else none",
+            metavar="RULES",
+        ),
     ] = None
 
 

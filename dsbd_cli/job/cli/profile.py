@@ -18,7 +18,15 @@ from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.forest_options import ForestOptions
 from dsbd_cli.job.cli.messages import say
-from dsbd_cli.job.cli.options import MAIN, DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.job.cli.options import (
+    MAIN,
+    AnswerOptions,
+    DeviceOptions,
+    MethodOptions,
+    PairOptions,
+    RowOptions,
+    SamplingOptions,
+)
 from dsbd_cli.job.cli.report_files import check_report_files
 from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, model_specs, places, run_settings
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
@@ -126,6 +134,7 @@ def profile(
     pair: PairOptions,
     method: ForestOptions,
     sampling: SamplingOptions,
+    answers: AnswerOptions,
     devices: DeviceOptions,
     wanted: ProfileOptions,
     arguments: Sequence[str],
@@ -136,7 +145,9 @@ def profile(
 
     Ctrl-C prints what is measured by then.
     """
-    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions())
+    if answers.allow is not None:
+        raise UsageError(f"--allow {answers.allow} is not profiled: drop it")
+    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions(), answers=answers)
     if settings.method.adaptive_depth:
         raise UsageError(
             "--depth auto takes another D and K from iteration to iteration, so its phases are a mix of many: "
@@ -155,7 +166,7 @@ def profile(
         {"--json": wanted.json, "--plot": wanted.plot, "--trace": wanted.trace}, existing=wanted.existing
     )
     requests = _requests(prompts, settings)
-    groups = (pair, method, sampling, devices)
+    groups = (pair, method, sampling, answers, devices)
     command = shlex.join(["dsbd", *(arguments or ["profile"])])
     # libraries turn a KeyboardInterrupt in the middle of an import into errors of their own
     with StopSignals(quiet=bool(wanted.quiet)) as signals:
@@ -176,7 +187,13 @@ def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, .
         streams = [task.records("test", TASK_SEED) for task in tasks]
         records = itertools.islice(itertools.chain.from_iterable(zip(*streams, strict=True)), count)
         return tuple(
-            Request(id=one.id, seed=derive_seed(reader.seed, one.id), prompt=one.prompt, sampling=reader.sampling)
+            Request(
+                id=one.id,
+                seed=derive_seed(reader.seed, one.id),
+                prompt=one.prompt,
+                sampling=reader.sampling,
+                grammar=reader.grammar,
+            )
             for one in records
         )
     if prompts.task is not None:
@@ -347,7 +364,14 @@ def _settled(groups: list[object]) -> tuple[object, ...]:
         return next((one for one in groups if isinstance(one, kind)), kind())
 
     devices = group(DeviceOptions)
-    settings = run_settings(group(PairOptions), group(MethodOptions), group(SamplingOptions), devices, RowOptions())
+    settings = run_settings(
+        group(PairOptions),
+        group(MethodOptions),
+        group(SamplingOptions),
+        devices,
+        RowOptions(),
+        answers=group(AnswerOptions),
+    )
     # what run_settings hands on unread
     idle = {"dtype": "auto", "device": "auto", "trust_remote_code": False, "allow_pickle": False}
     loading = dataclasses.asdict(devices) | {name: getattr(devices, name) or default for name, default in idle.items()}

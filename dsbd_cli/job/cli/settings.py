@@ -176,7 +176,10 @@ def places(device: str | None) -> tuple[str | None, str | None]:
 
 
 def fixed_depth(pair: PairOptions, method: MethodOptions) -> MethodOptions:
-    """The options with the library's depth in place of `auto` by default, for commands that measure a forest."""
+    """The options with the library's depth in place of `auto` by default, for commands that measure a forest. Without
+    a draft it is the roots alone, with a grammar too."""
+    if pair.draft == "none" and method.drafter is None:
+        return replace(method, drafter=MethodConfig().drafter)
     drafting = pair.draft != "none" or not runs_model(str(_chosen(method)["drafter"]))
     open_ = method.depth is None and drafting
     return replace(method, depth=str(DEFAULT_DEPTH)) if open_ else method
@@ -293,6 +296,10 @@ def _rows(given: SamplingOptions, method: MethodConfig, *, strict: bool) -> RowR
         early_stopping=_given(given.early_stopping, default.early_stopping),
         n_best=_given(given.n_best, default.n_best),
         token_logprobs=_given(given.token_logprobs, default.token_logprobs),
+        source_lang=given.source_lang,
+        target_lang=given.target_lang,
+        prefix=given.prefix,
+        token_rules=given.token_rules,
     )
     seed = _given(given.seed, RowReader().seed)
     return RowReader(sampling, seed, method.rule, method.num_beams, strict)

@@ -1,6 +1,6 @@
 """The ways to write a row, brought to one: fields under their own names, and what was not used of the row.
 
-flat      {id | custom_id, prompt | messages, overrides of the run's sampling options, metadata}
+flat      {id | custom_id, prompt | messages | audio, overrides of the run's sampling options, metadata}
 envelope  {custom_id, method: "POST", url: "/v1/completions" | "/v1/chat/completions", body: {...}}, a line of an
           OpenAI batch file
 `null` means not given.
@@ -24,9 +24,10 @@ ALIASES = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
     "n": "n_best",
+    "language": "source_lang",
 }
 ROW_FIELDS = (
-    *("id", "prompt", "messages", "seed", "allow"),
+    *("id", "prompt", "messages", "audio", "seed", "allow"),
     *(item.name for item in fields(SamplingConfig)),
     *("response_format", "metadata"),
 )
@@ -62,6 +63,8 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 HINTS = {
+    "min_tokens": "token_rules has min_new_tokens",
+    "repetition_penalty": "token_rules has one",
     "best_of": "the number of beams is the run's --num-beams",
     "stream": "records are written as rows are done",
 }
@@ -89,7 +92,7 @@ class ParsedRow:
 
 def parsed_row(raw: Fields) -> ParsedRow:
     """The row's form and its fields. Raises InvalidRowError."""
-    if ("body" in raw or "url" in raw) and "prompt" not in raw and "messages" not in raw:
+    if ("body" in raw or "url" in raw) and not {"prompt", "messages", "audio"} & raw.keys():
         return _envelope(raw)
     unused: list[tuple[str, object]] = []
     return ParsedRow("flat", _named(raw, unused, "flat"), unused)
@@ -130,6 +133,8 @@ def _envelope(raw: Fields) -> ParsedRow:
         raise InvalidRowError("body has an id of its own: give custom_id beside body, not inside")
     if body.get("metadata") is not None and row.get("metadata") is not None:
         raise InvalidRowError("metadata is given beside body and inside: drop one")
+    if body.get("audio") is not None:
+        _refuse("audio", body["audio"], "body.")  # there it asks for a spoken answer
     form = URLS[url]
     row.update(_named(body, unused, form))
     other = "messages" if PROMPT_OF[form] == "prompt" else "prompt"

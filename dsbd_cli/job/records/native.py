@@ -36,6 +36,8 @@ def native_record(row: Row, result: RequestResult | None, method: MethodRecord, 
         record["until"] = until
     record["seed"] = result.request.seed
     record["exactness"] = method.exactness or method.method.exactness
+    if result.token_rules:
+        record["token_rules"] = result.token_rules
     record["method"] = method.encoded
     record["stats"] = _stats(result.stats)
     return dump_line(record)
@@ -73,6 +75,8 @@ def usage(result: RequestResult) -> Fields:
         "completion_tokens": completion,
         "total_tokens": result.prompt_tokens + completion,
     }
+    if result.source_tokens is not None:
+        counts["source_tokens"] = result.source_tokens
     if result.truncated_tokens:
         counts["truncated_tokens"] = result.truncated_tokens
     return counts

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from dsbd_cli.config import SamplingConfig
-from dsbd_cli.engine.core.protocols import TextCodec
+from dsbd_cli.engine.core.protocols import SourceCodec, TextCodec
 from dsbd_cli.errors import InvalidRowError, UsageError
+from dsbd_cli.grammars import Grammar
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
 from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.record import TaskRecord
+from dsbd_cli.requests import Request
 
 __all__ = ["BenchSpec", "Prepared", "Prompt", "prepare", "window_size"]
 
@@ -35,6 +37,7 @@ class BenchSpec:
         notes: of the plan, to be told with the results.
         dev_records: of each data set that has dev records, at most; thresholds of rule fuzzy are chosen on them. 0:
             nothing is chosen.
+        grammar: of every answer.
         tolerance: by how much the score of a chosen threshold may be below that of the target's own law.
     """
 
@@ -48,6 +51,7 @@ class BenchSpec:
     data: str | None = None
     notes: Sequence[str] = field(default_factory=tuple)
     dev_records: int = 0
+    grammar: Grammar | None = None
     tolerance: float = DEFAULT_TOLERANCE
 
 
@@ -74,8 +78,16 @@ def window_size(batch_size: int) -> int:
     return max(MIN_WINDOW, batch_size)
 
 
-def prepare(dataset: Dataset, codec: TextCodec, count: int, size: int, room: int | None) -> Prepared:
+def prepare(
+    dataset: Dataset,
+    codec: TextCodec,
+    count: int,
+    size: int,
+    room: int | None,
+    sampling: SamplingConfig | None = None,
+) -> Prepared:
     """The first `count` records that fit, in windows of `size`. room: tokens a prompt may have, None for any number.
+    sampling: names the languages, where the target has an encoder.
 
     Raises UsageError where no record fits, or conversations meet a tokenizer without a chat template.
     """
@@ -84,7 +96,7 @@ def prepare(dataset: Dataset, codec: TextCodec, count: int, size: int, room: int
     for record in itertools.islice(dataset.records(), MAX_SKIPPED_PER_RECORD * count):
         if len(prompts) == count:
             break
-        ids, as_plain = _encode(record, codec)
+        ids, as_plain = _encode(record, codec, sampling or SamplingConfig())
         if not ids:
             raise UsageError(f"record {record.id} has an empty prompt")
         if room is not None and len(ids) > room:
@@ -115,9 +127,15 @@ def _runs(dataset: Dataset, record: TaskRecord) -> Callable[[str], bool] | None:
     return None if execute is None else lambda text: execute(record, text) is not None
 
 
-def _encode(record: TaskRecord, codec: TextCodec) -> tuple[list[int], bool]:
-    """Token ids, and whether a conversation was taken as plain text."""
+def _encode(record: TaskRecord, codec: TextCodec, sampling: SamplingConfig) -> tuple[list[int], bool]:
+    """Token ids, of the source where the target has an encoder, and whether a conversation was taken as plain text."""
     messages = record.meta.get("messages")
+    if isinstance(codec, SourceCodec) and messages is None:
+        try:
+            source = codec.source(Request(record.prompt, sampling=sampling)).source
+        except InvalidRowError as error:
+            raise UsageError(f"record {record.id}: {error}") from None
+        return source.tolist(), False
     if messages is None:
         return codec.encode(record.prompt), False
     try:

@@ -9,9 +9,10 @@ from typing import Protocol
 from dsbd_cli.config import Exactness, MethodConfig, SamplingConfig
 from dsbd_cli.engine.decoding.answers import Catalogue
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.models.causal import CausalForestModel
+from dsbd_cli.engine.models.adapter import TransformersForest
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import ModelError
+from dsbd_cli.grammars import Grammar
 from dsbd_cli.job.pick.candidates import Candidate, CandidateRow
 from dsbd_cli.job.pick.choosers import ByRisk, ByScore, ByVote, Chooser, Weights
 from dsbd_cli.lab.bench.methods import METHODS
@@ -71,7 +72,13 @@ class EngineRunner:
     """Our engine. The caches are given back after each window, so that a method's memory is its own."""
 
     def __init__(
-        self, pair: Engine, method: MethodConfig, sampling: SamplingConfig, seed: int, batch_size: int
+        self,
+        pair: Engine,
+        method: MethodConfig,
+        sampling: SamplingConfig,
+        seed: int,
+        batch_size: int,
+        grammar: Grammar | None = None,
     ) -> None:
         draft = pair.draft if method.needs_draft else None
         self._engine = Engine(
@@ -83,7 +90,7 @@ class EngineRunner:
             log_steps=True,
             catalogues=pair.catalogues,
         )
-        self._sampling, self._seed = sampling, seed
+        self._sampling, self._seed, self._grammar = sampling, seed, grammar
         self._models = self._engine.models
         self._bytes_per_slot = sum(model.kv_bytes_per_slot() for model in self._models)
 
@@ -96,7 +103,11 @@ class EngineRunner:
         """Answers in order; fewer after `stop`."""
         requests = [
             Request(
-                id=p.record.id, seed=derive_seed(self._seed, p.record.id), prompt_ids=p.ids, sampling=self._sampling
+                id=p.record.id,
+                seed=derive_seed(self._seed, p.record.id),
+                prompt_ids=p.ids,
+                sampling=self._sampling,
+                grammar=self._grammar,
             )
             for p in prompts
         ]
@@ -264,21 +275,29 @@ def _named(answer_id: str | int | None, text: str) -> str:
 
 
 def make_runner(
-    pair: Engine, setting: Setting, sampling: SamplingConfig, seed: int, batch_size: int, *, ranked: bool = False
+    pair: Engine,
+    setting: Setting,
+    sampling: SamplingConfig,
+    seed: int,
+    batch_size: int,
+    *,
+    ranked: bool = False,
+    grammar: Grammar | None = None,
 ) -> Runner:
-    """The runner of a setting. ranked: all hypotheses are asked for. Raises ModelError where transformers' generate
-    cannot be had."""
+    """The runner of a setting. ranked: all hypotheses are asked for. grammar: of every answer, of our engine only.
+    Raises ModelError where transformers' generate cannot be had."""
     config = setting.config
     sampling = replace(sampling, n_best=setting.num_beams) if ranked else sampling
     if isinstance(config, MethodConfig) and METHODS[setting.method].pick is not None:
         return PickRunner(pair, setting, sampling, seed, batch_size)
     if isinstance(config, MethodConfig):
-        return EngineRunner(pair, config, sampling, seed, batch_size)
+        return EngineRunner(pair, config, sampling, seed, batch_size, grammar)
     assert isinstance(config, PeerConfig)
+    assert grammar is None, "checked by the command"
     target, draft, codec = pair.target, pair.draft, pair.codec
-    if not isinstance(target, CausalForestModel) or not isinstance(codec, HFCodec):
+    if not isinstance(target, TransformersForest) or not isinstance(codec, HFCodec):
         raise ModelError(f"{setting.method}: the target is no transformers model; leave it out of --methods")
-    assistant = draft if isinstance(draft, CausalForestModel) else None
+    assistant = draft if isinstance(draft, TransformersForest) else None
     catalogue = pair.catalogues.get("")
     peer = TransformersPeer(config, target, assistant, codec, sampling, batch_size, catalogue)
     return PeerRunner(setting.name, peer, seed, catalogue)

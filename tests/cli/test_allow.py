@@ -1,0 +1,147 @@
+"""--allow from the command line to the record, with a tiny checkpoint on disk; and the compiled file beside a large
+catalogue."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsbd_cli.engine.decoding import catalogues
+from dsbd_cli.engine.decoding.answers import Answer, Compiler
+from dsbd_cli.engine.models.tokenize import HFCodec
+from dsbd_cli.errors import UsageError
+from tests.cli.conftest import Outcome
+from tests.cli.test_real_engine import Call, generate, pair  # noqa: F401 - fixtures
+from tests.models.conftest import byte_level, wrap
+
+ROWS = ['{"id": "a", "prompt": "The quick"}', '{"id": "b", "prompt": "select name", "n_best": 4}']
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def beams(record: dict[str, object]) -> list[tuple[object, object]]:
+    found = record["beams"]
+    assert isinstance(found, list)
+    return [(one["text"], one.get("answer_id")) for one in found]
+
+
+def test_records_hold_allowed_answers_and_their_ids(generate: Call, tmp_path: Path) -> None:  # noqa: F811
+    path = lines(tmp_path / "c.jsonl", {"text": " fox", "id": 7}, {"text": " foxes", "id": "f"}, {"text": " dog"})
+    first, second = generate("--allow", str(path), lines=ROWS, code=0)
+    known = {" fox": 7, " foxes": "f", " dog": None}
+    assert len(beams(first)) == 1
+    assert sorted(str(text) for text, _ in beams(second)) == sorted(known)
+    assert all(known[str(text)] == answer for text, answer in beams(first) + beams(second))
+    assert first["answer_id" if first.get("answer_id") is not None else "text"] == (first.get("answer_id") or " dog")
+    plain = lines(tmp_path / "c.txt", " fox", "", " foxes", " dog")
+    for options in ((), ("--decode", "search"), ("--verify", "rejection")):
+        for record in generate("--allow", str(plain), *options, lines=ROWS, code=0):
+            assert {text for text, _ in beams(record)} <= set(known)
+
+
+def test_rows_choose_a_catalogue_or_bring_their_own(generate: Call, tmp_path: Path) -> None:  # noqa: F811
+    rows = [{"text": " fox", "catalogue": "animals", "id": 1}, {"text": " red", "catalogue": "colours", "id": 1}]
+    path = lines(tmp_path / "c.jsonl", *rows)
+    asked = [
+        '{"prompt": "x", "allow": "animals"}',
+        '{"prompt": "x", "allow": "colours"}',
+        '{"prompt": "x", "allow": [" one", " two"], "n_best": 3}',
+        '{"prompt": "x"}',
+        '{"prompt": "x", "allow": "films"}',
+        '{"prompt": "x", "allow": [" one", ""]}',
+        '{"prompt": "x", "allow": "animals", "stop": "e"}',
+    ]
+    found = generate("--allow", str(path), lines=asked, code=3)
+    assert [beams(one) for one in found[:2]] == [[(" fox", 1)], [(" red", 1)]]
+    assert {text for text, _ in beams(found[2])} == {" one", " two"}
+    told = [str(one["error"]["message"]) for one in found[3:]]  # type: ignore[index]
+    assert "line 4: allow is not given, but the catalogues have names: give one of 'animals, colours'" in told[0]
+    assert "line 5: allow is 'films', but the catalogues are animals, colours" in told[1]
+    assert "line 6: allow is [' one', ''], but must be a catalogue's name or a list of answers" in told[2]
+    assert "line 7: stop is ['e'], but allow says where an answer ends" in told[3]
+
+
+WRONG: dict[str, tuple[list[object], str]] = {
+    "double": ([{"text": " a"}, {"text": " b"}, {"text": " a"}], "line 3 has the same tokens as .* line 1"),
+    "json": (['{"text": " a"}', "{"], "line 2: not JSON"),
+    "both": ([{"text": " a", "token_ids": [1]}], "line 1: give text or token_ids, one of them"),
+    "field": ([{"text": " a", "name": 1}], "line 1: unknown field 'name'"),
+    "id": ([{"text": " a", "id": [1]}], r"line 1: id is \[1\], but must be a string or an integer"),
+    "empty": ([{"text": ""}], "line 1: text is '', but must be a non-empty string"),
+    "tokens": ([{"token_ids": ["a"]}], "line 1: token_ids is .* but must be a list of integers"),
+    "nothing": ([" "], "holds no answer"),
+}
+
+
+def codec() -> HFCodec:
+    return HFCodec(wrap(byte_level()), (0,))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_line_is_named(name: str, tmp_path: Path) -> None:
+    rows, message = WRONG[name]
+    with pytest.raises(UsageError, match=message):
+        catalogues.open_catalogues(lines(tmp_path / "c.jsonl", *rows), codec(), 400)
+
+
+def test_a_text_that_the_tokenizer_cannot_say(tmp_path: Path) -> None:
+    class Lossy(HFCodec):
+        def encode_pieces(self, texts: list[str]) -> list[list[int]]:
+            return super().encode_pieces([text.lower() for text in texts])
+
+    with pytest.raises(Exception, match="line 1 is ' Fox', but the target's tokenizer can only say ' fox'"):
+        Compiler(Lossy(wrap(byte_level()), (0,)), 400).compile([Answer("line 1", text=" Fox")])
+
+
+def test_a_large_catalogue_is_kept_beside_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogues, "KEPT_FROM", 3)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rows = [{"text": f" {at}", "id": at, "catalogue": "ab"[at % 2]} for at in range(9)]
+    path = lines(tmp_path / "c.jsonl", *rows)
+    first = catalogues.open_catalogues(path, codec(), 400)
+    [kept] = tmp_path.glob("c.jsonl.*.trie")
+    monkeypatch.setattr(catalogues, "read_catalogues", lambda path: pytest.fail("compiled again"))
+    again = catalogues.open_catalogues(path, codec(), 400)
+    tokens = codec().encode_pieces([" 5"])[0]
+    for found in (first, again):
+        assert {name: len(one) for name, one in found.items()} == {"a": 5, "b": 4}
+        assert found["b"].id_of([*tokens, 0]) == 5
+        assert found["b"].trie.longest == len(tokens) + 1
+    monkeypatch.undo()
+    monkeypatch.setattr(catalogues, "KEPT_FROM", 3)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kept.write_bytes(kept.read_bytes()[:-20])  # cut off: made again
+    assert len(catalogues.open_catalogues(path, codec(), 400)["a"]) == 5
+    lines(path, *rows[:7])  # another content: another file
+    assert len(catalogues.open_catalogues(path, codec(), 400)["a"]) == 4
+    assert len(list(tmp_path.glob("c.jsonl.*.trie"))) == 2
+
+
+def test_a_folder_that_cannot_be_written_sends_it_to_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogues, "KEPT_FROM", 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = lines(tmp_path / "c.txt", " a", " b")
+    keep = catalogues._keep
+    monkeypatch.setattr(
+        catalogues, "_keep", lambda place, *rest: False if place.parent == tmp_path else keep(place, *rest)
+    )
+    assert len(catalogues.open_catalogues(path, codec(), 400)[""]) == 2
+    assert len(list((tmp_path / "cache" / "dsbd").glob("*.trie"))) == 1
+    assert len(catalogues.open_catalogues(path, codec(), 400)[""]) == 2
+
+
+def test_options_that_cannot_act_are_refused(dsbd: Callable[..., Outcome], tmp_path: Path) -> None:
+    path = lines(tmp_path / "c.txt", " a")
+    for options, message in (
+        (("--allow", str(tmp_path / "none.txt")), "none.txt is no file"),
+        (("--allow", str(path), "--stop", "x"), "--stop 'x' would cut answers, but --allow says where one ends"),
+    ):
+        found = dsbd("generate", *options, lines=[{"prompt": "x"}])
+        assert found.code == 2
+        assert message in found.err
