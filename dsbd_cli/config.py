@@ -64,6 +64,7 @@ DEFAULT_DEPTH = 4  # where every iteration drafts as deep
 MAX_AUTO_DEPTH = 8  # where the depth is adaptive
 MAX_CERTAIN_DEPTH = 16  # where the drafter knows which layers pass
 DEFAULT_DRAFTS = 8
+MAX_TOP_LOGPROBS = 20  # as in the OpenAI API
 SPARE_DRAFTS = 32  # of a layer, beyond the number of beams, at most
 MOST_DRAFTED = 512  # nodes of all layers, where nobody says how many
 
@@ -151,6 +152,8 @@ class SamplingConfig:
         length_penalty: score = logprob / num_tokens ** length_penalty.
         early_stopping: end as soon as num_beams hypotheses are finished.
         n_best: hypotheses reported, best first.
+        token_logprobs: report the raw log-probability of every token of every reported hypothesis.
+        top_logprobs: with them, the N likeliest tokens at every place; 0 to 20.
         source_lang, target_lang: of an encoder-decoder target that knows languages, as its tokenizer names them
             (eng_Latn, en, fr_XX). source_lang of a speech model: the language spoken; target_lang en: translate it.
         prefix: text that the answer begins with, of an encoder-decoder target.
@@ -167,6 +170,8 @@ class SamplingConfig:
     length_penalty: float = 1.0
     early_stopping: bool = False
     n_best: int = 1
+    token_logprobs: bool = False
+    top_logprobs: int = 0
     source_lang: str | None = None
     target_lang: str | None = None
     prefix: str | None = None
@@ -190,6 +195,10 @@ class SamplingConfig:
         _require(all(self.stop), "stop", self.stop, "a list of non-empty strings")
         _require(-10 <= self.length_penalty <= 10, "length_penalty", self.length_penalty, "between -10 and 10")
         _require(self.n_best >= 1, "n_best", self.n_best, "1 or more")
+        most = MAX_TOP_LOGPROBS
+        _require(0 <= self.top_logprobs <= most, "top_logprobs", self.top_logprobs, f"between 0 and {most}")
+        if self.top_logprobs and not self.token_logprobs:
+            _refuse("top_logprobs", self.top_logprobs, "token_logprobs is not asked for: ask for both")
         for name in ("source_lang", "target_lang", "prefix"):
             _require(getattr(self, name) != "", name, "", "a non-empty string")
         asked_rules(self.token_rules, TokenRules(), default="none")

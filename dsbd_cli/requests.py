@@ -18,6 +18,7 @@ __all__ = [
     "Piece",
     "Request",
     "RequestResult",
+    "TokenDetail",
     "check_ends",
     "check_seed",
     "derive_seed",
@@ -102,12 +103,31 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenDetail:
+    """One generated token, where token_logprobs was asked for.
+
+    Attributes:
+        token_id: of the target's vocabulary. text: the bytes that it adds; empty for a special token.
+        logprob: raw log-probability (nats) of the token, given all before it.
+        beam: place of the beam that the token was appended to, among the live beams of its step (from 0).
+        top: the top_logprobs likeliest tokens at this place as (id, bytes, logprob), best first.
+    """
+
+    token_id: int
+    text: bytes
+    logprob: float
+    beam: int
+    top: tuple[tuple[int, bytes, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Hypothesis:
     """A finished text. `logprob` is the raw log-probability (nats) of its tokens, the end token included, under the
     target as it was loaded: a forward in bfloat16 gives another value than one in float32. `score` = logprob /
     num_tokens ** length_penalty; `num_tokens` counts the end token. `answer_id`: the id that an allowed answer has in
     its catalogue, None where it has none. `valid`: the whole text matches the request's grammar, which one that was cut
-    by max_new_tokens may not; None where there is no grammar."""
+    by max_new_tokens may not; None where there is no grammar. `tokens`: of each token its log-probability, where
+    token_logprobs was asked for; they sum to `logprob`, up to its float32 rounding."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -116,6 +136,7 @@ class Hypothesis:
     score: float
     answer_id: str | int | None = None
     valid: bool | None = None
+    tokens: tuple[TokenDetail, ...] | None = None
 
     @property
     def num_tokens(self) -> int:

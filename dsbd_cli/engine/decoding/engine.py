@@ -336,11 +336,11 @@ class Engine:
             job.stats.draft_calls += report.draft_calls
             job.used, job.trunk, job.drafted = counters["used"], counters["trunk"], counters["drafted"]
             if counters["invalid"] or counters["done"]:
-                result = (
-                    _broken(job)
-                    if counters["invalid"]
-                    else collect(batch.state.finished, row, job, self.codec, self._grammars.compiler)
-                )
+                if counters["invalid"]:
+                    result = _broken(job)
+                else:
+                    state, grammars = batch.state, self._grammars.compiler
+                    result = collect(state.finished, row, job, self.codec, grammars, state.trace)
                 batch.remove(row)
                 order.put(job.number, result)
             else:

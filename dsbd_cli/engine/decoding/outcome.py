@@ -16,6 +16,7 @@ from dsbd_cli.engine.core.protocols import TextCodec
 from dsbd_cli.engine.core.stops import find_stop
 from dsbd_cli.engine.decoding.jobs import Job
 from dsbd_cli.engine.decoding.state import BatchState
+from dsbd_cli.engine.decoding.trace import TokenTrace, token_details
 from dsbd_cli.errors import InvalidRowError, NumericalError, RowError
 from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult
 from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
@@ -23,8 +24,15 @@ from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
 __all__ = ["collect", "common_tokens", "record_iteration", "text_of"]
 
 
-def collect(finished: Finished, row: int, job: Job, codec: TextCodec, grammars: GrammarCompiler) -> RequestResult:
-    """Result of a finished row: its n_best hypotheses, best first."""
+def collect(
+    finished: Finished,
+    row: int,
+    job: Job,
+    codec: TextCodec,
+    grammars: GrammarCompiler,
+    trace: TokenTrace | None = None,
+) -> RequestResult:
+    """Result of a finished row: its n_best hypotheses, best first. trace: where the row asks for it."""
     job.stats.total_s = time.perf_counter() - job.started
     sampling, eos = job.request.sampling, set(codec.eos_ids)
     names = ("score", "logprob", "length", "by_length", "tokens")
@@ -39,7 +47,10 @@ def collect(finished: Finished, row: int, job: Job, codec: TextCodec, grammars: 
         reason: FinishReason = "length" if by_length[rank] else "stop"
         answer_id = None if job.catalogue is None else job.catalogue.id_of(ids)
         valid = None if job.request.grammar is None else grammars.matches(job.request.grammar, ids)
-        hypotheses.append(Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank], answer_id, valid))
+        details = None
+        if sampling.token_logprobs and trace is not None:
+            details = token_details(trace, row, rank, ids, sampling, codec.token_bytes())
+        hypotheses.append(Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank], answer_id, valid, details))
     error: RowError | None = None
     if not hypotheses and job.request.grammar is not None:
         said = grammars.fault(job.request.grammar)

@@ -20,7 +20,7 @@ from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.packing import packing_works
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 
-__all__ = ["Checkpoint", "eos_ids", "is_gguf", "load", "load_config", "load_extractor", "load_tokenizer"]
+__all__ = ["Checkpoint", "eos_ids", "is_gguf", "load", "load_config", "load_extractor", "load_tokenizer", "quiet"]
 
 Checkpoint = tuple[Any, Any]
 
@@ -38,7 +38,7 @@ def load(spec: ModelSpec, **more: Any) -> Checkpoint:
     UsageError (device).
     """
     placement = more or _placement(spec)
-    with _quiet():
+    with quiet():
         folder = locate(spec)
         config = load_config(folder, spec)
         # transformers draws a bar while it unpacks GGUF, and asks nobody
@@ -252,7 +252,7 @@ def _said(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps the libraries' progress bars and warnings off stderr, which is for our own messages.
 
     transformers stays quiet afterwards, because it also warns while it tokenizes and runs.

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from dsbd_cli._version import __version__
-from dsbd_cli.config import MethodConfig, ModelSpec
+from dsbd_cli.config import DEFAULT_BATCH_SIZE, MethodConfig, ModelSpec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import grouped, help_texts
 from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, file_hash, open_source, writes
-from dsbd_cli.job.cli.flow import MakeRecord, RowFlow, TooManyErrorsError
+from dsbd_cli.job.cli.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
 from dsbd_cli.job.cli.layers import job_text
 from dsbd_cli.job.cli.messages import say, set_style, tracebacks_wanted, whole
 from dsbd_cli.job.cli.options import (
@@ -38,10 +38,12 @@ from dsbd_cli.job.cli.shard import Shard, shard_of, sharded_files
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import Summary, rows_exit_code
 from dsbd_cli.job.cli.talk_options import TalkOptions
+from dsbd_cli.job.cli.until import WINDOW, Until, UntilOptions, Widening, until_of
 from dsbd_cli.job.data.source import LineSource
-from dsbd_cli.job.records import MethodRecord, run_fingerprint
+from dsbd_cli.job.records import LongLine, MethodRecord, Row, run_fingerprint
 
 if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.scale.pool import PoolConfig
     from dsbd_cli.scale.worker import LoadEngine, RunsRequests
 
@@ -68,6 +70,7 @@ def generate(
     method: MethodOptions,
     sampling: SamplingOptions,
     answers: AnswerOptions,
+    rounds: UntilOptions,
     devices: DeviceOptions,
     scale: ScaleOptions,
     talk: TalkOptions,
@@ -87,7 +90,10 @@ def generate(
         raise UsageError("--quiet and --log verbose cannot be used together: give one of them")
     strict = files.input_format == "strict"
     settings = run_settings(pair, method, sampling, devices, failing, strict=strict, answers=answers)
-    groups = (files, failing, pair, method, sampling, answers, devices, scale, talk)
+    until = until_of(rounds, settings.method)
+    if until is not None and scale.workers is not None:
+        raise UsageError("--until cannot be used with --workers: its rounds share one pair of models; drop one of them")
+    groups = (files, failing, pair, method, sampling, answers, rounds, devices, scale, talk)
     if job.print_config:
         typer.echo(job_text(groups, help_texts(groups)))
         return
@@ -95,9 +101,8 @@ def generate(
     if shard is not None:
         files = sharded_files(files, shard)
     check_files(files)
-    run = _Run(
-        files, settings, devices, scale, shard, talk, arguments, demonstrates=pair.target is None and not talk.quiet
-    )
+    demonstrates = pair.target is None and not talk.quiet
+    run = _Run(files, settings, devices, scale, shard, talk, arguments, demonstrates=demonstrates, until=until)
     if code := run.answer():
         raise typer.Exit(code)
 
@@ -116,9 +121,12 @@ class _Run:
         arguments: Sequence[str],
         *,
         demonstrates: bool,
+        until: Until | None,
     ) -> None:
-        """demonstrates: nobody has named a model, and it is to be told."""
-        self._demonstrates = demonstrates
+        """demonstrates: nobody has named a model, and it is to be told. until: rows are answered in rounds."""
+        self._demonstrates, self._until = demonstrates, until
+        self._widening: Widening | None = None
+        self._metadata: dict[int, object] = {}  # of rows that are under way
         self._files, self._settings, self._devices, self._arguments = files, settings, devices, arguments
         self._ordered, self._pool = scale.order != "done", pool_config(scale, devices)
         self._workers_open = ExitStack()
@@ -132,6 +140,8 @@ class _Run:
             strict=settings.rows.strict,
             input_format="text" if files.input_format == "text" else "auto",
             output_format=files.output_format or "native",
+            until=None if until is None else f"exec-ok on {until.check.databases.template}",
+            max_beams=None if until is None else until.widths[-1],
             allow=None if settings.answers.allow is None else file_hash("--allow", settings.answers.allow),
             grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
             dsbd=__version__,
@@ -171,7 +181,7 @@ class _Run:
             totals.skipped_failed, totals.retried = outputs.done.failed, outputs.retried
         return RowFlow(
             source,
-            rows.read_text if self._files.input_format == "text" else rows.read,
+            self._noted(rows.read_text if self._files.input_format == "text" else rows.read),
             self.reporter,
             done=outputs.done,
             max_errors=self._settings.max_errors,
@@ -179,6 +189,17 @@ class _Run:
             ordered=self._ordered,
             shard=self._shard,
         )
+
+    def _noted(self, read: ReadRow) -> ReadRow:
+        """Rows as they are read, so that the rounds know their metadata."""
+
+        def noting(line: bytes | LongLine, *, index: int, number: int) -> Row:
+            row = read(line, index=index, number=number)
+            if row.request is not None:
+                self._metadata[id(row.request)] = row.metadata
+            return row
+
+        return read if self._until is None else noting
 
     def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
         totals = self.reporter.totals
@@ -198,9 +219,17 @@ class _Run:
                     self.reporter.warn(NOT_INVARIANT)
             writer, steps = outputs.begin()
             self.reporter.begin(_describe(self._settings, engine), steps=lambda: engine.steps)
-            self._signals.on_stop = engine.stop
+            answering: RunsRequests = engine
+            if self._until is not None:
+                from dsbd_cli.engine.decoding.engine import Engine
+
+                assert isinstance(engine, Engine), "workers are refused"
+                rows = WINDOW * (self._settings.batch_size or DEFAULT_BATCH_SIZE)
+                wider = partial(self._wider, engine)
+                answering = self._widening = Widening(engine, self._until, wider, self._metadata, window=rows)
+            self._signals.on_stop = answering.stop
             try:
-                flow.run(engine, self._maker(outputs.created), writer, steps)
+                flow.run(answering, self._maker(outputs.created), writer, steps)
             except TooManyErrorsError as error:
                 raise TooManyErrorsError(f"{error}; {self._how_to_resume()}") from None
         if (number := self._signals.number) is not None:
@@ -211,13 +240,17 @@ class _Run:
                 f"{self._files.output} holds {outputs.done.left} record{'' if outputs.done.left == 1 else 's'} "
                 "of rows that are not in the input any more"
             )
-        self.reporter.summary(totals.line())
+        rounds = "" if self._widening is None else f"; {self._widening.line()}"
+        self.reporter.summary(totals.line() + rounds)
 
     def _maker(self, created: int) -> MakeRecord:
         """How this run writes a row."""
         method, make = replace(self._method, created=created), writes(self._files).load()
         assert callable(make), "checked at the start"
-        return lambda row, result: bytes(make(row, result, method))
+        told = None if self._widening is None else self._widening.told
+        if told is None or self._files.output_format not in (None, "native"):
+            return lambda row, result: bytes(make(row, result, method))
+        return lambda row, result: bytes(make(row, result, method, told(row)))
 
     def _how_to_resume(self) -> str:
         """The command that goes on with this run."""
@@ -253,6 +286,24 @@ class _Run:
         if self._demonstrates:
             say(DEMONSTRATION)
         return engine
+
+    def _wider(self, engine: Engine, width: int) -> Engine:
+        """The same engine with more beams, on the same models."""
+        from dsbd_cli.engine.decoding.engine import Engine
+
+        method, settings = engine.method, self._settings
+        return Engine(
+            engine.target,
+            engine.draft,
+            engine.codec,
+            replace(method, num_beams=width, drafts_per_layer=max(method.drafts_per_layer, 2 * width)),
+            batch_size=settings.batch_size,
+            info=engine.info,
+            log_steps=engine.log_steps,
+            catalogues=engine.catalogues,
+            on_too_long=settings.on_too_long,
+            cuda_graphs=self._devices.cuda_graphs,
+        )
 
     def _workers(
         self, load: LoadEngine, models: Sequence[ModelSpec | None], pool: PoolConfig, summary: Summary

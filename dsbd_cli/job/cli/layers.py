@@ -42,11 +42,13 @@ class _Field:
         )
 
 
-def settle(groups: tuple[type, ...], given: Mapping[str, object], command: str) -> Values:
+def settle(
+    groups: tuple[type, ...], given: Mapping[str, object], command: str, elsewhere: tuple[type, ...] = ()
+) -> Values:
     """Values of all options of the groups. `given` is the command line, where None and [] mean not given; command: its
-    name, for messages. Raises UsageError."""
+    name, for messages. elsewhere: groups whose variables are let stand. Raises UsageError."""
     table = _fields(groups)
-    _check_variables(table, command)
+    _check_variables({**_fields(elsewhere), **table}, command)
     environment = dict(_from_environment(table))
     config = given.get("config") or environment.get("config")
     job = _from_file(Path(str(config)), table) if config is not None else {}

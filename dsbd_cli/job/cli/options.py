@@ -324,6 +324,10 @@ class SamplingOptions(DrawOptions):
         int | None,
         option(ENDING, "--n-best", text="hypotheses to report per row", default=_SAMPLING.n_best, metavar="N"),
     ] = None
+    token_logprobs: Annotated[
+        bool | None,
+        flag(ENDING, "--token-logprobs", text="report the id and log-probability of every token of every beam"),
+    ] = None
 
 
 @dataclass(frozen=True)

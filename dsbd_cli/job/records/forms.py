@@ -48,7 +48,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "ignore_eos": (False,),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "presence_penalty": (0, 0.0),
@@ -59,7 +58,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -68,7 +66,6 @@ HINTS = {
     "repetition_penalty": "token_rules has one",
     "best_of": "the number of beams is the run's --num-beams",
     "stream": "records are written as rows are done",
-    "logprobs": "a native record has the log-probability of each text",
 }
 KNOWN = (*ROW_FIELDS, *ALIASES)
 OWN = frozenset(KNOWN)
@@ -97,7 +94,7 @@ def parsed_row(raw: Fields) -> ParsedRow:
     if ("body" in raw or "url" in raw) and not {"prompt", "messages", "audio"} & raw.keys():
         return _envelope(raw)
     unused: list[tuple[str, object]] = []
-    return ParsedRow("flat", _named(raw, unused, prefix=""), unused)
+    return ParsedRow("flat", _named(raw, unused, "flat"), unused)
 
 
 def as_written(message: str, raw: Fields) -> str:
@@ -137,22 +134,25 @@ def _envelope(raw: Fields) -> ParsedRow:
         raise InvalidRowError("metadata is given beside body and inside: drop one")
     if body.get("audio") is not None:
         raise InvalidRowError(f"body.audio is {shorten(body['audio'])}, but spoken answers are not supported: drop it")
-    row.update(_named(body, unused, prefix="body."))
     form = URLS[url]
+    row.update(_named(body, unused, form))
     other = "messages" if PROMPT_OF[form] == "prompt" else "prompt"
     if other in row:
         raise InvalidRowError(f"body.{other} is given, but url is {url}, which takes {PROMPT_OF[form]}")
     return ParsedRow(form, row, unused)
 
 
-def _named(raw: Mapping[str, object], unused: list[tuple[str, object]], *, prefix: str) -> Fields:
+def _named(raw: Mapping[str, object], unused: list[tuple[str, object]], form: Form) -> Fields:
     """The row under its fields' own names, without those that are null or say nothing."""
     row: Fields = {}
+    prefix = "" if form == "flat" else "body."
     for name, value in raw.items():
         if name in OWN:
             _put(row, name, value, prefix=prefix)
         elif value is None or name in WITHOUT_EFFECT:
             continue
+        elif name == "logprobs":
+            _put_logprobs(row, value, form, prefix)
         elif name in UNSUPPORTED:
             _refuse(name, value, prefix)
         else:
@@ -169,6 +169,20 @@ def _put(row: Fields, name: str, value: object, *, prefix: str) -> None:
             f"{prefix}{name} is {shorten(value)}, but {known} is given under another name too: drop one"
         )
     row[known] = value
+
+
+def _put_logprobs(row: Fields, value: object, form: Form, prefix: str) -> None:
+    """`logprobs` is a switch in chats and a number of likeliest tokens in completions; a flat row may have either."""
+    if form != "openai-completions" and isinstance(value, bool):
+        _put(row, "token_logprobs", value, prefix=prefix)
+    elif form != "openai-chat" and isinstance(value, int) and not isinstance(value, bool):
+        _put(row, "token_logprobs", True, prefix=prefix)
+        _put(row, "top_logprobs", value, prefix=prefix)
+    elif value is not False:
+        expected = {"openai-chat": "true or false", "openai-completions": "an integer"}.get(
+            form, "true, false or an integer"
+        )
+        raise InvalidRowError(f"{prefix}logprobs is {shorten(value)}, but must be {expected}")
 
 
 def _refuse(name: str, value: object, prefix: str) -> None:

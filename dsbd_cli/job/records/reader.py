@@ -178,6 +178,8 @@ class RowReader:
             length_penalty=number(row, "length_penalty", run.length_penalty),
             early_stopping=boolean(row, "early_stopping", run.early_stopping),
             n_best=integer(row, "n_best", run.n_best),
+            token_logprobs=boolean(row, "token_logprobs", run.token_logprobs),
+            top_logprobs=integer(row, "top_logprobs", run.top_logprobs),
             source_lang=text(row, "source_lang") if "source_lang" in row else run.source_lang,
             target_lang=text(row, "target_lang") if "target_lang" in row else run.target_lang,
             prefix=text(row, "prefix") if "prefix" in row else run.prefix,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -57,10 +57,11 @@ class BenchSpec:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A record and its token ids."""
+    """A record and its token ids. runs: whether a text runs on the record's database; None where it has none."""
 
     record: TaskRecord
     ids: tuple[int, ...]
+    runs: Callable[[str], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def prepare(
             too_long += 1
             continue
         plain_chats += as_plain
-        prompts.append(Prompt(record, tuple(ids)))
+        prompts.append(Prompt(record, tuple(ids), _runs(dataset, record)))
     if not prompts:
         raise UsageError(
             f"no record of {dataset.name} fits: with the new tokens the models hold prompts of {room} tokens; "
@@ -119,6 +120,11 @@ def prepare(
         )
     windows = tuple(tuple(prompts[start : start + size]) for start in range(0, len(prompts), size))
     return Prepared(dataset, windows, tuple(notes))
+
+
+def _runs(dataset: Dataset, record: TaskRecord) -> Callable[[str], bool] | None:
+    execute = dataset.execute
+    return None if execute is None else lambda text: execute(record, text) is not None
 
 
 def _encode(record: TaskRecord, codec: TextCodec, sampling: SamplingConfig) -> tuple[list[int], bool]:
