@@ -77,9 +77,9 @@ class Codec:
 def by_vocabulary(rule: str, vocab_size: int, rows: int, method: dict[str, Any]) -> float:
     """Seconds of an iteration without any model."""
     target = Constant(vocab_size, 1)
-    config = MethodConfig(rule=rule, **{"width": "fixed", **method})  # type: ignore[arg-type]
+    config = MethodConfig.of({"rule": rule, "width": "fixed", **method})
     draft = Constant(vocab_size, 2, target) if config.depth else None
-    engine = Engine(target, draft, Codec(vocab_size), config, batch_size=rows)  # type: ignore[arg-type]
+    engine = Engine(target, draft, Codec(vocab_size), config, batch_size=rows)
     sampling = SamplingConfig(max_new_tokens=48)
     seconds: list[float] = []
     step = engine._stepper.step
@@ -116,7 +116,7 @@ def memory(bench: Bench, widths: list[int], lengths: list[int]) -> list[dict[str
     for rule in ("coupled", "search"):
         for beams in widths:
             for length in lengths:
-                method = MethodConfig(rule=rule, num_beams=beams, depth=4, width="fixed")  # type: ignore[arg-type]
+                method = MethodConfig(rule=rule, num_beams=beams, depth=4, width="fixed")
                 engine = Engine(bench.target, bench.draft, bench.codec, method, batch_size=1)
                 engine._stepper.endings.eos.zero_()  # nothing ends before its length
                 request = bench.requests[0]

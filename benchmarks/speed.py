@@ -118,7 +118,7 @@ def methods(bench: Bench, beams: int, batch_size: int, drafts: int, depth: int) 
     """What is compared, by name."""
 
     def ours(**settings: Any) -> Runner:
-        return bench.ours(MethodConfig(num_beams=beams, **settings), batch_size)
+        return bench.ours(MethodConfig.of({"num_beams": beams, **settings}), batch_size)
 
     drafted: dict[str, Any] = {"drafts_per_layer": max(drafts, beams), "depth": depth}
     auto: dict[str, Any] = {"drafts_per_layer": max(drafts, 2 * beams), "depth": 8, "adaptive_depth": True}

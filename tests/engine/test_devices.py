@@ -132,7 +132,7 @@ CASES: list[dict[str, Any]] = [
 def test_everything_is_on_the_models_device(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     captured = "captured" in case
     case = {name: value for name, value in case.items() if name != "captured"}
-    method = MethodConfig(num_beams=3, drafts_per_layer=4, depth=2, **{"width": "fixed", **case})
+    method = MethodConfig.of({"num_beams": 3, "drafts_per_layer": 4, "depth": 2, "width": "fixed", **case})
     reports = reports_of(method, monkeypatch)
     with pretend():
         draft = PretendedLM() if method.needs_draft else None

@@ -67,7 +67,7 @@ def legal_rows(seed: int, pattern: str) -> Rows:
 
 def engine(*, noise: float = 0.7, seed: int = 3, batch: int = 3, **method: Any) -> Engine:
     target, draft = table_pair(seed, V, noise)
-    config = MethodConfig(**{"depth": 0, "width": "fixed", **method})
+    config = MethodConfig.of({"depth": 0, "width": "fixed", **method})
     return Engine(target, draft if config.needs_draft else None, LetterCodec(), config, batch_size=batch)
 
 

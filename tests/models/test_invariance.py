@@ -129,7 +129,7 @@ def test_parts_give_what_the_fused_kernel_gives() -> None:
 
 def texts(target: ForestModel, draft: ForestModel | None, codec: Any, batch: int, **method: Any) -> list[Any]:
     """Ids and log-probabilities of all hypotheses, to the last bit."""
-    engine = Engine(target, draft, codec, MethodConfig(**method), batch_size=batch)
+    engine = Engine(target, draft, codec, MethodConfig.of(method), batch_size=batch)
     prompt = "schema: road ( road_id, forest_id, late_area ); forest ( forest_id, first_street )\nquestion: find "
     requests = [
         Request(

@@ -130,7 +130,10 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize(("break_it", "name"), [(mutant, name) for mutant, names in MUTANTS for name in names], ids=str)
+@pytest.mark.parametrize(
+    ("break_it", "name"),
+    [pytest.param(mutant, name, id=f"{mutant.__name__}-{name}") for mutant, names in MUTANTS for name in names],
+)
 def test_mutants_are_refused(break_it: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the self-test itself: our own mistakes must fail it."""
     forest = CausalForestModel(build(name), "mutant")
