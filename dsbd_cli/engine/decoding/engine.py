@@ -98,6 +98,7 @@ class Engine:
         self.target, self.draft, self.codec = target, draft, codec
         self.batch_size, self.info, self.log_steps = batch_size or 1, info, log_steps
         self.steps = 0  # taken so far, those of unfinished requests too; another thread may look
+        self.one_root = True  # in a row's first iteration; False: W, as in all others, for a profile
         self._fit_batch = batch_size is None
         self._stopping = False
         device = target.device
@@ -311,7 +312,7 @@ class Engine:
         certain = self._drafter.certain(batch.state.beams, *shape)
         self._shape = shape = shape if certain is None else self._planner.cut(shape, certain)
         # static shapes: slots and a tail window for W + D*K nodes
-        plan = batch.plan(shape, reading, narrow=self._stepper.graphs is None)
+        plan = batch.plan(shape, reading, narrow=self.one_root and self._stepper.graphs is None)
         read = PhaseTimer(events(self._caches.models[-1].device))
         if shape.depth:
             batch.read_prompts(read)
