@@ -100,6 +100,7 @@ class Engine:
         self.target, self.draft, self.codec = target, draft, codec
         self.batch_size, self.info, self.log_steps = batch_size or 1, info, log_steps
         self.steps = 0  # taken so far, those of unfinished requests too; another thread may look
+        self.one_root = True  # in a row's first iteration; False: W, as in all others, for a profile
         self._fit_batch = batch_size is None
         self._stopping = False
         device = target.device
