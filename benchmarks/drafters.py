@@ -134,7 +134,7 @@ def make_engine(bench: Bench, case: Case, index: Path, options: argparse.Namespa
         chosen["index"] = str(index)
     shape = {} if case.drafter == "no draft" else {"drafts_per_layer": options.drafts_per_layer, "depth": options.depth}
     rule: Any = case.rule
-    method = MethodConfig(rule=rule, num_beams=options.num_beams, **{"width": "fixed", **shape, **chosen})
+    method = MethodConfig.of({"rule": rule, "num_beams": options.num_beams, "width": "fixed", **shape, **chosen})
     draft: Any = bench.draft if method.needs_draft else None
     if method.drafter == "bridge":
         draft = BridgedDraft(bench.draft, bench.codec, bench.codec, markers(bench.codec, bench.codec))

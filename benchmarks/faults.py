@@ -3,6 +3,7 @@
     python -m benchmarks.faults            2,000 rows, 50 kills; keeps its report under benchmarks/results/
     python -m benchmarks.faults --real     instead 400 rows, 10 kills with the real engine: the built-in pair where it
                                            is there, else random checkpoints made on the spot
+    python -m benchmarks.faults --workers 2   instead 50 times kill -9 of a random Ray worker
 
 The first form runs the whole command in processes of its own; only the engine is a stand-in (tests/cli/fake.py) whose
 rows take a set time. After every fault `--existing resume` goes on, and the file must hold every row exactly once, each
@@ -209,6 +210,34 @@ def kill_at_random(folder: Folder, kills: int, *, seed: int = 0) -> Result:
     }
 
 
+def kill_workers(folder: Folder, kills: int, workers: int, *, seed: int = 0) -> Result:
+    """kill -9 of random workers, each when the rows that the one before has hit are written. A job that gets done
+    before the last kill is begun again."""
+    from tests.scale.conftest import workers_below
+
+    dice = random.Random(seed)
+    expected = undisturbed(folder)
+    apart = 2 * workers * 16 + 8  # rows: more than the workers hold
+    done = jobs = 0
+    while done < kills:
+        process = folder.start("--workers", str(workers), "--existing", "overwrite", "--quiet", row_s=0.005)
+        limit, target = time.monotonic() + DEADLINE_S, 1
+        while process.poll() is None and done < kills:
+            require(time.monotonic() < limit, f"the run stands still after {done} kills")
+            time.sleep(0.02)
+            written = folder.output.read_bytes().count(b"\n") if folder.output.exists() else 0
+            alive = workers_below(process.pid) if written >= target else []
+            if alive:
+                os.kill(dice.choice(alive), signal.SIGKILL)
+                done, target = done + 1, written + apart
+        _, err = process.communicate(timeout=DEADLINE_S)
+        require(process.returncode == 3, f"ended with {process.returncode}: {err.decode()}")
+        complete(folder, expected)
+        folder.clear()
+        jobs += 1
+    return {"fault": "kill -9 of a worker", "rows": len(expected[0]), "workers": workers, "kills": done, "jobs": jobs}
+
+
 def stop_by(number: signal.Signals) -> Callable[[Folder], Result]:
     """The first signal ends the run in order and says how to go on; that command is then run."""
 
@@ -384,6 +413,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--real", action="store_true")
+    parser.add_argument("--workers", type=int, help="kill workers on Ray, so many of them at work")
     chosen = parser.parse_args()
     rows, kills = chosen.rows or (400 if chosen.real else 2000), chosen.kills or (10 if chosen.real else 50)
     runs: list[Result] = []
@@ -392,7 +422,10 @@ def main() -> None:
         place.chmod(0o755)
         begun = time.perf_counter()
         folder = real_engine(place, rows) if chosen.real else Folder(place / "kill", rows)
-        runs.append(kill_at_random(folder, kills, seed=chosen.seed))
+        if chosen.workers:
+            runs.append(kill_workers(folder, kills, chosen.workers, seed=chosen.seed))
+        else:
+            runs.append(kill_at_random(folder, kills, seed=chosen.seed))
         runs[-1] |= {
             "pair": folder.pair,
             "largest_difference": folder.largest,
@@ -400,7 +433,7 @@ def main() -> None:
         }
         runs[-1]["wall_s"] = round(time.perf_counter() - begun, 1)
         print(json.dumps(runs[-1]), flush=True)
-        for number, fault in enumerate([] if chosen.real else FAULTS.values()):
+        for number, fault in enumerate([] if chosen.real or chosen.workers else FAULTS.values()):
             begun = time.perf_counter()
             runs.append(fault(Folder(place / str(number), 200)))
             runs[-1]["wall_s"] = round(time.perf_counter() - begun, 1)
@@ -408,7 +441,8 @@ def main() -> None:
     command = environment()["command"]
     lines = "\n".join(json.dumps(run, ensure_ascii=False) for run in runs)
     report = f"# Faults\n\n{__doc__.strip()}\n\n    {command}\n\n```\n{lines}\n```\n"
-    write_results(results_folder("faults-real" if chosen.real else "faults"), runs, report)
+    name = "faults-real" if chosen.real else "faults-workers" if chosen.workers else "faults"
+    write_results(results_folder(name), runs, report)
     print("every row exactly once, each equal to the undisturbed run's")
 
 

@@ -98,7 +98,7 @@ class Pair:
             settings["depth"] = 0
         elif draft in DRAFTERS:
             settings["drafter"] = draft
-        method = MethodConfig(**settings)
+        method = MethodConfig.of(settings)
         return Engine(self.first.target, self.models.get(draft), self.first.codec, method, batch_size=batch_size)
 
 

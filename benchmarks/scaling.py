@@ -38,12 +38,15 @@ class Constant:
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         return self.bank[batch.tokens % 64] if logits else None
 
-    def reserve(self, rows: int, slots: int) -> None: ...
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None: ...
     def release(self) -> None: ...
     def clear(self, row: int) -> None: ...
     def select_rows(self, rows: Tensor) -> None: ...
     def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None: ...
     def kv_bytes_per_slot(self) -> int:
+        return 0
+
+    def state_bytes(self, window: int) -> int:
         return 0
 
 
@@ -74,9 +77,9 @@ class Codec:
 def by_vocabulary(rule: str, vocab_size: int, rows: int, method: dict[str, Any]) -> float:
     """Seconds of an iteration without any model."""
     target = Constant(vocab_size, 1)
-    config = MethodConfig(rule=rule, **{"width": "fixed", **method})  # type: ignore[arg-type]
+    config = MethodConfig.of({"rule": rule, "width": "fixed", **method})
     draft = Constant(vocab_size, 2, target) if config.depth else None
-    engine = Engine(target, draft, Codec(vocab_size), config, batch_size=rows)  # type: ignore[arg-type]
+    engine = Engine(target, draft, Codec(vocab_size), config, batch_size=rows)
     sampling = SamplingConfig(max_new_tokens=48)
     seconds: list[float] = []
     step = engine._stepper.step
@@ -113,7 +116,7 @@ def memory(bench: Bench, widths: list[int], lengths: list[int]) -> list[dict[str
     for rule in ("coupled", "search"):
         for beams in widths:
             for length in lengths:
-                method = MethodConfig(rule=rule, num_beams=beams, depth=4, width="fixed")  # type: ignore[arg-type]
+                method = MethodConfig(rule=rule, num_beams=beams, depth=4, width="fixed")
                 engine = Engine(bench.target, bench.draft, bench.codec, method, batch_size=1)
                 engine._stepper.endings.eos.zero_()  # nothing ends before its length
                 request = bench.requests[0]

@@ -14,6 +14,7 @@ import itertools
 import statistics
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Ben
             large = small if name == "small" else inflate(small, SHAPES[name], dtype, device=device)
             models.append(large.to(device).requires_grad_(False))
     ours, plain = copies[0], copies[-1]
-    tokenizer = load_tokenizer(resolve("builtin:target").path, ModelSpec("builtin:target"))
+    tokenizer = load_tokenizer(Path(resolve("builtin:target").path), ModelSpec("builtin:target"))
     codec = HFCodec(tokenizer, eos_ids(ours[0], tokenizer))
     for model in ours:
         pack(model)
@@ -117,7 +118,7 @@ def methods(bench: Bench, beams: int, batch_size: int, drafts: int, depth: int) 
     """What is compared, by name."""
 
     def ours(**settings: Any) -> Runner:
-        return bench.ours(MethodConfig(num_beams=beams, **settings), batch_size)
+        return bench.ours(MethodConfig.of({"num_beams": beams, **settings}), batch_size)
 
     drafted: dict[str, Any] = {"drafts_per_layer": max(drafts, beams), "depth": depth}
     auto: dict[str, Any] = {"drafts_per_layer": max(drafts, 2 * beams), "depth": 8, "adaptive_depth": True}

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
     from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.engine.decoding.load import load
+    from dsbd_cli.engine.dropin.generate import generate
+    from dsbd_cli.engine.dropin.live import from_models
     from dsbd_cli.errors import (
         DsbdError,
         InvalidRowError,
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
-    from dsbd_cli.requests import Hypothesis, Piece, Request, RequestResult
+    from dsbd_cli.requests import Hypothesis, Piece, Request, RequestResult, TokenDetail
 
 __all__ = [
     "DsbdError",
@@ -54,9 +56,12 @@ __all__ = [
     "RequestResult",
     "RowError",
     "SamplingConfig",
+    "TokenDetail",
     "UnsupportedModelError",
     "UsageError",
     "__version__",
+    "from_models",
+    "generate",
     "load",
 ]
 
@@ -64,7 +69,9 @@ _HOMES = {
     "config": ("MethodConfig", "ModelSpec", "SamplingConfig"),
     "engine.decoding.engine": ("Engine",),
     "engine.decoding.load": ("load",),
-    "requests": ("Hypothesis", "Piece", "Request", "RequestResult"),
+    "engine.dropin.generate": ("generate",),
+    "engine.dropin.live": ("from_models",),
+    "requests": ("Hypothesis", "Piece", "Request", "RequestResult", "TokenDetail"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

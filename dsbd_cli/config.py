@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.token_rules import TokenRules, asked_rules
 from dsbd_cli.variants import (
     DRAFTERS,
     FUSION,
@@ -63,6 +64,7 @@ DEFAULT_DEPTH = 4  # where every iteration drafts as deep
 MAX_AUTO_DEPTH = 8  # where the depth is adaptive
 MAX_CERTAIN_DEPTH = 16  # where the drafter knows which layers pass
 DEFAULT_DRAFTS = 8
+MAX_TOP_LOGPROBS = 20  # as in the OpenAI API
 SPARE_DRAFTS = 32  # of a layer, beyond the number of beams, at most
 MOST_DRAFTED = 512  # nodes of all layers, where nobody says how many
 
@@ -150,6 +152,13 @@ class SamplingConfig:
         length_penalty: score = logprob / num_tokens ** length_penalty.
         early_stopping: end as soon as num_beams hypotheses are finished.
         n_best: hypotheses reported, best first.
+        token_logprobs: report the raw log-probability of every token of every reported hypothesis.
+        top_logprobs: with them, the N likeliest tokens at every place; 0 to 20.
+        source_lang, target_lang: of an encoder-decoder target that knows languages, as its tokenizer names them
+            (eng_Latn, en, fr_XX). source_lang of a speech model: the language spoken; target_lang en: translate it.
+        prefix: text that the answer begins with, of an encoder-decoder target.
+        token_rules: rules of tokens, see token_rules.asked_rules: `checkpoint`, `none`, NAME=VALUE,... Default: those
+            of the checkpoint for an encoder-decoder target, none for a decoder-only one.
     """
 
     temperature: float = 1.0
@@ -161,6 +170,12 @@ class SamplingConfig:
     length_penalty: float = 1.0
     early_stopping: bool = False
     n_best: int = 1
+    token_logprobs: bool = False
+    top_logprobs: int = 0
+    source_lang: str | None = None
+    target_lang: str | None = None
+    prefix: str | None = None
+    token_rules: str | None = None
 
     def __post_init__(self) -> None:
         stop: object = self.stop
@@ -180,6 +195,13 @@ class SamplingConfig:
         _require(all(self.stop), "stop", self.stop, "a list of non-empty strings")
         _require(-10 <= self.length_penalty <= 10, "length_penalty", self.length_penalty, "between -10 and 10")
         _require(self.n_best >= 1, "n_best", self.n_best, "1 or more")
+        most = MAX_TOP_LOGPROBS
+        _require(0 <= self.top_logprobs <= most, "top_logprobs", self.top_logprobs, f"between 0 and {most}")
+        if self.top_logprobs and not self.token_logprobs:
+            _refuse("top_logprobs", self.top_logprobs, "token_logprobs is not asked for: ask for both")
+        for name in ("source_lang", "target_lang", "prefix"):
+            _require(getattr(self, name) != "", name, "", "a non-empty string")
+        asked_rules(self.token_rules, TokenRules(), default="none")
 
 
 def check_request(sampling: SamplingConfig, rule: str, num_beams: int) -> None:
@@ -471,6 +493,7 @@ class ModelSpec:
         allow_pickle: load .bin weights where there are no safetensors.
         numerics: of a target: `invariant` computes every node the same way whatever else is in a forward, so that a
             text cannot depend on the draft or the batch; `fast` saves that work.
+        tensor_parallel: of a target: processes, each with a GPU where there are any, that share every layer.
     """
 
     source: str
@@ -481,8 +504,16 @@ class ModelSpec:
     trust_remote_code: bool = False
     allow_pickle: bool = False
     numerics: Numerics = "invariant"
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
+        expected = "1 or more, and 1 of a draft"
+        _require(
+            self.tensor_parallel == 1 or (self.tensor_parallel > 1 and self.role == "target"),
+            "tensor_parallel",
+            self.tensor_parallel,
+            expected,
+        )
         _require(self.numerics in NUMERICS, "numerics", self.numerics, f"one of {', '.join(NUMERICS)}")
         check_types(self)
         _require(self.dtype in DTYPES, f"{self.role} dtype", self.dtype, f"one of {', '.join(DTYPES)}")
@@ -492,4 +523,4 @@ class ModelSpec:
     def of_draft(self, source: str, device: str | None = None) -> ModelSpec:
         """A draft that is loaded as this target is. device: one of its own."""
         same = self.device if self.device_map is None else "auto"
-        return replace(self, source=source, role="draft", device=device or same, device_map=None)
+        return replace(self, source=source, role="draft", device=device or same, device_map=None, tensor_parallel=1)

@@ -10,7 +10,8 @@ DsbdError                       exit 1: the run failed
 │   ├── InvalidRowError         the row is not valid JSON or has a bad field
 │   ├── PromptTooLongError      prompt + new tokens exceed what the model can position
 │   ├── NumericalError          the model produced NaN for this row
-│   └── OutOfMemoryRowError     the row does not fit into memory even alone
+│   ├── OutOfMemoryRowError     the row does not fit into memory even alone
+│   └── WorkerLostError         several workers died while they held the row
 └── OutputError                 a result could not be written
 
 Every message is one line, names the offending value and says what to do.
@@ -35,6 +36,7 @@ __all__ = [
     "RowError",
     "UnsupportedModelError",
     "UsageError",
+    "WorkerLostError",
     "option_name",
     "shorten",
 ]
@@ -140,6 +142,10 @@ class NumericalError(RowError):
 
 class OutOfMemoryRowError(RowError):
     """The row does not fit into the device's memory even alone."""
+
+
+class WorkerLostError(RowError):
+    """Several workers died while they held this row, the last one with no other row."""
 
 
 class OutputError(DsbdError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -17,6 +18,7 @@ __all__ = [
     "Piece",
     "Request",
     "RequestResult",
+    "TokenDetail",
     "check_ends",
     "check_seed",
     "derive_seed",
@@ -52,7 +54,9 @@ class Request:
     Attributes:
         prompt: text to go on from.
         messages: a conversation to answer, each message with role and content. prompt_ids: token ids to go on from.
-            Exactly one of prompt, messages and prompt_ids is given; a list is taken too.
+            audio: a file of speech to write down or translate.
+            Exactly one of prompt, messages, prompt_ids and audio is given; a list is taken too. Of an encoder-decoder
+            target they are the source.
         id: name of the request. Default: its place among the requests of its run, from 0, as text.
         seed: from 0 to 2**63 - 1. Default: derive_seed of the run's seed and the id.
         sampling: options of this request.
@@ -64,6 +68,7 @@ class Request:
     prompt: str | None = None
     messages: tuple[dict[str, str], ...] | None = field(default=None, kw_only=True)
     prompt_ids: tuple[int, ...] | None = field(default=None, kw_only=True)
+    audio: str | None = field(default=None, kw_only=True)
     # None until `settled`, which an engine calls when it reads the request
     id: str = field(default=None, kw_only=True)  # type: ignore[assignment]
     seed: int = field(default=None, kw_only=True)  # type: ignore[assignment]
@@ -78,10 +83,12 @@ class Request:
         check_types(self, open_=("id", "seed"))
         if self.seed is not None:
             check_seed(self.seed)
-        given = [name for name in ("prompt", "messages", "prompt_ids") if getattr(self, name) is not None]
+        given = [name for name in ("prompt", "messages", "prompt_ids", "audio") if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
-            raise UsageError(f"a request has {found}, but must have exactly one of prompt, messages and prompt_ids")
+            raise UsageError(
+                f"a request has {found}, but must have exactly one of prompt, messages, prompt_ids and audio"
+            )
         check_ends(self.sampling, self.grammar)
         if self.allow is not None and self.grammar is not None:
             raise UsageError("allow and grammar both say what may be answered: give one of them")
@@ -96,12 +103,31 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenDetail:
+    """One generated token, where token_logprobs was asked for.
+
+    Attributes:
+        token_id: of the target's vocabulary. text: the bytes that it adds; empty for a special token.
+        logprob: raw log-probability (nats) of the token, given all before it.
+        beam: place of the beam that the token was appended to, among the live beams of its step (from 0).
+        top: the top_logprobs likeliest tokens at this place as (id, bytes, logprob), best first.
+    """
+
+    token_id: int
+    text: bytes
+    logprob: float
+    beam: int
+    top: tuple[tuple[int, bytes, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Hypothesis:
     """A finished text. `logprob` is the raw log-probability (nats) of its tokens, the end token included, under the
     target as it was loaded: a forward in bfloat16 gives another value than one in float32. `score` = logprob /
     num_tokens ** length_penalty; `num_tokens` counts the end token. `answer_id`: the id that an allowed answer has in
     its catalogue, None where it has none. `valid`: the whole text matches the request's grammar, which one that was cut
-    by max_new_tokens may not; None where there is no grammar."""
+    by max_new_tokens may not; None where there is no grammar. `tokens`: of each token its log-probability, where
+    token_logprobs was asked for; they sum to `logprob`, up to its float32 rounding."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -110,6 +136,7 @@ class Hypothesis:
     score: float
     answer_id: str | int | None = None
     valid: bool | None = None
+    tokens: tuple[TokenDetail, ...] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -120,7 +147,11 @@ class Hypothesis:
 @dataclass(frozen=True, slots=True)
 class RequestResult:
     """Hypotheses of one request, best first, or the error that stopped this one request. `truncated_tokens` of the
-    prompt were dropped on its left; `prompt_tokens` counts what is left."""
+    prompt were dropped on its left; `prompt_tokens` counts what is left.
+
+    Of an encoder-decoder target `source_tokens` are the tokens (or frames of audio) that its encoder read, which
+    prompt_tokens counts as well; None with other targets. `token_rules`: those that acted, by name.
+    """
 
     request: Request
     hypotheses: tuple[Hypothesis, ...]
@@ -128,6 +159,8 @@ class RequestResult:
     stats: RequestStats
     error: RowError | None = None
     truncated_tokens: int = 0
+    source_tokens: int | None = None
+    token_rules: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def text(self) -> str:

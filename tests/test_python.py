@@ -28,34 +28,34 @@ SHORT = SamplingConfig(max_new_tokens=6)
 
 def make(**method: object) -> Engine:
     target, draft = table_pair(1, 12, 0.5)
-    config = MethodConfig(**{"depth": 2, **method})  # type: ignore[arg-type]
+    config = MethodConfig.of({"depth": 2, **method})
     return Engine(target, draft, NumberCodec(12, (2,)), config, batch_size=3)
 
 
 WRONG: dict[str, Callable[[], object]] = {
-    "stop is 5, but must be a list of strings": lambda: SamplingConfig(stop=5),  # type: ignore[arg-type]
+    "stop is 5, but must be a list of strings": lambda: SamplingConfig(stop=5),
     "stop is ['a', 3], but must be a list of strings": lambda: SamplingConfig(stop=["a", 3]),  # type: ignore[arg-type,list-item]
-    "stop is [''], but must be a list of non-empty strings": lambda: SamplingConfig(stop=""),  # type: ignore[arg-type]
-    "top_k is 2.5, but must be an integer": lambda: SamplingConfig(top_k=2.5),  # type: ignore[arg-type]
+    "stop is [''], but must be a list of non-empty strings": lambda: SamplingConfig(stop=""),
+    "top_k is 2.5, but must be an integer": lambda: SamplingConfig(top_k=2.5),
     "n_best is true, but must be an integer": lambda: SamplingConfig(n_best=True),
-    "temperature is 'hot', but must be a number": lambda: SamplingConfig(temperature="hot"),  # type: ignore[arg-type]
-    "early_stopping is 1, but must be True or False": lambda: SamplingConfig(early_stopping=1),  # type: ignore[arg-type]
-    "id is 5, but must be a string": lambda: Request("p", id=5, seed=1),  # type: ignore[arg-type]
-    "seed is 'z', but must be an integer": lambda: Request("p", seed="z"),  # type: ignore[arg-type]
+    "temperature is 'hot', but must be a number": lambda: SamplingConfig(temperature="hot"),
+    "early_stopping is 1, but must be True or False": lambda: SamplingConfig(early_stopping=1),
+    "id is 5, but must be a string": lambda: Request("p", id=5, seed=1),
+    "seed is 'z', but must be an integer": lambda: Request("p", seed="z"),
     f"seed is {2**63}, but must be an integer from 0 to 2**63 - 1": lambda: Request("p", seed=2**63),
-    "prompt is 5, but must be a string or None": lambda: Request(5),  # type: ignore[arg-type]
-    "prompt_ids is ['a'], but must be a list of integers or None": lambda: Request(prompt_ids=("a",)),  # type: ignore[arg-type]
+    "prompt is 5, but must be a string or None": lambda: Request(5),
+    "prompt_ids is ['a'], but must be a list of integers or None": lambda: Request(prompt_ids=("a",)),
     "messages is [{'role': 5}], but must be a list of objects": lambda: Request(messages=({"role": 5},)),  # type: ignore[dict-item]
     "a request has none of them, but must have exactly one of prompt": lambda: Request(id="a"),
     "a request has prompt and prompt_ids, but must": lambda: Request("p", prompt_ids=(1,)),
-    "sampling is {}, but must be a SamplingConfig": lambda: Request("p", sampling={}),  # type: ignore[arg-type]
-    "rule is 'best', but must be one of coupled, rejection": lambda: MethodConfig(rule="best"),  # type: ignore[arg-type]
-    "num_beams is '4', but must be an integer": lambda: MethodConfig(num_beams="4"),  # type: ignore[arg-type]
-    "depth is 'auto', but must be an integer": lambda: MethodConfig(depth="auto"),  # type: ignore[arg-type]
-    "source is null, but must be a string": lambda: ModelSpec(None),  # type: ignore[arg-type]
-    "method is 'search', but must be a MethodConfig or None": lambda: dsbd_cli.load(method="search"),  # type: ignore[arg-type]
+    "sampling is {}, but must be a SamplingConfig": lambda: Request("p", sampling={}),
+    "rule is 'best', but must be one of coupled, rejection": lambda: MethodConfig(rule="best"),
+    "num_beams is '4', but must be an integer": lambda: MethodConfig(num_beams="4"),
+    "depth is 'auto', but must be an integer": lambda: MethodConfig(depth="auto"),
+    "source is null, but must be a string": lambda: ModelSpec(None),
+    "method is 'search', but must be a MethodConfig or None": lambda: dsbd_cli.load(method="search"),
     "batch_size is 0, but must be 1 or more": lambda: dsbd_cli.load(batch_size=0),
-    "on_too_long is 'cut', but must be one of error, truncate-left": lambda: dsbd_cli.load(on_too_long="cut"),  # type: ignore[arg-type]
+    "on_too_long is 'cut', but must be one of error, truncate-left": lambda: dsbd_cli.load(on_too_long="cut"),
 }
 
 
@@ -68,15 +68,15 @@ def test_a_wrong_value_is_told_in_one_line_when_it_is_given(message: str, call: 
 
 def test_an_error_shows_one_short_line_of_any_value() -> None:
     with pytest.raises(UsageError) as found:
-        SamplingConfig(stop=type("Odd", (), {"__repr__": lambda _: "x\n" * 1000})())  # type: ignore[arg-type]
+        SamplingConfig(stop=type("Odd", (), {"__repr__": lambda _: "x\n" * 1000})())
     assert len(str(found.value)) < 120
     assert "\n" not in str(found.value)
 
 
 def test_one_string_is_one_stop_string_and_a_list_will_do() -> None:
-    assert SamplingConfig(stop="ZC").stop == ("ZC",)  # type: ignore[arg-type]
-    assert SamplingConfig(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
-    assert Request(prompt_ids=[1, 2]).prompt_ids == (1, 2)  # type: ignore[arg-type]
+    assert SamplingConfig(stop="ZC").stop == ("ZC",)
+    assert SamplingConfig(stop=["a", "b"]).stop == ("a", "b")
+    assert Request(prompt_ids=[1, 2]).prompt_ids == (1, 2)
 
 
 # The engine
@@ -194,8 +194,8 @@ def test_without_a_draft_a_method_that_asks_for_none_is_plain_decoding() -> None
     assert engine.method == MethodConfig(num_beams=2, depth=0)
     target, _ = table_pair(1, 12, 0.5)
     for rule in ("search", "rejection"):
-        plain = Engine(target, None, NumberCodec(12), MethodConfig(rule=rule))  # type: ignore[arg-type]
-        assert plain.method == MethodConfig(rule=rule, depth=0)  # type: ignore[arg-type]
+        plain = Engine(target, None, NumberCodec(12), MethodConfig(rule=rule))
+        assert plain.method == MethodConfig(rule=rule, depth=0)
 
 
 def test_a_spec_says_how_to_load_and_the_draft_follows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_the_defaults_are_those_of_the_command(options: MethodOptions, draft: st
     given = {name: value for name, value in vars(options).items() if value is not None}
     name, fields = parse("--verify", given.pop("verify", "coupled"), RULES)
     rule = given.pop("decode", name)
-    assert MethodConfig(rule=rule, settings=fields, **given).fit_draft(settings.draft) == settings.method
+    assert MethodConfig.of({"rule": rule, "settings": fields, **given}).fit_draft(settings.draft) == settings.method
 
 
 def test_the_text_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,21 +17,22 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dsbd_cli"
 
 LAYERS = {
-    0: ("errors", "variants", "grammars", "config", "records", "stats", "requests", "_version"),
+    0: ("errors", "variants", "grammars", "token_rules", "config", "records", "stats", "requests", "_version"),
     1: ("core",),
     2: ("drafting", "verify"),
     3: ("models",),
     4: ("decoding",),
-    5: ("metrics", "data", "tasks", "reports", "peers"),
-    6: ("bench", "profiling"),
-    7: ("cli",),
-    8: ("__main__", "__init__"),
+    5: ("dropin", "metrics", "data", "tasks", "reports", "peers", "scale"),
+    6: ("pick",),
+    7: ("bench", "profiling"),
+    8: ("cli", "lm_eval"),
+    9: ("__main__", "__init__"),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 TORCH = ("torch",)
 TRANSFORMERS = ("transformers", "tokenizers", "huggingface_hub", "accelerate", "safetensors")
-WITHOUT_TORCH = {"cli", "data", "tasks", "__init__", "__main__", *LAYERS[0]}
-MAY_USE_TRANSFORMERS = {"models", "peers"}
+WITHOUT_TORCH = {"cli", "data", "pick", "tasks", "__init__", "__main__", *LAYERS[0]}
+MAY_USE_TRANSFORMERS = {"dropin", "lm_eval", "models", "peers"}
 
 WINGS = ("engine", "job", "lab")
 
@@ -104,7 +105,7 @@ def any_faults(package: Path) -> list[str]:
     return [
         f"{path}:{line} imports Any"
         for path in sources(package)
-        if house(path, package) != "models"
+        if house(path, package) not in ("dropin", "models")
         for line, name in imports(path)
         if name == "typing.Any"
     ]
@@ -184,9 +185,12 @@ def test_the_public_names() -> None:
         "RequestResult",
         "RowError",
         "SamplingConfig",
+        "TokenDetail",
         "UnsupportedModelError",
         "UsageError",
         "__version__",
+        "from_models",
+        "generate",
         "load",
     ]
     assert set(dir(dsbd_cli)) >= set(dsbd_cli.__all__)

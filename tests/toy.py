@@ -52,7 +52,7 @@ class _SlotModel:
         """A toy's logits are a function of the path."""
         return True
 
-    def reserve(self, rows: int, slots: int) -> None:
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
         """Own rows x slots; grows only and keeps what is there."""
         old = self._tokens
         rows, slots = max(rows, old.shape[0]), max(slots, old.shape[1])
@@ -82,6 +82,10 @@ class _SlotModel:
     def kv_bytes_per_slot(self) -> int:
         """Eight: one int64 token."""
         return self._tokens.element_size()
+
+    def state_bytes(self, window: int) -> int:
+        """Nothing but tokens."""
+        return 0
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         """Store the tokens, return logits [R, n, V] float32 of what each node sees; None with logits=False."""

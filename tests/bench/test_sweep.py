@@ -38,7 +38,8 @@ def test_records_hold_the_settings_of_a_method_and_nothing_else() -> None:
 
 def test_all_configs_differ() -> None:
     settings = plan(list(METHODS), {}).settings
-    assert len({setting.config for setting in settings}) == len(METHODS)
+    configs = {(one.config, METHODS[one.method].pick, METHODS[one.method].independent) for one in settings}
+    assert len(configs) == len(METHODS)
     assert set(DEFAULT_METHODS) | set(BASELINES) <= set(METHODS)
     assert {axis for method in METHODS.values() for axis in method.axes} <= set(AXES)
 

@@ -1,7 +1,8 @@
 """An engine without a model: prompts say what happens to them. Nothing here imports torch.
 
 `fail` gives an error result, `nan` a broken score, `slow` takes ten minutes of short iterations, `stubborn` a single
-iteration as long, and both say on standard error when they begin and end; `crash` and `no memory` end the run.
+iteration as long, and both say on standard error when they begin and end; `pause` takes a second; `crash` and
+`no memory` end the run, `die` the process.
 FAKE_ROW_S says how long any other row takes, FAKE_LOG_S how often a log line is due, and with FAKE_CLOCK=backwards the
 time of day loses an hour at every look.
 """
@@ -34,7 +35,8 @@ def tell(what: str) -> None:
 class FakeEngine:
     """Answers in input order and reads `batch_size` requests ahead, as the real one does."""
 
-    def __init__(self, method: MethodConfig, batch_size: int, log_steps: bool) -> None:
+    def __init__(self, method: MethodConfig, batch_size: int, log_steps: bool, row_s: float) -> None:
+        self.row_s = row_s
         self.method, self.batch_size, self.log_steps = method, batch_size, log_steps
         self.info, self.stopping, self.steps, self.allowed = None, False, 0, None
 
@@ -47,7 +49,7 @@ class FakeEngine:
     def stop(self) -> None:
         self.stopping = True
 
-    def run(self, requests: Iterable[Request | RowError | None]) -> Iterator[RequestResult]:
+    def run(self, requests: Iterable[Request | RowError | None], *, ordered: bool = True) -> Iterator[RequestResult]:
         batch: list[Request | RowError] = []
         for request in requests:
             if request is not None:
@@ -88,11 +90,15 @@ class FakeEngine:
             raise RuntimeError("a bug\nin two lines")
         if prompt == "no memory":
             raise ModelError("the device is out of memory")
+        if prompt == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if prompt == "pause":
+            time.sleep(1)
         if prompt == "stubborn":
             tell("stubborn begins")
             time.sleep(600)
             tell("stubborn ends")
-        time.sleep(float(os.environ.get("FAKE_ROW_S", "0")))
+        time.sleep(self.row_s)
         logprob = float("nan") if prompt == "nan" else -1.25
         beams = tuple(
             Hypothesis(f"{prompt}!{rank}", (5, 6, 2), "stop", logprob - rank, (logprob - rank) / 3)
@@ -109,8 +115,9 @@ class FakeEngine:
         return stats
 
 
-def fake_load(calls: list[dict[str, object]] | None = None) -> Callable[..., FakeEngine]:
-    """A stand-in for dsbd_cli.engine.decoding.load.load that notes what it was called with."""
+def fake_load(calls: list[dict[str, object]] | None = None, row_s: float | None = None) -> Callable[..., FakeEngine]:
+    """A stand-in for dsbd_cli.engine.decoding.load.load that notes what it was called with. row_s: given where it may
+    be sent to another process, which has another environment."""
 
     def load(target: ModelSpec, draft: ModelSpec | None, **options: object) -> FakeEngine:
         if calls is not None:
@@ -118,7 +125,8 @@ def fake_load(calls: list[dict[str, object]] | None = None) -> Callable[..., Fak
         method, batch_size = options["method"], options["batch_size"]
         assert isinstance(method, MethodConfig)
         assert isinstance(batch_size, int)
-        return FakeEngine(method, batch_size, bool(options["log_steps"]))
+        told = float(os.environ.get("FAKE_ROW_S", "0")) if row_s is None else row_s
+        return FakeEngine(method, batch_size, bool(options["log_steps"]), told)
 
     return load
 
@@ -139,5 +147,7 @@ if __name__ == "__main__":
     if os.environ.get("FAKE_CLOCK") == "backwards":
         moments = count(2_000_000_000, -3600)
         time.time = lambda: float(next(moments))
-    sys.modules[MODULE] = dsbd_cli.engine.decoding.__dict__["load"] = module(fake_load())
+    sys.modules[MODULE] = dsbd_cli.engine.decoding.__dict__["load"] = module(
+        fake_load(row_s=float(os.environ.get("FAKE_ROW_S", "0")))
+    )
     main()

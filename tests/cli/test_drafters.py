@@ -75,7 +75,8 @@ def test_every_drafter_is_settled(dsbd: Dsbd, drafter: str, rule: str) -> None:
     [call] = outcome.loads
     method = call["method"]
     assert method.drafter == drafter
-    assert (method.depth, method.adaptive_depth) == ((4, False) if rule == "rejection" else (8, True))
+    depth = 16 if drafter == "grammar" else 4 if rule == "rejection" else 8
+    assert (method.depth, method.adaptive_depth) == (depth, rule != "rejection")
     pool = drafter.startswith("beam")
     assert method.width == ("threshold" if rule == "rejection" and pool else "fixed")
     assert (call["draft"] is not None) == runs_model(drafter) == method.needs_draft

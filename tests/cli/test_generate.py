@@ -135,6 +135,7 @@ def test_options_reach_the_library(dsbd: Dsbd) -> None:
         "batch_size": 3,
         "log_steps": False,
         "on_too_long": "error",
+        "allow": None,
     }
 
 

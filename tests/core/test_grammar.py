@@ -151,10 +151,14 @@ def test_a_grammar_that_no_token_can_begin() -> None:
 
 
 def test_json_is_written_as_python_writes_it() -> None:
-    """So that what lies between two values is forced, and `x-guidance` of a schema can change it."""
-    schema = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 0}}, "required": ["a", "b"]}
-    state, text = compiler().start(Grammar.json_schema({**schema, "additionalProperties": False})), b""
-    while tokens := state.following(1):
-        text, state = text + LETTERS[tokens[0]], state.after(tokens[0])
-    assert text.decode() == json.dumps({"a": 1, "b": 0})
-    assert state.complete
+    """So that what lies between two values is forced. `x-guidance` of a schema changes it."""
+    values = {"a": {"const": 1}, "b": {"const": 0}}
+    schema = {"type": "object", "properties": values, "required": ["a", "b"], "additionalProperties": False}
+    tight = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+    for given, expected in ((schema, '{"a": 1, "b": 0}'), ({**schema, "x-guidance": tight}, '{"a":1,"b":0}')):
+        state, text = compiler().start(Grammar.json_schema(given)), b""
+        while tokens := state.following(1):
+            text, state = text + LETTERS[tokens[0]], state.after(tokens[0])
+        assert text.decode() == expected
+        assert state.complete
+        assert json.loads(expected) == {"a": 1, "b": 0}

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dsbd_cli.config import SamplingConfig
+from dsbd_cli.grammars import Grammar
 from dsbd_cli.job.records import Row, RowReader
 from dsbd_cli.job.records.forms import UNSUPPORTED
 from dsbd_cli.requests import Request, derive_seed
@@ -18,6 +19,12 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 def line(body: object, url: object = "/v1/chat/completions", **outer: object) -> dict[str, object]:
     return {"custom_id": "x", "method": "POST", "url": url, "body": body, **outer}
+
+
+def formatted(properties: object, **more: object) -> dict[str, object]:
+    """A chat that wants JSON under a schema."""
+    schema = {"type": "object", "properties": properties}
+    return {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, **more}}}
 
 
 def read(row: object, reader: RowReader = RUN) -> Row:
@@ -39,6 +46,24 @@ def test_a_chat() -> None:
     sampling = SamplingConfig(temperature=0.5, top_p=0.9, max_new_tokens=9, n_best=2, stop=("a", "b"))
     assert row.request == Request(id="x", seed=7, messages=({"role": "user", "content": "hi"},), sampling=sampling)
     assert (row.id, row.form, row.metadata, row.warnings) == ("x", "openai-chat", {"k": "v"}, ())
+
+
+def test_a_response_format_is_a_grammar() -> None:
+    properties = {"b": {"type": "string"}, "a": {"type": "integer"}}
+    row = read(line(formatted(properties, strict=True)))
+    assert row.request is not None
+    assert row.request.grammar == Grammar.json_schema({"type": "object", "properties": properties})
+    assert read(line({**CHAT, "response_format": {"type": "json_object"}})).request.grammar == Grammar.json_object()  # type: ignore[union-attr]
+    of_run = replace(RUN, grammar=Grammar.regex("a+"))
+    assert read(line(CHAT), of_run).request.grammar == Grammar.regex("a+")  # type: ignore[union-attr]
+    assert read(line({**CHAT, "response_format": {"type": "text"}}), of_run).request.grammar is None  # type: ignore[union-attr]
+
+
+def test_the_order_of_properties_is_part_of_a_row() -> None:
+    """Answers have the properties in the order of the schema, so another order is another question."""
+    one, other = {"a": {}, "b": {}}, {"b": {}, "a": {}}
+    assert read(line(formatted(one))).key == read(line(formatted(dict(one)))).key
+    assert read(line(formatted(one))).key != read(line(formatted(other))).key
 
 
 def test_a_completion() -> None:
@@ -86,8 +111,20 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     (line({**CHAT, "presence_penalty": 0.1}), "body.presence_penalty is 0.1, which is not supported"),
     (line({**CHAT, "best_of": 4}), "body.best_of is 4, which is not supported (the number of beams is the run's"),
     (line({**CHAT, "echo": True}), "body.echo is true, which is not supported"),
-    (line({**CHAT, "logprobs": 0}), "body.logprobs is 0, which is not supported (a native record has"),
-    (line({**CHAT, "response_format": {"type": "json_object"}}), "body.response_format is {'type': 'json_object'}"),
+    (line({**CHAT, "logprobs": 0}), "body.logprobs is 0, but must be true or false"),
+    (line({"prompt": "p", "logprobs": True}, "/v1/completions"), "body.logprobs is true, but must be an integer"),
+    (line({**CHAT, "logprobs": True, "top_logprobs": 21}), "body.top_logprobs is 21, but must be between 0 and 20"),
+    (line({**CHAT, "top_logprobs": 2}), "body.top_logprobs is 2, but token_logprobs is not asked for"),
+    (line({**CHAT, "response_format": "json"}), "body.response_format is 'json'"),
+    (line({**CHAT, "response_format": {"type": "xml"}}), "body.response_format.type is 'xml', but must be text, json_"),
+    (line({**CHAT, "response_format": {"type": "text", "x": 1}}), "body.response_format.'x' is 1, but only type"),
+    (line({**CHAT, "response_format": {"type": "json_schema"}}), "body.response_format.json_schema is null"),
+    (line(formatted({"a": {"type": "strng"}}, strict=3)), "body.response_format.json_schema.strict is 3"),
+    (
+        line(formatted({"a": {"type": "strng"}})),
+        "body.response_format.json_schema.schema cannot be used: Invalid",
+    ),
+    (line({**formatted({}), "stop": "x"}), "body.stop is ['x'], but a grammar alone says where a text may end"),
 ]
 
 

@@ -27,7 +27,7 @@ from dsbd_cli.job.records import (
     step_records,
     text_record,
 )
-from dsbd_cli.requests import Hypothesis, RequestResult
+from dsbd_cli.requests import Hypothesis, RequestResult, TokenDetail
 from dsbd_cli.stats import DrafterStats, LayerStats, RequestStats, StepStats
 
 METHOD = MethodRecord(MethodConfig(), "t", "d")
@@ -248,3 +248,43 @@ def test_what_does_not_act_does_not_count() -> None:
     second = run_fingerprint(method, RowReader(SamplingConfig(temperature=2, top_k=3), 2, "search", strict=True))
     assert fingerprint_difference(first, second) is None
     assert first["temperature"] is None
+
+
+TOKENS = (
+    TokenDetail(7, b"caf", -0.5, 0, ((7, b"caf", -0.5), (8, b"t", -2.0))),
+    TokenDetail(9, b"\xc3", -0.25, 0, ((9, b"\xc3", -0.25),)),
+    TokenDetail(10, b"\xa9", 0.0, 1),
+    TokenDetail(2, b"", -0.25, 0),
+)
+
+
+def test_token_logprobs_of_a_native_record() -> None:
+    row = row_of(token_logprobs=True, top_logprobs=2)
+    assert row.request is not None
+    assert row.request.sampling.top_logprobs == 2
+    record = orjson.loads(native_record(row, answered(row, token_ids=(7, 9, 10, 2), tokens=TOKENS), METHOD))
+    assert "token_ids" not in record
+    beam = record["beams"][0]
+    assert beam["token_ids"] == [7, 9, 10, 2]
+    assert beam["token_logprobs"] == [-0.5, -0.25, 0.0, -0.25]
+    assert beam["top_logprobs"] == [[[7, -0.5], [8, -2.0]], [[9, -0.25]], [], []]
+
+
+def test_openai_types_parse_the_log_probabilities() -> None:
+    """Without the end token, which is no text; bytes that are half a character stand in `bytes`."""
+    chat = {"messages": [{"role": "user", "content": "p"}], "prompt": None, "logprobs": True, "top_logprobs": 2}
+    row = row_of(**chat)
+    body = orjson.loads(openai_record(row, answered(row, tokens=TOKENS), METHOD))["response"]["body"]
+    found = ChatCompletion.model_validate(body, strict=True).choices[0].logprobs
+    assert found is not None
+    assert found.content is not None
+    assert [item.logprob for item in found.content] == [-0.5, -0.25, 0.0]
+    assert b"".join(bytes(item.bytes or []) for item in found.content).decode() == "caf\u00e9"
+    assert [item.token for item in found.content[0].top_logprobs] == ["caf", "t"]
+    row = row_of(logprobs=2)
+    body = orjson.loads(openai_record(row, answered(row, tokens=TOKENS), METHOD))["response"]["body"]
+    parts = Completion.model_validate(body, strict=True).choices[0].logprobs
+    assert parts is not None
+    assert (parts.token_logprobs, parts.text_offset) == ([-0.5, -0.25, 0.0], [0, 3, 4])
+    assert parts.top_logprobs is not None
+    assert parts.top_logprobs[0] == {"caf": -0.5, "t": -2.0}

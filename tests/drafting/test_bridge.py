@@ -29,7 +29,7 @@ def decode(
     target: str, draft: BridgedDraft | None, rule: str, prompts: list[Any] = PROMPTS, **sampling: Any
 ) -> list[RequestResult]:
     drafting = {"drafter": "bridge", "depth": 4, "width": "fixed"} if draft else {"depth": 0}
-    method = MethodConfig(**{"rule": rule, "num_beams": 3, "depth": 4, **drafting})  # type: ignore[arg-type]
+    method = MethodConfig.of({"rule": rule, "num_beams": 3, "depth": 4, **drafting})
     engine = Engine(TextModel(target), draft, codec(target), method, batch_size=4)
     settings = SamplingConfig(**{"max_new_tokens": 10, "top_k": 10, "n_best": 3, **sampling})
     requests = [
@@ -84,8 +84,8 @@ def test_ids_that_are_no_text() -> None:
     broken = [byte[b"\x99"], byte[b"\xf0"], byte[b"\x9f"]]
     prompts = [(*start, *broken), (0,), (0, end, 0), (*broken[:1],), (*start, 0, *start, end), (*broken[1:],)]
     for rule in ("coupled", "search"):
-        found = decode("byte-level", bridged("byte-level", "other byte-level"), rule, prompts)  # type: ignore[arg-type]
-        assert tokens(found) == tokens(decode("byte-level", None, rule, prompts))  # type: ignore[arg-type]
+        found = decode("byte-level", bridged("byte-level", "other byte-level"), rule, prompts)
+        assert tokens(found) == tokens(decode("byte-level", None, rule, prompts))
 
 
 def test_stop_strings_and_ends() -> None:
@@ -125,7 +125,7 @@ def test_rejection_keeps_the_targets_law() -> None:
     counts = []
     for draft, seed in ((bridged("byte-level", "other byte-level"), 0), (None, 10**6)):
         drafting = {"drafter": "bridge", "depth": 2, "drafts_per_layer": 3} if draft else {"depth": 0}
-        method = MethodConfig(**{"rule": "rejection", "num_beams": 1, "depth": 4, "width": "fixed", **drafting})  # type: ignore[arg-type]
+        method = MethodConfig.of({"rule": "rejection", "num_beams": 1, "depth": 4, "width": "fixed", **drafting})
         engine = Engine(TextModel("byte-level"), draft, codec("byte-level"), method, batch_size=500)
         settings = SamplingConfig(max_new_tokens=2, top_k=4, temperature=2.0)
         requests = (Request(id=str(i), seed=seed + i, prompt="The fo", sampling=settings) for i in range(1500))

@@ -105,7 +105,7 @@ METHODS: list[dict[str, Any]] = [
 def test_texts_and_counters_are_those_of_the_scattered_head(
     method: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = MethodConfig(num_beams=2, drafts_per_layer=6, depth=3, **{"width": "fixed", **method})
+    config = MethodConfig.of({"num_beams": 2, "drafts_per_layer": 6, "depth": 3, "width": "fixed", **method})
     narrow = Narrow(V, 1, noise=0.2)
     wanted = answers(Scattered(V, 1, noise=0.2), config)
     if method["rule"] != "fuzzy" and "ngram" not in method.get("drafter", ""):  # these look at the whole vocabulary

@@ -21,7 +21,7 @@ from dsbd_cli.engine.core.probs import Candidates, LegalTokens, Room, top_candid
 from dsbd_cli.engine.decoding import step as step_module
 from dsbd_cli.engine.decoding.answers import Answer, Catalogue, Compiler
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.models.adapter import CausalForestModel
+from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.errors import UsageError
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.plain import Settings, Step, cold, coupled, decode, sampled
@@ -57,7 +57,7 @@ def catalogue(codec: Any, vocabulary: int, allowed: Sequence[Tokens]) -> Catalog
 def engine(allowed: Sequence[Tokens], *, batch: int = 3, noise: float = 0.5, seed: int = 3, **method: Any) -> Engine:
     method = {"depth": 0, **method}
     target, draft = table_pair(seed, VOCABULARY, noise, {END: 1.0})
-    config = MethodConfig(**{"width": "fixed", **method})
+    config = MethodConfig.of({"width": "fixed", **method})
     found = {"": catalogue(CODEC, VOCABULARY, allowed)} if allowed else {}
     return Engine(target, draft if config.needs_draft else None, CODEC, config, batch_size=batch, catalogues=found)
 
@@ -81,7 +81,7 @@ def test_all_answers_in_the_order_of_their_scores(rule: str) -> None:
         for tokens in allowed
     }
     target, _ = table_pair(3, VOCABULARY, 0.0)
-    method = MethodConfig(rule=rule, num_beams=1000, depth=0)  # type: ignore[arg-type]
+    method = MethodConfig(rule=rule, num_beams=1000, depth=0)
     runner = Engine(target, None, CODEC, method, catalogues={"": catalogue(CODEC, VOCABULARY, allowed)})
     sampling = SamplingConfig(n_best=1000, length_penalty=0.0, top_k=0)
     result = runner.generate(Request(prompt_ids=PROMPT, sampling=sampling), seed=1)
@@ -191,10 +191,10 @@ def test_the_engine_equals_the_plain_decoder(settings: Settings, rule: str) -> N
     for method in ({"depth": 0}, {"depth": 2, "drafts_per_layer": 9}):
         target, draft = table_pair(1, VOCABULARY, 0.7)
         config = MethodConfig(
-            rule=rule,  # type: ignore[arg-type]
+            rule=rule,
             num_beams=settings.width,
             warp_scope=settings.scope,
-            **method,  # type: ignore[arg-type]
+            **method,
         )
         found = {"": catalogue(CODEC, VOCABULARY, allowed)}
         runner = Engine(target, draft if config.needs_draft else None, CODEC, config, catalogues=found)
@@ -218,7 +218,7 @@ def test_law_of_the_answers(rule: str, depth: int) -> None:
     """Chi-square against the enumerated law as in test_law, alpha 1e-5."""
     settings = Settings(width=2, max_new=4, ends=(END,), legal=follows(SMALL))
     target, draft = table_pair(7, 4, 1.0)
-    method = MethodConfig(rule=rule, num_beams=2, depth=depth, drafts_per_layer=4, width="fixed")  # type: ignore[arg-type]
+    method = MethodConfig(rule=rule, num_beams=2, depth=depth, drafts_per_layer=4, width="fixed")
     codec = NumberCodec(4, (END,))
     found = {"": catalogue(codec, 4, SMALL)}
     runner = Engine(target, draft if depth else None, codec, method, batch_size=400, catalogues=found)
@@ -277,7 +277,7 @@ LOOSE: list[dict[str, Any]] = [
     for width in ("fixed", "threshold")
     for scope in ("pool", "beam")
 ]
-LOOSE.append({"rule": "fuzzy", "fuzzy_threshold": 0.5})
+LOOSE.append({"rule": "fuzzy:0.5"})
 
 
 @pytest.mark.parametrize("method", LOOSE, ids=lambda one: "-".join(map(str, one.values())))
@@ -301,7 +301,7 @@ def test_rows_choose_and_rows_without_a_catalogue_stay_free() -> None:
     own = ("3 4 ", "5 ", "5 6 7 ")
     for method in ({"depth": 0}, {"depth": 2, "drafts_per_layer": 10}):
         target, draft = table_pair(3, VOCABULARY, 0.5, {END: 1.0})
-        config = MethodConfig(rule="coupled", **method)  # type: ignore[arg-type]
+        config = MethodConfig.of({"rule": "coupled", **method})
         runner = Engine(
             target,
             draft if config.needs_draft else None,

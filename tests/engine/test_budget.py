@@ -22,9 +22,12 @@ class Sized:
     def kv_bytes_per_slot(self) -> int:
         return 2048
 
+    def state_bytes(self, window: int) -> int:
+        return 1000 + 10 * window
+
 
 def test_rows_are_those_that_fit() -> None:
-    row = 100 * 2 * 2048 + 36 * 1000 * LOGIT_BYTES
+    row = 100 * 2 * 2048 + 36 * 1000 * LOGIT_BYTES + 2 * (1000 + 10 * 3 * 36)
     models = [Sized(), Sized()]
     assert fitting_rows(models, 100, 36, free=int(5.5 * row / SHARE)) == 5  # type: ignore[arg-type]
     assert fitting_rows(models, 100, 36, free=10) == 1  # type: ignore[arg-type]

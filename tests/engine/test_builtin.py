@@ -21,7 +21,7 @@ def records(count: int) -> list[TaskRecord]:
 
 
 def run(count: int, batch_size: int = 8, sampling: dict[str, Any] | None = None, **method: Any) -> list[RequestResult]:
-    config = dsbd_cli.MethodConfig(**{"depth": 4, "width": "fixed", **method})
+    config = dsbd_cli.MethodConfig.of({"depth": 4, "width": "fixed", **method})
     engine = dsbd_cli.load(draft="builtin:draft" if config.depth else None, method=config, batch_size=batch_size)
     settings = dsbd_cli.SamplingConfig(**{"max_new_tokens": NEW, **(sampling or {})})
     rows = [Request(id=r.id, seed=derive_seed(0, r.id), prompt=r.prompt, sampling=settings) for r in records(count)]

@@ -45,7 +45,7 @@ def test_a_good_draft_saves_target_calls() -> None:
 
 def engine(batch_size: int, **method: Any) -> Engine:
     target, draft = table_pair(1, VOCABULARY, 0.7)
-    return Engine(target, draft, NumberCodec(VOCABULARY, (2,)), MethodConfig(**method), batch_size=batch_size)
+    return Engine(target, draft, NumberCodec(VOCABULARY, (2,)), MethodConfig.of(method), batch_size=batch_size)
 
 
 def mixed_rows(**fields: Any) -> list[Request]:

@@ -41,7 +41,7 @@ class PretendedLM(TableLM):
         self.vocab_size, self.device, self.generation = VOCABULARY, DEVICE, 0
         self.release()
 
-    def reserve(self, rows: int, slots: int) -> None:
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
         self.generation += 1
         self.tokens = torch.zeros(rows, slots, dtype=torch.int64, device=DEVICE)
 
@@ -132,7 +132,7 @@ CASES: list[dict[str, Any]] = [
 def test_everything_is_on_the_models_device(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     captured = "captured" in case
     case = {name: value for name, value in case.items() if name != "captured"}
-    method = MethodConfig(num_beams=3, drafts_per_layer=4, depth=2, **{"width": "fixed", **case})
+    method = MethodConfig.of({"num_beams": 3, "drafts_per_layer": 4, "depth": 2, "width": "fixed", **case})
     reports = reports_of(method, monkeypatch)
     with pretend():
         draft = PretendedLM() if method.needs_draft else None

@@ -94,7 +94,7 @@ def make_engine(
 ) -> Engine:
     if "retrieval" in options.get("drafter", ""):
         options = {**options, "index": index}
-    config = MethodConfig(**{"num_beams": 3, "depth": 4, "width": "fixed", **options, **method})
+    config = MethodConfig.of({"num_beams": 3, "depth": 4, "width": "fixed", **options, **method})
     target, draft = table_pair(seed, vocabulary, noise)
     codec = NumberCodec(vocabulary, ends)
     return Engine(target, draft if config.needs_draft else None, codec, config, batch_size=batch_size)

@@ -28,12 +28,12 @@ VOCABULARY = 12
 
 def engine(rule: str = "coupled", eos: tuple[int, ...] = (2,), batch_size: int = 4, **method: object) -> Engine:
     target, draft = table_pair(1, VOCABULARY, 0.5)
-    config = MethodConfig(**{"rule": rule, "depth": 4, "width": "fixed", **method})  # type: ignore[arg-type]
+    config = MethodConfig.of({"rule": rule, "depth": 4, "width": "fixed", **method})
     return Engine(target, draft if config.depth else None, NumberCodec(VOCABULARY, eos), config, batch_size=batch_size)
 
 
 def requests(count: int, **sampling: object) -> list[Request]:
-    config = SamplingConfig(**{"max_new_tokens": 10, **sampling})  # type: ignore[arg-type]
+    config = SamplingConfig(**{"max_new_tokens": 10, **sampling})
     return [Request(id=str(i), seed=i, prompt_ids=(1 + i % 4, i % 5), sampling=config) for i in range(count)]
 
 
@@ -179,10 +179,10 @@ class Cramped(TableLM):
     room = 2
     error: RuntimeError = torch.OutOfMemoryError()
 
-    def reserve(self, rows: int, slots: int) -> None:
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
         if rows > self.room:
             raise self.error
-        super().reserve(rows, slots)
+        super().reserve(rows, slots, window)
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         if not logits and (batch.tokens[:, 0] == 9).any():

@@ -58,7 +58,7 @@ def laws(layer: Layer, row: int, law: str) -> tuple[dict[Pair, float], dict[Pair
 def test_divergence_equals_its_oracle(settings: tuple[float, int, float, float], law: str, name: str) -> None:
     layer = random_layer(Fuzzy(0.1), 40, 5, settings)
     assert layer.view.drafts is not None
-    found = layer_divergence(layer.view, layer.view.drafts, name, law)  # type: ignore[arg-type]
+    found = layer_divergence(layer.view, layer.view.drafts, name, law)
     for row in range(40):
         assert float(found[row]) == pytest.approx(oracle_divergence(*laws(layer, row, law), name), rel=1e-4, abs=1e-5)
 
@@ -66,7 +66,7 @@ def test_divergence_equals_its_oracle(settings: tuple[float, int, float, float],
 @pytest.mark.parametrize("settings", WARPED)
 @pytest.mark.parametrize("fallback", ["target", "strict"])
 def test_fuzzy_equals_its_oracle(settings: tuple[float, int, float, float], fallback: str) -> None:
-    rule = Fuzzy(0.2, divergence="js", fallback=fallback, law="raw")  # type: ignore[arg-type]
+    rule = Fuzzy(0.2, divergence="js", fallback=fallback, law="raw")
     layer = random_layer(rule, ROWS, 8, settings)
     view = layer.view
     view.logprob = view.logprob.clamp(min=-50)  # no token is impossible: which ones are is no business of this rule

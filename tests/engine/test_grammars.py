@@ -67,7 +67,7 @@ def legal_rows(seed: int, pattern: str) -> Rows:
 
 def engine(*, noise: float = 0.7, seed: int = 3, batch: int = 3, **method: Any) -> Engine:
     target, draft = table_pair(seed, V, noise)
-    config = MethodConfig(**{"depth": 0, "width": "fixed", **method})
+    config = MethodConfig.of({"depth": 0, "width": "fixed", **method})
     return Engine(target, draft if config.needs_draft else None, LetterCodec(), config, batch_size=batch)
 
 
@@ -81,13 +81,11 @@ def request(pattern: str | None, seed: int = 0, **sampling: Any) -> Request:
 PATTERNS = ["a(b|cc)[de]?", "[abcde]{0,5}", "(ab|ba){1,2}c?", "abc(d|e)", "a?b?c?d?e?", "(abcde|abc|a)"]
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", [pattern for pattern in PATTERNS if len(language(pattern)) < 1000])
 def test_search_gives_all_texts_in_the_order_of_their_scores(pattern: str) -> None:
     """W = all texts: each comes out once, with the log-probability of direct scoring."""
     rows = table_rows(3, V)
-    texts = language(pattern) if pattern != PATTERNS[1] else frozenset()
-    if not texts:
-        pytest.skip("4,000 texts: see the next test")
+    texts = language(pattern)
     scores = {text: sum(rows(text[:at])[token] for at, token in enumerate(text)) for text in texts}
     result = engine(rule="search", num_beams=len(texts)).generate(
         request(pattern, n_best=len(texts), length_penalty=0.0), seed=1
@@ -184,11 +182,11 @@ def test_the_same_text_with_any_draft_and_batch(rule: str) -> None:
         assert told(list(engine(rule=rule, num_beams=3, batch=5, **method).run(asked))) == plain, method
 
 
-@pytest.mark.parametrize("rule", ["search", "coupled", "rejection", "with-replacement"])
-@pytest.mark.parametrize("width", ["fixed", "threshold"])
+@pytest.mark.parametrize(
+    ("rule", "width"),
+    [("search", "fixed"), *itertools.product(("coupled", "rejection", "with-replacement"), ("fixed", "threshold"))],
+)
 def test_what_stopped_matches_and_what_was_cut_says_so(rule: str, width: str) -> None:
-    if rule == "search" and width == "threshold":
-        pytest.skip("search has fixed width")
     asked = several(50, max_new_tokens=5, n_best=3)
     reasons = set()
     runner = engine(rule=rule, num_beams=3, depth=2, drafts_per_layer=6, width=width)

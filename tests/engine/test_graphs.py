@@ -45,7 +45,9 @@ class FakeRecorder:
 
 def decode(graphs: IterationGraphs | None, rule: str, **method: object) -> list[list[tuple[int, ...]]]:
     target, draft = table_pair(1, VOCABULARY, 0.4)
-    config = MethodConfig(rule, 3, 8, 3, **{"width": "fixed", **method})  # type: ignore[arg-type]
+    config = MethodConfig.of(
+        {"rule": rule, "num_beams": 3, "drafts_per_layer": 8, "depth": 3, "width": "fixed", **method}
+    )
     engine = Engine(target, draft, NumberCodec(VOCABULARY, (2,)), config, batch_size=4)
     engine._stepper.graphs = graphs
     texts = []
@@ -164,7 +166,7 @@ def test_the_captured_path_ran_and_gave_the_same_texts(rule: str) -> None:
 
     texts = []
     for captured in (False, True):
-        method = MethodConfig(rule=rule, num_beams=4, drafts_per_layer=8, depth=3, width="fixed")  # type: ignore[arg-type]
+        method = MethodConfig(rule=rule, num_beams=4, drafts_per_layer=8, depth=3, width="fixed")
         engine = load(ModelSpec("builtin:target", device="cuda"), method=method, batch_size=4)
         if not captured:
             engine._stepper.graphs = None

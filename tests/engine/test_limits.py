@@ -20,7 +20,7 @@ VOCABULARY = 12
 
 def engine(depth: int, batch_size: int = 4, rule: str = "coupled", drafts: int = 4) -> Engine:
     target, draft = table_pair(1, VOCABULARY, 0.5)
-    method = MethodConfig(rule=rule, num_beams=3, drafts_per_layer=drafts, depth=depth)  # type: ignore[arg-type]
+    method = MethodConfig(rule=rule, num_beams=3, drafts_per_layer=drafts, depth=depth)
     return Engine(target, draft, NumberCodec(VOCABULARY, (2,)), method, batch_size=batch_size)
 
 
@@ -94,7 +94,7 @@ class Huge(TableLM):
 def huge(**method: object) -> Engine:
     target = Huge(torch.zeros(VOCABULARY, VOCABULARY, VOCABULARY))
     draft = target if method.get("depth") else None
-    return Engine(target, draft, NumberCodec(VOCABULARY), MethodConfig(**method))  # type: ignore[arg-type]
+    return Engine(target, draft, NumberCodec(VOCABULARY), MethodConfig.of(method))
 
 
 def test_a_method_that_fits_into_no_memory_is_told_before_anything_is_allocated() -> None:

@@ -20,7 +20,7 @@ VOCABULARY = 12
 
 def engine(batch_size: int = 4, eos: tuple[int, ...] = (2,), **method: object) -> Engine:
     target, draft = table_pair(1, VOCABULARY, 0.5)
-    config = MethodConfig(**{"depth": 4, "width": "fixed", **method})  # type: ignore[arg-type]
+    config = MethodConfig.of({"depth": 4, "width": "fixed", **method})
     return Engine(target, draft, NumberCodec(VOCABULARY, eos), config, batch_size=batch_size)
 
 
@@ -139,7 +139,7 @@ def test_search_finds_all_beams_when_many_tokens_complete_a_stop(beams: int) -> 
     settings = {"max_new_tokens": 10, "n_best": beams}
 
     def run(codec: NumberCodec, stop: tuple[str, ...]) -> list[list[tuple[int, ...]]]:
-        sampling = SamplingConfig(stop=stop, **settings)  # type: ignore[arg-type]
+        sampling = SamplingConfig(stop=stop, **settings)
         rows = (Request(id=str(i), seed=i, prompt_ids=(i % 24, i % 7), sampling=sampling) for i in range(30))
         return [[h.token_ids for h in r.hypotheses] for r in Engine(target, draft, codec, config).run(rows)]
 

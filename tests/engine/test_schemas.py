@@ -55,7 +55,7 @@ class Bytes:
 def test_what_stopped_is_valid(method: dict[str, Any]) -> None:
     made = schemas(200)[:: 1 if method.get("drafter") else 8]
     target, draft = HashModel(len(TOKENS), 1), HashModel(len(TOKENS), 1, noise=0.5)
-    config = MethodConfig(num_beams=4, **method)
+    config = MethodConfig.of({"num_beams": 4, **method})
     engine = Engine(target, draft if config.needs_draft else None, Bytes(), config, batch_size=20)
     sampling = SamplingConfig(max_new_tokens=200, n_best=4, temperature=1.0)
     asked = [

@@ -49,7 +49,7 @@ class FallbackCodec(BytesCodec):
 
 def make(codec: NumberCodec, noise: float = 0.5, batch_size: int = 5, target: Any = None, **method: Any) -> Engine:
     big, small = table_pair(3, VOCABULARY, noise, ends={2: -1.0})
-    config = MethodConfig(**{"num_beams": 3, "depth": 3, **method})
+    config = MethodConfig.of({"num_beams": 3, "depth": 3, **method})
     return Engine(target or big, small if config.needs_draft else None, codec, config, batch_size=batch_size)
 
 
@@ -132,7 +132,7 @@ def test_a_finished_hypothesis_holds_back_what_it_does_not_share() -> None:
     target, draft = table_pair(3, VOCABULARY, 0.5, ends={2: 2.5})
     late = 0
     for rule in ("coupled", "search", "rejection"):
-        method = MethodConfig(rule=rule, num_beams=3, depth=2)  # type: ignore[arg-type]
+        method = MethodConfig(rule=rule, num_beams=3, depth=2)
         engine = Engine(target, draft, NumberCodec(VOCABULARY, (2,)), method)
         for seed in range(6):
             asked = requests(20, max_new_tokens=12, n_best=3)

@@ -27,7 +27,7 @@ class TableLM:
         self.device = torch.device("cpu")
         self.tokens = torch.zeros(0, 0, dtype=torch.int64)
 
-    def reserve(self, rows: int, slots: int) -> None:
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
         self.generation += 1
         old, self.tokens = self.tokens, torch.zeros(rows, slots, dtype=torch.int64)
         if old.shape[0] == rows:
@@ -59,6 +59,9 @@ class TableLM:
         self.tokens = torch.zeros(0, 0, dtype=torch.int64)
 
     def kv_bytes_per_slot(self) -> int:
+        return 0
+
+    def state_bytes(self, window: int) -> int:
         return 0
 
 

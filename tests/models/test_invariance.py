@@ -44,6 +44,22 @@ def test_bits_do_not_depend_on_the_company(name: str, dtype: torch.dtype) -> Non
     assert is_invariant(wide(name, dtype))
 
 
+RECURRENT_SIZES: dict[str, dict[str, Any]] = {
+    "mamba2": {"hidden_size": 128, "num_heads": 16, "head_dim": 16, "expand": 2},
+    "lfm2": {"hidden_size": 128, "intermediate_size": 192},
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT_SIZES)
+def test_recurrent_layers_keep_their_bits(name: str) -> None:
+    """Guards states against the times at which the trunk was folded, which depend on the drafts."""
+    model = build(name, **RECURRENT_SIZES[name])
+    pack(model)
+    forest = CausalForestModel(model, name)
+    forest.keep_states_in(torch.float64)
+    assert is_invariant(forest)
+
+
 @pytest.mark.parametrize("name", ["llama one kv head", "gpt2", "gemma2 window", "gemma3 window"])
 def test_bits_do_not_depend_on_any_company(name: str) -> None:
     """Guards what the few companies at load do not meet: odd numbers of nodes, rows and slots."""
@@ -113,7 +129,7 @@ def test_parts_give_what_the_fused_kernel_gives() -> None:
 
 def texts(target: ForestModel, draft: ForestModel | None, codec: Any, batch: int, **method: Any) -> list[Any]:
     """Ids and log-probabilities of all hypotheses, to the last bit."""
-    engine = Engine(target, draft, codec, MethodConfig(**method), batch_size=batch)
+    engine = Engine(target, draft, codec, MethodConfig.of(method), batch_size=batch)
     prompt = "schema: road ( road_id, forest_id, late_area ); forest ( forest_id, first_street )\nquestion: find "
     requests = [
         Request(

@@ -229,7 +229,7 @@ def test_end_tokens(checkpoint: Path) -> None:
     """Guards chat models, which end in one of several tokens that only the generation settings name."""
     model, tokenizer = load(ModelSpec(str(checkpoint), device="cpu"))
     model.generation_config.eos_token_id = [5, 2, 5]
-    assert eos_ids(model, tokenizer) == (5, 2)
+    assert eos_ids(model, tokenizer) == (2, 5), "the tokenizer's own stands first"
     model.generation_config.eos_token_id = None
     model.config.eos_token_id = 7
     assert eos_ids(model, tokenizer) == (7,)

@@ -82,7 +82,9 @@ def test_the_written_head_is_small(tmp_path: Path) -> None:
 
 
 def outputs(pair: Any, rule: str, **method: Any) -> list[list[tuple[int, ...]]]:
-    config = MethodConfig(rule=rule, num_beams=3, drafts_per_layer=6, depth=3 if pair.draft else 0, **method)  # type: ignore[arg-type]
+    config = MethodConfig.of(
+        {"rule": rule, "num_beams": 3, "drafts_per_layer": 6, "depth": 3 if pair.draft else 0, **method}
+    )
     engine = Engine(pair.target, pair.draft, pair.codec, config, batch_size=4)
     requests = (
         Request(
@@ -114,7 +116,7 @@ def test_rejection_keeps_the_targets_law(tmp_path: Path) -> None:
     4000 requests, 3 kept ids of 6 probable ones; chi-squared with 5 degrees of freedom, false alarms below 1e-5."""
     folder = save(tmp_path / "full")
     pair = load_pair(spec(folder, "target"), None)
-    first = torch.log_softmax(one_forward(pair.target, [1, 5])[-1], -1)  # type: ignore[arg-type]
+    first = torch.log_softmax(one_forward(pair.target, [1, 5])[-1], -1)
     best = first.topk(6)
     wanted = best.values.softmax(0)
     trim(spec(folder), tmp_path / "small", Counter({int(i): 1 for i in best.indices[[0, 2, 5]]}), size=6)

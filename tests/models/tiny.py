@@ -92,30 +92,191 @@ UNFIT: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 2048,
         },
     ),
-    "mamba": ("MambaConfig", {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+    "recurrent-gemma": ("RecurrentGemmaConfig", {**GROUPED, "num_hidden_layers": 3, "lru_width": 32}),
+    "rwkv": ("RwkvConfig", {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "context_length": 64}),
+    "minimax": ("MiniMaxConfig", {**HEAD, "layer_types": ["linear_attention", "full_attention"]}),
+}
+
+THREE = {**GROUPED, "num_hidden_layers": 3}
+ALTERNATING = ["linear_attention", "full_attention", "linear_attention"]
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+DELTA = {
+    **THREE,
+    "head_dim": 8,
+    "layer_types": ALTERNATING,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+CONV = {**THREE, "layer_types": ["conv", "full_attention", "conv"]}
+MAMBA = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 8}
+
+# Layers that carry a state, alone or beside attention.
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba2": (
+        "Mamba2Config",
+        {
+            **MAMBA,
+            "state_size": 16,
+            "num_heads": 8,
+            "head_dim": 8,
+            "expand": 2,
+            "n_groups": 2,
+            "chunk_size": 8,
+            "conv_kernel": 4,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "bamba": ("BambaConfig", {**THREE, **MAMBA2, "attn_layer_indices": [1]}),
+    "falcon-h1": ("FalconH1Config", {**THREE, **MAMBA2, "mamba_d_ssm": 64, "head_dim": 8}),
+    "granite-hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **THREE,
+            **MAMBA2,
+            "layer_types": ALTERNATING,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "shared_intermediate_size": 32,
+        },
+    ),
+    "nemotron-h": (
+        "NemotronHConfig",
+        {
+            **THREE,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "conv_kernel": 4,
+            "chunk_size": 8,
+            "head_dim": 8,
+            "layers_block_type": ["mamba", "attention", "mamba"],
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+        },
+    ),
+    "zamba2": (
+        "Zamba2Config",
+        {
+            **THREE,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "mamba_d_state": 16,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 2,
+            "mamba_d_conv": 4,
+            "chunk_size": 8,
+            "num_mem_blocks": 1,
+            "use_mem_rope": True,
+            "attention_hidden_size": 64,
+            "hybrid_layer_ids": [1, 3],
+        },
+    ),
+    "qwen3-next": ("Qwen3NextConfig", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16}),
+    "qwen3.5": ("Qwen3_5TextConfig", DELTA),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16}),
+    "olmo-hybrid": ("OlmoHybridConfig", DELTA),
+    "kimi-linear": (
+        "KimiLinearConfig",
+        {
+            **THREE,
+            "num_key_value_heads": 4,
+            "layer_types": ALTERNATING,
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+            "linear_conv_kernel_dim": 4,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "bailing-hybrid": (
+        "BailingHybridConfig",
+        {
+            **THREE,
+            "num_key_value_heads": 4,
+            "layer_types": ALTERNATING,
+            "head_dim": 8,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 16,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "lfm2": ("Lfm2Config", {**CONV, "block_auto_adjust_ff_dim": False}),
+    "lfm2-moe": ("Lfm2MoeConfig", {**CONV, **EXPERTS, "num_dense_layers": 1}),
+    "lfm3": ("Lfm3Config", CONV),
+    "mamba": ("MambaConfig", MAMBA),
+    "falcon-mamba": ("FalconMambaConfig", MAMBA),
     "jamba": (
         "JambaConfig",
         {
-            **GROUPED,
-            "attn_layer_period": 2,
+            **THREE,
+            "attn_layer_period": 3,
             "attn_layer_offset": 1,
             "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 2,
+            "mamba_d_state": 8,
+            "use_mamba_kernels": False,
         },
     ),
-    "qwen3-next": ("Qwen3NextConfig", {**HEAD, "layer_types": ["linear_attention", "full_attention"]}),
+    "zamba": (
+        "ZambaConfig",
+        {
+            **THREE,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 6,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 2,
+            "layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid", "mamba"],
+            "n_mamba_heads": 2,
+            "mamba_d_state": 8,
+            "use_mamba_kernels": False,
+            "attention_hidden_size": 64,
+        },
+    ),
 }
 
 
 def build(name: str, *, attention: str | None = None, seed: int = 0, **changes: Any) -> Any:
     """A random model of a family in evaluation mode, with weights large enough that a wrong mask shows."""
-    kind, settings = {**FIT, **UNFIT}[name]
+    kind, settings = {**FIT, **UNFIT, **RECURRENT}[name]
     config = getattr(transformers, kind)(**{**settings, **changes})
     torch.manual_seed(seed)
     wants = {} if attention is None else {"attn_implementation": attention}
     model = transformers.AutoModelForCausalLM.from_config(config, **wants).eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.data.normal_(0, 0.15)
+    for key, parameter in model.named_parameters():
+        if parameter.ndim > 1 and "A_log" not in key:
+            parameter.data.normal_(0, 0.5 if "conv" in key else 0.15)
     return model.requires_grad_(False)
 
 

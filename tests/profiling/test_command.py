@@ -20,6 +20,7 @@ from dsbd_cli.job.cli.settings import run_settings
 from dsbd_cli.lab.profiling.budget import Budget
 from dsbd_cli.lab.reports import profile_tables
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
+from dsbd_cli.variants import MIN_WIDTH
 from tests.engine.toys import NumberCodec, TableLM
 from tests.profiling.conftest import VOCABULARY, Outcome
 
@@ -315,7 +316,7 @@ def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions
     assert found.depth == setting.depth
     if setting.depth:
         assert found.drafts_per_layer == setting.drafts_per_layer
-        assert setting.min_width is None or (found.width, found.min_width) == ("threshold", setting.min_width)
+        assert setting.min_width is None or (found.width, found.value(MIN_WIDTH)) == ("threshold", setting.min_width)
     assert found.rule == (given.verify or "coupled")
     assert ("--memory-saving" in words) == bool(given.memory_saving)
 

@@ -210,7 +210,7 @@ def test_every_json_line_is_complete_by_itself() -> None:
 
 def test_settings_that_do_not_act_are_null() -> None:
     def written(**changed: object) -> dict[str, object]:
-        config = MethodConfig(**changed)  # type: ignore[arg-type]
+        config = MethodConfig.of(changed)
         one = dataclasses.replace(row("sql", "greedy", 0), settings=Setting("greedy", "", config).fields())
         found: dict[str, object] = json.loads(json_lines(BenchReport([one], {}, {})))["settings"]
         return found

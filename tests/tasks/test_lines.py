@@ -86,7 +86,9 @@ def test_every_task_opens_by_its_name(tmp_path: Path) -> None:
         "squad": DATA / "squad-v1.json",
         "spider": DATA / "spider",
         "mt-bench": DATA / "question.jsonl",
-        "jsonl": write(tmp_path, {"prompt": "a"}),
+        **dict.fromkeys(
+            ("jsonl", "translation", "summary", "words"), write(tmp_path, {"prompt": "a", "reference": "b"})
+        ),
     }
     for name in TASK_NAMES:
         dataset = open_dataset(name, paths.get(name), seed=0)
@@ -143,3 +145,26 @@ def test_dev_records_from_a_file_of_their_own_are_left_apart(tmp_path: Path) -> 
     assert (found.name, found.dev.name, found.notes) == ("jsonl", "jsonl dev", ())
     with pytest.raises(UsageError, match="makes its own records"):
         open_dataset("qa", None, 0, paths[0])
+
+
+def test_answers_are_scored_by_the_libraries_of_papers(tmp_path: Path) -> None:
+    """Guards a score that is upside down, or of another scale."""
+    data = write(tmp_path, {"prompt": "a", "reference": "the cat sat on the mat"})
+    wanted = {
+        "translation": ("chrF", "BLEU"),
+        "summary": ("ROUGE-1", "ROUGE-2", "ROUGE-L"),
+        "words": ("1 - WER",),
+    }
+    for name, metrics in wanted.items():
+        dataset = open_dataset(name, data, seed=0)
+        record = next(iter(dataset.records()))
+        assert dataset.metrics == metrics
+        assert dataset.score(record, record.reference) == pytest.approx(dict.fromkeys(metrics, 1.0))
+        assert all(value < 0.2 for value in dataset.score(record, "zzz").values())
+        half = dataset.score(record, "the cat sat on a rug")
+        assert all(0.2 < value < 0.9 for value in half.values())
+
+
+def test_a_task_with_scores_needs_references(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="task words scores against a reference"):
+        open_dataset("words", write(tmp_path, {"prompt": "a"}), seed=0)

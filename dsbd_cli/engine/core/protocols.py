@@ -5,13 +5,16 @@ Shape letters: R requests (rows), n nodes in one forward, S active cache slots, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-__all__ = ["ForestInput", "ForestModel", "TextCodec"]
+from dsbd_cli.requests import Request
+
+__all__ = ["ForestInput", "ForestModel", "SourceCodec", "SourceModel", "SourceRequest", "TextCodec"]
 
 
 @dataclass(slots=True)
@@ -32,7 +35,8 @@ class ForestInput:
             all of them, windows aside. Where given, the logits of a node must not depend on anything but its path: not
             on the other nodes, the slots, the other rows or how many there are. None: speed comes first.
         tail: T, how many slots from there on a row may use at most; of use with `settled` only.
-        chain: a prefill. The real nodes of a row follow one another, and each sees all before it.
+        chain: a prefill. The real nodes of a row stand first, follow one another from the row's trunk on, and each sees
+            all before it; they join the trunk.
     """
 
     tokens: Tensor
@@ -100,10 +104,13 @@ class ForestModel(Protocol):
         is token v."""
         ...
 
-    def reserve(self, rows: int, slots: int) -> None:
-        """Own cache memory for `rows` x `slots` (the last slot is the trash slot). Called again with more slots, it
-        keeps the
-        contents of all slots except the old trash slot."""
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
+        """Own cache memory for `rows` x `slots` (the last slot is the trash slot). Called again with more, it keeps the
+        contents of all slots except the old trash slot.
+
+        window: most slots that a row holds past its trunk, nodes of a forward included; None: any. Recurrent layers go
+        by it.
+        """
         ...
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
@@ -115,7 +122,8 @@ class ForestModel(Protocol):
         """Copy cache contents slot by slot within each row: source, target [R, T] int64. All reads happen before any
         write. Pairs with source == target are no-ops; several padding pairs may aim at the trash slot.
 
-        trunk: [R] int64, leading slots that all live beams share from now on. They never move again.
+        trunk: [R] int64, leading slots that all live beams share from now on, of those that this model has run. They
+        never move again, so that recurrent layers may take them into one state.
         """
         ...
 
@@ -133,6 +141,34 @@ class ForestModel(Protocol):
 
     def kv_bytes_per_slot(self) -> int:
         """Bytes of keys and values that one token holds over all layers; 0 for models without a cache."""
+        ...
+
+    def state_bytes(self, window: int) -> int:
+        """Bytes that a row holds whatever its length, with so many slots past its trunk; 0 without recurrent layers."""
+        ...
+
+
+@runtime_checkable
+class SourceModel(ForestModel, Protocol):
+    """What a ForestModel of an encoder and a decoder has beside: it reads a source once, and the forest answers it."""
+
+    @property
+    def max_source(self) -> int | None:
+        """Tokens of a source at most; None when unbounded."""
+        ...
+
+    @property
+    def source_vocab_size(self) -> int:
+        """Token ids that a source may hold are below this."""
+        ...
+
+    def encode(self, rows: Sequence[int], sources: Sequence[Tensor]) -> None:
+        """Read the sources of cache rows: token ids [Z] int64, or features [bins, frames]. It comes before the first
+        forward of a row; select_rows and clear move and forget a source with its row."""
+        ...
+
+    def source_bytes(self, source: Tensor) -> int:
+        """Bytes of memory that a row holds for this source."""
         ...
 
 
@@ -163,4 +199,33 @@ class TextCodec(Protocol):
 
     def token_bytes(self) -> list[bytes]:
         """For every token id the bytes it adds to the text in mid-sentence; empty for special tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRequest:
+    """A request to a model with an encoder.
+
+    Attributes:
+        source: token ids [Z] int64, or features [bins, frames] float32.
+        prompt: tokens that the decoder begins with. prefix: how many of the last of them are text of the answer.
+        forced: token that has to follow the prompt, in place of the checkpoint's own; None: no other.
+    """
+
+    source: Tensor
+    prompt: list[int]
+    prefix: int = 0
+    forced: int | None = None
+
+
+@runtime_checkable
+class SourceCodec(TextCodec, Protocol):
+    """What a TextCodec of a model with an encoder has beside."""
+
+    def source(self, request: Request) -> SourceRequest:
+        """What a request is to encoder and decoder. Raises RowError where it cannot be answered."""
+        ...
+
+    def cut(self, source: Tensor, room: int) -> Tensor | None:
+        """A source of at most `room` tokens, cut on its left; None where that cannot be."""
         ...

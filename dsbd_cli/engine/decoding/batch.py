@@ -6,13 +6,16 @@ Letters: R rows, S cache slots, D layers, K drafts per layer, N = W + D*K nodes 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
 
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.beams import fit_window
 from dsbd_cli.engine.core.grammar import GrammarTable
 from dsbd_cli.engine.core.legal import FREE
 from dsbd_cli.engine.core.stops import StopTable
+from dsbd_cli.engine.core.token_rules import RuleTable
 from dsbd_cli.engine.decoding.answers import RowTries
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.devices import current
@@ -21,6 +24,7 @@ from dsbd_cli.engine.decoding.planner import Reading, Shape, deepest
 from dsbd_cli.engine.decoding.state import BatchState
 from dsbd_cli.engine.decoding.step import Plan
 from dsbd_cli.engine.decoding.timing import PhaseTimer
+from dsbd_cli.engine.drafting.beam import MERGED_LAG
 from dsbd_cli.engine.drafting.text import Prompts
 
 __all__ = ["Batch", "most_steps"]
@@ -47,6 +51,7 @@ class Batch:
         caches: Caches,
         stops: StopTable,
         tries: RowTries,
+        rules: RuleTable,
         grammars: GrammarTable,
         *,
         keep_text: bool,
@@ -54,7 +59,7 @@ class Batch:
         """keep_text: the drafter reads prompts, so they stay on the device."""
         self.jobs: list[Job | None] = [None] * rows
         self._method, self._caches, self._stops, self._keep_text = method, caches, stops, keep_text
-        self._tries, self._grammars, self._legal = tries, grammars, [FREE] * rows
+        self._tries, self._grammars, self._rules, self._legal = tries, grammars, rules, [FREE] * rows
         self._empty = True
 
     @property
@@ -87,12 +92,17 @@ class Batch:
         self._grow(slots + nodes + 1)
         for row in new:
             self._caches.clear(row)
+        self._caches.encode(_sources(new), draft=False)
         self._caches.prefill_target({row: job.prompt for row, job in new.items()})
         for row, job in new.items():
             sampling = job.request.sampling
             stop = self._stops.start(sampling.stop)
             self._legal[row] = self._begin(job)
+            self._rules.begin(row, job.rules, job.prompt, sampling.max_new_tokens)
             self.state.admit(row, job.prompt, job.request.seed, stop, sampling, self._legal[row])
+            if self.state.prompts is not None and job.source is not None and not job.source.is_floating_point():
+                # an answer that copies its source goes on behind the decoder's first tokens as the source begins
+                self.state.prompts.put(row, [*job.prompt, *job.source.tolist(), *job.prompt])
 
     def _begin(self, job: Job) -> int:
         """The state in which what may be answered begins."""
@@ -104,8 +114,9 @@ class Batch:
         """Memory for a batch that begins."""
         self._stops.forget()
         self._tries.forget()
+        self._rules.allocate(len(self.jobs))
         rows, device, caches = len(self.jobs), self._caches.target.device, self._caches
-        caches.reserve(rows, slots)
+        caches.reserve(rows, slots, nodes)
         self.state = BatchState.empty(self._method, rows, caches.slots, caches.round_window(nodes), history, device)
         if self._keep_text:
             self.state.prompts = Prompts.empty(rows, device)
@@ -130,17 +141,33 @@ class Batch:
 
     def read_prompts(self, timer: PhaseTimer) -> None:
         """The draft model, if there is one, reads the prompts of rows that are about to draft for the first time. A
-        row that never drafts costs nothing. timer: gets a lap `read` if there are any."""
+        row that never drafts costs nothing. A recurrent one reads the text that was generated while it rested, too.
+        timer: gets a lap `read` if there are any."""
         draft = self._caches.draft
         new = [(row, job) for row, job in self.running if not job.prefilled]
-        if draft is None or not new:
+        late = self._late()
+        if draft is None or not (new or late):
             return
         with current(draft.device):
             timer.start()
+            self._caches.encode(_sources(dict(new)), draft=True)
             self._caches.prefill_draft({row: job.prompt for row, job in new})
+            for _, job in new:
+                job.prefilled = True
+            late = self._late()
+            if late:
+                drafted, trunk = [job.drafted for _, job in late], [job.trunk for _, job in late]
+                self._caches.catch_up([row for row, _ in late], self.state.table.tokens, drafted, trunk)
             timer.lap("read")
-        for _, job in new:
-            job.prefilled = True
+        for row, job in late:
+            job.drafted = job.trunk
+            self.state.table.drafted[row] = job.trunk
+
+    def _late(self) -> list[tuple[int, Job]]:
+        """Rows whose trunk a recurrent draft model has rested through: it reads that part as it reads a prompt."""
+        if not self._caches.lagging:
+            return []
+        return [(row, job) for row, job in self.running if job.trunk - job.drafted > MERGED_LAG]
 
     def plan(self, shape: Shape, reading: Reading, *, narrow: bool) -> Plan:
         """Static shapes of the next iteration, with cache slots and a tail window for its nodes. narrow: a first
@@ -153,6 +180,8 @@ class Batch:
         used = max(job.used for job in running) + nodes
         self._grow(used + 1)
         tail = max(job.used - job.trunk for job in running) + nodes
+        held = (min(job.trunk, job.drafted) if shape.depth and caches.lagging else job.trunk for job in running)
+        caches.hold(self.state.rows, max(job.used - start for job, start in zip(running, held, strict=True)) + nodes)
         self.state.beams.ancestors = fit_window(self.state.beams.ancestors, caches.round_window(tail))
         active = min(caches.round_slots(used), caches.slots - 1)
         idle = not shape.depth and all(job.drafted <= job.trunk for job in running)
@@ -186,4 +215,10 @@ class Batch:
         self.jobs = [self.jobs[row] for row in taken]
         self._legal = [self._legal[row] for row in taken]
         self.state.select(taken)
+        self._rules.select(taken)
         self._caches.select_rows(taken)
+
+
+def _sources(jobs: Mapping[int, Job]) -> dict[int, Tensor]:
+    """What the encoder reads for each row."""
+    return {row: job.source for row, job in jobs.items() if job.source is not None}

@@ -56,13 +56,17 @@ def _left_in_container(folder: Path = CGROUP) -> list[int]:
         return []
 
 
-def fitting_rows(models: Sequence[ForestModel], slots: int, nodes: int, free: int | None = None) -> int:
+def fitting_rows(
+    models: Sequence[ForestModel], slots: int, nodes: int, free: int | None = None, *, beside: int = 0
+) -> int:
     """Rows of `slots` cache slots and `nodes` nodes in flight that fit into the memory free on the first device.
 
-    At least 1. free: bytes, measured where None.
+    At least 1. free: bytes, measured where None. beside: bytes of a row that are not per slot or node.
     """
     device = models[0].device
     here = [model for model in models if model.device == device]
     row = slots * sum(model.kv_bytes_per_slot() for model in here) + nodes * models[0].vocab_size * LOGIT_BYTES
+    row += sum(model.state_bytes(3 * nodes) for model in here)  # a tail is seldom longer: twice the nodes, and those
+    row += beside
     available = free_bytes(device) if free is None else free
     return max(1, min(int(SHARE * available) // max(row, 1), MOST_ROWS.get(device.type, 16)))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.protocols import ForestModel
+from dsbd_cli.engine.core.protocols import ForestModel, SourceModel
 from dsbd_cli.engine.decoding.prefill import prefill
 
 __all__ = ["Caches"]
@@ -25,6 +25,7 @@ class Caches:
 
     Attributes:
         models: target and draft, or the target alone. slots: S, reserved per row; the last one is the trash slot.
+        window: slots past its trunk that a row has room for; recurrent models alone go by it.
     """
 
     def __init__(
@@ -36,7 +37,8 @@ class Caches:
         """
         self.target, self.draft = target, draft
         self.models = [target] if draft is None else [target, draft]
-        self.slots = 0
+        self.slots = self.window = 0
+        self._recurrent = any(model.state_bytes(0) for model in self.models)
         self._slot_step, self._window_step = (128, 64) if large_steps else (32, 16)
         self._moving = moving
         self._reserved: tuple[object, ...] | None = None  # what `reserve` left: see _now
@@ -49,19 +51,26 @@ class Caches:
         """A tail window rounded up, so that shapes repeat."""
         return _bucket(nodes, self._window_step)
 
-    def reserve(self, rows: int, slots: int) -> None:
-        """Memory for a new batch, slots rounded up. That of the last batch is used again where it has this size."""
+    @property
+    def lagging(self) -> bool:
+        """The draft model is recurrent: tokens that it missed are cheaper read in one piece than seen one by one."""
+        return self.draft is not None and self.draft.state_bytes(0) > 0
+
+    def reserve(self, rows: int, slots: int, window: int) -> None:
+        """Memory for a new batch, slots and window rounded up. That of the last batch is used again where it has this
+        size."""
         self.slots = self.round_slots(slots)
+        self.window = max(self.window, self.round_window(window))
         if self._reserved != self._now(rows):
             self._moving()
             for model in self.models:
                 model.release()  # else rows of one batch would multiply with slots of another
-                model.reserve(rows, self.slots)
+                model.reserve(rows, self.slots, self.window)
             self._reserved = self._now(rows)
 
     def _now(self, rows: int) -> tuple[object, ...]:
-        """Rows, slots, and the generation of each cache: another engine may have used the same models since."""
-        return (rows, self.slots, *(model.generation for model in self.models))
+        """Rows, sizes, and the generation of each cache: another engine may have used the same models since."""
+        return (rows, self.slots, self.window, *(model.generation for model in self.models))
 
     def grow(self, rows: int, slots: int) -> bool:
         """At least `slots` slots per row for a running batch; what is stored stays. True where there are more now."""
@@ -69,15 +78,26 @@ class Caches:
             return False
         self._moving()
         self.slots = self.round_slots(max(slots, self.slots * 5 // 4))
-        for model in self.models:
-            model.reserve(rows, self.slots)
-        self._reserved = None
+        self._take(rows)
         return True
+
+    def hold(self, rows: int, window: int) -> None:
+        """Room for at least `window` slots past the trunk of each row; what is stored stays."""
+        if self._recurrent and window > self.window:
+            self._moving()
+            self.window = self.round_window(max(window, self.window * 5 // 4))
+            self._take(rows)
+
+    def _take(self, rows: int) -> None:
+        for model in self.models:
+            model.reserve(rows, self.slots, self.window)
+        self._reserved = None
 
     def release(self) -> None:
         """Give all memory back."""
         self._moving()
         self._reserved = None
+        self.window = 0
         for model in self.models:
             model.release()
 
@@ -85,6 +105,25 @@ class Caches:
         """Zero a row for the next request: 0 times a NaN of an earlier one would be NaN."""
         for model in self.models:
             model.clear(row)
+
+    def source_bytes(self, source: Tensor | None) -> int:
+        """Bytes that a source takes in the models on the target's device; 0 without one."""
+        if source is None:
+            return 0
+        here = [model for model in self.models if model.device == self.target.device]
+        return sum(model.source_bytes(source) for model in here if isinstance(model, SourceModel))
+
+    def encode(self, sources: Mapping[int, Tensor], *, draft: bool) -> None:
+        """The target or the draft model reads sources, by row; nothing where there are none."""
+        model = self.draft if draft else self.target
+        if not sources or not isinstance(model, SourceModel):
+            return
+        generation = model.generation
+        model.encode(list(sources), list(sources.values()))
+        if model.generation != generation:
+            self._moving()
+            if self._reserved is not None:
+                self._reserved = self._now(int(str(self._reserved[0])))
 
     def prefill_target(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """The target reads prompts, by row. Where its logits are invariant, a prompt is read as if it were alone."""
@@ -98,11 +137,22 @@ class Caches:
     def _prefill(self, model: ForestModel, prompts: Mapping[int, Sequence[int]], *, apart: bool) -> None:
         prefill(model, list(prompts), list(prompts.values()), trash=self.slots - 1, apart=apart)
 
-    def move(self, source: Tensor, target: Tensor, trunk: Tensor, *, draft: bool) -> None:
+    def catch_up(self, rows: Sequence[int], tokens: Tensor, drafted: Sequence[int], trunk: Sequence[int]) -> None:
+        """The draft model runs what it missed of some rows' trunks: slots drafted .. trunk of tokens [R, S]."""
+        assert self.draft is not None
+        texts = [tokens[row, : end + 1].tolist() for row, end in zip(rows, trunk, strict=True)]
+        prefill(self.draft, rows, texts, trash=self.slots - 1, apart=False, known=drafted)
+
+    def move(self, source: Tensor, target: Tensor, trunk: Tensor, drafted: Tensor, *, draft: bool) -> None:
         """Copy slots within each row, [R, T] each, in the target and, if `draft`, in the draft model. trunk: [R], slots
-        that all live beams share from now on."""
-        for model in self.models if draft else self.models[:1]:
-            model.move(*(part.to(model.device) for part in (source, target, trunk)))
+        that all live beams share from now on. drafted: [R], leading slots that the draft model has run."""
+        self._move(self.target, source, target, trunk)
+        if draft and self.draft is not None:
+            self._move(self.draft, source, target, torch.minimum(trunk, drafted) if self.lagging else trunk)
+
+    def _move(self, model: ForestModel, *slots: Tensor) -> None:
+        source, target, trunk = (part.to(model.device) for part in slots)
+        model.move(source, target, trunk)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""

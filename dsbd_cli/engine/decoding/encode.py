@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
+from torch import Tensor
+
 from dsbd_cli.config import MethodConfig, OnTooLong, check_request
 from dsbd_cli.engine.core.grammar import GrammarCompiler
-from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
+from dsbd_cli.engine.core.protocols import ForestModel, SourceCodec, SourceModel, TextCodec
 from dsbd_cli.engine.decoding.answers import Answer, Catalogue, Compiler
 from dsbd_cli.engine.decoding.budget import least_bytes
+from dsbd_cli.engine.decoding.jobs import Job
 from dsbd_cli.engine.decoding.planner import deepest
 from dsbd_cli.errors import InvalidRowError, OutOfMemoryRowError, PromptTooLongError, UsageError, shorten
 from dsbd_cli.requests import Request
+from dsbd_cli.token_rules import TokenRules, asked_rules
 
 __all__ = ["Encoder"]
 
@@ -66,6 +71,92 @@ class Encoder:
             raise InvalidRowError(f"allow is not given, but the catalogues have names: give one of {shorten(names)}")
         known = f"the catalogues are {names}" if names else "no catalogue has a name"
         raise InvalidRowError(f"allow is {shorten(allow)}, but {known}")
+
+    def job(self, number: int, request: Request) -> Job:
+        """A request that can be decoded. Raises RowError where it cannot."""
+        job = Job(number, request, [], catalogue=self.catalogue(request))
+        if isinstance(self.codec, SourceCodec):
+            self._read_source(job, self.codec)
+        else:
+            self._refuse_source(request)
+            job.prompt, job.truncated = self.encode(request, job.max_new)
+            job.rules = self._rules(request, "none", None)
+        job.started = time.perf_counter()
+        return job
+
+    def _read_source(self, job: Job, codec: SourceCodec) -> None:
+        """A request to a model with an encoder: lengths of source and answer are checked apart."""
+        target, request = self.target, job.request
+        assert isinstance(target, SourceModel)
+        asked = codec.source(request)
+        source, prompt, dropped = asked.source, asked.prompt, 0
+        self._check(request, prompt)
+        if not source.is_floating_point():
+            if not len(source):
+                raise InvalidRowError("prompt is empty: there is nothing for the encoder to read")
+            if foreign := source[(source < 0) | (source >= target.source_vocab_size)].tolist():
+                raise InvalidRowError(
+                    f"prompt holds token id {foreign[0]}, but the target's encoder has {target.source_vocab_size} ids"
+                )
+            source, dropped = self._fit_source(source, codec)
+        self._check_memory(job.max_new)
+        new, (limit, role) = job.max_new, self._limit() or (None, "")
+        if limit is not None and len(prompt) + new > limit:
+            raise PromptTooLongError(
+                f"the answer's first {len(prompt)} tokens and max_new_tokens {new} make {len(prompt) + new}, but the "
+                f"{role}'s decoder has {limit} positions"
+            )
+        job.prompt, job.truncated, job.source, job.prefix = prompt, dropped, source, asked.prefix
+        job.rules = self._rules(request, "checkpoint", asked.forced)
+        forced = job.rules.forced_bos_token_id
+        if forced is not None and len(prompt) == 1 and (job.catalogue is not None or request.grammar is not None):
+            given = "allow" if job.catalogue is not None else "grammar"
+            raise InvalidRowError(
+                f"{given} says how an answer begins, but so does token_rules (forced_bos_token_id {forced}): switch it "
+                "off with forced_bos_token_id=none"
+            )
+
+    def _fit_source(self, source: Tensor, codec: SourceCodec) -> tuple[Tensor, int]:
+        """The source as both encoders take it, and how many tokens were dropped. Raises PromptTooLongError."""
+        limits = [
+            (model.max_source, role)
+            for role, model in (("target", self.target), ("draft", self.draft))
+            if isinstance(model, SourceModel) and model.max_source is not None
+        ]
+        limit, role = min(limits, key=lambda pair: pair[0], default=(len(source), ""))
+        if len(source) <= limit:
+            return source, 0
+        if self.on_too_long == "truncate-left" and (kept := codec.cut(source, limit)) is not None:
+            return kept, len(source) - len(kept)
+        raise PromptTooLongError(f"the source has {len(source)} tokens, but the {role}'s encoder takes {limit}")
+
+    def _refuse_source(self, request: Request) -> None:
+        """A decoder-only target has no use for these."""
+        if request.audio is not None:
+            raise InvalidRowError(f"audio is {shorten(request.audio)}, but the target reads text: give a prompt")
+        for name in ("source_lang", "target_lang", "prefix"):
+            if (value := getattr(request.sampling, name)) is not None:
+                raise InvalidRowError(f"{name} is {shorten(value)}, but the target has no encoder: drop it")
+
+    def _rules(self, request: Request, base: str, forced: int | None) -> TokenRules:
+        """The token rules of a request. base: where they begin from; forced: first token in place of theirs."""
+        checkpoint = getattr(self.target, "token_rules", None) or TokenRules()
+        rules = asked_rules(request.sampling.token_rules, checkpoint, default=base)
+        if base == "none" and rules.forced_bos_token_id is not None:
+            raise InvalidRowError(
+                f"token_rules: forced_bos_token_id is {rules.forced_bos_token_id}, but the target has no encoder, so "
+                "that its prompt decides how an answer begins: drop it"
+            )
+        if forced is not None:
+            rules = rules.having("forced_bos_token_id", forced)
+        inside = rules.within(self.target.vocab_size)
+        # a checkpoint may name tokens that its head lacks; a request may not
+        for name, value in rules.acting.items():
+            if value != inside.acting.get(name) and name in (request.sampling.token_rules or ""):
+                raise InvalidRowError(
+                    f"token_rules: {name} is {shorten(value)}, but the target has {self.target.vocab_size} ids"
+                )
+        return inside
 
     def encode(self, request: Request, new: int | None = None) -> tuple[list[int], int]:
         """Token ids of the prompt, and how many were dropped. Raises RowError where it cannot be decoded. new: tokens

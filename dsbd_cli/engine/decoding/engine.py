@@ -4,7 +4,6 @@ finish."""
 from __future__ import annotations
 
 import gc
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from dsbd_cli.config import Exactness, MethodConfig, OnTooLong
 from dsbd_cli.engine.core.grammar import GrammarCompiler, GrammarTable
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.core.stops import StopTable
+from dsbd_cli.engine.core.token_rules import RuleTable
 from dsbd_cli.engine.core.trie import TrieTable
 from dsbd_cli.engine.decoding.answers import Catalogue, RowTries
 from dsbd_cli.engine.decoding.batch import Batch, most_steps
@@ -24,7 +24,7 @@ from dsbd_cli.engine.decoding.budget import LOGIT_BYTES, PEEK, fitting_rows, lea
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.devices import captures, current, events, out_of_memory
 from dsbd_cli.engine.decoding.encode import Encoder
-from dsbd_cli.engine.decoding.jobs import Job, ResultOrder, Results, Source
+from dsbd_cli.engine.decoding.jobs import AsDone, Job, ResultOrder, Results, Source
 from dsbd_cli.engine.decoding.outcome import collect, common_tokens, record_iteration
 from dsbd_cli.engine.decoding.pieces import Pieces
 from dsbd_cli.engine.decoding.planner import Shape, deepest, planner_for
@@ -51,7 +51,8 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What runs: names, dtypes and devices of the models, for records and reports."""
+    """What runs: names, dtypes and devices of the models, for records and reports. told: what the user should know of
+    the target."""
 
     target: str
     draft: str | None
@@ -59,6 +60,7 @@ class EngineInfo:
     device: str
     draft_dtype: str | None = None
     draft_device: str | None = None
+    told: tuple[str, ...] = ()
 
 
 class Engine:
@@ -114,6 +116,7 @@ class Engine:
         self.catalogues, compiler = dict(catalogues or {}), self._grammars.compiler
         self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory, self.catalogues, compiler)
         self._tries = RowTries(TrieTable(target.vocab_size, device), self.catalogues.values())
+        self._rules = RuleTable(eos.to(device))
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
         self._caches = Caches(target, shared, large_steps=graphs is not None, moving=self._forget_graphs)
         self._stepper = Stepper(
@@ -124,7 +127,7 @@ class Engine:
             PhaseTimer(events(device)),
             graphs,
             lambda: self._stopping,
-            [self._tries.table, self._grammars],
+            [self._rules, self._tries.table, self._grammars],
         )
         self._planner = planner_for(self.method)
         self._names = self.method.drafter_names if "+" in self.method.drafter else ()
@@ -207,8 +210,11 @@ class Engine:
             result.check()
         return results[0] if alone else results
 
-    def run(self, requests: Iterable[Request | str | RowError | None], *, seed: int = 0) -> Iterator[RequestResult]:
-        """Decode requests; yield one result each, in input order, as soon as its turn has come.
+    def run(
+        self, requests: Iterable[Request | str | RowError | None], *, seed: int = 0, ordered: bool = True
+    ) -> Iterator[RequestResult]:
+        """Decode requests; yield one result each, in input order, as soon as its turn has come. Not ordered: as soon as
+        it is done; `result.request` is the request itself where that has an id and a seed.
 
         A string is a prompt. seed: of the run; a request without a seed gets its own from this and its id, and one
         without an id is named by its place, from 0. The command does the same, so it gives the same text.
@@ -218,7 +224,7 @@ class Engine:
         a RowError stands for a request that has failed already: its result comes in its place. Out of memory halves
         the batch and decodes its requests again, which gives the same results; a request that does not fit alone fails.
         """
-        return self._answers(Source(requests, seed), ResultOrder())
+        return self._answers(Source(requests, seed), ResultOrder() if ordered else AsDone())
 
     def stream(self, requests: Iterable[Request | str | RowError | None], *, seed: int = 0) -> Iterator[Piece]:
         """Decode requests as `run` does; yield text of each as soon as it can no longer change.
@@ -265,15 +271,17 @@ class Engine:
         """The batch size that memory allows, from the requests seen first."""
         if backlog:
             nodes = self._nodes(backlog)
-            slots = max(len(job.prompt) + job.max_new for job in backlog) + 2 * nodes
-            self.batch_size = self._rows = fitting_rows(self._caches.models, self._caches.round_slots(slots), nodes)
+            slots = self._caches.round_slots(max(len(job.prompt) + job.max_new for job in backlog) + 2 * nodes)
+            sources = max(self._caches.source_bytes(job.source) for job in backlog)
+            self.batch_size = self._rows = fitting_rows(self._caches.models, slots, nodes, beside=sources)
             self._fit_batch = False
 
     def _decode(self, source: Source, order: Results[Item], backlog: deque[Job]) -> Iterator[Item]:
         """One batch, refilled from the source as its rows finish, until it is empty or out of memory."""
         rows = min(len(backlog), self._rows)
         keep_text = self._drafter.needs_text
-        batch = Batch(rows, self.method, self._caches, self._stops, self._tries, self._grammars, keep_text=keep_text)
+        tables = (self._stops, self._tries, self._rules, self._grammars)
+        batch = Batch(rows, self.method, self._caches, *tables, keep_text=keep_text)
         while not self._stopping and (backlog or batch.running):
             try:
                 batch.admit(backlog)
@@ -307,11 +315,11 @@ class Engine:
         shape = self._planner.choose(requests, reading).within(left)
         certain = self._drafter.certain(batch.state.beams, *shape)
         self._shape = shape = shape if certain is None else self._planner.cut(shape, certain)
-        # static shapes: slots and a tail window for W + D*K nodes
-        plan = batch.plan(shape, reading, narrow=self._stepper.graphs is None)
         read = PhaseTimer(events(self._caches.models[-1].device))
         if shape.depth:
             batch.read_prompts(read)
+        # static shapes: slots and a tail window for W + D*K nodes
+        plan = batch.plan(shape, batch.reading(), narrow=self._stepper.graphs is None)
         # draft the forest, one target forward over it, verify layer by layer, commit: Stepper.step
         with current(self.target.device):
             report = self._stepper.step(batch.state, plan)
@@ -328,11 +336,11 @@ class Engine:
             job.stats.draft_calls += report.draft_calls
             job.used, job.trunk, job.drafted = counters["used"], counters["trunk"], counters["drafted"]
             if counters["invalid"] or counters["done"]:
-                result = (
-                    _broken(job)
-                    if counters["invalid"]
-                    else collect(batch.state.finished, row, job, self.codec, self._grammars.compiler)
-                )
+                if counters["invalid"]:
+                    result = _broken(job)
+                else:
+                    state, grammars = batch.state, self._grammars.compiler
+                    result = collect(state.finished, row, job, self.codec, grammars, state.trace)
                 batch.remove(row)
                 order.put(job.number, result)
             else:
@@ -372,10 +380,7 @@ class Engine:
                 order.put(number, RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
                 continue
             try:
-                job = Job(number, request, [], catalogue=self._encoder.catalogue(request))
-                job.prompt, job.truncated = self._encoder.encode(request, job.max_new)
-                job.started = time.perf_counter()
-                backlog.append(job)
+                backlog.append(self._encoder.job(number, request))
                 count -= 1
             except RowError as error:
                 order.put(number, RequestResult(request, (), 0, RequestStats(), error))

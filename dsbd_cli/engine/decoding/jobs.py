@@ -1,4 +1,4 @@
-"""Requests on their way in, and results on their way out: plain numbers, no tensors."""
+"""Requests on their way in, and results on their way out: no tensors but sources."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from torch import Tensor
+
 from dsbd_cli.engine.decoding.acceptance import Acceptance
 from dsbd_cli.engine.decoding.answers import Catalogue
 from dsbd_cli.errors import RowError, UsageError, shorten
 from dsbd_cli.requests import Request, RequestResult, check_seed
 from dsbd_cli.stats import RequestStats
+from dsbd_cli.token_rules import TokenRules
 
-__all__ = ["Job", "ResultOrder", "Results", "Source"]
+__all__ = ["AsDone", "Job", "ResultOrder", "Results", "Source"]
 
 Item_co = TypeVar("Item_co", covariant=True)
 
@@ -23,7 +26,10 @@ class Job:
     """A request on its way through the engine. `used`, `trunk` and `drafted` are the row's slots after the last
     iteration; `truncated` tokens of the prompt were dropped; `retried`: it ran out of memory alone once; `prefilled`:
     the draft has read the prompt; `acceptance`: what the planner has seen of it; `catalogue`: the answers that it may
-    give, None for any."""
+    give, None for any.
+
+    Of an encoder-decoder target `prompt` is what the decoder begins with and `source` what the encoder reads; the last
+    `prefix` tokens of the prompt are text of the answer. `rules`: of tokens."""
 
     number: int
     request: Request
@@ -38,6 +44,14 @@ class Job:
     prefilled: bool = False
     acceptance: Acceptance = field(default_factory=Acceptance)
     catalogue: Catalogue | None = None
+    source: Tensor | None = None
+    prefix: int = 0
+    rules: TokenRules = field(default_factory=TokenRules)
+
+    @property
+    def source_tokens(self) -> int | None:
+        """Tokens or frames that the encoder reads; None where there is none."""
+        return None if self.source is None else self.source.shape[-1]
 
     @property
     def max_new(self) -> int:
@@ -134,5 +148,26 @@ class ResultOrder:
 
     def ready(self) -> Iterator[RequestResult]:
         """Results whose turn has come."""
+        while self._out:
+            yield self._out.popleft()
+
+
+class AsDone:
+    """Gives results back as they are done."""
+
+    held = 0
+
+    def __init__(self) -> None:
+        self._out: deque[RequestResult] = deque()
+
+    def put(self, number: int, result: RequestResult) -> None:
+        """Hand in a result."""
+        self._out.append(result)
+
+    def progress(self, job: Job, tokens: Callable[[], list[int]]) -> None:
+        """Nothing goes out before a request is done."""
+
+    def ready(self) -> Iterator[RequestResult]:
+        """Results that are done."""
         while self._out:
             yield self._out.popleft()

@@ -86,6 +86,7 @@ def load(
         device=str(pair.target.device),
         draft_dtype=pair.draft_dtype,
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
+        told=pair.told,
     )
     width = pair.target.vocab_size
     catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width)

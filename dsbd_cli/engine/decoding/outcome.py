@@ -16,6 +16,7 @@ from dsbd_cli.engine.core.protocols import TextCodec
 from dsbd_cli.engine.core.stops import find_stop
 from dsbd_cli.engine.decoding.jobs import Job
 from dsbd_cli.engine.decoding.state import BatchState
+from dsbd_cli.engine.decoding.trace import TokenTrace, token_details
 from dsbd_cli.errors import InvalidRowError, NumericalError, RowError
 from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult
 from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
@@ -23,22 +24,33 @@ from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
 __all__ = ["collect", "common_tokens", "record_iteration", "text_of"]
 
 
-def collect(finished: Finished, row: int, job: Job, codec: TextCodec, grammars: GrammarCompiler) -> RequestResult:
-    """Result of a finished row: its n_best hypotheses, best first."""
+def collect(
+    finished: Finished,
+    row: int,
+    job: Job,
+    codec: TextCodec,
+    grammars: GrammarCompiler,
+    trace: TokenTrace | None = None,
+) -> RequestResult:
+    """Result of a finished row: its n_best hypotheses, best first. trace: where the row asks for it."""
     job.stats.total_s = time.perf_counter() - job.started
     sampling, eos = job.request.sampling, set(codec.eos_ids)
     names = ("score", "logprob", "length", "by_length", "tokens")
     score, logprob, length, by_length, tokens = (getattr(finished, name)[row].tolist() for name in names)
+    prefix = job.prompt[len(job.prompt) - job.prefix :]
     hypotheses = []
     for rank in range(min(sampling.n_best, len(score))):
         if score[rank] == -torch.inf:
             break
         ids = tokens[rank][: length[rank]]
-        text = text_of(ids[:-1] if ids[-1] in eos else ids, sampling.stop, codec)
+        text = text_of(ids[:-1] if ids[-1] in eos else ids, sampling.stop, codec, prefix)
         reason: FinishReason = "length" if by_length[rank] else "stop"
         answer_id = None if job.catalogue is None else job.catalogue.id_of(ids)
         valid = None if job.request.grammar is None else grammars.matches(job.request.grammar, ids)
-        hypotheses.append(Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank], answer_id, valid))
+        details = None
+        if sampling.token_logprobs and trace is not None:
+            details = token_details(trace, row, rank, ids, sampling, codec.token_bytes())
+        hypotheses.append(Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank], answer_id, valid, details))
     error: RowError | None = None
     if not hypotheses and job.request.grammar is not None:
         said = grammars.fault(job.request.grammar)
@@ -47,25 +59,36 @@ def collect(finished: Finished, row: int, job: Job, codec: TextCodec, grammars: 
     elif not hypotheses:
         error = NumericalError("no hypothesis has a finite score: the settings of this row are too extreme")
     return RequestResult(
-        job.request, tuple(hypotheses), len(job.prompt), job.stats, error, truncated_tokens=job.truncated
+        job.request,
+        tuple(hypotheses),
+        len(job.prompt) + (job.source_tokens or 0),
+        job.stats,
+        error,
+        truncated_tokens=job.truncated,
+        source_tokens=job.source_tokens,
+        token_rules=job.rules.acting,
     )
 
 
-def text_of(ids: list[int], stops: Sequence[str], codec: TextCodec) -> str:
-    """Text of the tokens, up to the stop string that the last of them completed.
+def text_of(ids: list[int], stops: Sequence[str], codec: TextCodec, prefix: Sequence[int] = ()) -> str:
+    """Text of the tokens, up to the stop string that the last of them completed, behind that of the prefix.
 
     Where that begins is known of the tokens' bytes, in which the automaton found it. A decoder may change the text, as
     most drop a leading space, but what follows that place stands at the end of both.
     """
+    if prefix:
+        left_out = len(codec.decode(ids)) - len(text_of(ids, stops, codec))
+        whole = codec.decode([*prefix, *ids])
+        return whole[: len(whole) - left_out]
     text = codec.decode(ids)
     if not stops:
         return text
     token_bytes = codec.token_bytes()
     pieces = [token_bytes[token] if token < len(token_bytes) else b"" for token in ids]
-    whole = b"".join(pieces)
-    if (cut := find_stop(whole, stops)) is None:
+    joined = b"".join(pieces)
+    if (cut := find_stop(joined, stops)) is None:
         return text
-    rest = whole[cut:].decode(errors="replace")
+    rest = joined[cut:].decode(errors="replace")
     if text.endswith(rest):
         return text.removesuffix(rest)
     if rest.endswith(text):
@@ -73,7 +96,7 @@ def text_of(ids: list[int], stops: Sequence[str], codec: TextCodec) -> str:
     # a decoder of its own kind: the tokens before the stop string, and what it leaves of the one in which it begins
     ends = list(accumulate(map(len, pieces)))
     count = bisect_right(ends, cut)
-    return codec.decode(ids[:count]) + whole[ends[count - 1] if count else 0 : cut].decode(errors="replace")
+    return codec.decode(ids[:count]) + joined[ends[count - 1] if count else 0 : cut].decode(errors="replace")
 
 
 def common_tokens(state: BatchState, row: int) -> list[int]:

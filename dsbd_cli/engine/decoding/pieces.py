@@ -37,7 +37,7 @@ class Pieces:
         self._trunk[job.number] = job.trunk
         sent = self._sent.get(job.number, "")
         stops = job.request.sampling.stop
-        text = self._whole(tokens(), stops)
+        text = self._whole(tokens(), stops, job.prompt[len(job.prompt) - job.prefix :])
         # a stop string may have begun in what is held back
         text = text[: max(0, len(text) - max((len(stop.encode()) - 1 for stop in stops), default=0))]
         # shorter after out of memory, when the request begins again
@@ -63,7 +63,7 @@ class Pieces:
         while self._out:
             yield self._out.popleft()
 
-    def _whole(self, ids: list[int], stops: Sequence[str]) -> str:
+    def _whole(self, ids: list[int], stops: Sequence[str], prefix: Sequence[int]) -> str:
         """The text of as many leading tokens as end a character, whatever tokens follow, up to a stop string."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         ends = []
@@ -75,5 +75,5 @@ class Pieces:
             text = self._codec.decode(ids[:end])
             # some tokenizers decode a run of byte tokens as a whole: one bad byte more, and none of it is text
             if self._broken is None or self._codec.decode([*ids[:end], self._broken]).startswith(text):
-                return text_of(ids[:end], stops, self._codec)
+                return text_of(ids[:end], stops, self._codec, prefix)
         return ""

@@ -16,19 +16,27 @@ STEP = 32  # widths of chunks; one that is no multiple of the vector width chang
 
 
 def prefill(
-    model: ForestModel, rows: Sequence[int], prompts: Sequence[Sequence[int]], trash: int, *, apart: bool
+    model: ForestModel,
+    rows: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    trash: int,
+    *,
+    apart: bool,
+    known: Sequence[int] | None = None,
 ) -> None:
     """Write prompts[i][:-1] to slots 0.. of cache row rows[i]. trash: the slot that padding is written to.
 
     apart: rows share a forward only if their chunks are equally wide, so that what is written for a prompt does not
-    depend on its neighbours.
+    depend on its neighbours. known: slots of each row that are written already.
     """
-    known = {row: list(prompt[:-1]) for row, prompt in zip(rows, prompts, strict=True)}
-    longest = max(map(len, known.values()), default=0)
+    first = dict(zip(rows, known or [0] * len(rows), strict=True))
+    missing = {row: list(prompt[first[row] : -1]) for row, prompt in zip(rows, prompts, strict=True)}
+    longest = max(map(len, missing.values()), default=0)
     for start in range(0, longest, CHUNK):
-        parts = {row: tokens[start : start + CHUNK] for row, tokens in known.items() if len(tokens) > start}
+        parts = {row: tokens[start : start + CHUNK] for row, tokens in missing.items() if len(tokens) > start}
         for width, together in _by_width(parts, apart).items():
-            _chunk(model, together, [parts[row] for row in together], start, width, trash)
+            starts = [first[row] + start for row in together]
+            _chunk(model, together, [parts[row] for row in together], starts, width, trash)
 
 
 def _by_width(parts: dict[int, list[int]], apart: bool) -> dict[int, list[int]]:
@@ -42,14 +50,17 @@ def _by_width(parts: dict[int, list[int]], apart: bool) -> dict[int, list[int]]:
     return groups
 
 
-def _chunk(model: ForestModel, rows: list[int], parts: list[list[int]], start: int, width: int, trash: int) -> None:
+def _chunk(
+    model: ForestModel, rows: list[int], parts: list[list[int]], starts: list[int], width: int, trash: int
+) -> None:
     device = model.device
+    start = torch.tensor(starts, device=device).unsqueeze(1)
     tokens = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=device)
     length = torch.tensor([len(part) for part in parts], device=device).unsqueeze(1)
     steps = torch.arange(width, device=device).unsqueeze(0)
     real = steps < length
     slots = torch.where(real, steps + start, trash)
-    index = torch.arange(start + width, device=device)
+    index = torch.arange(max(starts) + width, device=device)
     # padding sees slot 0 alone: no row of the mask may be empty
     mask = torch.where(real.unsqueeze(-1), index <= (steps + start).unsqueeze(-1), index == 0)
     batch = ForestInput(

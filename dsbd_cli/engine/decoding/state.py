@@ -14,6 +14,7 @@ from dsbd_cli.engine.core.legal import FREE
 from dsbd_cli.engine.core.noise import seed_key
 from dsbd_cli.engine.core.probs import NEVER, Warp
 from dsbd_cli.engine.core.slots import SlotTable
+from dsbd_cli.engine.decoding.trace import TokenTrace
 from dsbd_cli.engine.drafting.text import Prompts
 
 __all__ = ["BatchState", "Limits"]
@@ -35,7 +36,8 @@ class BatchState:
     """R rows. `active` [R] bool: the row holds a request; row_key, iteration [R] int64: its noise.
 
     `sampling` is the host's copy of each row's settings, None where the row is free; `legal_starts` of the state in
-    which its constraint began. `prompts` is kept only for a drafter that reads the text.
+    which its constraint began. `prompts` is kept only for a drafter that reads the text, `trace` only while a row asks
+    for it.
     """
 
     method: MethodConfig
@@ -50,6 +52,7 @@ class BatchState:
     sampling: list[SamplingConfig | None]
     legal_starts: list[int | None]
     prompts: Prompts | None = None
+    trace: TokenTrace | None = None
 
     @classmethod
     def empty(
@@ -123,6 +126,9 @@ class BatchState:
         warp.top_p[row] = SMALLEST if cold and sampling.top_p < 1 else sampling.top_p
         warp.min_p[row] = 1.0 if cold and sampling.min_p > 0 else sampling.min_p
         self.sampling[row] = sampling
+        if sampling.token_logprobs:
+            self.trace = self.trace or TokenTrace.empty(beams, self.finished)
+            self.trace.fit(beams.history.shape[2], sampling.top_logprobs)
         if self.prompts is not None:
             self.prompts.put(row, prompt)
         self._refresh()
@@ -132,6 +138,8 @@ class BatchState:
         self.active[row] = False
         self.beams.valid[row] = False
         self.sampling[row] = self.legal_starts[row] = None
+        if not any(item is not None and item.token_logprobs for item in self.sampling):
+            self.trace = None
         self._refresh()
 
     def _refresh(self) -> None:
@@ -159,6 +167,8 @@ class BatchState:
         self.legal_starts = [self.legal_starts[row] for row in rows]
         if self.prompts is not None:
             self.prompts = self.prompts.select(index)
+        if self.trace is not None:
+            self.trace.select(index)
 
     def grow_history(self, length: int) -> None:
         """Room for `length` generated tokens."""
@@ -166,3 +176,5 @@ class BatchState:
         if more > 0:
             self.beams.history = torch.nn.functional.pad(self.beams.history, (0, more))
             self.finished.tokens = torch.nn.functional.pad(self.finished.tokens, (0, more))
+            if self.trace is not None:
+                self.trace.fit(length, 0)

@@ -128,6 +128,8 @@ class Stepper:
             candidates = self._candidates(state, work.forest, work.logits, work.legal_tokens)
             outcome = walk(state, work.forest, candidates, self.rule, self.endings, work.context.keys)
             # 4. Commit: both caches keep only the ancestors of the live beams
+            if state.trace is not None:
+                _record(state, work.forest, candidates, work.logits, outcome)
             self._commit(state, work.forest, outcome, plan.idle, legal)
             work.counters = _pack(state, outcome)
 
@@ -225,7 +227,7 @@ class Stepper:
         # the draft has run all layers but the last; without a drafted layer nothing new
         run_by_draft = table.used + forest.offset(forest.depth) if forest.depth else table.drafted
         moved = compact(table, ancestors, live.valid, run_by_draft)
-        self.caches.move(moved.source, moved.target, table.trunk, draft=not idle)
+        self.caches.move(moved.source, moved.target, table.trunk, table.drafted, draft=not idle)
         beams.valid, beams.token, beams.weight, beams.logprob = live.valid, live.token, live.weight, live.logprob
         beams.path = extend_path(forest.flat.path.gather(1, live.parent), live.token)
         state_before = forest.flat.stop_state.gather(1, live.parent)
@@ -238,6 +240,17 @@ class Stepper:
         beams.length = beams.length + outcome.steps
         beams.depth = beams.depth + outcome.steps
         state.iteration = state.iteration + 1
+
+
+def _record(state: BatchState, forest: Forest, candidates: Candidates, logits: Tensor, outcome: Walk) -> None:
+    """Log-probabilities of this iteration's tokens, for rows that ask for them."""
+    live, trace = outcome.live, state.trace
+    assert trace is not None
+    assert outcome.before is not None
+    if state.method.memory_saving:
+        live = _best_only(live)
+    place = (state.beams, state.finished, forest, candidates, logits, outcome.before)
+    trace.follow(*place, live.parent, live.token, outcome.steps)
 
 
 def _best_only(live: Live) -> Live:

@@ -30,7 +30,8 @@ MOST_NOISE = 1 << 16  # numbers
 @dataclass(slots=True)
 class Walk:
     """Outcome: final beams (pairs to be committed), steps taken [R], sum of widths [R], requests done [R], NaN rows
-    [R], counters [R, D, COUNTERS] int64 of the drafted layers."""
+    [R], counters [R, D, COUNTERS] int64 of the drafted layers; where tokens are traced, the beams (nodes) that each
+    step began with, before [R, D + 1, W]."""
 
     live: Live
     steps: Tensor
@@ -38,6 +39,7 @@ class Walk:
     done: Tensor
     invalid: Tensor
     counters: Tensor
+    before: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,14 @@ def walk(state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, 
         done=way.done | invalid,
         invalid=invalid,
         counters=counters(forest, layers[: forest.depth], way.active),
+        before=None if state.trace is None else _stacked([item.before for item in layers]),
     )
+
+
+def _stacked(nodes: list[Tensor]) -> Tensor:
+    """Nodes [R, w] of each layer: [R, L, W], -1 where a layer has fewer, as the first one of a request may."""
+    width = max(one.shape[1] for one in nodes)
+    return torch.stack([torch.nn.functional.pad(one, (0, width - one.shape[1]), value=-1) for one in nodes], 1)
 
 
 def _path_noise(nodes: Nodes, silent: Tensor | None) -> Tensor | None:

@@ -16,7 +16,7 @@ from dsbd_cli.engine.core.slots import lagging
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, DrafterInputs, LayerDrafts, children, record_law, roots
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 
-__all__ = ["BeamDrafter", "NoDrafter", "draft_calls", "draft_candidates", "make", "run"]
+__all__ = ["MERGED_LAG", "BeamDrafter", "NoDrafter", "draft_calls", "draft_candidates", "make", "run"]
 
 MERGED_LAG = 16  # more late tokens than this get a forward of their own, without the output head
 

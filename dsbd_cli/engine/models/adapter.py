@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models.attention import Sight, use_grouped_attention
 from dsbd_cli.engine.models.cache import ForestCache
+from dsbd_cli.engine.models.generation import checkpoint_rules
 from dsbd_cli.engine.models.reads import HostReads
-from dsbd_cli.errors import UnsupportedModelError
+from dsbd_cli.errors import ModelError, UnsupportedModelError
+from dsbd_cli.token_rules import TokenRules
 
 __all__ = ["MaskPlan", "TransformersForest", "unsupported"]
 
@@ -43,10 +45,16 @@ class MaskPlan:
     chunk: int | None
 
     @classmethod
-    def of(cls, config: Any) -> MaskPlan:
-        """Read a (text) config. Raises UnsupportedModelError for layers that keep more than keys and values."""
+    def of(cls, config: Any, *, recurrent: bool = False) -> MaskPlan:
+        """Read a (text) config. recurrent: layers of other kinds carry states that our cache holds; they get no mask.
+
+        Raises UnsupportedModelError for layers that keep more than keys and values.
+        """
         kinds = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
-        if unfit := [kind for kind in kinds if kind not in _LAYER_KINDS]:
+        unfit = [kind for kind in kinds if kind not in _LAYER_KINDS]
+        if recurrent and not {"sliding_attention", "chunked_attention"} & set(kinds):
+            return cls((), None, None)
+        if unfit and not recurrent:
             raise UnsupportedModelError(
                 f"{config.model_type} has {', '.join(unfit)} layers, whose state cannot branch into a tree: "
                 "use a model with attention layers only"
@@ -84,16 +92,17 @@ class TransformersForest:
         self._model = model
         self._body = model.base_model if model.base_model is not model else model.get_decoder()
         self._config = model.config.get_text_config(decoder=True)
-        self._plan = MaskPlan.of(self._config)
-        self._cache = ForestCache()
         self._device = _input_device(model)
+        self._cache = self._new_cache()
+        self._plan = self._masks_wanted()
         self._embeddings = int(model.get_input_embeddings().weight.shape[0])
         self._mask_dtype = model.dtype
         use_grouped_attention(model)
         self._reads = False
         self._sight: Sight | None = None
         logits = self._probe()
-        self._mask_dtype = self._cache.dtype
+        if self.kv_bytes_per_slot():
+            self._mask_dtype = self._cache.dtype
         self._dtype = logits.dtype
         self._width = logits.shape[-1]
         self._kept: Tensor | None = None
@@ -114,6 +123,12 @@ class TransformersForest:
         return self._dtype
 
     @property
+    def weights_dtype(self) -> torch.dtype:
+        """Of the weights: some models give wider logits."""
+        dtype: torch.dtype = self._model.dtype
+        return dtype
+
+    @property
     def max_positions(self) -> int | None:
         """Positions the model was made for; a learned table cannot go past it, a rotary model gets worse there."""
         limit = getattr(self._config, "max_position_embeddings", None)
@@ -122,6 +137,11 @@ class TransformersForest:
             # past this length transformers changes the frequencies of the whole batch, whatever the others' lengths
             limit = rope.get("original_max_position_embeddings") or limit
         return int(limit) if limit else None
+
+    @property
+    def token_rules(self) -> TokenRules:
+        """Rules of tokens that the checkpoint's generation settings ask for."""
+        return checkpoint_rules(self._model)
 
     @property
     def generation(self) -> int:
@@ -139,7 +159,7 @@ class TransformersForest:
     @property
     def by_parts(self) -> bool:
         """All layers of the last forward split their keys into settled slots and tail."""
-        return self._sight is not None and self._sight.used == len(self._cache.layers)
+        return self._sight is not None and self._sight.used == self._cache.attending
 
     @property
     def module(self) -> nn.Module:
@@ -179,9 +199,10 @@ class TransformersForest:
         """Tokens [m] int64 of the logits' columns, ascending, where the head lacks some; None: column v is token v."""
         return self._kept
 
-    def reserve(self, rows: int, slots: int) -> None:
-        """Own cache memory for rows x slots; grows only and keeps what is there."""
-        self._cache.reserve(rows, slots)
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
+        """Own cache memory for rows x slots, of which `window` lie past the trunk at most (None: all); grows only and
+        keeps what is there."""
+        self._cache.reserve(rows, slots, window)
 
     def release(self) -> None:
         """Give the cache's memory back."""
@@ -201,10 +222,18 @@ class TransformersForest:
         """Bytes of keys and values that one token holds over all layers."""
         return self._cache.bytes_per_slot
 
+    def keep_states_in(self, precision: torch.dtype) -> None:
+        """Hold recurrent states in this dtype, where there are any; before `reserve`."""
+
+    def state_bytes(self, window: int) -> int:
+        """Bytes of a row's recurrent states and of the inputs of `window` slots past its trunk; 0 for attention."""
+        return self._cache.bytes_of_states(window)
+
     @torch.no_grad()
     def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
-        """Copy cache contents slot by slot within each row: source, target [R, T] int64. Attention needs no trunk."""
-        self._cache.move(source, target)
+        """Copy cache contents slot by slot within each row: source, target [R, T] int64. Recurrent states take in what
+        joined the trunk [R]."""
+        self._cache.advance(source, target, trunk)
 
     @torch.no_grad()
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
@@ -221,6 +250,14 @@ class TransformersForest:
         """Logits [B, T, V] of separate sequences [B, T] by an ordinary causal forward, without our cache and masks."""
         logits: Tensor = self._model(input_ids=tokens, use_cache=False, return_dict=True).logits
         return logits.to(self._device)
+
+    def _new_cache(self) -> ForestCache:
+        """The cache that this kind of model needs."""
+        return ForestCache()
+
+    def _masks_wanted(self) -> MaskPlan:
+        """The masks that this kind of model needs."""
+        return MaskPlan.of(self._config)
 
     def _run(self, runner: Any, batch: ForestInput) -> Any:
         """The output of `runner`, the model or its body, for the nodes of a batch; the cache holds them then."""
@@ -240,7 +277,7 @@ class TransformersForest:
         kinds = self._plan.kinds
         if not kinds:
             return self._additive("sliding_attention", batch, sight)
-        return {kind: self._additive(kind, batch, sight) for kind in {"full_attention", *kinds}}
+        return {kind: self._additive(kind, batch, sight) for kind in {"full_attention", *kinds} & _LAYER_KINDS}
 
     def _additive(self, kind: str, batch: ForestInput, sight: Sight | None) -> Tensor:
         """[R, 1, n, S], which eager and sdpa add to scores. Never -inf: an empty row would be NaN."""
@@ -267,8 +304,8 @@ class TransformersForest:
             with HostReads() as reads:
                 output = self._run(self._model, ForestInput(zero, zero, zero, mask, zero))
             self._reads = bool(reads.counts)
-            if not self.kv_bytes_per_slot():
-                raise ValueError("it keeps no keys and values")
+            if not self.kv_bytes_per_slot() and not self.state_bytes(0):
+                raise ValueError("it keeps neither keys and values nor a state that is known here")
         self.release()
         logits: Tensor = output.logits
         return logits
@@ -297,7 +334,7 @@ def unsupported(architecture: str) -> Iterator[None]:
     """Turn what a model raises into one sentence; models refuse in many words. Memory errors pass."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, UnsupportedModelError):
+    except (torch.OutOfMemoryError, MemoryError, ModelError):
         raise
     except Exception as error:
         said = " ".join(str(error).split())[:160]

@@ -46,7 +46,7 @@ class Sight:
     every layer.
 
     settled: leading slots of each row that hold its prompt. tail: T, slots from there on that hold anything.
-    `used` counts the layers that went by it: a model with attention functions of its own does not.
+    `used` counts the attentions that went by it, and by the one across: a model with functions of its own does not.
     """
 
     def __init__(self, settled: tuple[int, ...], tail: int) -> None:
@@ -58,6 +58,7 @@ class Sight:
         self._tails: dict[object, Tensor] = {}
         self._heads: dict[object, list[Tensor] | None] = {}
         self._at: Tensor | None = None
+        self.across: Sight | None = None  # of the source's places, which the nodes see beside their own slots
 
     def add(self, additive: Tensor, seen: Tensor, whole: bool) -> None:
         """Take the mask of one kind of layers: seen [R, n, S] bool and the tensor [R, 1, n, S] that the model is given.
@@ -65,7 +66,7 @@ class Sight:
         whole: all nodes see all settled slots.
         """
         rows, nodes, slots = seen.shape
-        width = min(self.width, slots - min(self.settled))
+        width = max(1, min(self.width, slots - min(self.settled)))  # a source may be all settled
         if self._at is None:
             start = torch.tensor(self.settled, device=seen.device).unsqueeze(1)
             self._at = start + torch.arange(width, device=seen.device)  # [R, T]
@@ -87,6 +88,15 @@ class Sight:
             for additive, seen in self._seen.values():
                 self._all_tail.add(additive, seen, whole=True)
         return self._all_tail
+
+    def of(self, mask: Tensor | None) -> tuple[Sight, Tensor] | None:
+        """This one or the one across, whichever was given the mask, and the mask; None where it is one of the model's
+        own. Without a mask a layer reads the source, all of it: the tokens of the answer always have one."""
+        if mask is not None and self.knows(mask):
+            return self, mask
+        if self.across is not None and (mask is None or self.across.knows(mask)):
+            return self.across, next(iter(self.across._seen.values()))[0]
+        return None
 
     def knows(self, mask: Tensor | None) -> bool:
         """The mask was given to `add`; a model may make one of its own."""
@@ -151,17 +161,22 @@ def grouped_attention(
     """query [R, H * G, n, E], key and value [R, H, S, E], mask [R, 1, n, S] -> [R, n, H * G, E].
 
     softcap: scores become softcap * tanh(score / softcap). s_aux: [H * G], a score per head that takes weight and gives
-    nothing (attention sinks).
+    nothing (attention sinks). position_bias in kwargs: [R or 1, H * G, n, S], added to the scores (T5).
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    plain = kwargs.get("position_bias") is None
+    bias = kwargs.get("position_bias")
+    plain = bias is None
     sight = _sight.get()
-    if sight is not None and plain and sight.knows(attention_mask):
-        assert attention_mask is not None
+    known = None if sight is None else sight.of(attention_mask)
+    if sight is not None and known is not None:
+        assert bias is None or isinstance(bias, Tensor)
+        part, mask = known
         sight.used += 1
-        if softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM:
-            sight = sight.all_tail()
-        out = _by_parts(sight, query, key, value, attention_mask, scale, softcap, s_aux)
+        if part is sight.across:
+            bias = None  # T5 gives zeros here: a source has no distance to an answer
+        if softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None:
+            part = part.all_tail()
+        out = _by_parts(part, query, key, value, mask, scale, softcap, s_aux, bias)
     elif softcap is not None or s_aux is not None:
         out = _written_out(query, key, value, attention_mask, scale, softcap, s_aux)
     else:
@@ -214,6 +229,7 @@ def _by_parts(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """[R, H * G, n, E]: settled slots by the fused kernel, the tail in float64, joined by their log-sums."""
     rows, heads, count, dim = query.shape
@@ -226,6 +242,8 @@ def _by_parts(
     if softcap is not None:
         scores, scale = torch.tanh(scores.to(torch.float64) * (scale / softcap)).to(torch.float32), softcap
     scores = torch.add(sight.tail(mask), scores, alpha=scale * LOG2_E)  # to base 2
+    if bias is not None:  # of all slots, which are all tail then
+        scores.add_(bias.to(torch.float32).unflatten(1, (-1, groups)), alpha=LOG2_E)
     highest = scores.amax(-1, keepdim=True)
     head = _settled(sight, grouped, key, value, mask, scale, count) if max(sight.settled) else None
     if head is not None:
@@ -320,7 +338,8 @@ def use_grouped_attention(model: Any) -> None:
     its logits stay the same: its function might do more.
     """
     stock = getattr(model.config, "_attn_implementation", None)
-    if not getattr(model, "_supports_attention_backend", False):
+    paired = bool(getattr(model.config, "is_encoder_decoder", False))  # most of them look it up without saying so
+    if not getattr(model, "_supports_attention_backend", False) and not paired:
         return
     model.stock_attention = stock  # for comparators
     if stock == "sdpa":
@@ -328,10 +347,11 @@ def use_grouped_attention(model: Any) -> None:
     elif stock == "eager" and (_has_caps(model) or any(hasattr(module, "sinks") for module in model.modules())):
         embeddings = model.get_input_embeddings().weight
         tokens = torch.arange(24, device=embeddings.device).remainder(len(embeddings)).unsqueeze(0)
+        inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if paired else {})
         with torch.no_grad():
-            before = model(input_ids=tokens, use_cache=False).logits.float()
+            before = model(**inputs, use_cache=False).logits.float()
             model.set_attn_implementation(NAME)
-            after = model(input_ids=tokens, use_cache=False).logits.float()
+            after = model(**inputs, use_cache=False).logits.float()
         limit = 1e-4 if model.dtype == torch.float32 else 6e-2
         if not (after - before).square().mean().sqrt() <= limit * before.std():
             model.set_attn_implementation(stock)

@@ -7,12 +7,16 @@ one scatter for all of them; a layer sees its own keys as a view [R, S, H, E].
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from dsbd_cli.engine.core.protocols import ForestInput
 
 __all__ = ["ForestCache", "PlaneSpec", "Write"]
 
@@ -116,8 +120,20 @@ class ForestCache(Cache):
         """Bytes of keys and values of one token over all layers; 0 before the first forward."""
         return sum(spec.bytes_per_slot for spec in self._plane_specs.values())
 
-    def reserve(self, rows: int, slots: int) -> None:
-        """Own at least rows x slots; grows only, keeps contents. Shapes not known yet follow in the first forward."""
+    @property
+    def attending(self) -> int:
+        """Layers that hold keys and values."""
+        return len({layer for layer, _ in self._plane_specs})
+
+    def bytes_of_states(self, window: int) -> int:
+        """Bytes that a row holds beside keys and values, whatever its length: see states.py."""
+        return 0
+
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
+        """Own at least rows x slots; grows only, keeps contents. Shapes not known yet follow in the first forward.
+
+        window: slots past its trunk that a row may hold at most, None for all; keys and values do not go by it.
+        """
         rows, slots = max(rows, self.rows), max(slots, self.slots)
         if (rows, slots) == (self.rows, self.slots):
             return
@@ -139,6 +155,17 @@ class ForestCache(Cache):
         assert slots.shape[0] <= self.rows, "more rows than reserved"
         assert active <= self.slots, "more slots than reserved"
         self._write = Write(slots, rows, active, self.slots)
+
+    @contextlib.contextmanager
+    def running(self, batch: ForestInput) -> Iterator[None]:
+        """A forward over a batch is under way."""
+        self.begin(batch.slots, batch.rows, batch.mask.shape[-1])
+        yield
+
+    def advance(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
+        """Move slots as `move` does. trunk [R]: leading slots that never move again; keys and values do not go by
+        it."""
+        self.move(source, target)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots within each row: source, target [R, T] int64. All reads happen before any write."""

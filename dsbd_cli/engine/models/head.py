@@ -133,6 +133,9 @@ def install(model: Any, head: TrimmedHead, name: str) -> None:
     rows = nn.Linear(old.in_features, len(head.ids), bias=head.bias is not None, device=device, dtype=dtype)
     rows.load_state_dict({"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias}))
     model.set_output_embeddings(rows)
+    added = getattr(model, "final_logits_bias", None)  # of BART and its kin, beside the head
+    if added is not None and added.shape[-1] == head.vocab_size:
+        model.final_logits_bias = added[..., head.ids.to(added.device)]
     model.config.get_text_config(decoder=True).tie_word_embeddings = False
     model.dsbd_head = (head.ids.to(device), head.vocab_size)
 

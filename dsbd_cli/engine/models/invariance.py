@@ -15,11 +15,13 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models.selftest import CheckableModel
+from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, sample_source
 
 __all__ = ["Company", "is_invariant"]
 
 PROMPT = 161  # tokens: five steps of settled slots and one that is left over
 WIDTH = 192  # of the prompt's forward
+SOURCES = (77, 150)  # tokens of the source of the text, where it has one, and of those beside it
 ANSWER = 40  # tokens after the prompt, the last one is looked at
 SLOTS = 512
 
@@ -33,6 +35,7 @@ class Company:
         others: further nodes in each forward. ahead: so many of them stand before the text's own.
         spread: the answer's tokens stand anywhere in so many times as many slots as they need, in order.
         at_once: how many of the answer's tokens share the last forward.
+        joined: before it, so many of them join the trunk, which recurrent layers take into their states.
         slots: S.
     """
 
@@ -42,13 +45,14 @@ class Company:
     ahead: int = 0
     spread: int = 1
     at_once: int = 1
+    joined: int = 0
     slots: int = 256
 
 
 COMPANIES = (
     Company(others=0),
-    Company(others=32, ahead=32, spread=5, slots=SLOTS),
-    Company(others=1, spread=3, at_once=3, slots=352),
+    Company(others=32, ahead=32, spread=5, joined=17, slots=SLOTS),
+    Company(others=1, spread=3, at_once=3, joined=37, slots=352),
     Company(rows=2, row=1, others=19, ahead=7, spread=4, at_once=2, slots=448),
 )
 
@@ -60,6 +64,8 @@ def is_invariant(model: CheckableModel) -> bool:
     Bits alone would not do: a sum that takes another order changes a short text now and then only. Leaves the cache
     released.
     """
+    if _size(model) < 1:
+        return False
     try:
         alone = _logits(model, Company())
         return model.by_parts and all(torch.equal(_logits(model, company), alone) for company in COMPANIES)
@@ -71,18 +77,41 @@ def _logits(model: CheckableModel, company: Company, *, by_parts: bool = True) -
     """[V] logits of the last token of the answer. by_parts: forwards with `settled`."""
     model.release()
     model.reserve(company.rows, SLOTS)
+    if isinstance(model, Seq2SeqForestModel):
+        _encode(model, company)
     generator = torch.Generator().manual_seed(21)
-    size = PROMPT + ANSWER
+    prompt = _size(model)
+    size = prompt + ANSWER
     text = torch.randint(0, model.vocab_size, (company.rows, size), generator=generator)
     text = text.roll(company.row, 0)  # the first text drawn is the same in every company
-    lengths = torch.tensor([PROMPT - 5 * abs(row - company.row) for row in range(company.rows)])
+    lengths = torch.tensor([max(1, prompt - 5 * abs(row - company.row)) for row in range(company.rows)])
     _prompt(model, text, lengths)
     chosen = torch.randperm(ANSWER * company.spread, generator=generator)[:ANSWER].sort().values
     places = lengths.unsqueeze(1) + chosen
     split = ANSWER - company.at_once
-    for first, last in ((0, split), (split, ANSWER)):
-        logits = _answer(model, company, text, lengths, places, first, last, by_parts)
-    return logits
+    _answer(model, company, text, lengths, places, 0, split, by_parts)
+    if company.joined:
+        source, places = places, places.clone()
+        places[:, : company.joined] = lengths.unsqueeze(1) + torch.arange(company.joined)
+        device = model.device
+        model.move(source.to(device), places.to(device), (lengths + company.joined).to(device))
+    return _answer(model, company, text, lengths, places, split, ANSWER, by_parts)
+
+
+def _size(model: CheckableModel) -> int:
+    """Tokens of the prompt, fewer where the model has no room for them."""
+    limit = model.max_positions
+    return PROMPT if limit is None else min(PROMPT, limit - ANSWER)
+
+
+def _encode(model: Seq2SeqForestModel, company: Company) -> None:
+    """The text's own source, and sources of another length for its neighbours; all in one call."""
+    limit = model.max_source or max(SOURCES)
+    sources = [
+        sample_source(model, min(SOURCES[row != company.row], limit), seed=int(row != company.row))
+        for row in range(company.rows)
+    ]
+    model.encode(range(company.rows), sources)
 
 
 def _prompt(model: CheckableModel, text: Tensor, lengths: Tensor) -> None:
@@ -98,6 +127,7 @@ def _prompt(model: CheckableModel, text: Tensor, lengths: Tensor) -> None:
             mask=seen,
             slot_positions=steps.expand(len(text), -1),
             rows=torch.arange(len(text)),
+            chain=True,
         ).to(model.device),
         logits=False,
     )

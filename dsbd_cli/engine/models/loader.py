@@ -20,7 +20,7 @@ from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.packing import packing_works
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 
-__all__ = ["Checkpoint", "eos_ids", "is_gguf", "load", "load_config", "load_tokenizer"]
+__all__ = ["Checkpoint", "eos_ids", "is_gguf", "load", "load_config", "load_extractor", "load_tokenizer", "quiet"]
 
 Checkpoint = tuple[Any, Any]
 
@@ -29,16 +29,16 @@ SMALL_BYTES = 64 << 20  # weights of this size are no burden in float32 either
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(spec: ModelSpec) -> Checkpoint:
-    """(model, tokenizer) of a spec, weights frozen, in evaluation mode, nothing printed.
+def load(spec: ModelSpec, **more: Any) -> Checkpoint:
+    """(model, tokenizer) of a spec, weights frozen, in evaluation mode, nothing printed. more: for transformers.
 
     dtype auto is the checkpoint's own on CUDA. On the CPU it is float32, which rounds no weight, except for a large
     bfloat16 checkpoint where the processor multiplies bfloat16 itself: there half the bytes are half the time. Raises
     ModelNotFoundError, ModelError (unfit files, missing weights), UnsupportedModelError (no causal language model) and
     UsageError (device).
     """
-    placement = _placement(spec)
-    with _quiet():
+    placement = more or _placement(spec)
+    with quiet():
         folder = locate(spec)
         config = load_config(folder, spec)
         # transformers draws a bar while it unpacks GGUF, and asks nobody
@@ -117,12 +117,10 @@ def _remote_code_hint(folder: Path) -> str:
 
 
 def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]) -> Any:
-    from transformers import AutoModelForCausalLM
-
     _check_weights(folder, spec)
     head = read_head(folder)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _class(config).from_pretrained(
             **_source(folder),
             **_local(spec),
             config=config,
@@ -138,7 +136,8 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
     except Exception as error:
         if "Unrecognized configuration class" in str(error):
             raise UnsupportedModelError(
-                f"{_name(spec)} is a {config.model_type}, which is no causal language model"
+                f"{_name(spec)} is a {config.model_type}, which is neither a causal language model nor an "
+                "encoder-decoder one"
             ) from None
         raise ModelError(f"{_name(spec)} cannot be loaded: {_said(error)}") from error
     model, report = loaded
@@ -146,6 +145,28 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
     if head is not None:
         install(model, head, _name(spec))
     return model
+
+
+def _class(config: Any) -> Any:
+    """The transformers class that loads the checkpoint."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+
+    if not getattr(config, "is_encoder_decoder", False):
+        return transformers.AutoModelForCausalLM
+    if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING:
+        return transformers.AutoModelForSpeechSeq2Seq
+    return transformers.AutoModelForSeq2SeqLM
+
+
+def load_extractor(folder: Path, spec: ModelSpec) -> Any:
+    """What turns audio into features, in a checkpoint folder."""
+    from transformers import AutoFeatureExtractor
+
+    try:
+        return AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ModelError(f"{_name(spec)}: its feature extractor cannot be loaded: {_said(error)}") from error
 
 
 def is_gguf(place: Path) -> bool:
@@ -231,7 +252,7 @@ def _said(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps the libraries' progress bars and warnings off stderr, which is for our own messages.
 
     transformers stays quiet afterwards, because it also warns while it tokenizes and runs.

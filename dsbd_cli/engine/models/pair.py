@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.drafting import AnyDraft, BridgedDraft
+from dsbd_cli.engine.models.adapter import TransformersForest
 from dsbd_cli.engine.models.causal import CausalForestModel
+from dsbd_cli.engine.models.generation import settings_notes
 from dsbd_cli.engine.models.head import installed
+from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.invariance import is_invariant
-from dsbd_cli.engine.models.loader import eos_ids, load
+from dsbd_cli.engine.models.loader import eos_ids, load, load_config, load_extractor
 from dsbd_cli.engine.models.packing import pack
+from dsbd_cli.engine.models.ranks import Ranks, ShardedForestModel, check_ranks, load_slice
 from dsbd_cli.engine.models.selftest import self_test
+from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, encoder_digest
+from dsbd_cli.engine.models.sources import make_source_codec
 from dsbd_cli.engine.models.tokenize import HFCodec
-from dsbd_cli.errors import PairError, UnsupportedModelError
+from dsbd_cli.errors import PairError, UnsupportedModelError, UsageError
 
 __all__ = ["LoadedPair", "check_pair", "load_model", "load_pair", "markers", "trimmed_target"]
 
@@ -30,6 +39,7 @@ class LoadedPair:
         target_dtype: torch's name without prefix: float32, bfloat16, float16.
         draft_dtype: the same, None without a draft.
         notes: differences that do not matter for the result, for the user to read.
+        told: of the target's generation settings, what is not done.
     """
 
     target: ForestModel
@@ -38,6 +48,7 @@ class LoadedPair:
     target_dtype: str
     draft_dtype: str | None
     notes: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
 
 
 def check_pair(target: HFCodec, draft: HFCodec, target_width: int, draft_width: int) -> tuple[str, ...]:
@@ -67,15 +78,35 @@ def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = Fal
     Raises the ModelError family and UsageError of loader, selftest and check_pair.
     """
     model, codec = load_model(target)
+    told = settings_notes(model.module)
     if draft is None:
-        return LoadedPair(model, None, codec, _dtype_name(model), None)
+        return LoadedPair(model, None, codec, _dtype_name(model), None, told=told)
     small, small_codec = load_model(draft)
     dtypes = _dtype_name(model), _dtype_name(small)
+    _check_kinds(model, small, bridged=bridged)
     if bridged:
-        return LoadedPair(model, BridgedDraft(small, small_codec, codec, markers(codec, small_codec)), codec, *dtypes)
+        return LoadedPair(
+            model, BridgedDraft(small, small_codec, codec, markers(codec, small_codec)), codec, *dtypes, told=told
+        )
     notes = check_pair(codec, small_codec, model.vocab_size, small.vocab_size)
     small.fit_width(model.vocab_size)
-    return LoadedPair(model, small, codec, *dtypes, notes)
+    if isinstance(model, Seq2SeqForestModel) and isinstance(small, Seq2SeqForestModel):
+        if model.source_name != small.source_name or model.source_shape != small.source_shape:
+            raise PairError("target and draft read sources of different forms: choose a draft of its family")
+        if model.encoder_digest == small.encoder_digest:
+            model.lead(small)
+            notes += ("the draft's encoder is the target's: it reads each source once for both",)
+    return LoadedPair(model, small, codec, *dtypes, notes, told)
+
+
+def _check_kinds(target: TransformersForest, draft: TransformersForest, *, bridged: bool) -> None:
+    """Both have an encoder, or neither has. Raises PairError."""
+    paired = [isinstance(model, Seq2SeqForestModel) for model in (target, draft)]
+    if paired[0] != paired[1]:
+        one, other = ("the target", "the draft") if paired[0] else ("the draft", "the target")
+        raise PairError(f"{one} has an encoder and {other} has none: choose a draft of the target's kind")
+    if bridged and paired[0]:
+        raise PairError("--drafter bridge takes decoder-only models: choose a draft with the target's vocabulary")
 
 
 def markers(target: HFCodec, draft: HFCodec) -> dict[int, int]:
@@ -85,27 +116,59 @@ def markers(target: HFCodec, draft: HFCodec) -> dict[int, int]:
     return {index: theirs[token.content] for index, token in ours if token.special and token.content in theirs}
 
 
-def _dtype_name(model: CausalForestModel) -> str:
-    return str(model.dtype).removeprefix("torch.")
+def _dtype_name(model: TransformersForest) -> str:
+    return str(model.weights_dtype).removeprefix("torch.")
 
 
-def load_model(spec: ModelSpec) -> tuple[CausalForestModel, HFCodec]:
+def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
     """One model, its weights packed where it runs on the CPU, self-tested, and its codec. A target that is to be
     `invariant` is asked whether it is."""
-    model, tokenizer = load(spec)
+    model, tokenizer, ranks = _loaded(spec)
+    paired = bool(getattr(model.config, "is_encoder_decoder", False))
+    digest = encoder_digest(model) if paired else None
     try:
-        packed = pack(model) > 0
-        forest = CausalForestModel(model, spec.source, stock=(lambda: load(spec)[0]) if packed else None)
-        self_test(forest)
+        if ranks is not None:
+            forest: TransformersForest = ShardedForestModel(model, spec.source, ranks)
+        else:
+            packed = pack(model) > 0
+            kind = Seq2SeqForestModel if paired else CausalForestModel
+            forest = kind(model, spec.source, stock=(lambda: load(spec)[0]) if packed else None)
         # a draft only proposes: what it computes cannot reach the text
-        forest.invariant = spec.role == "target" and spec.numerics == "invariant" and is_invariant(forest)
+        wanted = spec.role == "target" and spec.numerics == "invariant"
+        forest.keep_states_in(torch.float64 if wanted else torch.float32)
+        self_test(forest)
+        forest.invariant = wanted and is_invariant(forest)
+        if not forest.invariant:
+            forest.keep_states_in(torch.float32)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{spec.role} model {spec.source!r}: {error}") from error
     if trimmed := installed(model):
         if spec.role == "target":
             raise trimmed_target(spec)
         forest.spread(*trimmed)
-    return forest, HFCodec(tokenizer, eos_ids(model, tokenizer))
+    ends = eos_ids(model, tokenizer)
+    if isinstance(forest, Seq2SeqForestModel):
+        forest.encoder_digest = digest
+        codec = make_source_codec(model, tokenizer, ends, lambda: load_extractor(locate(spec), spec))
+        return forest, codec
+    return forest, HFCodec(tokenizer, ends)
+
+
+def _loaded(spec: ModelSpec) -> tuple[Any, Any, Ranks | None]:
+    """Model and tokenizer, and the other ranks of a model that is split."""
+    if spec.tensor_parallel == 1:
+        return *load(spec), None
+    if getattr(load_config(locate(spec), spec), "is_encoder_decoder", False):
+        parts = spec.tensor_parallel
+        message = f"tensor_parallel is {parts}, but the {spec.role} has an encoder, which is not split: drop it"
+        raise UsageError(message, field="tensor_parallel", value=parts)
+    check_ranks(spec)
+    ranks = Ranks(spec)
+    try:
+        return *load_slice(spec), ranks
+    except BaseException:
+        ranks.close()
+        raise
 
 
 def trimmed_target(spec: ModelSpec) -> UnsupportedModelError:

@@ -1,21 +1,24 @@
 """Check, on the model just loaded, that a packed forest gives the logits of its separate paths.
 
 Some architectures fail silently: they bias or cut attention by slot, whatever the mask says. A list of names would be
-out of date at once, so a small forest is tried, with its tokens scattered over the slots.
+out of date at once, so a small forest is tried, with its tokens scattered over the slots. Models with recurrent layers
+are tried a second time in the order of production, where a growing trunk goes into their states.
 
 Shape letters: N nodes of the test forest, B its paths, T tokens of the longest path, V vocabulary, S slots.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
+from dsbd_cli.engine.core.protocols import ForestInput, ForestModel, SourceModel
 from dsbd_cli.engine.models.adapter import unsupported
+from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, sample_source
 from dsbd_cli.errors import UnsupportedModelError
 
 __all__ = ["CheckableModel", "SelfTestReport", "self_test"]
@@ -25,6 +28,8 @@ PROMPT = 7
 PARENTS = (-1, -1, -1, 0, 0, 1, 3, 4, 5, 7, 8)
 # Wider than the windows by slot that are in use (256), so that such a window cuts something off.
 SLOTS = 400
+# Tokens of two sources, apart from those that fill whole steps of the cache
+SOURCES = (13, 40)
 # How many limits the worst node may be off.
 OUTLIER = 3
 
@@ -38,6 +43,9 @@ class CheckableModel(ForestModel, Protocol):
 
     @property
     def architecture(self) -> str: ...
+
+    @property
+    def weights_dtype(self) -> torch.dtype: ...
 
     @property
     def by_parts(self) -> bool: ...
@@ -69,7 +77,7 @@ def _depth(node: int) -> int:
 
 
 def self_test(model: CheckableModel) -> SelfTestReport:
-    """Two forwards of a packed forest (one after a move) and one of its paths; leaves the cache released.
+    """Forwards of a packed forest, before and after a move, and of its paths; leaves the cache released.
 
     Raises UnsupportedModelError in one sentence when they disagree or the model refuses.
     """
@@ -79,32 +87,57 @@ def self_test(model: CheckableModel) -> SelfTestReport:
     # a permutation spread over nearly all slots: neither order nor distance of slots means anything
     slots = (torch.randperm(total, generator=generator) * ((SLOTS - 2) // total)).to(model.device)
     with unsupported(model.architecture):
-        expected = _separate(model, tokens)
-        packed = _packed(model, tokens, slots)
-    report = _compare(packed, expected)
+        if isinstance(model, Seq2SeqForestModel):
+            packed, expected = _of_sources(model, tokens, slots)
+        else:
+            expected = _separate(model.plain, tokens)
+            packed = _packed(model, tokens, slots)
+    dtype = model.weights_dtype
+    report = _checked(model, _compare(packed, expected, dtype), "attention or position by cache slot")
+    if model.state_bytes(0):
+        with unsupported(model.architecture):
+            grown, nodes = _grown(model, tokens)
+        after = _checked(model, _compare(grown, expected[nodes], dtype), "recurrent states")
+        report = max(report, after, key=lambda one: one.largest_error)
+    return report
+
+
+def _checked(model: CheckableModel, report: SelfTestReport, cause: str) -> SelfTestReport:
     if not (report.median_error <= report.limit and report.largest_error <= OUTLIER * report.limit):
         raise UnsupportedModelError(
             f"{model.architecture} cannot hold a tree of tokens: the logits of a packed forest are off "
-            f"by {report.largest_error:.1g} of their spread (attention or position by cache slot); use another model"
+            f"by {report.largest_error:.1g} of their spread ({cause}); use another model"
         )
     return report
 
 
-def _separate(model: CheckableModel, tokens: Tensor) -> Tensor:
+def _of_sources(model: Seq2SeqForestModel, tokens: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """[2 * N, V] logits of the same forest below two sources of different lengths, packed and apart.
+
+    The sources are encoded one after the other, the second row first, and the rows change places between two forwards.
+    """
+    sources = [sample_source(model, size, seed) for seed, size in enumerate(SOURCES)]
+    expected = [_separate(lambda ids, own=source: model.plain(ids, own), tokens) for source in sources]  # type: ignore[misc]
+    packed = _packed(model, tokens, slots, sources)
+    return packed, torch.cat(expected)
+
+
+def _separate(plain: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     """[N, V] logits of every node by running its path alone. Padding on the right changes nothing before it."""
     leaves = [node for node in range(len(PARENTS)) if node not in PARENTS]
     paths = [list(range(PROMPT)) + [PROMPT + node for node in _path(leaf)] for leaf in leaves]
     longest = max(map(len, paths))
     index = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=tokens.device)
-    logits = model.plain(tokens[index])  # [B, T, V]
+    logits = plain(tokens[index])  # [B, T, V]
     rows = [next(row for row, leaf in enumerate(leaves) if node in _path(leaf)) for node in range(len(PARENTS))]
     depths = [_depth(node) for node in range(len(PARENTS))]
     return logits[torch.tensor(rows, device=logits.device), torch.tensor(depths, device=logits.device)]
 
 
-def _packed(model: CheckableModel, tokens: Tensor, slots: Tensor) -> Tensor:
-    """[N, V] logits of the nodes in one row: the first six with the prompt, the rest after the slots have moved."""
-    split = PROMPT + 6
+def _packed(model: CheckableModel, tokens: Tensor, slots: Tensor, sources: Sequence[Tensor | None] = (None,)) -> Tensor:
+    """[R * N, V] logits of the nodes, in one row per source: the first six with the prompt, the rest after the slots
+    have moved and the rows have changed places."""
+    split, rows = PROMPT + 6, len(sources)
     total = len(tokens)
     device = tokens.device
     seen = torch.zeros((total, total), dtype=torch.bool)
@@ -121,28 +154,95 @@ def _packed(model: CheckableModel, tokens: Tensor, slots: Tensor) -> Tensor:
         slot_positions = torch.zeros(SLOTS, dtype=torch.int64, device=device)
         slot_positions[slots] = positions
         part = slice(first, last)
-        batch = ForestInput(
-            tokens[None, part], positions[None, part], slots[None, part], mask[None], slot_positions[None]
-        )
-        logits = model.forward(batch)
+        fields = (tokens[part], positions[part], slots[part], mask, slot_positions)
+        ids, depths, places, sight, depth_of = (field.expand(rows, *field.shape) for field in fields)
+        logits = model.forward(ForestInput(ids, depths, places, sight, depth_of))
         assert logits is not None
-        return logits[0]
+        return logits
 
     try:
-        model.reserve(1, SLOTS)
-        before = run(0, split)[PROMPT:]
+        model.reserve(rows, SLOTS)
+        if isinstance(model, SourceModel):
+            for row in reversed(range(rows)):
+                source = sources[row]
+                assert source is not None
+                model.encode([row], [source])
+        before = run(0, split)[:, PROMPT:]
         moved = slots.roll(1)  # every slot's content goes to another occupied slot: reads must come before writes
-        model.move(slots[None, :split], moved[None, :split], torch.zeros(1, dtype=torch.int64, device=device))
+        here, there = (places[None, :split].expand(rows, -1) for places in (slots, moved))
+        model.move(here, there, torch.zeros(rows, dtype=torch.int64, device=device))
         slots = moved
+        if rows > 1:
+            model.select_rows(torch.arange(rows, device=device).flip(0))
         after = run(split, total)
+        if rows > 1:
+            after = after.flip(0)
     finally:
         model.release()
-    return torch.cat((before, after))
+    return torch.cat((before, after), 1).flatten(0, 1)
 
 
-def _compare(packed: Tensor, expected: Tensor) -> SelfTestReport:
-    exact = packed.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    limit = _LIMITS[torch.float16 if packed.dtype == torch.float32 and not exact else packed.dtype]
+def _grown(model: CheckableModel, tokens: Tensor) -> tuple[Tensor, list[int]]:
+    """Logits [m, V] of nodes in the order of production, and which nodes they are of.
+
+    A prompt is read as a chain, six nodes follow, then the subtree of node 0 alone lives on: the trunk takes node 0.
+    Then another request takes the row, whose prompt joins the trunk by a move.
+    """
+    device, trash, window = tokens.device, 39, 24
+    first, kept = list(range(6)), [0, 3, 4]
+    below = [node for node in range(6, len(PARENTS)) if _path(node)[0] == 0]
+
+    def run(nodes: list[int], slot_of: dict[int, int], *, chain: bool = False) -> Tensor:
+        """nodes: of the forest, or -PROMPT .. -1 for the prompt. slot_of: of every node that is stored."""
+        mask = torch.zeros((1, len(nodes), trash + 1), dtype=torch.bool)
+        positions = torch.zeros((1, trash + 1), dtype=torch.int64)
+        for node, slot in slot_of.items():
+            positions[0, slot] = PROMPT + node if node < 0 else _depth(node)
+        for index, node in enumerate(nodes):
+            path = range(-PROMPT, node + 1) if node < 0 else [*range(-PROMPT, 0), *_path(node)]
+            mask[0, index, [slot_of[other] for other in path]] = True
+        at = torch.tensor([slot_of[node] for node in nodes])
+        tokens_in, slots = tokens.cpu()[torch.tensor(nodes) + PROMPT][None], at[None]
+        depths = positions[:, at]
+        if chain:  # with padding behind it
+            tokens_in, slots, depths = (
+                torch.nn.functional.pad(part, (0, 2), value=fill)
+                for part, fill in ((tokens_in, 0), (slots, trash), (depths, 0))
+            )
+            mask = torch.nn.functional.pad(mask, (0, 0, 0, 2))
+            mask[0, -2:, 0] = True
+        batch = ForestInput(tokens_in, depths, slots, mask, positions, torch.tensor([0]) if chain else None)
+        batch.chain = chain
+        logits = model.forward(batch.to(device))
+        assert logits is not None
+        return logits[0, : len(nodes)]
+
+    def move(source: list[int], target: list[int], trunk: int) -> None:
+        slots = torch.tensor([source, target], device=device).unsqueeze(1)
+        model.move(slots[0], slots[1], torch.tensor([trunk], device=device))
+
+    prompt = {node: PROMPT + node for node in range(-PROMPT, 0)}
+    try:
+        model.reserve(1, trash + 1, window)
+        run(list(prompt), prompt, chain=True)
+        before = run(first, prompt | {node: PROMPT + node for node in first})
+        places = [PROMPT, PROMPT + 1, PROMPT + 2]
+        move([PROMPT + node for node in kept], places, PROMPT + 1)
+        slots = prompt | dict(zip(kept, places, strict=True))
+        slots |= {node: PROMPT + 3 + index for index, node in enumerate(below)}
+        after = run(below, slots)
+        model.clear(0)
+        run(list(prompt), prompt)
+        move(list(prompt.values()), list(prompt.values()), PROMPT)
+        again = run(first, prompt | {node: PROMPT + node for node in first})
+    finally:
+        model.release()
+    return torch.cat((before, after, again)), [*first, *below, *first]
+
+
+def _compare(packed: Tensor, expected: Tensor, dtype: torch.dtype) -> SelfTestReport:
+    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    limit = _LIMITS[torch.float16 if dtype == torch.float32 and not exact else dtype]
     resolution = 2 * torch.finfo(packed.dtype).eps / limit  # logits far from zero are stored coarsely
     packed, expected = packed.double(), expected.double()
     scale = expected.std(dim=-1) + resolution * expected.square().mean(dim=-1).sqrt()

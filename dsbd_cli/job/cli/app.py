@@ -16,9 +16,11 @@ from dsbd_cli.errors import DsbdError, OutputError
 from dsbd_cli.job.cli.bench import bench
 from dsbd_cli.job.cli.generate import generate
 from dsbd_cli.job.cli.index import index
+from dsbd_cli.job.cli.merge import merge
 from dsbd_cli.job.cli.messages import error_line, say, set_style, tracebacks_wanted
 from dsbd_cli.job.cli.models import app as models_app
 from dsbd_cli.job.cli.page import Command, Group
+from dsbd_cli.job.cli.pick import pick
 from dsbd_cli.job.cli.profile import profile
 from dsbd_cli.job.cli.signals import StoppedError
 from dsbd_cli.job.cli.trim import trim_draft
@@ -31,6 +33,8 @@ STOPPED = "stopped before there was a result"
 
 app = typer.Typer(name="dsbd", cls=Group, pretty_exceptions_enable=False)
 app.command("generate", cls=Command)(generate)
+app.command("pick", cls=Command)(pick)
+app.command("merge", cls=Command)(merge)
 app.command("bench", cls=Command)(bench)
 app.command("profile", cls=Command)(profile)
 app.command("index", cls=Command)(index)

@@ -37,7 +37,7 @@ from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.data.resume import write_atomically
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
-from dsbd_cli.lab.bench.methods import FUZZY_METHODS, Value
+from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS, Value
 from dsbd_cli.lab.bench.sweep import Setting, SweepPlan, choose_methods, plan, read_values
 from dsbd_cli.lab.tasks.choose import open_dataset
 from dsbd_cli.lab.tasks.dataset import Dataset, with_dev
@@ -95,6 +95,7 @@ def bench(
         existing=outputs.existing,
     )
     datasets, notes = _datasets(data, choice, chosen=chosen)
+    planned = _with_databases(planned, datasets, sweep.methods)
     with StopSignals(quiet=bool(outputs.quiet)) as signals:
         from dsbd_cli.lab.bench.prepare import BenchSpec
         from dsbd_cli.lab.bench.run import Bench
@@ -145,6 +146,20 @@ def _planned(
     note = "beam-sampling is run as well, because a fuzzy threshold is chosen by what the target alone scores"
     again = plan(["beam-sampling", *names], lists, index)
     return dataclasses.replace(again, notes=(*notes, note, *again.notes))
+
+
+def _with_databases(planned: SweepPlan, datasets: Sequence[Dataset], methods: str | None) -> SweepPlan:
+    """The settings without those that run SQL where a data set has no database. Raises UsageError where they were asked
+    for by name."""
+    running = [one for one in planned.settings if METHODS[one.method].pick == "exec"]
+    without = next((one.name for one in datasets if one.execute is None), None)
+    if not running or without is None:
+        return planned
+    if methods != "all":
+        raise UsageError(f"--methods: {running[0].method} runs SQL, but {without} has no database: leave it out")
+    names = ", ".join(dict.fromkeys(one.method for one in running))
+    kept = tuple(one for one in planned.settings if one not in running)
+    return SweepPlan(kept, (*planned.notes, f"left out: {names}: they run SQL, but {without} has no database"))
 
 
 def _without_peers(planned: SweepPlan, grammar: Grammar | None, *, chosen: bool) -> SweepPlan:

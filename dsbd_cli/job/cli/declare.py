@@ -54,11 +54,12 @@ def _with_reader(hint: object) -> object:
     return hint
 
 
-def grouped(function: Callable[..., None]) -> Callable[..., None]:
+def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) -> Callable[..., None]:
     """Make `f(files: FileOptions, pair: PairOptions, ..., arguments)` a command whose options are the groups' fields.
 
     What the command line leaves open comes from the job file, then from the environment. `arguments` is the command
-    line as it was typed.
+    line as it was typed. elsewhere: groups of another command in the same pipe, whose variables are no
+    mistake.
     """
     every = typing.get_type_hints(function)
     hints = {name: kind for name, kind in every.items() if name not in ("return", "arguments")}
@@ -72,7 +73,7 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
     ]
 
     def command(ctx: typer.Context, **given: object) -> None:
-        values = settle(tuple(hints.values()), given, ctx.command_path)
+        values = settle(tuple(hints.values()), given, ctx.command_path, elsewhere)
         try:
             function(**_groups(hints, values), arguments=_arguments(ctx))
         except UsageError as error:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from dsbd_cli.errors import DsbdError, RowError
 from dsbd_cli.job.cli.progress import Reporter
+from dsbd_cli.job.cli.shard import Shard
 from dsbd_cli.job.data.jsonl import LineWriter
 from dsbd_cli.job.data.resume import DoneRows
 from dsbd_cli.job.records import LongLine, Row, row_error, step_records
 from dsbd_cli.requests import Request, RequestResult
 
 if TYPE_CHECKING:
-    from dsbd_cli.engine.decoding.engine import Engine
+    from dsbd_cli.scale.worker import RunsRequests
 
 __all__ = ["MakeRecord", "RowFlow", "TooManyErrorsError"]
 
@@ -46,14 +46,23 @@ class RowFlow:
         done: DoneRows | None,
         max_errors: int | None,
         stopping: Callable[[], bool],
+        ordered: bool = True,
+        shard: Shard | None = None,
     ) -> None:
-        """done: what an earlier run has left. stopping: a signal has come."""
+        """done: what an earlier run has left. stopping: a signal has come. ordered: records in input order; else as
+        they are ready. shard: only the rows of this part."""
         self._lines, self._read_row, self._reporter = iter(source), read, reporter
         self._done, self._max_errors, self._stopping = done, max_errors, stopping
         self._index = self._position = 0
         self._next: tuple[int, Row] | None = None
-        self._pending: deque[tuple[int, Row]] = deque()
+        self._ordered, self._shard = ordered, shard
+        self._pending: dict[int, tuple[int, Row]] = {}  # by id of what was handed to the engine
         self._ids: set[int] = set()
+
+    @property
+    def rows_read(self) -> int:
+        """Rows of the input so far, those of other parts too."""
+        return self._index
 
     def anything_left(self) -> bool:
         """Pass over the rows that are done. False: there is nothing else, and no model is needed."""
@@ -63,12 +72,13 @@ class RowFlow:
                 return True
         return False
 
-    def run(self, engine: Engine, record: MakeRecord, writer: LineWriter, steps: LineWriter | None) -> None:
+    def run(self, engine: RunsRequests, record: MakeRecord, writer: LineWriter, steps: LineWriter | None) -> None:
         """Answer every row that is not done."""
         self._record, self._writer, self._steps = record, writer, steps
-        for result in engine.run(self._requests()):
-            position, row = self._pending.popleft()
-            assert row.request is None or row.request is result.request, "the engine answers in input order"
+        for result in engine.run(self._requests(), ordered=self._ordered):
+            name = id(result.request) if id(result.request) in self._pending else id(result.error)
+            assert not self._ordered or name == next(iter(self._pending)), "the engine answers in input order"
+            position, row = self._pending.pop(name)
             self._write(position, row, None if row.request is None else result)
         assert self._stopping() or not self._pending, "the engine answers every row"
         writer.flush()
@@ -81,8 +91,9 @@ class RowFlow:
                 self._writer.flush()
                 yield None
                 continue
-            self._pending.append(item)
-            yield item[1].request or item[1].error
+            handed = item[1].request or item[1].error
+            self._pending[id(handed)] = item
+            yield handed
 
     def _rows(self) -> Iterator[tuple[int, Row] | None]:
         """Rows that are not done, each with the bytes of the input up to its end; None where nothing is ready."""
@@ -94,9 +105,12 @@ class RowFlow:
                 yield None
                 continue
             number, line = item
-            row = self._read_row(line, index=self._index, number=number)
+            index = self._index
             self._index += 1
             self._position += (line.size if isinstance(line, LongLine) else len(line)) + 1
+            if self._shard is not None and not self._shard.has(index):
+                continue
+            row = self._read_row(line, index=index, number=number)
             self._note_id(row)
             if self._done is not None and self._done.take(row.id, row.key):
                 self._reporter.totals.skipped += 1

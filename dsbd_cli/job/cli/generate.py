@@ -7,16 +7,17 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
 
 from dsbd_cli._version import __version__
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config import DEFAULT_BATCH_SIZE, MethodConfig, ModelSpec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import grouped, help_texts
 from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, file_hash, open_source, writes
-from dsbd_cli.job.cli.flow import MakeRecord, RowFlow, TooManyErrorsError
+from dsbd_cli.job.cli.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
 from dsbd_cli.job.cli.layers import job_text
 from dsbd_cli.job.cli.messages import say, set_style, tracebacks_wanted, whole
 from dsbd_cli.job.cli.options import (
@@ -31,15 +32,20 @@ from dsbd_cli.job.cli.options import (
 )
 from dsbd_cli.job.cli.outputs import Outputs
 from dsbd_cli.job.cli.progress import Reporter
+from dsbd_cli.job.cli.scale_options import ScaleOptions, pool_config
 from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
+from dsbd_cli.job.cli.shard import Shard, shard_of, sharded_files
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import Summary, rows_exit_code
 from dsbd_cli.job.cli.talk_options import TalkOptions
+from dsbd_cli.job.cli.until import WINDOW, Until, UntilOptions, Widening, until_of
 from dsbd_cli.job.data.source import LineSource
-from dsbd_cli.job.records import MethodRecord, run_fingerprint
+from dsbd_cli.job.records import LongLine, MethodRecord, Row, run_fingerprint
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
+    from dsbd_cli.scale.pool import PoolConfig
+    from dsbd_cli.scale.worker import LoadEngine, RunsRequests
 
 __all__ = ["generate"]
 
@@ -64,7 +70,9 @@ def generate(
     method: MethodOptions,
     sampling: SamplingOptions,
     answers: AnswerOptions,
+    rounds: UntilOptions,
     devices: DeviceOptions,
+    scale: ScaleOptions,
     talk: TalkOptions,
     job: JobOptions,
     arguments: Sequence[str],
@@ -82,12 +90,19 @@ def generate(
         raise UsageError("--quiet and --log verbose cannot be used together: give one of them")
     strict = files.input_format == "strict"
     settings = run_settings(pair, method, sampling, devices, failing, strict=strict, answers=answers)
-    groups = (files, failing, pair, method, sampling, answers, devices, talk)
+    until = until_of(rounds, settings.method)
+    if until is not None and scale.workers is not None:
+        raise UsageError("--until cannot be used with --workers: its rounds share one pair of models; drop one of them")
+    groups = (files, failing, pair, method, sampling, answers, rounds, devices, scale, talk)
     if job.print_config:
         typer.echo(job_text(groups, help_texts(groups)))
         return
+    shard = None if scale.shard is None else shard_of(scale.shard)
+    if shard is not None:
+        files = sharded_files(files, shard)
     check_files(files)
-    run = _Run(files, settings, devices, talk, arguments, demonstrates=pair.target is None and not talk.quiet)
+    demonstrates = pair.target is None and not talk.quiet
+    run = _Run(files, settings, devices, scale, shard, talk, arguments, demonstrates=demonstrates, until=until)
     if code := run.answer():
         raise typer.Exit(code)
 
@@ -100,14 +115,21 @@ class _Run:
         files: FileOptions,
         settings: RunSettings,
         devices: DeviceOptions,
+        scale: ScaleOptions,
+        shard: Shard | None,
         talk: TalkOptions,
         arguments: Sequence[str],
         *,
         demonstrates: bool,
+        until: Until | None,
     ) -> None:
-        """demonstrates: nobody has named a model, and it is to be told."""
-        self._demonstrates = demonstrates
+        """demonstrates: nobody has named a model, and it is to be told. until: rows are answered in rounds."""
+        self._demonstrates, self._until = demonstrates, until
+        self._widening: Widening | None = None
+        self._metadata: dict[int, object] = {}  # of rows that are under way
         self._files, self._settings, self._devices, self._arguments = files, settings, devices, arguments
+        self._ordered, self._pool = scale.order != "done", pool_config(scale, devices)
+        self._workers_open = ExitStack()
         self._method = MethodRecord(settings.method, settings.target, settings.draft)
         self._fingerprint = run_fingerprint(
             self._method,
@@ -118,10 +140,16 @@ class _Run:
             strict=settings.rows.strict,
             input_format="text" if files.input_format == "text" else "auto",
             output_format=files.output_format or "native",
+            until=None if until is None else f"exec-ok on {until.check.databases.template}",
+            max_beams=None if until is None else until.widths[-1],
             allow=None if settings.answers.allow is None else file_hash("--allow", settings.answers.allow),
             grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
             dsbd=__version__,
         )
+        self._shard = shard
+        if shard is not None:
+            assert files.input is not None
+            self._fingerprint |= shard.settings(files.input)
         self._signals = StopSignals(quiet=bool(talk.quiet))
         on_terminal = files.output in (None, STANDARD) and sys.stdout is not None and sys.stdout.isatty()
         self.reporter = Reporter(talk, records_on_terminal=on_terminal)
@@ -130,6 +158,7 @@ class _Run:
         """Answer the rows; returns the exit code of a run that came to its end."""
         with ExitStack() as stack:
             stack.enter_context(self._signals)
+            stack.enter_context(self._workers_open)  # left after the summary, whose seconds they are not
             stream, name, size = open_source(self._files, stack)
             self.reporter.input_bytes = size
             outputs = stack.enter_context(Outputs(self._files, self._fingerprint))
@@ -138,8 +167,12 @@ class _Run:
             settings = {**self._fingerprint, "batch_size": self._settings.batch_size}
             summary = stack.enter_context(Summary(self._files.summary, self.reporter.totals, settings))
             stack.callback(self.reporter.stop)
-            flow = self._flow(stack.enter_context(LineSource(stream, name)), outputs)
+            source = stack.enter_context(LineSource(stream, name))
+            flow = self._flow(source, outputs)
             self._answer(flow, outputs, summary)
+            if self._shard is not None:
+                source.check()
+                outputs.complete(flow.rows_read)
         return rows_exit_code(self.reporter.totals)
 
     def _flow(self, source: LineSource, outputs: Outputs) -> RowFlow:
@@ -148,31 +181,55 @@ class _Run:
             totals.skipped_failed, totals.retried = outputs.done.failed, outputs.retried
         return RowFlow(
             source,
-            rows.read_text if self._files.input_format == "text" else rows.read,
+            self._noted(rows.read_text if self._files.input_format == "text" else rows.read),
             self.reporter,
             done=outputs.done,
             max_errors=self._settings.max_errors,
             stopping=lambda: self._signals.number is not None,
+            ordered=self._ordered,
+            shard=self._shard,
         )
+
+    def _noted(self, read: ReadRow) -> ReadRow:
+        """Rows as they are read, so that the rounds know their metadata."""
+
+        def noting(line: bytes | LongLine, *, index: int, number: int) -> Row:
+            row = read(line, index=index, number=number)
+            if row.request is not None:
+                self._metadata[id(row.request)] = row.metadata
+            return row
+
+        return read if self._until is None else noting
 
     def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
         totals = self.reporter.totals
         try:
-            engine = self._load() if outputs.done is None or flow.anything_left() or outputs.is_empty else None
+            engine = self._load(summary) if outputs.done is None or flow.anything_left() or outputs.is_empty else None
         except StoppedError:
             self.reporter.stop()
             raise
         if engine is not None:
             summary.info = engine.info
+            told: tuple[str, ...] = getattr(engine.info, "told", ())  # of an engine in this process
+            for line in told:
+                self.reporter.warn(line)
             if engine.exactness != self._method.method.exactness:
                 self._method = replace(self._method, exactness=engine.exactness)
                 if self._devices.numerics != "fast":
                     self.reporter.warn(NOT_INVARIANT)
             writer, steps = outputs.begin()
             self.reporter.begin(_describe(self._settings, engine), steps=lambda: engine.steps)
-            self._signals.on_stop = engine.stop
+            answering: RunsRequests = engine
+            if self._until is not None:
+                from dsbd_cli.engine.decoding.engine import Engine
+
+                assert isinstance(engine, Engine), "workers are refused"
+                rows = WINDOW * (self._settings.batch_size or DEFAULT_BATCH_SIZE)
+                wider = partial(self._wider, engine)
+                answering = self._widening = Widening(engine, self._until, wider, self._metadata, window=rows)
+            self._signals.on_stop = answering.stop
             try:
-                flow.run(engine, self._maker(outputs.created), writer, steps)
+                flow.run(answering, self._maker(outputs.created), writer, steps)
             except TooManyErrorsError as error:
                 raise TooManyErrorsError(f"{error}; {self._how_to_resume()}") from None
         if (number := self._signals.number) is not None:
@@ -183,13 +240,17 @@ class _Run:
                 f"{self._files.output} holds {outputs.done.left} record{'' if outputs.done.left == 1 else 's'} "
                 "of rows that are not in the input any more"
             )
-        self.reporter.summary(totals.line())
+        rounds = "" if self._widening is None else f"; {self._widening.line()}"
+        self.reporter.summary(totals.line() + rounds)
 
     def _maker(self, created: int) -> MakeRecord:
         """How this run writes a row."""
         method, make = replace(self._method, created=created), writes(self._files).load()
         assert callable(make), "checked at the start"
-        return lambda row, result: bytes(make(row, result, method))
+        told = None if self._widening is None else self._widening.told
+        if told is None or self._files.output_format not in (None, "native"):
+            return lambda row, result: bytes(make(row, result, method))
+        return lambda row, result: bytes(make(row, result, method, told(row)))
 
     def _how_to_resume(self) -> str:
         """The command that goes on with this run."""
@@ -205,13 +266,15 @@ class _Run:
         again = " with the same input" if self._files.input in (None, STANDARD) else ""
         return f"what is written is complete; go on{again} with: {whole(command)}"
 
-    def _load(self) -> Engine:
-        """Where torch is imported."""
+    def _load(self, summary: Summary) -> RunsRequests:
+        """Where torch is imported, by this process or by its workers."""
         from dsbd_cli.engine.decoding import load as loading
 
         settings, devices = self._settings, self._devices
-        engine = loading.load(
-            *model_specs(settings, devices),
+        models = model_specs(settings, devices)
+        load = partial(
+            loading.load,
+            *models,
             method=settings.method,
             batch_size=settings.batch_size,
             log_steps=self._files.stats is not None,
@@ -219,18 +282,54 @@ class _Run:
             cuda_graphs=devices.cuda_graphs,
             allow=settings.answers.allow,
         )
+        engine = load() if self._pool is None else self._workers(load, models, self._pool, summary)
         if self._demonstrates:
             say(DEMONSTRATION)
         return engine
 
+    def _wider(self, engine: Engine, width: int) -> Engine:
+        """The same engine with more beams, on the same models."""
+        from dsbd_cli.engine.decoding.engine import Engine
 
-def _describe(settings: RunSettings, engine: Engine) -> str:
+        method, settings = engine.method, self._settings
+        return Engine(
+            engine.target,
+            engine.draft,
+            engine.codec,
+            replace(method, num_beams=width, drafts_per_layer=max(method.drafts_per_layer, 2 * width)),
+            batch_size=settings.batch_size,
+            info=engine.info,
+            log_steps=engine.log_steps,
+            catalogues=engine.catalogues,
+            on_too_long=settings.on_too_long,
+            cuda_graphs=self._devices.cuda_graphs,
+        )
+
+    def _workers(
+        self, load: LoadEngine, models: Sequence[ModelSpec | None], pool: PoolConfig, summary: Summary
+    ) -> RunsRequests:
+        """Workers in the place of an engine of this process."""
+        from dsbd_cli.scale.pool import RayEngine
+        from dsbd_cli.scale.worker import WorkerSetup
+
+        assert self._settings.batch_size is not None
+        specs = tuple([model for model in models if model is not None])
+        setup = WorkerSetup(load, specs, self._settings.batch_size)
+        engine = RayEngine(setup, pool, self.reporter.warn)
+        self._workers_open.callback(engine.close)
+        summary.workers = lambda: engine.reports
+        self.reporter.note = engine.describe
+        return engine
+
+
+def _describe(settings: RunSettings, engine: RunsRequests) -> str:
     method, info = settings.method, engine.info
     most = "up to " if method.adaptive_depth else ""
     drafts = f"{most}{method.depth} layers of {method.drafts_per_layer} drafts" if method.depth else "no draft"
     drafts += f" by {method.drafter}" if method.depth and method.drafter != MethodConfig().drafter else ""
     allowed = f"; {engine.allowed}" if engine.allowed else ""
-    allowed += f"; {engine.footprint}" if method.num_beams >= WIDE else ""
+    footprint = getattr(engine, "footprint", None)  # an engine of this process says it, workers do not
+    allowed += f"; {footprint}" if footprint and method.num_beams >= WIDE else ""
     models = f"target {settings.target}" + (f", draft {settings.draft}" if settings.draft else "")
     models += f" ({info.dtype}, {info.device})" if info is not None else ""
     return (

@@ -18,7 +18,7 @@ __all__ = ["PREFIX", "Values", "job_text", "settle"]
 
 PREFIX = "DSBD_"
 OTHER_VARIABLES = ("DSBD_MODELS_FILE", "DSBD_DEBUG")  # read elsewhere, for every command
-OR_AUTO = ("depth", "batch_size")  # numbers that may also be the word auto
+OR_AUTO = ("depth", "batch_size", "workers")  # numbers that may also be the word auto
 NOT_IN_A_FILE = ("config", "print_config")
 YES, NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
@@ -42,11 +42,13 @@ class _Field:
         )
 
 
-def settle(groups: tuple[type, ...], given: Mapping[str, object], command: str) -> Values:
+def settle(
+    groups: tuple[type, ...], given: Mapping[str, object], command: str, elsewhere: tuple[type, ...] = ()
+) -> Values:
     """Values of all options of the groups. `given` is the command line, where None and [] mean not given; command: its
-    name, for messages. Raises UsageError."""
+    name, for messages. elsewhere: groups whose variables are let stand. Raises UsageError."""
     table = _fields(groups)
-    _check_variables(table, command)
+    _check_variables({**_fields(elsewhere), **table}, command)
     environment = dict(_from_environment(table))
     config = given.get("config") or environment.get("config")
     job = _from_file(Path(str(config)), table) if config is not None else {}

@@ -37,6 +37,7 @@ __all__ = [
 MAIN = "Main options"  # what most runs set; they stand first on the page
 FILES, ROWS, METHOD = "Input and output", "Rows that fail", "How drafts are made and verified"
 SAMPLING, ENDING, DEVICES = "Sampling", "Ending and ranking", "Devices and loading"
+SOURCES = "Encoder-decoder targets"
 ANSWERS = "What may be answered"
 JOB = "Options from a file"
 
@@ -292,6 +293,27 @@ class DrawOptions:
     early_stopping: Annotated[
         bool | None, flag(ENDING, "--early-stopping", text="end a row as soon as W hypotheses are finished")
     ] = None
+    source_lang: Annotated[
+        str | None,
+        option(SOURCES, "--source-lang", text="language of the rows, as the tokenizer names it", metavar="NAME"),
+    ] = None
+    target_lang: Annotated[
+        str | None, option(SOURCES, "--target-lang", text="language to translate into", metavar="NAME")
+    ] = None
+    prefix: Annotated[
+        str | None, option(SOURCES, "--prefix", text="text that every answer begins with", metavar="TEXT")
+    ] = None
+    token_rules: Annotated[
+        str | None,
+        option(
+            ENDING,
+            "--token-rules",
+            text="checkpoint: as its generation settings ask; none; and NAME=VALUE,... beside "
+            "(no_repeat_ngram_size=3, forced_bos_token_id=none)",
+            default="checkpoint with an encoder-decoder target, else none",
+            metavar="RULES",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -301,6 +323,10 @@ class SamplingOptions(DrawOptions):
     n_best: Annotated[
         int | None,
         option(ENDING, "--n-best", text="hypotheses to report per row", default=_SAMPLING.n_best, metavar="N"),
+    ] = None
+    token_logprobs: Annotated[
+        bool | None,
+        flag(ENDING, "--token-logprobs", text="report the id and log-probability of every token of every beam"),
     ] = None
 
 
@@ -374,6 +400,17 @@ class DeviceOptions:
             "several: balanced, sequential, or a device map as JSON",
             default="auto",
             metavar="DEVICE",
+        ),
+    ] = None
+    tensor_parallel: Annotated[
+        int | None,
+        option(
+            DEVICES,
+            "--tensor-parallel",
+            text="processes that share every layer of the target, each on a GPU of its own where there are any; for "
+            "models that do not fit one",
+            default=1,
+            metavar="T",
         ),
     ] = None
     cuda_graphs: Annotated[

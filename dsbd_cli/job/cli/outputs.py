@@ -83,6 +83,11 @@ class Outputs:
         self._new = []
         return self._writer(output, self._output), None if steps is None else self._writer(steps, self._steps)
 
+    def complete(self, rows: int) -> None:
+        """All rows of a part are written. rows: of the whole input."""
+        assert self._files.output is not None
+        write_settings(self._files.output, self._settings, self.created, rows)
+
     def _claim(self, path: Path | None) -> io.FileIO | None:
         """The file, locked; None for standard output, devices and pipes."""
         if path in (None, STANDARD) or is_special(path):

@@ -146,7 +146,7 @@ def profile(
     Ctrl-C prints what is measured by then.
     """
     if answers.allow is not None:
-        raise UsageError(f"--allow {answers.allow} is not profiled: drop it")
+        raise UsageError(f"--allow {answers.allow} is not profiled, because a profile cuts answers short: drop it")
     settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions(), answers=answers)
     if settings.method.adaptive_depth:
         raise UsageError(

@@ -39,6 +39,7 @@ class Reporter:
         self._live = self._terminal and not self._quiet and not self._json and not records_on_terminal
         self._progress: Progress | None = None
         self.input_bytes: int | None = None
+        self.note: Callable[[], str] = str  # what else stands in the line
         self._steps: Callable[[], int] = lambda: self.totals.steps
         self._bytes_before = self._bytes = 0
         self._over = threading.Event()
@@ -79,7 +80,7 @@ class Reporter:
 
     def at(self, position: int, *, skipped: bool = False) -> None:
         """The input is worked off up to this byte; skipped: because an earlier run had done so."""
-        self._bytes = position
+        self._bytes = max(self._bytes, position)
         if skipped:
             self._bytes_before = position
 
@@ -104,12 +105,12 @@ class Reporter:
 
     def _line(self) -> str:
         left = self._left()
-        return self.totals.line(self._unfinished) + (f", {left}" if left else "")
+        return ", ".join(part for part in (self.totals.line(self._unfinished), self.note(), left) if part)
 
     def _live_text(self) -> str:
         """What changes most stands first, because a narrow terminal cuts the end."""
         left = self._left()
-        return (f"{left}, " if left else "") + self.totals.line(self._unfinished)
+        return ", ".join(part for part in (left, self.totals.line(self._unfinished), self.note()) if part)
 
     def _left(self) -> str:
         """Share of the input that is done, and the time that the rest takes if its rows are as long as those so far."""

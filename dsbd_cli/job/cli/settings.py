@@ -295,6 +295,11 @@ def _rows(given: SamplingOptions, method: MethodConfig, *, strict: bool) -> RowR
         length_penalty=_given(given.length_penalty, default.length_penalty),
         early_stopping=_given(given.early_stopping, default.early_stopping),
         n_best=_given(given.n_best, default.n_best),
+        token_logprobs=_given(given.token_logprobs, default.token_logprobs),
+        source_lang=given.source_lang,
+        target_lang=given.target_lang,
+        prefix=given.prefix,
+        token_rules=given.token_rules,
     )
     seed = _given(given.seed, RowReader().seed)
     return RowReader(sampling, seed, method.rule, method.num_beams, strict)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +21,8 @@ from dsbd_cli.job.data.jsonl import ClosedOutputError
 from dsbd_cli.job.data.resume import write_atomically
 
 if TYPE_CHECKING:
-    from dsbd_cli.engine.decoding.engine import EngineInfo
+    from dsbd_cli.scale.pool import WorkerReport
+    from dsbd_cli.scale.worker import EngineNames
 
 __all__ = ["SUMMARY_SCHEMA", "Summary", "rows_exit_code"]
 
@@ -37,7 +40,8 @@ class Summary:
     """A `with` block around the run; on leaving it, the file is written."""
 
     def __init__(self, path: Path | None, totals: Totals, settings: dict[str, object]) -> None:
-        self.info: EngineInfo | None = None
+        self.info: EngineNames | None = None
+        self.workers: Callable[[], Sequence[WorkerReport]] | None = None
         self._path, self._totals, self._settings = path, totals, settings
         self._started = utc_now()
 
@@ -75,6 +79,7 @@ class Summary:
                 "draft_device": info.draft_device,
                 "draft_dtype": info.draft_dtype,
             },
+            **({} if self.workers is None else {"workers": [asdict(report) for report in self.workers()]}),
             "versions": {"dsbd": __version__, "python": platform.python_version(), **_versions()},
         }
 

@@ -28,6 +28,7 @@ __all__ = [
     "cut_unfinished_steps",
     "drop_failed",
     "read_done",
+    "read_run",
     "read_settings",
     "settings_file",
     "whole_size",
@@ -90,29 +91,38 @@ def settings_file(output: Path) -> Path:
     return output.with_name(output.name + ".dsbd-run")
 
 
-def write_settings(output: Path, settings: Settings, created: int) -> None:
-    """Whole or not at all, and on the disk before the first record is. created: Unix time of the run."""
+def write_settings(output: Path, settings: Settings, created: int, rows: int | None = None) -> None:
+    """Whole or not at all, and on the disk before the first record is. created: Unix time of the run. rows: of the
+    whole input, written once the end of it was reached."""
     content = {"schema": SETTINGS_SCHEMA, "created": created, "settings": settings}
+    if rows is not None:
+        content["rows"] = rows
     write_atomically(settings_file(output), orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 def read_settings(output: Path) -> tuple[Settings, int]:
     """What the records in `output` were made with, and when the run began. Raises UsageError if nobody knows."""
+    settings, created, _ = read_run(output, "--existing resume")
+    return settings, created
+
+
+def read_run(output: Path, wanted_by: str) -> tuple[Settings, int, int | None]:
+    """The same and how many rows the whole input has, None where its end was not reached. wanted_by: for messages."""
     path = settings_file(output)
     try:
         found = orjson.loads(path.read_bytes())
     except FileNotFoundError:
         raise UsageError(
-            f"--existing resume: {path} is missing, so nobody knows what {output} was made with: "
+            f"{wanted_by}: {path} is missing, so nobody knows what {output} was made with: "
             "name another file, or replace it with --existing overwrite"
         ) from None
     except (OSError, ValueError):
         found = None
     if isinstance(found, dict) and found.get("schema") == SETTINGS_SCHEMA:
-        settings, created = found.get("settings"), found.get("created")
+        settings, created, rows = found.get("settings"), found.get("created"), found.get("rows")
         if isinstance(settings, dict) and isinstance(created, int):
-            return settings, created
-    raise UsageError(f"--existing resume: {path} is not what dsbd wrote: replace both files with --existing overwrite")
+            return settings, created, rows if isinstance(rows, int) else None
+    raise UsageError(f"{wanted_by}: {path} is not what dsbd wrote: replace both files with --existing overwrite")
 
 
 def write_atomically(path: Path, data: bytes) -> None:

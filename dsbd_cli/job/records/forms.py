@@ -1,6 +1,6 @@
 """The ways to write a row, brought to one: fields under their own names, and what was not used of the row.
 
-flat      {id | custom_id, prompt | messages, overrides of the run's sampling options, metadata}
+flat      {id | custom_id, prompt | messages | audio, overrides of the run's sampling options, metadata}
 envelope  {custom_id, method: "POST", url: "/v1/completions" | "/v1/chat/completions", body: {...}}, a line of an
           OpenAI batch file
 `null` means not given.
@@ -24,9 +24,10 @@ ALIASES = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
     "n": "n_best",
+    "language": "source_lang",
 }
 ROW_FIELDS = (
-    *("id", "prompt", "messages", "seed", "allow"),
+    *("id", "prompt", "messages", "audio", "seed", "allow"),
     *(item.name for item in fields(SamplingConfig)),
     *("response_format", "metadata"),
 )
@@ -40,7 +41,6 @@ WITHOUT_EFFECT = frozenset(
 )
 # Fields that would change the text but cannot be honoured, with the values under which they change nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "audio": (),
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0, 0.0),
@@ -48,7 +48,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "ignore_eos": (False,),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "presence_penalty": (0, 0.0),
@@ -59,14 +58,14 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 HINTS = {
+    "min_tokens": "token_rules has min_new_tokens",
+    "repetition_penalty": "token_rules has one",
     "best_of": "the number of beams is the run's --num-beams",
     "stream": "records are written as rows are done",
-    "logprobs": "a native record has the log-probability of each text",
 }
 KNOWN = (*ROW_FIELDS, *ALIASES)
 OWN = frozenset(KNOWN)
@@ -92,10 +91,10 @@ class ParsedRow:
 
 def parsed_row(raw: Fields) -> ParsedRow:
     """The row's form and its fields. Raises InvalidRowError."""
-    if ("body" in raw or "url" in raw) and "prompt" not in raw and "messages" not in raw:
+    if ("body" in raw or "url" in raw) and not {"prompt", "messages", "audio"} & raw.keys():
         return _envelope(raw)
     unused: list[tuple[str, object]] = []
-    return ParsedRow("flat", _named(raw, unused, prefix=""), unused)
+    return ParsedRow("flat", _named(raw, unused, "flat"), unused)
 
 
 def as_written(message: str, raw: Fields) -> str:
@@ -133,22 +132,27 @@ def _envelope(raw: Fields) -> ParsedRow:
         raise InvalidRowError("body has an id of its own: give custom_id beside body, not inside")
     if body.get("metadata") is not None and row.get("metadata") is not None:
         raise InvalidRowError("metadata is given beside body and inside: drop one")
-    row.update(_named(body, unused, prefix="body."))
+    if body.get("audio") is not None:
+        raise InvalidRowError(f"body.audio is {shorten(body['audio'])}, but spoken answers are not supported: drop it")
     form = URLS[url]
+    row.update(_named(body, unused, form))
     other = "messages" if PROMPT_OF[form] == "prompt" else "prompt"
     if other in row:
         raise InvalidRowError(f"body.{other} is given, but url is {url}, which takes {PROMPT_OF[form]}")
     return ParsedRow(form, row, unused)
 
 
-def _named(raw: Mapping[str, object], unused: list[tuple[str, object]], *, prefix: str) -> Fields:
+def _named(raw: Mapping[str, object], unused: list[tuple[str, object]], form: Form) -> Fields:
     """The row under its fields' own names, without those that are null or say nothing."""
     row: Fields = {}
+    prefix = "" if form == "flat" else "body."
     for name, value in raw.items():
         if name in OWN:
             _put(row, name, value, prefix=prefix)
         elif value is None or name in WITHOUT_EFFECT:
             continue
+        elif name == "logprobs":
+            _put_logprobs(row, value, form, prefix)
         elif name in UNSUPPORTED:
             _refuse(name, value, prefix)
         else:
@@ -165,6 +169,20 @@ def _put(row: Fields, name: str, value: object, *, prefix: str) -> None:
             f"{prefix}{name} is {shorten(value)}, but {known} is given under another name too: drop one"
         )
     row[known] = value
+
+
+def _put_logprobs(row: Fields, value: object, form: Form, prefix: str) -> None:
+    """`logprobs` is a switch in chats and a number of likeliest tokens in completions; a flat row may have either."""
+    if form != "openai-completions" and isinstance(value, bool):
+        _put(row, "token_logprobs", value, prefix=prefix)
+    elif form != "openai-chat" and isinstance(value, int) and not isinstance(value, bool):
+        _put(row, "token_logprobs", True, prefix=prefix)
+        _put(row, "top_logprobs", value, prefix=prefix)
+    elif value is not False:
+        expected = {"openai-chat": "true or false", "openai-completions": "an integer"}.get(
+            form, "true, false or an integer"
+        )
+        raise InvalidRowError(f"{prefix}logprobs is {shorten(value)}, but must be {expected}")
 
 
 def _refuse(name: str, value: object, prefix: str) -> None:

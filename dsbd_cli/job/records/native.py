@@ -15,10 +15,10 @@ OUTPUT_SCHEMA = "dsbd.output/1"
 STEP_SCHEMA = "dsbd.step/1"
 
 
-def native_record(row: Row, result: RequestResult | None, method: MethodRecord) -> bytes:
+def native_record(row: Row, result: RequestResult | None, method: MethodRecord, until: Fields | None = None) -> bytes:
     """The dsbd.output/1 record of a row: its best text first, then its n best; or its error.
 
-    result: the engine's answer; None for a row with an error of its own.
+    result: the engine's answer; None for a row with an error of its own. until: what the rounds of --until came to.
     """
     record: Fields = {"schema": OUTPUT_SCHEMA, "index": row.index, "id": row.id}
     if row.metadata is not None:
@@ -29,11 +29,15 @@ def native_record(row: Row, result: RequestResult | None, method: MethodRecord) 
         record["error"] = {"type": type(error).__name__, "message": str(error), "line": row.number}
         return dump_line(record)
     beams = [_beam(beam) for beam in result.hypotheses]
-    record.update(beams[0])
+    record.update({name: value for name, value in beams[0].items() if name not in _OF_TOKENS})
     record["beams"] = beams
     record["usage"] = usage(result)
+    if until is not None:
+        record["until"] = until
     record["seed"] = result.request.seed
     record["exactness"] = method.exactness or method.method.exactness
+    if result.token_rules:
+        record["token_rules"] = result.token_rules
     record["method"] = method.encoded
     record["stats"] = _stats(result.stats)
     return dump_line(record)
@@ -58,6 +62,7 @@ def step_records(steps: list[StepStats]) -> Iterator[bytes]:
         yield dump_line({**record, **_seconds(step)})
 
 
+_OF_TOKENS = ("token_ids", "token_logprobs", "top_logprobs")  # long, so they stand in the beams alone
 _STEP_FIELDS = ("id", "iteration", "passed_layers", "steps", "nodes", "kv_slots", "trunk")
 _LAYER_FIELDS = ("layer", "drafted", "live_parents", "width", "accepted", "passed")
 
@@ -70,13 +75,15 @@ def usage(result: RequestResult) -> Fields:
         "completion_tokens": completion,
         "total_tokens": result.prompt_tokens + completion,
     }
+    if result.source_tokens is not None:
+        counts["source_tokens"] = result.source_tokens
     if result.truncated_tokens:
         counts["truncated_tokens"] = result.truncated_tokens
     return counts
 
 
 def _beam(beam: Hypothesis) -> Fields:
-    return {
+    fields: Fields = {
         "text": beam.text,
         **({} if beam.answer_id is None else {"answer_id": beam.answer_id}),
         "finish_reason": beam.finish_reason,
@@ -85,6 +92,12 @@ def _beam(beam: Hypothesis) -> Fields:
         "num_tokens": beam.num_tokens,
         **({} if beam.valid is None else {"valid": beam.valid}),
     }
+    if beam.tokens is not None:
+        fields["token_ids"] = beam.token_ids
+        fields["token_logprobs"] = [token.logprob for token in beam.tokens]
+        if any(token.top for token in beam.tokens):
+            fields["top_logprobs"] = [[[other, value] for other, _, value in token.top] for token in beam.tokens]
+    return fields
 
 
 def _stats(stats: RequestStats) -> Fields:

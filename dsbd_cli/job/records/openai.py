@@ -16,7 +16,7 @@ from dsbd_cli.errors import InvalidRowError, OutOfMemoryRowError, PromptTooLongE
 from dsbd_cli.job.records.native import usage
 from dsbd_cli.job.records.output import MethodRecord, dump_line, row_error
 from dsbd_cli.job.records.row import Fields, Row
-from dsbd_cli.requests import Request, RequestResult
+from dsbd_cli.requests import Hypothesis, Request, RequestResult, TokenDetail
 
 __all__ = ["openai_record"]
 
@@ -65,10 +65,45 @@ def _choices(request: Request, result: RequestResult) -> list[Fields]:
             choice["message"] = {"role": "assistant", "content": beam.text, "refusal": None}
         else:
             choice["text"] = beam.text
-        choice["logprobs"] = None
+        choice["logprobs"] = _logprobs(beam, chat=request.messages is not None)
         choice["finish_reason"] = beam.finish_reason
         choices.append(choice)
     return choices
+
+
+def _logprobs(beam: Hypothesis, *, chat: bool) -> Fields | None:
+    """Of the tokens of a text, without the one that ended it; tokens of a stop string are there."""
+    if beam.tokens is None:
+        return None
+    tokens = [token for place, token in enumerate(beam.tokens) if token.text or place + 1 < len(beam.tokens)]
+    if chat:
+        return {"content": [_chat_token(token) for token in tokens], "refusal": None}
+    ends = [0]
+    for token in tokens:
+        ends.append(ends[-1] + len(_text(token.text)))
+    tops = [{_text(text): value for _, text, value in token.top} for token in tokens]
+    return {
+        "tokens": [_text(token.text) for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": tops if any(tops) else None,
+        "text_offset": ends[:-1],
+    }
+
+
+def _chat_token(token: TokenDetail) -> Fields:
+    return {
+        **_token(token.text, token.logprob),
+        "top_logprobs": [_token(text, value) for _, text, value in token.top],
+    }
+
+
+def _token(text: bytes, logprob: float) -> Fields:
+    return {"token": _text(text), "logprob": logprob, "bytes": list(text)}
+
+
+def _text(data: bytes) -> str:
+    """Half a character is shown as such; `bytes` has what it is."""
+    return data.decode(errors="replace")
 
 
 def _string_values(metadata: object) -> dict[str, str]:

@@ -14,6 +14,7 @@ from dsbd_cli.job.records.forms import ParsedRow, as_written, parsed_row
 from dsbd_cli.job.records.parse import parse_object
 from dsbd_cli.job.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key
 from dsbd_cli.requests import Request, check_ends, check_seed, derive_seed
+from dsbd_cli.token_rules import written_rules
 from dsbd_cli.variants import RULES
 
 __all__ = ["RowReader"]
@@ -116,11 +117,13 @@ class RowReader:
         return tuple([f"line {number}: {message}" for message in told])
 
     def _request(self, row: Fields, row_id: str) -> Request:
-        if "prompt" in row and "messages" in row:
-            raise InvalidRowError("prompt and messages are both given: give one of them")
-        if "prompt" not in row and "messages" not in row:
+        given = [name for name in ("prompt", "messages", "audio") if name in row]
+        if len(given) > 1:
+            raise InvalidRowError(f"{given[0]} and {given[1]} are both given: give one of them")
+        if not given:
             raise InvalidRowError("neither prompt nor messages is given")
         prompt = text(row, "prompt") if "prompt" in row else None
+        audio = text(row, "audio") if "audio" in row else None
         chat = messages(row["messages"]) if "messages" in row else None
         seed = integer(row, "seed", 0) if "seed" in row else derive_seed(self.seed, row_id)
         return Request(
@@ -128,6 +131,7 @@ class RowReader:
             seed=seed,
             prompt=prompt,
             messages=chat,
+            audio=audio,
             sampling=self._sampling(row),
             allow=_allow(row["allow"]) if "allow" in row else None,
             grammar=self._grammar(row),
@@ -174,10 +178,25 @@ class RowReader:
             length_penalty=number(row, "length_penalty", run.length_penalty),
             early_stopping=boolean(row, "early_stopping", run.early_stopping),
             n_best=integer(row, "n_best", run.n_best),
+            token_logprobs=boolean(row, "token_logprobs", run.token_logprobs),
+            top_logprobs=integer(row, "top_logprobs", run.top_logprobs),
+            source_lang=text(row, "source_lang") if "source_lang" in row else run.source_lang,
+            target_lang=text(row, "target_lang") if "target_lang" in row else run.target_lang,
+            prefix=text(row, "prefix") if "prefix" in row else run.prefix,
+            token_rules=_rules(row["token_rules"]) if "token_rules" in row else run.token_rules,
         )
         check_request(sampling, self.rule, self.num_beams)
         _check_limits(row, sampling)
         return sampling
+
+
+def _rules(value: object) -> str:
+    """Rules of tokens: an object of names and values, or as --token-rules has them."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict):
+        raise InvalidRowError(f"token_rules is {shorten(value)}, but must be an object or a string")
+    return written_rules(value)
 
 
 def _allow(value: object) -> str | tuple[str, ...]:

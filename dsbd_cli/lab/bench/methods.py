@@ -8,14 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from dsbd_cli.config import DEFAULT_DEPTH, MAX_AUTO_DEPTH, MethodConfig
 from dsbd_cli.lab.peers.config import PeerConfig, PeerName
 from dsbd_cli.variants import DRAFTERS
 
-__all__ = ["AXES", "BASELINES", "DEFAULT_METHODS", "FUZZY_METHODS", "METHODS", "Axis", "Method", "Value", "own_tokens"]
+__all__ = [
+    "AXES",
+    "BASELINES",
+    "DEFAULT_METHODS",
+    "FUZZY_METHODS",
+    "METHODS",
+    "Axis",
+    "Method",
+    "PickName",
+    "Value",
+    "own_tokens",
+]
 
 Value = int | float | str
+PickName = Literal["score", "vote", "mbr", "exec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +76,16 @@ class Method:
         fixed: fields of MethodConfig that make it what it is.
         axes: names in AXES that act on it.
         peer: transformers' method, where it is theirs.
+        pick: how one of num_beams candidates is chosen, as in `dsbd pick --by`; None: the best hypothesis.
+        independent: the candidates are num_beams samples of one beam each, not beams of one row.
     """
 
     about: str
     fixed: Mapping[str, object] = field(default_factory=dict)
     axes: tuple[str, ...] = ()
     peer: PeerName | None = None
+    pick: PickName | None = None
+    independent: bool = False
 
     @property
     def drafts(self) -> bool:
@@ -124,6 +141,42 @@ METHODS: dict[str, Method] = {
         "rule fuzzy: lossy on purpose",
         {"rule": "fuzzy", "fuzzy_threshold": 0.2},
         (*DRAFTED, "fuzzy_threshold"),
+    ),
+    "best-of-n": Method(
+        "W independent samples, the likeliest", {"rule": "coupled", "depth": 0}, BEAMS, pick="score", independent=True
+    ),
+    "self-consistency": Method(
+        "W independent samples, the commonest answer",
+        {"rule": "coupled", "depth": 0},
+        BEAMS,
+        pick="vote",
+        independent=True,
+    ),
+    "mbr": Method(
+        "W independent samples, the least risk (chrF)",
+        {"rule": "coupled", "depth": 0},
+        BEAMS,
+        pick="mbr",
+        independent=True,
+    ),
+    "samples-exec": Method(
+        "W independent samples, the first SQL that runs",
+        {"rule": "coupled", "depth": 0},
+        BEAMS,
+        pick="exec",
+        independent=True,
+    ),
+    "beams-vote": Method(
+        "beam sampling, the likeliest answer of W beams", {"rule": "coupled", "depth": 0}, BEAMS, pick="vote"
+    ),
+    "beams-mbr": Method(
+        "beam search, the least risk (chrF) of W beams by probability",
+        {"rule": "search", "depth": 0},
+        BEAMS,
+        pick="mbr",
+    ),
+    "beams-exec": Method(
+        "beam search, the first SQL of W beams that runs", {"rule": "search", "depth": 0}, BEAMS, pick="exec"
     ),
     "hf-greedy": Method("transformers' greedy", peer="greedy"),
     "hf-beam-search": Method("transformers' beam search", axes=BEAMS, peer="beam-search"),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from dsbd_cli.config import SamplingConfig
-from dsbd_cli.engine.core.protocols import TextCodec
+from dsbd_cli.engine.core.protocols import SourceCodec, TextCodec
 from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.grammars import Grammar
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
 from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.record import TaskRecord
+from dsbd_cli.requests import Request
 
 __all__ = ["BenchSpec", "Prepared", "Prompt", "prepare", "window_size"]
 
@@ -56,10 +57,11 @@ class BenchSpec:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A record and its token ids."""
+    """A record and its token ids. runs: whether a text runs on the record's database; None where it has none."""
 
     record: TaskRecord
     ids: tuple[int, ...]
+    runs: Callable[[str], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,16 @@ def window_size(batch_size: int) -> int:
     return max(MIN_WINDOW, batch_size)
 
 
-def prepare(dataset: Dataset, codec: TextCodec, count: int, size: int, room: int | None) -> Prepared:
+def prepare(
+    dataset: Dataset,
+    codec: TextCodec,
+    count: int,
+    size: int,
+    room: int | None,
+    sampling: SamplingConfig | None = None,
+) -> Prepared:
     """The first `count` records that fit, in windows of `size`. room: tokens a prompt may have, None for any number.
+    sampling: names the languages, where the target has an encoder.
 
     Raises UsageError where no record fits, or conversations meet a tokenizer without a chat template.
     """
@@ -86,14 +96,14 @@ def prepare(dataset: Dataset, codec: TextCodec, count: int, size: int, room: int
     for record in itertools.islice(dataset.records(), MAX_SKIPPED_PER_RECORD * count):
         if len(prompts) == count:
             break
-        ids, as_plain = _encode(record, codec)
+        ids, as_plain = _encode(record, codec, sampling or SamplingConfig())
         if not ids:
             raise UsageError(f"record {record.id} has an empty prompt")
         if room is not None and len(ids) > room:
             too_long += 1
             continue
         plain_chats += as_plain
-        prompts.append(Prompt(record, tuple(ids)))
+        prompts.append(Prompt(record, tuple(ids), _runs(dataset, record)))
     if not prompts:
         raise UsageError(
             f"no record of {dataset.name} fits: with the new tokens the models hold prompts of {room} tokens; "
@@ -112,9 +122,20 @@ def prepare(dataset: Dataset, codec: TextCodec, count: int, size: int, room: int
     return Prepared(dataset, windows, tuple(notes))
 
 
-def _encode(record: TaskRecord, codec: TextCodec) -> tuple[list[int], bool]:
-    """Token ids, and whether a conversation was taken as plain text."""
+def _runs(dataset: Dataset, record: TaskRecord) -> Callable[[str], bool] | None:
+    execute = dataset.execute
+    return None if execute is None else lambda text: execute(record, text) is not None
+
+
+def _encode(record: TaskRecord, codec: TextCodec, sampling: SamplingConfig) -> tuple[list[int], bool]:
+    """Token ids, of the source where the target has an encoder, and whether a conversation was taken as plain text."""
     messages = record.meta.get("messages")
+    if isinstance(codec, SourceCodec) and messages is None:
+        try:
+            source = codec.source(Request(record.prompt, sampling=sampling)).source
+        except InvalidRowError as error:
+            raise UsageError(f"record {record.id}: {error}") from None
+        return source.tolist(), False
     if messages is None:
         return codec.encode(record.prompt), False
     try:

@@ -10,6 +10,7 @@ from statistics import fmean
 
 import torch
 
+from dsbd_cli.engine.core.protocols import SourceModel
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.bench.choice import choose, curves, doubts
@@ -160,9 +161,9 @@ class Bench:
         tuned = tuple(one for one in spec.settings if one in wanted)
         for dataset in spec.datasets:
             if tuned and dataset.dev is not None:
-                data = prepare(dataset.dev, codec, spec.dev_records, size, room)
+                data = prepare(dataset.dev, codec, spec.dev_records, size, room, spec.sampling)
                 yield Part(dataset.name, data, tuned, rounds=1, dev=True)
-            data = prepare(dataset, codec, spec.records, size, room)
+            data = prepare(dataset, codec, spec.records, size, room, spec.sampling)
             yield Part(dataset.name, data, tuple(spec.settings), spec.rounds)
 
     def _rows(self, *, dev: bool) -> list[BenchRow]:
@@ -225,6 +226,9 @@ class Bench:
         """Tokens that a prompt may have in every model that some setting uses."""
         drafts = any(setting.drafts for setting in self._spec.settings)
         models = self._pair.models if drafts else [self._pair.target]
+        if isinstance(self._pair.target, SourceModel):
+            sources = [model.max_source for model in models if isinstance(model, SourceModel)]
+            return min((limit for limit in sources if limit is not None), default=None)
         limits = [model.max_positions for model in models if model.max_positions is not None]
         return min(limits) - self._spec.sampling.max_new_tokens if limits else None
 

@@ -9,15 +9,18 @@ from typing import Protocol
 from dsbd_cli.config import Exactness, MethodConfig, SamplingConfig
 from dsbd_cli.engine.decoding.answers import Catalogue
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.models.causal import CausalForestModel
+from dsbd_cli.engine.models.adapter import TransformersForest
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import ModelError
 from dsbd_cli.grammars import Grammar
+from dsbd_cli.job.pick.candidates import Candidate, CandidateRow
+from dsbd_cli.job.pick.choosers import ByRisk, ByScore, ByVote, Chooser, Weights
+from dsbd_cli.lab.bench.methods import METHODS
 from dsbd_cli.lab.bench.prepare import Prompt
 from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import Delivered, TransformersPeer
-from dsbd_cli.requests import Request, derive_seed
+from dsbd_cli.requests import Request, RequestResult, derive_seed
 from dsbd_cli.stats import RequestStats
 
 __all__ = ["Answer", "Runner", "make_runner"]
@@ -130,6 +133,96 @@ class EngineRunner:
         self._engine.stop()
 
 
+class PickRunner:
+    """Our engine, and one of several candidates chosen as by `dsbd pick`: beams of one row, or samples of several.
+
+    Counters are those of all rows of a prompt: what the choice has cost.
+    """
+
+    def __init__(self, pair: Engine, setting: Setting, sampling: SamplingConfig, seed: int, batch_size: int) -> None:
+        method, how = setting.config, METHODS[setting.method]
+        assert isinstance(method, MethodConfig)
+        assert how.pick is not None
+        self._pick, self._seed, self._independent = how.pick, seed, how.independent
+        self._count = method.num_beams
+        if how.independent:
+            # a sample ends with the first end token that it draws
+            method = replace(method, num_beams=1)
+            self._sampling = replace(sampling, n_best=1, early_stopping=True)
+        else:
+            self._sampling = replace(sampling, n_best=method.num_beams)
+        weights: Weights = "uniform" if how.independent else "probability"
+        choosers: dict[str, Chooser] = {"vote": ByVote(weights=weights), "mbr": ByRisk(weights=weights)}
+        self._chooser = choosers.get(how.pick, ByScore())
+        self._engine = Engine(
+            pair.target,
+            None,
+            pair.codec,
+            method,
+            batch_size=batch_size,
+            log_steps=True,
+            catalogues=pair.catalogues,
+        )
+        self._models = self._engine.models
+        self._bytes_per_slot = sum(model.kv_bytes_per_slot() for model in self._models)
+
+    @property
+    def exactness(self) -> Exactness | None:
+        """The engine's, of its candidates."""
+        return self._engine.exactness
+
+    def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        """Answers in order; fewer after `stop`."""
+        each = self._count if self._independent else 1
+        requests = [
+            Request(id=name, seed=derive_seed(self._seed, name), prompt_ids=p.ids, sampling=self._sampling)
+            for p in prompts
+            for name in ([f"{p.record.id}/{place}" for place in range(each)] if self._independent else [p.record.id])
+        ]
+        results = list(self._engine.run(requests))
+        answers = [
+            self._answer(prompt, results[each * place : each * (place + 1)])
+            for place, prompt in enumerate(prompts)
+            if len(results) >= each * (place + 1)
+        ]
+        for model in self._models:
+            model.release()
+        return answers
+
+    def _answer(self, prompt: Prompt, results: list[RequestResult]) -> Answer:
+        stats = _added([result.stats for result in results])
+        kv_bytes = sum(result.stats.kv_peak_slots for result in results) * self._bytes_per_slot
+        found = [one for result in results for one in result.hypotheses]
+        if not found:
+            return Answer("", 0, None, stats, kv_bytes, str(results[0].error))
+        if self._pick == "exec":
+            assert prompt.runs is not None, "checked before the run"
+            best = next((one for one in found if prompt.runs(one.text)), found[0])
+        else:
+            candidates = tuple(Candidate(one.text, one.logprob, one.score, {}) for one in found)
+            row = CandidateRow(0, 0, prompt.record.id, "", candidates)
+            best = found[self._chooser.choose(row).beam]
+        return Answer(best.text, best.num_tokens, best.logprob, stats, kv_bytes)
+
+    def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
+        """The engine has summed them up already."""
+        return [answer.logprob or 0.0 for answer in answers]
+
+    def stop(self) -> None:
+        """End after the iteration that is under way."""
+        self._engine.stop()
+
+
+def _added(parts: Sequence[RequestStats]) -> RequestStats:
+    """Sums of the counters of several requests."""
+    whole = RequestStats()
+    for part in parts:
+        for name in ("target_calls", "draft_calls", "steps", "drafted", "accepted", "width_sum"):
+            setattr(whole, name, getattr(whole, name) + getattr(part, name))
+        whole.step_log += part.step_log
+    return whole
+
+
 class PeerRunner:
     """transformers' generate."""
 
@@ -195,14 +288,16 @@ def make_runner(
     Raises ModelError where transformers' generate cannot be had."""
     config = setting.config
     sampling = replace(sampling, n_best=setting.num_beams) if ranked else sampling
+    if isinstance(config, MethodConfig) and METHODS[setting.method].pick is not None:
+        return PickRunner(pair, setting, sampling, seed, batch_size)
     if isinstance(config, MethodConfig):
         return EngineRunner(pair, config, sampling, seed, batch_size, grammar)
     assert isinstance(config, PeerConfig)
     assert grammar is None, "checked by the command"
     target, draft, codec = pair.target, pair.draft, pair.codec
-    if not isinstance(target, CausalForestModel) or not isinstance(codec, HFCodec):
+    if not isinstance(target, TransformersForest) or not isinstance(codec, HFCodec):
         raise ModelError(f"{setting.method}: the target is no transformers model; leave it out of --methods")
-    assistant = draft if isinstance(draft, CausalForestModel) else None
+    assistant = draft if isinstance(draft, TransformersForest) else None
     catalogue = pair.catalogues.get("")
     peer = TransformersPeer(config, target, assistant, codec, sampling, batch_size, catalogue)
     return PeerRunner(setting.name, peer, seed, catalogue)

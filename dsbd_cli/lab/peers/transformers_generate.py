@@ -1,8 +1,8 @@
 """transformers' own `generate` on the same weights, as transformers loads them: same prompts, same limits.
 
-Prompts of one batch are padded on the left. Only delivered tokens count: those of the returned (best) sequence up to
-and with its end token, never the padding behind it. A module that our engine uses too has transformers' stock attention
-meanwhile; one whose weights we have packed is loaded a second time.
+Prompts of one batch are padded on the left, sources of an encoder on the right. Only delivered tokens count: those of
+the returned (best) sequence up to and with its end token, never the padding behind it. A module that our engine uses
+too has transformers' stock attention meanwhile; one whose weights we have packed is loaded a second time.
 
 Shape letters: B prompts of a batch, T tokens of the longest prompt, n new tokens, V vocabulary.
 """
@@ -23,10 +23,13 @@ from dsbd_cli.config import SamplingConfig
 from dsbd_cli.engine.core.trie import Trie
 from dsbd_cli.engine.decoding.answers import Catalogue
 from dsbd_cli.engine.decoding.outcome import text_of
+from dsbd_cli.engine.models.adapter import TransformersForest
 from dsbd_cli.engine.models.attention import NAME as GROUPED
-from dsbd_cli.engine.models.causal import CausalForestModel
+from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
+from dsbd_cli.engine.models.sources import Seq2SeqCodec
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.lab.peers.config import PeerConfig
+from dsbd_cli.token_rules import asked_rules
 
 __all__ = ["Delivered", "TransformersPeer"]
 
@@ -76,8 +79,8 @@ class TransformersPeer:
     def __init__(
         self,
         config: PeerConfig,
-        target: CausalForestModel,
-        draft: CausalForestModel | None,
+        target: TransformersForest,
+        draft: TransformersForest | None,
         codec: HFCodec,
         sampling: SamplingConfig,
         batch_size: int,
@@ -119,6 +122,7 @@ class TransformersPeer:
         if self.config.num_beams > 1:
             chosen |= {"length_penalty": asked.length_penalty, "early_stopping": asked.early_stopping}
             chosen |= {"num_return_sequences": asked.n_best}
+        chosen |= self._rules()
         return GenerationConfig(
             max_new_tokens=asked.max_new_tokens,
             eos_token_id=eos or None,
@@ -128,13 +132,30 @@ class TransformersPeer:
             **chosen,
         )
 
+    def _rules(self) -> dict[str, object]:
+        """The token rules that our engine keeps, and how an encoder-decoder model begins its answers."""
+        paired = isinstance(self._codec, Seq2SeqCodec)
+        rules = asked_rules(
+            self._sampling.token_rules, self._target.token_rules, default="checkpoint" if paired else "none"
+        ).within(self._target.vocab_size)
+        chosen = dict(rules.acting)
+        if words := chosen.get("bad_words_ids"):
+            chosen["bad_words_ids"] = [[token] for token in cast("list[int]", words)]
+        if isinstance(self._codec, Seq2SeqCodec):
+            forced, start = self._codec.begin(self._sampling)
+            chosen["decoder_start_token_id"] = start
+            chosen |= {} if forced is None else {"forced_bos_token_id": forced}
+        return chosen
+
     def _batch(self, prompts: Sequence[Sequence[int]]) -> Iterator[Delivered]:
         width = max(map(len, prompts))
         tokens = torch.zeros((len(prompts), width), dtype=torch.int64)  # [B, T]
         mask = torch.zeros_like(tokens)
+        paired = isinstance(self._target, Seq2SeqForestModel)
         for row, prompt in enumerate(prompts):
-            tokens[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
+            place = slice(0, len(prompt)) if paired else slice(width - len(prompt), width)
+            tokens[row, place] = torch.tensor(prompt)
+            mask[row, place] = 1
         options: dict[str, object] = {"attention_mask": mask.to(self._target.device)}
         if self._assistant is not None:
             options["assistant_model"] = self._assistant
@@ -149,7 +170,7 @@ class TransformersPeer:
             **options,
         )
         held = _cache_bytes(out.past_key_values) if self._assistant is None else None  # type: ignore[attr-defined]
-        rows = out.sequences[:, width:].tolist()  # type: ignore[attr-defined]
+        rows = out.sequences[:, 1 if paired else width :].tolist()  # type: ignore[attr-defined]
         each = len(rows) // len(prompts)
         for start in range(0, len(rows), each):
             ranked = tuple(delivered(row, self._codec.eos_ids) for row in rows[start : start + each])
@@ -168,7 +189,7 @@ class TransformersPeer:
     def logprobs(self, prompts: Sequence[Sequence[int]], answers: Sequence[Delivered]) -> list[float]:
         """Raw target log-probability (nats) of each answer after its prompt, by separate forwards; not for timing."""
         return [
-            sequence_logprob(self._target, prompt, answer.token_ids)
+            sequence_logprob(self._target, prompt, answer.token_ids, self._settings.decoder_start_token_id)
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
 
@@ -180,19 +201,28 @@ def delivered(row: Sequence[int], eos: Sequence[int]) -> tuple[int, ...]:
 
 
 @torch.inference_mode()
-def sequence_logprob(model: CausalForestModel, prompt: Sequence[int], answer: Sequence[int]) -> float:
-    """Sum of log p(token | before) over the answer, in nats, from one plain forward."""
+def sequence_logprob(
+    model: TransformersForest, prompt: Sequence[int], answer: Sequence[int], start: int | None = None
+) -> float:
+    """Sum of log p(token | before) over the answer, in nats, from one plain forward. start: the token that answers of
+    an encoder-decoder model begin with; the prompt is its source."""
     if not answer:
         return 0.0
-    tokens = torch.tensor([[*prompt, *answer]], device=model.device)
-    logits = model.plain(tokens)[0, len(prompt) - 1 : -1].float()  # [n, V]
+    if isinstance(model, Seq2SeqForestModel):
+        tokens = torch.tensor([[start or 0, *answer]], device=model.device)
+        logits = model.plain(tokens, torch.tensor(prompt))[0, :-1].float()
+    else:
+        tokens = torch.tensor([[*prompt, *answer]], device=model.device)
+        logits = model.plain(tokens)[0, len(prompt) - 1 : -1].float()  # [n, V]
     chosen = torch.tensor(answer, device=logits.device)
     return float(logits.log_softmax(-1).gather(-1, chosen[:, None]).double().sum())
 
 
 def _cache_bytes(cache: object) -> int:
-    """Bytes of all keys and values in a transformers cache."""
-    layers = getattr(cache, "layers", ())
+    """Bytes of all keys and values in a transformers cache, those of a source too."""
+    parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
+    caches = [cache, *(part for part in parts if part is not None)]
+    layers = [layer for one in caches for layer in getattr(one, "layers", ())]
     tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

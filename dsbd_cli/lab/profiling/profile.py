@@ -290,7 +290,8 @@ def _prompt_tokens(bench: ProfiledPair, request: Request) -> int:
     method, grammars = MethodConfig(num_beams=1, depth=0), GrammarCompiler(bench.codec, bench.target.vocab_size)
     encoder = Encoder(bench.target, None, bench.codec, method, "error", sys.maxsize, {}, grammars)
     try:
-        return len(encoder.encode(request)[0])
+        job = encoder.job(0, request)
+        return len(job.prompt) + (job.source_tokens or 0)
     except RowError:
         return 0
 

@@ -18,7 +18,7 @@ from dsbd_cli.errors import DsbdError
 from dsbd_cli.job.data.jsonl import LineWriter
 from dsbd_cli.job.records import MethodRecord, Row, native_record
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError
-from dsbd_cli.lab.profiling.timers import RunLog, TimedCodec, TimedModel, log_phases, synchronise
+from dsbd_cli.lab.profiling.timers import RunLog, log_phases, synchronise, timed_codec, timed_model
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize, Phase
 from dsbd_cli.requests import Request, RequestResult
 from dsbd_cli.variants import MIN_WIDTH, RULES
@@ -119,9 +119,9 @@ class ProfiledPair:
     ) -> Engine:
         """A new engine over the same models, with clocks that write into `log`."""
         engine = Engine(
-            TimedModel(self.target, "target", log, name_scopes=name_scopes),
+            timed_model(self.target, "target", log, name_scopes=name_scopes),
             self._timed_draft(log, name_scopes=name_scopes) if method.needs_draft else None,
-            TimedCodec(self.codec, log),
+            timed_codec(self.codec, log),
             method,
             batch_size=self.batch_size,
             log_steps=log_steps,
@@ -132,8 +132,8 @@ class ProfiledPair:
     def _timed_draft(self, log: RunLog, *, name_scopes: bool) -> AnyDraft:
         assert self.draft is not None, "loaded where the method needs it"
         if isinstance(self.draft, BridgedDraft):
-            return replace(self.draft, model=TimedModel(self.draft.model, "draft", log, name_scopes=name_scopes))
-        return TimedModel(self.draft, "draft", log, name_scopes=name_scopes)
+            return replace(self.draft, model=timed_model(self.draft.model, "draft", log, name_scopes=name_scopes))
+        return timed_model(self.draft, "draft", log, name_scopes=name_scopes)
 
     def run(self, engine: Engine, log: RunLog, requests: Sequence[Request] | None = None) -> Run:
         """Answer the requests and write their records to a file that is thrown away. Raises what a row failed with,

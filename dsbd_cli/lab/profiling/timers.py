@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,11 +12,30 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.protocols import ForestInput, ForestModel, TextCodec
+from dsbd_cli.engine.core.protocols import (
+    ForestInput,
+    ForestModel,
+    SourceCodec,
+    SourceModel,
+    SourceRequest,
+    TextCodec,
+)
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.decoding.timing import PhaseTimer
+from dsbd_cli.requests import Request
+from dsbd_cli.token_rules import TokenRules
 
-__all__ = ["Forward", "RunLog", "TimedCodec", "TimedModel", "log_phases", "stopwatch", "synchronise"]
+__all__ = [
+    "Forward",
+    "RunLog",
+    "TimedCodec",
+    "TimedModel",
+    "log_phases",
+    "stopwatch",
+    "synchronise",
+    "timed_codec",
+    "timed_model",
+]
 
 Role = Literal["target", "draft"]
 Kind = Literal["forest", "prefill"]
@@ -147,10 +166,15 @@ class TimedModel:
         """As the model that is timed."""
         return self.inner.invariant
 
-    def reserve(self, rows: int, slots: int) -> None:
+    @property
+    def token_rules(self) -> TokenRules:
+        """As the inner model's."""
+        return getattr(self.inner, "token_rules", None) or TokenRules()
+
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
         """Logs the most rows x slots."""
         self.log.reserved[self.role] = max(self.log.reserved.get(self.role, 0), rows * slots)
-        self.inner.reserve(rows, slots)
+        self.inner.reserve(rows, slots, window)
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
         """The inner forward, timed."""
@@ -195,6 +219,43 @@ class TimedModel:
         """As the inner model."""
         return self.inner.kv_bytes_per_slot()
 
+    def state_bytes(self, window: int) -> int:
+        """As the inner model."""
+        return self.inner.state_bytes(window)
+
+
+class TimedSourceModel(TimedModel):
+    """A model with an encoder, whose reading of sources is logged as a prefill."""
+
+    inner: SourceModel
+
+    @property
+    def max_source(self) -> int | None:
+        """As the inner model's."""
+        return self.inner.max_source
+
+    @property
+    def source_vocab_size(self) -> int:
+        """As the inner model's."""
+        return self.inner.source_vocab_size
+
+    def source_bytes(self, source: Tensor) -> int:
+        """As the inner model."""
+        return self.inner.source_bytes(source)
+
+    def encode(self, rows: Sequence[int], sources: Sequence[Tensor]) -> None:
+        """The inner reading, timed."""
+        watch = stopwatch(self.device)
+        self.inner.encode(rows, sources)
+        longest = max(source.shape[-1] for source in sources)
+        self.log.forwards.append(Forward(self.role, "prefill", longest, len(sources), longest, False, watch.stop()))
+
+
+def timed_model(inner: ForestModel, role: Role, log: RunLog, *, name_scopes: bool = False) -> TimedModel:
+    """A model whose forwards are logged, of its kind."""
+    kind = TimedSourceModel if isinstance(inner, SourceModel) else TimedModel
+    return kind(inner, role, log, name_scopes=name_scopes)
+
 
 class TimedCodec:
     """A codec whose encoding and decoding is timed."""
@@ -238,6 +299,29 @@ class TimedCodec:
     def token_bytes(self) -> list[bytes]:
         """As the inner codec."""
         return self.inner.token_bytes()
+
+
+class TimedSourceCodec(TimedCodec):
+    """A codec of a model with an encoder."""
+
+    inner: SourceCodec
+
+    def source(self, request: Request) -> SourceRequest:
+        """Timed."""
+        start = time.perf_counter()
+        try:
+            return self.inner.source(request)
+        finally:
+            self.log.tokenise_s += time.perf_counter() - start
+
+    def cut(self, source: Tensor, room: int) -> Tensor | None:
+        """As the inner codec."""
+        return self.inner.cut(source, room)
+
+
+def timed_codec(inner: TextCodec, log: RunLog) -> TimedCodec:
+    """A codec whose encoding and decoding is timed, of its kind."""
+    return TimedSourceCodec(inner, log) if isinstance(inner, SourceCodec) else TimedCodec(inner, log)
 
 
 class _PhaseLog(PhaseTimer):

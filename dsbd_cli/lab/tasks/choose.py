@@ -10,6 +10,7 @@ from pathlib import Path
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.tasks.dataset import Dataset, builtin_dataset
 from dsbd_cli.lab.tasks.lines import jsonl_dataset, mt_bench_dataset
+from dsbd_cli.lab.tasks.pairs import summary_dataset, translation_dataset, words_dataset
 from dsbd_cli.lab.tasks.qa import QaTask
 from dsbd_cli.lab.tasks.record import Task
 from dsbd_cli.lab.tasks.spider import spider_dataset
@@ -24,6 +25,9 @@ FROM_DISK: dict[str, Callable[[Path], Dataset]] = {
     "spider": spider_dataset,
     "mt-bench": mt_bench_dataset,
     "jsonl": jsonl_dataset,
+    "translation": translation_dataset,
+    "summary": summary_dataset,
+    "words": words_dataset,
 }
 TASK_NAMES: tuple[str, ...] = (*BUILTIN, *FROM_DISK)
 

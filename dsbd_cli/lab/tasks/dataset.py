@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dsbd_cli.errors import UsageError
+from dsbd_cli.lab.tasks.execute import Rows
 from dsbd_cli.lab.tasks.record import Task, TaskRecord
 
 __all__ = ["Dataset", "builtin_dataset", "with_dev"]
@@ -26,6 +27,7 @@ class Dataset:
         ranks: record and all answers, best first -> the metrics; where it is given, all hypotheses are asked for, and
             it takes the place of `score`. An answer is its id, or its text where it has none.
         dev: other records of the same kind, to choose settings on; None where the data has no such split.
+        execute: the rows that a text gives on a record's database, None where it fails; None for data without one.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Dataset:
     score: Callable[[TaskRecord, str], Mapping[str, float]]
     notes: tuple[str, ...] = ()
     dev: Dataset | None = None
+    execute: Callable[[TaskRecord, str], Rows | None] | None = None
     ranks: Callable[[TaskRecord, Sequence[str]], Mapping[str, float]] | None = None
 
 
@@ -46,8 +49,9 @@ def builtin_dataset(task: Task, seed: int) -> Dataset:
         return found if overlap is None else {**found, "F1": overlap(record, text)}
 
     metrics = (task.metric, "F1") if hasattr(task, "f1") else (task.metric,)
-    dev = Dataset(f"{task.name} dev", metrics, lambda: task.records("dev", seed), score)
-    return Dataset(task.name, metrics, lambda: task.records("test", seed), score, dev=dev)
+    execute = getattr(task, "execute", None)
+    dev = Dataset(f"{task.name} dev", metrics, lambda: task.records("dev", seed), score, execute=execute)
+    return Dataset(task.name, metrics, lambda: task.records("test", seed), score, dev=dev, execute=execute)
 
 
 def with_dev(dataset: Dataset) -> Dataset:

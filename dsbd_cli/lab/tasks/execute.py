@@ -71,16 +71,25 @@ def run(
     database: sqlite3.Connection, sql: str, *, over: Callable[[], bool] | None = None, max_rows: int = MAX_ROWS
 ) -> Rows | None:
     """The rows of one statement, or None where it fails, writes, or goes past the budget (`over` says so)."""
+    return attempt(database, sql, over=over, max_rows=max_rows)[0]
+
+
+def attempt(
+    database: sqlite3.Connection, sql: str, *, over: Callable[[], bool] | None = None, max_rows: int = MAX_ROWS
+) -> tuple[Rows | None, str | None]:
+    """The rows of one statement as `run` gives them, or None and why there are none."""
     asked = over or budget_of_steps()
     database.set_progress_handler(lambda: int(asked()), STEPS_PER_CALL)
     try:
         cursor = database.execute(sql)
         rows = cursor.fetchmany(max_rows + 1)
-    except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError):
-        return None
-    if cursor.description is None or len(rows) > max_rows:
-        return None
-    return [tuple(round(v, 6) if isinstance(v, float) else v for v in row) for row in rows]
+    except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
+        return None, " ".join(str(error).split())[:200] or type(error).__name__
+    if cursor.description is None:
+        return None, "it is no statement that returns rows"
+    if len(rows) > max_rows:
+        return None, f"it returns more than {max_rows} rows"
+    return [tuple(round(v, 6) if isinstance(v, float) else v for v in row) for row in rows], None
 
 
 def same_rows(found: Rows, gold: Rows, ordered: bool) -> bool:

@@ -37,7 +37,15 @@ def spider_dataset(folder: Path, timeout_s: float = TIMEOUT_S) -> Dataset:
         for number, (place, asked) in enumerate(questions):
             yield _record(folder, number, asked, place, schemas, timeout_s)
 
-    return Dataset("spider", (METRIC,), records, lambda record, text: score_spider(record, text, timeout_s))
+    def execute(record: TaskRecord, text: str) -> Rows | None:
+        path = record.meta["database"]
+        assert isinstance(path, Path)
+        return _execute(path, text.strip(), timeout_s)
+
+    def score(record: TaskRecord, text: str) -> Mapping[str, float]:
+        return score_spider(record, text, timeout_s)
+
+    return Dataset("spider", (METRIC,), records, score, execute=execute)
 
 
 def _schemas(path: Path) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import cast
 
-from dsbd_cli.lab.tasks.execute import TableData, connect, run, same_rows
+from dsbd_cli.lab.tasks.execute import Rows, TableData, connect, run, same_rows
 from dsbd_cli.lab.tasks.record import TaskRecord, check_split, rng_for
 from dsbd_cli.lab.tasks.schema import Schema, make_schema
 from dsbd_cli.lab.tasks.sql_forms import Clause, ask
@@ -75,6 +75,11 @@ class SqlTask:
                 for place, clause in enumerate(clauses)
             ]
             index += 1
+
+    def execute(self, record: TaskRecord, text: str) -> Rows | None:
+        """The rows that `text` returns on the record's database; None where it fails."""
+        with closing(connect(cast("dict[str, TableData]", record.meta["tables"]))) as database:
+            return run(database, text.strip())
 
     def score(self, record: TaskRecord, text: str) -> bool:
         """Whether `text`, run on the record's database, returns what the gold SQL returns."""

@@ -1,0 +1,225 @@
+"""Encoder-decoder models: beams of transformers beside ours, interleaved, and how well words are spelled in phonemes.
+
+    python -m benchmarks.seq2seq --shape opus-mt --num-beams 4,5                    # random weights: speed alone
+    python -m benchmarks.seq2seq --target T --draft D --data test.jsonl             # checkpoints of your own
+    python -m benchmarks.seq2seq --target G/target --draft G/draft --data G/test.jsonl --num-beams 1,4,8
+
+A line of the data is `{"prompt": ..}`, and `phonemes`, a list of right answers, where errors are to be counted (see
+training/grapheme_phoneme.py). Random weights know no draft that is worth anything, so a shape is run without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    PreTrainedTokenizerFast,
+)
+
+import dsbd_cli
+from benchmarks.common import environment, markdown_table, results_folder, write_results
+from benchmarks.speed import numbers
+from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig
+from dsbd_cli.lab.peers.config import PeerConfig
+from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
+
+# model class, config class, vocabulary, width, layers, heads, width of the inner layer
+SHAPES: dict[str, tuple[Any, Any, int, int, int, int, int]] = {
+    "tiny": (MarianMTModel, MarianConfig, 200, 64, 2, 2, 128),
+    "opus-mt": (MarianMTModel, MarianConfig, 58101, 512, 6, 8, 2048),
+    "nllb-600m": (M2M100ForConditionalGeneration, M2M100Config, 256206, 1024, 12, 16, 4096),
+}
+PAD, END = 0, 1
+
+
+def make_shape(name: str, folder: Path) -> None:
+    """A checkpoint of this shape with random weights, whose tokens are numbers."""
+    kind, config, vocabulary, width, layers, heads, inner = SHAPES[name]
+    torch.manual_seed(0)
+    model = kind(
+        config(
+            vocab_size=vocabulary,
+            d_model=width,
+            encoder_layers=layers,
+            decoder_layers=layers,
+            encoder_attention_heads=heads,
+            decoder_attention_heads=heads,
+            encoder_ffn_dim=inner,
+            decoder_ffn_dim=inner,
+            max_position_embeddings=512,
+            pad_token_id=PAD,
+            bos_token_id=PAD,
+            eos_token_id=END,
+            decoder_start_token_id=PAD,
+            forced_eos_token_id=None,
+        )
+    )
+    model.save_pretrained(folder)
+    words = {("<pad>", "</s>")[index] if index < 2 else f"w{index}": index for index in range(vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", END)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>").save_pretrained(folder)
+
+
+def read(path: Path, count: int) -> list[dict[str, Any]]:
+    """The first lines of the data."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:count]]
+
+
+def errors(said: list[str], rows: list[dict[str, Any]]) -> float:
+    """Phoneme error rate: edits to the nearest right answer, over the phonemes of that answer."""
+    import jiwer
+
+    wrong = total = 0
+    for text, row in zip(said, rows, strict=True):
+        found = [jiwer.process_words(right, text) for right in row["phonemes"]]
+        counts = [(one.substitutions + one.deletions + one.insertions, len(one.references[0])) for one in found]
+        edits, length = min(counts, key=lambda pair: pair[0] / pair[1])
+        wrong, total = wrong + edits, total + length
+    return wrong / total
+
+
+class Ours:
+    """Our engine with one method."""
+
+    def __init__(self, loaded: Engine, method: MethodConfig, batch_size: int, sampling: SamplingConfig) -> None:
+        draft = loaded.draft if method.needs_draft else None
+        self.engine = Engine(loaded.target, draft, loaded.codec, method, batch_size=batch_size)
+        self.sampling = sampling
+        self.steps_per_call = 0.0
+
+    def __call__(self, rows: list[dict[str, Any]]) -> tuple[list[str], int]:
+        """Texts, and tokens of them."""
+        results = self.engine.generate([Request(row["prompt"], sampling=self.sampling) for row in rows])
+        self.steps_per_call = statistics.fmean(result.stats.steps_per_call for result in results)
+        return [result.text for result in results], sum(result.hypotheses[0].num_tokens for result in results)
+
+
+def runners(loaded: Engine, beams: int, options: argparse.Namespace) -> dict[str, Callable[..., tuple[list[str], int]]]:
+    """The methods that are compared."""
+    sampling = SamplingConfig(max_new_tokens=options.new_tokens)
+    size, target, codec = options.batch_size, loaded.target, loaded.codec
+    peer = TransformersPeer(
+        PeerConfig("beam-search" if beams > 1 else "greedy", beams), target, None, codec, sampling, size
+    )  # type: ignore[arg-type]
+
+    def theirs(rows: list[dict[str, Any]]) -> tuple[list[str], int]:
+        found = list(peer.run([codec.encode(row["prompt"]) for row in rows], 0))
+        return [one.text for one in found], sum(len(one.token_ids) for one in found)
+
+    methods: dict[str, MethodConfig] = {"no draft": MethodConfig(rule="search", num_beams=beams, depth=0)}
+    if loaded.draft is not None:
+        methods["draft"] = MethodConfig(rule="search", num_beams=beams, depth=options.depth)
+    if not options.shape:
+        methods["ngram"] = MethodConfig(rule="search", num_beams=beams, drafter="ngram", depth=options.depth)
+    made: dict[str, Callable[..., tuple[list[str], int]]] = {"transformers": theirs} if not options.alone else {}
+    return made | {f"dsbd, {name}": Ours(loaded, method, size, sampling) for name, method in methods.items()}
+
+
+def measure(
+    loaded: Engine, rows: list[dict[str, Any]], beams: int, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """One line per method: seconds of each round, tokens and, where it is known, errors."""
+    found = runners(loaded, beams, options)
+    seconds: dict[str, list[float]] = {name: [] for name in found}
+    said: dict[str, tuple[list[str], int]] = {}
+    for run in found.values():
+        run(rows[:2])
+    for _ in range(options.rounds):
+        for name, run in found.items():
+            start = time.perf_counter()
+            said[name] = run(rows)
+            seconds[name].append(time.perf_counter() - start)
+    lines = []
+    for name, run in found.items():
+        texts, tokens = said[name]
+        lines.append(
+            {
+                "method": name,
+                "beams": beams,
+                "seconds": seconds[name],
+                "tokens": tokens,
+                "same_texts": sum(a == b for a, b in zip(texts, next(iter(said.values()))[0], strict=True)),
+                "steps_per_call": run.steps_per_call if isinstance(run, Ours) else 1.0,
+                "per": errors(texts, rows) if all("phonemes" in row for row in rows) else None,
+            }
+        )
+        print(lines[-1], flush=True)
+    return lines
+
+
+def main() -> None:
+    """Parse the options, measure every number of beams and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--shape", choices=tuple(SHAPES))
+    source.add_argument("--target")
+    parser.add_argument("--draft")
+    parser.add_argument("--data", type=Path, help="JSON lines with prompt; needed with --target")
+    parser.add_argument("--records", type=int, default=32)
+    parser.add_argument("--num-beams", type=numbers, default=[4, 5])
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--source-tokens", type=int, default=25, help="of a shape")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--depth", type=int, help="drafted layers; by default what measures fastest")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--alone", action="store_true", help="without transformers")
+    parser.add_argument("--name", default="seq2seq")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="dsbd-seq2seq-") as folder:
+        if options.shape:
+            make_shape(options.shape, Path(folder))
+            generator = torch.Generator().manual_seed(1)
+            size = (options.records, options.source_tokens)
+            ids = torch.randint(2, SHAPES[options.shape][2], size, generator=generator).tolist()
+            rows = [{"prompt": " ".join(f"w{token}" for token in row)} for row in ids]
+        else:
+            if options.data is None:
+                parser.error("--target needs --data")
+            rows = read(options.data, options.records)
+        spec = ModelSpec(options.target or folder, dtype=options.dtype)
+        loaded = dsbd_cli.load(spec, options.draft)
+        runs = [line for beams in options.num_beams for line in measure(loaded, rows, beams, options)]
+    env = environment()
+    table = [
+        {
+            "method": run["method"],
+            "beams": str(run["beams"]),
+            "median seconds": f"{statistics.median(run['seconds']):.2f}",
+            "from, to": f"{min(run['seconds']):.2f}, {max(run['seconds']):.2f}",
+            "tokens/s": f"{run['tokens'] / statistics.median(run['seconds']):.0f}",
+            "steps per call": f"{run['steps_per_call']:.2f}",
+            "phoneme errors": "" if run["per"] is None else f"{100 * run['per']:.1f} %",
+            "texts as the first": f"{run['same_texts']} of {len(rows)}",
+        }
+        for run in runs
+    ]
+    report = (
+        f"# Encoder-decoder beams: {options.shape or options.target}, {options.dtype}, batches of "
+        f"{options.batch_size}\n\n`{env['command']}` on {env['device']}, commit {env['commit']}.\n\n"
+    )
+    write_results(
+        results_folder(options.name),
+        [{**vars(options), **run, "data": str(options.data)} for run in runs],
+        report + markdown_table(table),
+    )
+    print(markdown_table(table))
+
+
+if __name__ == "__main__":
+    main()

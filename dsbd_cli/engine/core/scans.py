@@ -1,0 +1,220 @@
+"""Recurrent layers over a packed forest: tensor functions of one layer, no model and no cache.
+
+A recurrent layer carries a state from token to token. In a forest each node has a state of its own, so a state per node
+would be as many states as nodes. Instead one state per row is kept, S at the end of the trunk, and beside it the inputs
+of the tail's tokens: a node reads S through the decay of its path and its ancestors one by one, as attention does.
+With log-decays g_a, c_t their sum over the tail's part of t's path (t included), and s over t and its ancestors:
+
+    y_t = exp(c_t) q_t S + sum_s exp(c_t - c_s) (q_t . k_s) u_s
+    Mamba-2, linear attention:  u_t is the layer's input (dt x, or v)
+    gated delta rule:           u_t = beta_t (v_t - exp(c_t) k_t S - sum_{s != t} exp(c_t - c_s) (k_t . k_s) u_s)
+    fold:                       S <- exp(c_F) S + sum_s exp(c_F - c_s) k_s u_s^T   over the slots that joined the trunk
+
+u_t depends on t's path alone, so it is computed once and kept. Among the nodes of one forward the delta rule is
+(I + A) u = r with A strictly lower triangular, hence nilpotent: its inverse is a finite product (`solve`).
+
+Letters: R rows, n nodes, T places of the tail, G key heads, H value heads (a multiple of G), N key dim, P value dim, C
+channels, J taps of a convolution, I channels of a Mamba-1 layer. Sums are in the dtype of the state; c is float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "PART",
+    "carried",
+    "chain",
+    "convolve",
+    "delta_chain",
+    "fold",
+    "selective_chain",
+    "selective_fold",
+    "selective_read",
+    "solve",
+    "weights",
+]
+
+PART = 64  # tokens of a chain that are read against each other; the state carries over to the next part
+SELECTIVE_PART = 16  # places of a Mamba-1 layer that are folded at once, each with a factor per channel and state
+BLOCK = 1 << 22  # numbers of a product over nodes, places and channels that are held at once
+
+
+def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Each node's causal convolution: inputs [R, n, J, C] (of the node's last J ancestors, the oldest first, the node's
+    own last), weight [C, J], bias [C] or None -> [R, n, C].
+
+    Taps are added one after another, so that the order of the sum does not depend on the shape.
+    """
+    total = inputs[:, :, 0] * weight[:, 0]
+    for tap in range(1, weight.shape[1]):
+        total = total + inputs[:, :, tap] * weight[:, tap]
+    return total if bias is None else total + bias
+
+
+def weights(q: Tensor, k: Tensor, c_q: Tensor, c_k: Tensor, seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp(c_t - c_s) (q_t . k_s) where t sees s, else 0: [R, H, n, T].
+
+    q: [R, n, G, N]. k: [R, T, G, N]. c_q, c_k: [R, n, H] and [R, T, H], or with a dim N where each key channel has a
+    decay of its own (then G = H). seen: [R, n, T] bool.
+    """
+    q, k = q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2)
+    unseen = ~seen.unsqueeze(1)
+    if c_q.dim() == 3:
+        later = c_q.transpose(1, 2).unsqueeze(3) - c_k.transpose(1, 2).unsqueeze(2)
+        decay = later.masked_fill_(unseen, float("-inf")).to(dtype).exp_()  # [R, H, n, T]
+        scores = (q @ k.transpose(2, 3)).unsqueeze(2)  # [R, G, 1, n, T]
+        return (_grouped(decay, q.shape[1]) * scores).flatten(1, 2)
+    c_q, c_k = c_q.transpose(1, 2), c_k.transpose(1, 2)  # [R, H, n, N]
+    rows, heads, count, dim = c_q.shape
+    step = max(1, BLOCK // (rows * count * c_k.shape[2] * dim))
+    parts = []
+    for first in range(0, heads, step):
+        part = slice(first, first + step)
+        later = c_q[:, part].unsqueeze(3) - c_k[:, part].unsqueeze(2)  # [R, h, n, T, N]
+        decay = later.masked_fill_(unseen.unsqueeze(4), float("-inf")).to(dtype).exp_()
+        decay = decay * k[:, part].unsqueeze(2)
+        parts.append((decay @ q[:, part].unsqueeze(4)).squeeze(4))
+    return torch.cat(parts, 1)
+
+
+def carried(q: Tensor, c: Tensor, state: Tensor) -> Tensor:
+    """exp(c_t) q_t S: what the nodes read of the trunk's state. q [R, n, G, N], c [R, n, H] or [R, n, H, N], state
+    [R, H, N, P] -> [R, H, n, P]."""
+    q, decay = q.to(state.dtype).transpose(1, 2), c.to(state.dtype).transpose(1, 2).exp()
+    if c.dim() == 4:
+        return (q * decay) @ state
+    return (q.unsqueeze(2) @ _grouped(state, q.shape[1])).flatten(1, 2) * decay.unsqueeze(3)
+
+
+def solve(a: Tensor, r: Tensor) -> Tensor:
+    """(I + a)^-1 r for strictly lower triangular a [R, H, n, n], r [R, H, n, P].
+
+    a^n = 0, so the inverse is (I - a)(I + a^2)(I + a^4) ..., log2 n products and no triangular solver.
+    """
+    power, done = -a, 1
+    r = r + power @ r
+    while 2 * done < a.shape[-1]:
+        power, done = power @ power, 2 * done
+        r = r + power @ r
+    return r
+
+
+def fold(state: Tensor, k: Tensor, u: Tensor, c: Tensor, end: Tensor, joined: Tensor) -> Tensor:
+    """The state [R, H, N, P] after the places that join the trunk, in whatever order they stand.
+
+    k: [R, T, G, N]. u: [R, T, H, P]. c: [R, T, H] or [R, T, H, N], sums of log-decays from the state on. end: c of the
+    last of them, 0 where there is none. joined: [R, T] bool.
+    """
+    dtype = state.dtype
+    outside = ~joined.view(*joined.shape, *[1] * (c.dim() - 2))
+    left = (end.unsqueeze(1) - c).masked_fill_(outside, float("-inf")).to(dtype).exp_()  # [R, T, H(, N)]
+    kept, k, u = end.to(dtype).exp().unsqueeze(-1), k.to(dtype), u.to(dtype)
+    if c.dim() == 4:
+        return kept * state + (k * left).permute(0, 2, 3, 1) @ u.transpose(1, 2)
+    grouped = _grouped((u * left.unsqueeze(3)).transpose(1, 2), k.shape[2])  # [R, G, H / G, T, P]
+    added = k.permute(0, 2, 3, 1).unsqueeze(2) @ grouped
+    return kept.unsqueeze(3) * state + added.flatten(1, 2)
+
+
+def chain(q: Tensor, k: Tensor, u: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens that follow one another, from a state on: y [R, n, H, P] and the state after the last.
+
+    Shapes as in `weights`; u [R, n, H, P], g [R, n, H] or [R, n, H, N]. Padding at the end has u = g = 0.
+    """
+    outs = []
+    for first in range(0, g.shape[1], PART):
+        part = slice(first, first + PART)
+        c = g[:, part].to(torch.float64).cumsum(1)
+        causal = _causal(c)
+        weight = weights(q[:, part], k[:, part], c, c, causal, state.dtype)
+        y = weight @ u[:, part].to(state.dtype).transpose(1, 2) + carried(q[:, part], c, state)
+        outs.append(y.transpose(1, 2))
+        state = fold(state, k[:, part], u[:, part], c, c[:, -1], causal[:, -1])
+    return torch.cat(outs, 1), state
+
+
+def delta_chain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for the gated delta rule: v [R, n, H, P], beta [R, n, H]. Padding has beta = g = 0."""
+    outs = []
+    for first in range(0, g.shape[1], PART):
+        part = slice(first, first + PART)
+        c = g[:, part].to(torch.float64).cumsum(1)
+        strict = _causal(c).tril(-1)
+        scale = beta[:, part].to(state.dtype).transpose(1, 2).unsqueeze(3)
+        a = weights(k[:, part], k[:, part], c, c, strict, state.dtype) * scale
+        r = (v[:, part].to(state.dtype).transpose(1, 2) - carried(k[:, part], c, state)) * scale
+        u = solve(a, r).transpose(1, 2)
+        y, state = chain(q[:, part], k[:, part], u, g[:, part], state)
+        outs.append(y)
+    return torch.cat(outs, 1), state
+
+
+def _grouped(values: Tensor, groups: int) -> Tensor:
+    """[R, H, ...] -> [R, G, H / G, ...]."""
+    return values.reshape(values.shape[0], groups, -1, *values.shape[2:])
+
+
+def _causal(c: Tensor) -> Tensor:
+    """[R, n, n] bool: each token sees those before it and itself."""
+    rows, count = c.shape[:2]
+    return torch.ones(count, count, dtype=torch.bool, device=c.device).tril().expand(rows, -1, -1)
+
+
+def selective_read(
+    dt: Tensor, u: Tensor, b: Tensor, a: Tensor, parent: Tensor, order: Tensor, state: Tensor, at: Tensor, out: Tensor
+) -> Tensor:
+    """A Mamba-1 layer, whose decays differ by channel and state and so do not factor: h_t = exp(dt_t a) h_parent + u_t
+    b_t, place by place. Returns sum over N of h and `out` at the nodes: [R, n, I].
+
+    dt, u: [R, T, I]. b: [R, T, N]. a: [I, N]. parent: [R, T] int64, place of each place's parent; T for the trunk's
+    state [R, I, N]. order: [R, T] int64, places with parents first. at: [R, n] places of the nodes, T where a node is
+    absent. out: [R, n, N].
+    """
+    rows, places, _ = dt.shape
+    index = torch.arange(rows, device=dt.device)
+    states = state.new_zeros(places + 1, *state.shape)  # [T + 1, R, I, N]
+    states[places] = state
+    a = a.to(state.dtype)
+    dt, u, b = (_ordered(part, order).to(state.dtype) for part in (dt, u, b))
+    before = parent.gather(1, order)
+    for step in range(places):
+        held = states[before[:, step], index]
+        states[order[:, step], index] = _selective_step(held, dt[:, step], u[:, step], b[:, step], a)
+    found = states[at, index.unsqueeze(1)]  # [R, n, I, N]
+    return (found @ out.to(state.dtype).unsqueeze(3)).squeeze(3)
+
+
+def selective_fold(state: Tensor, dt: Tensor, u: Tensor, b: Tensor, a: Tensor, count: Tensor) -> Tensor:
+    """The state [R, I, N] after the first `count` [R] places, which follow one another."""
+    inside = (torch.arange(dt.shape[1], device=dt.device) < count.unsqueeze(1)).unsqueeze(2)
+    dt, u = (torch.where(inside, part.to(state.dtype), 0.0) for part in (dt, u))
+    b, a = b.to(state.dtype), a.to(state.dtype)
+    for first in range(0, dt.shape[1], SELECTIVE_PART):
+        part = slice(first, first + SELECTIVE_PART)
+        c = dt[:, part].to(torch.float64).cumsum(1)
+        later = (c[:, -1:] - c).to(state.dtype).unsqueeze(3)  # [R, t, I, 1]
+        added = (later * a).exp_() * (u[:, part].unsqueeze(3) * b[:, part].unsqueeze(2))
+        state = (c[:, -1].to(state.dtype).unsqueeze(2) * a).exp_() * state + added.sum(1)
+    return state
+
+
+def selective_chain(dt: Tensor, u: Tensor, b: Tensor, a: Tensor, state: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens that follow one another: y [R, n, I] and the state after the last. Padding at the end has dt = u = 0."""
+    dt, u, b, a, out = (part.to(state.dtype) for part in (dt, u, b, a, out))
+    read = []
+    for step in range(dt.shape[1]):
+        state = _selective_step(state, dt[:, step], u[:, step], b[:, step], a)
+        read.append((state @ out[:, step].unsqueeze(2)).squeeze(2))
+    return torch.stack(read, 1), state
+
+
+def _selective_step(state: Tensor, dt: Tensor, u: Tensor, b: Tensor, a: Tensor) -> Tensor:
+    """state [R, I, N], dt and u [R, I], b [R, N], a [I, N]."""
+    return (dt.unsqueeze(2) * a).exp_().mul_(state).addcmul_(u.unsqueeze(2), b.unsqueeze(1))
+
+
+def _ordered(states: Tensor, order: Tensor) -> Tensor:
+    """[R, T, m] by [R, T] places."""
+    return states.gather(1, order.unsqueeze(2).expand_as(states))

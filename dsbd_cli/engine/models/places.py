@@ -1,0 +1,144 @@
+"""Positions of a forest's nodes in a decoder that would count them from its cache.
+
+Three ways are known, and the loaded decoder is asked which one it has: the forward takes positions as an argument; a
+child module adds a table's rows; relative biases are computed from distances. A decoder with none of them is refused.
+
+Shape letters: R rows, n nodes, S slots, P positions, d width of the model, H heads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from dsbd_cli.errors import UnsupportedModelError
+
+__all__ = ["Places"]
+
+ARGUMENT = "decoder_position_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """Positions [R, n] of the nodes of the forward under way, and of what its slots hold, [R, S]."""
+
+    positions: Tensor
+    slot_positions: Tensor
+
+
+class _HeardError(Exception):
+    """The child has been heard; the rest of the forward is not needed."""
+
+
+class Places:
+    """Tells a decoder where the nodes of a forest stand.
+
+    Attributes:
+        argument: name of the argument that takes the positions, None where there is none.
+        ways: which of `argument`, `table` and `bias` the decoder has.
+    """
+
+    def __init__(self, model: Any, limit: int) -> None:
+        """limit: P, positions of a table. Raises UnsupportedModelError where no way is found."""
+        self._now: Here | None = None
+        decoder = model.get_decoder()
+        self.argument = ARGUMENT if ARGUMENT in inspect.signature(type(model).forward).parameters else None
+        self.ways = ["argument"] if self.argument else []
+        child = getattr(decoder, "embed_positions", None)
+        if self.argument is None and isinstance(child, nn.Module):
+            self._table = _table(model, decoder, child, limit)
+            child.forward = self._from_table(child.forward)
+            self.ways.append("table")
+        biased = [module for module in decoder.modules() if getattr(module, "has_relative_attention_bias", False)]
+        for module in biased:
+            module.compute_bias = types.MethodType(self._bias(module), module)
+        self.ways += ["bias"] if biased else []
+        if not self.ways:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} takes its decoder's positions in no known way, so that they would be counted "
+                "by cache slot; use another model"
+            )
+
+    @contextlib.contextmanager
+    def at(self, positions: Tensor, slot_positions: Tensor) -> Iterator[None]:
+        """Forwards inside are those of a forest: positions [R, n], slot_positions [R, S] int64."""
+        self._now = Here(positions, slot_positions)
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def _from_table(self, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The child's forward; a forest may have more nodes than the table has positions, so the stock one cannot run
+        first."""
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            if self._now is None:
+                return stock(*args, **kwargs)
+            positions = self._now.positions
+            return self._table.to(positions.device)[positions]
+
+        return forward
+
+    def _bias(self, module: Any) -> Callable[..., Tensor]:
+        """compute_bias of one attention layer, by distances of positions."""
+        stock = type(module).compute_bias
+        settings = {}
+        if "bidirectional" in inspect.signature(type(module)._relative_position_bucket).parameters:
+            settings = {
+                "bidirectional": False,
+                "num_buckets": module.relative_attention_num_buckets,
+                "max_distance": module.relative_attention_max_distance,
+            }
+
+        def compute_bias(layer: Any, *args: Any, **kwargs: Any) -> Tensor:
+            now = self._now
+            if now is None:
+                bias: Tensor = stock(layer, *args, **kwargs)
+                return bias
+            away = now.slot_positions[:, None, :] - now.positions[:, :, None]  # [R, n, S]
+            bucket = layer._relative_position_bucket(away, **settings)
+            found: Tensor = layer.relative_attention_bias(bucket.to(layer.relative_attention_bias.weight.device))
+            return found.permute(0, 3, 1, 2)
+
+        return compute_bias
+
+
+def _table(model: Any, decoder: Any, child: nn.Module, limit: int) -> Tensor:
+    """[P, d]: what the child gives a plain chain of P tokens, heard in an ordinary forward of the decoder.
+
+    Calling the child oneself would need to know its arguments, which differ from model to model.
+    """
+    heard: list[Tensor] = []
+
+    def hear(module: nn.Module, args: object, out: Tensor) -> NoReturn:
+        heard.append(out)
+        raise _HeardError
+
+    padding = getattr(child, "padding_idx", None)
+    token = next(index for index in range(5, 8) if index != padding)
+    ids = torch.full((1, limit), token, dtype=torch.int64, device=model.device)
+    source = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    hook = child.register_forward_hook(hear)
+    why = "it has none"
+    try:
+        with torch.no_grad():
+            decoder(input_ids=ids, encoder_hidden_states=source, use_cache=False)
+    except _HeardError:
+        pass
+    except Exception as error:  # a decoder that takes other arguments raises what it likes
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    finally:
+        hook.remove()
+    if not heard:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not tell its decoder's positions ({why}); use another model"
+        )
+    return heard[0].reshape(-1, heard[0].shape[-1])[-limit:].clone()

@@ -1,0 +1,579 @@
+"""States of recurrent layers over a packed forest: one state per row at the end of the trunk, inputs of the tail by
+slot.
+
+A layer that carries a state would need one state per beam and per drafted node. Instead each row keeps one, of the last
+token that all its live beams share, and the inputs of the tokens after it, one *place* per slot of the tail: place =
+slot - base. When the trunk grows, `move` takes the tokens that joined it into the state (core/scans.py has the sums).
+So memory does not grow with W or with the text.
+
+Letters: R rows, n nodes of a forward, S active slots, T places, G key heads, H value heads, N key dim, P value dim,
+C channels, J taps of a convolution, I channels of a Mamba-1 layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.core.scans import (
+    carried,
+    chain,
+    convolve,
+    delta_chain,
+    fold,
+    selective_chain,
+    selective_fold,
+    selective_read,
+    solve,
+    weights,
+)
+from dsbd_cli.engine.models.cache import ForestCache
+
+__all__ = ["Convolution", "LinearState", "Places", "SelectiveState", "StateCache"]
+
+MOST_TAPS = 8
+
+
+class Places:
+    """Where the nodes of the forward that is under way stand in the tail, and what they see of it. Made once, used by
+    every recurrent layer.
+
+    rows: [R] int64 cache rows, None for all in order. width: T. at: [R, n] int64 place of each node, T where it has
+    none (absent nodes, and tokens that the state holds already). chain: the nodes follow one another and go into the
+    state at once; `real` [R, n] bool says which are no padding.
+    """
+
+    def __init__(self, batch: ForestInput, base: Tensor, width: int, trash: int) -> None:
+        # base: [R] of the batch's rows
+        self.batch, self.base, self.width, self.trash = batch, base, width, trash
+        self.rows, self.chain = batch.rows, batch.chain
+        self.count = batch.tokens.shape[0]
+        self.real = batch.slots != trash
+        place = batch.slots - base.unsqueeze(1)
+        self.at = torch.where(self.real & (place >= 0) & (place < width), place, width)
+        self._moved: dict[torch.device, Places] = {}
+
+    def on(self, device: torch.device) -> Places:
+        """The same for a layer on another device."""
+        if device == self.base.device:
+            return self
+        if device not in self._moved:
+            self._moved[device] = Places(self.batch.to(device), self.base.to(device), self.width, self.trash)
+        return self._moved[device]
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[R] int64, real nodes of a chain."""
+        return self.real.sum(1)
+
+    @cached_property
+    def flat(self) -> Tensor:
+        """[R * n] int64: row of the cache times places, plus place; see `flat_in`."""
+        return self.flat_in(0)
+
+    def flat_in(self, lead: int) -> Tensor:
+        """[R * n] int64 index into planes [rows, lead + T + 1, ...] laid flat."""
+        rows = torch.arange(self.count, device=self.at.device) if self.rows is None else self.rows
+        return (rows.unsqueeze(1) * (lead + self.width + 1) + lead + self.at).flatten()
+
+    @cached_property
+    def _slots(self) -> tuple[Tensor, Tensor]:
+        """Slot of each place [R, T], and whether it is one that a node may see."""
+        at = self.base.unsqueeze(1) + torch.arange(self.width, device=self.base.device)
+        active = self.batch.mask.shape[-1]
+        return at.clamp(max=active - 1), (at < active) & (at != self.trash)
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """[R, n, T] bool: the node's ancestors in the tail, and itself."""
+        slots, held = self._slots
+        index = slots.unsqueeze(1).expand(-1, self.at.shape[1], -1)
+        return self.batch.mask.gather(2, index) & held.unsqueeze(1)
+
+    @cached_property
+    def seen_sum(self) -> Tensor:
+        """`seen` as float64, to sum over a node's ancestors."""
+        return self.seen.to(torch.float64)
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """[R, T] int64 depth of the token in each place."""
+        return self.batch.slot_positions.gather(1, self._slots[0])
+
+    @cached_property
+    def back(self) -> Tensor:
+        """[R, n, MOST_TAPS] int64 place of each node's last ancestors, itself first; negative: so many before the
+        tail."""
+        wanted = self.batch.positions.unsqueeze(2) - torch.arange(MOST_TAPS, device=self.at.device)
+        hit = self.seen.unsqueeze(2) & (self.depths[:, None, None] == wanted.unsqueeze(3))
+        return torch.where(hit.any(3), hit.to(torch.int8).argmax(3), wanted - self.base.view(-1, 1, 1))
+
+    @cached_property
+    def kin(self) -> Tensor:
+        """[R, n, n] bool: the second node is an ancestor of the first, and not the same token."""
+        index = self.at.clamp(max=self.width - 1).unsqueeze(1).expand(-1, self.at.shape[1], -1)
+        there = (self.at < self.width).unsqueeze(1) & (self.at.unsqueeze(2) != self.at.unsqueeze(1))
+        return self.seen.gather(2, index) & there
+
+    @cached_property
+    def parent(self) -> Tensor:
+        """[R, T] int64 place of the parent of each place that a node sees, T where it is the trunk's end."""
+        together = torch.matmul(self.seen.transpose(1, 2).float(), self.seen.float()) > 0  # [R, T, T]
+        above = together & (self.depths.unsqueeze(1) == self.depths.unsqueeze(2) - 1)
+        return torch.where(above.any(2), above.to(torch.int8).argmax(2), self.width)
+
+    @cached_property
+    def order(self) -> Tensor:
+        """[R, T] int64 places, parents first."""
+        return torch.argsort(self.depths, dim=1, stable=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """A move of the tail: order [R, T + 1] says what each place holds afterwards, before the trunk takes the first
+    `count` [R] of them; `joined` [R, T + 1] bool: those, at the places where they stood; last: [R] of the last of
+    them."""
+
+    order: Tensor
+    count: Tensor
+    joined: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, source: Tensor, target: Tensor, base: Tensor, trunk: Tensor, width: int) -> Shift:
+        """source, target: [R, m] slots; base, trunk: [R]."""
+        rows = len(source)
+        places = torch.arange(width + 1, device=base.device).expand(rows, -1)
+        to, origin = target - base.unsqueeze(1), source - base.unsqueeze(1)
+        to = torch.where((to >= 0) & (to < width), to, width)
+        origin = torch.where((origin >= 0) & (origin < width), origin, width)
+        order = places.scatter(1, to, origin)
+        order[:, width] = width
+        count = (trunk - base).clamp(0, width)
+        first = places < count.unsqueeze(1)
+        joined = torch.zeros_like(first).scatter(1, torch.where(first, order, width), first)
+        joined[:, width] = False
+        last = order.gather(1, (count - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+        return cls(order, count, joined, last)
+
+    def index(self, lead: int) -> Tensor:
+        """[R, lead + T + 1]: what each place of a plane holds afterwards. lead: places before the tail."""
+        width = self.order.shape[1] - 1
+        wide = torch.arange(lead, device=self.order.device).expand(len(self.order), -1)
+        whole = torch.cat((wide, self.order + lead), 1)
+        ahead = torch.arange(lead + width + 1, device=self.order.device) + self.count.unsqueeze(1)
+        return whole.gather(1, ahead.clamp(max=lead + width))
+
+    def on(self, device: torch.device) -> Shift:
+        """The same for a layer on another device."""
+        if device == self.order.device:
+            return self
+        return Shift(self.order.to(device), self.count.to(device), self.joined.to(device), self.last.to(device))
+
+
+class LayerMemory:
+    """What one recurrent layer keeps: planes [R, lead + T + 1, ...] of the tail (the last place is for what nobody
+    reads), and tensors [R, ...] of the state. Shapes are learnt from the first forward."""
+
+    lead = 0
+
+    def __init__(self, cache: StateCache, device: torch.device) -> None:
+        self.cache, self.device = cache, device
+        self.planes: dict[str, Tensor] = {}
+        self.states: dict[str, Tensor] = {}
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything, rows first."""
+        yield from self.planes.values()
+        yield from self.states.values()
+
+    def bytes_of_row(self, window: int) -> int:
+        """Of a row with so many places."""
+        place = sum(math.prod(one.shape[2:]) * one.element_size() for one in self.planes.values())
+        state = sum(math.prod(one.shape[1:]) * one.element_size() for one in self.states.values())
+        return (self.lead + window + 1) * place + state
+
+    def plane(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A plane, made where there is none."""
+        if name not in self.planes:
+            cache = self.cache
+            places = self.lead + cache.window + 1
+            self.planes[name] = torch.zeros((cache.rows, places, *shape), dtype=dtype, device=self.device)
+            cache.generation += 1
+        return self.planes[name]
+
+    def state(self, shape: tuple[int, ...], name: str = "state") -> Tensor:
+        """A state, made where there is none."""
+        if name not in self.states:
+            self.states[name] = torch.zeros((self.cache.rows, *shape), dtype=self.cache.precision, device=self.device)
+            self.cache.generation += 1
+        return self.states[name]
+
+    def resize(self, rows: int, window: int) -> None:
+        """Cover so many rows and places; what is there stays, less the old last place. 0 rows: give all back."""
+        for name, old in self.planes.items():
+            new = old.new_zeros((rows, self.lead + window + 1, *old.shape[2:]))
+            kept = min(old.shape[1] - 1, new.shape[1] - 1)
+            new[: len(old), :kept] = old[:rows, :kept]
+            self.planes[name] = new
+        for name, old in self.states.items():
+            wide = old.new_zeros((rows, *old.shape[1:]))
+            wide[: len(old)] = old[:rows]
+            self.states[name] = wide
+
+    def write(self, name: str, values: Tensor, dtype: torch.dtype) -> None:
+        """Put values [R, n, ...] into the nodes' places."""
+        plane = self.plane(name, tuple(values.shape[2:]), dtype)
+        places = self.places
+        flat = places.flat_in(self.lead) if self.lead else places.flat
+        plane.flatten(0, 1).index_copy_(0, flat, values.flatten(0, 1).to(dtype))
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """The forward's rows of a plane or state, a view where they are the first ones."""
+        places = self.places
+        return tensor[: places.count] if places.rows is None else tensor.index_select(0, places.rows)
+
+    def tail(self, name: str) -> Tensor:
+        """[R, T, ...] of a plane."""
+        return self.rows_of(self.planes[name])[:, self.lead : self.lead + self.cache.window]
+
+    def store(self, tensor: Tensor, values: Tensor) -> None:
+        """Replace the forward's rows of a state."""
+        places = self.places
+        if places.rows is None:
+            tensor[: places.count] = values
+        else:
+            tensor.index_copy_(0, places.rows, values)
+
+    @property
+    def places(self) -> Places:
+        """Of the forward under way, on this layer's device."""
+        assert self.cache.places is not None
+        return self.cache.places.on(self.device)
+
+    def advance(self, shift: Shift) -> None:
+        """Take what joined the trunk into the state, and move the rest."""
+        self.fold(shift)
+        index = shift.index(self.lead)
+        rows = len(index)
+        offset = torch.arange(rows, device=index.device).unsqueeze(1) * index.shape[1]
+        flat = (offset + index).flatten()
+        for plane in self.planes.values():
+            moved = plane[:rows].flatten(0, 1).index_select(0, flat)
+            plane[:rows] = moved.view(plane[:rows].shape)
+
+    def fold(self, shift: Shift) -> None:
+        """What joined the trunk goes into the state."""
+
+
+class Convolution(LayerMemory):
+    """Inputs of a short convolution: those of the tail, and before them the last J - 1 of the trunk."""
+
+    def __init__(self, cache: StateCache, device: torch.device, taps: int) -> None:
+        super().__init__(cache, device)
+        self.taps, self.lead = taps, taps - 1
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [R, n, C], weight [C, J], bias [C] or None -> [R, n, C] in the precision of the states."""
+        places, precision = self.places, self.cache.precision
+        plane = self.plane("inputs", (x.shape[2],), x.dtype)
+        if places.chain:
+            full = torch.cat((self.rows_of(plane)[:, : self.lead], x), 1)
+            kept = places.lengths.unsqueeze(1) + torch.arange(self.lead, device=x.device)
+            last = full.gather(1, kept.unsqueeze(2).expand(-1, -1, x.shape[2]))
+            held = self.rows_of(plane).clone()
+            held[:, : self.lead] = last
+            self.store(plane, held)
+            inputs = full.unfold(1, self.taps, 1).transpose(2, 3)
+        else:
+            self.write("inputs", x, x.dtype)
+            index = (places.back[:, :, : self.taps].flip(2) + self.lead).clamp(min=0)
+            rows = torch.arange(places.count, device=x.device) if places.rows is None else places.rows
+            inputs = plane.flatten(0, 1)[rows.view(-1, 1, 1) * plane.shape[1] + index]
+        bias = None if bias is None else bias.to(precision)
+        return convolve(inputs.to(precision), weight.to(precision), bias)
+
+
+class LinearState(LayerMemory):
+    """A layer whose state is a sum of products k u^T with a decay per head or per key channel."""
+
+    def attend(self, q: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
+        """y [R, n, H, P] of nodes with q, k [R, n, G, N], u [R, n, H, P] and log-decays g [R, n, H] or [R, n, H, N].
+
+        G = H where decays are per channel.
+        """
+        places = self.places
+        state = self.state((u.shape[2], k.shape[3], u.shape[3]))
+        held = self.rows_of(state)
+        if places.chain:
+            y, after = chain(q, k, _masked(u, places.real), _masked(g, places.real), held)
+            self.store(state, after)
+            return y
+        keys, c, ends = self._window(k, g)
+        self.write("u", u, torch.float32)
+        weight = weights(q, keys, c, ends, places.seen, held.dtype)
+        return self._read(weight, q, c, held)
+
+    def correct(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """The same by the gated delta rule: v [R, n, H, P], beta [R, n, H]."""
+        places = self.places
+        state = self.state((v.shape[2], k.shape[3], v.shape[3]))
+        held = self.rows_of(state)
+        if places.chain:
+            y, after = delta_chain(q, k, v, _masked(g, places.real), _masked(beta, places.real), held)
+            self.store(state, after)
+            return y
+        keys, c, ends = self._window(k, g)
+        self.write("u", torch.zeros_like(v), torch.float32)  # not known yet
+        weight = weights(k, keys, c, ends, places.seen, held.dtype)  # [R, H, n, T]
+        scale = beta.to(held.dtype).transpose(1, 2).unsqueeze(3)
+        rest = scale * (v.to(held.dtype) - self._read(weight, k, c, held)).transpose(1, 2)
+        at = places.at.clamp(max=places.width - 1)[:, None, None].expand(-1, *weight.shape[1:3], -1)
+        among = (weight.gather(3, at) * scale).masked_fill_(~places.kin.unsqueeze(1), 0)  # [R, H, n, n]
+        self.write("u", solve(among.tril(-1), rest).transpose(1, 2), torch.float32)
+        weight = weights(q, keys, c, ends, places.seen, held.dtype)
+        return self._read(weight, q, c, held)
+
+    def _window(self, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Store keys and decays; keys of the tail [R, T, G, N], sums of log-decays of nodes and of places."""
+        self.write("k", k, torch.float32)
+        self.write("g", g, torch.float32)
+        tail = self.tail("g").to(torch.float64)
+        c = (self.places.seen_sum @ tail.flatten(2)).view(g.shape)
+        self.write("c", c, torch.float64)
+        return self.tail("k"), c, self.tail("c")
+
+    def _read(self, weight: Tensor, q: Tensor, c: Tensor, held: Tensor) -> Tensor:
+        y = weight @ self.tail("u").to(held.dtype).transpose(1, 2) + carried(q, c, held)
+        return y.transpose(1, 2)
+
+    def fold(self, shift: Shift) -> None:
+        """What joined the trunk goes into the state; sums of decays begin anew after it."""
+        rows, window = len(shift.count), self.cache.window
+        k, u, c = (self.planes[name][:rows, :window] for name in ("k", "u", "c"))
+        last = shift.last.view(-1, 1, *[1] * (c.dim() - 2)).expand(-1, 1, *c.shape[2:])
+        end = self.planes["c"][:rows].gather(1, last).squeeze(1)
+        end = torch.where((shift.count > 0).view(-1, *[1] * (end.dim() - 1)), end, 0.0)
+        state = self.states["state"]
+        state[:rows] = fold(state[:rows], k, u, c, end, shift.joined[:, :window])
+        c -= end.unsqueeze(1)
+
+
+class SelectiveState(LayerMemory):
+    """A Mamba-1 layer: decays per channel and state."""
+
+    a: Tensor
+
+    def run(self, dt: Tensor, u: Tensor, b: Tensor, a: Tensor, out: Tensor) -> Tensor:
+        """y [R, n, I] of nodes with dt, u [R, n, I], b, out [R, n, N] and a [I, N]."""
+        places, self.a = self.places, a
+        state = self.state(tuple(a.shape))
+        held = self.rows_of(state)
+        if places.chain:
+            y, after = selective_chain(_masked(dt, places.real), _masked(u, places.real), b, a, held, out)
+            self.store(state, after)
+            return y
+        for name, values in (("dt", dt), ("u", u), ("b", b)):
+            self.write(name, values, torch.float32)
+        steps, inputs, keys = (self.tail(name) for name in ("dt", "u", "b"))
+        return selective_read(steps, inputs, keys, a, places.parent, places.order, held, places.at, out)
+
+    def fold(self, shift: Shift) -> None:
+        """What joined the trunk goes into the state."""
+        rows, window = len(shift.count), self.cache.window
+        order = shift.order[:, :window]
+        dt, u, b = (
+            self.planes[name][:rows].gather(1, order.unsqueeze(2).expand(-1, -1, self.planes[name].shape[2]))
+            for name in ("dt", "u", "b")
+        )
+        state = self.states["state"]
+        state[:rows] = selective_fold(state[:rows], dt, u, b, self.a, shift.count)
+
+
+def _masked(values: Tensor, real: Tensor) -> Tensor:
+    return values * real.view(*real.shape, *[1] * (values.dim() - 2)).to(values.dtype)
+
+
+_current: ContextVar[StateCache | None] = ContextVar("current", default=None)
+
+
+class StateCache(ForestCache):
+    """A ForestCache with the memory of recurrent layers, in the form that transformers' mixers ask for.
+
+    Attributes:
+        window: T. base: [R] int64, leading slots whose tokens the states hold. precision: of the states and of all
+        sums over them. places: of the forward under way, None outside.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.window = 0
+        self.precision = torch.float32
+        self.base = torch.zeros(0, dtype=torch.int64, device=device)
+        self.places: Places | None = None
+        self.memories: dict[tuple[Any, ...], LayerMemory] = {}
+        self._layer: tuple[int, int] = (0, 0)
+        self._calls = 0
+
+    @staticmethod
+    def current() -> StateCache | None:
+        """The cache whose forward is under way; None outside, when mixers run as transformers wrote them."""
+        return _current.get()
+
+    # what transformers' mixers ask: no earlier state, so that they take the way of many tokens
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return False
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Tells which layer comes; the convolution itself stores its inputs."""
+        self._layer, self._calls = (layer_idx, state_idx), 0
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        return recurrent_states
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * len(self.layers)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [False] * len(self.layers)
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        return [False] * len(self.layers)
+
+    # what the scans ask
+
+    def convolution(self, device: torch.device, taps: int) -> Convolution:
+        """Of the layer under way."""
+        key = (*self._layer, "convolution")
+        if key not in self.memories:
+            self.memories[key] = Convolution(self, device, taps)
+        found = self.memories[key]
+        assert isinstance(found, Convolution)
+        return found
+
+    def linear(self, device: torch.device) -> LinearState:
+        """Of the layer under way."""
+        key = (*self._layer, "linear")
+        if key not in self.memories:
+            self.memories[key] = LinearState(self, device)
+        found = self.memories[key]
+        assert isinstance(found, LinearState)
+        return found
+
+    def selective(self, device: torch.device) -> SelectiveState:
+        """Of the layer under way; a layer may scan several times, head by head."""
+        key = (*self._layer, "selective", self._calls)
+        self._calls += 1
+        if key not in self.memories:
+            self.memories[key] = SelectiveState(self, device)
+        found = self.memories[key]
+        assert isinstance(found, SelectiveState)
+        return found
+
+    # the cache's life
+
+    def keep_in(self, precision: torch.dtype) -> None:
+        """Hold states, and sum over them, in this dtype. Before `reserve`."""
+        self.precision = precision
+        for memory in self.memories.values():
+            memory.states = {name: held.to(precision) for name, held in memory.states.items()}
+
+    def bytes_of_states(self, window: int) -> int:
+        """Bytes of a row beside keys and values, with so many places: they do not grow with the text."""
+        return sum(memory.bytes_of_row(window) for memory in self.memories.values())
+
+    @contextlib.contextmanager
+    def running(self, batch: ForestInput) -> Iterator[None]:
+        """A forward is under way. After it the tokens of a chain are part of the states."""
+        self.begin(batch.slots, batch.rows, batch.mask.shape[-1])
+        count = batch.tokens.shape[0]
+        base = self.base[:count] if batch.rows is None else self.base[batch.rows]
+        places = self.places = Places(batch, base, self.window, self.slots - 1)
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            self.places = None
+            _current.reset(token)
+        if not places.chain:
+            return
+        end = torch.where(places.real, places.batch.slots + 1, 0).amax(1)
+        base = torch.where(places.lengths > 0, end, places.base)
+        if places.rows is None:
+            self.base[: places.count] = base
+        else:
+            self.base.index_copy_(0, places.rows, base)
+
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
+        """As ForestCache. window: most slots that a row may hold past its trunk; None: all."""
+        super().reserve(rows, slots)
+        wanted = max(self.window, self.slots if window is None else window)
+        if (self.rows, wanted) == (len(self.base), self.window):
+            return
+        self.window = wanted
+        self.generation += 1
+        more = self.rows - len(self.base)
+        self.base = torch.nn.functional.pad(self.base, (0, more))
+        for memory in self.memories.values():
+            memory.resize(self.rows, wanted)
+
+    def release(self) -> None:
+        super().release()
+        self.window = 0
+        self.base = self.base[:0]
+        for memory in self.memories.values():
+            memory.resize(0, 0)
+
+    def advance(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
+        """Move keys, values and the tail's inputs, [R, m] slots each; take what joined the trunk into the states."""
+        self.move(source, target)
+        rows = len(source)
+        base = self.base[:rows]
+        trunk = torch.maximum(trunk, base)
+        shift = Shift.of(source, target, base, trunk, self.window)
+        for memory in self.memories.values():
+            memory.advance(shift.on(memory.device))
+        self.base[:rows] = trunk
+
+    def select_rows(self, rows: Tensor) -> None:
+        super().select_rows(rows)
+        for memory in self.memories.values():
+            index = rows.to(memory.device)
+            for tensor in memory.tensors():
+                tensor[: len(index)] = tensor.index_select(0, index)
+        self.base[: len(rows)] = self.base[rows]
+
+    def clear(self, row: int) -> None:
+        super().clear(row)
+        for memory in self.memories.values():
+            for tensor in memory.tensors():
+                tensor[row].zero_()
+        self.base[row] = 0

@@ -1,0 +1,131 @@
+"""`dsbd merge`: the parts that `dsbd generate --shard` has written, as the one file that a single run writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from dsbd_cli.errors import DsbdError, UsageError
+from dsbd_cli.job.cli.messages import say, warn
+from dsbd_cli.job.cli.settings import TYPED
+from dsbd_cli.job.cli.shard import SHARD_SETTINGS, shard_of
+from dsbd_cli.job.cli.summary import ROWS_FAILED
+from dsbd_cli.job.data.jsonl import LineWriter, check_new
+from dsbd_cli.job.data.parts import SHOWN, Part, in_order, one_after_another, scan
+from dsbd_cli.job.data.resume import Settings, read_run, write_settings
+from dsbd_cli.job.records import fingerprint_difference
+
+__all__ = ["merge"]
+
+
+Parts = Annotated[
+    list[Path], typer.Argument(help="part files, such as out.jsonl.*-of-16", metavar="PART...", show_default=False)
+]
+Output = Annotated[Path, typer.Option("--output", "-o", help="file to write", metavar="FILE", show_default=False)]
+Existing = Annotated[
+    Literal["error", "overwrite"],
+    typer.Option("--existing", help="where the file exists: error or overwrite", metavar="WHAT"),
+]
+Partial = Annotated[
+    bool, typer.Option("--partial", help="write what there is, though rows or whole parts are missing", metavar="")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on standard error but errors", metavar="")]
+
+
+def merge(
+    parts: Parts, output: Output, existing: Existing = "error", partial: Partial = False, quiet: Quiet = False
+) -> None:
+    """Put the parts of dsbd generate --shard together: the records of all rows, in the order of the input.
+
+    Nothing is written unless all parts are there, come from one input and the same settings, and hold every row once.
+
+    OpenAI lines have no row number: the parts stand one after the other. Exit code 3 where a row has failed or, with
+    --partial, is missing.
+    """
+    check_new(output, option="--output", overwrite=existing == "overwrite")
+    if any(path.resolve() == output.resolve() for path in parts):
+        raise UsageError(f"--output {output} is a part: name another file")
+    found, settings, created = _parts(parts, partial=partial)
+    indexed = settings.get("output_format") != "openai"
+    for part in found:
+        scan(part, indexed=indexed)
+    holes = _holes(found, indexed=indexed, partial=partial)
+    common: Settings = {name: value for name, value in settings.items() if name not in SHARD_SETTINGS}
+    temporary = output.with_name(f".merging.{output.name}")  # the same suffix, which says how to compress
+    try:
+        with ExitStack() as stack, LineWriter.create(temporary, overwrite=True) as writer:
+            lines = (line for _, line in in_order(found, stack)) if indexed else one_after_another(found)
+            for line in lines:
+                if line is not None:
+                    writer.write(line.removesuffix(b"\n"))
+        write_settings(output, common, created)
+        temporary.replace(output)
+    finally:
+        temporary.unlink(missing_ok=True)
+    records, failed = sum(part.records for part in found), sum(part.failed for part in found)
+    if not quiet:
+        say(f"{output}: {records} records of {len(found)} parts" + (f", {failed} failed" if failed else ""))
+    if failed or holes:
+        raise typer.Exit(ROWS_FAILED)
+
+
+def _parts(paths: Sequence[Path], *, partial: bool) -> tuple[list[Part], Settings, int]:
+    """The parts, and what all of them were made with. Raises UsageError."""
+    found: dict[int, Part] = {}
+    first: tuple[Path, Settings, int] | None = None
+    for path in paths:
+        if not path.is_file():
+            raise UsageError(f"{path} is no file")
+        settings, created, rows = read_run(path, "merge")
+        if not isinstance(settings.get("shard"), str):
+            raise UsageError(f"{path} is no part: it was written without --shard")
+        shard = shard_of(str(settings["shard"]))
+        if shard.part in found:
+            raise UsageError(f"{found[shard.part].path} and {path} are both part {shard.part} of {shard.count}")
+        if first is not None and (difference := _difference(first[1], settings)):
+            raise UsageError(f"{first[0]} and {path} do not belong together: {difference}")
+        first = first or (path, settings, created)
+        found[shard.part] = Part(path, shard.part, shard.count, rows)
+        if rows is None and not partial:
+            raise UsageError(f"{path} has not come to its end: go on with that part first, or take --partial")
+    assert first is not None
+    count = next(iter(found.values())).count
+    if missing := [part for part in range(count) if part not in found]:
+        told = f"{_shown(missing)} of {count} {'is' if len(missing) == 1 else 'are'} missing"
+        if not partial:
+            raise UsageError(f"part {told}: give all parts, or take --partial")
+        warn(f"part {told}")
+    return list(found.values()), first[1], first[2]
+
+
+def _difference(old: Settings, new: Settings) -> str | None:
+    """As of a resumed run; of parts also how many there are, and the input."""
+    names = {**TYPED, "shard": "N of --shard", "input_bytes": "the input's size", "input_head": "the input's beginning"}
+    before, now = ({**one, "shard": str(one["shard"]).partition("/")[2]} for one in (old, new))
+    return fingerprint_difference(before, now, names)
+
+
+def _holes(parts: Sequence[Part], *, indexed: bool, partial: bool) -> int:
+    """Rows without a record. Raises DsbdError unless `partial`."""
+    rows = max((part.rows or 0 for part in parts), default=0)
+    missing = 0
+    for part in parts:
+        lacks = part.wanted(part.rows or rows) - part.records
+        if lacks < 0:
+            raise DsbdError(f"{part.path} holds {-lacks} records more than its rows: was the input changed?")
+        missing += lacks
+        if lacks:
+            first = f", the first one row {part.first_absent()}" if indexed else ""
+            told = f"{part.path} lacks {lacks} of its {part.wanted(part.rows or rows)} rows{first}"
+            if not partial:
+                raise DsbdError(f"{told}: go on with that part first, or take --partial")
+            warn(told)
+    return missing
+
+
+def _shown(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")

@@ -1,0 +1,222 @@
+"""`dsbd generate --until exec-ok --max-beams N`: rows where no beam passes are answered again with more beams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from dsbd_cli.config import Exactness, MethodConfig
+from dsbd_cli.errors import InvalidRowError, RowError, UsageError
+from dsbd_cli.job.cli.declare import option
+from dsbd_cli.job.pick.execution import ByExecution, Databases
+from dsbd_cli.job.records import Row
+from dsbd_cli.job.records.row import Fields
+from dsbd_cli.requests import Hypothesis, Request, RequestResult
+from dsbd_cli.stats import RequestStats
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.engine import Engine, EngineInfo
+
+__all__ = ["Until", "UntilOptions", "Widening", "until_of"]
+
+PANEL = "Until an answer passes"
+WINDOW = 4  # batches that are checked together
+
+
+@dataclass(frozen=True)
+class UntilOptions:
+    """How long a row is answered again."""
+
+    until: Annotated[
+        Literal["exec-ok"] | None,
+        option(
+            PANEL,
+            "--until",
+            text="exec-ok: as long as no beam is SQL that runs on --database, answer the row again with twice as many "
+            "beams; the first beam that runs becomes the text",
+            metavar="WHAT",
+        ),
+    ] = None
+    max_beams: Annotated[
+        int | None, option(PANEL, "--max-beams", text="with --until: beams of the last round", metavar="N")
+    ] = None
+    database: Annotated[
+        str | None,
+        option(
+            PANEL,
+            "--database",
+            text="with --until: SQLite file, opened read-only; {name} stands for a field of the row's metadata",
+            metavar="FILE",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Until:
+    """What must pass, and the beams of each round, the first included."""
+
+    check: ByExecution
+    widths: tuple[int, ...]
+
+
+def until_of(given: UntilOptions, method: MethodConfig) -> Until | None:
+    """None where nothing is asked for. Raises UsageError for what cannot work together."""
+    for name in ("max_beams", "database"):
+        if given.until is None and getattr(given, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} would do nothing without --until: drop it")
+        if given.until is not None and getattr(given, name) is None:
+            raise UsageError(f"--until {given.until} needs --{name.replace('_', '-')}")
+    if given.until is None or given.max_beams is None:
+        return None
+    if given.max_beams <= method.num_beams:
+        raise UsageError(
+            f"--max-beams is {given.max_beams}, but must be more than --num-beams, which is {method.num_beams}"
+        )
+    widths = [method.num_beams]
+    while widths[-1] < given.max_beams:
+        widths.append(min(2 * widths[-1], given.max_beams))
+    return Until(ByExecution(Databases(given.database or "")), tuple(widths))
+
+
+class Widening:
+    """An engine that answers rows in rounds. Engines of all rounds share the models, so they never run at once."""
+
+    def __init__(
+        self, first: Engine, until: Until, wider: Callable[[int], Engine], metadata: dict[int, object], *, window: int
+    ) -> None:
+        """wider: an engine of so many beams. metadata: of rows, by the id() of their requests. window: rows that are
+        answered and checked together."""
+        self._engines: dict[int, Engine] = {until.widths[0]: first}
+        self._until, self._wider, self._window = until, wider, window
+        self._metadata = metadata
+        self._notes: dict[int, Fields] = {}
+        self._stopping = False
+        self.widened = self.passed = self.extra_calls = 0
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """Of the first round."""
+        return self._engines[self._until.widths[0]].info
+
+    @property
+    def allowed(self) -> str | None:
+        """Of the first round."""
+        return self._engines[self._until.widths[0]].allowed
+
+    @property
+    def exactness(self) -> Exactness:
+        """Of the first round."""
+        return self._engines[self._until.widths[0]].exactness
+
+    @property
+    def steps(self) -> int:
+        """Taken so far."""
+        return sum(engine.steps for engine in self._engines.values())
+
+    def stop(self) -> None:
+        """As of an engine."""
+        self._stopping = True
+        for engine in list(self._engines.values()):
+            engine.stop()
+
+    def told(self, row: Row) -> Fields | None:
+        """What the rounds of a row came to, for its record; once."""
+        return None if row.request is None else self._notes.pop(id(row.request), None)
+
+    def line(self) -> str:
+        """What the rounds have cost, for people."""
+        return f"{self.widened} rows answered again, {self.passed} of them passed, {self.extra_calls} more target calls"
+
+    def run(self, requests: Iterable[Request | RowError | None], *, ordered: bool = True) -> Iterator[RequestResult]:
+        """As of an engine: results in order, whatever `ordered` says, some rows at a time."""
+        group: list[Request | RowError] = []
+        for request in requests:
+            if request is not None:
+                group.append(request)
+            if group and (request is None or len(group) == self._window):
+                yield from self._answer(group)
+                group = []
+            if self._stopping:
+                return
+        if group:
+            yield from self._answer(group)
+
+    def _answer(self, group: list[Request | RowError]) -> Iterator[RequestResult]:
+        asked = [request for request in group if isinstance(request, Request)]
+        done: dict[int, RequestResult] = {}
+        rows = asked
+        for width in self._until.widths:
+            rows = self._round(width, rows, done)
+            if self._stopping:
+                return
+        for request in group:
+            if isinstance(request, RowError):
+                yield RequestResult(Request(""), (), 0, RequestStats(), request)
+            else:
+                yield done[id(request)]
+
+    def _round(self, width: int, rows: list[Request], done: dict[int, RequestResult]) -> list[Request]:
+        """One round; returns the rows that need another one."""
+        if not rows:
+            return []
+        if width not in self._engines:
+            self._engines[width] = self._wider(width)
+        engine, first = self._engines[width], width == self._until.widths[0]
+        asked = [replace(row, sampling=replace(row.sampling, n_best=width)) for row in rows]
+        results = list(engine.run(asked))
+        for model in engine.models:
+            model.release()  # the next round has other shapes
+        left = []
+        for row, result in zip(rows, results, strict=False):
+            before = done.get(id(row))
+            stats = result.stats if before is None else _added(before.stats, result.stats)
+            if not first:
+                self.widened += width == self._until.widths[1]
+                self.extra_calls += result.stats.target_calls
+            passing, error = None, result.error
+            if error is None:
+                try:
+                    passing = self._passing(row, result.hypotheses)
+                except InvalidRowError as failed:
+                    error = failed
+            last = passing is not None or error is not None or width == self._until.widths[-1]
+            beams = _ordered(result.hypotheses, passing)[: row.sampling.n_best] if error is None else ()
+            done[id(row)] = replace(result, request=row, hypotheses=beams, stats=stats, error=error)
+            if not last:
+                left.append(row)
+                continue
+            self.passed += passing is not None and not first
+            self._metadata.pop(id(row), None)
+            if error is None:
+                self._notes[id(row)] = {
+                    "passed": passing is not None,
+                    "beam": passing,
+                    "num_beams": width,
+                    "rounds": self._until.widths.index(width) + 1,
+                    "target_calls": stats.target_calls,
+                }
+        return left
+
+    def _passing(self, row: Request, beams: tuple[Hypothesis, ...]) -> int | None:
+        """The first beam that passes. Raises InvalidRowError where there is no database."""
+        metadata = self._metadata.get(id(row))
+        check = self._until.check
+        return next((rank for rank, beam in enumerate(beams) if check.passes(metadata, beam.text)), None)
+
+
+def _ordered(beams: tuple[Hypothesis, ...], first: int | None) -> tuple[Hypothesis, ...]:
+    """The beam that passes before all others, which keep their order."""
+    return beams if first is None else (beams[first], *beams[:first], *beams[first + 1 :])
+
+
+def _added(one: RequestStats, other: RequestStats) -> RequestStats:
+    """The counters of two rounds of one row."""
+    names = (
+        *("target_calls", "draft_calls", "steps", "drafted", "accepted", "width_sum"),
+        *("draft_s", "target_s", "verify_s", "total_s"),
+    )
+    both = replace(other, **{name: getattr(one, name) + getattr(other, name) for name in names})
+    both.kv_peak_slots = max(one.kv_peak_slots, other.kv_peak_slots)
+    both.step_log = [*one.step_log, *other.step_log]
+    return both

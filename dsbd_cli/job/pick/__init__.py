@@ -1,0 +1,1 @@
+"""Choosing one of the n best: candidates of a row in, one choice and its reason out. No torch."""

@@ -1,0 +1,10 @@
+"""Past one process: one engine in each of several Ray workers, behind the interface of one engine.
+
+window: which row is where; worker: what runs beside an engine; pool: Ray; data: `Answer`, a worker for Ray Data.
+"""
+
+from __future__ import annotations
+
+from dsbd_cli.scale.data import Answer
+
+__all__ = ["Answer"]

@@ -1,0 +1,466 @@
+"""Ray: starts workers, sends them rows, replaces those that die. The only file that imports ray.
+
+Ray gives places, processes and messages. What is sent where, and how often, is the window's; a dead worker is replaced
+by a new actor, wherever Ray finds room for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dsbd_cli.config import Exactness
+from dsbd_cli.engine.decoding.jobs import Source
+from dsbd_cli.errors import DsbdError, RowError, UsageError, WorkerLostError, shorten
+from dsbd_cli.requests import Request, RequestResult
+from dsbd_cli.scale.quiet import quiet
+from dsbd_cli.scale.window import MAX_DEATHS, Window
+from dsbd_cli.scale.worker import Exchange, Failure, Worker, WorkerInfo, WorkerSetup
+from dsbd_cli.stats import RequestStats
+
+if TYPE_CHECKING:
+    import ray
+    from ray.actor import ActorHandle
+
+__all__ = ["PoolConfig", "RayEngine", "WorkerReport"]
+
+HELD_BATCHES = 2  # rows at a worker, in batches: one that runs, one that waits in its inbox
+AHEAD = 8  # rows that are read ahead to keep the input's order, in rows that all workers hold
+AGAIN_S = 0.5  # before a dead worker is replaced: a node that is going takes a moment to be gone
+WAIT_S = 0.5  # for an answer; a signal is heeded after this time
+IDLE_S = 0.01
+OBJECT_STORE_BYTES = 128 << 20  # of a Ray of our own; rows and answers above 100 KB pass through it
+LONGEST_TMP = 30
+REACH_S = 10.0
+SLOW_START_S = 30.0  # without enough workers after this time, what is waited for is said
+
+RowWindow = Window[Request, RequestResult]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """How many workers, where, and with what.
+
+    Attributes:
+        least, most: workers; the run begins when `least` have loaded. most None: as many as the GPUs allow.
+        address: of a running Ray (`auto`: the one of this machine); None: start one and stop it in the end.
+        gpus: of each worker; None: one for each of its processes, where Ray has any.
+        processes: of each worker, see ModelSpec.tensor_parallel.
+        timeout_s: a worker that gives no sign of life for so long is replaced.
+    """
+
+    least: int
+    most: int | None
+    address: str | None = None
+    gpus: int | None = None
+    processes: int = 1
+    timeout_s: float = 600.0
+
+
+@dataclass(slots=True)
+class WorkerReport:
+    """What one worker did; one that was replaced goes on under its number. seconds: since its last start, or of its
+    life where it has ended, loading included."""
+
+    worker: int
+    rows: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    deaths: int = 0
+    host: str | None = None
+    device: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A worker as the driver sees it."""
+
+    report: WorkerReport
+    actor: ActorHandle[Worker] | None = None  # None: not started, or to be started again
+    starts: float = 0.0  # not before
+    born: float = 0.0
+    call: ray.ObjectRef[object] | None = None
+    called: float = 0.0
+    alive: bool = False  # this actor has answered, so silence means that it hangs
+    joined: bool = False  # it is loaded and takes rows
+    gone: bool = False  # given up, or given back
+    fruitless: int = 0  # deaths one after the other without a row answered
+    info: WorkerInfo | None = None
+    steps_before: int = 0  # of rows that earlier actors have finished
+    steps_finished: int = 0  # of rows that this one has finished
+    steps: int = 0  # of this one, of unfinished rows too
+
+    @property
+    def number(self) -> int:
+        return self.report.worker
+
+
+class RayEngine:
+    """The workers together, with the interface of one Engine: `run`, `stop`, `steps`, `info`, `exactness`."""
+
+    def __init__(self, setup: WorkerSetup, config: PoolConfig, warn: Callable[[str], None]) -> None:
+        """Starts Ray and the workers, and waits until enough of them have loaded. warn: is told of deaths.
+
+        Raises UsageError where the machine has too little for them, or the workers differ; the error of a worker that
+        cannot load; DsbdError where Ray cannot be reached.
+        """
+        self._setup, self._config, self._warn = setup, config, warn
+        self._stopping = False
+        self._stack = contextlib.ExitStack()
+        self._places: list[_Place] = []
+        self._info: WorkerInfo | None = None
+        self._last_death = ""
+        try:
+            self._start()
+            self._wait_for_workers()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Of the first worker; the others have the same models, dtypes and kind of device."""
+        assert self._info is not None
+        return self._info
+
+    @property
+    def exactness(self) -> Exactness:
+        """What the output shares with plain decoding."""
+        return self.info.exactness
+
+    @property
+    def allowed(self) -> str | None:
+        """What the catalogues hold."""
+        return self.info.allowed
+
+    @property
+    def steps(self) -> int:
+        """Taken so far, those of unfinished requests too."""
+        return sum(place.steps_before + place.steps for place in self._places)
+
+    @property
+    def reports(self) -> list[WorkerReport]:
+        """What each worker did."""
+        for place in self._places:
+            if place.actor is not None:
+                place.report.seconds = round(time.monotonic() - place.born, 3)
+        return [place.report for place in self._places]
+
+    def describe(self) -> str:
+        """`3 of 4 workers, 1 death`."""
+        deaths = sum(report.deaths for report in self.reports)
+        text = f"{sum(place.joined for place in self._places)} of {len(self._places)} workers"
+        return text + (f", {deaths} death{'' if deaths == 1 else 's'}" if deaths else "")
+
+    def stop(self) -> None:
+        """Ask `run` to end, for good; requests that are not done give no result."""
+        self._stopping = True
+
+    def close(self) -> None:
+        """End the workers, and Ray where it was started here. May be called twice."""
+        for place in self._places:
+            self._end(place)
+        self._stack.close()
+
+    def run(
+        self, requests: Iterable[Request | str | RowError | None], *, seed: int = 0, ordered: bool = True
+    ) -> Iterator[RequestResult]:
+        """As Engine.run. A request that was out at the deaths of three workers fails with WorkerLostError.
+
+        Raises DsbdError when no worker is left.
+        """
+        capacity = HELD_BATCHES * self._setup.batch_size
+        window: RowWindow = Window(capacity, AHEAD * capacity * len(self._places) if ordered else None)
+        for place in self._places:
+            if place.joined:
+                window.join(place.number)
+        source = Source(requests, seed)
+        while not self._stopping:
+            starved = self._read(source, window)
+            for _, result in window.ready():
+                yield result
+            if source.exhausted() and window.finished:
+                return
+            self._send(window, ended=source.exhausted())
+            self._receive(window, wait_s=0.0 if starved else WAIT_S)
+
+    # Rows
+
+    def _read(self, source: Source, window: RowWindow) -> bool:
+        """Read what there is room for. True: the input has nothing ready."""
+        while window.room > 0 and not source.exhausted():
+            item = source.next()
+            if item is None:
+                return not source.exhausted()
+            number, request = item
+            if isinstance(request, RowError):
+                window.pass_by(RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
+            else:
+                window.read(request)
+        return False
+
+    def _send(self, window: RowWindow | None, *, ended: bool = False) -> None:
+        """A call to every worker that has none: with rows, for answers, or to ask whether it is loaded. ended: there
+        are no more rows to read, so that one with nothing to do is given back."""
+        for place in self._places:
+            if place.gone or place.call is not None:
+                continue
+            if place.actor is None:
+                if time.monotonic() >= place.starts:
+                    self._begin(place)
+            elif not place.joined:
+                self._called(place, place.actor.hello.remote())
+            elif window is not None:
+                rows = window.take(place.number)
+                if rows or window.holds(place.number):
+                    self._called(place, place.actor.exchange.remote(rows))
+                elif ended and not window.waits:
+                    window.leave(place.number)
+                    self._end(place)
+                    place.gone = True
+
+    def _called(self, place: _Place, call: ray.ObjectRef[object]) -> None:
+        place.call, place.called = call, time.monotonic()
+
+    def _receive(self, window: RowWindow | None, wait_s: float) -> None:
+        """What the workers have answered. window None: the run has not begun."""
+        import ray
+
+        calls = {place.call: place for place in self._places if place.call is not None}
+        ready: list[ray.ObjectRef[object]] = []
+        if calls:
+            ready, rest = ray.wait(list(calls), num_returns=1, timeout=wait_s)
+            if ready and rest:
+                ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
+        else:
+            time.sleep(min(wait_s, IDLE_S))
+        for call in ready:
+            place = calls[call]
+            place.call = None
+            try:
+                answer = ray.get(call)
+            except ray.exceptions.RayError as error:
+                self._died(place, window, _reason(error))
+                continue
+            place.alive = True
+            if isinstance(answer, Exchange) and window is not None:
+                self._answered(place, window, answer)
+            elif isinstance(answer, WorkerInfo):
+                self._greeted(place, window, answer)
+            elif isinstance(answer, Failure):
+                self._failed(place, window, answer)
+        for place in self._places:
+            if place.call is not None and place.alive:
+                silence = time.monotonic() - place.called
+                if silence > self._config.timeout_s:
+                    self._died(place, window, f"it gave no sign of life for {silence:.0f} s")
+
+    def _answered(self, place: _Place, window: RowWindow, exchange: Exchange) -> None:
+        for answer in exchange.answers:
+            if not window.is_out(place.number, answer.number):
+                continue
+            result = answer.result(window.request(answer.number))
+            window.answer(place.number, answer.number, result)
+            place.fruitless = 0
+            place.steps_finished += result.stats.steps
+            place.report.rows += 1
+            place.report.tokens += sum(beam.num_tokens for beam in result.hypotheses[:1])
+        place.steps = exchange.steps
+        if exchange.failure is not None:
+            self._failed(place, window, exchange.failure)
+
+    # Workers
+
+    def _greeted(self, place: _Place, window: RowWindow | None, info: WorkerInfo) -> None:
+        """A worker has loaded."""
+        if self._info is None:
+            self._info = info
+        elif difference := self._info.difference(info):
+            raise UsageError(
+                f"worker {place.number} on {info.host} would not give the same texts as the others: {difference}: "
+                "install the same dsbd, and the same models, on all nodes"
+            )
+        place.info, place.joined = info, True
+        place.report.host, place.report.device = info.host, info.device
+        if window is not None:
+            window.join(place.number)
+
+    def _failed(self, place: _Place, window: RowWindow | None, failure: Failure) -> None:
+        """The engine of a worker has ended. An error of ours ends the run, as it would in one process; another one may
+        be the machine's, and counts as a death."""
+        if (error := failure.error) is not None:
+            raise error
+        self._died(place, window, str(failure))
+
+    def _died(self, place: _Place, window: RowWindow | None, reason: str) -> None:
+        """A worker is gone, or of no use: another one takes its place, its rows are sent again."""
+        self._end(place)
+        rows = 0 if window is None else window.holds(place.number)
+        given_up = [] if window is None else window.lose(place.number)
+        for number in given_up:
+            assert window is not None
+            request = window.request(number)
+            error = WorkerLostError(f"{MAX_DEATHS} workers died on this row, the last one: {reason}")
+            window.give_up(number, RequestResult(request, (), 0, RequestStats(), error))
+        place.alive = False
+        place.steps_before, place.steps, place.steps_finished = place.steps_before + place.steps_finished, 0, 0
+        place.starts = time.monotonic() + AGAIN_S
+        place.report.deaths += 1
+        place.fruitless += 1
+        self._last_death = f"worker {place.number}: {reason}"
+        # a worker that dies of its rows answers none either, but each of them is given up after three deaths
+        place.gone = place.fruitless >= MAX_DEATHS and rows == 0
+        if place.gone:
+            self._warn(f"{self._last_death}; it is given up after {MAX_DEATHS} deaths without a row answered")
+        else:
+            again = f"{rows - len(given_up)} of its rows are sent again" if rows else "it is started again"
+            self._warn(f"{self._last_death}; {again}")
+        if all(one.gone for one in self._places):
+            raise DsbdError(f"no worker is left, the last one to die was {self._last_death}")
+
+    def _end(self, place: _Place) -> None:
+        """Kill the actor, if there is one."""
+        import ray
+
+        if place.actor is None:
+            return
+        place.report.seconds = round(time.monotonic() - place.born, 3)
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(place.actor)
+        info, place.info = place.info, None
+        if info is not None and info.host == socket.gethostname():
+            with contextlib.suppress(OSError):  # one that is stopped does not hear of it
+                os.kill(info.pid, signal.SIGKILL)
+        place.actor = place.call = None
+        place.joined = False
+
+    def _begin(self, place: _Place) -> None:
+        import ray
+
+        made = ray.remote(Worker).options(num_cpus=self._cpus, num_gpus=self._gpus, max_restarts=0, max_task_retries=0)
+        place.actor = made.remote(self._setup)  # type: ignore[assignment]
+        place.born = time.monotonic()
+
+    # Ray
+
+    def _start(self) -> None:
+        """Reach Ray, and settle what each worker gets."""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
+        import ray
+
+        self._stack.enter_context(quiet())  # after the import, which sets up Ray's loggers
+
+        address, cores = self._config.address, os.cpu_count() or 1
+        local, folder = address is None, None
+        if address is not None and address != "auto":
+            _check_reachable(address)
+        if local:
+            # sockets lie in it, and a socket's path has 107 bytes at most
+            short = len(tempfile.gettempdir()) <= LONGEST_TMP
+            folder = tempfile.mkdtemp(prefix="dsbd-ray-", dir=None if short else "/tmp")
+            self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        self._stack.callback(ray.shutdown)
+        with _handlers_kept():
+            try:
+                ray.init(
+                    address or "local",
+                    num_cpus=max(cores, (self._config.most or 1) * self._config.processes) if local else None,
+                    object_store_memory=OBJECT_STORE_BYTES if local else None,
+                    include_dashboard=False if local else None,
+                    log_to_driver=False,
+                    logging_level=logging.CRITICAL,
+                    configure_logging=False,
+                    _temp_dir=folder,
+                )
+            except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+                where = "Ray cannot be started" if local else f"--ray {address}: Ray cannot be reached"
+                raise DsbdError(f"{where}: {shorten(_last_line(error))}") from error
+        self._settle(ray.cluster_resources(), cores)  # type: ignore[no-untyped-call]
+
+    def _settle(self, resources: dict[str, float], cores: int) -> None:
+        """Workers, and what each gets, from what Ray has. Raises UsageError."""
+        gpus = int(resources.get("GPU", 0))
+        processes = self._config.processes
+        self._gpus = min(1, gpus) * processes if self._config.gpus is None else self._config.gpus
+        most = self._config.most
+        if most is None:
+            if not self._gpus or gpus < self._gpus:
+                raise UsageError("--workers auto counts GPUs, but Ray sees none: give a number")
+            most = gpus // self._gpus
+        if self._config.address is None and self._gpus * most > gpus:
+            raise UsageError(
+                f"--workers is {most} with {self._gpus} GPU{'s' if self._gpus > 1 else ''} each, "
+                f"but there {'is' if gpus == 1 else 'are'} {gpus}: take fewer"
+            )
+        total = int(resources.get("CPU", cores))
+        self._cpus = processes if self._gpus else max(processes, total // most)
+        self._places = [_Place(WorkerReport(number)) for number in range(most)]
+
+    def _wait_for_workers(self) -> None:
+        """Until as many as the run needs have loaded."""
+        import ray
+
+        begun, told = time.monotonic(), False
+        least = min(self._config.least, len(self._places))
+        while sum(place.joined for place in self._places) < least and not self._stopping:
+            self._send(None)
+            self._receive(None, WAIT_S)
+            if sum(not place.gone for place in self._places) < least:
+                raise DsbdError(f"fewer than {least} workers are left, the last one to die was {self._last_death}")
+            if not told and time.monotonic() - begun > SLOW_START_S and not all(p.alive for p in self._places):
+                told = True
+                free = ray.available_resources()  # type: ignore[no-untyped-call]
+                self._warn(
+                    f"{sum(place.alive for place in self._places)} of {len(self._places)} workers have a place so far; "
+                    f"each needs {self._cpus} CPU and {self._gpus} GPU, Ray has {free.get('CPU', 0):.0f} CPU and "
+                    f"{free.get('GPU', 0):.0f} GPU free"
+                )
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Ray puts handlers of its own in the place of ours."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for many minutes. Raises UsageError, or DsbdError where nobody answers."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not int(port) < 1 << 16:
+        raise UsageError(f"--ray is {shorten(address)}, but must be auto or HOST:PORT")
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    except OSError as error:
+        raise DsbdError(f"--ray {address}: Ray cannot be reached: {error.strerror or error}") from error
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _reason(error: BaseException) -> str:
+    """One line of what Ray says of a death, in many."""
+    text = str(error)
+    if "ModuleNotFoundError" in text or "ImportError" in text:
+        return shorten(next(line.strip() for line in reversed(text.splitlines()) if "Error" in line))
+    return "its process died"

@@ -1,0 +1,163 @@
+"""Which rows wait, which are out at which worker, and which may be given out. No Ray and no clock: all of it is tested
+with random deaths."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+__all__ = ["MAX_DEATHS", "Window"]
+
+MAX_DEATHS = 3  # of workers that held a row: then the row has failed
+ALONE_AFTER = MAX_DEATHS - 1  # deaths after which a row is sent to a worker that holds nothing else
+
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
+
+
+@dataclass(slots=True)
+class _Row(Generic[Request]):
+    """A row that has been read and not been answered. deaths: of workers that held it."""
+
+    request: Request
+    deaths: int = 0
+
+
+class Window(Generic[Request, Answer]):
+    """The rows between an input and several workers that may die. Rows are numbered from 0 as they are read.
+
+    Every number is given out exactly once: with an answer, or as given up. In input order or as it is answered.
+    """
+
+    def __init__(self, capacity: int, ahead: int | None) -> None:
+        """capacity: rows at most at one worker. ahead: rows at most that are read and not given out, which gives them
+        out in input order; None: as they are answered, without this limit."""
+        assert capacity >= 1
+        assert ahead is None or ahead >= 1
+        self.capacity, self._ahead = capacity, ahead
+        self._rows: dict[int, _Row[Request]] = {}
+        self._waiting: list[int] = []  # a heap: the oldest row goes first
+        self._alone: list[int] = []  # the same, of rows to be sent alone
+        self._out: dict[int, set[int]] = {}  # by worker
+        self._quarantine: int | None = None  # the worker that gets the rows to be sent alone
+        self._answered: dict[int, Answer] = {}
+        self._read = self._given = 0  # numbers
+
+    # Input and output
+
+    @property
+    def room(self) -> int:
+        """Rows that may be read now: as many as the workers can take, and no further ahead than allowed."""
+        free = sum(self.capacity - len(out) for out in self._out.values()) - len(self._waiting) - len(self._alone)
+        return max(0, free if self._ahead is None else min(free, self._ahead - (self._read - self._given)))
+
+    @property
+    def finished(self) -> bool:
+        """All that was read has been given out."""
+        return self._read == self._given
+
+    @property
+    def waits(self) -> bool:
+        """A row waits for a worker."""
+        return bool(self._waiting or self._alone)
+
+    def read(self, request: Request) -> int:
+        """A row of the input; its number."""
+        number = self._number()
+        self._rows[number] = _Row(request)
+        heapq.heappush(self._waiting, number)
+        return number
+
+    def pass_by(self, answer: Answer) -> int:
+        """A row of the input that needs no worker, because its answer is known; its number."""
+        number = self._number()
+        self._answered[number] = answer
+        return number
+
+    def ready(self) -> Iterator[tuple[int, Answer]]:
+        """Answers whose turn has come, each with its row's number; each once."""
+        while self._answered:
+            number = next(iter(self._answered)) if self._ahead is None else self._given
+            if number not in self._answered:
+                return
+            self._given += 1
+            yield number, self._answered.pop(number)
+
+    def _number(self) -> int:
+        self._read += 1
+        return self._read - 1
+
+    # Workers
+
+    def join(self, worker: int) -> None:
+        """This worker can take rows from now on."""
+        assert worker not in self._out
+        self._out[worker] = set()
+
+    def holds(self, worker: int) -> int:
+        """Rows that are out at this worker."""
+        return len(self._out.get(worker, ()))
+
+    def take(self, worker: int) -> list[tuple[int, Request]]:
+        """Rows to be sent to this worker now, so that all workers hold about equally many."""
+        out = self._out[worker]
+        if self._alone and self._quarantine is None:
+            self._quarantine = worker
+        if worker == self._quarantine:
+            if self._alone and not out:
+                return [self._sent(worker, heapq.heappop(self._alone))]
+            if self._alone or any(self._rows[number].deaths >= ALONE_AFTER for number in out):
+                return []
+            self._quarantine = None
+        others = [held for one, held in self._out.items() if one != self._quarantine]
+        level = -(-(len(self._waiting) + sum(map(len, others))) // len(others))
+        count = min(self.capacity, level) - len(out)
+        return [self._sent(worker, heapq.heappop(self._waiting)) for _ in range(min(count, len(self._waiting)))]
+
+    def _sent(self, worker: int, number: int) -> tuple[int, Request]:
+        self._out[worker].add(number)
+        return number, self._rows[number].request
+
+    def is_out(self, worker: int, number: int) -> bool:
+        """The row is out at this worker, so that its answer counts."""
+        return number in self._out.get(worker, ())
+
+    def answer(self, worker: int, number: int, answer: Answer) -> None:
+        """A worker's answer to a row that is out at it."""
+        self._out[worker].remove(number)
+        del self._rows[number]
+        self._answered[number] = answer
+
+    def request(self, number: int) -> Request:
+        """The request of a row that is not answered."""
+        return self._rows[number].request
+
+    def lose(self, worker: int) -> list[int]:
+        """The worker died. Its rows wait again, but for those, whose numbers are returned, that were out at too many
+        deaths: for each of them `give_up` has to be called."""
+        out = sorted(self._out.pop(worker, ()))
+        if self._quarantine == worker:
+            self._quarantine = None
+        given_up = []
+        for number in out:
+            row = self._rows[number]
+            row.deaths += 1
+            if row.deaths >= MAX_DEATHS:
+                given_up.append(number)
+            else:
+                heapq.heappush(self._alone if row.deaths >= ALONE_AFTER else self._waiting, number)
+        return given_up
+
+    def give_up(self, number: int, answer: Answer) -> None:
+        """The answer of a row that `lose` has given up."""
+        del self._rows[number]
+        self._answered[number] = answer
+
+    def leave(self, worker: int) -> None:
+        """The worker, which holds nothing, is not needed any more."""
+        assert not self._out[worker]
+        del self._out[worker]
+        if self._quarantine == worker:
+            self._quarantine = None

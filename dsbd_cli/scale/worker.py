@@ -1,0 +1,271 @@
+"""What runs in a worker process: an engine in a thread of its own, rows into its inbox, answers out of its outbox.
+
+No Ray here: a worker is a plain object whose `hello` and `exchange` return within moments, so that silence means that
+the process hangs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Protocol
+
+from dsbd_cli import errors
+from dsbd_cli._version import __version__
+from dsbd_cli.config import Exactness, ModelSpec
+from dsbd_cli.errors import DsbdError, RowError
+from dsbd_cli.requests import Hypothesis, Request, RequestResult
+from dsbd_cli.stats import RequestStats
+
+__all__ = [
+    "Answered",
+    "EngineNames",
+    "Exchange",
+    "Failure",
+    "LoadEngine",
+    "RunsRequests",
+    "Worker",
+    "WorkerInfo",
+    "WorkerSetup",
+]
+
+WAIT_S = 0.2  # an exchange answers after this time at the latest
+IDLE_S = 0.02  # an engine with nothing to do looks into the inbox so often
+BUSY_S = 0.005  # an engine that comes back for rows after this time has computed, and is not kept waiting
+
+
+class EngineNames(Protocol):
+    """What is asked of an engine's info."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def draft_dtype(self) -> str | None: ...
+    @property
+    def draft_device(self) -> str | None: ...
+
+
+class RunsRequests(Protocol):
+    """What is asked of an engine: `Engine`, or the workers together."""
+
+    @property
+    def info(self) -> EngineNames | None: ...
+    @property
+    def exactness(self) -> Exactness: ...
+    @property
+    def allowed(self) -> str | None: ...
+    @property
+    def steps(self) -> int: ...
+    def stop(self) -> None: ...
+    def run(self, requests: Iterable[Request | RowError | None], *, ordered: bool = True) -> Iterator[RequestResult]:
+        """As Engine.run."""
+        ...
+
+
+LoadEngine = Callable[[], RunsRequests]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """What every worker is made of. load: makes its engine. models: whose files must be the same at all workers."""
+
+    load: LoadEngine
+    models: tuple[ModelSpec, ...]
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker has loaded, and where. checkpoints: hashes of the models' files, see `checkpoint_hash`."""
+
+    dsbd: str
+    checkpoints: tuple[str, ...]
+    exactness: Exactness
+    dtype: str
+    device: str
+    draft_dtype: str | None
+    draft_device: str | None
+    allowed: str | None
+    host: str
+    pid: int
+
+    def difference(self, other: WorkerInfo) -> str | None:
+        """What keeps another worker from giving the same texts: `dsbd is 0.1.0 there and 0.2.0 here`; None: nothing."""
+        for item in fields(self):
+            if item.name in ("host", "pid", "draft_device"):
+                continue
+            ours, theirs = getattr(self, item.name), getattr(other, item.name)
+            if item.name == "device":
+                ours, theirs = ours.split(":")[0], theirs.split(":")[0]
+            if ours != theirs:
+                return f"{item.name} is {theirs} there and {ours} here"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an engine does not answer any more. kind: name of the error's class."""
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """One line of an error."""
+        return cls(type(error).__name__, " ".join(str(error).split()) or "no message")
+
+    @property
+    def error(self) -> DsbdError | None:
+        """The error, where it says that a run cannot go on; None where another try may succeed."""
+        kind = getattr(errors, self.kind, None)
+        return kind(self.message) if isinstance(kind, type) and issubclass(kind, DsbdError) else None
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A RequestResult without its request, which the driver has."""
+
+    number: int
+    hypotheses: tuple[Hypothesis, ...]
+    prompt_tokens: int
+    stats: RequestStats
+    error: RowError | None
+    truncated_tokens: int
+    source_tokens: int | None = None
+    token_rules: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, number: int, result: RequestResult) -> Answered:
+        """Of a result."""
+        return cls(number, **{name: getattr(result, name) for name in _ANSWERED})
+
+    def result(self, request: Request) -> RequestResult:
+        """With the request it answers."""
+        return RequestResult(request, **{name: getattr(self, name) for name in _ANSWERED})
+
+
+_ANSWERED = tuple(item.name for item in fields(RequestResult) if item.name != "request")
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a worker gives back. steps: that its engine has taken since it was loaded, of unfinished rows too."""
+
+    answers: list[Answered]
+    steps: int
+    failure: Failure | None = None
+
+
+class Worker:
+    """An engine, loaded and run by a thread. Rows come and go by `exchange`."""
+
+    def __init__(self, setup: WorkerSetup, *, heeds_interrupts: bool = False) -> None:
+        """heeds_interrupts: Ctrl-C does here what it did before; else it is for the driver, which ends its workers."""
+        if not heeds_interrupts and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._setup = setup
+        self._info: WorkerInfo | None = None
+        self._failure: Failure | None = None
+        self._loaded = threading.Event()
+        self._engine: RunsRequests | None = None
+        self._inbox: queue.SimpleQueue[tuple[int, Request]] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Answered | None] = queue.SimpleQueue()
+        self._numbers: dict[int, tuple[int, Request]] = {}  # by id of the request
+        threading.Thread(target=self._work, name="dsbd-engine", daemon=True).start()
+
+    def hello(self, wait_s: float = WAIT_S) -> WorkerInfo | Failure | None:
+        """What is loaded, or why it cannot be; None: still loading. Answers within `wait_s`."""
+        self._loaded.wait(wait_s)
+        return self._failure or self._info
+
+    def put(self, rows: Sequence[tuple[int, Request]]) -> None:
+        """Take rows, each with a number of its own."""
+        for row in rows:
+            self._inbox.put(row)
+
+    def exchange(self, rows: Sequence[tuple[int, Request]], wait_s: float = WAIT_S) -> Exchange:
+        """Take rows, give back what is done: as soon as something is, after `wait_s` at the latest."""
+        self.put(rows)
+        done: list[Answered] = []
+        until = time.monotonic() + wait_s
+        while self._failure is None or not self._outbox.empty():
+            try:
+                item = self._outbox.get(timeout=0 if done else max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                break
+            if item is not None:
+                done.append(item)
+        engine = self._engine
+        return Exchange(done, 0 if engine is None else engine.steps, None if done else self._failure)
+
+    def _work(self) -> None:
+        """What the thread does: load, then answer until the process ends."""
+        try:
+            self._engine = engine = self._setup.load()
+            self._info = self._described(engine)
+            self._loaded.set()
+            for result in engine.run(self._requests(), ordered=False):
+                number, _ = self._numbers.pop(id(result.request))
+                self._outbox.put(Answered.of(number, result))
+        except BaseException as error:  # of whatever kind: the driver must hear of it
+            self._failure = Failure.of(error)
+            self._loaded.set()
+            self._outbox.put(None)
+
+    def _described(self, engine: RunsRequests) -> WorkerInfo:
+        from dsbd_cli.engine.models.hub import locate
+
+        info = engine.info
+        return WorkerInfo(
+            dsbd=__version__,
+            checkpoints=tuple([checkpoint_hash(locate(model)) for model in self._setup.models]),
+            exactness=engine.exactness,
+            dtype="unknown" if info is None else info.dtype,
+            device="unknown" if info is None else info.device,
+            draft_dtype=None if info is None else info.draft_dtype,
+            draft_device=None if info is None else info.draft_device,
+            allowed=engine.allowed,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+
+    def _requests(self) -> Iterator[Request | None]:
+        """Rows of the inbox; None where there is none."""
+        left = -BUSY_S  # when the engine went away with a None
+        while True:
+            busy = time.monotonic() - left > BUSY_S
+            try:
+                number, request = self._inbox.get(timeout=0.0 if busy else IDLE_S)
+            except queue.Empty:
+                left = time.monotonic()
+                yield None
+                continue
+            # an object of its own, because the engine's answer is known by it
+            request = replace(request)
+            self._numbers[id(request)] = (number, request)
+            yield request
+
+
+def checkpoint_hash(folder: Path) -> str:
+    """Of a checkpoint's JSON files (config, tokenizer, weight index) and the names and sizes of its weights, whose
+    bytes are not read. A GGUF file is all of these."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(folder.iterdir()) if folder.is_dir() else [folder]:
+        if path.suffix == ".json":
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        elif path.suffix.lower() in (".safetensors", ".bin", ".model", ".jinja", ".gguf"):
+            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+    return digest.hexdigest()

@@ -1,0 +1,138 @@
+"""Rules of tokens that a checkpoint's generation settings ask for: which may come where, and what counts otherwise.
+
+They act on log-probabilities after the sum over the vocabulary, as transformers' beam search applies them: nothing is
+normalised again. All of them depend on the tokens before alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from dsbd_cli.errors import UsageError, shorten
+
+__all__ = ["BASES", "TokenRules", "asked_rules", "written_rules"]
+
+BASES = ("checkpoint", "none")
+OFF = "none"
+SEPARATOR, IDS = ",", "+"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """Rules under the names and with the meaning that they have in transformers' GenerationConfig; the defaults do
+    nothing.
+
+    Attributes:
+        suppress_tokens: never. begin_suppress_tokens: never as the first generated token.
+        bad_words_ids: single tokens, never either.
+        min_length: no end before a decoder prompt and answer of so many tokens together. min_new_tokens: of the answer.
+        forced_bos_token_id: the first generated token, where the decoder's prompt is one token. It counts as generated,
+            and its log-probability as 0.
+        forced_eos_token_id: the last token that max_new_tokens allows, with log-probability 0.
+        no_repeat_ngram_size: no n tokens in a row twice. 0: any.
+        repetition_penalty: log-probabilities of tokens that stand in the decoder's text are multiplied by it.
+    """
+
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    bad_words_ids: tuple[int, ...] = ()
+    min_length: int = 0
+    min_new_tokens: int = 0
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
+    no_repeat_ngram_size: int = 0
+    repetition_penalty: float = 1.0
+
+    @property
+    def acting(self) -> dict[str, object]:
+        """Those that do something, by name, as plain JSON values."""
+        default = TokenRules()
+        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in found.items()
+            if value != getattr(default, name)
+        }
+
+    def having(self, name: str, value: object) -> TokenRules:
+        """The same with another value of one rule."""
+        return replace(self, **{name: value})  # type: ignore[arg-type]
+
+    def within(self, vocab_size: int) -> TokenRules:
+        """Without tokens that a vocabulary lacks."""
+        rules = self
+        for name in LISTS:
+            rules = rules.having(name, tuple(token for token in getattr(self, name) if token < vocab_size))
+        for name in FORCED:
+            token = getattr(self, name)
+            rules = rules.having(name, token if token is not None and token < vocab_size else None)
+        return rules
+
+
+NAMES = tuple(item.name for item in fields(TokenRules))
+LISTS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids")
+FORCED = ("forced_bos_token_id", "forced_eos_token_id")
+
+
+def asked_rules(text: str | None, checkpoint: TokenRules, *, default: str) -> TokenRules:
+    """What a request asks for: `checkpoint` or `none`, then NAME=VALUE that differ from it, joined by commas.
+
+    checkpoint: the target's rules. default: which of BASES a text without one begins from. A value `none` switches a
+    rule off; ids of a list are joined by +. Raises UsageError.
+    """
+    items = [item.strip() for item in (text or "").split(SEPARATOR) if item.strip()]
+    base = items.pop(0) if items and items[0] in BASES else default
+    rules = checkpoint if base == "checkpoint" else TokenRules()
+    for item in items:
+        name, found, value = item.partition("=")
+        if name not in NAMES or not found:
+            message = (
+                f"token_rules has {shorten(item)}, but must be checkpoint, none, or NAME=VALUE, NAME one of "
+                f"{', '.join(NAMES)}"
+            )
+            raise UsageError(message, field="token_rules", value=item, expected="a rule")
+        rules = rules.having(name, _value(name, value))
+    return rules
+
+
+def written_rules(rules: Mapping[str, object]) -> str:
+    """Rules as a row writes them, {"no_repeat_ngram_size": 3, "forced_bos_token_id": null}, in the form that
+    asked_rules reads. Raises UsageError."""
+    words = []
+    for name, value in rules.items():
+        plain = isinstance(value, int | float) and not isinstance(value, bool)
+        listed = isinstance(value, list) and all(type(item) is int for item in value)
+        if value is not None and not plain and not listed:
+            message = f"token_rules.{name} is {shorten(value)}, but must be a number, a list of token ids or null"
+            raise UsageError(message, field="token_rules", value=value, expected="a number, a list or null")
+        shown = IDS.join(map(str, value)) if isinstance(value, list) else value
+        words.append(f"{name}={OFF if shown is None or shown == '' else shown}")
+    text = SEPARATOR.join(words)
+    asked_rules(text, TokenRules(), default="none")
+    return text
+
+
+def _value(name: str, text: str) -> object:
+    """The value of a rule. Raises UsageError."""
+    default = getattr(TokenRules(), name)
+    if text == OFF:
+        return default
+    try:
+        if name in LISTS:
+            ids = tuple(int(part) for part in text.split(IDS))
+            if min(ids) >= 0:
+                return ids
+        elif name == "repetition_penalty":
+            number = float(text)
+            if math.isfinite(number) and number > 0:
+                return number
+        elif int(text) >= 0:
+            return int(text)
+    except ValueError:
+        pass
+    expected = {**dict.fromkeys(LISTS, "token ids joined by +"), "repetition_penalty": "a number above 0"}
+    wanted = f"{expected.get(name, 'an integer, 0 or more')}, or none"
+    message = f"token_rules: {name} is {shorten(text)}, but must be {wanted}"
+    raise UsageError(message, field="token_rules", value=text, expected=wanted)

@@ -1,0 +1,53 @@
+"""Self-consistency: eight samples of every question, and the answer that most of them give.
+
+    python examples/self_consistency.py --target MODEL --draft none --answer-regex '#### (.*)' < questions.jsonl
+
+The samples of a question are rows of one input with ids of their own, answered by `dsbd generate --num-beams 1`; their
+records are joined by question, and `dsbd pick --by vote` chooses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections import defaultdict
+
+DSBD = [sys.executable, "-m", "dsbd_cli"]
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--target", default="builtin:target")
+    options.add_argument("--draft", default="none")
+    options.add_argument("--samples", type=int, default=8)
+    options.add_argument("--max-new-tokens", default="64")
+    options.add_argument("--answer-regex", default=None)
+    given = options.parse_args()
+    questions = [json.loads(line) for line in sys.stdin]
+    rows = [
+        {"id": f"{number}/{place}", "prompt": question["prompt"], "metadata": {"question": number}}
+        for number, question in enumerate(questions)
+        for place in range(given.samples)
+    ]
+    # --early-stopping: a sample of one beam ends with the first end token that it draws
+    models = ["--target", given.target, "--draft", given.draft, "--num-beams", "1", "--early-stopping"]
+    generate = [*DSBD, "generate", "-q", *models, "--max-new-tokens", given.max_new_tokens]
+    made = subprocess.run(generate, input=lines(rows), stdout=subprocess.PIPE, check=True).stdout
+    beams = defaultdict(list)
+    for line in made.splitlines():
+        record = json.loads(line)
+        beams[record["metadata"]["question"]] += record["beams"]
+    joined = [{"id": str(number), "beams": beams[number]} for number in sorted(beams)]
+    regex = [] if given.answer_regex is None else ["--answer-regex", given.answer_regex]
+    subprocess.run([*DSBD, "pick", "-q", "--by", "vote", *regex], input=lines(joined), check=True)
+
+
+def lines(rows: list[dict[str, object]]) -> bytes:
+    """JSON lines."""
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+if __name__ == "__main__":
+    main()

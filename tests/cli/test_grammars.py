@@ -1,0 +1,99 @@
+"""Grammars on the command line: files that are read, what is refused, and what stands in a record."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsbd_cli.grammars import Grammar
+from dsbd_cli.job.cli.app import run
+from tests.cli.conftest import Outcome
+
+Dsbd = Callable[..., Outcome]
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "yy"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "good.json").write_text(json.dumps(SCHEMA))
+    (tmp_path / "bad.json").write_text('{"properties": {"a": {"not": {}}}}')
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "list.lark").write_text('start: "a" ("b" | "c")+\n')
+    (tmp_path / "bad.lark").write_text("start: other\n")
+    (tmp_path / "latin.lark").write_bytes(b"start: \xe9")
+    return tmp_path
+
+
+REFUSED = [
+    ("--json-schema {}/none.json", "--json-schema {}/none.json cannot be read: No such file"),
+    ("--json-schema {}/broken.json", "cannot be used: not valid JSON"),
+    ("--json-schema {}/bad.json", 'cannot be used: unsupported keywords ["not"] (at /properties/a)'),
+    ("--grammar {}/bad.lark", 'cannot be used: at 1(8): unknown name: "other"'),
+    ("--grammar {}/latin.lark", "cannot be read: it is not UTF-8"),
+    ("--regex a(b", "--regex a(b cannot be used: unclosed group"),
+    ("--regex a --json-schema {}/good.json", "--json-schema and --regex cannot be used together"),
+    ("--regex a --allow {}/good.json", "--allow and --regex cannot be used together"),
+    ("--regex a --stop b", "--stop is ['b'], but a grammar alone says where a text may end"),
+    ("--regex a --cuda-graphs", "--cuda-graphs cannot be had with a grammar"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[options for options, _ in REFUSED])
+def test_what_is_refused_before_anything_is_loaded(dsbd: Dsbd, files: Path, options: str, message: str) -> None:
+    given = [word.replace("{}", str(files)) for word in options.split()]
+    outcome = dsbd("generate", *given, lines=[{"prompt": "a"}])
+    assert (outcome.code, outcome.out, outcome.loads) == (2, "", [])
+    assert message.replace("{}", str(files)) in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("decode", ["search", "sample"])
+def test_without_a_draft_the_grammar_drafts(dsbd: Dsbd, files: Path, decode: str) -> None:
+    grammar = ["--json-schema", str(files / "good.json"), "--decode", decode, "--draft", "none"]
+    call = dsbd("generate", *grammar, lines=[{"prompt": "a"}]).loads[-1]
+    assert (call["method"].drafter, call["draft"]) == ("grammar", None)  # type: ignore[attr-defined]
+    call = dsbd("generate", *grammar[2:], lines=[{"prompt": "a"}]).loads[-1]
+    assert call["method"].depth == 0  # type: ignore[attr-defined]
+
+
+def test_a_rule_that_takes_no_such_drafts_decodes_plainly(dsbd: Dsbd) -> None:
+    options = ["--regex", "a", "--draft", "none", "--verify", "with-replacement"]
+    [call] = dsbd("generate", *options, lines=[{"prompt": "a"}]).loads
+    assert call["method"].depth == 0  # type: ignore[attr-defined]
+
+
+def test_the_built_in_target_answers_in_json(files: Path) -> None:
+    """The command of README and of docs/constraints.md, at a smaller size."""
+    lines = [
+        {"prompt": "sql:", "n_best": 2},
+        {"prompt": "sql:", "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 5}}}},
+        {"prompt": "sql:", "response_format": {"type": "json_object"}, "max_new_tokens": 3},
+        {"prompt": "sql:", "response_format": {"type": "text"}, "max_new_tokens": 3},
+    ]
+    (files / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--json-schema", str(files / "good.json"), "--num-beams", "2", "--draft", "none", "--decode", "search"]
+    named = ["-i", str(files / "in.jsonl"), "-o", str(files / "out.jsonl"), "--quiet"]
+    assert run(["generate", *options, *named]) == 0
+    first, second, third, fourth = map(json.loads, (files / "out.jsonl").read_text().splitlines())
+    assert sorted(json.loads(beam["text"])["a"] for beam in first["beams"]) == ["x", "yy"]
+    assert [beam["valid"] for beam in first["beams"]] == [True, True]
+    assert (second["text"], second["valid"]) == ("5", True)
+    assert (third["finish_reason"], third["valid"]) == ("length", False)
+    assert "valid" not in fourth
+    assert first["stats"]["steps_per_call"] > 2
+
+
+def test_runs_with_other_grammars_are_told_apart() -> None:
+    assert Grammar.regex("a").name != Grammar.regex("b").name
+    assert Grammar.regex("a").name != Grammar.lark("a").name
+    assert re.fullmatch("regex [0-9a-f]{16}", Grammar.regex("a").name)

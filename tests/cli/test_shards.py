@@ -1,0 +1,239 @@
+"""--shard and dsbd merge: the parts together are the file of one run, or it is said why not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsbd_cli.errors import UsageError
+from dsbd_cli.job.cli.shard import Shard, shard_of
+from tests.cli.conftest import Outcome
+
+Dsbd = Callable[..., Outcome]
+ROWS = [{"prompt": "fail" if n == 5 else f"row {n}", **({"id": f"r{n}"} if n % 2 else {})} for n in range(11)]
+
+
+class Folder:
+    """An input, and parts of its output."""
+
+    def __init__(self, path: Path, dsbd: Dsbd) -> None:
+        self.path, self.dsbd = path, dsbd
+        self.input = path / "in.jsonl"
+        self.input.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+    def run(self, *more: str, output: str = "out.jsonl") -> Outcome:
+        return self.dsbd("generate", "-i", str(self.input), "-o", str(self.path / output), "--quiet", *more)
+
+    def shards(self, count: int, *more: str) -> list[str]:
+        """Answer all parts; their names."""
+        for part in range(count):
+            assert self.run("--shard", f"{part}/{count}", *more).code in (0, 3)
+        return [str(self.path / f"out.jsonl.{part}-of-{count}") for part in range(count)]
+
+    def merge(self, *more: str) -> Outcome:
+        return self.dsbd("merge", *more, "-o", str(self.path / "all.jsonl"))
+
+    def lines(self, name: str) -> list[object]:
+        found = []
+        for line in (self.path / name).read_text().splitlines():
+            record = json.loads(line)
+            for key in [key for key in record.get("stats", {}) if key.endswith("_s")]:
+                del record["stats"][key]
+            found.append(record)
+        return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, dsbd: Dsbd) -> Folder:
+    return Folder(tmp_path, dsbd)
+
+
+@pytest.mark.parametrize("count", [1, 3, 13])
+def test_the_parts_together_are_one_run(folder: Folder, count: int) -> None:
+    """Indices, ids, seeds and line numbers are those of the whole input."""
+    assert folder.run(output="one.jsonl").code == 3
+    done = folder.merge(*reversed(folder.shards(count)))
+    assert done.code == 3  # a row has failed
+    assert "11 records" in done.err
+    assert folder.lines("all.jsonl") == folder.lines("one.jsonl")
+    # what is merged can be gone on with as if one run had written it
+    assert folder.run("--existing", "retry", output="all.jsonl").code == 3
+
+
+def test_parts_that_were_retried_or_written_as_done_are_sorted(folder: Folder) -> None:
+    names = folder.shards(3)
+    lines = Path(names[1]).read_text().splitlines(keepends=True)
+    Path(names[1]).write_text("".join(reversed(lines)))
+    assert folder.merge(*names).code == 3
+    assert [record["index"] for record in folder.lines("all.jsonl")] == list(range(11))  # type: ignore[index]
+
+
+def test_openai_parts_stand_one_after_the_other(folder: Folder) -> None:
+    names = folder.shards(2, "--output-format", "openai")
+    assert folder.merge(*names).code == 3
+    ids = [record["custom_id"] for record in folder.lines("all.jsonl")]  # type: ignore[index]
+    assert ids == [f"r{n}" if n % 2 else f"{n}" for n in (*range(0, 11, 2), *range(1, 11, 2))]
+
+
+def test_a_part_is_resumed(folder: Folder) -> None:
+    names = folder.shards(2)
+    whole = Path(names[0]).read_text().splitlines(keepends=True)
+    Path(names[0]).write_text("".join(whole[:2]) + whole[2][:9])
+    assert folder.merge(*names).err.endswith("line 3, the last one, is torn: go on with that part first\n")
+    assert folder.run("--shard", "0/2", "--existing", "resume").code == 0
+    assert folder.merge(*names).code == 3
+
+
+def break_holes(folder: Folder, names: list[str]) -> list[str]:
+    lines = Path(names[1]).read_text().splitlines(keepends=True)
+    Path(names[1]).write_text("".join(lines[:1] + lines[2:]))
+    return names
+
+
+def break_last(folder: Folder, names: list[str]) -> list[str]:
+    Path(names[1]).write_text("".join(Path(names[1]).read_text().splitlines(keepends=True)[:-1]))
+    return names
+
+
+def break_twice(folder: Folder, names: list[str]) -> list[str]:
+    lines = Path(names[1]).read_text().splitlines(keepends=True)
+    Path(names[1]).write_text("".join([*lines[:-1], lines[0]]))
+    return names
+
+
+def break_settings(folder: Folder, names: list[str]) -> list[str]:
+    assert folder.run("--shard", "2/3", "--seed", "7", "--existing", "overwrite").code == 3
+    return names
+
+
+def break_input(folder: Folder, names: list[str]) -> list[str]:
+    with folder.input.open("a") as stream:
+        stream.write('{"prompt": "more"}\n')
+    assert folder.run("--shard", "2/3", "--existing", "overwrite").code == 3
+    return names
+
+
+def break_unfinished(folder: Folder, names: list[str]) -> list[str]:
+    side = Path(names[0] + ".dsbd-run")
+    content = json.loads(side.read_text())
+    del content["rows"]
+    side.write_text(json.dumps(content))
+    return names
+
+
+def break_place(folder: Folder, names: list[str]) -> list[str]:
+    Path(names[0]).write_text(Path(names[1]).read_text())
+    return names
+
+
+BROKEN = [
+    (lambda folder, names: names[:2], 2, "part 2 of 3 is missing: give all parts, or take --partial"),
+    (lambda folder, names: [names[0], *names], 2, "are both part 0 of 3"),
+    (break_holes, 1, "lacks 1 of its 4 rows, the first one row 4: go on with that part first"),
+    (break_last, 1, "lacks 1 of its 4 rows, the first one row 10: go on with that part first"),
+    (break_twice, 1, "line 4 is row 1, which stands there twice"),
+    (break_settings, 2, "do not belong together: --seed was 0 and is 7"),
+    (break_input, 2, "do not belong together: the input's size was"),
+    (break_unfinished, 2, "has not come to its end: go on with that part first"),
+    (break_place, 1, "line 1 is row 1, which belongs to part 1 of 3"),
+    (lambda folder, names: [*names, str(folder.input)], 2, "is missing, so nobody knows what"),
+    (lambda folder, names: [str(folder.path / "one.jsonl")], 2, "is no part: it was written without --shard"),
+]
+
+
+@pytest.mark.parametrize(("broken", "code", "message"), BROKEN, ids=[message[-30:] for _, _, message in BROKEN])
+def test_what_does_not_belong_together_is_told(
+    folder: Folder, broken: Callable[[Folder, list[str]], list[str]], code: int, message: str
+) -> None:
+    assert folder.run(output="one.jsonl").code == 3
+    done = folder.merge(*broken(folder, folder.shards(3)))
+    assert (done.code, done.err.count("\n")) == (code, 1), done.err
+    assert message in done.err
+    assert not (folder.path / "all.jsonl").exists()
+    assert not list(folder.path.glob(".merging*"))
+
+
+def test_partial_writes_what_there_is(folder: Folder) -> None:
+    names = break_holes(folder, folder.shards(3))
+    done = folder.merge("--partial", *names[:2])
+    assert done.code == 3
+    assert "part 2 of 3 is missing" in done.err
+    assert [record["index"] for record in folder.lines("all.jsonl")] == [0, 1, 3, 6, 7, 9, 10]  # type: ignore[index]
+
+
+REFUSED = [
+    (("--shard", "3/3"), "--shard is 3/3, but I of I/N must be from 0 to N - 1"),
+    (("--shard", "1-3"), "--shard is '1-3', but must be I/N"),
+    (("--shard", "auto"), "no scheduler has numbered the tasks"),
+    (("--shard", "0/2", "--output-format", "text"), "cannot write --output-format text"),
+    (("--shard", "0/2", "--stats", "x.gz"), "cannot write --stats x.gz, which is compressed"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[" ".join(options) for options, _ in REFUSED])
+def test_what_cannot_be_sharded(folder: Folder, options: tuple[str, ...], message: str) -> None:
+    done = folder.run(*options)
+    assert done.code == 2
+    assert message in done.err
+
+
+def test_a_shard_needs_files(dsbd: Dsbd, tmp_path: Path) -> None:
+    assert "name it with --input" in dsbd("generate", "--shard", "0/2", lines=[]).err
+    assert "name it with --output" in dsbd("generate", "--shard", "0/2", "-i", str(tmp_path / "x")).err
+
+
+SLURM = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_MIN": "4", "SLURM_ARRAY_TASK_COUNT": "16"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "16"}
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "wanted"),
+    [
+        ("auto", SLURM, (3, 16)),
+        ("auto", TORCHRUN, (3, 16)),
+        ("auto", {"SKYPILOT_JOB_RANK": "0", "SKYPILOT_NUM_JOBS": "2"}, (0, 2)),
+        ("auto/16", {"JOB_COMPLETION_INDEX": "5"}, (5, 16)),
+        ("auto", SLURM | TORCHRUN, (3, 16)),
+        ("auto", {"JOB_COMPLETION_INDEX": "5"}, "use --shard auto/N"),
+        ("auto", SLURM | {"RANK": "0", "WORLD_SIZE": "2"}, "a Slurm array says 3/16 and torchrun says 0/2: give I/N"),
+        ("auto", {"RANK": "a", "WORLD_SIZE": "2"}, "'a' is no number"),
+        ("auto", {"RANK": "2", "WORLD_SIZE": "2"}, "must be from 0 to N - 1"),
+        ("auto/8", TORCHRUN, "torchrun has 16 tasks"),
+    ],
+)
+def test_the_schedulers_variables(given: str, environment: dict[str, str], wanted: tuple[int, int] | str) -> None:
+    if isinstance(wanted, str):
+        with pytest.raises(UsageError, match=wanted):
+            shard_of(given, environment)
+    else:
+        assert shard_of(given, environment) == Shard(*wanted)
+
+
+def test_many_small_records_are_merged_in_little_memory(tmp_path: Path) -> None:
+    """200,000 records of 2 parts; 16 MB more than without any would hold their lines. Guards against lists of lines."""
+    rows, line = 200_000, '{"schema": "dsbd.output/1", "index": %d, "text": "' + "x" * 100 + '"}\n'
+    peaks = []
+    for count in (2, rows):
+        for part in range(2):
+            path = tmp_path / f"{count}.jsonl.{part}-of-2"
+            with path.open("w") as stream:
+                stream.writelines(line % index for index in range(part, count, 2))
+            settings = {"shard": f"{part}/2", "input_bytes": 1, "input_head": ""}
+            run = {"schema": "dsbd.run/1", "created": 1, "settings": settings, "rows": count}
+            Path(f"{path}.dsbd-run").write_text(json.dumps(run))
+        names = [str(tmp_path / f"{count}.jsonl.{part}-of-2") for part in range(2)]
+        command = [sys.executable, "-m", "dsbd_cli", "merge", *names, "-o", str(tmp_path / f"{count}.all"), "-q"]
+        wrapper = (
+            "import resource, subprocess, sys; c = subprocess.run(sys.argv[1:]).returncode; "
+            "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(c)"
+        )
+        done = subprocess.run([sys.executable, "-c", wrapper, *command], capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout))
+        with (tmp_path / f"{count}.all").open() as stream:
+            assert sum(1 for _ in stream) == count
+    assert peaks[1] - peaks[0] < 16 << 10  # KiB

@@ -1,0 +1,305 @@
+"""`dsbd_cli.generate` in the place of `model.generate`: the same calls, the same results.
+
+The scripts are written after public ones: what they pass, how they read the answer. Guards: an argument that is taken
+and does nothing, weights of before a training step, a model that comes back changed.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import dsbd_cli
+from dsbd_cli import MethodConfig, PairError, SamplingConfig, UnsupportedModelError, UsageError
+from dsbd_cli.config import BUILTIN_TARGET, ModelSpec
+from dsbd_cli.engine.models.loader import load
+from tests.engine.test_transformers import model as tiny
+from tests.models.tiny import build
+
+ENDS = list(range(2, 14))
+IDS = torch.tensor([[0, 0, 5, 6, 7], [9, 8, 7, 6, 5], [0, 11, 12, 13, 14]])
+MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
+
+
+def made(family: str = "llama", noise: float = 0.0) -> Any:
+    found = tiny(family, noise)
+    found.generation_config.eos_token_id, found.generation_config.pad_token_id = ENDS, 0
+    return found
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {"max_new_tokens": 9},
+    "beams": {"num_beams": 4, "max_new_tokens": 10},
+    "many": {"num_beams": 6, "num_return_sequences": 5, "max_new_tokens": 8, "length_penalty": 0.0},
+    "early": {"num_beams": 3, "early_stopping": True, "max_length": 14, "length_penalty": 2.0},
+    "one end": {"num_beams": 2, "eos_token_id": 7, "pad_token_id": 3, "max_new_tokens": 12},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+@pytest.mark.parametrize("name", CALLS)
+def test_without_sampling_it_is_transformers(family: str, name: str) -> None:
+    model, options = made(family), {"attention_mask": MASK, "do_sample": False, **CALLS[name]}
+    want = model.generate(IDS, **options)
+    assert torch.equal(dsbd_cli.generate(model, IDS, **options), want)
+    assert torch.equal(model.generate(IDS, custom_generate=dsbd_cli.generate, **options), want)
+    draft = made(family, 0.02)
+    assert torch.equal(dsbd_cli.generate(model, IDS, assistant_model=draft, **options), want)
+
+
+def test_scores_and_beam_indices() -> None:
+    model = made()
+    options = {
+        "attention_mask": MASK, "num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 10, "length_penalty": 0.5,
+        "return_dict_in_generate": True, "output_scores": True, "do_sample": False,
+    }  # fmt: skip
+    want = model.generate(IDS, **options)
+    for found in (
+        dsbd_cli.generate(model, IDS, **options),
+        model.generate(IDS, custom_generate=dsbd_cli.generate, **options),
+        dsbd_cli.generate(model, IDS, assistant_model=made(noise=0.02), **options),
+    ):
+        assert torch.equal(found.sequences, want.sequences)
+        assert torch.allclose(found.sequences_scores, want.sequences_scores, atol=1e-4)
+        assert torch.equal(found.beam_indices, want.beam_indices)
+        assert type(found) is type(want)
+
+
+def test_the_assistant_drafts() -> None:
+    """transformers hands it to no callable; ours takes it all the same."""
+    calls = []
+    model, draft = made(), made(noise=0.02)
+    hook = draft.register_forward_hook(lambda *_: calls.append(1))
+    options = {"attention_mask": MASK, "max_new_tokens": 8, "do_sample": False}
+    model.generate(IDS, custom_generate=dsbd_cli.generate, assistant_model=draft, **options)
+    assert calls
+    calls.clear()
+    model.generate(IDS, custom_generate=partial(dsbd_cli.generate, assistant_model=draft), **options)
+    assert calls
+    hook.remove()
+
+
+def test_samples_of_one_beam_have_transformers_law() -> None:
+    """Two tokens, each against its law; a false alarm at 5 sigma, with some ten classes once in 100,000."""
+    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    warps = LogitsProcessorList([TemperatureLogitsWarper(1.3), TopKLogitsWarper(9), TopPLogitsWarper(0.95)])
+    model, count = made(), 3000
+    ids = torch.tensor([[5, 6, 7]])
+    options = {"do_sample": True, "temperature": 1.3, "top_k": 9, "top_p": 0.95, "max_new_tokens": 2}
+    torch.manual_seed(1)
+    ours = dsbd_cli.generate(model, ids.expand(count, -1), **options)[:, 3:]
+
+    def check(drawn: Any, before: Any) -> None:
+        law = warps(before, model(before).logits[:1, -1].float())[0].softmax(-1)
+        shares = torch.bincount(drawn, minlength=len(law)) / len(drawn)
+        assert (law[drawn] > 0).all()
+        assert ((shares - law).abs() <= 5 * (law * (1 - law) / len(drawn)).sqrt() + 1e-9).all()
+
+    check(ours[:, 0], ids)
+    ended = torch.isin(ours[:, 0], torch.tensor(ENDS))
+    assert ended.any()
+    assert (ours[ended, 1] == 0).all()
+    first = int(ours[~ended, 0].mode().values)
+    after = ours[ours[:, 0] == first, 1]
+    check(after, torch.tensor([[5, 6, 7, first]]))
+    last = dsbd_cli.generate(model, ids.expand(count, -1), **{**options, "max_new_tokens": 1})[:, 3]
+    check(last, ids)  # an end in the last step counts as any other
+    assert torch.isin(last, torch.tensor(ENDS)).any()
+
+
+def test_sampling_follows_torchs_seed() -> None:
+    model = made()
+
+    def drawn(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return dsbd_cli.generate(
+            model, IDS, attention_mask=MASK, do_sample=True, num_return_sequences=3, max_new_tokens=6
+        )
+
+    assert torch.equal(drawn(1), drawn(1))
+    assert not torch.equal(drawn(1), drawn(2))
+    assert len({tuple(row) for row in drawn(1).tolist()}) > 3
+    torch.manual_seed(0)
+    beams = dsbd_cli.generate(
+        model, IDS, attention_mask=MASK, do_sample=True, num_beams=3, num_return_sequences=2, max_new_tokens=6
+    )
+    assert beams.shape[0] == 6
+
+
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "repetition": ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
+    "min": ({"min_new_tokens": 2}, "MinLengthLogitsProcessor"),
+    "bad words": ({"bad_words_ids": [[5]]}, "NoBadWordsLogitsProcessor"),
+    "n-gram": ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
+    "endless": (
+        {"prefix_allowed_tokens_fn": lambda batch, ids: [15]},
+        r"it allows 3 tokens \(max_new_tokens\) without",
+    ),
+    "nothing": ({"prefix_allowed_tokens_fn": lambda batch, ids: []}, "it allows no sequence"),
+    "at once": ({"prefix_allowed_tokens_fn": lambda batch, ids: [2]}, "it allows an end token at once"),
+    "two ends": (
+        {"prefix_allowed_tokens_fn": lambda batch, ids: [20] if len(ids) == 5 else [2, 3]},
+        "end with different tokens",
+    ),
+    "time": ({"max_time": 3.0}, "max_time is 3.0"),
+    "hidden": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states is true"),
+    "logits": ({"output_logits": True, "return_dict_in_generate": True}, "output_logits is true"),
+    "scores of one": (
+        {"num_beams": 1, "output_scores": True, "return_dict_in_generate": True},
+        "output_scores is true",
+    ),
+    "never": ({"early_stopping": "never"}, "early_stopping is 'never'"),
+    "right": ({"attention_mask": MASK.flip(1)}, "pad on the left"),
+    "streamer": ({"streamer": object()}, "streamer is given"),
+    "stop": ({"stop_strings": ["x"]}, "tokenizer is not"),
+    "positions": ({"position_ids": torch.arange(5)[None] + 3}, "position_ids do not count"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_supported_is_refused(name: str) -> None:
+    options, message = UNSUPPORTED[name]
+    options = {"attention_mask": MASK, "num_beams": 2, "do_sample": False, "max_new_tokens": 3, **options}
+    with pytest.raises(UsageError, match=message):
+        dsbd_cli.generate(made(), IDS, **options)
+
+
+def test_criteria_and_caches_of_others_are_refused() -> None:
+    from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+
+    class Never(StoppingCriteria):
+        def __call__(self, *_: object, **__: object) -> Any:
+            return torch.zeros(3, dtype=torch.bool)
+
+    model = made()
+    with pytest.raises(UsageError, match="stopping_criteria has a Never"):
+        dsbd_cli.generate(model, IDS, stopping_criteria=StoppingCriteriaList([Never()]), max_new_tokens=3)
+    cache = DynamicCache(config=model.config)
+    model(IDS[:, :2], past_key_values=cache, use_cache=True)
+    with pytest.raises(UsageError, match="past_key_values holds tokens"):
+        dsbd_cli.generate(model, IDS, past_key_values=cache, max_new_tokens=3)
+
+
+def test_train_generate_train_sees_fresh_weights() -> None:
+    """And the model is as it was: mode, attention, gradients."""
+    torch.manual_seed(3)
+    with torch.enable_grad():
+        model = build("llama").requires_grad_(True).train()
+        model.generation_config.eos_token_id = None
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.5)
+        attention, texts = model.config._attn_implementation, []
+        for _ in range(3):
+            texts.append(dsbd_cli.generate(model, IDS[1:2], num_beams=3, max_new_tokens=6, do_sample=False))
+            assert torch.equal(
+                texts[-1], model.eval().generate(IDS[1:2], num_beams=3, max_new_tokens=6, do_sample=False)
+            )
+            model.train()
+            loss = model(IDS[1:2], labels=IDS[1:2]).loss
+            loss.backward()
+            assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+            optimiser.step()
+            optimiser.zero_grad()
+    assert len({tuple(text[0].tolist()) for text in texts}) > 1
+    assert all(module.training for module in model.modules())
+    assert model.config._attn_implementation == attention
+    assert "stock_attention" not in model.__dict__
+
+
+def test_stop_strings_end_a_text() -> None:
+    model, tokenizer = load(ModelSpec(BUILTIN_TARGET))
+    inputs = tokenizer("question: what did Nesen do\nanswer:", return_tensors="pt")
+    options = {"num_beams": 2, "max_new_tokens": 12, "do_sample": False}
+    whole = tokenizer.decode(dsbd_cli.generate(model, **inputs, **options)[0])
+    cut = dsbd_cli.generate(model, **inputs, **options, stop_strings="ed a", tokenizer=tokenizer)[0]
+    assert "ed a" in whole
+    assert tokenizer.decode(cut, skip_special_tokens=True).endswith("ed a")
+
+
+def test_an_engine_over_live_models() -> None:
+    model, tokenizer = load(ModelSpec(BUILTIN_TARGET))
+    engine = dsbd_cli.from_models(model, tokenizer, method=MethodConfig(rule="search", num_beams=3))
+    short = SamplingConfig(max_new_tokens=8)
+    prompt = "question: what did Nesen do\nanswer:"
+    found = engine.generate(dsbd_cli.Request(prompt, sampling=short)).text
+    by_name = dsbd_cli.load(draft=None, method=MethodConfig(rule="search", num_beams=3))
+    assert found == by_name.generate(dsbd_cli.Request(prompt, sampling=short)).text
+    assert engine.exactness == by_name.exactness
+    with pytest.raises(UsageError, match="model is in training mode"):
+        dsbd_cli.from_models(model.train(), tokenizer)
+    model.eval()
+    with pytest.raises((PairError, UnsupportedModelError)):
+        dsbd_cli.from_models(model, tokenizer, tiny("llama"))
+
+
+ITEMS = [(20, 30, 40), (20, 30, 41), (20, 31, 50), (21, 30, 40), (22, 60, 61), (22, 60, 62), (23, 30, 44), (24, 33, 45)]
+
+
+@pytest.mark.parametrize("beams", [1, 3, 6])
+def test_an_allowed_prefix_function_is_a_trie(beams: int) -> None:
+    """As MiniOneRec's evaluate.py: item ids of three tokens, the n best of them. Other items for the last prompt."""
+    calls = []
+
+    def allowed(batch: int, ids: Any) -> list[int]:
+        calls.append(batch)
+        path = tuple(ids[5:].tolist())
+        items = ITEMS if batch < 2 else ITEMS[2:]
+        return sorted({item[len(path)] if len(path) < 3 else 2 for item in items if item[: len(path)] == path}) or [2]
+
+    model = made()
+    options = {
+        "attention_mask": MASK, "num_beams": beams, "num_return_sequences": beams, "max_new_tokens": 6,
+        "do_sample": False, "prefix_allowed_tokens_fn": allowed, "return_dict_in_generate": True,
+        "output_scores": beams > 1, "eos_token_id": 2,
+    }  # fmt: skip
+    if beams > 1:
+        options["length_penalty"] = 0.0
+    want = model.generate(IDS, **options)
+    steps = len(calls)
+    found = dsbd_cli.generate(model, IDS, **options)
+    assert torch.equal(found.sequences, want.sequences)
+    assert {tuple(row[5:8]) for row in found.sequences.tolist()} <= set(ITEMS)
+    if beams > 1:
+        assert torch.allclose(found.sequences_scores, want.sequences_scores, atol=1e-4)
+    assert len(calls) > steps
+
+
+def test_scripts_of_others_run_but_for_one_line() -> None:
+    """The calls of CodeS (text2sql_zero_shot.py), sqlcoder (inference.py, through a pipeline) and MiniOneRec
+    (evaluate.py), on the built-in model."""
+    from transformers import GenerationConfig, pipeline
+
+    model, tokenizer = load(ModelSpec(BUILTIN_TARGET))
+    prompt = "question: what did Nesen do\nanswer:"
+    inputs = tokenizer(prompt, return_tensors="pt")
+    codes = {"max_new_tokens": 12, "num_beams": 4, "num_return_sequences": 4, "use_cache": True}
+    rec = GenerationConfig(
+        num_beams=3,
+        length_penalty=0.0,
+        num_return_sequences=3,
+        pad_token_id=0,
+        max_new_tokens=8,
+        top_k=None,
+        top_p=None,
+    )
+    pipe = pipeline(
+        "text-generation", model=model, tokenizer=tokenizer, max_new_tokens=10, return_full_text=False, num_beams=5
+    )
+    eos = tokenizer.eos_token_id
+    results = []
+    for more in ({}, {"custom_generate": dsbd_cli.generate}):
+        texts = pipe(prompt, num_return_sequences=1, eos_token_id=eos, pad_token_id=eos, do_sample=False, **more)
+        first = model.generate(**inputs, **codes, do_sample=False, **more)
+        second = model.generate(
+            **inputs, generation_config=rec, return_dict_in_generate=True, output_scores=True, **more
+        )
+        results.append((texts, first, second))
+    want, found = results
+    assert found[0] == want[0]
+    assert torch.equal(found[1], want[1])
+    assert torch.equal(found[2].sequences, want[2].sequences)
+    assert torch.allclose(found[2].sequences_scores, want[2].sequences_scores, atol=1e-4)

@@ -1,0 +1,188 @@
+"""Recurrent and hybrid models over a packed forest: the self-test accepts them, refuses our own mistakes, and the cache
+keeps one state per row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from dsbd_cli.engine.models import states
+from dsbd_cli.engine.models.causal import CausalForestModel
+from dsbd_cli.engine.models.selftest import self_test
+from dsbd_cli.engine.models.states import Convolution, LayerMemory, LinearState, Places, SelectiveState, StateCache
+from dsbd_cli.errors import UnsupportedModelError
+from tests.models.tiny import HEAD, RECURRENT, V, build
+
+MIXED = ("mamba2", "qwen3.5", "kimi-linear", "lfm2", "mamba")  # one of each kind of layer
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_accepts(name: str) -> None:
+    """Guards every family's seam: names of scans, arguments, what the cache is asked. Margin 10."""
+    report = self_test(CausalForestModel(build(name), name))
+    assert report.largest_error < report.limit / 10
+
+
+# Of the other tiny random models the half-precision logits are off from the float32 ones by half their spread, in
+# transformers alone: nothing can be compared.
+HALVES = [
+    ("mamba2", torch.bfloat16),
+    ("mamba2", torch.float16),
+    ("lfm2", torch.bfloat16),
+    ("mamba", torch.bfloat16),
+    ("olmo-hybrid", torch.bfloat16),
+    ("qwen3.5", torch.float16),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), HALVES, ids=str)
+def test_accepts_halves(name: str, dtype: torch.dtype) -> None:
+    """Guards states and inputs kept in the model's own dtype, whose rounding would stay in the state for good."""
+    forest = CausalForestModel(build(name).to(dtype), name)
+    report = self_test(forest)
+    assert report.median_error < report.limit / 2
+    assert isinstance(forest._cache, StateCache)
+    for memory in forest._cache.memories.values():
+        assert all(tensor.dtype == torch.float32 for tensor in memory.states.values())
+        assert all(memory.planes[name].dtype == torch.float32 for name in ("k", "u", "g") if name in memory.planes)
+
+
+def test_mixers_run_as_before_outside_a_forest() -> None:
+    """Guards comparators on the same module, and other models of the same class."""
+    for name in ("mamba2", "qwen3.5"):
+        plain, model = build(name), build(name)
+        tokens = torch.arange(3, 14)[None]
+        forest = CausalForestModel(model, name)
+        expected = plain(input_ids=tokens, use_cache=False).logits
+        assert torch.equal(forest.plain(tokens), expected)
+        cached = model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        assert torch.equal(cached, plain.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0))
+
+
+def fold_forgotten(patch: pytest.MonkeyPatch) -> None:
+    for kind in (LinearState, SelectiveState):
+        patch.setattr(kind, "fold", LayerMemory.fold)
+
+
+def fold_twice(patch: pytest.MonkeyPatch) -> None:
+    def twice(fold: Callable[..., None]) -> Callable[..., None]:
+        def run(self: LayerMemory, shift: states.Shift) -> None:
+            fold(self, shift)
+            fold(self, shift)
+
+        return run
+
+    for kind in (LinearState, SelectiveState):
+        patch.setattr(kind, "fold", twice(kind.fold))
+
+
+def decay_of_a_sibling(patch: pytest.MonkeyPatch) -> None:
+    def everyone(self: Places) -> Tensor:
+        return (self.depths.unsqueeze(1) <= self.batch.positions.unsqueeze(2)).double()
+
+    patch.setattr(Places, "seen_sum", property(everyone))
+
+
+def convolution_by_slot(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Places, "back", property(lambda self: self.at.unsqueeze(2) - torch.arange(states.MOST_TAPS)))
+
+
+def uncorrected(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(states, "solve", lambda a, r: r)
+
+
+def base_not_cleared(patch: pytest.MonkeyPatch) -> None:
+    clear = StateCache.clear
+
+    def keep_base(self: StateCache, row: int) -> None:
+        base = self.base[row].clone()
+        clear(self, row)
+        self.base[row] = base
+
+    patch.setattr(StateCache, "clear", keep_base)
+
+
+def trunk_inputs_lost(patch: pytest.MonkeyPatch) -> None:
+    """The convolution forgets what stood before the tail."""
+    advance = LayerMemory.advance
+
+    def forget(self: LayerMemory, shift: states.Shift) -> None:
+        advance(self, shift)
+        if isinstance(self, Convolution):
+            self.planes["inputs"][:, : self.lead] = 0
+
+    patch.setattr(LayerMemory, "advance", forget)
+
+
+MUTANTS = [
+    (fold_forgotten, ("mamba2", "qwen3.5", "kimi-linear", "mamba")),
+    (fold_twice, ("mamba2", "qwen3.5", "kimi-linear", "mamba")),
+    (decay_of_a_sibling, ("mamba2", "qwen3.5", "kimi-linear")),
+    (convolution_by_slot, MIXED),
+    (uncorrected, ("qwen3.5", "kimi-linear")),
+    (base_not_cleared, MIXED),
+    (trunk_inputs_lost, MIXED),
+]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "name"),
+    [pytest.param(mutant, name, id=f"{mutant.__name__}-{name}") for mutant, names in MUTANTS for name in names],
+)
+def test_mutants_are_refused(break_it: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the self-test itself: our own mistakes must fail it."""
+    forest = CausalForestModel(build(name), "mutant")
+    break_it(monkeypatch)
+    with pytest.raises(UnsupportedModelError, match="tree"):
+        self_test(forest)
+
+
+REFUSED = {
+    "rwkv": ("RwkvConfig", {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2}, "running maximum"),
+    "xlstm": ("xLSTMConfig", {"vocab_size": V, "hidden_size": 32, "num_blocks": 2, "num_heads": 2}, "running maximum"),
+    "zaya": ("ZayaConfig", HEAD, "code of its own"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_others_are_refused_by_name(name: str) -> None:
+    kind, settings, reason = REFUSED[name]
+    config = getattr(transformers, kind)(**settings)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        CausalForestModel(model, name)
+    assert name in str(caught.value)
+
+
+def test_a_row_holds_one_state_whatever_its_length() -> None:
+    """Guards memory that grows with the text or with the beams."""
+    forest = CausalForestModel(build("mamba2"), "mamba2")
+    assert forest.kv_bytes_per_slot() == 0
+    state, place = 3 * 8 * 16 * 8 * 4, 3 * ((64 + 2 * 2 * 16) + (2 * 16 + 8 * 8 + 8 + 2 * 8)) * 4
+    kernel = 3 * 3 * (64 + 2 * 2 * 16) * 4  # three inputs of a convolution stay from the trunk
+    for window in (0, 24, 96):
+        assert forest.state_bytes(window) == state + kernel + (window + 1) * place
+    forest.reserve(2, 1000, 24)
+    cache = forest._cache
+    assert isinstance(cache, StateCache)
+    held = sum(t.numel() * t.element_size() for memory in cache.memories.values() for t in memory.tensors())
+    assert held == 2 * forest.state_bytes(24)
+    forest.release()
+    assert not any(t.numel() for memory in cache.memories.values() for t in memory.tensors())
+
+
+def test_nan_of_a_failed_row_is_cleared() -> None:
+    forest = CausalForestModel(build("qwen3.5"), "x")
+    forest.reserve(2, 8)
+    cache = forest._cache
+    assert isinstance(cache, StateCache)
+    for memory in cache.memories.values():
+        for tensor in memory.tensors():
+            tensor[1].fill_(float("nan"))
+    forest.clear(1)
+    assert all(t.isfinite().all() for memory in cache.memories.values() for t in memory.tensors())

@@ -1,0 +1,48 @@
+"""Token rules again, over Python floats: log-probabilities of the tokens that may follow one text, after transformers'
+processors in their order (repetition penalty, n-grams, bad words, early end, suppressed), the forced ones last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsbd_cli.token_rules import TokenRules
+
+NEVER = float("-inf")
+
+
+def ruled(
+    logprobs: Sequence[float],
+    rules: TokenRules,
+    prompt: Sequence[int],
+    generated: Sequence[int],
+    ends: set[int],
+    new: int,
+) -> list[float]:
+    """logprobs: by token, before the rules. prompt: of the decoder; generated: tokens behind it. new: most tokens."""
+    found, text = list(logprobs), [*prompt, *generated]
+    for token in set(text):
+        value, penalty = found[token], rules.repetition_penalty
+        found[token] = value * penalty if value < 0 else value / penalty
+    size = rules.no_repeat_ngram_size
+    for start in range(len(text) - size + 1) if size else ():
+        gram = text[start : start + size]
+        if gram[:-1] == text[len(text) - size + 1 :]:
+            found[gram[-1]] = NEVER
+    for token in rules.bad_words_ids:
+        found[token] = NEVER
+    if len(text) < rules.min_length or len(generated) < rules.min_new_tokens:
+        for token in ends:
+            found[token] = NEVER
+    for token in rules.suppress_tokens:
+        found[token] = NEVER
+    begin = 1 if len(prompt) == 1 and rules.forced_bos_token_id is not None else 0
+    if len(generated) == begin:
+        for token in rules.begin_suppress_tokens:
+            found[token] = NEVER
+    for forced, here in (
+        (rules.forced_bos_token_id, len(text) == 1),
+        (rules.forced_eos_token_id, len(generated) == new - 1),
+    ):
+        if forced is not None and here:
+            found = [0.0 if token == forced else NEVER for token in range(len(found))]
+    return found

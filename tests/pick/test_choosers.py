@@ -1,0 +1,195 @@
+"""Choices against hand-made tables and independent computations. Guards: a vote counted twice, a weight that does not
+act, another rule of execution than CodeS', a utility of the wrong direction."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+
+from dsbd_cli.errors import InvalidRowError
+from dsbd_cli.job.pick.candidates import Candidate, CandidateRow, record_row
+from dsbd_cli.job.pick.choosers import ByRisk, ByScore, ByVote, Choice, normalised
+from dsbd_cli.job.pick.execution import ByExecution, Databases
+
+SPIDER = Path(__file__).parents[1] / "tasks" / "data" / "spider" / "database"
+TEMPLATE = f"{SPIDER}/{{db_id}}/{{db_id}}.sqlite"
+ENDLESS = "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT count(*) FROM t"
+
+
+def row(*texts: str, scores: tuple[float, ...] | None = None, metadata: object = None) -> CandidateRow:
+    marks = scores or tuple(-float(place) for place in range(len(texts)))
+    found = tuple(Candidate(text, mark, mark, {"text": text}) for text, mark in zip(texts, marks, strict=True))
+    return CandidateRow(0, 1, "a", "k", found, metadata)
+
+
+def by_vote(regex: str | None, **settings: object) -> ByVote:
+    import re
+
+    return ByVote(None if regex is None else re.compile(regex), **settings)  # type: ignore[arg-type]
+
+
+VOTES = [
+    # regex, texts, chosen, answer, votes
+    (None, ("a", "b", "B ", "c"), 1, "b", 2),
+    (None, ("a", "b"), 0, "a", 1),  # a draw: the answer that comes first
+    (r"answer is (\S+)", ("the answer is 7", "the answer is 12.", "so the answer is 12"), 1, "12", 2),
+    (r"answer is (\S+)", ("no idea", "none", "the answer is 3"), 2, "3", 1),  # without an answer, no vote
+    (r"-?[\d,.]+", ("1 and 2 make 1,200.0", "1200", "5", "5 to 6"), 0, "1200", 2),  # the last number counts
+    (r"#### (.*)", ("#### $1,000", "#### 999", "#### 1000.00"), 0, "1000", 2),
+]
+
+
+@pytest.mark.parametrize(("regex", "texts", "chosen", "answer", "votes"), VOTES)
+def test_votes_by_hand(regex: str | None, texts: tuple[str, ...], chosen: int, answer: str, votes: int) -> None:
+    choice = by_vote(regex).choose(row(*texts))
+    assert (choice.beam, choice.why["answer"], choice.why["votes"]) == (chosen, answer, votes)
+
+
+def test_votes_weighed_by_score() -> None:
+    """One good candidate against two bad ones: exp(-0.1) > 2 exp(-2)."""
+    texts, scores = ("x", "y", "y"), (-0.1, -2.0, -2.0)
+    assert by_vote(None).choose(row(*texts, scores=scores)).why["answer"] == "y"
+    choice = by_vote(None, weights="score").choose(row(*texts, scores=scores))
+    assert choice.why["answer"] == "x"
+    assert choice.why["share"] == pytest.approx(math.exp(-0.1) / (math.exp(-0.1) + 2 * math.exp(-2)), abs=1e-6)
+
+
+def test_votes_weighed_by_probability() -> None:
+    """Of beams: the score is per token, the logprob of the whole text."""
+    found = tuple(
+        Candidate(text, logprob, score, {}) for text, logprob, score in (("x", -9.0, -0.9), ("y", -2.0, -1.0))
+    )
+    beams = CandidateRow(0, 1, "a", "k", found)
+    assert by_vote(None, weights="score").choose(beams).why["answer"] == "x"
+    choice = by_vote(None, weights="probability").choose(beams)
+    assert (choice.why["answer"], choice.why["share"]) == ("y", pytest.approx(1 / (1 + math.exp(-7)), abs=1e-6))
+
+
+def test_no_answer_anywhere_is_the_rows_error() -> None:
+    with pytest.raises(InvalidRowError, match="none of 2 candidates holds an answer"):
+        by_vote(r"#### (\d+)").choose(row("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("A  b.", "a B"), ("$1,200.50", "1200.5"), ("3.0", "3"), ("-7", "-7."), ("50%", "50.0%")]
+)
+def test_answers_that_agree(one: str, other: str) -> None:
+    assert normalised(one) == normalised(other)
+
+
+@pytest.mark.parametrize(("one", "other"), [("50%", "50"), ("1.5", "15"), ("a b", "ab"), ("1e3x", "1000")])
+def test_answers_that_do_not(one: str, other: str) -> None:
+    assert normalised(one) != normalised(other)
+
+
+def test_the_highest_score_wins_and_the_first_of_equal_ones() -> None:
+    assert ByScore().choose(row("a", "b", "c", scores=(-2.0, -1.0, -1.0))) == Choice(1, {"score": -1.0})
+    lines = record_row(b'{"id":"x","beams":[{"text":"t"}]}', index=0, number=1)
+    with pytest.raises(InvalidRowError, match="score is missing"):
+        ByScore().choose(lines)
+
+
+TEXTS = [
+    ("the cat sat on the mat", "the cat sat on a mat", "a dog ran", "the cat sat on the red mat"),
+    ("", "x", "xy"),
+    ("\u6f22\u5b57 na\u00efve", "\u6f22\u5b57", "na\u00efve text"),
+    ("same", "same", "other"),
+]
+
+
+@pytest.mark.parametrize("texts", TEXTS)
+@pytest.mark.parametrize("metric", ["chrf", "bleu"])
+def test_least_risk_is_the_mean_utility_of_sacrebleu(metric: str, texts: tuple[str, ...]) -> None:
+    scorer = CHRF() if metric == "chrf" else BLEU(effective_order=True)
+    table = [[scorer.sentence_score(a, [b]).score for b in texts] for a in texts]
+    means = [math.fsum(line) / len(line) for line in table]
+    choice = ByRisk(metric).choose(row(*texts))
+    assert means[choice.beam] == pytest.approx(max(means), abs=1e-4)
+    assert choice.why["expected_utility"] == pytest.approx(max(means), abs=1e-3)
+
+
+def test_least_risk_weighs_references_by_score() -> None:
+    texts, scores = ("alpha beta", "gamma delta", "gamma delta eta"), (0.0, -50.0, -50.0)
+    assert ByRisk().choose(row(*texts, scores=scores)).beam > 0
+    assert ByRisk(weights="score").choose(row(*texts, scores=scores)).beam == 0
+
+
+def codes_rule(texts: tuple[str, ...], database: Path) -> int:
+    """CodeS (Li et al. 2024), text2sql_zero_shot.py: the first generated statement without an execution error, else the
+    first of all."""
+    for place, text in enumerate(texts):
+        with closing(sqlite3.connect(database)) as connection:
+            try:
+                if text.strip() == "":
+                    continue
+                connection.execute(text).fetchall()
+                return place
+            except sqlite3.Error:
+                continue
+    return 0
+
+
+RUNS = [
+    ("SELECT nme FROM singer", "SELECT name FROM singer", "SELECT age FROM singer"),
+    ("", "SELECT FROM", "select count(*) from concert where year > 2014"),
+    ("SELECT 1", "SELECT 2"),
+    ("nothing", "runs", "here"),
+    ("SELECT a FROM nowhere", "SELECT singer_id FROM concert ORDER BY price", "SELECT 1"),
+]
+
+
+@pytest.mark.parametrize("texts", RUNS)
+def test_execution_is_the_rule_of_codes(texts: tuple[str, ...]) -> None:
+    chooser = ByExecution(Databases(TEMPLATE))
+    found = chooser.choose(row(*texts, metadata={"db_id": "concert"}))
+    assert found.beam == codes_rule(texts, SPIDER / "concert" / "concert.sqlite")
+
+
+def test_most_equal_results() -> None:
+    texts = (
+        "SELECT count(*) FROM concert",
+        "SELECT nme FROM singer",
+        "SELECT name FROM singer ORDER BY age, name",
+        "SELECT name FROM singer",  # the same rows; their order counts only where both are ordered
+        "SELECT name FROM singer ORDER BY name DESC",
+    )
+    choice = ByExecution(Databases(TEMPLATE), "majority").choose(row(*texts, metadata={"db_id": "concert"}))
+    assert choice.beam == 2
+    assert (choice.why["ran"], choice.why["failed"], choice.why["votes"]) == (4, 1, 2)
+
+
+def test_what_cannot_run() -> None:
+    """Endless, writing and broken statements fail alone; the database is as it was."""
+    path = SPIDER / "pets" / "pets.sqlite"
+    before = path.read_bytes()
+    texts = (ENDLESS, "DELETE FROM pet", "ATTACH '/tmp/x' AS x", "PRAGMA writable_schema = 1", "SELECT kind FROM pet")
+    choice = ByExecution(Databases(TEMPLATE), timeout_s=0.2).choose(row(*texts, metadata={"db_id": "pets"}))
+    assert (choice.beam, choice.why["failed"], choice.why["first_error"]) == (4, 4, "interrupted")
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (None, "metadata.db_id is null"),
+        ({"db_id": 2.5}, r"metadata.db_id is 2.5, but --database .* needs a string there"),
+        ({"db_id": "../pets"}, "must be a name without folders"),
+        ({"db_id": ".."}, "must be a name without folders"),
+        ({"db_id": "nowhere"}, "nowhere.sqlite does not exist"),
+    ],
+)
+def test_a_row_without_a_database(metadata: object, message: str) -> None:
+    with pytest.raises(InvalidRowError, match=message):
+        ByExecution(Databases(TEMPLATE)).choose(row("SELECT 1", metadata=metadata))
+
+
+def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+    (tmp_path / "x.sqlite").write_text("no database" * 100)
+    with pytest.raises(InvalidRowError, match="cannot be read: file is not a database"):
+        ByExecution(Databases(str(tmp_path / "x.sqlite"))).choose(row("SELECT 1"))

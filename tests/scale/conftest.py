@@ -1,0 +1,142 @@
+"""One small Ray for all tests of this folder, and a real `dsbd` with the fake engine that works on it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HANG_S = 200  # only so that a fault does not hang the suite
+
+
+def prompts(rows: int) -> list[dict[str, object]]:
+    """Rows that take a moment; some fail."""
+    return [{"id": f"r{n}", "prompt": "fail" if n % 50 == 7 else f"row {n}"} for n in range(rows)]
+
+
+def without_times(value: object) -> object:
+    """A record without what is measured."""
+    if isinstance(value, dict):
+        return {name: without_times(item) for name, item in value.items() if not name.endswith("_s")}
+    return [without_times(item) for item in value] if isinstance(value, list) else value
+
+
+@dataclass
+class Job:
+    """Files of one job, and the command over them."""
+
+    folder: Path
+    address: str
+    rows: list[dict[str, object]]
+
+    def __post_init__(self) -> None:
+        self.input, self.output = self.folder / "in.jsonl", self.folder / "out.jsonl"
+        self.input.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+
+    def start(
+        self, *more: str, row_s: float = 0.0, workers: str | None = "2", **options: object
+    ) -> subprocess.Popen[str]:
+        """The command; without workers in its own process. row_s: what a row takes, which reaches the workers with the
+        rows' engine (see FAKE_ROW_S in tests/cli/fake.py)."""
+        scale = () if workers is None else ("--workers", workers, "--ray", self.address)
+        files = ("-i", str(self.input), "-o", str(self.output), "--batch-size", "4", "--existing", "resume")
+        call = [sys.executable, "-m", "tests.cli.fake", "generate", *files, *scale, *more]
+        extra: dict[str, str] = options.pop("environment", {})  # type: ignore[assignment]
+        environment = {**os.environ, **extra, "FAKE_ROW_S": str(row_s), "DSBD_TARGET": "builtin:target"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
+        return subprocess.Popen(call, cwd=ROOT, env=environment, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
+
+    def finish(
+        self, *more: str, row_s: float = 0.0, workers: str | None = "2", **options: object
+    ) -> tuple[int, str, str]:
+        """Run it to its end: exit code, standard output, standard error."""
+        return self.end(self.start(*more, row_s=row_s, workers=workers, **options))
+
+    def end(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
+        out, err = process.communicate(timeout=HANG_S)
+        return process.returncode, out, err
+
+    def records(self) -> list[object]:
+        """What is written, without times."""
+        return [without_times(json.loads(line)) for line in self.output.read_text().splitlines()]
+
+    def wait_for(self, process: subprocess.Popen[str], rows: int) -> None:
+        """Until so many records are written."""
+        limit = time.monotonic() + HANG_S
+        while not (self.output.exists() and self.output.read_bytes().count(b"\n") >= rows):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+
+
+def workers_below(process: int) -> list[int]:
+    """Processes of workers that this one, or a Ray that it has started, has begun."""
+    import psutil
+
+    found = []
+    for child in psutil.Process(process).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            command = child.cmdline()
+            if command and command[0].startswith("ray::Worker"):
+                found.append(child.pid)
+    return found
+
+
+@pytest.fixture(scope="session")
+def ray_folder() -> Iterator[Path]:
+    """A short path, because sockets lie in it."""
+    folder = Path(tempfile.mkdtemp(prefix="dsbd-t-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def cluster(ray_folder: Path) -> Iterator[object]:
+    """A Ray of one node with two processors, ended however the tests end."""
+    pytest.importorskip("ray")
+    import psutil
+
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(ray_folder)}
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 2,
+            "object_store_memory": 80 << 20,
+            "include_dashboard": False,
+        },
+    )
+    try:
+        yield made
+    finally:
+        made.shutdown()
+        for child in psutil.Process().children(recursive=True):
+            if child.pid not in before:
+                os.kill(child.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def job(cluster: object, tmp_path: Path) -> Callable[..., Job]:
+    """job(rows) on the cluster."""
+
+    def make(rows: list[dict[str, object]] | int = 60) -> Job:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        address: str = cluster.address  # type: ignore[attr-defined]
+        return Job(folder, address, prompts(rows) if isinstance(rows, int) else rows)
+
+    return make

@@ -1,0 +1,62 @@
+"""Options of several processes that cannot be used are refused before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import pytest
+
+from dsbd_cli.job.cli.progress import Reporter
+from dsbd_cli.job.cli.talk_options import TalkOptions
+from tests.cli.conftest import Outcome, dsbd
+
+__all__ = ["dsbd"]
+
+Dsbd = Callable[..., Outcome]
+
+REFUSED = [
+    (("--workers", "0"), "--workers is '0', but must be a number from 1, a range such as 4..32, or auto"),
+    (("--workers", "4..2"), "--workers is '4..2', but must be"),
+    (("--workers", "many"), "--workers is 'many', but must be"),
+    (("--workers", "2", "--ray", "ray://head:10001"), "the command has to run inside the cluster"),
+    (("--workers", "2", "--ray", "head"), "--ray is 'head', but must be auto or HOST:PORT"),
+    (("--workers", "2", "--worker-timeout", "0"), "--worker-timeout is 0, but must be 1 second or more"),
+    (("--workers", "2", "--gpus-per-worker", "-1"), "--gpus-per-worker is -1, but must be 0 or more"),
+    (("--workers", "2", "--device", "cuda:1"), "each worker has GPUs of its own, counted from 0: drop it"),
+    (("--workers", "2", "--device", "cpu", "--gpus-per-worker", "1"), "would do nothing with --device cpu"),
+    (("--workers", "2", "--gpus-per-worker", "1", "--tensor-parallel", "2"), "give as many or more"),
+    (("--workers", "2", "--batch-size", "auto"), "--batch-size auto cannot be used with --workers"),
+    (("--ray", "auto"), "--ray would do nothing without --workers"),
+    (("--worker-timeout", "5"), "--worker-timeout would do nothing without --workers"),
+    (("--gpus-per-worker", "1"), "--gpus-per-worker would do nothing without --workers"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[" ".join(options) for options, _ in REFUSED])
+def test_a_pair_of_options_that_cannot_work(dsbd: Dsbd, options: tuple[str, ...], message: str) -> None:
+    pytest.importorskip("ray")
+    done = dsbd("generate", *options, lines=[{"prompt": "a"}])
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+
+
+def test_without_ray_the_extra_is_named(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    done = dsbd("generate", "--workers", "2", lines=[{"prompt": "a"}])
+    assert done.code == 2
+    assert "--workers needs Ray, which is not installed: pip install 'dsbd[ray]'" in done.err
+
+
+def test_a_ray_that_is_not_there_is_one_line(dsbd: Dsbd) -> None:
+    """Guards against Ray's own attempts, which last ten minutes."""
+    pytest.importorskip("ray")
+    done = dsbd("generate", "--workers", "2", "--ray", "127.0.0.1:1", lines=[{"prompt": "a"}])
+    assert done.code == 1
+    assert "--ray 127.0.0.1:1: Ray cannot be reached: Connection refused" in done.err
+
+
+def test_the_line_of_progress_has_the_workers() -> None:
+    made = Reporter(TalkOptions(quiet=True), records_on_terminal=False)
+    made.note = lambda: "2 of 2 workers, 1 death"
+    assert made._line().endswith(", 2 of 2 workers, 1 death")

@@ -1,0 +1,179 @@
+"""A worker without Ray: a thread with an engine, an inbox and an outbox."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dsbd_cli
+from dsbd_cli import MethodConfig, Request, SamplingConfig, UsageError
+from dsbd_cli.engine.decoding import load as loading
+from dsbd_cli.scale import Answer
+from dsbd_cli.scale.worker import Exchange, Failure, Worker, WorkerInfo, WorkerSetup, checkpoint_hash
+from tests.cli.fake import FakeEngine
+
+METHOD = MethodConfig(num_beams=2)
+
+
+def fake(row_s: float = 0.0) -> FakeEngine:
+    return FakeEngine(METHOD, 4, log_steps=False, row_s=row_s)
+
+
+def worker(load: Any = fake) -> Worker:
+    return Worker(WorkerSetup(load, (), 4), heeds_interrupts=True)
+
+
+def greeted(made: Worker) -> WorkerInfo | Failure:
+    while (told := made.hello()) is None:
+        continue
+    return told
+
+
+def row(number: int, prompt: str) -> tuple[int, Request]:
+    return number, Request(prompt, id=str(number), seed=0)
+
+
+def drained(made: Worker, count: int) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    limit = time.monotonic() + 60
+    while len(found) < count:
+        assert time.monotonic() < limit
+        exchange = made.exchange(())
+        assert exchange.failure is None
+        found |= {answer.number: answer for answer in exchange.answers}
+    return found
+
+
+def test_rows_come_back_under_their_numbers() -> None:
+    made = worker()
+    info = greeted(made)
+    assert isinstance(info, WorkerInfo)
+    assert info.exactness == "same-text"
+    requests = dict([row(7, "a"), row(3, "fail"), row(9, "b")])
+    made.put(list(requests.items()))
+    found = drained(made, 3)
+    assert found[7].result(requests[7]).text == "a!0"
+    assert found[9].result(requests[9]).text == "b!0"
+    assert "900 tokens" in str(found[3].result(requests[3]).error)
+
+
+def test_an_exchange_answers_in_time_though_the_engine_is_at_work() -> None:
+    """The driver takes silence for a process that hangs."""
+    made = worker(partial(fake, row_s=5.0))
+    greeted(made)
+    begun = time.monotonic()
+    assert made.exchange([row(0, "a")], wait_s=0.1) == Exchange([], 0)
+    assert time.monotonic() - begun < 4
+
+
+def test_hello_answers_while_models_are_loading() -> None:
+    gate = threading.Event()
+
+    def load() -> FakeEngine:
+        gate.wait(60)
+        return fake()
+
+    made = worker(load)
+    assert made.hello(0.01) is None
+    gate.set()
+    assert isinstance(greeted(made), WorkerInfo)
+
+
+def test_an_engine_that_cannot_load_or_breaks_says_why() -> None:
+    def load() -> FakeEngine:
+        raise UsageError("num_beams is 0")
+
+    told = greeted(worker(load))
+    assert isinstance(told, Failure)
+    assert isinstance(told.error, UsageError)
+    made = worker()
+    greeted(made)
+    made.put([row(0, "a"), row(1, "crash")])
+    exchanges = [made.exchange(())]
+    while exchanges[-1].failure is None:
+        exchanges.append(made.exchange(()))
+    assert [answer.number for exchange in exchanges for answer in exchange.answers] == [0]
+    assert str(exchanges[-1].failure) == "RuntimeError: a bug in two lines"
+    assert exchanges[-1].failure.error is None  # another worker may do better
+
+
+def test_workers_that_differ_are_told_apart() -> None:
+    one = WorkerInfo("1.0", ("a", "b"), "same-text", "float32", "cuda:0", None, None, None, "host", 1)
+    assert (
+        one.difference(WorkerInfo("1.0", ("a", "b"), "same-text", "float32", "cuda:3", None, None, None, "other", 2))
+        is None
+    )
+    other = WorkerInfo("1.1", ("a", "b"), "same-text", "float32", "cuda:0", None, None, None, "host", 1)
+    assert one.difference(other) == "dsbd is 1.1 there and 1.0 here"
+    assert (
+        one.difference(WorkerInfo("1.0", ("a", "c"), "same-text", "float32", "cpu", None, None, None, "h", 1))
+        is not None
+    )
+
+
+def test_a_checkpoint_that_changed_has_another_hash(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"12345678")
+    before = checkpoint_hash(tmp_path)
+    assert checkpoint_hash(tmp_path) == before
+    (tmp_path / "model.safetensors").write_bytes(b"123456789")
+    middle = checkpoint_hash(tmp_path)
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    assert len({before, middle, checkpoint_hash(tmp_path)}) == 3
+
+
+# Answer: the same for Ray Data
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
+    monkeypatch.setattr(loading, "load", lambda *_, **__: fake())
+    return Answer(sampling=SamplingConfig(n_best=2))
+
+
+def test_a_row_per_row_with_an_error_column(answer: Answer) -> None:
+    batch = {"url": ["u", "v", "w"], "prompt": ["a", "fail", None]}
+    made = answer.answer(batch)
+    assert made["url"] == ["u", "v", "w"]
+    assert made["text"] == ["a!0", None, None]
+    assert made["error"][0] is None
+    assert str(made["error"][1]).startswith("PromptTooLongError: prompt has 900 tokens")
+    assert made["error"][2] == "InvalidRowError: neither prompt nor messages is given"
+    assert [one["text"] for one in made["beams"][0]] == ["a!0", "a!1"]  # type: ignore[index, attr-defined]
+
+
+def test_batches_overlap(answer: Answer) -> None:
+    """Two batches of an event loop are answered together: a batch's tail does not leave the engine idle."""
+
+    async def one(prompt: str) -> list[object]:
+        return [item["text"] async for item in answer({"prompt": [prompt, "b"]})]
+
+    async def both() -> list[list[object]]:
+        return await asyncio.gather(one("pause"), one("c"))
+
+    assert asyncio.run(both()) == [[["pause!0", "b!0"]], [["c!0", "b!0"]]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"), [({"x": ["a"]}, "neither prompt nor"), ({"prompt": ["a"], "text": ["b"]}, "a column text")]
+)
+def test_columns_that_cannot_be_used(answer: Answer, batch: dict[str, list[object]], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        answer.answer(batch)
+
+
+def test_an_answer_of_the_built_in_pair_is_the_engines() -> None:
+    """Seeds, texts and scores are those of Engine.run with the same ids."""
+    prompts = ["sql:\n", "question:"]
+    sampling = SamplingConfig(max_new_tokens=8)
+    made = Answer(method=METHOD, sampling=sampling).answer({"prompt": prompts, "id": [0, 1]})
+    engine = dsbd_cli.load(method=METHOD)
+    wanted = list(engine.run([Request(prompt, sampling=sampling) for prompt in prompts]))
+    assert made["text"] == [result.text for result in wanted]
+    assert made["logprob"] == [result.hypotheses[0].logprob for result in wanted]
