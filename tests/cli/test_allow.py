@@ -136,6 +136,26 @@ def test_many_catalogues_keep_one_file_open(tmp_path: Path, monkeypatch: pytest.
     assert process.num_fds() - before <= 1
 
 
+def test_a_run_that_is_stopped_while_it_keeps_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(catalogues, "KEPT_FROM", 1)
+    monkeypatch.setattr(catalogues.np, "ascontiguousarray", stopped)
+    path = lines(tmp_path / "c.txt", " a")
+    with pytest.raises(KeyboardInterrupt):
+        catalogues.open_catalogues(path, codec(), 400)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_objects_in_a_file_of_another_name(tmp_path: Path) -> None:
+    """They would be taken for texts, and the model would write JSON."""
+    with pytest.raises(UsageError, match=r"c.json line 2 is an object, but .* ends in .jsonl: rename it"):
+        catalogues.open_catalogues(lines(tmp_path / "c.json", " a", {"text": " b", "id": 1}), codec(), 400)
+    found = catalogues.open_catalogues(lines(tmp_path / "c.txt", {"answer": "b"}, "{a"), codec(), 400)
+    assert len(found[""]) == 2
+
+
 def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody() -> Path:
         raise RuntimeError("Could not determine home directory.")

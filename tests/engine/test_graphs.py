@@ -7,6 +7,7 @@ caches have moved.
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -66,6 +67,31 @@ def test_captured_iterations_give_the_same_texts(rule: str) -> None:
     graphs = IterationGraphs(FakeRecorder())
     assert decode(graphs, rule) == decode(None, rule)
     assert graphs.replays > 20
+
+
+@pytest.mark.parametrize("rule", ["coupled", "search"])
+def test_captured_iterations_walk_the_tries_of_their_rows(rule: str) -> None:
+    """Every row has a list of its own, so the table of tries is written, outgrown and reused between replays."""
+
+    def texts(graphs: IterationGraphs | None) -> list[list[tuple[int, ...]]]:
+        target, draft = table_pair(1, VOCABULARY, 0.4)
+        method = MethodConfig(rule, 3, 8, 2, width="fixed")
+        engine = Engine(target, draft, NumberCodec(VOCABULARY, (2,)), method, batch_size=2)
+        engine._stepper.graphs = graphs
+        sampling = SamplingConfig(max_new_tokens=12, n_best=3, top_k=6)
+        found, rng = [], random.Random(1)
+        for i in range(40):
+            many = (" ".join(str(rng.randrange(3, VOCABULARY)) for _ in range(10)) + " " for _ in range(40 + 8 * i))
+            allow = tuple(dict.fromkeys(many))
+            found.append(Request(id=str(i), seed=i, prompt_ids=(i % 5, 3), sampling=sampling, allow=allow))
+        results = engine.generate(found)
+        for request, result in zip(found, results, strict=True):
+            assert {one.text for one in result.hypotheses} <= set(request.allow or ())
+        return [[one.token_ids for one in result.hypotheses] for result in results]
+
+    graphs = IterationGraphs(FakeRecorder())
+    assert texts(graphs) == texts(None)
+    assert graphs.replays > 10
 
 
 def test_every_tensor_of_the_state_is_at_its_home_before_and_after() -> None:

@@ -5,6 +5,7 @@ Guards: a tensor used as a Python number or a condition, a boolean mask used as 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,8 +30,13 @@ METHODS = [
 ]
 
 
+ANSWERS = ("5 6 7 ", "5 6 ", "8 9 10 3 ", "3 ", "4 4 4 4 4 ")
+
+
+@pytest.mark.parametrize("allowed", ["none", "some", "all"])
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: f"{method.rule}-{method.width}-{method.warp_scope}")
-def test_one_read_per_iteration(method: MethodConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_read_per_iteration(method: MethodConfig, allowed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """allowed: which rows have a list of answers; in a batch of such rows alone another code looks at candidates."""
     target, draft = table_pair(1, 12, 0.5)
     engine = Engine(target, draft, NumberCodec(12, (2,)), method, batch_size=3)
     reads, reports = HostReads(), []
@@ -46,12 +52,17 @@ def test_one_read_per_iteration(method: MethodConfig, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(engine._stepper, "step", watched)
     monkeypatch.setattr(step_module, "_report", counted)
-    sampling = SamplingConfig(max_new_tokens=10, top_k=5, top_p=0.95, min_p=0.01, stop=("7 7",))
+    sampling = SamplingConfig(max_new_tokens=10, top_k=5, top_p=0.95, min_p=0.01)
+    sampling = sampling if allowed == "all" else replace(sampling, stop=("7 7",))
     warped = SamplingConfig(max_new_tokens=10) if method.rule == "search" else sampling
-    requests = [Request(id=str(i), seed=i, prompt_ids=(1, i), sampling=warped) for i in range(6)]
+    lists = [ANSWERS if allowed == "all" or (allowed == "some" and i % 2) else None for i in range(6)]
+    requests = [
+        Request(id=str(i), seed=i, prompt_ids=(1, i), sampling=replace(warped, stop=()) if own else warped, allow=own)
+        for i, own in enumerate(lists)
+    ]
     results = list(engine.run(requests))
     assert all(result.hypotheses for result in results)
-    assert reads.operations > 1000
+    assert reads.operations > (500 if allowed == "all" else 1000)
     assert not reads.counts, reads.counts
     assert len(reports) >= max(result.stats.target_calls for result in results)
 

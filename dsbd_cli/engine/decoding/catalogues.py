@@ -98,9 +98,10 @@ def _keep(place: Path, key: str, catalogues: Mapping[str, Catalogue]) -> bool:
                     stream.write(np.ascontiguousarray(part).data)
         unfinished.replace(place)
     except OSError:
+        return False
+    finally:  # whatever ended it: a run that is stopped here leaves nothing either
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
-        return False
     return True
 
 
@@ -153,10 +154,21 @@ def read_catalogues(path: Path) -> Mapping[str, list[Answer]]:
 
 
 def _decoded(place: str, line: bytes) -> str:
+    if line.startswith(b"{") and _holds_an_answer(line):
+        raise UsageError(f"{place} is an object, but objects are read only from a file that ends in .jsonl: rename it")
     try:
         return line.decode()
     except UnicodeDecodeError as bad:
         raise UsageError(f"{place}: not UTF-8: byte 0x{line[bad.start]:02x} at byte {bad.start + 1}") from None
+
+
+def _holds_an_answer(line: bytes) -> bool:
+    """Whether this is a line of JSON as a .jsonl file has them."""
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return False
+    return ("text" in row or "token_ids" in row) and set(row) <= set(FIELDS)
 
 
 def _read_object(place: str, line: bytes) -> tuple[str, Answer]:

@@ -56,9 +56,10 @@ class GrammarDrafter(PathDrafter):
     def certain(self, beams: Beams, depth: int, count: int) -> list[list[int]]:
         """For every row that runs, how many nodes each layer has that is certain to pass, `count` at most in each."""
         found = []
-        for states in self.source.states(beams):
+        for states, runs in zip(self.source.states(beams), beams.valid.any(1).tolist(), strict=True):
             live = [state for state in states if state is not None]
-            found.append([len(layer) for layer in _layers(live, depth, count)] if live else [])
+            if runs:
+                found.append([len(layer) for layer in _layers(live, depth, count)] if live else [])
         return found
 
 
