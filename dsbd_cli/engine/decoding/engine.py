@@ -100,6 +100,7 @@ class Engine:
         self.target, self.draft, self.codec = target, draft, codec
         self.batch_size, self.info, self.log_steps = batch_size or 1, info, log_steps
         self.steps = 0  # taken so far, those of unfinished requests too; another thread may look
+        self.one_root = True  # in a row's first iteration; False: W, as in all others, for a profile
         self._fit_batch = batch_size is None
         self._stopping = False
         device = target.device
@@ -319,7 +320,7 @@ class Engine:
         if shape.depth:
             batch.read_prompts(read)
         # static shapes: slots and a tail window for W + D*K nodes
-        plan = batch.plan(shape, batch.reading(), narrow=self._stepper.graphs is None)
+        plan = batch.plan(shape, batch.reading(), narrow=self.one_root and self._stepper.graphs is None)
         # draft the forest, one target forward over it, verify layer by layer, commit: Stepper.step
         with current(self.target.device):
             report = self._stepper.step(batch.state, plan)

@@ -24,8 +24,8 @@ class Search(Rule):
     replacement = False
 
     def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
-        """W live ones remain when every end token ranks before them."""
-        return Room(min(vocab_size, num_beams + num_eos))
+        """As many as transformers looks at: W live ones remain when every end token ranks before them."""
+        return Room(min(vocab_size, max(2, 1 + num_eos) * num_beams))
 
     def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
         """The K best pairs by the draft's own scores."""

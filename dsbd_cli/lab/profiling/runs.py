@@ -126,6 +126,7 @@ class ProfiledPair:
             batch_size=self.batch_size,
             log_steps=log_steps,
         )
+        engine.one_root = False  # what is measured and predicted is an iteration of W roots
         log_phases(engine, log, name_scopes=name_scopes)
         return engine
 
