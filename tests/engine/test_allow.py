@@ -22,7 +22,7 @@ from dsbd_cli.engine.decoding import step as step_module
 from dsbd_cli.engine.decoding.answers import Answer, Catalogue, Compiler
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.models.causal import CausalForestModel
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.plain import Settings, Step, cold, coupled, decode, sampled
 from tests.engine.test_law import excess, run_engine
@@ -350,6 +350,12 @@ def test_what_is_wrong_is_said() -> None:
         assert result.error is not None
         with pytest.raises(Exception, match=message):
             result.check()
+
+
+def test_token_rules_that_leave_no_answer_are_named() -> None:
+    [result] = engine(answers(1, 20, VOCABULARY), num_beams=2).run(asked(1, 2, token_rules="min_new_tokens=9"))
+    assert isinstance(result.error, InvalidRowError)
+    assert "token_rules (min_new_tokens) leave none of the allowed answers" in str(result.error)
 
 
 @pytest.mark.parametrize("drafted", [False, True])
