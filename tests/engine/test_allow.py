@@ -376,6 +376,13 @@ def test_a_first_iteration_has_one_root_per_row(drafted: bool) -> None:
         assert told(wide.generate(requests, seed=1)) == told(results)
 
 
+def test_a_profile_may_ask_for_iterations_of_w_roots() -> None:
+    runner = engine([], rule="coupled", num_beams=6)
+    runner.log_steps, runner.one_root = True, False
+    [result] = runner.generate(asked(1, 6, max_new_tokens=5))
+    assert {step.nodes for step in result.stats.step_log} == {6}
+
+
 class _Plainly:
     """Graphs that are never captured: the engine must not narrow a shape that it may capture."""
 
