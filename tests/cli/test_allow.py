@@ -183,6 +183,7 @@ def test_options_that_cannot_act_are_refused(dsbd: Callable[..., Outcome], tmp_p
     for options, message in (
         (("--allow", str(tmp_path / "none.txt")), "none.txt is no file"),
         (("--allow", str(path), "--stop", "x"), "--stop 'x' would cut answers, but --allow says where one ends"),
+        (("--allow", str(path), "--drafter", "beam+grammar"), "--drafter beam+grammar would do nothing"),
     ):
         found = dsbd("generate", *options, lines=[{"prompt": "x"}])
         assert found.code == 2

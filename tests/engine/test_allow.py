@@ -22,7 +22,7 @@ from dsbd_cli.engine.decoding import step as step_module
 from dsbd_cli.engine.decoding.answers import Answer, Catalogue, Compiler
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.models.causal import CausalForestModel
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.plain import Settings, Step, cold, coupled, decode, sampled
 from tests.engine.test_law import excess, run_engine
@@ -352,6 +352,12 @@ def test_what_is_wrong_is_said() -> None:
             result.check()
 
 
+def test_token_rules_that_leave_no_answer_are_named() -> None:
+    [result] = engine(answers(1, 20, VOCABULARY), num_beams=2).run(asked(1, 2, token_rules="min_new_tokens=9"))
+    assert isinstance(result.error, InvalidRowError)
+    assert "token_rules (min_new_tokens) leave none of the allowed answers" in str(result.error)
+
+
 @pytest.mark.parametrize("drafted", [False, True])
 def test_a_first_iteration_has_one_root_per_row(drafted: bool) -> None:
     """One live beam needs no W nodes; the iterations after it have W. The text is that of W roots."""
@@ -368,6 +374,13 @@ def test_a_first_iteration_has_one_root_per_row(drafted: bool) -> None:
         wide = engine(allowed, batch=2, rule="coupled", num_beams=6, **method)
         wide._stepper.graphs = _Plainly()  # type: ignore[assignment]
         assert told(wide.generate(requests, seed=1)) == told(results)
+
+
+def test_a_profile_may_ask_for_iterations_of_w_roots() -> None:
+    runner = engine([], rule="coupled", num_beams=6)
+    runner.log_steps, runner.one_root = True, False
+    [result] = runner.generate(asked(1, 6, max_new_tokens=5))
+    assert {step.nodes for step in result.stats.step_log} == {6}
 
 
 class _Plainly:

@@ -266,6 +266,14 @@ def test_dead_ends_and_faults_are_errors_of_their_rows() -> None:
     assert "no token" in str(told[3])
 
 
+def test_a_dead_end_names_the_token_rules_beside_it() -> None:
+    """A forced end where the text is not whole; without the rule it would be cut."""
+    [result] = engine(rule="search", num_beams=2).run(
+        [request("abcde", max_new_tokens=4, token_rules="forced_eos_token_id=0")]
+    )
+    assert "goes on that token_rules (forced_eos_token_id) leave" in str(result.error)
+
+
 def test_what_a_grammar_does_not_go_with() -> None:
     with pytest.raises(UsageError, match="stop is"):
         request("ab", stop="b")

@@ -320,7 +320,7 @@ class Engine:
         if shape.depth:
             batch.read_prompts(read)
         # static shapes: slots and a tail window for W + D*K nodes
-        plan = batch.plan(shape, batch.reading(), narrow=self._stepper.graphs is None)
+        plan = batch.plan(shape, batch.reading(), narrow=self.one_root and self._stepper.graphs is None)
         # draft the forest, one target forward over it, verify layer by layer, commit: Stepper.step
         with current(self.target.device):
             report = self._stepper.step(batch.state, plan)

@@ -52,10 +52,14 @@ def collect(
             details = token_details(trace, row, rank, ids, sampling, codec.token_bytes())
         hypotheses.append(Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank], answer_id, valid, details))
     error: RowError | None = None
+    rules = ", ".join(job.rules.acting)
     if not hypotheses and job.request.grammar is not None:
         said = grammars.fault(job.request.grammar)
-        why = "no token of the vocabulary goes on" if said is None else f"llguidance gave up: {said}"
+        alone = f"no token of the vocabulary goes on{f' that token_rules ({rules}) leave' if rules else ''}"
+        why = alone if said is None else f"llguidance gave up: {said}"
         error = InvalidRowError(f"grammar came to a dead end after {job.stats.steps} steps: {why}")
+    elif not hypotheses and job.catalogue is not None and rules:
+        error = InvalidRowError(f"token_rules ({rules}) leave none of the allowed answers: switch them off")
     elif not hypotheses:
         error = NumericalError("no hypothesis has a finite score: the settings of this row are too extreme")
     return RequestResult(

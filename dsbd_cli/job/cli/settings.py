@@ -123,6 +123,8 @@ def run_settings(
         )
     _check_answers(answers, sampling)
     config = _method(method, chosen, drafting=drafting)
+    if answers.allow is not None and GRAMMAR in config.drafter_names:
+        _refuse("--allow leaves no grammar to draft from", (f"--drafter {method.drafter}", method.drafter))
     if grammar is not None and devices.cuda_graphs:
         raise UsageError(
             "--cuda-graphs cannot be had with a grammar, whose masks the host makes in every iteration: drop it"
