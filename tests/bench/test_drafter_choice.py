@@ -9,7 +9,8 @@ from dsbd_cli.variants import DRAFTERS
 
 
 def test_every_drafter_has_a_row() -> None:
-    assert set(DRAFTERS) == {name for chosen in DRAFTED.values() for name in chosen["drafter"].split("+")}
+    # without a grammar drafter grammar has nothing to draft
+    assert set(DRAFTERS) - {"grammar"} == {name for chosen in DRAFTED.values() for name in chosen["drafter"].split("+")}
 
 
 def test_names_with_commas_or_spaces_between() -> None:

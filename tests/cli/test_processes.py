@@ -133,7 +133,10 @@ def test_a_full_disk_leaves_whole_lines(start: Start, tmp_path: Path) -> None:
     """The limit cuts the second record in the middle; its half must not stay in the file."""
     output = tmp_path / "out.jsonl"
     _, record, _ = finish(start("generate"), ROW)
-    limit = len(record) + 50
+    finish(start("generate", "-o", str(tmp_path / "first.jsonl")), ROW)
+    settings = next(tmp_path.glob("first.jsonl.*")).stat().st_size  # written first, and must fit
+    limit = max(len(record) + 50, settings + 50)
+    assert limit < 2 * len(record)
     process = start(
         "generate",
         "-o",

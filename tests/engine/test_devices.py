@@ -97,7 +97,7 @@ def decode(engine: Engine, method: MethodConfig, reports: Iterator[Report], patc
         assert counters.device == DEVICE
         return next(reports)
 
-    def collected(finished: Any, row: int, job: Any, codec: Any) -> RequestResult:
+    def collected(finished: Any, row: int, job: Any, *more: Any) -> RequestResult:
         return RequestResult(job.request, (), len(job.prompt), job.stats)
 
     _plan(engine, method)

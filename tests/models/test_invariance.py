@@ -89,7 +89,7 @@ def test_a_model_with_attention_of_its_own_is_not_trusted(name: str) -> None:
 def all_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused kernel over all slots, gaps included."""
 
-    def fused(sight, query, key, value, mask, scale, softcap, sinks):  # type: ignore[no-untyped-def]
+    def fused(sight, query, key, value, mask, scale, *more):  # type: ignore[no-untyped-def]
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
