@@ -173,6 +173,15 @@ def test_completions_are_read_by_the_types_of_the_client() -> None:
     assert completion.usage.total_tokens == 6
 
 
+def test_answer_id_and_valid_stand_in_choices_too() -> None:
+    row = row_of(prompt=None, messages=[{"role": "user", "content": "hi"}])
+    body = response(openai_record(row, answered(row, answer_id=0, valid=False), METHOD))["body"]
+    assert [(one["answer_id"], one["valid"]) for one in body["choices"]] == [(0, False)] * 2
+    assert ChatCompletion.model_validate(body).choices[0].message.content == "t"
+    plain = response(openai_record(row, answered(row), METHOD))["body"]["choices"][0]
+    assert not {"answer_id", "valid"} & set(plain)
+
+
 @pytest.mark.parametrize("metadata", [None, {"k": "v"}, {"k": 1, "l": [True]}, ["a"], "text", 0])
 def test_chats_are_read_by_the_types_of_the_client(metadata: object) -> None:
     row = row_of(prompt=None, messages=[{"role": "user", "content": "hi"}], metadata=metadata)

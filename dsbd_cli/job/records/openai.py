@@ -67,6 +67,8 @@ def _choices(request: Request, result: RequestResult) -> list[Fields]:
             choice["text"] = beam.text
         choice["logprobs"] = _logprobs(beam, chat=request.messages is not None)
         choice["finish_reason"] = beam.finish_reason
+        # ours: the id of an allowed answer, and whether the whole text matches the row's grammar
+        choice.update({name: value for name in ("answer_id", "valid") if (value := getattr(beam, name)) is not None})
         choices.append(choice)
     return choices
 
