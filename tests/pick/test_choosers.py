@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from dsbd_cli.errors import InvalidRowError
+from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.job.pick.candidates import Candidate, CandidateRow, record_row
 from dsbd_cli.job.pick.choosers import ByRisk, ByScore, ByVote, Choice, normalised
 from dsbd_cli.job.pick.execution import ByExecution, Databases
@@ -69,6 +70,22 @@ def test_votes_weighed_by_probability() -> None:
     assert by_vote(None, weights="score").choose(beams).why["answer"] == "x"
     choice = by_vote(None, weights="probability").choose(beams)
     assert (choice.why["answer"], choice.why["share"]) == ("y", pytest.approx(1 / (1 + math.exp(-7)), abs=1e-6))
+
+
+def test_votes_by_value() -> None:
+    """Equal numbers that are written differently are one answer; as texts they are three."""
+    texts = ("it is 3", "so $\\frac{1}{2}$", "the result is 0.5", "\\boxed{1/2}", "I do not know")
+    choice = by_vote(None, equal="math").choose(row(*texts))
+    assert (choice.beam, choice.why["votes"], choice.why["without_answer"]) == (1, 3, 1)
+    assert by_vote(None).choose(row(*texts)).why["votes"] == 1
+    digits = by_vote(r"is (.*)", equal="math").choose(row("it is 7", "it is 2/4", "it is 0.50"))
+    assert (digits.beam, digits.why["votes"]) == (1, 2)
+
+
+def test_without_math_verify_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(UsageError, match=r"pip install 'dsbd\[math\]'"):
+        by_vote(None, equal="math")
 
 
 def test_no_answer_anywhere_is_the_rows_error() -> None:

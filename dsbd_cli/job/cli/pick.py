@@ -40,7 +40,7 @@ from dsbd_cli.job.cli.talk_options import TalkOptions
 from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.source import LineSource
 from dsbd_cli.job.pick.candidates import CandidateRow, group_of_lines, record_row
-from dsbd_cli.job.pick.choosers import METRICS, ByRisk, ByScore, ByVote, Choice, Chooser, Weights
+from dsbd_cli.job.pick.choosers import METRICS, ByRisk, ByScore, ByVote, Choice, Chooser, Equal, Weights
 from dsbd_cli.job.pick.execution import DEFAULT_TIMEOUT_S, ByExecution, Databases
 from dsbd_cli.job.pick.prompts import ByReward, Prompts
 from dsbd_cli.job.records.output import dump_line
@@ -55,6 +55,7 @@ By = Literal["score", "vote", "exec", "mbr", "model"]
 WAYS: tuple[By, ...] = ("score", "vote", "exec", "mbr", "model")
 OPTIONS_OF: dict[str, tuple[By, ...]] = {
     "answer_regex": ("vote",),
+    "equal": ("vote",),
     "weights": ("vote", "mbr"),
     "database": ("exec",),
     "majority": ("exec",),
@@ -88,6 +89,17 @@ class PickOptions:
             text="vote: the answer in a text is the last match, its first group if it has one",
             default="the whole text",
             metavar="REGEX",
+        ),
+    ] = None
+    equal: Annotated[
+        Equal | None,
+        option(
+            CHOICE,
+            "--equal",
+            text="vote: answers are one whose text is the same (text), or whose value is (math: 1/2 and 0.5, by "
+            "math-verify)",
+            default="text",
+            metavar="HOW",
         ),
     ] = None
     weights: Annotated[
@@ -281,7 +293,7 @@ def _chooser(how: PickOptions) -> Chooser | None:
                 answer = None if how.answer_regex is None else re.compile(how.answer_regex, re.DOTALL)
             except re.error as error:
                 raise UsageError(f"--answer-regex is {how.answer_regex!r}, but must be a regex: {error}") from None
-            return ByVote(answer, how.weights or "uniform")
+            return ByVote(answer, how.weights or "uniform", how.equal or "text")
         case "exec":
             agree: Literal["first", "majority"] = "majority" if how.majority else "first"
             return ByExecution(Databases(how.database or ""), agree, how.timeout or DEFAULT_TIMEOUT_S)

@@ -7,15 +7,28 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from types import ModuleType
 from typing import Literal, Protocol
 
 from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.job.pick.candidates import Candidate, CandidateRow
 from dsbd_cli.job.records.row import Fields
 
-__all__ = ["METRICS", "ByRisk", "ByScore", "ByVote", "Choice", "Chooser", "Weights", "normalised", "weights_of"]
+__all__ = [
+    "METRICS",
+    "ByRisk",
+    "ByScore",
+    "ByVote",
+    "Choice",
+    "Chooser",
+    "Equal",
+    "Weights",
+    "normalised",
+    "weights_of",
+]
 
 Weights = Literal["uniform", "score", "probability"]
+Equal = Literal["text", "math"]
 Utility = Callable[[Sequence[str]], list[list[float]]]
 
 METRICS: tuple[str, ...] = ("chrf", "bleu")
@@ -57,14 +70,23 @@ class ByVote:
     Attributes:
         answer: finds the answer in a text, the last match, its first group if it has one; None: the whole text.
         weights: what a vote counts, see weights_of.
+        equal: which answers are one: the same `text` once normalised, or the same value in mathematics (`math`: 1/2 and
+            0.5 agree, by math-verify).
     """
 
     answer: re.Pattern[str] | None = None
     weights: Weights = "uniform"
+    equal: Equal = "text"
+
+    def __post_init__(self) -> None:
+        if self.equal == "math":
+            _math_verify()
 
     def choose(self, row: CandidateRow) -> Choice:
         """A candidate without an answer has no vote. Raises InvalidRowError where none has one."""
         answers = [self._answer(candidate.text) for candidate in row.candidates]
+        if self.equal == "math":
+            answers = _same_values(answers)
         votes: dict[str, float] = {}
         for answer, weight in zip(answers, weights_of(row.candidates, self.weights), strict=True):
             if answer is not None:
@@ -84,13 +106,42 @@ class ByVote:
         return Choice(answers.index(won), why)
 
     def _answer(self, text: str) -> str | None:
+        known = normalised if self.equal == "text" else str
         if self.answer is None:
-            return normalised(text)
+            return known(text)
         found = list(self.answer.finditer(text))
         if not found:
             return None
         last = found[-1]
-        return normalised((last[1] if last.re.groups else last[0]) or "")
+        return known((last[1] if last.re.groups else last[0]) or "")
+
+
+def _math_verify() -> ModuleType:
+    """Raises UsageError where the package is missing."""
+    try:
+        import math_verify
+    except ImportError:
+        raise UsageError("--equal math needs a package: pip install 'dsbd[math]'") from None
+    library: ModuleType = math_verify
+    return library
+
+
+def _same_values(answers: Sequence[str | None]) -> list[str | None]:
+    """Every answer as the first one of the same value is written; None where no value is found in the text."""
+    library = _math_verify()
+    known: list[tuple[list[object], str]] = []
+    found: list[str | None] = []
+    for answer in answers:
+        value = [] if answer is None else library.parse(answer)
+        if not value:
+            found.append(None)
+            continue
+        same = next((shown for other, shown in known if library.verify(other, value)), None)
+        if same is None:
+            same = str(value[-1])
+            known.append((value, same))
+        found.append(same)
+    return found
 
 
 def normalised(answer: str) -> str:
