@@ -490,7 +490,6 @@ class ModelSpec:
         device: torch device string, or `auto`.
         device_map: accelerate's device map (`auto`, ...), exclusive with device.
         trust_remote_code: run code from the checkpoint's repository.
-        allow_pickle: load .bin weights where there are no safetensors.
         numerics: of a target: `invariant` computes every node the same way whatever else is in a forward, so that a
             text cannot depend on the draft or the batch; `fast` saves that work.
         tensor_parallel: of a target: processes, each with a GPU where there are any, that share every layer.
@@ -502,7 +501,6 @@ class ModelSpec:
     device: str = "auto"
     device_map: str | None = None
     trust_remote_code: bool = False
-    allow_pickle: bool = False
     numerics: Numerics = "invariant"
     tensor_parallel: int = 1
 

@@ -251,7 +251,7 @@ def _load(settings: RunSettings, devices: DeviceOptions, planned: Sequence[Setti
         *model_specs(dataclasses.replace(settings, draft=draft), devices),
         batch_size=settings.batch_size,
         log_steps=False,
-        allow=settings.answers.allow,
+        allow=settings.allow,
     )
 
 
