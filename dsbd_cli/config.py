@@ -52,7 +52,6 @@ WarpScope = Literal["pool", "beam"]
 OnTooLong = Literal["error", "truncate-left"]
 Numerics = Literal["invariant", "fast"]
 
-WARP_SCOPES: tuple[str, ...] = ("pool", "beam")
 ON_TOO_LONG: tuple[str, ...] = ("error", "truncate-left")
 NUMERICS: tuple[str, ...] = ("invariant", "fast")
 DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
@@ -449,11 +448,6 @@ class MethodConfig:
     def needs_draft(self) -> bool:
         """A draft model takes part."""
         return self.depth > 0 and any(DRAFTERS[name].runs_model for name in self.drafter_names)
-
-    @property
-    def judges_lookups(self) -> bool:
-        """The second of two drafters looks up what the draft model then judges."""
-        return FUSION in self.variants
 
     @property
     def value_threshold(self) -> float:
