@@ -100,7 +100,7 @@ class ProfileOptions:
         option(
             PROFILE,
             "--plot",
-            text="draw phases and curves here: .png, .svg or .pdf (needs dsbd[plots])",
+            text="draw phases and curves here: .png, .svg or .pdf (needs the extra plots)",
             metavar="FILE",
         ),
     ] = None
