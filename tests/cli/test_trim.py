@@ -164,7 +164,6 @@ def test_what_is_called_worse() -> None:
         ("-o {o} --texts {o}.none --size 50", "error: --texts {o}.none cannot be read: No such file"),
         ("-o {o} --prompts {o}.none --size 50", "error: --prompts {o}.none cannot be read: No such file"),
         ("-o {o} --prompts {p} --held-out {o}.none --size 50", "--held-out {o}.none cannot be read: No such file"),
-        ("-o {o} --prompts {p} --size 50 --depth auto", "the two drafts could not be compared: give a depth"),
         ("-o {o} --prompts {e} --size 50", "holds no prompts"),
         ("-o {p} --prompts {p} --size 50", "exists: name a new folder"),
         ("-o {o} --prompts {p} --size 50 --json -q", "--json and --quiet cannot be used together"),
@@ -198,9 +197,6 @@ def test_no_draft_to_trim(
     ]
     assert run(["trim-draft", *arguments]) == 2
     assert "there is no draft to trim: name one with --draft" in capfd.readouterr().err
-    small = ["--target", "builtin:target", "--depth", "0", *arguments[4:]]
-    assert run(["trim-draft", *small]) == 2
-    assert "--depth is 0, but must be 1 or more" in capfd.readouterr().err
 
 
 def test_texts_of_records() -> None:
