@@ -53,7 +53,6 @@ WarpScope = Literal["pool", "beam"]
 OnTooLong = Literal["error", "truncate-left"]
 Numerics = Literal["invariant", "fast"]
 
-WARP_SCOPES: tuple[str, ...] = ("pool", "beam")
 ON_TOO_LONG: tuple[str, ...] = ("error", "truncate-left")
 NUMERICS: tuple[str, ...] = ("invariant", "fast")
 DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
@@ -466,11 +465,6 @@ class MethodConfig:
         return self.depth > 0 and any(DRAFTERS[name].runs_model for name in self.drafter_names)
 
     @property
-    def judges_lookups(self) -> bool:
-        """The second of two drafters looks up what the draft model then judges."""
-        return FUSION in self.variants
-
-    @property
     def value_threshold(self) -> float:
         """Least value of a node with tree threshold."""
         return self.value(TREE_THRESHOLD) or 1.0 / (max(1, self.depth) * self.drafts_per_layer)
@@ -505,7 +499,6 @@ class ModelSpec:
         device: torch device string, or `auto`.
         device_map: accelerate's device map (`auto`, ...), exclusive with device.
         trust_remote_code: run code from the checkpoint's repository.
-        allow_pickle: load .bin weights where there are no safetensors.
         numerics: of a target: `invariant` computes every node the same way whatever else is in a forward, so that a
             text cannot depend on the draft or the batch; `fast` saves that work.
         tensor_parallel: of a target: processes, each with a GPU where there are any, that share every layer.
@@ -517,7 +510,6 @@ class ModelSpec:
     device: str = "auto"
     device_map: str | None = None
     trust_remote_code: bool = False
-    allow_pickle: bool = False
     numerics: Numerics = "invariant"
     tensor_parallel: int = 1
 

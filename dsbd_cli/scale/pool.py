@@ -384,7 +384,7 @@ class RayEngine:
                     _temp_dir=folder,
                 )
             except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-                where = "Ray cannot be started" if local else f"--ray {address}: Ray cannot be reached"
+                where = "Ray cannot be started" if local else f"--workers: Ray at {address} cannot be reached"
                 raise DsbdError(f"{where}: {shorten(_last_line(error))}") from error
         self._settle(ray.cluster_resources(), cores)  # type: ignore[no-untyped-call]
 
@@ -446,11 +446,11 @@ def _check_reachable(address: str) -> None:
     """Ray itself tries for many minutes. Raises UsageError, or DsbdError where nobody answers."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not int(port) < 1 << 16:
-        raise UsageError(f"--ray is {shorten(address)}, but must be auto or HOST:PORT")
+        raise UsageError(f"--workers: ray is {shorten(address)}, but must be auto or HOST:PORT")
     try:
         socket.create_connection((host, int(port)), timeout=REACH_S).close()
     except OSError as error:
-        raise DsbdError(f"--ray {address}: Ray cannot be reached: {error.strerror or error}") from error
+        raise DsbdError(f"--workers: Ray at {address} cannot be reached: {error.strerror or error}") from error
 
 
 def _last_line(error: BaseException) -> str:

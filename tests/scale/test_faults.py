@@ -98,7 +98,7 @@ def test_a_poisonous_row_and_a_hung_worker(job: MakeJob) -> None:
     rows: list[dict[str, object]] = [{"id": f"r{n}", "prompt": f"row {n}"} for n in range(60)]
     rows[9]["prompt"] = "die"
     made = job(rows)
-    process = made.start("--worker-timeout", "3", row_s=0.03)
+    process = made.start(row_s=0.03, workers="2,timeout=3")
     made.wait_for(process, 30)
     os.kill(workers_below(os.getpid())[0], signal.SIGSTOP)
     code, _, err = made.end(process)

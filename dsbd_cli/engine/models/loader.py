@@ -126,7 +126,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
             config=config,
             dtype=_dtype(spec, config, folder),
             attn_implementation=_attention(config),
-            use_safetensors=None if spec.allow_pickle or is_gguf(folder) else True,
+            weights_only=True,  # a .bin file cannot run code
             output_loading_info=True,
             **_dequantised(folder),
             **placement,
@@ -198,12 +198,7 @@ def _check_weights(folder: Path, spec: ModelSpec) -> None:
     if is_gguf(folder) or any(folder.glob("*.safetensors")):
         return
     if not any(folder.glob("*.bin")):
-        raise ModelError(f"{_name(spec)}: {folder} holds no weights (*.safetensors)")
-    if not spec.allow_pickle:
-        raise ModelError(
-            f"{_name(spec)} has only pickled weights (*.bin), which can run code when loaded: "
-            "convert them to safetensors, or give --allow-pickle if you trust them"
-        )
+        raise ModelError(f"{_name(spec)}: {folder} holds no weights (*.safetensors, *.bin)")
 
 
 def _check_report(report: dict[str, Any], spec: ModelSpec, elsewhere: set[str]) -> None:

@@ -142,7 +142,7 @@ class _Run:
             output_format=files.output_format or "native",
             until=None if until is None else f"exec-ok on {until.check.databases.template}",
             max_beams=None if until is None else until.widths[-1],
-            allow=None if settings.answers.allow is None else file_hash("--allow", settings.answers.allow),
+            allow=None if settings.allow is None else file_hash("--allow", settings.allow),
             grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
             dsbd=__version__,
         )
@@ -280,7 +280,7 @@ class _Run:
             log_steps=self._files.stats is not None,
             on_too_long=settings.on_too_long,
             cuda_graphs=devices.cuda_graphs,
-            allow=settings.answers.allow,
+            allow=settings.allow,
         )
         engine = load() if self._pool is None else self._workers(load, models, self._pool, summary)
         if self._demonstrates:

@@ -100,7 +100,7 @@ class ProfileOptions:
         option(
             PROFILE,
             "--plot",
-            text="draw phases and curves here: .png, .svg or .pdf (needs dsbd[plots])",
+            text="draw phases and curves here: .png, .svg or .pdf (needs the extra plots)",
             metavar="FILE",
         ),
     ] = None
@@ -145,9 +145,9 @@ def profile(
 
     Ctrl-C prints what is measured by then.
     """
-    if answers.allow is not None:
-        raise UsageError(f"--allow {answers.allow} is not profiled, because a profile cuts answers short: drop it")
     settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions(), answers=answers)
+    if settings.allow is not None:
+        raise UsageError(f"--allow {settings.allow} is not profiled, because a profile cuts answers short: drop it")
     if settings.method.adaptive_depth:
         raise UsageError(
             "--depth auto takes another D and K from iteration to iteration, so its phases are a mix of many: "
@@ -373,7 +373,7 @@ def _settled(groups: list[object]) -> tuple[object, ...]:
         answers=group(AnswerOptions),
     )
     # what run_settings hands on unread
-    idle = {"dtype": "auto", "device": "auto", "trust_remote_code": False, "allow_pickle": False}
+    idle = {"dtype": "auto", "device": "auto", "trust_remote_code": False}
     loading = dataclasses.asdict(devices) | {name: getattr(devices, name) or default for name, default in idle.items()}
     loading.pop("batch_size")
     return settings, loading

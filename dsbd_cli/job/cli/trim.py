@@ -124,7 +124,6 @@ class _Trimming:
             dtype=devices.dtype or "auto",
             device=own or "auto",
             trust_remote_code=bool(devices.trust_remote_code),
-            allow_pickle=bool(devices.allow_pickle),
         )
         self._engine_made: Engine | None = None
 
