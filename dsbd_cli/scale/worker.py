@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from dsbd_cli import errors
 from dsbd_cli._version import __version__
@@ -35,6 +35,7 @@ __all__ = [
     "Worker",
     "WorkerInfo",
     "WorkerSetup",
+    "load_engine",
 ]
 
 WAIT_S = 0.2  # an exchange answers after this time at the latest
@@ -73,6 +74,13 @@ class RunsRequests(Protocol):
 
 
 LoadEngine = Callable[[], RunsRequests]
+
+
+def load_engine(target: ModelSpec, draft: ModelSpec | None, **options: Any) -> RunsRequests:
+    """dsbd_cli.engine.decoding.load.load, imported where it is called: a driver of workers needs no tensor library."""
+    from dsbd_cli.engine.decoding import load as loading
+
+    return loading.load(target, draft, **options)
 
 
 @dataclass(frozen=True, slots=True)

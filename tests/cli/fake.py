@@ -142,13 +142,14 @@ def module(load: Callable[..., FakeEngine]) -> types.ModuleType:
 if __name__ == "__main__":
     from dsbd_cli.job.cli import progress
     from dsbd_cli.job.cli.app import main
+    from dsbd_cli.scale import worker
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     progress.LOG_INTERVAL_S = float(os.environ.get("FAKE_LOG_S", "60"))
     if os.environ.get("FAKE_CLOCK") == "backwards":
         moments = count(2_000_000_000, -3600)
         time.time = lambda: float(next(moments))
-    sys.modules[MODULE] = dsbd_cli.engine.decoding.__dict__["load"] = module(
-        fake_load(row_s=float(os.environ.get("FAKE_ROW_S", "0")))
-    )
+    load = fake_load(row_s=float(os.environ.get("FAKE_ROW_S", "0")))
+    sys.modules[MODULE] = dsbd_cli.engine.decoding.__dict__["load"] = module(load)
+    worker.load_engine = load  # which goes to workers by value
     main()
