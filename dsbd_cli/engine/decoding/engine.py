@@ -24,7 +24,7 @@ from dsbd_cli.engine.decoding.budget import LOGIT_BYTES, PEEK, fitting_rows, lea
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.devices import captures, current, events, out_of_memory
 from dsbd_cli.engine.decoding.encode import Encoder
-from dsbd_cli.engine.decoding.jobs import AsDone, Job, ResultOrder, Results, Source
+from dsbd_cli.engine.decoding.jobs import AsDone, Job, ResultOrder, Results
 from dsbd_cli.engine.decoding.outcome import collect, common_tokens, record_iteration
 from dsbd_cli.engine.decoding.pieces import Pieces
 from dsbd_cli.engine.decoding.planner import Shape, deepest, planner_for
@@ -39,7 +39,7 @@ from dsbd_cli.errors import (
     RowError,
     UsageError,
 )
-from dsbd_cli.requests import Piece, Request, RequestResult
+from dsbd_cli.requests import Piece, Request, RequestResult, Source
 from dsbd_cli.stats import RequestStats
 
 __all__ = ["Engine", "EngineInfo"]
