@@ -17,6 +17,7 @@ import torch
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.models.head import head_keys, install, read_head
 from dsbd_cli.engine.models.hub import locate
+from dsbd_cli.engine.models.linearised import LinearisedLlama, mark
 from dsbd_cli.engine.models.mamba_ssm import KEY_MAPPING, byte_tokenizer, read_config
 from dsbd_cli.engine.models.packing import packing_works
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
@@ -111,10 +112,12 @@ def load_config(folder: Path, spec: ModelSpec) -> Any:
     if (config := read_config(folder)) is not None:
         return config
     try:
-        return AutoConfig.from_pretrained(**_source(folder), **_local(spec))
+        config = AutoConfig.from_pretrained(**_source(folder), **_local(spec))
     except Exception as error:
         hint = "" if spec.trust_remote_code or is_gguf(folder) else _remote_code_hint(folder)
         raise ModelError(f"{_name(spec)}: its config cannot be read: {_said(error)}{hint}") from error
+    mark(folder, config)
+    return config
 
 
 def _remote_code_hint(folder: Path) -> str:
@@ -159,6 +162,8 @@ def _class(config: Any) -> Any:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
 
+    if getattr(config, "linear_group_size", None):
+        return LinearisedLlama
     if not getattr(config, "is_encoder_decoder", False):
         return transformers.AutoModelForCausalLM
     if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING:
