@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
@@ -46,14 +46,16 @@ def mark(folder: Path, config: Any) -> None:
 
 
 def _weight_names(folder: Path) -> set[str]:
-    """Of weights in safetensors, or with an index beside them."""
+    """Of weights in safetensors, or with an index beside them; none of broken files, which the loader reports."""
     names: set[str] = set()
-    for index in folder.glob("*.index.json"):
-        names |= set(json.loads(index.read_text(encoding="utf-8")).get("weight_map") or ())
-    if not names:
-        for file in folder.glob("*.safetensors"):
+    try:
+        for index in folder.glob("*.index.json"):
+            names |= set(json.loads(index.read_text(encoding="utf-8")).get("weight_map") or ())
+        for file in folder.glob("*.safetensors") if not names else ():
             with safe_open(file, framework="pt") as stored:
                 names |= set(stored.keys())
+    except (OSError, ValueError, SafetensorError):
+        return set()
     return names
 
 
