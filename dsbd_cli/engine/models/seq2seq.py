@@ -229,8 +229,9 @@ class Seq2SeqForestModel(TransformersForest):
         if sight is not None:  # all rows in order
             by_row = self._device.type == "cpu"
             settled = tuple(self._cross.lengths[:rows]) if by_row else (0,) * rows
-            sight.across = Sight(settled, 1 if by_row else width)
-            sight.across.add(additive, seen, whole=True)
+            masked = by_row and self._masked  # else there are as many places as the source has
+            sight.across = Sight(settled, 1 if by_row else width, masked=masked)
+            sight.across.add(additive, seen, whole=not masked)
         return additive
 
     def _encoded(self, hidden: Tensor) -> Any:
