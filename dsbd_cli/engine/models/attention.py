@@ -34,7 +34,8 @@ __all__ = ["NAME", "Sight", "grouped_attention", "seeing", "use_grouped_attentio
 NAME = "dsbd_grouped"
 SETTLED_STEP = 32  # settled slots are counted in such steps: an odd remainder takes another kernel
 SETTLED_LEAST = 64  # a shorter prompt is all tail
-QUERY_STEP = 16  # queries too: a rest of fewer than four rows takes another kernel
+QUERY_STEP = 4  # queries too: a rest of fewer than four rows takes another kernel
+LEAST_TAIL = 16  # slots: products of fewer than twelve columns take another kernel
 LEAST_DIM = 32  # smaller heads take other kernels
 LOG2_E = math.log2(math.e)
 # exp2 of anything is equally fast, exp of what gives zero or a subnormal number is not
@@ -77,7 +78,7 @@ class Sight:
         self._heads[key] = None if whole else additive
         if not self.width:
             return
-        width = max(1, min(self.width, slots - min(self.settled)))  # a source may be all settled
+        width = max(LEAST_TAIL, min(self.width, slots - min(self.settled)))  # a source may be all settled
         if self._at is None:
             start = torch.tensor(self.settled, device=seen.device).unsqueeze(1)
             self._at = start + torch.arange(width, device=seen.device)  # [R, T]
@@ -251,10 +252,12 @@ def _by_parts(
     groups = heads // key.shape[1]
     queries = groups * count
     grouped = query.reshape(rows, key.shape[1], queries, dim)
-    grouped = nn.functional.pad(grouped, (0, 0, 0, -queries % QUERY_STEP))  # [R, H, m, E]
+    if queries % QUERY_STEP:
+        grouped = nn.functional.pad(grouped, (0, 0, 0, -queries % QUERY_STEP))  # [R, H, m, E]
+    head = _settled(sight, grouped, key, value, mask, scale) if max(sight.settled) else None
     if not sight.width:
-        settled = _settled(sight, grouped, key, value, mask, scale)[0]
-        return settled[:, :, :queries].reshape(rows, heads, count, -1)
+        assert head is not None
+        return head[0][:, :, :queries].reshape(rows, heads, count, -1)
     scores = torch.matmul(grouped.to(torch.float32), sight.pick(key, torch.float32).transpose(2, 3))
     scores = scores[:, :, :queries].unflatten(2, (groups, count))  # [R, H, G, n, T]
     if softcap is not None:
@@ -263,7 +266,6 @@ def _by_parts(
     if bias is not None:  # of all slots, which are all tail then
         scores.add_(bias.to(torch.float32).unflatten(1, (-1, groups)), alpha=LOG2_E)
     highest = scores.amax(-1, keepdim=True)
-    head = _settled(sight, grouped, key, value, mask, scale) if max(sight.settled) else None
     if head is not None:
         settled, log_sum = (part[:, :, :queries].unflatten(2, (groups, count)) for part in head)
         log_sum = log_sum.unsqueeze(-1) * LOG2_E
