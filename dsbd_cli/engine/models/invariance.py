@@ -21,7 +21,7 @@ __all__ = ["Company", "is_invariant"]
 
 PROMPT = 161  # tokens: five steps of settled slots and one that is left over
 WIDTH = 192  # of the prompt's forward
-SOURCES = (77, 150)  # tokens of the source of the text, where it has one, and of those beside it
+SOURCES = (77, 150, 90)  # tokens of the source of the text, where it has one, and of the rows before and after it
 ANSWER = 40  # tokens after the prompt, the last one is looked at
 SLOTS = 512
 
@@ -53,7 +53,7 @@ COMPANIES = (
     Company(others=0),
     Company(others=32, ahead=32, spread=5, joined=17, slots=SLOTS),
     Company(others=1, spread=3, at_once=3, joined=37, slots=352),
-    Company(rows=2, row=1, others=19, ahead=7, spread=4, at_once=2, slots=448),
+    Company(rows=3, row=1, others=19, ahead=7, spread=4, at_once=2, slots=448),
 )
 
 
@@ -105,12 +105,10 @@ def _size(model: CheckableModel) -> int:
 
 
 def _encode(model: Seq2SeqForestModel, company: Company) -> None:
-    """The text's own source, and sources of another length for its neighbours; all in one call."""
+    """The text's own source, and sources of other lengths for its neighbours; all in one call."""
     limit = model.max_source or max(SOURCES)
-    sources = [
-        sample_source(model, min(SOURCES[row != company.row], limit), seed=int(row != company.row))
-        for row in range(company.rows)
-    ]
+    place = [(row - company.row) % len(SOURCES) for row in range(company.rows)]  # 0 of the text
+    sources = [sample_source(model, min(SOURCES[-seed], limit), seed) for seed in place]
     model.encode(range(company.rows), sources)
 
 
