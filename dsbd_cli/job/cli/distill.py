@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from dsbd_cli.config import BUILTIN_TARGET, DEFAULT_DEPTH, DTYPES, MethodConfig, ModelSpec
+from dsbd_cli.config import BUILTIN_TARGET, DEFAULT_DEPTH, DTYPES, MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.errors import DsbdError, UsageError
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.messages import duration, log, say, warn, whole
@@ -30,7 +30,7 @@ from dsbd_cli.job.cli.settings import RunSettings, model_specs, places, run_sett
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.source import LineSource
-from dsbd_cli.lab.distillation.record import RECORD, Acceptance, Milestone, Plan, Record, Speed, read_record
+from dsbd_cli.lab.distillation.record import BATCH, RECORD, Acceptance, Milestone, Plan, Record, Speed, read_record
 from dsbd_cli.requests import Request
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class DistillOptions:
         ),
     ] = None
     steps: Annotated[
-        int | None, option(DISTILL, "--steps", text="of training, 8 answers each", default=STEPS, metavar="N")
+        int | None, option(DISTILL, "--steps", text=f"of training, {BATCH} answers each", default=STEPS, metavar="N")
     ] = None
     learning_rate: Annotated[
         float | None,
@@ -133,7 +133,14 @@ class DistillOptions:
         ),
     ] = None
     max_new_tokens: Annotated[
-        int | None, option(MAIN, "--max-new-tokens", text="tokens of an answer at most", default=128, metavar="N")
+        int | None,
+        option(
+            MAIN,
+            "--max-new-tokens",
+            text="tokens of an answer at most",
+            default=SamplingConfig().max_new_tokens,
+            metavar="N",
+        ),
     ] = None
     seed: Annotated[
         int | None, option(MAIN, "--seed", text="of answers, batches and new weights", default=0, metavar="N")
@@ -150,7 +157,13 @@ class DistillOptions:
     ] = None
     device: Annotated[
         str | None,
-        option(DISTILL, "--device", text="as of generate; with a comma the target's and the draft's", metavar="DEVICE"),
+        option(
+            DISTILL,
+            "--device",
+            text="as of generate; with a comma the target's and the draft's",
+            default="auto",
+            metavar="DEVICE",
+        ),
     ] = None
     quiet: Annotated[bool | None, flag(DISTILL, "--quiet", "-q", text="nothing but errors")] = None
 
@@ -394,41 +407,40 @@ class _Distilling:
 
         training, record = self._training(engine, shape), self._record
         steps = record.plan.steps
-        if not record.milestones:
-            self._save(training)
-            self._reach(Milestone(0, None, *self._measure(engine, self._folder / CHECKPOINT, held, speed=True)))
         every = max(1, steps // EVALUATIONS)
         began, first, saved, losses = time.monotonic(), training.step, time.monotonic(), list[float]()
         while training.step < steps:
+            if training.step % every == 0 and training.step not in {one.step for one in record.milestones}:
+                self._save(training)
+                self._reach_with(engine, training.step, losses, self._folder / CHECKPOINT, held)
+                saved = time.monotonic()
             losses.append(training.run_step())
             left = (time.monotonic() - began) / (training.step - first) * (steps - training.step)
-            recent = _mean(losses[-RECENT:])
+            recent, latest = _mean(losses[-RECENT:]), record.milestones[-1]
             self._talk.now(
-                f"step {training.step} of {steps}, loss {recent:.3f}, {duration(left)} left, "
-                f"at step {record.milestones[-1].step} {_said(record.milestones[-1])}",
+                f"step {training.step} of {steps}, loss {recent:.3f}, {duration(left)} left, at step {latest.step} "
+                f"{_said(latest)}",
                 {"step": training.step, "steps": steps, "loss": recent},
             )
-            due = training.step % every == 0 and training.step < steps
-            if due or self._stopped or time.monotonic() - saved > CHECKPOINT_S:
+            if self._stopped or time.monotonic() - saved > CHECKPOINT_S:
                 self._save(training)
                 saved = time.monotonic()
                 self._check_stopped()
-            if due:
-                acceptance, _ = self._measure(engine, self._folder / CHECKPOINT, held[:HELD_OUT_BETWEEN], speed=False)
-                self._reach(Milestone(training.step, _mean(losses), acceptance))
-                losses.clear()
         self._save(training)
         publish_student(training.student, self._spec, self._folder, stored_dtype(self._spec))
-        found = self._measure(engine, self._folder, held, speed=True)
+        self._reach_with(engine, steps, losses, self._folder, held)
         record.complete = True
-        self._reach(Milestone(steps, _mean(losses) if losses else None, *found))
+        record.write(self._folder)
         remove(self._folder / CHECKPOINT)
         if not self._options.quiet:
             _show(record, self._folder, len(held))
 
-    def _reach(self, milestone: Milestone) -> None:
-        """Write it down and tell it."""
-        record = self._record
+    def _reach_with(self, engine: Engine, step: int, losses: list[float], folder: Path, held: list[Request]) -> None:
+        """Measure the draft in a folder, write it down and tell it. losses: since the milestone before, forgotten."""
+        record, ends = self._record, step in (0, self._record.plan.steps)
+        found = self._measure(engine, folder, held if ends else held[:HELD_OUT_BETWEEN], speed=ends)
+        milestone = Milestone(step, _mean(losses) if losses else None, *found)
+        losses.clear()
         record.milestones.append(milestone)
         record.write(self._folder)
         loss = "" if milestone.loss is None else f"loss {milestone.loss:.3f}, "

@@ -10,10 +10,11 @@ import orjson
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.data.resume import write_atomically
 
-__all__ = ["RECORD", "Acceptance", "Milestone", "Plan", "Record", "Speed", "read_record"]
+__all__ = ["BATCH", "RECORD", "Acceptance", "Milestone", "Plan", "Record", "Speed", "read_record"]
 
 RECORD = "dsbd_distill.json"
 SCHEMA = "dsbd.distill/1"
+BATCH = 8  # answers of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,6 @@ class Plan:
     """What the weights follow from, besides device and machine. input: a digest of the prompts' lines."""
 
     target: str
-    input: str
     layers: int
     hidden_size: int | None
     steps: int
@@ -31,6 +31,7 @@ class Plan:
     max_new_tokens: int
     seed: int
     dtype: str
+    input: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.lab.distillation.answers import Answer
 from dsbd_cli.lab.distillation.laws import Objective, Teacher, divergence
+from dsbd_cli.lab.distillation.record import BATCH
 
-__all__ = ["BATCH", "Recipe", "Training"]
+__all__ = ["Recipe", "Training"]
 
-BATCH = 8  # answers of a step
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.98), 0.01, 1.0
 WARM_UP_SHARE, WARM_UP_MOST = 0.05, 100
 LOGIT_BYTES = 256 << 20  # of a forward's float32 logits
