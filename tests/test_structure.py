@@ -25,8 +25,9 @@ LAYERS = {
     5: ("dropin", "metrics", "data", "tasks", "reports", "peers", "scale"),
     6: ("pick",),
     7: ("bench", "profiling"),
-    8: ("cli", "lm_eval"),
-    9: ("__main__", "__init__"),
+    8: ("distillation",),
+    9: ("cli", "lm_eval"),
+    10: ("__main__", "__init__"),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 TORCH = ("torch",)
