@@ -14,6 +14,7 @@ import typer
 from dsbd_cli._version import __version__
 from dsbd_cli.errors import DsbdError, OutputError
 from dsbd_cli.job.cli.bench import bench
+from dsbd_cli.job.cli.doctor import doctor
 from dsbd_cli.job.cli.generate import generate
 from dsbd_cli.job.cli.index import index
 from dsbd_cli.job.cli.merge import merge
@@ -37,6 +38,7 @@ app.command("pick", cls=Command)(pick)
 app.command("merge", cls=Command)(merge)
 app.command("bench", cls=Command)(bench)
 app.command("profile", cls=Command)(profile)
+app.command("doctor", cls=Command)(doctor)
 app.command("index", cls=Command)(index)
 app.command("trim-draft", cls=Command)(trim_draft)
 app.add_typer(models_app, name="models")
