@@ -9,19 +9,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dsbd_cli.config import BUILTIN_TARGET, MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.engine.models.catalog import fit, local_folder
-from dsbd_cli.errors import DsbdError, ModelNotFoundError, UnsupportedModelError
+from dsbd_cli.errors import DsbdError, ModelNotFoundError
 from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, installed, versions
 from dsbd_cli.lab.tasks import TASKS
 from dsbd_cli.requests import Request
 
 if TYPE_CHECKING:
-    import torch
-
+    from dsbd_cli.engine.core.protocols import ForestModel
     from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.engine.models.pair import LoadedPair
 
@@ -69,7 +69,9 @@ def check_up(target: ModelSpec, draft: ModelSpec | None, seconds: float) -> Iter
     yield _tried("machine", _machine)
     yield _tried("GPU", _gpu)
     if draft is not None:
-        yield _tried("pair", lambda: _pair(target, draft))
+        fits = _tried("pair", partial(_pair, target, draft))
+        yield fits
+        draft = None if fits.state == "broken" else draft
     loaded: list[LoadedPair] = []
     yield _tried("models", lambda: _models(target, draft, loaded))
     if not loaded:
@@ -120,7 +122,8 @@ def _machine() -> tuple[State, str, Facts]:
     cpu, threads, cores = torch.device("cpu"), torch.get_num_threads(), len(os.sched_getaffinity(0))
     total, free = memory_bytes(cpu), free_bytes(cpu)
     system = f"{platform.system()} {platform.machine()}"
-    text = f"{cpu_name()}, {_count(cores, 'core')}, {_count(threads, 'thread')}, {free / GIB:.1f} of {total / GIB:.1f} GiB free; {system}"
+    beside = f"{_count(cores, 'core')}, {_count(threads, 'thread')}"
+    text = f"{cpu_name()}, {beside}, {free / GIB:.1f} of {total / GIB:.1f} GiB free; {system}"
     facts = {"cpu": cpu_name(), "cores": cores, "threads": threads, "memory_bytes": total, "free_bytes": free}
     return "ok", text, {**facts, "system": system}
 
@@ -177,10 +180,10 @@ def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]
     pair = load_pair(target, draft)
     took = time.monotonic() - begin
     loaded.append(pair)
-    told, facts = [], {}
-    for spec, model, dtype in ((target, pair.target, pair.target_dtype), (draft, pair.draft, pair.draft_dtype)):
-        if spec is None or model is None:
-            continue
+    told: list[str] = []
+    facts: Facts = {"load_s": took}
+    for spec, model, dtype in zip((target, draft), _both(pair), (pair.target_dtype, pair.draft_dtype), strict=False):
+        assert spec is not None
         size = size_of(model)
         how = f" ({spec.dtype})" if spec.dtype == "auto" else ""
         weights = "" if size is None else f", {_bytes(size.held_bytes)}"
@@ -195,13 +198,19 @@ def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]
         }
     if draft is None:
         told.append("no draft")
-    return "ok", f"{'; '.join(told)}; loaded and tested in {took:.1f} s", {**facts, "load_s": took}
+    return "ok", f"{'; '.join(told)}; loaded and tested in {took:.1f} s", facts
+
+
+def _both(pair: LoadedPair) -> list[ForestModel]:
+    """The target, and the draft where there is one."""
+    return [pair.target] if pair.draft is None else [pair.target, pair.draft]  # type: ignore[list-item]
 
 
 def _forest(pair: LoadedPair) -> tuple[State, str, Facts]:
     """The self-test has passed, or the models would not be loaded: how far off they were."""
-    told, facts = [], {}
-    for role, model in (("target", pair.target), ("draft", pair.draft)):
+    told: list[str] = []
+    facts: Facts = {}
+    for role, model in zip(("target", "draft"), _both(pair), strict=False):
         report = getattr(model, "tested", None)
         if report is not None:
             told.append(f"{role} off by {report.median_error:.0e} at the median, {report.largest_error:.0e} at most")
@@ -221,12 +230,16 @@ def _numerics(pair: LoadedPair, target: ModelSpec) -> tuple[State, str, Facts]:
 
 
 def _graphs(pair: LoadedPair) -> tuple[State, str, Facts]:
+    from dsbd_cli.engine.decoding.trial import captured_otherwise
+
     model = pair.target
     if model.device.type != "cuda":
         return "off", f"iterations are captured on a GPU only; the target is on {model.device}", {}
     engine = _engine(pair, depth=DEPTH)
-    if engine.stepper.graphs is None:
-        why = "; ".join(engine.notices) or "the models do not lie whole on one GPU, or their forwards read the host"
+    why: str | None = "the models do not lie whole on one GPU, or their forwards read the host"
+    if engine.stepper.graphs is not None:
+        why = captured_otherwise(engine)
+    if why is not None:
         return "note", f"iterations run plainly: {why}", {"reason": why}
     return "ok", "iterations are captured as CUDA graphs; a captured one gives what a plain one gives", {}
 
@@ -234,7 +247,7 @@ def _graphs(pair: LoadedPair) -> tuple[State, str, Facts]:
 def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:
     from dsbd_cli.engine.decoding.budget import fitting_rows, free_bytes
 
-    models = [pair.target] if pair.draft is None else [pair.target, pair.draft]
+    models = _both(pair)
     nodes = BEAMS * (1 + 2 * DEPTH)
     free, cache = free_bytes(pair.target.device), sum(model.kv_bytes_per_slot() for model in models)
     slots = MEMORY_TOKENS + 2 * nodes
