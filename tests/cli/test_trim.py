@@ -12,6 +12,8 @@ import pytest
 
 from dsbd_cli import Engine, Request
 from dsbd_cli.engine.decoding import compare
+from dsbd_cli.engine.models.catalog import fit
+from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.job.cli.app import run
 from dsbd_cli.job.records.texts import answer_text
 from tests.models.conftest import byte_level, save, wrap
@@ -73,18 +75,14 @@ def test_from_prompts_to_a_draft(
     assert [row["text"] for row in full] == [row["text"] for row in again]
 
 
-def test_models_check_knows_a_trimmed_head(
-    pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_whether_a_pair_fits_knows_a_trimmed_head(pair: tuple[str, str], prompts: str, tmp_path: Path) -> None:
     small = str(tmp_path / "small")
     native = tmp_path / "native.jsonl"
     generate(pair, prompts, native)
     trim(pair, "--texts", str(native), "--size", "120", "-o", small, "--quiet")
-    capfd.readouterr()
-    assert run(["models", "check", pair[0], small]) == 0
-    assert "note: the draft is trimmed: its head has 120 rows" in capfd.readouterr().out
-    assert run(["models", "check", small, pair[1]]) == 1
-    assert "is a trimmed draft: only a draft may lack tokens" in capfd.readouterr().err
+    assert "the draft is trimmed: its head has 120 rows" in " ".join(fit(pair[0], small).notes)
+    with pytest.raises(UnsupportedModelError, match="is a trimmed draft: only a draft may lack tokens"):
+        fit(small, pair[1])
 
 
 def test_from_texts(pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
