@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,8 +14,9 @@ from dsbd_cli.engine.decoding.graphs import CudaRecorder, IterationGraphs
 from dsbd_cli.engine.decoding.step import Work
 from dsbd_cli.engine.decoding.timing import Event
 from dsbd_cli.errors import UsageError
+from dsbd_cli.kernels import available
 
-__all__ = ["captures", "current", "events", "out_of_memory"]
+__all__ = ["captures", "current", "events", "kernels_for", "out_of_memory"]
 
 
 def events(device: torch.device) -> Callable[[], Event] | None:
@@ -46,6 +48,24 @@ def captures(models: Sequence[ForestModel], on_host: bool, wanted: bool | None) 
         )
         raise UsageError(f"cuda_graphs cannot be had: {reason}", field="cuda_graphs", value=wanted)
     return IterationGraphs(CudaRecorder(models[0].device)) if possible and wanted is not False else None
+
+
+KERNELS = frozenset({"begin", "candidates", "commit", "extend", "move", "walk"})
+
+
+def kernels_for(device: torch.device, wanted: bool | None) -> frozenset[str]:
+    """Names of the kernels that an engine on this device runs; none without triton. wanted: None where there is a GPU.
+
+    Raises UsageError where they are asked for and cannot be. triton's interpreter runs them on any device, for tests.
+    """
+    possible = available() and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    if wanted and not possible:
+        raise UsageError(
+            f"kernels cannot be had: they need a GPU and the package triton, and the target is on {device}",
+            field="kernels",
+            value=wanted,
+        )
+    return KERNELS if possible and (wanted or (wanted is None and device.type == "cuda")) else frozenset()
 
 
 def out_of_memory(error: RuntimeError | MemoryError) -> bool:

@@ -229,6 +229,11 @@ class TransformersForest:
         """Bytes of a row's recurrent states and of the inputs of `window` slots past its trunk; 0 for attention."""
         return self._cache.bytes_of_states(window)
 
+    def use_kernels(self, names: frozenset[str]) -> None:
+        """Kernels to run from now on, of those that serve a model. What `move` is given must then be what an iteration
+        gives: no target behind its source, and both ascending."""
+        self._cache.kernel = "move" in names
+
     @torch.no_grad()
     def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
         """Copy cache contents slot by slot within each row: source, target [R, T] int64. Recurrent states take in what
