@@ -494,6 +494,7 @@ class ModelSpec:
         numerics: of a target: `invariant` computes every node the same way whatever else is in a forward, so that a
             text cannot depend on the draft or the batch; `fast` saves that work.
         tensor_parallel: of a target: processes, each with a GPU where there are any, that share every layer.
+        kernels: on a GPU, layers whose small operations are known run as kernels; False: as transformers has them.
     """
 
     source: str
@@ -505,6 +506,7 @@ class ModelSpec:
     allow_pickle: bool = False
     numerics: Numerics = "invariant"
     tensor_parallel: int = 1
+    kernels: bool = True
 
     def __post_init__(self) -> None:
         expected = "1 or more, and 1 of a draft"

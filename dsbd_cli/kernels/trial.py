@@ -7,6 +7,7 @@ are tried by another one. What was found is kept for the versions and the device
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import json
@@ -48,13 +49,14 @@ def tried(kernel: Kernel, device: torch.device) -> str | None:
     return None
 
 
-def faults(device: torch.device, command: Sequence[str] | None = None) -> dict[str, str]:
+@functools.cache
+def faults(device: torch.device, command: tuple[str, ...] | None = None) -> dict[str, str]:
     """Kernels that must not run on a device, and why; nothing where all may.
 
     command: what tries them in another process; that of this module where None.
     """
     if not available():
-        return {"all": "triton is not installed"}
+        return {}  # none runs
     place = _place(device)
     try:
         found: dict[str, str] = json.loads(place.read_text(encoding="utf-8"))

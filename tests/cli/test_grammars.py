@@ -44,7 +44,7 @@ REFUSED = [
     ("--regex a --json-schema {}/good.json", "--json-schema and --regex cannot be used together"),
     ("--regex a --allow {}/good.json", "--allow and --regex cannot be used together"),
     ("--regex a --stop b", "--stop is ['b'], but a grammar alone says where a text may end"),
-    ("--regex a --cuda-graphs", "--cuda-graphs cannot be had with a grammar"),
+    ("--regex a --gpu graphs", "--gpu graphs cannot be had with a grammar"),
 ]
 
 

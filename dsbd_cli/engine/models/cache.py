@@ -104,6 +104,7 @@ class ForestCache(Cache):
         self._plane_specs: dict[tuple[int, int], PlaneSpec] = {}  # (layer, 0 keys / 1 values)
         self._slabs: dict[PlaneSpec, Tensor] = {}  # [P, R, S, H * E]
         self._write: Write | None = None
+        self.kernel = False  # slots are moved by the kernel `move`, where it fits
 
     @property
     def active(self) -> int:
@@ -169,6 +170,12 @@ class ForestCache(Cache):
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots within each row: source, target [R, T] int64. All reads happen before any write."""
+        if self.kernel and source.shape[0]:
+            from dsbd_cli.kernels import commit
+
+            for spec, slab in self._slabs.items():
+                commit.move(slab, source.to(spec.device), target.to(spec.device))
+            return
         base = torch.arange(source.shape[0], device=source.device)[:, None] * self.slots
         source, target = (base + source).flatten(), (base + target).flatten()
         for spec, slab in self._slabs.items():
@@ -221,7 +228,7 @@ class ForestCache(Cache):
     def planes(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Keys and values [R', S', H, E] of a layer, and where the forward under way writes: [R * n] int64 into rows
         times slots. None before the layer has told its shapes, or has memory."""
-        known = self.layers[layer] if layer < len(self.layers) else None
+        known: Any = self.layers[layer] if layer < len(self.layers) else None
         if known is None or not known.is_initialized or known.keys is None or known.values is None:
             return None
         assert self._write is not None, "begin() comes before a forward"
