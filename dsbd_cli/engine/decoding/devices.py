@@ -50,7 +50,7 @@ def captures(models: Sequence[ForestModel], on_host: bool, wanted: bool | None) 
     return IterationGraphs(CudaRecorder(models[0].device)) if possible and wanted is not False else None
 
 
-KERNELS = frozenset({"begin", "candidates", "commit", "extend", "move", "walk"})
+KERNELS = frozenset({"candidates", "commit", "draft", "move", "walk"})
 
 
 def kernels_for(device: torch.device, wanted: bool | None) -> frozenset[str]:
