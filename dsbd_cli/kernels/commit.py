@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsbd_cli.kernels.law import child_path
-from dsbd_cli.kernels.walk import COLUMNS, FIRST, at
+from dsbd_cli.kernels.walk import COLUMNS, FIRST
 
 __all__ = ["commit", "fits", "move"]
 
@@ -108,7 +108,7 @@ def commit_kernel(
     TILE: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """One request. Every value is read before its place is written: a barrier stands between where warps could differ."""
+    """One request. Every value is read before its place is written; a barrier stands between where warps differ."""
     row = tl.program_id(0).to(tl.int64)
     w = tl.arange(0, WP)
     t = tl.arange(0, TP)

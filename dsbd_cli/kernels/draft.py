@@ -373,10 +373,10 @@ def begin(
     """Write the roots: drafting.base.roots, their slots, positions and mask, and the keys of the streams.
 
     beams: token, path, stop_state, valid, weight, ancestors, depth. table: used, trunk, positions, tokens. noise:
-    row_key, iteration. sheet: of Sheet. keys [R, D + 1, STREAMS]. joined: tokens, positions and slots [3, R, L + W0] and
-    mask [R, L + W0, S] of the forward that runs L late tokens first; L may be 0.
+    row_key, iteration. sheet: of Sheet. keys [R, D + 1, STREAMS]. joined: tokens, positions and slots [3, R, L + W0]
+    and mask [R, L + W0, S] of the forward that runs L late tokens first; L may be 0.
     """
-    ints, flags, weight, paths, ancestors, mask = sheet
+    ints, _, _, _, ancestors, mask = sheet
     token, window = beams[0], ancestors.shape[2]
     rows, roots = token.shape
     depth = keys.shape[1] - 1

@@ -1,8 +1,8 @@
 """Device functions that several kernels share: noise, the order of numbers, the pool law.
 
-They compute what core/noise.py and core/probs.py compute, number by number. Two things differ in their making. log(1 - u)
-stands for log1p(-u): u has 52 bits and a half, so 1 - u is exact and the two are equal to the last bit. The k-th largest
-number, and the one at which the mass reaches top_p, are found bit by bit, without a sort.
+They compute what core/noise.py and core/probs.py compute, number by number. Two things differ in their making. log(1 -
+u) stands for log1p(-u): u has 52 bits and a half, so 1 - u is exact and the two are equal to the last bit. The k-th
+largest number, and the one at which the mass reaches top_p, are found bit by bit, without a sort.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ __all__ = ["COLUMNS", "FIRST", "fits", "walk"]
 FIRST = 7  # numbers of a row in the report before those of its layers
 COLUMNS = 9  # numbers of a layer
 MOST_BEAMS = 16
+WARPS = 4
 BLOCK = tl.constexpr(1024)
 HEAD, WIDE = tl.constexpr(FIRST), tl.constexpr(COLUMNS)
 ACCEPT, RESIDUAL, COMPLETION = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
@@ -28,10 +29,14 @@ TINY = tl.constexpr(1e-300)
 
 
 @triton.jit
-def at(x, place, where, AXIS: tl.constexpr):
-    """x[where] of a vector x at the numbers `place`: a vector, or a number where AXIS is 0."""
-    if AXIS == 0:
-        return tl.sum(tl.where(place == where, x, 0), 0)
+def one(x, place, where):
+    """x[where] of a vector x at the numbers `place`: a number."""
+    return tl.sum(tl.where(place == where, x, 0), 0)
+
+
+@triton.jit
+def several(x, place, where):
+    """x[where] of a vector x at the numbers `place`: a vector."""
     return tl.sum(tl.where(place[None, :] == where[:, None], x[None, :], 0), 1)
 
 
@@ -225,10 +230,10 @@ def walk_kernel(
             live_beam = alive & ((w < roots) | (layer > 0))
             hits = (d_parent[:, None] == node[None, :]) & live_beam[None, :]
             d_beam = tl.min(tl.where(hits, w[None, :], WP), 1)
-            start = (base + tl.maximum(d_parent, 0)) * candidates
-            d_column = find(tokens, start, candidates, d_token, STEPS)
+            d_start = (base + tl.maximum(d_parent, 0)) * candidates
+            d_column = find(tokens, d_start, candidates, d_token, STEPS)
             d_column = tl.minimum(d_column, candidates - 1)
-            hit = (d_beam < WP) & d_valid & (tl.load(tokens + start + d_column, mask=there, other=-1) == d_token)
+            hit = (d_beam < WP) & d_valid & (tl.load(tokens + d_start + d_column, mask=there, other=-1) == d_token)
             d_index = tl.where(hit, d_beam * CP + d_column.to(tl.int32), -1)
             d_sampled = tl.load(sampled + base + below + k, mask=there, other=0) != 0
             d_ends = tl.load(eos + tl.maximum(d_token, 0), mask=there, other=0) != 0
@@ -254,40 +259,40 @@ def walk_kernel(
             drafted_as = w * 0
             for j in range(tl.where(layer < depth, drafted, 0)):
                 now = k == j
-                index = at(d_index, k, j, 0)
-                here = flat == index
-                if (at(d_sampled.to(tl.int32), k, j, 0) > 0) & (live < beams):
-                    level = tl.sum(tl.where(here, residual, 0.0), 0)
-                    if (index >= 0) & (at(bound, k, j, 0) < level):
-                        left = tl.where(here, NEVER, left)
+                index = one(d_index, k, j)
+                this_pair = flat == index
+                if (one(d_sampled.to(tl.int32), k, j) > 0) & (live < beams):
+                    level = tl.sum(tl.where(this_pair, residual, 0.0), 0)
+                    if (index >= 0) & (one(bound, k, j) < level):
+                        left = tl.where(this_pair, NEVER, left)
                         shares = tl.exp(left - tl.max(left, 0))
                         share = shares / tl.sum(shares, 0)
                         residual = share
                         accepted += 1
-                        if at(d_ends.to(tl.int32), k, j, 0) > 0:
-                            ended = ended | here
+                        if one(d_ends.to(tl.int32), k, j) > 0:
+                            ended = ended | this_pair
                         else:
                             chosen = tl.where(w == live, index, chosen)
                             drawn = drawn | (w == live)
                             drafted_as = tl.where(w == live, j, drafted_as)
                             live += 1
                     else:
-                        rest_of_q = at(log_rest, k, j, 0)
+                        rest_of_q = one(log_rest, k, j)
                         q = tl.exp(log_q64 - rest_of_q)
                         q = tl.where(gone | (q != q), 0.0, q)
                         over_q = tl.maximum(residual - q, 0.0)
-                        total = tl.sum(over_q, 0)
-                        residual = tl.where(total > TINY, over_q / total, share)
-                gone = gone | here
+                        mass = tl.sum(over_q, 0)
+                        residual = tl.where(mass > TINY, over_q / mass, share)
+                gone = gone | this_pair
             open_ = (live < beams) & ((live == 0) | (tl.max(left, 0) > NEVER))
             entry = tl.reshape((w.to(tl.int64) << 32)[:, None] + tok + 1, (WP * CP,))
             level_of = tl.log(tl.where(residual == residual, residual, 0.0))
-            value, first = tl.max(level_of + gumbel(tl.load(keys_at + RESIDUAL), entry), 0, return_indices=True)
-            first_real = is_some(value) & open_
-            here = (flat == first) & first_real
-            first_ends = tl.max((here & ending).to(tl.int32), 0) > 0
-            left = tl.where(here, NEVER, left)
-            ended = ended | (here & ending)
+            highest, first = tl.max(level_of + gumbel(tl.load(keys_at + RESIDUAL), entry), 0, return_indices=True)
+            first_real = is_some(highest) & open_
+            this_pair = (flat == first) & first_real
+            first_ends = tl.max((this_pair & ending).to(tl.int32), 0) > 0
+            left = tl.where(this_pair, NEVER, left)
+            ended = ended | (this_pair & ending)
             first_live = first_real & (first_ends == 0)
             chosen = tl.where((w == live) & first_live, first, chosen)
             drawn = drawn | ((w == live) & first_live)
@@ -297,12 +302,12 @@ def walk_kernel(
             free = tl.where(ending, NEVER, pool)
             last_key = tl.full((), float("inf"), tl.float64)
             for i in range(missing):
-                value, index = tl.max(free, 0, return_indices=True)
-                got = is_some(value)
+                highest, index = tl.max(free, 0, return_indices=True)
+                got = is_some(highest)
                 chosen = tl.where((w == placed + i) & got, index, chosen)
                 drawn = drawn | ((w == placed + i) & got)
                 free = tl.where(flat == index, NEVER, free)
-                last_key = value
+                last_key = highest
             ended = ended | (ending & (pool > last_key))
             countable = drawn
         else:
@@ -333,28 +338,28 @@ def walk_kernel(
                 ended = ending & (pool >= last) & is_finite(pool)
                 mine_key = tl.full((WP,), NEVER, tl.float32)
                 for i in range(beams):
-                    index = at(chosen, w, i, 0)
+                    index = one(chosen, w, i)
                     mine_key = tl.where(w == i, tl.max(tl.where(flat == index, pool, NEVER), 0), mine_key)
                 countable = drawn & (mine_key >= last)
             else:
                 ended = ending & (pool > last)
         beam = chosen // CP
         column = chosen % CP
-        n_parent = at(known, w, beam, 1)
+        n_parent = several(known, w, beam)
         spot = (base + n_parent) * candidates + column
         n_token = tl.load(tokens + spot, mask=kept, other=0)
         lp_of = tl.load(logprobs + spot, mask=kept, other=0.0)
-        n_logprob = at(tl.where(alive, logprob, NEVER), w, beam, 1) + lp_of
+        n_logprob = several(tl.where(alive, logprob, NEVER), w, beam) + lp_of
         if RULE == 1:
             n_weight = n_logprob
         elif BEAM:
             n_weight = n_logprob
             picked = tl.reshape(joint, (WP * CP,))
             for i in range(beams):
-                index = at(chosen, w, i, 0)
+                index = one(chosen, w, i)
                 n_weight = tl.where(w == i, tl.max(tl.where(flat == index, picked, NEVER), 0), n_weight)
         else:
-            n_weight = at(tl.where(alive, weight, NEVER), w, beam, 1) + lp_of
+            n_weight = several(tl.where(alive, weight, NEVER), w, beam) + lp_of
         # which draws are drafted nodes
         same = (d_parent[None, :] == n_parent[:, None]) & (d_token[None, :] == n_token[:, None]) & d_valid[None, :]
         found = tl.min(tl.where(same, k[None, :], KP), 1)
@@ -375,7 +380,6 @@ def walk_kernel(
             column_of = report + HEAD + layer * WIDE
             parents = (d_parent[:, None] == node[None, :]) & (alive & ((w < roots) | (layer > 0)))[None, :]
             living = (tl.max(parents.to(tl.int32), 1) > 0) & d_valid
-            d_source = tl.load(source + base + below + k, mask=there, other=0)
             n_source = tl.load(source + base + n_node, mask=is_node, other=0)
             needed = tl.max(tl.where(is_node & (n_source != 1), found + 1, 0), 0)
             tl.store(column_of + 0, tl.full((), 1, tl.int64))
@@ -402,7 +406,7 @@ def walk_kernel(
         cut_score = tl.where(countable & over, tl.div_rn(n_logprob, scale + w * 0.0), NEVER)
         e_score = tl.div_rn(e_logprob, scale + w * 0.0)
         if tl.maximum(tl.max(e_score, 0), tl.max(cut_score, 0)) > NEVER:
-            e_node = at(known, w, e_index // CP, 1)
+            e_node = several(known, w, e_index // CP)
             e_token = tl.load(tokens + (base + e_node) * candidates + e_index % CP, mask=kept, other=0)
             m_score, m_logprob, m_length = score, h_logprob, h_length
             m_by_length, m_source, m_node, m_token = h_by_length, h_source, h_node, h_token
@@ -496,10 +500,10 @@ def walk(
 ) -> None:
     """decoding.walk.walk. Finished hypotheses change in place; the rest is written to `out`.
 
-    candidates: tokens, logprobs [R, N, C]. nodes: path, stop_state, parent, token, valid, source, sampled [R, N]. beams:
-    valid, weight, logprob [R, W0], length [R]. finished: score, logprob, length, by_length, source, node, token [R, F].
-    endings: eos [V], table of the stop automaton. warp: temperature, top_k, top_p, min_p, cold. limits: active, max_new,
-    length_penalty, early [R]. keys [R, D + 1, STREAMS]. law: tokens, log_q [R, N, Cq], log_drawn and log_rest
+    candidates: tokens, logprobs [R, N, C]. nodes: path, stop_state, parent, token, valid, source, sampled [R, N].
+    beams: valid, weight, logprob [R, W0], length [R]. finished: score, logprob, length, by_length, source, node, token
+    [R, F]. endings: eos [V], table of the stop automaton. warp: temperature, top_k, top_p, min_p, cold. limits: active,
+    max_new, length_penalty, early [R]. keys [R, D + 1, STREAMS]. law: tokens, log_q [R, N, Cq], log_drawn and log_rest
     [2, R, D, K]; or nothing. out: parent, token, node, valid, weight, logprob [R, W]; before [R, D + 1, W]; report
     [R, FIRST + D * COLUMNS] int64, of which 0 to 3 are done, invalid, steps and the sum of widths. flags: as of
     draft.extend.
@@ -525,7 +529,7 @@ def walk(
         BEAM=beam,
         STEPS=own.bit_length(),
         Q_STEPS=q_count.bit_length(),
-        num_warps=4 if pairs <= 1024 else 8,
+        num_warps=WARPS if pairs <= 1024 else 8,
         enable_fp_fusion=False,
     )
 

@@ -1,7 +1,7 @@
 """The nodes of one iteration in one piece of memory, as the kernels `begin` and `extend` write them.
 
-Letters: R requests, W0 roots, K drafts per layer, D layers, N = W0 + D*K nodes, T tail window, S slots, Cq candidates of
-a draft's node. A forest over a sheet is views of it, so that whatever reads a forest may read this one.
+Letters: R requests, W0 roots, K drafts per layer, D layers, N = W0 + D*K nodes, T tail window, S slots. A forest over a
+sheet is views of it, so that whatever reads a forest may read this one.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ class Sheet:
             beams.depth,
         )
         own = [beams.token, beams.path, beams.stop_state, beams.valid, beams.weight, beams.ancestors, beams.depth]
+        own = [value.contiguous() for value in own]  # one root alone may be a part of W beams
         trash = table.positions.shape[1] - 1
         draft.begin(own, self.table, list(noise), self.tensors, self.keys, self.joined, trash, last_position)
         return self

@@ -55,7 +55,7 @@ def captures(models: Sequence[ForestModel], on_host: bool, wanted: bool | None) 
     )
 
 
-KERNELS = frozenset({"begin", "candidates", "commit", "extend", "move", "walk"})
+KERNELS = frozenset({"candidates", "commit", "draft", "move", "walk"})
 
 
 def kernels_for(device: torch.device, wanted: bool | None) -> frozenset[str]:

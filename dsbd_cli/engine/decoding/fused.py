@@ -32,13 +32,11 @@ def fits_walk(state: BatchState, forest: Forest, candidates: Candidates) -> bool
     with laws that `extend` recorded."""
     from dsbd_cli.kernels import walk as kernel
 
-    method, beams = state.method, state.beams
+    method = state.method
     if method.dynamic or (method.rule == "rejection" and forest.depth and not (forest.sheet and forest.sheet.law)):
         return False
     drafts, roots, width = forest.drafts_per_layer, forest.num_beams, candidates.tokens.shape[2]
-    return kernel.fits(method.num_beams, roots, width, drafts, method.rule) and all(
-        value.is_contiguous() or roots == 1 for value in (beams.valid, beams.weight, beams.logprob)
-    )
+    return kernel.fits(method.num_beams, roots, width, drafts, method.rule)
 
 
 def walked(
@@ -64,7 +62,7 @@ def walked(
     kernel.walk(
         [candidates.tokens.contiguous(), candidates.logprobs.contiguous()],
         [flat.path, flat.stop_state, flat.parent, flat.token, flat.valid, flat.source, flat.sampled],
-        [beams.valid, beams.weight, beams.logprob, beams.length],
+        [value.contiguous() for value in (beams.valid, beams.weight, beams.logprob, beams.length)],
         [
             *(finished.score, finished.logprob, finished.length, finished.by_length),
             *(finished.source, finished.node, finished.token),

@@ -220,7 +220,7 @@ class Stepper:
 
     def _sheet(self, state: BatchState, plan: Plan, legal: Legal | None) -> Sheet | None:
         """Where kernels write this iteration's forest, with its roots; None where tensor code makes it."""
-        if not {"begin", "extend"} <= self.kernels or legal is not None or not self.drafter.on_sheet:
+        if "draft" not in self.kernels or legal is not None or not self.drafter.on_sheet:
             return None
         method, shape = state.method, plan.shape
         model = self.drafter.model
@@ -286,7 +286,7 @@ class Stepper:
             self._limit(state, forest, live, legal)
             return report
         _settle(state, forest, outcome)
-        going = state.active & ~outcome.done
+        going = state.active & ~outcome.done.to(torch.bool)
         live.valid = live.valid & going.unsqueeze(1)
         beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, outcome.steps)
         ancestors = at_nodes(forest.flat.ancestors, live.parent)

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dsbd_cli.engine.core.protocols import ForestInput
 
-__all__ = ["ForestCache", "PlaneSpec", "Write"]
+__all__ = ["ForestCache", "PlaneSpec", "Write", "moved_by_copy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,14 @@ class ForestLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.owner.slots
+
+
+def moved_by_copy(slab: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy slots within each row of each plane of a slab [P, R', S, width]: source, target [R, T], all read first."""
+    base = torch.arange(source.shape[0], device=source.device)[:, None] * slab.shape[2]
+    flat = slab.flatten(1, 2)  # [P, R' * S, width], a view
+    read = flat.index_select(1, (base + source).flatten())
+    flat.index_copy_(1, (base + target).flatten(), read)
 
 
 class ForestCache(Cache):
@@ -176,12 +184,8 @@ class ForestCache(Cache):
             for spec, slab in self._slabs.items():
                 commit.move(slab, source.to(spec.device), target.to(spec.device))
             return
-        base = torch.arange(source.shape[0], device=source.device)[:, None] * self.slots
-        source, target = (base + source).flatten(), (base + target).flatten()
         for spec, slab in self._slabs.items():
-            flat = slab.flatten(1, 2)  # [P, R * S, H * E], a view
-            read = flat.index_select(1, source.to(spec.device))
-            flat.index_copy_(1, target.to(spec.device), read)
+            moved_by_copy(slab, source.to(spec.device), target.to(spec.device))
 
     def select_rows(self, rows: Tensor) -> None:
         """Put these rows [n] int64 first, in this order; plane by plane, so that little memory is needed for it."""
