@@ -16,7 +16,7 @@ from tests.models.conftest import byte_fallback, byte_level, save, wrap
 
 Dsbd = Callable[..., Outcome]
 WIDE = {"hidden_size": 256, "intermediate_size": 192, "head_dim": 64}  # wide enough for batch-invariant forwards
-PARTS = ["versions", "machine", "GPU", "pair", "models", "forest", "numerics", "graphs", "kernels", "memory", "texts", "speed"]
+PARTS = "versions machine GPU pair models forest numerics graphs kernels memory texts speed".split()
 
 
 @pytest.fixture(autouse=True)
