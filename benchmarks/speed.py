@@ -27,11 +27,14 @@ from benchmarks.outcome import Outcome, Runner, delivered
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.models.causal import CausalForestModel
+from dsbd_cli.engine.models.fused import fuse, layer_kernels
 from dsbd_cli.engine.models.invariance import is_invariant
 from dsbd_cli.engine.models.loader import eos_ids, load_tokenizer
 from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.registry import resolve
 from dsbd_cli.engine.models.tokenize import HFCodec
+from dsbd_cli.kernels import available
+from dsbd_cli.kernels.trial import faults
 from dsbd_cli.lab.tasks import TASKS
 from dsbd_cli.requests import derive_seed
 
@@ -95,7 +98,7 @@ def _padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tenso
 def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Bench:
     """Inflate the pair and take `count` test records, half of each task."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    copies: list[list[Any]] = [[]] if device == "cuda" else [[], []]  # on a GPU nothing is packed
+    copies: list[list[Any]] = [[], []]  # ours is packed, or has fused layers; the comparators' is stock
     for role, name in (("target", shape), ("draft", draft_shape)):
         for models in copies:
             small = AutoModelForCausalLM.from_pretrained(resolve(f"builtin:{role}").path, dtype=torch.float32)
@@ -106,6 +109,8 @@ def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Ben
     codec = HFCodec(tokenizer, eos_ids(ours[0], tokenizer))
     for model in ours:
         pack(model)
+        if device == "cuda" and available():
+            fuse(model, layer_kernels(faults(torch.device(device))))
     target, draft = (CausalForestModel(model, name) for model, name in zip(ours, (shape, draft_shape), strict=True))
     target.invariant = is_invariant(target)
     records = [r for task in TASKS.values() for r in itertools.islice(task.records("test", 1), count // 2)]

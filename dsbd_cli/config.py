@@ -502,6 +502,7 @@ class ModelSpec:
         numerics: of a target: `invariant` computes every node the same way whatever else is in a forward, so that a
             text cannot depend on the draft or the batch; `fast` saves that work.
         tensor_parallel: of a target: processes, each with a GPU where there are any, that share every layer.
+        kernels: on a GPU, layers whose small operations are known run as kernels; False: as transformers has them.
     """
 
     source: str
@@ -512,6 +513,7 @@ class ModelSpec:
     trust_remote_code: bool = False
     numerics: Numerics = "invariant"
     tensor_parallel: int = 1
+    kernels: bool = True
 
     def __post_init__(self) -> None:
         expected = "1 or more, and 1 of a draft"

@@ -7,6 +7,7 @@ are tried by another one. What was found is kept for the versions and the device
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import json
@@ -23,7 +24,8 @@ from dsbd_cli.kernels import Kernel, available, differences
 
 __all__ = ["MODULES", "faults", "kernels", "tried"]
 
-MODULES = ("dsbd_cli.kernels.layers",)  # each with a tuple KERNELS; a twin may live above this package
+# Each has a tuple KERNELS. Those of an iteration have their twins above this package, so they are found by name alone.
+MODULES = ("dsbd_cli.kernels.layers", "dsbd_cli.engine.decoding.twins")
 LIMIT_S = 180.0  # for all kernels: each compiles in seconds
 SAID = 160  # characters of an error
 
@@ -48,13 +50,14 @@ def tried(kernel: Kernel, device: torch.device) -> str | None:
     return None
 
 
-def faults(device: torch.device, command: Sequence[str] | None = None) -> dict[str, str]:
+@functools.cache
+def faults(device: torch.device, command: tuple[str, ...] | None = None) -> dict[str, str]:
     """Kernels that must not run on a device, and why; nothing where all may.
 
     command: what tries them in another process; that of this module where None.
     """
     if not available():
-        return {"all": "triton is not installed"}
+        return {}  # none runs
     place = _place(device)
     try:
         found: dict[str, str] = json.loads(place.read_text(encoding="utf-8"))

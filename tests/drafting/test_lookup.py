@@ -60,7 +60,7 @@ def make_context(texts: Sequence[Sequence[Sequence[int]]], prompt: int, count: i
         drafts_per_layer=count,
         slots=64,
         trash=127,
-        layout=Layout.of(table, width + depth * count, 64, 64),
+        placed=Layout.of(table, width + depth * count, 64, 64),
         row_key=torch.arange(rows),
         iteration=torch.zeros(rows, dtype=torch.int64),
         keys=stream_keys(torch.arange(rows), torch.zeros(rows, dtype=torch.int64), depth + 1),

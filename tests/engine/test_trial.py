@@ -96,7 +96,7 @@ def test_a_capture_that_was_asked_for_is_an_error(monkeypatch: pytest.MonkeyPatc
     capturing(monkeypatch, lambda: Breaking(2))
     asked = engine(cuda_graphs=True)
     prove_captures(asked)
-    with pytest.raises(UnsupportedModelError, match="use --no-cuda-graphs"):
+    with pytest.raises(UnsupportedModelError, match="leave graphs out of --gpu"):
         texts(asked)
 
 

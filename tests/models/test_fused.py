@@ -106,7 +106,8 @@ def test_a_wrong_kernel_changes_nothing_in_the_end(broken: str) -> None:
 class Launches(TorchDispatchMode):
     """Operations that a GPU would launch a small kernel for: no views, no products, no attention."""
 
-    FREE = ("view", "unsafe_view", "reshape", "transpose", "t", "slice", "select", "unsqueeze", "split", "expand", "alias", "detach",
+    FREE = ("view", "unsafe_view",
+            "reshape", "transpose", "t", "slice", "select", "unsqueeze", "split", "expand", "alias", "detach",
             "squeeze", "empty", "permute", "as_strided", "chunk", "new_empty", "unflatten", "lift_fresh")  # fmt: skip
     LARGE = ("mm", "addmm", "bmm", "linear", "attention")
 

@@ -8,12 +8,15 @@ are invalid, never compacted away. T is the tail window, Vd the candidates of a 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.probs import Candidates
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.core.sheet import Sheet
 
 __all__ = ["DraftLaw", "Forest", "LawScope", "LayerNodes", "at_nodes"]
 
@@ -81,12 +84,16 @@ class LayerNodes:
 
 @dataclass(slots=True)
 class Forest:
-    """Layers 0 (roots) to D, and the law each drafted layer came from (laws[l] is the law of layer l + 1)."""
+    """Layers 0 (roots) to D, and the law each drafted layer came from (laws[l] is the law of layer l + 1).
+
+    sheet: where kernels have written the nodes; None where tensor code made them.
+    """
 
     num_beams: int
     drafts_per_layer: int
     layers: list[LayerNodes]
     laws: list[DraftLaw | None] = field(default_factory=list)
+    sheet: Sheet | None = None
     _flat: LayerNodes | None = field(default=None, init=False, repr=False)
 
     @property
@@ -101,11 +108,14 @@ class Forest:
     @property
     def flat(self) -> LayerNodes:
         """The nodes of all layers, n = N. They are joined once, so the forest must be complete."""
-        if self._flat is None:
+        if self._flat is None and self.sheet is not None:
+            self._flat = self.sheet.nodes
+        elif self._flat is None:
             names = [item.name for item in fields(LayerNodes) if getattr(self.layers[0], item.name) is not None]
             self._flat = LayerNodes(
                 **{name: torch.cat([getattr(one, name) for one in self.layers], 1) for name in names}
             )
+        assert self._flat is not None
         return self._flat
 
 

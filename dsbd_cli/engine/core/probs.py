@@ -169,16 +169,23 @@ def _apart(x: Tensor, place: Tensor) -> Tensor:
     return torch.addcmul(wide, wide.abs().clamp(1e-60, 1e300), place.to(torch.float64), value=-(2.0**-51))
 
 
-def top_candidates(logits: Tensor, room: Room, legal: LegalTokens | None = None) -> Candidates:
+def top_candidates(logits: Tensor, room: Room, legal: LegalTokens | None = None, *, kernel: bool = False) -> Candidates:
     """The most probable tokens of every node, of equal ones those of lower id; all of them where C reaches V.
 
     They stand in order of token id. What a node has does not depend on C: where it has fewer, the rest is impossible.
     logits: [R, n, V]. legal: what may follow the nodes. It acts after the normalisation over all V and before the best
-    are taken, so a node has the best of its legal tokens.
+    are taken, so a node has the best of its legal tokens. kernel: the kernel does it where it fits.
     """
     if legal is not None:
         return _legal_candidates(logits, room, legal)
-    rows, count = logits.flatten(0, -2), min(room.count, logits.shape[-1])
+    count = min(room.count, logits.shape[-1])
+    if kernel and room.own is None:
+        from dsbd_cli.kernels import candidates
+
+        if candidates.fits(logits, count):
+            found = candidates.candidates(logits, count)
+            return Candidates(*found, full=count == logits.shape[-1])
+    rows = logits.flatten(0, -2)
     size = max(1, PART // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
     if room.own is None:
         parts = [_candidates(part, count) for part in torch.split(rows, size)]

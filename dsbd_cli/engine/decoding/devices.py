@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,8 +14,10 @@ from dsbd_cli.engine.decoding.graphs import CudaRecorder, IterationGraphs
 from dsbd_cli.engine.decoding.step import Work
 from dsbd_cli.engine.decoding.timing import Event
 from dsbd_cli.errors import UsageError
+from dsbd_cli.kernels import available
+from dsbd_cli.kernels.trial import faults
 
-__all__ = ["captures", "current", "events", "out_of_memory"]
+__all__ = ["captures", "current", "events", "kernels_for", "left_out", "out_of_memory"]
 
 
 def events(device: torch.device) -> Callable[[], Event] | None:
@@ -49,6 +52,36 @@ def captures(models: Sequence[ForestModel], on_host: bool, wanted: bool | None) 
         IterationGraphs(CudaRecorder(models[0].device), required=bool(wanted))
         if possible and wanted is not False
         else None
+    )
+
+
+KERNELS = frozenset({"candidates", "commit", "draft", "move", "walk"})
+
+
+def kernels_for(device: torch.device, wanted: bool | None) -> frozenset[str]:
+    """Names of the kernels that an engine on this device runs; none without triton. wanted: None where there is a GPU.
+
+    Raises UsageError where they are asked for and cannot be. triton's interpreter runs them on any device, for tests.
+    """
+    possible = available() and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    if wanted and not possible:
+        raise UsageError(
+            f"kernels cannot be had: they need a GPU and the package triton, and the target is on {device}",
+            field="kernels",
+            value=wanted,
+        )
+    if not possible or wanted is False or (wanted is None and device.type != "cuda"):
+        return frozenset()
+    return KERNELS - faults(device).keys() if device.type == "cuda" else KERNELS
+
+
+def left_out(device: torch.device, wanted: bool | None) -> tuple[str, ...]:
+    """A line for each kernel that does not do on this device what its twin does, and does not run therefore."""
+    if device.type != "cuda" or wanted is False:
+        return ()
+    return tuple(
+        f"the kernel {name} is left out, and tensor code runs in its place: it {fault}"
+        for name, fault in faults(device).items()
     )
 
 

@@ -7,7 +7,7 @@ import gc
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar, overload
 
@@ -23,7 +23,7 @@ from dsbd_cli.engine.decoding.answers import Catalogue, RowTries
 from dsbd_cli.engine.decoding.batch import Batch, most_steps
 from dsbd_cli.engine.decoding.budget import LOGIT_BYTES, PEEK, fitting_rows, least_bytes, memory_bytes
 from dsbd_cli.engine.decoding.caches import Caches
-from dsbd_cli.engine.decoding.devices import captures, current, events, out_of_memory
+from dsbd_cli.engine.decoding.devices import captures, current, events, kernels_for, out_of_memory
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.decoding.jobs import AsDone, Job, ResultOrder, Results
 from dsbd_cli.engine.decoding.outcome import collect, common_tokens, record_iteration
@@ -53,7 +53,7 @@ Item = TypeVar("Item")
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What runs: names, dtypes and devices of the models, for records and reports. told: what the user should know of
-    the target."""
+    the target. kernels: names of the kernels in use, where the settings fit them."""
 
     target: str
     draft: str | None
@@ -62,6 +62,7 @@ class EngineInfo:
     draft_dtype: str | None = None
     draft_device: str | None = None
     told: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
 
 
 class Engine:
@@ -83,6 +84,7 @@ class Engine:
         log_steps: bool = False,
         on_too_long: OnTooLong = "error",
         cuda_graphs: bool | None = None,
+        kernels: bool | None = None,
         catalogues: Mapping[str, Catalogue] | None = None,
     ) -> None:
         """batch_size: requests decoded together at most; None for as many as fit in memory.
@@ -91,6 +93,7 @@ class Engine:
 
         on_too_long: a prompt that does not fit the models' positions fails, or loses tokens on its left.
         cuda_graphs: capture iterations as CUDA graphs; None: where both models lie whole on one GPU.
+        kernels: run iterations with kernels in place of tensor code; None: on a GPU.
         catalogues: answers that requests may be held to, by name; the one named "" holds for all that name none.
         """
         name = None if draft is None else (info.draft if info is not None else None) or type(draft).__name__
@@ -99,7 +102,7 @@ class Engine:
             message = f"batch_size is {batch_size}, but must be 1 or more"
             raise UsageError(message, field="batch_size", value=batch_size, expected="1 or more")
         self.target, self.draft, self.codec = target, draft, codec
-        self.batch_size, self.info, self.log_steps = batch_size or 1, info, log_steps
+        self.batch_size, self.log_steps = batch_size or 1, log_steps
         self.steps = 0  # taken so far, those of unfinished requests too; another thread may look
         self.one_root = True  # in a row's first iteration; False: W, as in all others, for a profile
         self.tell: Callable[[str], None] = _warn  # takes what the user should know and stops nothing
@@ -123,6 +126,11 @@ class Engine:
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
         if graphs is not None:
             graphs.tell = self._tell
+        used = kernels_for(device, kernels)
+        for model in (target, shared):
+            if model is not None and hasattr(model, "use_kernels"):
+                model.use_kernels(used)
+        self.info = None if info is None else replace(info, kernels=tuple(sorted(used)))
         self._caches = Caches(target, shared, large_steps=graphs is not None, moving=self._forget_graphs)
         self._stepper = Stepper(
             self._caches,
@@ -133,6 +141,7 @@ class Engine:
             graphs,
             lambda: self._stopping,
             [self._rules, self._tries.table, self._grammars],
+            used,
         )
         self._planner = planner_for(self.method)
         self._names = self.method.drafter_names if "+" in self.method.drafter else ()

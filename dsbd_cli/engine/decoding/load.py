@@ -36,6 +36,7 @@ def load(
     on_too_long: OnTooLong = "error",
     log_steps: bool = False,
     cuda_graphs: bool | None = None,
+    kernels: bool | None = None,
     allow: str | os.PathLike[str] | None = None,
 ) -> Engine:
     """Load a target and a draft checkpoint into an engine.
@@ -49,6 +50,7 @@ def load(
     (`truncate-left`).
     log_steps: keep a StepStats per iteration in each result.
     cuda_graphs: capture iterations as CUDA graphs; None: where both models lie whole on one GPU.
+    kernels: run iterations and the models' layers with kernels; None: on a GPU, those that do there what they should.
     allow: file of the only answers that may come out, see docs/constraints.md.
 
     Raises UsageError for settings that do not go together, before anything is loaded; ModelNotFoundError,
@@ -59,9 +61,12 @@ def load(
     check_value("on_too_long", on_too_long, OnTooLong)
     check_value("log_steps", log_steps, bool)
     check_value("cuda_graphs", cuda_graphs, bool | None)
+    check_value("kernels", kernels, bool | None)
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
     spec = target if isinstance(target, ModelSpec) else ModelSpec(os.fspath(target))
+    if kernels is False:
+        spec = replace(spec, kernels=False)
     draft_spec = None
     if isinstance(draft, ModelSpec):
         draft_spec = replace(draft, role="draft")
@@ -75,6 +80,7 @@ def load(
             locate(wanted)
     # heavy imports only now, so that a wrong name is told at once
     from dsbd_cli.engine.decoding.catalogues import open_catalogues
+    from dsbd_cli.engine.decoding.devices import left_out
     from dsbd_cli.engine.decoding.engine import Engine, EngineInfo
     from dsbd_cli.engine.decoding.trial import prove_captures
     from dsbd_cli.engine.models.pair import load_pair
@@ -87,7 +93,7 @@ def load(
         device=str(pair.target.device),
         draft_dtype=pair.draft_dtype,
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
-        told=pair.told,
+        told=(*pair.told, *left_out(pair.target.device, kernels)),
     )
     width = pair.target.vocab_size
     catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width)
@@ -101,6 +107,7 @@ def load(
         log_steps=log_steps,
         on_too_long=on_too_long,
         cuda_graphs=cuda_graphs,
+        kernels=kernels,
         catalogues=catalogues,
     )
     prove_captures(engine)

@@ -17,17 +17,19 @@ from dsbd_cli.engine.core.legal import FREE, Constraint, Legal, NodePaths, actin
 from dsbd_cli.engine.core.noise import extend_path, stream_keys
 from dsbd_cli.engine.core.probs import NEVER, Candidates, LegalTokens, Room, top_candidates
 from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.core.sheet import Sheet
 from dsbd_cli.engine.core.slots import Layout, compact
 from dsbd_cli.engine.core.stops import NO_STOPS
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.ending import COUNTERS, Live
+from dsbd_cli.engine.decoding.fused import committed, fits_commit, fits_sheet, fits_walk, walked
 from dsbd_cli.engine.decoding.graphs import IterationGraphs, shapes
 from dsbd_cli.engine.decoding.planner import Shape
 from dsbd_cli.engine.decoding.state import BatchState
 from dsbd_cli.engine.decoding.timing import PhaseTimer
 from dsbd_cli.engine.decoding.walk import Walk, walk
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, Endings
-from dsbd_cli.engine.drafting.beam import run
+from dsbd_cli.engine.drafting.beam import MERGED_LAG, run
 from dsbd_cli.engine.verify.base import Rule
 
 __all__ = ["Plan", "Report", "Stepper", "Work"]
@@ -96,10 +98,11 @@ class Stepper:
         graphs: IterationGraphs[Work] | None = None,
         stopping: Callable[[], bool] = lambda: False,
         constraints: Sequence[Constraint] = (),
+        kernels: frozenset[str] = frozenset(),
     ) -> None:
         """graphs: where iterations are captured; None runs them plainly. stopping: an iteration is to end in its
-        middle, by raising Stopped. constraints: of the rows' answers."""
-        self.caches, self.drafter = caches, drafter
+        middle, by raising Stopped. constraints: of the rows' answers. kernels: names of those in use."""
+        self.caches, self.drafter, self.kernels = caches, drafter, kernels
         self.rule, self.endings, self.timer, self.graphs = rule, endings, timer, graphs
         self.stopping, self.constraints = stopping, constraints
         self.steady = True
@@ -126,12 +129,12 @@ class Stepper:
             # 3. Verify layer by layer: a layer passes if it yields its width in live beams. The first that does not is
             #    completed by the exact law, and so is the bonus layer below the last one
             candidates = self._candidates(state, work.forest, work.logits, work.legal_tokens)
-            outcome = walk(state, work.forest, candidates, self.rule, self.endings, work.context.keys)
+            step_by_step = walked if self._walks(state, work.forest, candidates) else walk
+            outcome = step_by_step(state, work.forest, candidates, self.rule, self.endings, work.context.keys)
             # 4. Commit: both caches keep only the ancestors of the live beams
             if state.trace is not None:
                 _record(state, work.forest, candidates, work.logits, outcome)
-            self._commit(state, work.forest, outcome, plan.idle, legal)
-            work.counters = _pack(state, outcome)
+            work.counters = self._commit(state, work.forest, outcome, plan.idle, legal)
 
         phases = (draft, target, verify)
         self.steady = plan.beams == state.method.num_beams
@@ -165,10 +168,13 @@ class Stepper:
             # any number of tokens may complete a stop string, but only of the rows that have one
             own = torch.where(forest.flat.stop_state == NO_STOPS, room.count, vocabulary)
             room = Room(vocabulary, own, room.count)
-        return top_candidates(logits, room, legal)
+        return top_candidates(logits, room, legal, kernel="candidates" in self.kernels)
 
     def _context(self, state: BatchState, plan: Plan, legal: Legal | None) -> DraftContext:
-        method, table, shape, nodes = state.method, state.table, plan.shape, plan.nodes
+        sheet = self._sheet(state, plan, legal)
+        if sheet is not None:
+            return self._drafting(state, plan, legal, sheet.keys, None, sheet)
+        table, shape, nodes = state.table, plan.shape, plan.nodes
         layer_of = torch.arange(nodes, device=table.used.device) - plan.beams
         layer_of = torch.div(layer_of, shape.drafts_per_layer, rounding_mode="floor") + 1
         layer_of[: plan.beams] = 0
@@ -176,10 +182,23 @@ class Stepper:
         positions = (state.beams.depth.unsqueeze(1) + layer_of).clamp(max=self.last_position)
         layout = Layout.of(table, nodes, state.beams.ancestors.shape[-1], plan.slots)
         table.positions.scatter_(1, layout.slots, positions)
+        keys = stream_keys(state.row_key, state.iteration, shape.depth + 1)
+        return self._drafting(state, plan, legal, keys, layout, None)
+
+    def _drafting(
+        self,
+        state: BatchState,
+        plan: Plan,
+        legal: Legal | None,
+        keys: Tensor,
+        layout: Layout | None,
+        sheet: Sheet | None,
+    ) -> DraftContext:
+        table, shape = state.table, plan.shape
         return DraftContext(
             beams=state.beams,
             table=table,
-            layout=layout,
+            placed=layout,
             sampler=self.rule.sampler,
             drafts_end=self.rule.drafts_end,
             warp=state.warp,
@@ -190,16 +209,57 @@ class Stepper:
             trash=table.positions.shape[1] - 1,
             row_key=state.row_key,
             iteration=state.iteration,
-            keys=stream_keys(state.row_key, state.iteration, shape.depth + 1),
+            keys=keys,
             lag=plan.lag,
-            record_law=self.rule.needs_law or method.dynamic,
+            record_law=self.rule.needs_law or state.method.dynamic,
             prompts=state.prompts,
             stopping=self.stopping,
             legal=legal,
+            kernels=self.kernels,
+            sheet=sheet,
         )
+
+    def _sheet(self, state: BatchState, plan: Plan, legal: Legal | None) -> Sheet | None:
+        """Where kernels write this iteration's forest, with its roots; None where tensor code makes it."""
+        if "draft" not in self.kernels or legal is not None or not self.drafter.on_sheet:
+            return None
+        method, shape = state.method, plan.shape
+        model = self.drafter.model
+        width = 0 if model is None else min(model.vocab_size, self.caches.target.vocab_size)
+        room = self.rule.candidates(method.num_beams, 1, state.warp, width).at_least(
+            min(shape.drafts_per_layer + 8, width)
+        )
+        late = plan.lag if shape.depth else 0
+        if late > MERGED_LAG or (
+            shape.depth
+            and not fits_sheet(
+                method.rule, max(plan.beams, shape.drafts_per_layer), shape.drafts_per_layer, min(room.count, width)
+            )
+        ):
+            return None
+        return Sheet.begin(
+            method.rule,
+            state.beams,
+            state.table,
+            (state.row_key, state.iteration),
+            layers=shape.depth,
+            drafts=shape.drafts_per_layer,
+            slots=plan.slots,
+            late=late,
+            last_position=self.last_position,
+        )
+
+    def _walks(self, state: BatchState, forest: Forest, candidates: Candidates) -> bool:
+        """The kernel walks."""
+        return "walk" in self.kernels and fits_walk(state, forest, candidates)
 
     def _target(self, state: BatchState, plan: Plan, forest: Forest, context: DraftContext) -> Tensor:
         """Target logits of all nodes: [R, N, V]."""
+        if context.sheet is not None:
+            batch = replace(context.sheet.input(0, plan.nodes), settled=plan.settled, tail=plan.tail)
+            logits = run(self.caches.target, batch, state.table.used.device)
+            assert logits is not None
+            return logits
         table, tokens, at = state.table, forest.flat.token, context.layout.slots
         table.tokens.scatter_(1, at, tokens)
         batch = ForestInput(
@@ -215,13 +275,19 @@ class Stepper:
         assert logits is not None
         return logits
 
-    def _commit(self, state: BatchState, forest: Forest, outcome: Walk, idle: bool, legal: Legal | None) -> None:
-        """Final beams become the live beams; both caches keep only their ancestors."""
+    def _commit(self, state: BatchState, forest: Forest, outcome: Walk, idle: bool, legal: Legal | None) -> Tensor:
+        """Final beams become the live beams; both caches keep only their ancestors. Returns the counters."""
         beams, live, table = state.beams, outcome.live, state.table
-        _settle(state, forest, outcome)
         if state.method.memory_saving:
             live = _best_only(live)
-        going = state.active & ~outcome.done
+        if "commit" in self.kernels and fits_commit(state):
+            report = _pack(state, outcome) if outcome.report is None else outcome.report
+            moved = committed(state, forest, live, report, self.endings)
+            self.caches.move(*moved, table.trunk, table.drafted, draft=not idle)
+            self._limit(state, forest, live, legal)
+            return report
+        _settle(state, forest, outcome)
+        going = state.active & ~outcome.done.to(torch.bool)
         live.valid = live.valid & going.unsqueeze(1)
         beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, outcome.steps)
         ancestors = at_nodes(forest.flat.ancestors, live.parent)
@@ -233,14 +299,20 @@ class Stepper:
         beams.path = extend_path(forest.flat.path.gather(1, live.parent), live.token)
         state_before = forest.flat.stop_state.gather(1, live.parent)
         beams.stop_state, beams.ancestors = self.endings.step(state_before, live.token), moved.ancestors
+        self._limit(state, forest, live, legal)
+        beams.length = beams.length + outcome.steps
+        beams.depth = beams.depth + outcome.steps
+        state.iteration = state.iteration + 1
+        return _pack(state, outcome)
+
+    def _limit(self, state: BatchState, forest: Forest, live: Live, legal: Legal | None) -> None:
+        """Legal states of the new beams."""
+        beams = state.beams
         if legal is not None:
             assert forest.flat.legal_state is not None
             beams.legal_state = legal.step(forest.flat.legal_state.gather(1, live.parent), live.token)
         elif beams.legal_state.shape != live.token.shape:
             beams.legal_state = torch.full_like(live.token, FREE)
-        beams.length = beams.length + outcome.steps
-        beams.depth = beams.depth + outcome.steps
-        state.iteration = state.iteration + 1
 
 
 def _record(state: BatchState, forest: Forest, candidates: Candidates, logits: Tensor, outcome: Walk) -> None:

@@ -19,6 +19,7 @@ from dsbd_cli.engine.core.pool import match_pairs
 from dsbd_cli.engine.core.probs import NEVER, Candidates, Warp
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.core.sampler import Sampler
+from dsbd_cli.engine.core.sheet import Sheet
 from dsbd_cli.engine.core.slots import Layout, SlotTable
 from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.drafting.text import Prompts
@@ -96,18 +97,20 @@ class DraftContext:
     """One iteration as a drafter sees it.
 
     Attributes:
-        beams, table: live beams and slots. layout: of this iteration's nodes. sampler: how drafts are
+        beams, table: live beams and slots. placed: of this iteration's nodes. sampler: how drafts are
             drawn. drafts_end: an end token may be drafted.
         warp, endings: the rows' settings. depth: D. drafts_per_layer: K. slots: S, active cache slots.
         trash: slot absent nodes write to. row_key, iteration: [R] int64.
         keys: [R, L, STREAMS] int64, stream keys, L > D. lag: most used slots of a row that the draft has not run, or
             more. record_law: the layer laws Q are needed. prompts: only where the drafter reads the text (needs_text).
         stopping: the engine was asked to stop. legal: the constraints that act, None where there are none.
+        kernels: names of those in use. sheet: where they write the forest, for a drafter that says `on_sheet`; there is
+            no layout then.
     """
 
     beams: Beams
     table: SlotTable
-    layout: Layout
+    placed: Layout | None
     sampler: Sampler
     drafts_end: bool
     warp: Warp
@@ -124,6 +127,14 @@ class DraftContext:
     prompts: Prompts | None = None
     stopping: Callable[[], bool] = lambda: False
     legal: Legal | None = None
+    kernels: frozenset[str] = frozenset()
+    sheet: Sheet | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Where this iteration's nodes stand."""
+        assert self.placed is not None, "a sheet knows it"
+        return self.placed
 
 
 class Drafter(Protocol):
@@ -135,12 +146,14 @@ class Drafter(Protocol):
         on_host: the drafter works on the host, so an iteration cannot be captured as a CUDA graph.
         calls: how many draft forwards the last proposal took.
         needs_text: it reads context.prompts.
+        on_sheet: its forest can be written by kernels.
     """
 
     model: ForestModel | None = None
     on_host: bool = False
     calls: int = 0
     needs_text: bool = False
+    on_sheet: bool = False
 
     def propose(self, context: DraftContext) -> Forest:
         """Roots and D layers of K nodes."""
@@ -159,6 +172,8 @@ class Drafter(Protocol):
 def roots(context: DraftContext) -> LayerNodes:
     """Layer 0: the beams' pending tokens. Root weights are the target's."""
     beams = context.beams
+    if context.sheet is not None:
+        return context.sheet.layer(0)
     rows, width = beams.token.shape
     index = torch.arange(width, device=beams.token.device).expand(rows, width)
     return LayerNodes(

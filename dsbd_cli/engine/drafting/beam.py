@@ -12,8 +12,18 @@ from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.probs import NEVER, Candidates, pool_law
 from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
+from dsbd_cli.engine.core.sheet import Sheet, warp_flags, warp_tensors
 from dsbd_cli.engine.core.slots import lagging
-from dsbd_cli.engine.drafting.base import DraftContext, Drafter, DrafterInputs, LayerDrafts, children, record_law, roots
+from dsbd_cli.engine.drafting.base import (
+    DraftContext,
+    Drafter,
+    DrafterInputs,
+    LayerDrafts,
+    Stopped,
+    children,
+    record_law,
+    roots,
+)
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 
 __all__ = ["MERGED_LAG", "BeamDrafter", "NoDrafter", "draft_calls", "draft_candidates", "make", "run"]
@@ -24,10 +34,12 @@ MERGED_LAG = 16  # more late tokens than this get a forward of their own, withou
 class NoDrafter(Drafter):
     """No drafts: the forest is the roots alone, and decoding is plain beam sampling or beam search."""
 
+    on_sheet = True
+
     def propose(self, context: DraftContext) -> Forest:
         """Only layer 0."""
         beams = context.beams
-        return Forest(beams.token.shape[1], 0, [roots(context)])
+        return Forest(beams.token.shape[1], 0, [roots(context)], sheet=context.sheet)
 
 
 class BeamDrafter(Drafter):
@@ -41,11 +53,21 @@ class BeamDrafter(Drafter):
         self.vocab_size = vocab_size
         self._ids = head_ids(model, vocab_size)
 
+    @property
+    def on_sheet(self) -> bool:
+        """Drafters of other draws write their layers themselves."""
+        return type(self).drafts is BeamDrafter.drafts
+
     def propose(self, context: DraftContext) -> Forest:
         """D draft forwards: the first takes the roots (and tokens the draft has not run), each further one a layer."""
-        forest = Forest(context.beams.token.shape[1], context.drafts_per_layer, [roots(context)])
+        sheet = context.sheet
+        forest = Forest(context.beams.token.shape[1], context.drafts_per_layer, [roots(context)], sheet=sheet)
         for layer in range(context.depth):
             logits = self.forward(context, forest, layer)
+            if sheet is not None:
+                forest.laws.append(self._extend(context, sheet, forest, layer, logits))
+                forest.layers.append(sheet.layer(layer + 1))
+                continue
             drafts, law = self.drafts(context, forest, layer, logits, context.drafts_per_layer)
             forest.layers.append(children(context, forest, layer, drafts))
             forest.laws.append(law)
@@ -56,6 +78,12 @@ class BeamDrafter(Drafter):
         """Draft logits of one layer's nodes."""
         nodes, table, first = forest.layers[layer], context.table, forest.offset(layer)
         count = nodes.token.shape[1]
+        if context.sheet is not None:
+            late = layer == 0 and context.lag > 0
+            own = context.sheet.late() if late else context.sheet.input(first, count)
+            logits = run(self.model, own, nodes.token.device)
+            assert logits is not None
+            return DraftLogits.of(logits[:, -count:], self._ids, self.vocab_size)
         slots = context.layout.slots[:, first : first + count]
         mask = context.layout.mask(nodes.ancestors)
         here = table.positions[:, : context.slots]
@@ -98,6 +126,19 @@ class BeamDrafter(Drafter):
         )
         return drafts, record_law(candidates, log_q, index, valid) if context.record_law else None
 
+    def _extend(
+        self, context: DraftContext, sheet: Sheet, forest: Forest, layer: int, logits: DraftLogits
+    ) -> DraftLaw | None:
+        """`drafts` and `children` by a kernel. Raises Stopped where the engine was asked to stop."""
+        if context.stopping():
+            raise Stopped
+        candidates = draft_candidates(context, forest, layer, logits)
+        endings, warp = context.endings, context.warp
+        flags = warp_flags(warp, stops=endings.stops.used, warps=context.sampler.random)
+        tables = [endings.eos, endings.stops.table]
+        sheet.extend(layer, candidates, tables, warp_tensors(warp), flags, context.record_law)
+        return sheet.drafted_law(layer, candidates)
+
 
 def draft_calls(context: DraftContext) -> int:
     """Draft forwards of an iteration: one per layer, and one more where much is late."""
@@ -110,8 +151,9 @@ def draft_candidates(context: DraftContext, forest: Forest, layer: int, logits: 
     room = context.sampler.candidates(forest.num_beams, 1, context.warp, logits.width)
     room = room.at_least(min(context.drafts_per_layer + 8, logits.width))
     legal = None if context.legal is None else context.legal.of(NodePaths.of(forest, context.beams, layer))
-    candidates = logits.candidates(room, legal)
-    candidates.logprobs = candidates.logprobs.nan_to_num(nan=NEVER, neginf=NEVER)
+    candidates = logits.candidates(room, legal, kernel="candidates" in context.kernels)
+    if context.sheet is None:  # `extend` takes NaN for impossible by itself
+        candidates.logprobs = candidates.logprobs.nan_to_num(nan=NEVER, neginf=NEVER)
     return candidates
 
 

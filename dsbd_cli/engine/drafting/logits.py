@@ -51,9 +51,9 @@ class DraftLogits:
         wide = self.values.new_full((*self.values.shape[:-1], self.vocab_size), NEVER)
         return wide.index_copy_(-1, self.ids, self.values)
 
-    def candidates(self, room: Room, legal: LegalTokens | None = None) -> Candidates:
+    def candidates(self, room: Room, legal: LegalTokens | None = None, *, kernel: bool = False) -> Candidates:
         """As top_candidates of `wide`, but for the last bits of the logits' sum."""
         if self.ids is None or room.count >= self.values.shape[-1] or legal is not None:
-            return top_candidates(self.wide(), room, legal)
-        found = top_candidates(self.values, room)
+            return top_candidates(self.wide(), room, legal, kernel=kernel)
+        found = top_candidates(self.values, room, kernel=kernel)
         return Candidates(self.ids[found.tokens], found.logprobs, full=False)

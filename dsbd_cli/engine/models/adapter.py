@@ -8,7 +8,7 @@ Shape letters: R rows, n nodes of a forward, S active cache slots, V vocabulary,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +91,8 @@ class TransformersForest:
         self.name = name
         self.invariant = False  # whether `settled` keeps its promise on this machine: see invariance.py
         self.varies: str | None = None  # why not
+        self.told: tuple[str, ...] = ()  # what the user should know of how it runs
+        self.fused: Mapping[str, int] = {}  # modules that run as kernels, by kind: see fused.py
         self.tested: SelfTestReport | None = None  # what the check at load has measured
         self._load_stock = stock
         self._stock: Any = None
@@ -233,6 +235,11 @@ class TransformersForest:
     def state_bytes(self, window: int) -> int:
         """Bytes of a row's recurrent states and of the inputs of `window` slots past its trunk; 0 for attention."""
         return self._cache.bytes_of_states(window)
+
+    def use_kernels(self, names: frozenset[str]) -> None:
+        """Kernels to run from now on, of those that serve a model. What `move` is given must then be what an iteration
+        gives: no target behind its source, and both ascending."""
+        self._cache.kernel = "move" in names
 
     @torch.no_grad()
     def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from dsbd_cli.engine.core.protocols import ForestInput
 
-__all__ = ["ForestCache", "PlaneSpec", "Write"]
+__all__ = ["ForestCache", "PlaneSpec", "Write", "moved_by_copy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,14 @@ class ForestLayer(CacheLayerMixin):
         return self.owner.slots
 
 
+def moved_by_copy(slab: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy slots within each row of each plane of a slab [P, R', S, width]: source, target [R, T], all read first."""
+    base = torch.arange(source.shape[0], device=source.device)[:, None] * slab.shape[2]
+    flat = slab.flatten(1, 2)  # [P, R' * S, width], a view
+    read = flat.index_select(1, (base + source).flatten())
+    flat.index_copy_(1, (base + target).flatten(), read)
+
+
 class ForestCache(Cache):
     """All layers of one model. Layers appear and tell their shapes in the first forward; reserve takes the memory."""
 
@@ -104,6 +112,7 @@ class ForestCache(Cache):
         self._plane_specs: dict[tuple[int, int], PlaneSpec] = {}  # (layer, 0 keys / 1 values)
         self._slabs: dict[PlaneSpec, Tensor] = {}  # [P, R, S, H * E]
         self._write: Write | None = None
+        self.kernel = False  # slots are moved by the kernel `move`, where it fits
 
     @property
     def active(self) -> int:
@@ -169,12 +178,14 @@ class ForestCache(Cache):
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots within each row: source, target [R, T] int64. All reads happen before any write."""
-        base = torch.arange(source.shape[0], device=source.device)[:, None] * self.slots
-        source, target = (base + source).flatten(), (base + target).flatten()
+        if self.kernel and source.shape[0]:
+            from dsbd_cli.kernels import commit
+
+            for spec, slab in self._slabs.items():
+                commit.move(slab, source.to(spec.device), target.to(spec.device))
+            return
         for spec, slab in self._slabs.items():
-            flat = slab.flatten(1, 2)  # [P, R * S, H * E], a view
-            read = flat.index_select(1, source.to(spec.device))
-            flat.index_copy_(1, target.to(spec.device), read)
+            moved_by_copy(slab, source.to(spec.device), target.to(spec.device))
 
     def select_rows(self, rows: Tensor) -> None:
         """Put these rows [n] int64 first, in this order; plane by plane, so that little memory is needed for it."""
@@ -221,7 +232,7 @@ class ForestCache(Cache):
     def planes(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Keys and values [R', S', H, E] of a layer, and where the forward under way writes: [R * n] int64 into rows
         times slots. None before the layer has told its shapes, or has memory."""
-        known = self.layers[layer] if layer < len(self.layers) else None
+        known: Any = self.layers[layer] if layer < len(self.layers) else None
         if known is None or not known.is_initialized or known.keys is None or known.values is None:
             return None
         assert self._write is not None, "begin() comes before a forward"

@@ -61,7 +61,7 @@ class Fused:
         self.counts.clear()
 
     def _replace(self, kind: str, module: nn.Module, forward: Callable[..., Any]) -> None:
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
         self.changed.append(module)
         self.counts[kind] = self.counts.get(kind, 0) + 1
 

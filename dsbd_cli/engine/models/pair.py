@@ -13,6 +13,7 @@ from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.drafting import AnyDraft, BridgedDraft
 from dsbd_cli.engine.models.adapter import TransformersForest
 from dsbd_cli.engine.models.causal import CausalForestModel
+from dsbd_cli.engine.models.fused import Fused, fuse, layer_kernels
 from dsbd_cli.engine.models.generation import settings_notes
 from dsbd_cli.engine.models.head import installed
 from dsbd_cli.engine.models.hub import locate
@@ -20,11 +21,13 @@ from dsbd_cli.engine.models.invariance import variance
 from dsbd_cli.engine.models.loader import eos_ids, load, load_config, load_extractor
 from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.ranks import Ranks, ShardedForestModel, check_ranks, load_slice
-from dsbd_cli.engine.models.selftest import self_test
+from dsbd_cli.engine.models.selftest import SelfTestReport, self_test
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, encoder_digest
 from dsbd_cli.engine.models.sources import make_source_codec
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import PairError, UnsupportedModelError, UsageError
+from dsbd_cli.kernels import available
+from dsbd_cli.kernels.trial import faults
 
 __all__ = ["LoadedPair", "check_pair", "load_model", "load_pair", "markers", "trimmed_target"]
 
@@ -78,10 +81,11 @@ def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = Fal
     Raises the ModelError family and UsageError of loader, selftest and check_pair.
     """
     model, codec = load_model(target)
-    told = settings_notes(model.module)
+    told = (*settings_notes(model.module), *model.told)
     if draft is None:
         return LoadedPair(model, None, codec, _dtype_name(model), None, told=told)
     small, small_codec = load_model(draft)
+    told = (*told, *(f"draft: {line}" for line in small.told))
     dtypes = _dtype_name(model), _dtype_name(small)
     _check_kinds(model, small, bridged=bridged)
     if bridged:
@@ -127,16 +131,18 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
     paired = bool(getattr(model.config, "is_encoder_decoder", False))
     digest = encoder_digest(model) if paired else None
     try:
+        fused = Fused()
         if ranks is not None:
             forest: TransformersForest = ShardedForestModel(model, spec.source, ranks)
         else:
             packed = pack(model) > 0
+            fused = _fused(model, spec)
             kind = Seq2SeqForestModel if paired else CausalForestModel
-            forest = kind(model, spec.source, stock=(lambda: load(spec)[0]) if packed else None)
+            forest = kind(model, spec.source, stock=(lambda: load(spec)[0]) if packed or fused.counts else None)
         # a draft only proposes: what it computes cannot reach the text
         wanted = spec.role == "target" and spec.numerics == "invariant"
         forest.keep_states_in(torch.float64 if wanted else torch.float32)
-        forest.tested = self_test(forest)
+        forest.tested, forest.fused = _tested(forest, fused), fused.counts
         forest.varies = variance(forest) if wanted else "nobody asked for the work that it takes"
         forest.invariant = forest.varies is None
         if not forest.invariant:
@@ -153,6 +159,27 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
         codec = make_source_codec(model, tokenizer, ends, lambda: load_extractor(locate(spec), spec))
         return forest, codec
     return forest, HFCodec(tokenizer, ends)
+
+
+def _fused(model: Any, spec: ModelSpec) -> Fused:
+    """The kernels of layers put to work, where the model lies whole on one GPU."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if not spec.kernels or not available() or len(devices) != 1 or (device := devices.pop()).type != "cuda":
+        return Fused()
+    return fuse(model, layer_kernels(faults(device)))
+
+
+def _tested(forest: TransformersForest, fused: Fused) -> SelfTestReport:
+    """The check at load; where it fails with fused layers, they are given up, and it is made again."""
+    try:
+        return self_test(forest)
+    except UnsupportedModelError:
+        if not fused.counts:
+            raise
+    fused.undo()
+    report = self_test(forest)
+    forest.told = ("the kernels of its layers are left out: with them the check at load fails",)
+    return report
 
 
 def _loaded(spec: ModelSpec) -> tuple[Any, Any, Ranks | None]:

@@ -64,9 +64,6 @@ class DoctorOptions:
     trust_remote_code: Annotated[
         bool | None, flag(MAIN, "--trust-remote-code", text="run code that a checkpoint brings with it")
     ] = None
-    allow_pickle: Annotated[
-        bool | None, flag(MAIN, "--allow-pickle", text="load .bin weights where there are no safetensors")
-    ] = None
     json: Annotated[bool, switch(MAIN, "--json", "print one JSON document in place of the picture")] = False
 
 
@@ -100,7 +97,7 @@ def doctor(wanted: DoctorOptions, arguments: Sequence[str]) -> None:
 
 
 def _specs(wanted: DoctorOptions) -> tuple[ModelSpec, ModelSpec | None]:
-    names = ("dtype", "trust_remote_code", "allow_pickle")
+    names = ("dtype", "trust_remote_code")
     given = {name: value for name in names if (value := getattr(wanted, name)) is not None}
     place, draft_place = places(wanted.device)
     if place is not None:

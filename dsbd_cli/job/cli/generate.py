@@ -280,6 +280,7 @@ class _Run:
             log_steps=self._files.stats is not None,
             on_too_long=settings.on_too_long,
             cuda_graphs=devices.cuda_graphs,
+            kernels=devices.wanted_kernels,
             allow=settings.allow,
         )
         if self._pool is not None:
@@ -307,6 +308,7 @@ class _Run:
             catalogues=engine.catalogues,
             on_too_long=settings.on_too_long,
             cuda_graphs=self._devices.cuda_graphs,
+            kernels=self._devices.wanted_kernels,
         )
 
     def _workers(

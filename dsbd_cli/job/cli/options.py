@@ -398,12 +398,27 @@ class DeviceOptions:
             metavar="T",
         ),
     ] = None
-    cuda_graphs: Annotated[
-        bool | None,
-        flag(
-            DEVICES, "--cuda-graphs", text="capture iterations on the GPU (default: where both models lie on one GPU)"
+    gpu: Annotated[
+        Literal["graphs,kernels", "graphs", "kernels", "plain"] | None,
+        option(
+            DEVICES,
+            "--gpu",
+            text="what of a GPU is used: CUDA graphs of iterations; kernels in place of tensor code; plain: "
+            "neither. What is named must be there",
+            default="what works there",
+            metavar="WHAT",
         ),
     ] = None
     trust_remote_code: Annotated[
         bool | None, flag(DEVICES, "--trust-remote-code", text="run code that a checkpoint brings with it")
     ] = None
+
+    @property
+    def cuda_graphs(self) -> bool | None:
+        """Whether iterations must be captured; None: where they can be."""
+        return None if self.gpu is None else "graphs" in self.gpu
+
+    @property
+    def wanted_kernels(self) -> bool | None:
+        """Whether kernels must run; None: where they can."""
+        return None if self.gpu is None else "kernels" in self.gpu

@@ -130,7 +130,7 @@ def run_settings(
         _refuse("a list of --allow leaves no grammar to draft from", (f"--drafter {method.drafter}", method.drafter))
     if grammar is not None and devices.cuda_graphs:
         raise UsageError(
-            "--cuda-graphs cannot be had with a grammar, whose masks the host makes in every iteration: drop it"
+            f"--gpu {devices.gpu} cannot be had with a grammar, whose masks the host makes in every iteration: drop it"
         )
     rows = replace(_rows(sampling, config, strict=strict), grammar=grammar)
     batch_size: int | None = None

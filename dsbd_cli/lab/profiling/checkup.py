@@ -82,6 +82,7 @@ def check_up(target: ModelSpec, draft: ModelSpec | None, seconds: float) -> Iter
     yield _tried("forest", lambda: _forest(pair))
     yield _tried("numerics", lambda: _numerics(pair, target))
     yield _tried("graphs", lambda: _graphs(pair))
+    yield _tried("kernels", lambda: _kernels(pair))
     yield _tried("memory", lambda: _memory(pair))
     prompts = _prompts(target)
     if isinstance(pair.codec, WhisperCodec):
@@ -242,6 +243,25 @@ def _graphs(pair: LoadedPair) -> tuple[State, str, Facts]:
     if why is not None:
         return "note", f"iterations run plainly: {why}", {"reason": why}
     return "ok", "iterations are captured as CUDA graphs; a captured one gives what a plain one gives", {}
+
+
+def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
+    from dsbd_cli.engine.decoding.devices import kernels_for
+    from dsbd_cli.kernels import available
+    from dsbd_cli.kernels.trial import faults, kernels
+
+    device = pair.target.device
+    if device.type != "cuda" or not available():
+        why = "triton is not installed" if device.type == "cuda" else f"they run on a GPU; the target is on {device}"
+        return "off", why, {}
+    tried, wrong = sorted(kernels()), faults(device)
+    fused: dict[str, int] = dict(getattr(pair.target, "fused", {}))
+    facts: Facts = {"tried": tried, "left_out": wrong, "in_use": sorted(kernels_for(device, None)), "fused": fused}
+    equal = ", ".join(name for name in tried if name not in wrong) or "none"
+    layers = ", ".join(f"{count} x {name}" for name, count in fused.items()) or "nothing"
+    text = f"equal to tensor code on {device}: {equal}; of the target's modules run so: {layers}"
+    text += "".join(f"; {name} is left out: it {fault}" for name, fault in wrong.items())
+    return ("broken" if wrong else "ok"), text, facts
 
 
 def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:

@@ -1,0 +1,168 @@
+"""Device functions that several kernels share: noise, the order of numbers, the pool law.
+
+They compute what core/noise.py and core/probs.py compute, number by number. Two things differ in their making. log(1 -
+u) stands for log1p(-u): u has 52 bits and a half, so 1 - u is exact and the two are equal to the last bit. The k-th
+largest number, and the one at which the mass reaches top_p, are found bit by bit, without a sort.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["child_path", "cut", "gumbel", "is_finite", "ordered", "pool_law", "stream_key", "unordered"]
+
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+MIX_A = tl.constexpr(0xBF58476D1CE4E5B9)
+MIX_B = tl.constexpr(0x94D049BB133111EB)
+TOKEN = tl.constexpr(0xD1342543DE82EF95)
+NEVER = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def mix(x):
+    """The finaliser of SplitMix64 on uint64."""
+    x = (x ^ (x >> 30)) * tl.full((), MIX_A, tl.uint64)
+    x = (x ^ (x >> 27)) * tl.full((), MIX_B, tl.uint64)
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def child_path(path, token):
+    """noise.extend_path: int64 keys."""
+    golden = tl.full((), GOLDEN, tl.uint64)
+    x = path.to(tl.uint64) * tl.full((), TOKEN, tl.uint64) + token.to(tl.uint64) + golden
+    return mix(x).to(tl.int64)
+
+
+@triton.jit
+def stream_key(row_key, iteration, number):
+    """noise.stream_keys: int64 keys of the streams `number`, layer * STREAMS + stream."""
+    base = mix(row_key.to(tl.uint64) + iteration.to(tl.uint64) * tl.full((), TOKEN, tl.uint64))
+    return mix(base + number.to(tl.uint64) * tl.full((), GOLDEN, tl.uint64)).to(tl.int64)
+
+
+@triton.jit
+def uniform(key, index):
+    """noise.uniform: float64 from int64."""
+    bits = mix(key.to(tl.uint64) + index.to(tl.uint64) * tl.full((), GOLDEN, tl.uint64)) >> 12
+    return (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
+
+
+@triton.jit
+def gumbel(key, index):
+    """noise.gumbel: float64 from int64."""
+    return -tl.log(-tl.log(1.0 - uniform(key, index)))
+
+
+@triton.jit
+def ordered(x):
+    """float32 as uint32 in the same order; the two zeros are one number."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
+    return tl.where((bits >> 31) == 0, bits ^ 0x80000000, bits ^ 0xFFFFFFFF)
+
+
+@triton.jit
+def unordered(x):
+    """The float32 that `ordered` made this of."""
+    bits = tl.where((x >> 31) == 1, x ^ 0x80000000, x ^ 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def is_finite(x):
+    """Neither infinite nor NaN."""
+    return (x == x) & (x > NEVER) & (x < float("inf"))
+
+
+@triton.jit
+def is_some(x):
+    """A number above -inf, as an integer's truth: triton's interpreter cannot spread that of a float."""
+    return (x > NEVER).to(tl.int32) != 0
+
+
+@triton.jit
+def log_normalise(x):
+    """probs.log_normalise of [A, B] over B. The largest number of a row is 0, or it holds none."""
+    total = tl.log(tl.sum(tl.exp(x), 1))[:, None]
+    return tl.where(is_finite(total), x - total, NEVER)
+
+
+@triton.jit
+def kth(keys, k):
+    """The k-th largest of ordered numbers [A, B] over B: [A]. 0 where there are fewer. k [A] or a number."""
+    bound = tl.max(keys, 1) * 0
+    for bit in range(32):
+        trial = bound | (tl.full((), 0x80000000, tl.uint32) >> bit)
+        count = tl.sum((keys >= trial[:, None]).to(tl.int32), 1)
+        bound = tl.where(count >= k, trial, bound)
+    return bound
+
+
+@triton.jit
+def cut(x, top_k, top_p, min_p, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr):
+    """probs._cut of [A, B] over B, whose largest number is 0. top_k, top_p, min_p: of the request."""
+    if TOP_K:
+        if top_k > 0:
+            lowest = kth(ordered(x), top_k)
+            x = tl.where(ordered(x) >= lowest[:, None], x, NEVER)
+    if TOP_P:
+        if top_p < 1:
+            share = tl.exp(log_normalise(x))
+            keys = ordered(x)
+            bound = tl.max(keys, 1) * 0
+            for bit in range(32):
+                trial = bound | (tl.full((), 0x80000000, tl.uint32) >> bit)
+                mass = tl.sum(tl.where(keys >= trial[:, None], share, 0.0), 1)
+                bound = tl.where(mass >= top_p, trial, bound)
+            x = tl.where(keys >= bound[:, None], x, NEVER)
+    if MIN_P:
+        x = tl.where(x >= tl.max(x, 1)[:, None] + tl.log(min_p), x, NEVER)
+    return log_normalise(x)
+
+
+@triton.jit
+def from_best(x):
+    """probs._from_best of [A, B] over B."""
+    best = tl.max(x, 1)[:, None]
+    return tl.where(is_finite(best), x - best, x)
+
+
+@triton.jit
+def pool_law(
+    logprobs,
+    weight,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    cold,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    MIN_P: tl.constexpr,
+    COLD: tl.constexpr,
+    BEAM: tl.constexpr,
+    NP: tl.constexpr,
+    CP: tl.constexpr,
+):
+    """probs.pool_law of one request: log_p and weight [NP, CP]. logprobs: [NP, CP], -inf in the padding; weight: [NP],
+    -inf for dead beams. BEAM: each beam's row is warped."""
+    if BEAM:
+        best = from_best(logprobs)
+        law = cut(tl.div_rn(best, temperature), top_k, top_p, min_p, TOP_K, TOP_P, MIN_P)
+        if COLD:
+            law = tl.where(cold & (law > NEVER), best, law)
+        joint = weight[:, None] + law
+        flat = tl.reshape(joint, (1, NP * CP))
+        # of a pool: its largest number is not 0 here
+        top = tl.max(flat, 1)[:, None]
+        shift = tl.where(is_finite(top), top, 0.0)
+        total = tl.log(tl.sum(tl.exp(flat - shift), 1))[:, None] + shift
+        log_p = tl.reshape(tl.where(is_finite(total), flat - total, NEVER), (NP, CP))
+    else:
+        joint = weight[:, None] + logprobs
+        scaled = tl.div_rn(from_best(tl.reshape(joint, (1, NP * CP))), temperature)
+        log_p = tl.reshape(cut(scaled, top_k, top_p, min_p, TOP_K, TOP_P, MIN_P), (NP, CP))
+    if COLD:
+        log_p = tl.where(cold & (log_p > NEVER), joint, log_p)
+    return log_p, joint

@@ -1,0 +1,227 @@
+"""What every kernel of an iteration is launched with, without a GPU: the operators run on empty tensors, and the launch
+is recorded in place of being made.
+
+As a program it compiles all of it for GPUs that are not here and prints one JSON line per compilation:
+
+    python -m tests.kernels.shapes 80 90
+
+It must run where TRITON_INTERPRET is not set: triton decides at the import of a kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dsbd_cli.kernels import candidates, commit, draft, walk
+
+VOCABULARY = 32_000
+TYPES = {
+    torch.bool: "i1",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """W, K, D, C, the rule, and what the rows ask for: stop strings, top-k, top-p, min-p, cold rows, scope `beam`."""
+
+    beams: int
+    drafts: int
+    depth: int
+    candidates: int
+    rule: str
+    flags: tuple[bool, ...] = (False, True, False, False, False, False)
+
+
+SHAPES = [
+    Shape(4, 8, 4, 58, "coupled"),
+    Shape(4, 8, 4, 58, "coupled", (True,) * 5 + (False,)),
+    Shape(4, 8, 4, 58, "coupled", (True,) * 6),
+    Shape(4, 8, 4, 8, "search"),
+    Shape(4, 8, 4, 58, "rejection"),
+    Shape(8, 16, 6, 58, "coupled"),
+    Shape(16, 16, 4, 256, "coupled"),
+    Shape(16, 32, 4, 32, "search", (True, False, False, False, False, False)),
+    Shape(1, 1, 8, 58, "coupled"),
+]
+
+
+@dataclass
+class Launch:
+    """One launch: the kernel, its arguments by name, and the constants among them."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    warps: int
+
+
+class _Recorded:
+    """Stands in for a kernel."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self._kernel, self._launches = kernel, launches
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launched(*arguments: Any, num_warps: int, enable_fp_fusion: bool = True, **constants: Any) -> None:
+            named = dict(zip(self._kernel.arg_names, arguments, strict=False)) | constants
+            self._launches.append(Launch(self._kernel, named, num_warps))
+
+        return launched
+
+
+def launches(shape: Shape, rows: int = 2) -> list[Launch]:
+    """What the operators launch for a shape."""
+    found: list[Launch] = []
+    modules = {candidates: "candidates", draft: "begin extend", walk: "walk", commit: "commit move"}
+    kept = {}
+    for module, names in modules.items():
+        for name in (f"{one}_kernel" for one in names.split()):
+            kept[module, name] = getattr(module, name)
+            setattr(module, name, _Recorded(kept[module, name], found))
+    try:
+        _call(shape, rows)
+    finally:
+        for (module, name), kernel in kept.items():
+            setattr(module, name, kernel)
+    return found
+
+
+def _call(shape: Shape, rows: int) -> None:
+    width, drafts, depth, count = shape.beams, shape.drafts, shape.depth, shape.candidates
+    nodes, window, slots, history, late = width + drafts * depth, 64, 512, 256, 3
+
+    def ints(*size: int) -> Tensor:
+        return torch.empty(rows, *size, dtype=torch.int64)
+
+    def reals(*size: int) -> Tensor:
+        return torch.empty(rows, *size)
+
+    def bits(*size: int) -> Tensor:
+        return torch.empty(rows, *size, dtype=torch.bool)
+
+    for dtype in candidates.ROUNDS:
+        candidates.candidates._init_fn(torch.empty(rows, nodes, VOCABULARY, dtype=dtype), count)
+    sheet = [torch.empty(8, rows, nodes, dtype=torch.int64), torch.empty(3, rows, nodes, dtype=torch.bool)]
+    sheet += [reals(nodes), ints(nodes, depth), bits(nodes, window), bits(nodes, slots)]
+    table = [ints(), ints(), ints(slots), ints(slots)]
+    keys = ints(depth + 1, 8)
+    joined = [torch.empty(3, rows, late + width, dtype=torch.int64), bits(late + width, slots)]
+    own = [ints(width), ints(width), ints(width), bits(width), reals(width), bits(width, window), ints()]
+    draft.begin._init_fn(own, table, [ints(), ints()], sheet, keys, joined, slots - 1, 4095)
+    endings = [torch.empty(VOCABULARY, dtype=torch.bool), torch.empty(4, VOCABULARY, dtype=torch.int32)]
+    warp = [reals(), ints(), reals(), reals(), bits()]
+    law: list[Tensor] = []
+    if shape.rule == "rejection":
+        law = [ints(nodes, count), reals(nodes, count), torch.empty(2, rows, depth, drafts, dtype=torch.float64)]
+    settings = (endings, warp, law)
+    tokens, logprobs = ints(drafts, count), reals(drafts, count)
+    place = [width, drafts, 1, drafts]
+    draft.extend._init_fn(tokens, logprobs, sheet, table, ints(), keys, *settings, place, shape.rule, shape.flags, 4095)
+    flat = [ints(nodes), ints(nodes), ints(nodes), ints(nodes), bits(nodes), ints(nodes), bits(nodes)]
+    finished = [reals(width), reals(width), ints(width), bits(width), ints(width), ints(width), ints(width)]
+    report = ints(walk.FIRST + depth * walk.COLUMNS)
+    out = [ints(width), ints(width), ints(width), bits(width), reals(width), reals(width)]
+    walk.walk._init_fn(
+        [ints(nodes, count), reals(nodes, count)],
+        *(flat, [bits(width), reals(width), reals(width), ints()], finished, endings, warp),
+        *([bits(), ints(), reals(), bits()], keys, law, [*out, ints(depth + 1, width), report]),
+        *(drafts, shape.rule, shape.flags),
+    )
+    held = [bits(width), ints(width), reals(width), reals(width), ints(width), ints(width)]
+    commit.commit._init_fn(
+        [ints(width), ints(width), bits(width), reals(width), reals(width)],
+        [ints(nodes), ints(nodes), ints(nodes), ints(nodes, depth), bits(nodes, window)],
+        *(endings[1], bits(), [ints(), ints(), ints(), ints(slots), ints(slots)]),
+        *([ints(width, history), ints(), ints(), ints()], [*finished[2:3], *finished[4:], ints(width, history)]),
+        *([*held, bits(width, window), ints(width, history)], [ints(window), ints(window)], report),
+        *(drafts, shape.flags[0]),
+    )
+    commit.move._init_fn(torch.empty(4, rows, slots, 1024, dtype=torch.bfloat16), ints(window), ints(window))
+
+
+def compiled(launch: Launch, capability: int) -> dict[str, object]:
+    """Registers, spilled bytes and shared memory of a launch on a GPU of this capability."""
+    kernel = launch.kernel
+    constant = {p.name for p in kernel.params if p.is_constexpr}
+    signature, fixed, attributes = {}, {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        value = launch.arguments[name]
+        if name in constant:
+            signature[name], fixed[(place,)] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[name], attributes[(place,)] = "*" + TYPES[value.dtype], [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32"
+    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
+    made = triton.compile(
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": launch.warps, "enable_fp_fusion": False},
+    )
+    text = made.asm["ptx"]
+    found = re.search(r"\.target (sm_\w+)", text)
+    assert found is not None
+    assembler = next(Path(triton.__file__).parent.rglob("bin/ptxas*"))
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(text)
+        file.flush()
+        command = [str(assembler), "-v", f"--gpu-name={found[1]}", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = sum(int(number) for number in re.findall(r"(\d+) bytes spill", said))
+    registers = re.search(r"Used (\d+) registers", said)
+    return {
+        "kernel": kernel.__name__,
+        "capability": capability,
+        "warps": launch.warps,
+        "registers": int(registers[1]) if registers else 0,
+        "spilled": spilled,
+        "shared": made.metadata.shared,
+    }
+
+
+def distinct(shapes: list[Shape]) -> Iterator[tuple[Shape, Launch]]:
+    """Launches of all shapes that are compiled apart."""
+    seen = set()
+    for shape in shapes:
+        for launch in launches(shape):
+            key = (
+                launch.kernel.__name__,
+                launch.warps,
+                *(
+                    value.dtype if isinstance(value, Tensor) else value
+                    for name, value in launch.arguments.items()
+                    if name.isupper() or isinstance(value, Tensor)
+                ),
+            )
+            if key not in seen:
+                seen.add(key)
+                yield shape, launch
+
+
+def main() -> None:
+    for shape, launch in distinct(SHAPES):
+        for capability in map(int, sys.argv[1:]):
+            print(json.dumps({"shape": repr(shape), **compiled(launch, capability)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

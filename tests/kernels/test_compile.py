@@ -1,0 +1,30 @@
+"""Every kernel of an iteration compiles for the GPUs it is meant for, without one: no spills, at most 48 KB of shared
+memory, which every GPU gives a block. Guards: what only the interpreter takes, and shapes that need too many
+registers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SHARED = 48 * 1024
+
+
+def test_every_shape_in_use_compiles_for_two_generations() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.shapes", "80", "90"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    made = [json.loads(line) for line in done.stdout.splitlines()]
+    names = {one["kernel"].removesuffix("_kernel") for one in made}
+    assert names == {"candidates", "begin", "extend", "walk", "commit", "move"}
+    assert [one for one in made if one["spilled"] or one["shared"] > SHARED] == []

@@ -1,0 +1,109 @@
+"""Kernels that differ, raise, or end their process: each is named and left out, the others run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsbd_cli.engine.decoding import devices
+from dsbd_cli.kernels import Kernel, trial
+from dsbd_cli.kernels.layers import KERNELS
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+GATED = next(kernel for kernel in KERNELS if kernel.name == "gated")
+ALL = sorted(kernel.name for kernel in KERNELS)
+TRIED = sorted(trial.kernels())
+# what another process says: a line per kernel, noise of libraries between, and its end at one of them
+SCRIPT = """
+import json, os, sys, time
+for name in sys.argv[1:]:
+    print("a library says something")
+    if name == {at!r}:
+        {end}
+    print(json.dumps([name, {fault!r} if name == "norm" else None]), flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "dsbd"
+
+
+def faults(at: str | None = None, end: str = "pass", fault: str | None = None) -> dict[str, str]:
+    script = SCRIPT.format(at=at, end=end, fault=fault)
+    return trial.faults.__wrapped__(CPU, (sys.executable, "-c", script))
+
+
+def other(both: torch.Tensor) -> torch.Tensor:
+    return GATED.twin(both) * 1.1  # type: ignore[operator]
+
+
+def breaks(both: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("out of resource: shared memory,\n required 300000")
+
+
+def test_a_kernel_that_is_right_has_no_fault() -> None:
+    assert trial.tried(GATED, CPU) is None
+
+
+def test_a_kernel_that_differs_or_raises_has_one() -> None:
+    def fault(op: object) -> str:
+        return trial.tried(dataclasses.replace(GATED, op=op), CPU) or ""  # type: ignore[arg-type]
+
+    assert fault(other).startswith("differs from the tensor code: case 0, result 0")
+    assert fault(breaks) == "fails: RuntimeError: out of resource: shared memory, required 300000"
+
+
+def test_all_are_tried_and_the_result_is_kept(empty_cache: Path) -> None:
+    assert faults() == {}
+    assert [json.loads(file.read_text()) for file in empty_cache.glob("kernels-*.json")] == [{}]
+    assert faults("gated", "os._exit(1)") == {}, "tried again though it was kept"
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("sys.exit('CUDA error: an illegal memory access was encountered')", "an illegal memory access"),
+        ("os.kill(os.getpid(), 11)", "ends its process (exit -11)"),
+        ("time.sleep(60)", "does not end within 2 s"),
+    ],
+    ids=["error", "crash", "hang"],
+)
+def test_the_one_at_which_the_process_ended_is_to_blame(end: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "LIMIT_S", 2.0)
+    found = faults("gated", end, fault="differs")
+    assert found.pop("norm") == "differs"
+    assert list(found) == ["gated"]
+    assert said in found["gated"]
+
+
+def test_what_cannot_be_tried_does_not_run() -> None:
+    assert trial.faults.__wrapped__(CPU, ("/no/such/program",)).keys() == set(TRIED)
+    assert trial.faults.__wrapped__(torch.device("meta"), (sys.executable, "-c", "")).keys() == set(TRIED)
+
+
+def test_the_process_itself_says_what_it_finds(capfd: pytest.CaptureFixture[str]) -> None:
+    trial._main(["cpu", "gated"])
+    assert json.loads(capfd.readouterr().out) == ["gated", None]
+
+
+def test_a_kernel_with_a_fault_is_not_in_use_and_a_line_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "faults", lambda device: {"walk": "differs from the tensor code: case 0"})
+    assert "walk" in devices.KERNELS
+    assert devices.kernels_for(GPU, None) == devices.KERNELS - {"walk"}
+    (line,) = devices.left_out(GPU, None)
+    assert "the kernel walk is left out" in line
+    assert devices.left_out(GPU, False) == devices.left_out(CPU, None) == ()
+    assert devices.kernels_for(GPU, False) == frozenset()
+
+
+def test_names_are_one_kernel_each() -> None:
+    """Guards a kernel that an engine uses and nobody tries."""
+    assert set(TRIED) == {*ALL, *devices.KERNELS}
+    assert all(isinstance(kernel, Kernel) for kernel in trial.kernels().values())
