@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from dsbd_cli import errors
 from dsbd_cli._version import __version__
@@ -76,11 +76,12 @@ class RunsRequests(Protocol):
 LoadEngine = Callable[[], RunsRequests]
 
 
-def load_engine(target: ModelSpec, draft: ModelSpec | None, **options: Any) -> RunsRequests:
+def load_engine(target: ModelSpec, draft: ModelSpec | None, **options: object) -> RunsRequests:
     """dsbd_cli.engine.decoding.load.load, imported where it is called: a driver of workers needs no tensor library."""
     from dsbd_cli.engine.decoding import load as loading
 
-    return loading.load(target, draft, **options)
+    load: Callable[..., RunsRequests] = loading.load
+    return load(target, draft, **options)
 
 
 @dataclass(frozen=True, slots=True)
