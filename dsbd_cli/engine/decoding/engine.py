@@ -4,8 +4,9 @@ finish."""
 from __future__ import annotations
 
 import gc
+import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, overload
@@ -101,6 +102,7 @@ class Engine:
         self.batch_size, self.info, self.log_steps = batch_size or 1, info, log_steps
         self.steps = 0  # taken so far, those of unfinished requests too; another thread may look
         self.one_root = True  # in a row's first iteration; False: W, as in all others, for a profile
+        self.tell: Callable[[str], None] = _warn  # takes what the user should know and stops nothing
         self._fit_batch = batch_size is None
         self._stopping = False
         device = target.device
@@ -119,6 +121,8 @@ class Engine:
         self._tries = RowTries(TrieTable(target.vocab_size, device), self.catalogues.values())
         self._rules = RuleTable(eos.to(device))
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
+        if graphs is not None:
+            graphs.tell = self._tell
         self._caches = Caches(target, shared, large_steps=graphs is not None, moving=self._forget_graphs)
         self._stepper = Stepper(
             self._caches,
@@ -386,10 +390,18 @@ class Engine:
             except RowError as error:
                 order.put(number, RequestResult(request, (), 0, RequestStats(), error))
 
+    def _tell(self, line: str) -> None:
+        self.tell(line)  # whoever listens now
+
     def _forget_graphs(self) -> None:
         """The caches are about to move."""
         if self._stepper.graphs is not None:
             self._stepper.graphs.forget()
+
+
+def _warn(line: str) -> None:
+    """For those who do not say otherwise: a warning of Python's."""
+    warnings.warn(line, RuntimeWarning, stacklevel=2)
 
 
 def _broken(job: Job) -> RequestResult:

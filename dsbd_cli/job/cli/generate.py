@@ -282,10 +282,14 @@ class _Run:
             cuda_graphs=devices.cuda_graphs,
             allow=settings.allow,
         )
-        engine = load() if self._pool is None else self._workers(load, models, self._pool, summary)
+        if self._pool is not None:
+            answering = self._workers(load, models, self._pool, summary)
+        else:
+            answering = engine = load()
+            engine.tell = self.reporter.warn
         if self._demonstrates:
             say(DEMONSTRATION)
-        return engine
+        return answering
 
     def _wider(self, engine: Engine, width: int) -> Engine:
         """The same engine with more beams, on the same models."""
