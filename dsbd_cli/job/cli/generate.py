@@ -282,6 +282,7 @@ class _Run:
             cuda_graphs=devices.cuda_graphs,
             allow=settings.allow,
         )
+        answering: RunsRequests
         if self._pool is not None:
             answering = self._workers(load, models, self._pool, summary)
         else:
