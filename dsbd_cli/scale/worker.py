@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dsbd_cli import errors
 from dsbd_cli._version import __version__
@@ -24,6 +24,9 @@ from dsbd_cli.config import Exactness, ModelSpec
 from dsbd_cli.errors import DsbdError, RowError
 from dsbd_cli.requests import Hypothesis, Request, RequestResult
 from dsbd_cli.stats import RequestStats
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.engine import Engine
 
 __all__ = [
     "Answered",
@@ -76,11 +79,12 @@ class RunsRequests(Protocol):
 LoadEngine = Callable[[], RunsRequests]
 
 
-def load_engine(target: ModelSpec, draft: ModelSpec | None, **options: Any) -> RunsRequests:
+def load_engine(target: ModelSpec, draft: ModelSpec | None, **options: object) -> Engine:
     """dsbd_cli.engine.decoding.load.load, imported where it is called: a driver of workers needs no tensor library."""
     from dsbd_cli.engine.decoding import load as loading
 
-    return loading.load(target, draft, **options)
+    load: Callable[..., Engine] = loading.load
+    return load(target, draft, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,13 @@ def break_place(folder: Folder, names: list[str]) -> list[str]:
     return names
 
 
+def break_index(folder: Folder, names: list[str]) -> list[str]:
+    """As large as would take all memory for its place."""
+    with Path(names[0]).open("a") as stream:
+        stream.write('{"index": 3000000000000}\n')
+    return names
+
+
 BROKEN = [
     (lambda folder, names: names[:2], 2, "part 2 of 3 is missing: give all parts, or take --partial"),
     (lambda folder, names: [names[0], *names], 2, "are both part 0 of 3"),
@@ -140,8 +147,9 @@ BROKEN = [
     (break_settings, 2, "do not belong together: --seed was 0 and is 7"),
     (break_input, 2, "do not belong together: the input's size was"),
     (break_unfinished, 2, "has not come to its end: go on with that part first"),
+    (break_index, 1, "line 5 is row 3000000000000, but the input had 11 rows"),
     (break_place, 1, "line 1 is row 1, which belongs to part 1 of 3"),
-    (lambda folder, names: [*names, str(folder.input)], 2, "is missing, so nobody knows what"),
+    (lambda folder, names: [*names, str(folder.input)], 2, "was made with: give parts, with the file beside each"),
     (lambda folder, names: [str(folder.path / "one.jsonl")], 2, "is no part: it was written without --shard"),
 ]
 

@@ -283,6 +283,7 @@ class _Run:
             kernels=devices.wanted_kernels,
             allow=settings.allow,
         )
+        answering: RunsRequests
         if self._pool is not None:
             answering = self._workers(load, models, self._pool, summary)
         else:

@@ -80,7 +80,7 @@ def _parts(paths: Sequence[Path], *, partial: bool) -> tuple[list[Part], Setting
     for path in paths:
         if not path.is_file():
             raise UsageError(f"{path} is no file")
-        settings, created, rows = read_run(path, "merge")
+        settings, created, rows = read_run(path, "merge", "give parts, with the file beside each of them")
         if not isinstance(settings.get("shard"), str):
             raise UsageError(f"{path} is no part: it was written without --shard")
         shard = shard_of(str(settings["shard"]))

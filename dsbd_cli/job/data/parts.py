@@ -77,6 +77,8 @@ def _note(part: Part, index: object, number: int, position: int) -> None:
     place, other = divmod(index, part.count)
     if other != part.part:
         raise DsbdError(f"{part.path}: line {number} is row {index}, which belongs to part {other} of {part.count}")
+    if part.rows is not None and index >= part.rows:
+        raise DsbdError(f"{part.path}: line {number} is row {index}, but the input had {part.rows} rows")
     while len(part.offsets) <= place:
         part.offsets.append(ABSENT)
     if part.offsets[place] != ABSENT:

@@ -36,6 +36,7 @@ __all__ = [
     "write_settings",
 ]
 
+AGAIN = "name another file, or replace it with --existing overwrite"
 SETTINGS_SCHEMA = "dsbd.run/1"
 OPENAI_ID = "batch_req_"
 TAIL_BYTES = 1 << 20
@@ -106,15 +107,15 @@ def read_settings(output: Path) -> tuple[Settings, int]:
     return settings, created
 
 
-def read_run(output: Path, wanted_by: str) -> tuple[Settings, int, int | None]:
-    """The same and how many rows the whole input has, None where its end was not reached. wanted_by: for messages."""
+def read_run(output: Path, wanted_by: str, help_: str = AGAIN) -> tuple[Settings, int, int | None]:
+    """The same and how many rows the whole input has, None where its end was not reached. wanted_by, help_: for
+    messages."""
     path = settings_file(output)
     try:
         found = orjson.loads(path.read_bytes())
     except FileNotFoundError:
         raise UsageError(
-            f"{wanted_by}: {path} is missing, so nobody knows what {output} was made with: "
-            "name another file, or replace it with --existing overwrite"
+            f"{wanted_by}: {path} is missing, so nobody knows what {output} was made with: {help_}"
         ) from None
     except (OSError, ValueError):
         found = None
@@ -122,7 +123,7 @@ def read_run(output: Path, wanted_by: str) -> tuple[Settings, int, int | None]:
         settings, created, rows = found.get("settings"), found.get("created"), found.get("rows")
         if isinstance(settings, dict) and isinstance(created, int):
             return settings, created, rows if isinstance(rows, int) else None
-    raise UsageError(f"{wanted_by}: {path} is not what dsbd wrote: replace both files with --existing overwrite")
+    raise UsageError(f"{wanted_by}: {path} is not what dsbd wrote: {help_}")
 
 
 def write_atomically(path: Path, data: bytes) -> None:
