@@ -31,8 +31,9 @@ SMALL_BYTES = 64 << 20  # weights of this size are no burden in float32 either
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(spec: ModelSpec, **more: Any) -> Checkpoint:
-    """(model, tokenizer) of a spec, weights frozen, in evaluation mode, nothing printed. more: for transformers.
+def load(spec: ModelSpec, config: Any = None, **more: Any) -> Checkpoint:
+    """(model, tokenizer) of a spec, weights frozen, in evaluation mode, nothing printed. config: in place of the
+    checkpoint's own, for a part of its layers. more: for transformers.
 
     dtype auto is the checkpoint's own on CUDA. On the CPU it is float32, which rounds no weight, except for a large
     bfloat16 checkpoint where the processor multiplies bfloat16 itself: there half the bytes are half the time. Raises
@@ -42,7 +43,7 @@ def load(spec: ModelSpec, **more: Any) -> Checkpoint:
     placement = more or _placement(spec)
     with quiet():
         folder = locate(spec)
-        config = load_config(folder, spec)
+        config = config or load_config(folder, spec)
         # transformers draws a bar while it unpacks GGUF, and asks nobody
         with contextlib.redirect_stderr(io.StringIO()) if is_gguf(folder) else contextlib.nullcontext():
             model = _model(folder, spec, config, placement)
@@ -135,7 +136,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
             config=config,
             dtype=_dtype(spec, config, folder),
             attn_implementation=_attention(config),
-            use_safetensors=None if spec.allow_pickle or is_gguf(folder) else True,
+            weights_only=True,  # a .bin file cannot run code
             output_loading_info=True,
             **_dequantised(folder),
             **_renamed(folder),
@@ -215,12 +216,7 @@ def _check_weights(folder: Path, spec: ModelSpec) -> None:
     if is_gguf(folder) or any(folder.glob("*.safetensors")):
         return
     if not any(folder.glob("*.bin")):
-        raise ModelError(f"{_name(spec)}: {folder} holds no weights (*.safetensors)")
-    if not spec.allow_pickle:
-        raise ModelError(
-            f"{_name(spec)} has only pickled weights (*.bin), which can run code when loaded: "
-            "convert them to safetensors, or give --allow-pickle if you trust them"
-        )
+        raise ModelError(f"{_name(spec)}: {folder} holds no weights (*.safetensors, *.bin)")
 
 
 def _check_report(report: dict[str, Any], spec: ModelSpec, elsewhere: set[str]) -> None:
