@@ -69,7 +69,7 @@ def test_mambabyte(tmp_path: Path) -> None:
     told = answers("--target", "builtin:draft", "--draft", "none", "--decode", "search")
     texts = [(json.loads(line)["prompt"], row["text"]) for line, row in zip(lines, told, strict=True)]
     folder = byte_mamba(tmp_path / "mambabyte", texts)
-    target = ("--target", str(folder), "--allow-pickle", "--seed", "4")
+    target = ("--target", str(folder), "--seed", "4")
     plain = answers(*target, "--draft", "none")
     assert [row["text"] for row in plain] == [text.encode()[:32].decode() for _, text in texts]
     found = answers(*target, "--draft", "builtin:draft", "--drafter", "bridge", "--depth", "6", "--batch-size", "3")

@@ -44,9 +44,13 @@ def test_bits_do_not_depend_on_the_company(name: str, dtype: torch.dtype) -> Non
     assert is_invariant(wide(name, dtype))
 
 
+WIDE = {"hidden_size": 128, "vocab_size": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32}
 RECURRENT_SIZES: dict[str, dict[str, Any]] = {
     "mamba2": {"hidden_size": 128, "num_heads": 16, "head_dim": 16, "expand": 2},
     "lfm2": {"hidden_size": 128, "intermediate_size": 192},
+    "bamba": WIDE | {"intermediate_size": 192},
+    "falcon-h1": WIDE | {"intermediate_size": 192, "head_dim": 32, "mamba_d_ssm": 256},
+    "granite-hybrid": WIDE | {"intermediate_size": 192, "shared_intermediate_size": 128, "num_local_experts": 0},
 }
 
 

@@ -18,6 +18,7 @@ Shape letters: R rows, H kv heads, G query heads per kv head, n queries, m = G *
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -363,8 +364,8 @@ def use_grouped_attention(model: Any) -> None:
     its logits stay the same: its function might do more.
     """
     stock = getattr(model.config, "_attn_implementation", None)
-    paired = bool(getattr(model.config, "is_encoder_decoder", False))  # most of them look it up without saying so
-    if not getattr(model, "_supports_attention_backend", False) and not paired:
+    paired = bool(getattr(model.config, "is_encoder_decoder", False))
+    if not (getattr(model, "_supports_attention_backend", False) or paired or _looks_up(model)):
         return
     model.stock_attention = stock  # for comparators
     if stock == "sdpa":
@@ -380,6 +381,12 @@ def use_grouped_attention(model: Any) -> None:
         limit = 1e-4 if model.dtype == torch.float32 else 6e-2
         if not (after - before).square().mean().sqrt() <= limit * before.std():
             model.set_attn_implementation(stock)
+
+
+def _looks_up(model: Any) -> bool:
+    """Whether attention goes by name though the model does not say so, as in most hybrids."""
+    forwards = (getattr(inspect.unwrap(type(module).forward), "__code__", None) for module in model.modules())
+    return any("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in forwards if code is not None)
 
 
 def _has_caps(model: Any) -> bool:

@@ -134,7 +134,7 @@ def _delta(
     dtype = query.dtype
     query, key = query.float(), key.float()
     if use_qk_l2norm_in_kernel:
-        query, key = _unit(query), _unit(key)
+        query, key = _unit(query, cache), _unit(key, cache)
     query = query * query.shape[-1] ** -0.5
     y = cache.linear(query.device).correct(query, key, value.float(), g.float(), beta.float())
     y = y.to(dtype).contiguous()
@@ -192,8 +192,9 @@ def _softplus(x: Tensor, cache: StateCache) -> Tensor:
     return nn.functional.softplus(x.to(cache.precision)).to(x.dtype)
 
 
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+def _unit(x: Tensor, cache: StateCache) -> Tensor:
+    wide = x.to(cache.precision)
+    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 # Our functions by the names that mixers call, with the arguments of the stock ones after the cache. Mixers also want a
