@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dsbd_cli.job.cli import distill as command
 from dsbd_cli.job.cli.app import run
+from dsbd_cli.job.data.lock import open_locked
 from dsbd_cli.lab.distillation.training import Training
 from tests.models.conftest import byte_level, save, wrap
 
@@ -79,10 +80,11 @@ def test_from_prompts_to_a_draft(
         assert word in out
     assert "expected here: " in err
     assert not (folder / "checkpoint").exists()
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model, big = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, target))
     assert (model.dtype, model.config.num_hidden_layers) == (torch.bfloat16, 1)
-    ids = AutoTokenizer.from_pretrained(folder)("The quick", return_tensors="pt").input_ids
-    assert model(ids).logits.shape[-1] == model.config.vocab_size
+    given = AutoTokenizer.from_pretrained(folder)("The quick", return_tensors="pt")
+    wanted = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(big.generate(**given, **wanted, assistant_model=model), big.generate(**given, **wanted))
     plain = generate(target, "none", prompts, tmp_path / "plain.jsonl")
     assert generate(target, str(folder), prompts, tmp_path / "drafted.jsonl") == plain
     small = ["--target", target, "--draft", str(folder), "--texts", str(folder / "answers.jsonl"), "--size", "200"]
@@ -104,8 +106,8 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
     stop = os.getpid(), signal.SIGTERM
     answer = command._Distilling._answer
 
-    def answer_and_stop(self: Any, engine: Any, requests: Any) -> None:
-        answer(self, engine, requests[:9])
+    def answer_and_stop(self: Any, engine: Any, requests: Any, *more: Any) -> None:
+        answer(self, engine, requests[:9], *more)
         os.kill(*stop)
         self._check_stopped()
 
@@ -195,10 +197,10 @@ def test_refusals(
     assert not (tmp_path / "new").exists()
 
 
-def test_another_file_of_prompts_is_another_run(
+def test_another_file_of_prompts_or_a_second_run_at_once(
     target: str, prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(self: Any, engine: Any, requests: Any) -> None:
+    def stop(self: Any, *ignored: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         self._check_stopped()
 
@@ -207,5 +209,8 @@ def test_another_file_of_prompts_is_another_run(
     other = tmp_path / "other.jsonl"
     other.write_text("\n".join(PROMPTS[:20]) + "\n")
     capfd.readouterr()
+    with open_locked(tmp_path / "draft" / "answers.jsonl", create_only=False):
+        distil(target, prompts, tmp_path / "draft", code=1)
+    assert "is being written by another process" in capfd.readouterr().err
     distil(target, str(other), tmp_path / "draft", code=2)
     assert "--input holds other prompts: go on with what --output" in capfd.readouterr().err

@@ -36,6 +36,7 @@ from dsbd_cli.requests import Request
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.engine.models.student import StudentShape
+    from dsbd_cli.job.data.jsonl import LineWriter
     from dsbd_cli.lab.distillation.training import Training
 
 __all__ = ["distill"]
@@ -276,9 +277,13 @@ class _Distilling:
         self._record = self._begin(shape, digest)
         self._record.prompts = len(learnt)
         self._signals.on_stop = self._stop
-        engine = self._load()
-        self._answer(engine, learnt)
-        self._train(engine, shape, held)
+        from dsbd_cli.lab.distillation.answers import answered
+
+        # the file stays locked to the end, so that no second run trains in this folder
+        with answered(self._folder / ANSWERS) as (done, writer):
+            engine = self._load()
+            self._answer(engine, learnt, done, writer)
+            self._train(engine, shape, held)
 
     # Beginning, and going on
 
@@ -375,22 +380,20 @@ class _Distilling:
 
     # The target's answers
 
-    def _answer(self, engine: Engine, requests: list[Request]) -> None:
-        from dsbd_cli.lab.distillation.answers import answered, make_answers, read_answers
+    def _answer(self, engine: Engine, requests: list[Request], done: int, writer: LineWriter) -> None:
+        from dsbd_cli.lab.distillation.answers import make_answers, read_answers
 
-        path = self._folder / ANSWERS
-        with answered(path) as (done, writer):
-            began, todo = time.monotonic(), requests[done:]
+        path, todo, began = self._folder / ANSWERS, requests[done:], time.monotonic()
 
-            def told(number: int) -> None:
-                left = (time.monotonic() - began) / number * (len(todo) - number)
-                self._talk.now(
-                    f"the target answers: {done + number} of {len(requests)} prompts, {duration(left)} left",
-                    {"answered": done + number, "prompts": len(requests)},
-                )
+        def told(number: int) -> None:
+            left = (time.monotonic() - began) / number * (len(todo) - number)
+            self._talk.now(
+                f"the target answers: {done + number} of {len(requests)} prompts, {duration(left)} left",
+                {"answered": done + number, "prompts": len(requests)},
+            )
 
-            with self._stopping(engine.stop):
-                failed = make_answers(engine, todo, writer, told)
+        with self._stopping(engine.stop):
+            failed = make_answers(engine, todo, writer, told)
         if failed:
             self._talk.warn(f"{len(failed)} prompts cannot be answered and are left out; the first: {failed[0]}")
         self._answers = read_answers(path)
