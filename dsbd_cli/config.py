@@ -51,9 +51,11 @@ _KINDS: dict[type[Variant], str] = {Rule: "rule", Width: "width"}
 WarpScope = Literal["pool", "beam"]
 OnTooLong = Literal["error", "truncate-left"]
 Numerics = Literal["invariant", "fast"]
+Quantize = Literal["int8"]
 
 WARP_SCOPES: tuple[str, ...] = ("pool", "beam")
 ON_TOO_LONG: tuple[str, ...] = ("error", "truncate-left")
+QUANTIZE: tuple[str, ...] = ("int8",)
 NUMERICS: tuple[str, ...] = ("invariant", "fast")
 DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
 
@@ -493,6 +495,7 @@ class ModelSpec:
         numerics: of a target: `invariant` computes every node the same way whatever else is in a forward, so that a
             text cannot depend on the draft or the batch; `fast` saves that work.
         tensor_parallel: of a target: processes, each with a GPU where there are any, that share every layer.
+        quantize: `int8`: linear layers are made int8 at load, on the CPU.
     """
 
     source: str
@@ -503,6 +506,7 @@ class ModelSpec:
     trust_remote_code: bool = False
     numerics: Numerics = "invariant"
     tensor_parallel: int = 1
+    quantize: Quantize | None = None
 
     def __post_init__(self) -> None:
         expected = "1 or more, and 1 of a draft"
@@ -512,11 +516,16 @@ class ModelSpec:
             self.tensor_parallel,
             expected,
         )
+        _require(self.quantize in (None, *QUANTIZE), "quantize", self.quantize, f"one of {', '.join(QUANTIZE)}")
         _require(self.numerics in NUMERICS, "numerics", self.numerics, f"one of {', '.join(NUMERICS)}")
         check_types(self)
         _require(self.dtype in DTYPES, f"{self.role} dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         if self.device_map is not None and self.device != "auto":
             raise UsageError("device and device_map cannot be used together: give one of them")
+        if self.quantize is not None and self.device_map is not None:
+            _refuse("quantize", self.quantize, f"device_map is {self.device_map!r}: int8 runs on the CPU only")
+        if self.quantize is not None and self.tensor_parallel > 1:
+            _refuse("quantize", self.quantize, f"tensor_parallel is {self.tensor_parallel}: drop one of them")
 
     def of_draft(self, source: str, device: str | None = None) -> ModelSpec:
         """A draft that is loaded as this target is. device: one of its own."""

@@ -25,6 +25,7 @@ from dsbd_cli.token_rules import TokenRules
 
 __all__ = ["MaskPlan", "TransformersForest", "unsupported"]
 
+CALIBRATION = 2, 64  # sequences and their tokens; more of them find no better outliers
 LEAST_ROWS = 4  # products of fewer rows take other kernels
 # Layer kinds whose state is one key and one value per token, so that a tree of tokens can be held.
 _LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -87,6 +88,7 @@ class TransformersForest:
         """stock: loads the model once more, as it was before its weights were packed."""
         self.name = name
         self.invariant = False  # whether `settled` keeps its promise on this machine: see invariance.py
+        self.quantized: str | None = None  # what its linear layers were made at load
         self._load_stock = stock
         self._stock: Any = None
         self._model = model
@@ -250,6 +252,16 @@ class TransformersForest:
         """Logits [B, T, V] of separate sequences [B, T] by an ordinary causal forward, without our cache and masks."""
         logits: Tensor = self._model(input_ids=tokens, use_cache=False, return_dict=True).logits
         return logits.to(self._device)
+
+    def calibrate(self) -> None:
+        """Run the random tokens by which `quantize` finds outliers."""
+        limit = self.max_positions or CALIBRATION[1]
+        shape = CALIBRATION[0], min(CALIBRATION[1], limit)
+        tokens = torch.randint(0, self._embeddings, shape, generator=torch.Generator().manual_seed(19))
+        self._calibrate(tokens)
+
+    def _calibrate(self, tokens: Tensor) -> None:
+        self.plain(tokens)
 
     def _new_cache(self) -> ForestCache:
         """The cache that this kind of model needs."""

@@ -19,6 +19,7 @@ from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.invariance import is_invariant
 from dsbd_cli.engine.models.loader import eos_ids, load, load_config, load_extractor
 from dsbd_cli.engine.models.packing import pack
+from dsbd_cli.engine.models.quantize import LEAST_WEIGHTS, quantize
 from dsbd_cli.engine.models.ranks import Ranks, ShardedForestModel, check_ranks, load_slice
 from dsbd_cli.engine.models.selftest import self_test
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, encoder_digest
@@ -36,7 +37,8 @@ class LoadedPair:
     """A target, its draft (None without one) and the codec of the target.
 
     Attributes:
-        target_dtype: torch's name without prefix: float32, bfloat16, float16.
+        target_dtype: torch's name without prefix: float32, bfloat16, float16; `int8+bfloat16` where linear layers are
+            int8 and the rest is bfloat16.
         draft_dtype: the same, None without a draft.
         notes: differences that do not matter for the result, for the user to read.
         told: of the target's generation settings, what is not done.
@@ -117,7 +119,8 @@ def markers(target: HFCodec, draft: HFCodec) -> dict[int, int]:
 
 
 def _dtype_name(model: TransformersForest) -> str:
-    return str(model.weights_dtype).removeprefix("torch.")
+    name = str(model.weights_dtype).removeprefix("torch.")
+    return name if model.quantized is None else f"{model.quantized}+{name}"
 
 
 def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
@@ -130,13 +133,15 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
         if ranks is not None:
             forest: TransformersForest = ShardedForestModel(model, spec.source, ranks)
         else:
-            packed = pack(model) > 0
+            packed = spec.quantize is not None or pack(model) > 0
             kind = Seq2SeqForestModel if paired else CausalForestModel
             forest = kind(model, spec.source, stock=(lambda: load(spec)[0]) if packed else None)
         # a draft only proposes: what it computes cannot reach the text
         wanted = spec.role == "target" and spec.numerics == "invariant"
         forest.keep_states_in(torch.float64 if wanted else torch.float32)
         self_test(forest)
+        if spec.quantize is not None:  # after the test, whose limits are those of the checkpoint's own rounding
+            _quantize(forest, spec)
         forest.invariant = wanted and is_invariant(forest)
         if not forest.invariant:
             forest.keep_states_in(torch.float32)
@@ -152,6 +157,17 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
         codec = make_source_codec(model, tokenizer, ends, lambda: load_extractor(locate(spec), spec))
         return forest, codec
     return forest, HFCodec(tokenizer, ends)
+
+
+def _quantize(forest: TransformersForest, spec: ModelSpec) -> None:
+    """The linear layers become int8 ones, but small ones, which are packed. Raises UsageError where all are small."""
+    if not quantize(forest.module, forest.calibrate):
+        reason = (
+            f"the {spec.role} model {spec.source!r} has no linear layer of {LEAST_WEIGHTS} weights or more: drop it"
+        )
+        raise UsageError(f"quantize is {spec.quantize}, but {reason}", field="quantize", value=spec.quantize)
+    pack(forest.module)
+    forest.quantized = spec.quantize
 
 
 def _loaded(spec: ModelSpec) -> tuple[Any, Any, Ranks | None]:
