@@ -270,7 +270,7 @@ def quiet() -> Iterator[None]:
 
     hf_logging.set_verbosity(logging.CRITICAL)
     hf_logging.disable_progress_bar()
-    for name in ("huggingface_hub", "accelerate"):
+    for name in ("huggingface_hub", "accelerate", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -79,7 +79,9 @@ def weight_of(linear: nn.Linear | Conv1D) -> Tensor:
 def _suits(linear: nn.Linear | Conv1D) -> bool:
     weight, bias = linear.weight, linear.bias
     hooked = bool(linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))
-    hooked |= type(linear) not in (nn.Linear, Conv1D)  # one with a forward of its own
+    # one with a forward of its own, or with weights that quantised checkpoints keep in a form of theirs
+    hooked |= type(linear) not in (nn.Linear, Conv1D) or "forward" in vars(linear)
+    hooked |= type(weight.data) is not Tensor
     plain = weight.device.type == "cpu" and not hooked and (bias is None or bias.dtype == weight.dtype)
     return plain and weight.is_floating_point() and min(weight.shape) >= MIN_FEATURES
 
