@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config import ModelSpec
+from dsbd_cli.engine.models.loader import load
 from dsbd_cli.engine.models.pair import load_model
 
 TEXTS = ("README.md", "docs/algorithm.md", "dsbd_cli/engine/models/quantize.py", "sample_inputs/prompts.jsonl")
@@ -31,13 +32,17 @@ def loaded(target: str, dtype: str, quantize: Any) -> Any:
 
 def logprobs(target: str, dtype: str, quantize: Any, tokens: int) -> Tensor:
     """[places, V] log-probabilities after every token of the texts, in float32."""
-    model, codec = loaded(target, dtype, quantize)
+    if quantize is None:
+        network, tokenizer = load(ModelSpec(target, device="cpu", dtype=dtype))
+    else:
+        model, codec = loaded(target, dtype, quantize)
+        network, tokenizer = model.module, codec.tokenizer
     root = Path(__file__).parents[1]
     found = []
     with torch.inference_mode():
         for name in TEXTS:
-            ids = codec.tokenizer((root / name).read_text(encoding="utf-8")[: 8 * tokens]).input_ids[:tokens]
-            found.append(model.plain(torch.tensor([ids]))[0].float().log_softmax(-1))
+            ids = tokenizer((root / name).read_text(encoding="utf-8")[: 8 * tokens]).input_ids[:tokens]
+            found.append(network(torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(-1))
     return torch.cat(found)
 
 

@@ -16,7 +16,7 @@ from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.generation import settings_notes
 from dsbd_cli.engine.models.head import installed
 from dsbd_cli.engine.models.hub import locate
-from dsbd_cli.engine.models.invariance import is_invariant
+from dsbd_cli.engine.models.invariance import variance
 from dsbd_cli.engine.models.loader import eos_ids, load, load_config, load_extractor
 from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.quantize import LEAST_WEIGHTS, quantize
@@ -139,10 +139,11 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
         # a draft only proposes: what it computes cannot reach the text
         wanted = spec.role == "target" and spec.numerics == "invariant"
         forest.keep_states_in(torch.float64 if wanted else torch.float32)
-        self_test(forest)
+        forest.tested = self_test(forest)
         if spec.quantize is not None:  # after the test, whose limits are those of the checkpoint's own rounding
             _quantize(forest, spec)
-        forest.invariant = wanted and is_invariant(forest)
+        forest.varies = variance(forest) if wanted else "nobody asked for the work that it takes"
+        forest.invariant = forest.varies is None
         if not forest.invariant:
             forest.keep_states_in(torch.float32)
     except UnsupportedModelError as error:
