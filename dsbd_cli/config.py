@@ -52,8 +52,10 @@ _KINDS: dict[type[Variant], str] = {Rule: "rule", Width: "width"}
 WarpScope = Literal["pool", "beam"]
 OnTooLong = Literal["error", "truncate-left"]
 Numerics = Literal["invariant", "fast"]
+Quantize = Literal["int8"]
 
 ON_TOO_LONG: tuple[str, ...] = ("error", "truncate-left")
+QUANTIZE: tuple[str, ...] = ("int8",)
 NUMERICS: tuple[str, ...] = ("invariant", "fast")
 DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
 
@@ -503,6 +505,7 @@ class ModelSpec:
             text cannot depend on the draft or the batch; `fast` saves that work.
         tensor_parallel: of a target: processes, each with a GPU where there are any, that share every layer.
         kernels: on a GPU, layers whose small operations are known run as kernels; False: as transformers has them.
+        quantize: `int8`: linear layers are made int8 at load, on the CPU.
     """
 
     source: str
@@ -514,6 +517,7 @@ class ModelSpec:
     numerics: Numerics = "invariant"
     tensor_parallel: int = 1
     kernels: bool = True
+    quantize: Quantize | None = None
 
     def __post_init__(self) -> None:
         expected = "1 or more, and 1 of a draft"
@@ -523,11 +527,16 @@ class ModelSpec:
             self.tensor_parallel,
             expected,
         )
+        _require(self.quantize in (None, *QUANTIZE), "quantize", self.quantize, f"one of {', '.join(QUANTIZE)}")
         _require(self.numerics in NUMERICS, "numerics", self.numerics, f"one of {', '.join(NUMERICS)}")
         check_types(self)
         _require(self.dtype in DTYPES, f"{self.role} dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         if self.device_map is not None and self.device != "auto":
             raise UsageError("device and device_map cannot be used together: give one of them")
+        if self.quantize is not None and self.device_map is not None:
+            _refuse("quantize", self.quantize, f"device_map is {self.device_map!r}: int8 runs on the CPU only")
+        if self.quantize is not None and self.tensor_parallel > 1:
+            _refuse("quantize", self.quantize, f"tensor_parallel is {self.tensor_parallel}: drop one of them")
 
     def of_draft(self, source: str, device: str | None = None) -> ModelSpec:
         """A draft that is loaded as this target is. device: one of its own."""

@@ -172,6 +172,7 @@ def test_what_does_not_act_is_null_in_the_record(dsbd: Dsbd) -> None:
         "drafter": None,
         "target": "builtin:target",
         "draft": None,
+        "quantize": None,
     }
     [fuzzy] = dsbd("generate", "--verify", "fuzzy:0.2", lines=[{"prompt": "a"}]).records
     assert fuzzy["exactness"] == "lossy"

@@ -76,3 +76,16 @@ def test_tied_embeddings_stay() -> None:
 def test_no_packing_for_dtypes_that_gain_nothing() -> None:
     assert not packing_works(torch.float16)
     assert not packing_works(torch.float64)
+
+
+@needs_packing
+def test_layers_of_quantised_checkpoints_stay() -> None:
+    """Guards torchao's weights, which are tensors of another kind, and layers whose forward a library replaced."""
+
+    class Quantised(torch.Tensor):
+        pass
+
+    kind, patched = nn.Linear(64, 64), nn.Linear(64, 64)
+    kind.weight = nn.Parameter(kind.weight.detach().as_subclass(Quantised), requires_grad=False)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    assert pack(nn.Sequential(kind, patched).requires_grad_(False)) == 0

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MaskPlan", "TransformersForest", "unsupported"]
 
+CALIBRATION = 2, 64  # sequences and their tokens; more of them find no better outliers
 LEAST_ROWS = 4  # products of fewer rows take other kernels
 # Layer kinds whose state is one key and one value per token, so that a tree of tokens can be held.
 _LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -94,6 +95,7 @@ class TransformersForest:
         self.told: tuple[str, ...] = ()  # what the user should know of how it runs
         self.fused: Mapping[str, int] = {}  # modules that run as kernels, by kind: see fused.py
         self.tested: SelfTestReport | None = None  # what the check at load has measured
+        self.quantized: str | None = None  # what its linear layers were made at load
         self._load_stock = stock
         self._stock: Any = None
         self._model = model
@@ -262,6 +264,16 @@ class TransformersForest:
         """Logits [B, T, V] of separate sequences [B, T] by an ordinary causal forward, without our cache and masks."""
         logits: Tensor = self._model(input_ids=tokens, use_cache=False, return_dict=True).logits
         return logits.to(self._device)
+
+    def calibrate(self) -> None:
+        """Run the random tokens by which `quantize` finds outliers."""
+        limit = self.max_positions or CALIBRATION[1]
+        shape = CALIBRATION[0], min(CALIBRATION[1], limit)
+        tokens = torch.randint(0, self._embeddings, shape, generator=torch.Generator().manual_seed(19))
+        self._calibrate(tokens)
+
+    def _calibrate(self, tokens: Tensor) -> None:
+        self.plain(tokens)
 
     def _new_cache(self) -> ForestCache:
         """The cache that this kind of model needs."""

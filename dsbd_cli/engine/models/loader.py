@@ -20,6 +20,7 @@ from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.linearised import LinearisedLlama, mark
 from dsbd_cli.engine.models.mamba_ssm import KEY_MAPPING, byte_tokenizer, read_config
 from dsbd_cli.engine.models.packing import packing_works
+from dsbd_cli.engine.models.quantize import int8_missing
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 
 __all__ = ["Checkpoint", "eos_ids", "is_gguf", "load", "load_config", "load_extractor", "load_tokenizer", "quiet"]
@@ -44,6 +45,8 @@ def load(spec: ModelSpec, config: Any = None, **more: Any) -> Checkpoint:
     with quiet():
         folder = locate(spec)
         config = config or load_config(folder, spec)
+        if spec.quantize is not None:
+            _check_quantize(spec, config, placement)
         # transformers draws a bar while it unpacks GGUF, and asks nobody
         with contextlib.redirect_stderr(io.StringIO()) if is_gguf(folder) else contextlib.nullcontext():
             model = _model(folder, spec, config, placement)
@@ -194,6 +197,17 @@ def _source(place: Path) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": place.parent, "gguf_file": place.name}
 
 
+def _check_quantize(spec: ModelSpec, config: Any, placement: dict[str, Any]) -> None:
+    """int8 can be had: on the CPU, of plain weights. Raises UsageError."""
+    reason = int8_missing()
+    if placement:
+        reason = f"int8 runs on the CPU only: drop it, or place the {spec.role} there (--device cpu)"
+    elif getattr(config, "quantization_config", None) is not None:
+        reason = f"{_name(spec)} is quantised already: drop it"
+    if reason is not None:
+        raise UsageError(f"quantize is {spec.quantize}, but {reason}", field="quantize", value=spec.quantize)
+
+
 def _local(spec: ModelSpec) -> dict[str, Any]:
     return {"trust_remote_code": spec.trust_remote_code, "local_files_only": True}
 
@@ -274,7 +288,7 @@ def quiet() -> Iterator[None]:
 
     hf_logging.set_verbosity(logging.CRITICAL)
     hf_logging.disable_progress_bar()
-    for name in ("huggingface_hub", "accelerate"):
+    for name in ("huggingface_hub", "accelerate", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-__all__ = ["PackedLinear", "pack", "packing_works"]
+__all__ = ["PackedLinear", "pack", "packing_works", "plain_linears", "weight_of"]
 
 ROWS_HINT = 32  # blocks are chosen for about so many tokens; measured: any hint from 8 to 512 gives the same blocks
 LEAST_ROWS = 4  # fewer rows take a slower kernel; measured: 1 row 0.65 ms, 4 rows 0.51 ms for 5632 x 2048 in bfloat16
@@ -33,7 +34,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear | Conv1D) -> None:
         super().__init__()
-        weight = _weight(linear)
+        weight = weight_of(linear)
         self.out_features, self.in_features = weight.shape
         self.packed = _reorder(weight.detach())
         self.weight = torch.empty_like(linear.weight, device="meta", requires_grad=False)
@@ -62,18 +63,21 @@ def pack(model: nn.Module) -> int:
 
     Each original weight is freed as soon as it is packed, unless something else shares it (tied embeddings).
     """
-    found: list[tuple[nn.Module, str, nn.Linear | Conv1D]] = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, nn.Linear | Conv1D) and name not in MULTIPLIED and _suits(child)
-    ]
+    found = [item for item in plain_linears(model) if packing_works(item[2].weight.dtype)]
     for parent, name, child in found:
         setattr(parent, name, PackedLinear(child))
     return len(found)
 
 
-def _weight(linear: nn.Linear | Conv1D) -> Tensor:
+def plain_linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
+    """The linear layers on the CPU that do nothing but x W^T + b, with their parents and names."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear | Conv1D) and name not in MULTIPLIED and _suits(child):
+                yield parent, name, child
+
+
+def weight_of(linear: nn.Linear | Conv1D) -> Tensor:
     """[out, in]; GPT-2's layers hold theirs the other way round."""
     weight: Tensor = linear.weight.t() if isinstance(linear, Conv1D) else linear.weight
     return weight
@@ -82,9 +86,11 @@ def _weight(linear: nn.Linear | Conv1D) -> Tensor:
 def _suits(linear: nn.Linear | Conv1D) -> bool:
     weight, bias = linear.weight, linear.bias
     hooked = bool(linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))
-    hooked |= type(linear) not in (nn.Linear, Conv1D)  # one with a forward of its own
+    # one with a forward of its own, or with weights that quantised checkpoints keep in a form of theirs
+    hooked |= type(linear) not in (nn.Linear, Conv1D) or "forward" in vars(linear)
+    hooked |= type(weight.data) is not Tensor
     plain = weight.device.type == "cpu" and not hooked and (bias is None or bias.dtype == weight.dtype)
-    return plain and min(weight.shape) >= MIN_FEATURES and packing_works(weight.dtype)
+    return plain and weight.is_floating_point() and min(weight.shape) >= MIN_FEATURES
 
 
 def _reorder(weight: Tensor) -> Tensor:

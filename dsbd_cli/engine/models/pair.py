@@ -20,6 +20,7 @@ from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.invariance import variance
 from dsbd_cli.engine.models.loader import eos_ids, load, load_config, load_extractor
 from dsbd_cli.engine.models.packing import pack
+from dsbd_cli.engine.models.quantize import LEAST_WEIGHTS, quantize
 from dsbd_cli.engine.models.ranks import Ranks, ShardedForestModel, check_ranks, load_slice
 from dsbd_cli.engine.models.selftest import SelfTestReport, self_test
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, encoder_digest
@@ -39,7 +40,8 @@ class LoadedPair:
     """A target, its draft (None without one) and the codec of the target.
 
     Attributes:
-        target_dtype: torch's name without prefix: float32, bfloat16, float16.
+        target_dtype: torch's name without prefix: float32, bfloat16, float16; `int8+bfloat16` where linear layers are
+            int8 and the rest is bfloat16.
         draft_dtype: the same, None without a draft.
         notes: differences that do not matter for the result, for the user to read.
         told: of the target's generation settings, what is not done.
@@ -121,7 +123,8 @@ def markers(target: HFCodec, draft: HFCodec) -> dict[int, int]:
 
 
 def _dtype_name(model: TransformersForest) -> str:
-    return str(model.weights_dtype).removeprefix("torch.")
+    name = str(model.weights_dtype).removeprefix("torch.")
+    return name if model.quantized is None else f"{model.quantized}+{name}"
 
 
 def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
@@ -135,7 +138,7 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
         if ranks is not None:
             forest: TransformersForest = ShardedForestModel(model, spec.source, ranks)
         else:
-            packed = pack(model) > 0
+            packed = spec.quantize is not None or pack(model) > 0
             fused = _fused(model, spec)
             kind = Seq2SeqForestModel if paired else CausalForestModel
             forest = kind(model, spec.source, stock=(lambda: load(spec)[0]) if packed or fused.counts else None)
@@ -143,6 +146,8 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
         wanted = spec.role == "target" and spec.numerics == "invariant"
         forest.keep_states_in(torch.float64 if wanted else torch.float32)
         forest.tested, forest.fused = _tested(forest, fused), fused.counts
+        if spec.quantize is not None:  # after the test, whose limits are those of the checkpoint's own rounding
+            _quantize(forest, spec)
         forest.varies = variance(forest) if wanted else "nobody asked for the work that it takes"
         forest.invariant = forest.varies is None
         if not forest.invariant:
@@ -180,6 +185,17 @@ def _tested(forest: TransformersForest, fused: Fused) -> SelfTestReport:
     report = self_test(forest)
     forest.told = ("the kernels of its layers are left out: with them the check at load fails",)
     return report
+
+
+def _quantize(forest: TransformersForest, spec: ModelSpec) -> None:
+    """The linear layers become int8 ones, but small ones, which are packed. Raises UsageError where all are small."""
+    if not quantize(forest.module, forest.calibrate):
+        reason = (
+            f"the {spec.role} model {spec.source!r} has no linear layer of {LEAST_WEIGHTS} weights or more: drop it"
+        )
+        raise UsageError(f"quantize is {spec.quantize}, but {reason}", field="quantize", value=spec.quantize)
+    pack(forest.module)
+    forest.quantized = spec.quantize
 
 
 def _loaded(spec: ModelSpec) -> tuple[Any, Any, Ranks | None]:

@@ -233,6 +233,11 @@ class Seq2SeqForestModel(TransformersForest):
         logits: Tensor = output.logits
         return logits.to(self._device)
 
+    def _calibrate(self, tokens: Tensor) -> None:
+        size = tokens.shape[1] if self.max_source is None else min(tokens.shape[1], self.max_source)
+        for seed, answer in enumerate(tokens):
+            self.plain(answer.unsqueeze(0), sample_source(self, size, seed))
+
     def _runner(self) -> Any:
         """The model without its head, where it has such a part."""
         return self._body if self._model.base_model is not self._model else self._model

@@ -130,7 +130,7 @@ class _Run:
         self._files, self._settings, self._devices, self._arguments = files, settings, devices, arguments
         self._ordered, self._pool = scale.order != "done", pool_config(scale, devices)
         self._workers_open = ExitStack()
-        self._method = MethodRecord(settings.method, settings.target, settings.draft)
+        self._method = MethodRecord(settings.method, settings.target, settings.draft, quantize=devices.quantize)
         self._fingerprint = run_fingerprint(
             self._method,
             settings.rows,

@@ -45,6 +45,7 @@ Existing = Literal["error", "overwrite", "resume", "retry"]
 Decode = Literal["search", "sample"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 NumericsName = Literal["invariant", "fast"]
+QuantizeName = Literal["int8"]
 Input = Annotated[
     Path | None,
     option(
@@ -365,6 +366,15 @@ class DeviceOptions:
     dtype: Annotated[
         DtypeName | None,
         option(DEVICES, "--dtype", text=f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE"),
+    ] = None
+    quantize: Annotated[
+        QuantizeName | None,
+        option(
+            DEVICES,
+            "--quantize",
+            text="int8: the linear layers of both models in 8 bits, on the CPU (docs/quantization.md)",
+            metavar="int8",
+        ),
     ] = None
     numerics: Annotated[
         NumericsName | None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from dsbd_cli.config import Exactness, MethodConfig
+from dsbd_cli.config import Exactness, MethodConfig, Quantize
 from dsbd_cli.errors import NumericalError, RowError
 from dsbd_cli.job.records.row import Fields, Row
 from dsbd_cli.requests import RequestResult
@@ -26,6 +26,7 @@ class MethodRecord:
     target: str
     draft: str | None
     created: int = 0  # Unix time at which the run began, in seconds; the same when it is resumed
+    quantize: Quantize | None = None
     exactness: Exactness | None = None  # of this run, once the target is loaded; None: the method's
     encoded: orjson.Fragment = field(init=False, repr=False, compare=False)  # fields() as JSON
     fingerprint: str = field(init=False, repr=False, compare=False)
@@ -57,6 +58,7 @@ class MethodRecord:
             **self._settings(),
             "target": self.target,
             "draft": self.draft,
+            "quantize": self.quantize,
         }
 
     def _settings(self) -> Fields:
