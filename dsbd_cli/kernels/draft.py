@@ -385,7 +385,7 @@ def begin(
         *(mask.shape[2], table[2].shape[1], last_position, trash, joined[0].shape[2] - roots),
         WP=triton.next_power_of_2(roots),
         LP=triton.next_power_of_2((depth + 1) * 8),
-        TILE=TILE,
+        TILE=TILE if roots < 8 else 64,
         num_warps=4,
         enable_fp_fusion=False,
     )

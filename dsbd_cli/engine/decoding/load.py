@@ -36,6 +36,7 @@ def load(
     on_too_long: OnTooLong = "error",
     log_steps: bool = False,
     cuda_graphs: bool | None = None,
+    kernels: bool | None = None,
     allow: str | os.PathLike[str] | None = None,
 ) -> Engine:
     """Load a target and a draft checkpoint into an engine.
@@ -49,6 +50,7 @@ def load(
     (`truncate-left`).
     log_steps: keep a StepStats per iteration in each result.
     cuda_graphs: capture iterations as CUDA graphs; None: where both models lie whole on one GPU.
+    kernels: run iterations with kernels in place of tensor code, see docs/gpu.md; None: on a GPU.
     allow: file of the only answers that may come out, see docs/constraints.md.
 
     Raises UsageError for settings that do not go together, before anything is loaded; ModelNotFoundError,
@@ -59,6 +61,7 @@ def load(
     check_value("on_too_long", on_too_long, OnTooLong)
     check_value("log_steps", log_steps, bool)
     check_value("cuda_graphs", cuda_graphs, bool | None)
+    check_value("kernels", kernels, bool | None)
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
     spec = target if isinstance(target, ModelSpec) else ModelSpec(os.fspath(target))
@@ -100,5 +103,6 @@ def load(
         log_steps=log_steps,
         on_too_long=on_too_long,
         cuda_graphs=cuda_graphs,
+        kernels=kernels,
         catalogues=catalogues,
     )

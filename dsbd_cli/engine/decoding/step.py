@@ -281,8 +281,8 @@ class Stepper:
             live = _best_only(live)
         if "commit" in self.kernels and fits_commit(state):
             report = _pack(state, outcome) if outcome.report is None else outcome.report
-            moved = committed(state, forest, live, report, self.endings)
-            self.caches.move(*moved, table.trunk, table.drafted, draft=not idle)
+            source, target = committed(state, forest, live, report, self.endings)
+            self.caches.move(source, target, table.trunk, table.drafted, draft=not idle)
             self._limit(state, forest, live, legal)
             return report
         _settle(state, forest, outcome)
