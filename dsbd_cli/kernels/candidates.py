@@ -15,7 +15,7 @@ from dsbd_cli.kernels.law import NEVER, is_finite, ordered
 __all__ = ["MOST", "candidates", "fits"]
 
 MOST = 4096  # candidates per node
-BLOCK = 4096
+BLOCK = 2048
 ROUNDS = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 4}  # of 8 bits: what a number widened to float32 fills
 
 

@@ -50,7 +50,7 @@ def load(
     (`truncate-left`).
     log_steps: keep a StepStats per iteration in each result.
     cuda_graphs: capture iterations as CUDA graphs; None: where both models lie whole on one GPU.
-    kernels: run iterations with kernels in place of tensor code, see docs/gpu.md; None: on a GPU.
+    kernels: run iterations with kernels in place of tensor code, see docs/kernels.md; None: on a GPU.
     allow: file of the only answers that may come out, see docs/constraints.md.
 
     Raises UsageError for settings that do not go together, before anything is loaded; ModelNotFoundError,
