@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.kernels.law import NEVER, is_finite, ordered
+from dsbd_cli.kernels.law import NEVER, REGISTERS, is_finite, ordered
 
 __all__ = ["MOST", "candidates", "fits"]
 
@@ -104,6 +104,7 @@ def candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         ROUNDS=ROUNDS[logits.dtype],
         num_warps=8,
         enable_fp_fusion=False,
+        maxnreg=REGISTERS,
     )
     return tokens, logprobs
 

@@ -14,7 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from dsbd_cli.kernels.draft import MOST_PAIRS, RULES, STREAMS
-from dsbd_cli.kernels.law import NEVER, gumbel, is_finite, is_some, kth, ordered, pool_law, uniform, unordered
+from dsbd_cli.kernels.law import (
+    NEVER,
+    REGISTERS,
+    gumbel,
+    is_finite,
+    is_some,
+    kth,
+    ordered,
+    pool_law,
+    uniform,
+    unordered,
+)
 
 __all__ = ["COLUMNS", "FIRST", "fits", "walk"]
 
@@ -528,8 +539,9 @@ def walk(
         BEAM=beam,
         STEPS=own.bit_length(),
         Q_STEPS=q_count.bit_length(),
-        num_warps=4 if beam and pairs <= 1024 else 8,  # no registers spilled, see tests/kernels/test_compile.py
+        num_warps=4 if pairs <= 1024 else 8,
         enable_fp_fusion=False,
+        maxnreg=REGISTERS,
     )
 
 

@@ -69,6 +69,7 @@ class Launch:
     kernel: Any
     arguments: dict[str, Any]
     warps: int
+    registers: int | None
 
 
 class _Recorded:
@@ -78,9 +79,15 @@ class _Recorded:
         self._kernel, self._launches = kernel, launches
 
     def __getitem__(self, grid: Any) -> Any:
-        def launched(*arguments: Any, num_warps: int, enable_fp_fusion: bool = True, **constants: Any) -> None:
+        def launched(
+            *arguments: Any,
+            num_warps: int,
+            enable_fp_fusion: bool = True,
+            maxnreg: int | None = None,
+            **constants: Any,
+        ) -> None:
             named = dict(zip(self._kernel.arg_names, arguments, strict=False)) | constants
-            self._launches.append(Launch(self._kernel, named, num_warps))
+            self._launches.append(Launch(self._kernel, named, num_warps, maxnreg))
 
         return launched
 
@@ -172,7 +179,7 @@ def compiled(launch: Launch, capability: int) -> dict[str, object]:
     made = triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": launch.warps, "enable_fp_fusion": False},
+        options={"num_warps": launch.warps, "enable_fp_fusion": False, "maxnreg": launch.registers},
     )
     text = made.asm["ptx"]
     found = re.search(r"\.target (sm_\w+)", text)
