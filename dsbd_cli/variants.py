@@ -36,10 +36,12 @@ __all__ = [
     "find_extensions",
     "parse",
     "parse_drafter",
+    "parse_settings",
     "register",
     "runs_model",
     "sampling_rules",
     "spell",
+    "spelling",
     "typed_names",
 ]
 
@@ -150,21 +152,28 @@ class Variant:
     @property
     def usage(self) -> str:
         """How it is spelled, as in `fuzzy:THRESHOLD[,divergence=...]`."""
-        return self._spelled("".join(f",{one.name}=..." for one in self.settings[1:]))
+        return self._spelled(spelling(self.settings))
 
     @property
     def help(self) -> str:
         """One line: how it is spelled, what it is, and what its settings say."""
         # a narrow terminal cuts a long word off; the names of the settings follow anyway
-        head = self._spelled(",NAME=...") if len(self.settings) > 2 else self.usage
+        many = len(self.settings) > 2
+        head = self._spelled(f"{spelling(self.settings[:1])}[,NAME=...]") if many else self.usage
         return f"{head}  {self.text}" + "".join(f"; {one.name}: {one.help}" for one in self.settings)
 
-    def _spelled(self, more: str) -> str:
+    def _spelled(self, settings: str) -> str:
         if not self.settings:
             return self.name
-        first = self.settings[0]
-        inner = first.name.upper() + (f"[{more}]" if more else "")
-        return f"{self.name}:{inner}" if first.required else f"{self.name}[:{inner}]"
+        return f"{self.name}:{settings}" if self.settings[0].required else f"{self.name}[:{settings}]"
+
+
+def spelling(settings: Sequence[Setting[object]]) -> str:
+    """How settings are spelled, as in `FIRST,asked=...[,free=...]`."""
+    asked, free = (
+        "".join(f",{one.name}=..." for one in settings[1:] if one.required is required) for required in (True, False)
+    )
+    return (settings[0].name.upper() if settings else "") + asked + (f"[{free}]" if free else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -636,6 +645,11 @@ def parse(
         message = f"{option} is {shorten(name)}, but must be {expected}"
         raise UsageError(message, field=option, value=name, expected=expected)
     return name, _settings(f"{option} {text}", variants[name].usage, variants[name].settings, settings, complete)
+
+
+def parse_settings(option: str, text: str, settings: Sequence[Setting[object]]) -> dict[str, Value]:
+    """Settings, by their fields, of `FIRST[,NAME=...]`. option: where it stands. Raises UsageError."""
+    return _settings(f"{option} {text}", spelling(settings), settings, text, complete=True)
 
 
 def parse_drafter(text: str, option: str = "--drafter", *, complete: bool = True) -> tuple[str, dict[str, Value]]:

@@ -26,8 +26,9 @@ LAYERS = {
     6: ("dropin", "metrics", "data", "tasks", "reports", "peers", "scale"),
     7: ("pick",),
     8: ("bench", "profiling"),
-    9: ("cli", "lm_eval"),
-    10: ("__main__", "__init__"),
+    9: ("distillation",),
+    10: ("cli", "lm_eval"),
+    11: ("__main__", "__init__"),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 TORCH = ("torch",)

@@ -123,14 +123,14 @@ def test_a_place_may_be_one_the_pair_s_or_a_map(dsbd: Dsbd) -> None:
 def test_options_reach_the_library(dsbd: Dsbd) -> None:
     outcome = dsbd(
         *"generate --target t --draft d --dtype bfloat16 --device cuda:1,cpu --batch-size 3".split(),
-        *"--no-cuda-graphs --trust-remote-code --allow-pickle --num-beams 6".split(),
+        *"--no-cuda-graphs --trust-remote-code --num-beams 6".split(),
     )
     [call] = outcome.loads
     method = call.pop("method")
     assert (method.num_beams, method.drafts_per_layer) == (6, 12)
     assert call == {
-        "target": ModelSpec("t", "target", "bfloat16", "cuda:1", trust_remote_code=True, allow_pickle=True),
-        "draft": ModelSpec("d", "draft", "bfloat16", "cpu", trust_remote_code=True, allow_pickle=True),
+        "target": ModelSpec("t", "target", "bfloat16", "cuda:1", trust_remote_code=True),
+        "draft": ModelSpec("d", "draft", "bfloat16", "cpu", trust_remote_code=True),
         "cuda_graphs": False,
         "batch_size": 3,
         "log_steps": False,

@@ -35,16 +35,14 @@ def files(tmp_path: Path) -> Path:
 
 
 REFUSED = [
-    ("--json-schema {}/none.json", "--json-schema {}/none.json cannot be read: No such file"),
-    ("--json-schema {}/broken.json", "cannot be used: not valid JSON"),
-    ("--json-schema {}/bad.json", 'cannot be used: unsupported keywords ["not"] (at /properties/a)'),
-    ("--grammar {}/bad.lark", 'cannot be used: at 1(8): unknown name: "other"'),
-    ("--grammar {}/latin.lark", "cannot be read: it is not UTF-8"),
-    ("--regex a(b", "--regex a(b cannot be used: unclosed group"),
-    ("--regex a --json-schema {}/good.json", "--json-schema and --regex cannot be used together"),
-    ("--regex a --allow {}/good.json", "--allow and --regex cannot be used together"),
-    ("--regex a --stop b", "--stop is ['b'], but a grammar alone says where a text may end"),
-    ("--regex a --cuda-graphs", "--cuda-graphs cannot be had with a grammar"),
+    ("--allow {}/none.json", "--allow {}/none.json cannot be read: No such file"),
+    ("--allow {}/broken.json", "cannot be used: not valid JSON"),
+    ("--allow {}/bad.json", 'cannot be used: unsupported keywords ["not"] (at /properties/a)'),
+    ("--allow {}/bad.lark", 'cannot be used: at 1(8): unknown name: "other"'),
+    ("--allow {}/latin.lark", "cannot be read: it is not UTF-8"),
+    ("--allow regex:a(b", "--allow regex:a(b cannot be used: unclosed group"),
+    ("--allow regex:a --stop b", "--stop is ['b'], but a grammar alone says where a text may end"),
+    ("--allow regex:a --cuda-graphs", "--cuda-graphs cannot be had with a grammar"),
 ]
 
 
@@ -59,7 +57,7 @@ def test_what_is_refused_before_anything_is_loaded(dsbd: Dsbd, files: Path, opti
 
 @pytest.mark.parametrize("decode", ["search", "sample"])
 def test_without_a_draft_the_grammar_drafts(dsbd: Dsbd, files: Path, decode: str) -> None:
-    grammar = ["--json-schema", str(files / "good.json"), "--decode", decode, "--draft", "none"]
+    grammar = ["--allow", str(files / "good.json"), "--decode", decode, "--draft", "none"]
     call = dsbd("generate", *grammar, lines=[{"prompt": "a"}]).loads[-1]
     assert (call["method"].drafter, call["draft"]) == ("grammar", None)  # type: ignore[attr-defined]
     call = dsbd("generate", *grammar[2:], lines=[{"prompt": "a"}]).loads[-1]
@@ -67,7 +65,7 @@ def test_without_a_draft_the_grammar_drafts(dsbd: Dsbd, files: Path, decode: str
 
 
 def test_a_rule_that_takes_no_such_drafts_decodes_plainly(dsbd: Dsbd) -> None:
-    options = ["--regex", "a", "--draft", "none", "--verify", "with-replacement"]
+    options = ["--allow", "regex:a", "--draft", "none", "--verify", "with-replacement"]
     [call] = dsbd("generate", *options, lines=[{"prompt": "a"}]).loads
     assert call["method"].depth == 0  # type: ignore[attr-defined]
 
@@ -81,7 +79,7 @@ def test_the_built_in_target_answers_in_json(files: Path) -> None:
         {"prompt": "sql:", "response_format": {"type": "text"}, "max_new_tokens": 3},
     ]
     (files / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = ["--json-schema", str(files / "good.json"), "--num-beams", "2", "--draft", "none", "--decode", "search"]
+    options = ["--allow", str(files / "good.json"), "--num-beams", "2", "--draft", "none", "--decode", "search"]
     named = ["-i", str(files / "in.jsonl"), "-o", str(files / "out.jsonl"), "--quiet"]
     assert run(["generate", *options, *named]) == 0
     first, second, third, fourth = map(json.loads, (files / "out.jsonl").read_text().splitlines())

@@ -106,13 +106,10 @@ def test_nothing_is_held_back_in_a_pipe() -> None:
 
 
 WRONG = [
-    (("--until", "exec-ok"), "--until exec-ok needs --max-beams"),
-    (("--until", "exec-ok", "--max-beams", "8"), "--until exec-ok needs --database"),
-    (("--max-beams", "8"), "--max-beams would do nothing without --until: drop it"),
-    (
-        ("--until", "exec-ok", "--max-beams", "4", "--database", "d"),
-        "--max-beams is 4, but must be more than --num-beams",
-    ),
+    (("--until", "exec"), "--until is 'exec', but must be one of exec-ok"),
+    (("--until", "exec-ok"), "database is missing: it is spelled exec-ok:DATABASE,max-beams=..."),
+    (("--until", "exec-ok:d"), "max-beams is missing: it is spelled exec-ok:DATABASE,max-beams=..."),
+    (("--until", "exec-ok:d,max-beams=4"), "max-beams is 4, but must be more than --num-beams"),
 ]
 
 
@@ -141,8 +138,8 @@ def test_sql_from_the_command_line(tmp_path: Path) -> None:
     code = run(
         [
             *("generate", "-q", "-i", str(tmp_path / "in.jsonl"), "-o", str(out), "--decode", "search"),
-            *("--num-beams", "1", "--until", "exec-ok", "--max-beams", "3", "--max-new-tokens", "40"),
-            *("--database", f"{tmp_path}/{{db}}.sqlite", "--draft", "none"),
+            *("--num-beams", "1", "--until", f"exec-ok:{tmp_path}/{{db}}.sqlite,max-beams=3"),
+            *("--max-new-tokens", "40", "--draft", "none"),
         ]
     )
     assert code == 0

@@ -168,17 +168,29 @@ def test_proxy_is_what_must_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [("proxy.here", 3128), ("huggingface.co", 443)]
 
 
-def test_pickle_only_is_refused_unless_allowed(checkpoint: Path, tmp_path: Path) -> None:
-    """Guards code execution from a pickle that nobody asked for."""
+class Runs:
+    """What is called when a pickle of it is read without care."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return Path.touch, (Path("ran"),)
+
+
+def test_pickled_weights_are_read_and_run_no_code(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards code execution from a pickle."""
+    monkeypatch.chdir(tmp_path)
     folder = tmp_path / "pickled"
     shutil.copytree(checkpoint, folder)
     model, _ = load(ModelSpec(str(checkpoint), device="cpu"))
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="--allow-pickle"):
-        load(ModelSpec(str(folder), device="cpu"))
-    loaded, _ = load(ModelSpec(str(folder), device="cpu", allow_pickle=True))
+    loaded, _ = load(ModelSpec(str(folder), device="cpu"))
     torch.testing.assert_close(loaded.lm_head.weight, model.lm_head.weight)
+    torch.save({"lm_head.weight": Runs()}, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError):
+        load(ModelSpec(str(folder), device="cpu"))
+    assert not Path("ran").exists()
 
 
 def test_unfit_folders(checkpoint: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from dsbd_cli.engine.models import places
 from dsbd_cli.engine.models.crossing import CrossCache
 from dsbd_cli.engine.models.invariance import COMPANIES, Company, _logits, is_invariant
+from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.selftest import self_test
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, encoder_digest, sample_source
 from dsbd_cli.errors import UnsupportedModelError
@@ -117,6 +118,39 @@ WIDE = {
 def test_logits_do_not_depend_on_their_company(name: str, dtype: torch.dtype) -> None:
     """Cross attention too: neighbours with other sources, other nodes, other slots."""
     model = Seq2SeqForestModel(build_pair(name, **WIDE[name]).to(dtype), name)
+    assert is_invariant(model)
+
+
+@pytest.mark.parametrize("name", ["t5", "marian"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_source_does_not_depend_on_those_that_are_read_with_it(name: str, dtype: torch.dtype) -> None:
+    """Guards padding that reaches the bits of what is kept, and a source that stands alone without any."""
+    wide = {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64} if name == "marian" else {}
+    module = build_pair(name, **WIDE[name], **wide).to(dtype)
+    if not pack(module):
+        pytest.skip("this processor does not multiply bfloat16 itself")
+    model = Seq2SeqForestModel(module, name)
+    assert model._rows_alike
+    sources = [sample_source(model, size, seed) for seed, size in enumerate((9, 31, 32, 33, 100, 140))]
+    runs = []
+    model._encoder.register_forward_hook(lambda *_: runs.append(1))
+
+    def kept(rows: list[int], together: bool) -> list[torch.Tensor]:
+        model.release()
+        model.reserve(len(sources), 8)
+        for part in [rows] if together else [[row] for row in rows]:
+            model.encode(part, [sources[row] for row in part])
+        return [
+            stored[row, :, : len(sources[row])].clone()
+            for layer in model._cross._own
+            for stored in layer.stored
+            for row in range(len(sources))
+        ]
+
+    apart = kept([0, 1, 2, 3, 4, 5], together=False)
+    assert len(runs) == len(sources)
+    assert all(map(torch.equal, apart, kept([3, 1, 5, 0, 4, 2], together=True)))
+    assert len(runs) == len(sources) + 4  # of 32, 64 and 128 places, and one that stands alone
     assert is_invariant(model)
 
 

@@ -50,7 +50,7 @@ class Job:
     ) -> subprocess.Popen[str]:
         """The command; without workers in its own process. row_s: what a row takes, which reaches the workers with the
         rows' engine (see FAKE_ROW_S in tests/cli/fake.py)."""
-        scale = () if workers is None else ("--workers", workers, "--ray", self.address)
+        scale = () if workers is None else ("--workers", f"{workers},ray={self.address}")
         files = ("-i", str(self.input), "-o", str(self.output), "--batch-size", "4", "--existing", "resume")
         call = [sys.executable, "-m", "tests.cli.fake", "generate", *files, *scale, *more]
         extra: dict[str, str] = options.pop("environment", {})  # type: ignore[assignment]
@@ -118,6 +118,8 @@ def cluster(ray_folder: Path) -> Iterator[object]:
             "num_cpus": 2,
             "object_store_memory": 80 << 20,
             "include_dashboard": False,
+            "include_log_monitor": False,  # a process each, and nothing that a test needs
+            "no_monitor": True,
         },
     )
     try:

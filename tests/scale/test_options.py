@@ -19,17 +19,15 @@ REFUSED = [
     (("--workers", "0"), "--workers is '0', but must be a number from 1, a range such as 4..32, or auto"),
     (("--workers", "4..2"), "--workers is '4..2', but must be"),
     (("--workers", "many"), "--workers is 'many', but must be"),
-    (("--workers", "2", "--ray", "ray://head:10001"), "the command has to run inside the cluster"),
-    (("--workers", "2", "--ray", "head"), "--ray is 'head', but must be auto or HOST:PORT"),
-    (("--workers", "2", "--worker-timeout", "0"), "--worker-timeout is 0, but must be 1 second or more"),
-    (("--workers", "2", "--gpus-per-worker", "-1"), "--gpus-per-worker is -1, but must be 0 or more"),
+    (("--workers", "2,ray=ray://head:10001"), "the command has to run inside the cluster"),
+    (("--workers", "2,ray=head"), "ray is 'head', but must be auto or HOST:PORT"),
+    (("--workers", "2,timeout=0"), "timeout is 0.0, but must be 1 or more"),
+    (("--workers", "2,gpus=-1"), "gpus is -1, but must be 0 or more"),
     (("--workers", "2", "--device", "cuda:1"), "each worker has GPUs of its own, counted from 0: drop it"),
-    (("--workers", "2", "--device", "cpu", "--gpus-per-worker", "1"), "would do nothing with --device cpu"),
-    (("--workers", "2", "--gpus-per-worker", "1", "--tensor-parallel", "2"), "give as many or more"),
+    (("--workers", "2,gpus=1", "--device", "cpu"), "would do nothing with --device cpu"),
+    (("--workers", "2,gpus=1", "--tensor-parallel", "2"), "give as many or more"),
     (("--workers", "2", "--batch-size", "auto"), "--batch-size auto cannot be used with --workers"),
-    (("--ray", "auto"), "--ray would do nothing without --workers"),
-    (("--worker-timeout", "5"), "--worker-timeout would do nothing without --workers"),
-    (("--gpus-per-worker", "1"), "--gpus-per-worker would do nothing without --workers"),
+    (("--workers", "2,nodes=1"), "there is no setting 'nodes': it is spelled NUMBER[,ray=...,gpus=...,timeout=...]"),
 ]
 
 
@@ -51,9 +49,9 @@ def test_without_ray_the_extra_is_named(dsbd: Dsbd, monkeypatch: pytest.MonkeyPa
 def test_a_ray_that_is_not_there_is_one_line(dsbd: Dsbd) -> None:
     """Guards against Ray's own attempts, which last ten minutes."""
     pytest.importorskip("ray")
-    done = dsbd("generate", "--workers", "2", "--ray", "127.0.0.1:1", lines=[{"prompt": "a"}])
+    done = dsbd("generate", "--workers", "2,ray=127.0.0.1:1", lines=[{"prompt": "a"}])
     assert done.code == 1
-    assert "--ray 127.0.0.1:1: Ray cannot be reached: Connection refused" in done.err
+    assert "Ray at 127.0.0.1:1 cannot be reached: Connection refused" in done.err
 
 
 def test_the_line_of_progress_has_the_workers() -> None:

@@ -206,7 +206,7 @@ def _candidates(logits: Tensor, count: int, own: Tensor | None = None, most: int
 
     Few rows at a time stay in the processor's cache (docs/experiments.md).
     """
-    values = logits.to(torch.float32, copy=True)
+    values = logits.to(torch.float32)
     vocabulary = values.shape[-1]
     full = count == vocabulary
     over = None
@@ -225,7 +225,7 @@ def _candidates(logits: Tensor, count: int, own: Tensor | None = None, most: int
         over = ((values < limit) | ((values == limit) & (tokens > token))) & (own < vocabulary)
     highest = best.amax(-1, keepdim=True)
     best = best - highest
-    best = best.sub_(_log_total(values.sub_(highest)))
+    best = best.sub_(_log_total(values - highest))
     return tokens, best if over is None else best.masked_fill_(over, NEVER)
 
 

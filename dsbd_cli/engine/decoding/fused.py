@@ -75,7 +75,7 @@ def walked(
         [live.parent, live.token, live.node, live.valid, live.weight, live.logprob, before, report],
         forest.drafts_per_layer,
         state.method.rule,
-        warp_flags(state.warp, stops=endings.stops.used, warps=rule.warps),
+        warp_flags(state.warp, stops=endings.stops.used, warps=rule.sampler.random),
     )
     done, invalid, steps, width_sum = (report[:, place] for place in range(4))
     counters = report[:, kernel.FIRST :].view(rows, depth, len(COUNTERS))

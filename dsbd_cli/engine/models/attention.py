@@ -34,7 +34,8 @@ __all__ = ["NAME", "Sight", "grouped_attention", "seeing", "use_grouped_attentio
 NAME = "dsbd_grouped"
 SETTLED_STEP = 32  # settled slots are counted in such steps: an odd remainder takes another kernel
 SETTLED_LEAST = 64  # a shorter prompt is all tail
-QUERY_STEP = 16  # queries too: a rest of fewer than four rows takes another kernel
+QUERY_STEP = 4  # queries too: a rest of fewer than four rows takes another kernel
+LEAST_TAIL = 16  # slots: products of fewer than twelve columns take another kernel
 LEAST_DIM = 32  # smaller heads take other kernels
 LOG2_E = math.log2(math.e)
 # exp2 of anything is equally fast, exp of what gives zero or a subnormal number is not
@@ -49,14 +50,20 @@ class Sight:
     `used` counts the attentions that went by it, and by the one across: a model with functions of its own does not.
     """
 
-    def __init__(self, settled: tuple[int, ...], tail: int) -> None:
-        self.settled = tuple(0 if count < SETTLED_LEAST else count - count % SETTLED_STEP for count in settled)
+    def __init__(self, settled: tuple[int, ...], tail: int, *, masked: bool = False) -> None:
+        """masked: all slots are settled, rounded up, and those past a row's own number are masked. Else the number is
+        rounded down, and the tail begins with the rest."""
+        if masked:
+            self.settled = tuple(-(-count // SETTLED_STEP) * SETTLED_STEP for count in settled)
+        else:
+            self.settled = tuple(0 if count < SETTLED_LEAST else count - count % SETTLED_STEP for count in settled)
         self.used = 0  # by so many layers
-        self.width = tail + max(count - own for count, own in zip(settled, self.settled, strict=True))
+        self.width = 0 if masked else tail + max(count - own for count, own in zip(settled, self.settled, strict=True))
         self._seen: dict[object, tuple[Tensor, Tensor]] = {}
         self._all_tail: Sight | None = None
         self._tails: dict[object, Tensor] = {}
-        self._heads: dict[object, list[Tensor] | None] = {}
+        self._heads: dict[object, Tensor | None] = {}
+        self._wide: dict[tuple[object, int], Tensor | None] = {}
         self._at: Tensor | None = None
         self.across: Sight | None = None  # of the source's places, which the nodes see beside their own slots
 
@@ -66,19 +73,19 @@ class Sight:
         whole: all nodes see all settled slots.
         """
         rows, nodes, slots = seen.shape
-        width = max(1, min(self.width, slots - min(self.settled)))  # a source may be all settled
+        key = self._key(additive)
+        self._seen[key] = additive, seen
+        self._heads[key] = None if whole else additive
+        if not self.width:
+            return
+        width = max(LEAST_TAIL, min(self.width, slots - min(self.settled)))  # a source may be all settled
         if self._at is None:
             start = torch.tensor(self.settled, device=seen.device).unsqueeze(1)
             self._at = start + torch.arange(width, device=seen.device)  # [R, T]
         at = self._at.unsqueeze(1).expand(-1, nodes, -1)
         tail = seen.gather(2, at.clamp(max=slots - 1)) & (at < slots)
         mask = torch.full((rows, 1, 1, nodes, width), MASKED, device=seen.device)
-        key = self._key(additive)
-        self._seen[key] = additive, seen
         self._tails[key] = mask.masked_fill_(tail[:, None, None], 0.0)
-        self._heads[key] = None
-        if not whole:
-            self._heads[key] = [additive[row : row + 1, ..., :count] for row, count in enumerate(self.settled)]
 
     def all_tail(self) -> Sight:
         """The same with no settled slots, for layers that the fused kernel cannot serve."""
@@ -106,10 +113,17 @@ class Sight:
         """[R, 1, 1, n, T] float32, to be added to the scores of the tail."""
         return self._tails[self._key(mask)]
 
-    def head(self, mask: Tensor, row: int) -> Tensor | None:
-        """[1, 1, n, settled] to be added to the scores of a row's settled slots; None where nothing is masked."""
-        masks = self._heads[self._key(mask)]
-        return None if masks is None else masks[row]
+    def head(self, mask: Tensor, queries: int) -> Tensor | None:
+        """[R, 1, m, S], of which the settled slots are added to their scores; None where nothing is masked. The nodes
+        are repeated to fill m queries."""
+        key = self._key(mask)
+        if (key, queries) not in self._wide:
+            head = self._heads[key]
+            if head is not None:
+                nodes = head.shape[2]
+                head = head[:, :, torch.arange(queries, device=head.device) % nodes]
+            self._wide[key, queries] = head
+        return self._wide[key, queries]
 
     def pick(self, states: Tensor, dtype: torch.dtype) -> Tensor:
         """Keys or values [R, H, S, E] of the tail: [R, H, T, E]. What lies past the last slot is 0."""
@@ -117,7 +131,9 @@ class Sight:
         rows, heads, slots, dim = states.shape
         width = self._at.shape[1]
         if len(set(self.settled)) == 1 and self.settled[0] + width <= slots:
-            return states[:, :, self.settled[0] : self.settled[0] + width].to(dtype)
+            # heads apart: a product would else copy them number by number
+            part = states[:, :, self.settled[0] : self.settled[0] + width]
+            return part.to(dtype, memory_format=torch.contiguous_format).contiguous()
         found = states.new_empty((rows, heads, width, dim), dtype=dtype)
         for row, start in enumerate(self.settled):  # an index over rows and slots is copied number by number
             part = states[row, :, start : start + width]
@@ -236,7 +252,12 @@ def _by_parts(
     groups = heads // key.shape[1]
     queries = groups * count
     grouped = query.reshape(rows, key.shape[1], queries, dim)
-    grouped = nn.functional.pad(grouped, (0, 0, 0, -queries % QUERY_STEP))  # [R, H, m, E]
+    if queries % QUERY_STEP:
+        grouped = nn.functional.pad(grouped, (0, 0, 0, -queries % QUERY_STEP))  # [R, H, m, E]
+    head = _settled(sight, grouped, key, value, mask, scale) if max(sight.settled) else None
+    if not sight.width:
+        assert head is not None
+        return head[0][:, :, :queries].reshape(rows, heads, count, -1)
     scores = torch.matmul(grouped.to(torch.float32), sight.pick(key, torch.float32).transpose(2, 3))
     scores = scores[:, :, :queries].unflatten(2, (groups, count))  # [R, H, G, n, T]
     if softcap is not None:
@@ -245,7 +266,6 @@ def _by_parts(
     if bias is not None:  # of all slots, which are all tail then
         scores.add_(bias.to(torch.float32).unflatten(1, (-1, groups)), alpha=LOG2_E)
     highest = scores.amax(-1, keepdim=True)
-    head = _settled(sight, grouped, key, value, mask, scale, count) if max(sight.settled) else None
     if head is not None:
         settled, log_sum = (part[:, :, :queries].unflatten(2, (groups, count)) for part in head)
         log_sum = log_sum.unsqueeze(-1) * LOG2_E
@@ -270,32 +290,37 @@ def _capped(scores: Tensor, scale: float, softcap: float | None) -> Tensor:
 
 
 def _settled(
-    sight: Sight, grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, count: int
+    sight: Sight, grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention over the settled slots alone: [R, H, m, E] and its natural log-sums [R, H, m] float32 (tiny where a row
-    has none). count: n."""
+    has none)."""
     rows, heads, queries, _ = grouped.shape
-    groups = queries // count
-    even = len(set(sight.settled)) == 1 and sight.head(mask, 0) is None
+    head = sight.head(mask, queries)
     outs, sums = [], []
-    for first in range(1 if even else rows):
-        part = slice(None) if even else slice(first, first + 1)
-        slots, masked = sight.settled[first], sight.head(mask, first)
+    for first, last in _runs(sight.settled):
+        part, slots = slice(first, last), sight.settled[first]
         if not slots:
-            outs.append(grouped.new_zeros(1, heads, queries, value.shape[-1]))
-            sums.append(grouped.new_full((1, heads, queries), MASKED, dtype=torch.float32))
+            outs.append(grouped.new_zeros(last - first, heads, queries, value.shape[-1]))
+            sums.append(grouped.new_full((last - first, heads, queries), MASKED, dtype=torch.float32))
             continue
-        if masked is not None:
-            masked = masked.repeat(1, 1, groups, 1)
-            masked = nn.functional.pad(masked, (0, 0, 0, queries - masked.shape[2]))
         out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            grouped[part], key[part, :, :slots], value[part, :, :slots], attn_mask=masked, scale=scale
+            grouped[part],
+            key[part, :, :slots],
+            value[part, :, :slots],
+            attn_mask=None if head is None else head[part, ..., :slots],
+            scale=scale,
         )
         outs.append(out)
         sums.append(log_sum)
     if len(outs) == 1:
         return outs[0], sums[0]
     return torch.cat(outs), torch.cat(sums)
+
+
+def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Where runs of equal numbers begin and end."""
+    starts = [place for place, number in enumerate(numbers) if not place or number != numbers[place - 1]]
+    return list(zip(starts, [*starts[1:], len(numbers)], strict=True))
 
 
 def _written_out(

@@ -130,11 +130,11 @@ class CrossCache(Cache):
         for layer in self._own:
             layer.stored = [stored.new_zeros(0, stored.shape[1], 0, stored.shape[3]) for stored in layer.stored]
 
-    def write(self, rows: list[int], length: int) -> None:
-        """The next forward keeps the sources of these rows, of one length."""
+    def write(self, rows: list[int], lengths: list[int]) -> None:
+        """The next forward keeps the sources of these rows, of these lengths."""
         self.writing = torch.tensor(rows, device=self.sizes.device)
-        self.sizes[self.writing] = length
-        for row in rows:
+        self.sizes[self.writing] = torch.tensor(lengths, device=self.sizes.device)
+        for row, length in zip(rows, lengths, strict=True):
             self.lengths[row] = length
 
     def read(self, rows: Tensor | int) -> None:

@@ -36,7 +36,7 @@ def locate(spec: ModelSpec) -> Path:
     tensor library, so that a wrong name is told at once."""
     location = resolve(spec.source, spec.role)
     if location.kind == "hub":
-        return folder_of(location.path, spec.role, spec.allow_pickle)
+        return folder_of(location.path, spec.role)
     folder = Path(location.path)
     if location.kind == "file":
         return folder
@@ -54,7 +54,7 @@ def locate(spec: ModelSpec) -> Path:
     return folder
 
 
-def folder_of(repo: str, role: str, allow_pickle: bool) -> Path:
+def folder_of(repo: str, role: str) -> Path:
     """Folder with the files of a hub repository, downloaded if they are not all cached.
 
     Raises ModelNotFoundError within seconds when they are not cached and the hub cannot be reached.
@@ -72,7 +72,7 @@ def folder_of(repo: str, role: str, allow_pickle: bool) -> Path:
             f"{role} model {repo!r} is not in the hub cache ({constants.HF_HUB_CACHE}) and {constants.ENDPOINT} "
             "cannot be reached: connect, set HF_HOME to where it was downloaded, or give a folder"
         )
-    return _download(repo, role, allow_pickle)
+    return _download(repo, role)
 
 
 def gguf_files(folder: Path) -> list[Path]:
@@ -126,10 +126,10 @@ def reachable(endpoint: str, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
     return opened.is_set()
 
 
-def _download(repo: str, role: str, allow_pickle: bool) -> Path:
+def _download(repo: str, role: str) -> Path:
     try:
         folder = Path(snapshot_download(repo, allow_patterns=[*_COMMON, *_SAFE]))
-        if not any(folder.glob("*.safetensors")) and allow_pickle:
+        if not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(repo, allow_patterns=[*_COMMON, *_PICKLE]))
     except GatedRepoError:
         raise ModelNotFoundError(
@@ -146,10 +146,5 @@ def _download(repo: str, role: str, allow_pickle: bool) -> Path:
     if "gguf" in repo.lower() and not has_weights(folder):
         raise ModelNotFoundError(
             f"{role} model {repo!r} holds GGUF files: download the one you want (`hf download {repo} FILE`) and give it"
-        )
-    if not any(folder.glob("*.safetensors")) and not allow_pickle:
-        raise ModelError(
-            f"{role} model {repo!r} has only pickled weights (*.bin), which can run code when loaded: "
-            "choose another repository, or give --allow-pickle if you trust it"
         )
     return folder

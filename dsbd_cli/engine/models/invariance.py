@@ -17,11 +17,11 @@ from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models.selftest import CheckableModel
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, sample_source
 
-__all__ = ["Company", "is_invariant"]
+__all__ = ["Company", "is_invariant", "variance"]
 
 PROMPT = 161  # tokens: five steps of settled slots and one that is left over
 WIDTH = 192  # of the prompt's forward
-SOURCES = (77, 150)  # tokens of the source of the text, where it has one, and of those beside it
+SOURCES = (77, 150, 90)  # tokens of the source of the text, where it has one, and of the rows before and after it
 ANSWER = 40  # tokens after the prompt, the last one is looked at
 SLOTS = 512
 
@@ -48,27 +48,44 @@ class Company:
     joined: int = 0
     slots: int = 256
 
+    def __str__(self) -> str:
+        beside = "" if self.rows == 1 else " and another row"
+        return f"beside {self.others + self.at_once - 1} other nodes{beside}"
+
 
 COMPANIES = (
     Company(others=0),
     Company(others=32, ahead=32, spread=5, joined=17, slots=SLOTS),
     Company(others=1, spread=3, at_once=3, joined=37, slots=352),
-    Company(rows=2, row=1, others=19, ahead=7, spread=4, at_once=2, slots=448),
+    Company(rows=3, row=1, others=19, ahead=7, spread=4, at_once=2, slots=448),
 )
 
 
-@torch.inference_mode()
 def is_invariant(model: CheckableModel) -> bool:
-    """Whether all layers attend by parts and the text's logits have the same bits alone and in all COMPANIES.
+    """Whether a node's logits have the same bits in any company."""
+    return variance(model) is None
+
+
+@torch.inference_mode()
+def variance(model: CheckableModel) -> str | None:
+    """Why a node's logits may depend on its company; None where all layers attend by parts and the text's logits have
+    the same bits alone and in all COMPANIES.
 
     Bits alone would not do: a sum that takes another order changes a short text now and then only. Leaves the cache
     released.
     """
     if _size(model) < 1:
-        return False
+        return f"it has positions for {model.max_positions} tokens only, too few for the check"
     try:
         alone = _logits(model, Company())
-        return model.by_parts and all(torch.equal(_logits(model, company), alone) for company in COMPANIES)
+        if not model.by_parts:
+            return "some of its layers do not attend by our function"
+        for company in COMPANIES:
+            logits = _logits(model, company)
+            if not torch.equal(logits, alone):
+                moved = (logits.double() - alone.double()).abs().max().item()
+                return f"logits moved by up to {moved:.1g} {company}"
+        return None
     finally:
         model.release()
 
@@ -105,12 +122,10 @@ def _size(model: CheckableModel) -> int:
 
 
 def _encode(model: Seq2SeqForestModel, company: Company) -> None:
-    """The text's own source, and sources of another length for its neighbours; all in one call."""
+    """The text's own source, and sources of other lengths for its neighbours; all in one call."""
     limit = model.max_source or max(SOURCES)
-    sources = [
-        sample_source(model, min(SOURCES[row != company.row], limit), seed=int(row != company.row))
-        for row in range(company.rows)
-    ]
+    place = [(row - company.row) % len(SOURCES) for row in range(company.rows)]  # 0 of the text
+    sources = [sample_source(model, min(SOURCES[-seed], limit), seed) for seed in place]
     model.encode(range(company.rows), sources)
 
 

@@ -9,6 +9,7 @@ they are missing or differ the layers stay as they are.
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -45,6 +46,12 @@ class PackedLinear(nn.Module):
             return _product(x, self.packed, self.bias)
         flat = nn.functional.pad(x.reshape(rows, self.in_features), (0, 0, 0, LEAST_ROWS - rows))
         return _product(flat, self.packed, self.bias)[:rows].reshape(*x.shape[:-1], self.out_features)
+
+    def with_bias(self, bias: Tensor) -> PackedLinear:
+        """The same weights with this bias [out_features], which costs nothing on top of the product."""
+        other = copy.copy(self)
+        other.bias = bias
+        return other
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

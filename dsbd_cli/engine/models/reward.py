@@ -39,7 +39,7 @@ class RewardModel:
                 folder,
                 config=config,
                 dtype="auto" if device != "cpu" else torch.float32,
-                use_safetensors=None if spec.allow_pickle else True,
+                weights_only=True,
                 trust_remote_code=spec.trust_remote_code,
                 local_files_only=True,
             )

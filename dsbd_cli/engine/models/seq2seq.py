@@ -6,6 +6,7 @@ Shape letters: R rows, n nodes of a forward, S cache slots, Z source places, V v
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from collections import defaultdict
@@ -14,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models.adapter import TransformersForest
-from dsbd_cli.engine.models.attention import Sight, seeing
+from dsbd_cli.engine.models.attention import NAME, Sight, seeing
 from dsbd_cli.engine.models.crossing import STEP, CrossCache, ForestPairCache
+from dsbd_cli.engine.models.packing import PackedLinear
 from dsbd_cli.engine.models.places import Places
 from dsbd_cli.errors import UnsupportedModelError
 
@@ -27,6 +30,7 @@ __all__ = ["Seq2SeqForestModel", "encoder_digest", "sample_source"]
 TABLE_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
 SOURCE_LIMITS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings")
 MASK = "encoder_attention_mask"  # of a decoder; the whole model's mask of the source goes other ways with audio
+PADDED_TO = 128  # tokens: a longer source fills the processor by itself
 UNLIMITED = 512  # positions of a table whose size the config does not tell
 
 
@@ -46,6 +50,7 @@ class Seq2SeqForestModel(TransformersForest):
         self._shared = False
         decoder = model.get_decoder()
         self._masked = MASK in inspect.signature(type(decoder).forward).parameters
+        self._head = _biased_head(model)
         self._mask: Tensor | None = None  # of the forward under way: which source places its nodes see
         if self._masked:
             decoder.register_forward_pre_hook(self._give_mask, with_kwargs=True)
@@ -129,37 +134,85 @@ class Seq2SeqForestModel(TransformersForest):
     def encode(self, rows: Sequence[int], sources: Sequence[Tensor]) -> None:
         """Read the sources of these cache rows: token ids [Z] int64, features [bins, frames] or a wave [samples].
 
-        None is padded, and on the CPU each has a forward of its own, so that what is kept of a source does not depend
-        on others; elsewhere those of one length share one. A model whose encoder another one shares reads nothing
-        here: it has been given its sources already.
+        What is kept of a source does not depend on others: see `_together`. A model whose encoder another one shares
+        reads nothing here: it has been given its sources already.
         """
         if self._shared:
             return
         groups = defaultdict[tuple[int, ...], list[int]](list)
         for place, source in enumerate(sources):
-            alone = (place,) if self._device.type == "cpu" else ()
-            groups[(*alone, *source.shape)].append(place)
-        for places in groups.values():
+            groups[self._together(place, source)].append(place)
+        read = [(places, *self._read([sources[place] for place in places])) for places in groups.values()]
+        apart = defaultdict[int, list[tuple[list[int], Tensor, Any]]](list)
+        for number, group in enumerate(read):
+            # a decoder that takes no mask of the source must be given as many places as there are
+            apart[0 if self._rows_alike and self._masked else number].append(group)
+        for parts in apart.values():
+            width = max(hidden.shape[1] for _, hidden, _ in parts)
+            hidden = torch.cat([nn.functional.pad(one, (0, 0, 0, width - one.shape[1])) for _, one, _ in parts])
+            places = [place for some, _, _ in parts for place in some]
             together = [rows[place] for place in places]
-            batch = torch.stack([sources[place] for place in places]).to(self._device)
-            if batch.is_floating_point():
-                batch = batch.to(self._model.dtype)
-            output = self._encoder(**{self.source_name: batch}, return_dict=True)
-            hidden: Tensor = output[0]
-            self._keep(together, hidden, type(output))
+            lengths = [self._length(sources[place], hidden) for place in places]
+            self._keep(together, hidden, lengths, parts[0][2])
             follower = self._follower
             if follower is not None and follower._cache.rows > max(together):  # else nobody drafts with it
-                follower._keep(together, hidden.to(follower.device), type(output))
+                follower._keep(together, hidden.to(follower.device), lengths, parts[0][2])
 
-    def _keep(self, rows: list[int], hidden: Tensor, kind: Any) -> None:
+    def _together(self, place: int, source: Tensor) -> tuple[int, ...]:
+        """Sources of which this is equal share a forward of the encoder.
+
+        On the CPU those of up to PADDED_TO tokens share one where products do not depend on the number of rows. They
+        are padded to whole steps, with one place of padding at least, so that the same kernels run for a source that
+        stands alone. Any other source has a forward of its own there; elsewhere those of one shape share one.
+        """
+        if source.ndim == 1 and self._rows_alike and len(source) <= PADDED_TO:
+            width = (len(source) // STEP + 1) * STEP
+            if self.max_source is None or width <= self.max_source:
+                return (-1, width)
+        return (place if self._device.type == "cpu" else -2, *source.shape)
+
+    @functools.cached_property
+    def _rows_alike(self) -> bool:
+        """On the CPU, what the encoder makes of a source does not depend on the sources beside it."""
+        plain = any(type(module) is nn.Linear for module in self._model.modules())
+        crowded = getattr(self._model.config, "expert_capacity", None) is not None
+        named = getattr(self._encoder.config, "_attn_implementation", None) == NAME
+        return self._device.type == "cpu" and self.source_name == "input_ids" and named and not plain and not crowded
+
+    def _read(self, sources: Sequence[Tensor]) -> tuple[Tensor, Any]:
+        """Hidden states [n, Z, d] of sources that share a forward, and the class of the encoder's output."""
+        first = sources[0].to(self._device)
+        group = self._together(0, first)
+        options: dict[str, Tensor] = {}
+        if group[0] == -1:
+            padding = getattr(self._model.config, "pad_token_id", None) or 0
+            batch = torch.full((len(sources), group[1]), padding, dtype=torch.int64)
+            mask = torch.zeros_like(batch)
+            for row, source in enumerate(sources):
+                batch[row, : len(source)] = source
+                mask[row, : len(source)] = 1
+            options["attention_mask"] = mask
+        else:
+            batch = torch.stack([source.to(self._device) for source in sources])
+        if batch.is_floating_point():
+            batch = batch.to(self._model.dtype)
+        output = self._encoder(**{self.source_name: batch}, **options, return_dict=True)
+        return output[0], type(output)
+
+    @staticmethod
+    def _length(source: Tensor, hidden: Tensor) -> int:
+        """Places of a source that the decoder looks at."""
+        return hidden.shape[1] if source.is_floating_point() else len(source)
+
+    def _keep(self, rows: list[int], hidden: Tensor, lengths: list[int], kind: Any) -> None:
         """Project hidden states [n, Z, d] to the decoder's keys and values: one forward of a token in the trash slot.
 
-        kind: class of the encoder's output.
+        lengths: places of each that hold anything. kind: class of the encoder's output.
         """
         self._output, self._encoder_width = kind, hidden.shape[-1]
         # a decoder that takes no mask of the source reads all places: there are as many as the source has
         self._cross.reserve(self._cache.rows, hidden.shape[1], step=STEP if self._masked else 1)
-        self._cross.write(rows, hidden.shape[1])
+        self._cross.write(rows, lengths)
         zero = torch.zeros(len(rows), 1, dtype=torch.int64, device=self._device)
         alone = torch.ones(len(rows), 1, 1, dtype=torch.bool, device=self._device)
         index = torch.tensor(rows, device=self._device)
@@ -208,11 +261,13 @@ class Seq2SeqForestModel(TransformersForest):
         if self._places.argument:
             inputs[self._places.argument] = batch.positions
         self._mask = self._across(batch, hidden.shape[1], sight)
+        head = self._head if runner is self._model else None
         try:
             with seeing(sight), self._places.at(batch.positions, batch.slot_positions):
-                return runner(**inputs, use_cache=True, return_dict=True)
+                output = (self._body if head else runner)(**inputs, use_cache=True, return_dict=True)
         finally:
             self._mask = None
+        return output if head is None else Seq2SeqLMOutput(logits=head(output[0]))
 
     def _give_mask(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Puts our mask of the source in place of the one that the model has made, in a forest's forward."""
@@ -229,8 +284,9 @@ class Seq2SeqForestModel(TransformersForest):
         if sight is not None:  # all rows in order
             by_row = self._device.type == "cpu"
             settled = tuple(self._cross.lengths[:rows]) if by_row else (0,) * rows
-            sight.across = Sight(settled, 1 if by_row else width)
-            sight.across.add(additive, seen, whole=True)
+            masked = by_row and self._masked  # else there are as many places as the source has
+            sight.across = Sight(settled, 1 if by_row else width, masked=masked)
+            sight.across.add(additive, seen, whole=not masked)
         return additive
 
     def _encoded(self, hidden: Tensor) -> Any:
@@ -271,6 +327,14 @@ def encoder_digest(model: Any) -> str:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _biased_head(model: Any) -> PackedLinear | None:
+    """The head of BART and its kin with the bias that they add to its output, which is a copy of all logits; None where
+    the model has another head."""
+    head, bias = model.get_output_embeddings(), getattr(model, "final_logits_bias", None)
+    fits = isinstance(head, PackedLinear) and head.bias is None and isinstance(bias, Tensor)
+    return head.with_bias(bias.flatten()) if fits and bias.numel() == head.out_features else None
 
 
 def _limit(config: Any, names: Sequence[str]) -> int | None:

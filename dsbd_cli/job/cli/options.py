@@ -38,7 +38,6 @@ MAIN = "Main options"  # what most runs set; they stand first on the page
 FILES, ROWS, METHOD = "Input and output", "Rows that fail", "How drafts are made and verified"
 SAMPLING, ENDING, DEVICES = "Sampling", "Ending and ranking", "Devices and loading"
 SOURCES = "Encoder-decoder targets"
-ANSWERS = "What may be answered"
 JOB = "Options from a file"
 
 InputFormat = Literal["auto", "strict", "text"]
@@ -46,6 +45,28 @@ Existing = Literal["error", "overwrite", "resume", "retry"]
 Decode = Literal["search", "sample"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 NumericsName = Literal["invariant", "fast"]
+Input = Annotated[
+    Path | None,
+    option(
+        MAIN,
+        "--input",
+        "-i",
+        text="file to read, compressed if it ends in .gz or .zst; - is standard input",
+        default="-",
+        metavar="FILE",
+    ),
+]
+Output = Annotated[
+    Path | None,
+    option(
+        MAIN,
+        "--output",
+        "-o",
+        text="file to write, compressed if it ends in .gz or .zst; - is standard output",
+        default="-",
+        metavar="FILE",
+    ),
+]
 _METHOD, _SAMPLING = MethodConfig(), SamplingConfig()
 
 
@@ -53,17 +74,7 @@ _METHOD, _SAMPLING = MethodConfig(), SamplingConfig()
 class FileOptions:
     """Where lines come from and go to."""
 
-    input: Annotated[
-        Path | None,
-        option(
-            MAIN,
-            "--input",
-            "-i",
-            text="file to read, compressed if it ends in .gz or .zst; - is standard input",
-            default="-",
-            metavar="FILE",
-        ),
-    ] = None
+    input: Input = None
     input_format: Annotated[
         InputFormat | None,
         option(
@@ -75,17 +86,7 @@ class FileOptions:
             metavar="FORM",
         ),
     ] = None
-    output: Annotated[
-        Path | None,
-        option(
-            MAIN,
-            "--output",
-            "-o",
-            text="file to write, compressed if it ends in .gz or .zst; - is standard output",
-            default="-",
-            metavar="FILE",
-        ),
-    ] = None
+    output: Output = None
     output_format: Annotated[
         str | None,
         option(
@@ -332,34 +333,18 @@ class SamplingOptions(DrawOptions):
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """What an answer may be: one of these at most."""
+    """What an answer may be."""
 
     allow: Annotated[
-        Path | None,
+        str | None,
         option(
             MAIN,
             "--allow",
-            text="file of the only answers that may come out: one per line, or in a .jsonl objects with text or "
-            "token_ids, and id and catalogue if wanted",
-            metavar="FILE",
+            text="the only answers that may come out: FILE.json, a JSON schema; FILE.lark, a Lark grammar; "
+            "regex:PATTERN, in Rust's syntax; any other file, a list: one answer per line, or in a .jsonl objects with "
+            "text or token_ids, and id and catalogue if wanted",
+            metavar="WHAT",
         ),
-    ] = None
-    json_schema: Annotated[
-        Path | None,
-        option(
-            ANSWERS,
-            "--json-schema",
-            text="answers are JSON that is valid under the schema in this file (needs dsbd[grammar], as the next two)",
-            metavar="FILE",
-        ),
-    ] = None
-    regex: Annotated[
-        str | None,
-        option(ANSWERS, "--regex", text="answers match this regular expression, in Rust's syntax", metavar="TEXT"),
-    ] = None
-    grammar: Annotated[
-        Path | None,
-        option(ANSWERS, "--grammar", text="answers are derived by the Lark grammar in this file", metavar="FILE"),
     ] = None
 
 
@@ -421,7 +406,4 @@ class DeviceOptions:
     ] = None
     trust_remote_code: Annotated[
         bool | None, flag(DEVICES, "--trust-remote-code", text="run code that a checkpoint brings with it")
-    ] = None
-    allow_pickle: Annotated[
-        bool | None, flag(DEVICES, "--allow-pickle", text="load .bin weights where there are no safetensors")
     ] = None

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
+from dsbd_cli.config import DEFAULT_DEPTH
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import flag, grouped, option
-from dsbd_cli.job.cli.forest_options import ForestOptions
 from dsbd_cli.job.cli.messages import say
 from dsbd_cli.job.cli.options import (
     MAIN,
+    METHOD,
     AnswerOptions,
     DeviceOptions,
     MethodOptions,
@@ -100,7 +101,7 @@ class ProfileOptions:
         option(
             PROFILE,
             "--plot",
-            text="draw phases and curves here: .png, .svg or .pdf (needs dsbd[plots])",
+            text="draw phases and curves here: .png, .svg or .pdf (needs the extra plots)",
             metavar="FILE",
         ),
     ] = None
@@ -128,6 +129,15 @@ class ProfileOptions:
     ] = None
 
 
+@dataclass(frozen=True)
+class ForestOptions(MethodOptions):
+    """How beams are drafted and verified, with as many layers in every iteration: `--depth auto` has no place here."""
+
+    depth: Annotated[
+        str | None, option(METHOD, "--depth", text="D, drafted layers", default=DEFAULT_DEPTH, metavar="D")
+    ] = None
+
+
 @grouped
 def profile(
     prompts: PromptOptions,
@@ -145,9 +155,9 @@ def profile(
 
     Ctrl-C prints what is measured by then.
     """
-    if answers.allow is not None:
-        raise UsageError(f"--allow {answers.allow} is not profiled, because a profile cuts answers short: drop it")
     settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions(), answers=answers)
+    if settings.allow is not None:
+        raise UsageError(f"--allow {settings.allow} is not profiled, because a profile cuts answers short: drop it")
     if settings.method.adaptive_depth:
         raise UsageError(
             "--depth auto takes another D and K from iteration to iteration, so its phases are a mix of many: "
@@ -373,7 +383,7 @@ def _settled(groups: list[object]) -> tuple[object, ...]:
         answers=group(AnswerOptions),
     )
     # what run_settings hands on unread
-    idle = {"dtype": "auto", "device": "auto", "trust_remote_code": False, "allow_pickle": False}
+    idle = {"dtype": "auto", "device": "auto", "trust_remote_code": False}
     loading = dataclasses.asdict(devices) | {name: getattr(devices, name) or default for name, default in idle.items()}
     loading.pop("batch_size")
     return settings, loading

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from dsbd_cli.errors import UsageError, shorten
 from dsbd_cli.job.cli.declare import option
 from dsbd_cli.job.cli.options import DeviceOptions
+from dsbd_cli.variants import Setting, parse_settings, spelling
 
 if TYPE_CHECKING:
     from dsbd_cli.scale.pool import PoolConfig
@@ -16,7 +17,40 @@ if TYPE_CHECKING:
 __all__ = ["ScaleOptions", "pool_config"]
 
 SCALE = "Several processes"
-TIMEOUT_S = 600.0
+NUMBER: Setting[str | None] = Setting(
+    field="number",
+    name="number",
+    kind=str,
+    default=None,
+    text="N; 4..32: begin with 4 and take up to 32 as they come; auto: as many as the GPUs allow",
+    required=True,
+)
+RAY: Setting[str | None] = Setting(
+    field="ray",
+    name="ray",
+    kind=str,
+    default=None,
+    text="auto or HOST:PORT, a Ray that runs",
+    shown="start one here, and stop it in the end",
+)
+GPUS: Setting[int | None] = Setting(
+    field="gpus",
+    name="gpus",
+    kind=int,
+    default=None,
+    text="of each worker",
+    shown="as many as --tensor-parallel says, where there are any",
+    least=0,
+)
+TIMEOUT: Setting[float] = Setting(
+    field="timeout",
+    name="timeout",
+    kind=float,
+    default=600.0,
+    text="seconds without a sign of life after which a worker is replaced",
+    least=1,
+)
+WORKERS = (NUMBER, RAY, GPUS, TIMEOUT)
 
 
 @dataclass(frozen=True)
@@ -28,37 +62,9 @@ class ScaleOptions:
         option(
             SCALE,
             "--workers",
-            text="answer in N worker processes on Ray (needs dsbd[ray]); 4..32: begin with 4 and take up to 32 as "
-            "they come; auto: as many as the GPUs allow",
+            text=f"answer in worker processes on Ray (needs the extra ray): {spelling(WORKERS)}"
+            + "".join(f"; {one.name}: {one.help}" for one in WORKERS),
             metavar="N",
-        ),
-    ] = None
-    ray: Annotated[
-        str | None,
-        option(
-            SCALE,
-            "--ray",
-            text="work on a Ray that runs: auto, or HOST:PORT (default: start one here, and stop it in the end)",
-            metavar="ADDRESS",
-        ),
-    ] = None
-    gpus_per_worker: Annotated[
-        int | None,
-        option(
-            SCALE,
-            "--gpus-per-worker",
-            text="GPUs that each worker gets (default: as many as --tensor-parallel says, where there are any)",
-            metavar="G",
-        ),
-    ] = None
-    worker_timeout: Annotated[
-        float | None,
-        option(
-            SCALE,
-            "--worker-timeout",
-            text="seconds without a sign of life after which a worker is replaced",
-            default=f"{TIMEOUT_S:.0f}",
-            metavar="S",
         ),
     ] = None
     order: Annotated[
@@ -87,35 +93,32 @@ class ScaleOptions:
 def pool_config(scale: ScaleOptions, devices: DeviceOptions) -> PoolConfig | None:
     """What --workers and its companions ask for; None without them. Raises UsageError."""
     if scale.workers is None:
-        companions = {
-            "--ray": scale.ray,
-            "--gpus-per-worker": scale.gpus_per_worker,
-            "--worker-timeout": scale.worker_timeout,
-        }
-        for name, value in companions.items():
-            if value is not None:
-                raise UsageError(f"{name} would do nothing without --workers: drop it, or say how many workers")
         return None
-    least, most = _numbers(scale.workers)
+    given = parse_settings("--workers", scale.workers, WORKERS)
+    least, most = _numbers(str(given[NUMBER.field]))
     if devices.batch_size == "auto":
         raise UsageError(
             "--batch-size auto cannot be used with --workers, which fill batches of a known size: give one"
         )
     if importlib.util.find_spec("ray") is None:
         raise UsageError("--workers needs Ray, which is not installed: pip install 'dsbd[ray]'")
-    if scale.ray is not None and (scale.ray.startswith("ray://") or not scale.ray):
+    address = given.get(RAY.field)
+    if address is not None and str(address).startswith("ray://"):
         raise UsageError(
-            f"--ray is {scale.ray!r}, but must be auto or HOST:PORT: the command has to run inside the cluster, "
+            f"--workers: ray is {address}, but must be auto or HOST:PORT: the command has to run inside the cluster, "
             "as with ray job submit"
         )
-    if scale.worker_timeout is not None and not scale.worker_timeout >= 1:
-        raise UsageError(f"--worker-timeout is {scale.worker_timeout:g}, but must be 1 second or more")
-    if scale.gpus_per_worker is not None and scale.gpus_per_worker < 0:
-        raise UsageError(f"--gpus-per-worker is {scale.gpus_per_worker}, but must be 0 or more")
     from dsbd_cli.scale.pool import PoolConfig
 
-    processes = devices.tensor_parallel or 1
-    return PoolConfig(least, most, scale.ray, _gpus(scale, devices), processes, scale.worker_timeout or TIMEOUT_S)
+    gpus, timeout_s = given.get(GPUS.field), float(given.get(TIMEOUT.field, TIMEOUT.default))
+    return PoolConfig(
+        least,
+        most,
+        None if address is None else str(address),
+        _gpus(None if gpus is None else int(gpus), devices),
+        devices.tensor_parallel or 1,
+        timeout_s,
+    )
 
 
 def _numbers(given: str) -> tuple[int, int | None]:
@@ -132,17 +135,17 @@ def _numbers(given: str) -> tuple[int, int | None]:
     return least, most
 
 
-def _gpus(scale: ScaleOptions, devices: DeviceOptions) -> int | None:
+def _gpus(given: int | None, devices: DeviceOptions) -> int | None:
     """GPUs of each worker; None: one where there are any."""
-    place, given = devices.device, scale.gpus_per_worker
+    place = devices.device
     if place == "cpu":
         if given:
-            raise UsageError(f"--gpus-per-worker {given} would do nothing with --device cpu: drop one of them")
+            raise UsageError(f"--workers: gpus={given} would do nothing with --device cpu: drop one of them")
         return 0
     if place is not None and place.startswith("cuda:"):
         raise UsageError(f"--device is {place}, but each worker has GPUs of its own, counted from 0: drop it")
     if given is not None and given < (devices.tensor_parallel or 1):
         raise UsageError(
-            f"--gpus-per-worker is {given}, but --tensor-parallel is {devices.tensor_parallel}: give as many or more"
+            f"--workers: gpus is {given}, but --tensor-parallel is {devices.tensor_parallel}: give as many or more"
         )
     return given

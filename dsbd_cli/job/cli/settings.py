@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TypeVar
 
 from dsbd_cli.config import (
@@ -19,7 +20,7 @@ from dsbd_cli.config import (
 )
 from dsbd_cli.errors import UsageError
 from dsbd_cli.grammars import Grammar
-from dsbd_cli.job.cli.answers import chosen_grammar
+from dsbd_cli.job.cli.answers import allowed
 from dsbd_cli.job.cli.options import (
     AnswerOptions,
     DeviceOptions,
@@ -70,7 +71,8 @@ TYPED = {
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """All that a run needs to know; `draft` is None where nothing is drafted, `batch_size` where memory decides."""
+    """All that a run needs to know; `draft` is None where nothing is drafted, `batch_size` where memory decides.
+    allow: a list of answers; a grammar stands in `rows`."""
 
     target: str
     draft: str | None
@@ -79,7 +81,7 @@ class RunSettings:
     batch_size: int | None
     on_too_long: OnTooLong
     max_errors: int | None
-    answers: AnswerOptions
+    allow: Path | None
 
 
 def run_settings(
@@ -95,7 +97,7 @@ def run_settings(
     """Settle defaults and refuse what contradicts itself. strict: of rows with unknown fields. Raises UsageError."""
     if _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
         raise UsageError("--depth is 0, but must be 1 or more: --draft none decodes without a draft")
-    grammar = chosen_grammar(answers)
+    allow, grammar = allowed(answers.allow)
     method = _with_drafter(method, pair, grammar)
     chosen = _chosen(method)
     rule, width = RULES[str(chosen["rule"])], chosen.get("width")
@@ -121,10 +123,11 @@ def run_settings(
             (f"--width {wide}", wide),
             ("--seed", sampling.seed),
         )
-    _check_answers(answers, sampling)
+    if allow is not None and sampling.stop:
+        raise UsageError(f"--stop {sampling.stop[0]!r} would cut answers, but --allow says where one ends: drop it")
     config = _method(method, chosen, drafting=drafting)
-    if answers.allow is not None and GRAMMAR in config.drafter_names:
-        _refuse("--allow leaves no grammar to draft from", (f"--drafter {method.drafter}", method.drafter))
+    if allow is not None and GRAMMAR in config.drafter_names:
+        _refuse("a list of --allow leaves no grammar to draft from", (f"--drafter {method.drafter}", method.drafter))
     if grammar is not None and devices.cuda_graphs:
         raise UsageError(
             "--cuda-graphs cannot be had with a grammar, whose masks the host makes in every iteration: drop it"
@@ -138,17 +141,7 @@ def run_settings(
     on_too_long: OnTooLong = failing.on_too_long or "error"
     if failing.max_errors is not None and failing.max_errors < 1:
         raise UsageError(f"--max-errors is {failing.max_errors}, but must be 1 or more")
-    return RunSettings(target, draft, config, rows, batch_size, on_too_long, failing.max_errors, answers)
-
-
-def _check_answers(answers: AnswerOptions, sampling: SamplingOptions) -> None:
-    """What an answer may be goes together with the rest, as far as that is known before the models are."""
-    if answers.allow is None:
-        return
-    if not answers.allow.is_file():
-        raise UsageError(f"--allow {answers.allow} is no file")
-    if sampling.stop:
-        raise UsageError(f"--stop {sampling.stop[0]!r} would cut answers, but --allow says where one ends: drop it")
+    return RunSettings(target, draft, config, rows, batch_size, on_too_long, failing.max_errors, allow)
 
 
 def model_specs(settings: RunSettings, devices: DeviceOptions) -> tuple[ModelSpec, ModelSpec | None]:

@@ -1,26 +1,46 @@
-"""`dsbd generate --until exec-ok --max-beams N`: rows where no beam passes are answered again with more beams."""
+"""`dsbd generate --until exec-ok:DATABASE,max-beams=N`: rows without a beam that passes are answered again, wider."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from dsbd_cli.config import Exactness, MethodConfig
 from dsbd_cli.errors import InvalidRowError, RowError, UsageError
 from dsbd_cli.job.cli.declare import option
+from dsbd_cli.job.cli.options import ENDING
 from dsbd_cli.job.pick.execution import ByExecution, Databases
 from dsbd_cli.job.records import Row
 from dsbd_cli.job.records.row import Fields
 from dsbd_cli.requests import Hypothesis, Request, RequestResult
 from dsbd_cli.stats import RequestStats
+from dsbd_cli.variants import Setting, Variant, help_lines, parse
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine, EngineInfo
 
 __all__ = ["Until", "UntilOptions", "Widening", "until_of"]
 
-PANEL = "Until an answer passes"
+DATABASE: Setting[str | None] = Setting(
+    field="database",
+    name="database",
+    kind=str,
+    default=None,
+    text="SQLite file, opened read-only, {name} stands for a field of the row's metadata",
+    required=True,
+    is_file=True,
+)
+MAX_BEAMS: Setting[int | None] = Setting(
+    field="max_beams",
+    name="max-beams",
+    kind=int,
+    default=None,
+    text="beams of the last round",
+    required=True,
+    least=1,
+)
+CHECKS = {"exec-ok": Variant(name="exec-ok", text="SQL that runs", settings=(DATABASE, MAX_BEAMS))}
 WINDOW = 4  # batches that are checked together
 
 
@@ -29,25 +49,13 @@ class UntilOptions:
     """How long a row is answered again."""
 
     until: Annotated[
-        Literal["exec-ok"] | None,
-        option(
-            PANEL,
-            "--until",
-            text="exec-ok: as long as no beam is SQL that runs on --database, answer the row again with twice as many "
-            "beams; the first beam that runs becomes the text",
-            metavar="WHAT",
-        ),
-    ] = None
-    max_beams: Annotated[
-        int | None, option(PANEL, "--max-beams", text="with --until: beams of the last round", metavar="N")
-    ] = None
-    database: Annotated[
         str | None,
         option(
-            PANEL,
-            "--database",
-            text="with --until: SQLite file, opened read-only; {name} stands for a field of the row's metadata",
-            metavar="FILE",
+            ENDING,
+            "--until",
+            text=f"as long as no beam passes, answer the row again with twice as many; the first beam that passes "
+            f"becomes the text:{help_lines(CHECKS.values())}",
+            metavar="CHECK",
         ),
     ] = None
 
@@ -62,21 +70,19 @@ class Until:
 
 def until_of(given: UntilOptions, method: MethodConfig) -> Until | None:
     """None where nothing is asked for. Raises UsageError for what cannot work together."""
-    for name in ("max_beams", "database"):
-        if given.until is None and getattr(given, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} would do nothing without --until: drop it")
-        if given.until is not None and getattr(given, name) is None:
-            raise UsageError(f"--until {given.until} needs --{name.replace('_', '-')}")
-    if given.until is None or given.max_beams is None:
+    if given.until is None:
         return None
-    if given.max_beams <= method.num_beams:
+    _, settings = parse("--until", given.until, CHECKS)
+    most, database = int(settings[MAX_BEAMS.field]), str(settings[DATABASE.field])
+    if most <= method.num_beams:
         raise UsageError(
-            f"--max-beams is {given.max_beams}, but must be more than --num-beams, which is {method.num_beams}"
+            f"--until {given.until}: max-beams is {most}, but must be more than --num-beams, which is "
+            f"{method.num_beams}"
         )
     widths = [method.num_beams]
-    while widths[-1] < given.max_beams:
-        widths.append(min(2 * widths[-1], given.max_beams))
-    return Until(ByExecution(Databases(given.database or "")), tuple(widths))
+    while widths[-1] < most:
+        widths.append(min(2 * widths[-1], most))
+    return Until(ByExecution(Databases(database)), tuple(widths))
 
 
 class Widening:
