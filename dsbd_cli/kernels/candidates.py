@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.kernels.law import NEVER, is_finite, ordered
+from dsbd_cli.kernels.law import NEVER, REGISTERS, is_finite, ordered
 
 __all__ = ["MOST", "candidates", "fits"]
 
 MOST = 4096  # candidates per node
-BLOCK = 4096
+BLOCK = 2048
 ROUNDS = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 4}  # of 8 bits: what a number widened to float32 fills
 
 
@@ -104,6 +104,7 @@ def candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         ROUNDS=ROUNDS[logits.dtype],
         num_warps=8,
         enable_fp_fusion=False,
+        maxnreg=REGISTERS,
     )
     return tokens, logprobs
 

@@ -20,7 +20,7 @@ from dsbd_cli.kernels.walk import COLUMNS, FIRST
 __all__ = ["commit", "fits", "move"]
 
 MOST_BITS = 16384  # of the ancestors of a request, padded
-TILE = 64  # tokens of a history that are written at a time
+TILE = 32  # tokens of a history that are written at a time
 CHUNK = 8  # slots that are moved at a time
 COLUMNS_MOVED = 512
 HEAD, WIDE = tl.constexpr(FIRST), tl.constexpr(COLUMNS)
@@ -300,7 +300,7 @@ def commit(
         TP=triton.next_power_of_2(window),
         TILE=TILE,
         STOPS=stopping,
-        num_warps=4,
+        num_warps=4 if width < 8 else 8,
     )
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.kernels.law import NEVER, child_path, gumbel, is_finite, is_some, pool_law, stream_key
+from dsbd_cli.kernels.law import NEVER, REGISTERS, child_path, gumbel, is_finite, is_some, pool_law, stream_key
 
 __all__ = ["FIELDS", "FLAGS", "MOST_PAIRS", "begin", "extend", "fits"]
 
@@ -385,9 +385,10 @@ def begin(
         *(mask.shape[2], table[2].shape[1], last_position, trash, joined[0].shape[2] - roots),
         WP=triton.next_power_of_2(roots),
         LP=triton.next_power_of_2((depth + 1) * 8),
-        TILE=TILE,
+        TILE=TILE if roots < 8 else 64,
         num_warps=4,
         enable_fp_fusion=False,
+        maxnreg=REGISTERS,
     )
 
 
@@ -440,6 +441,7 @@ def extend(
         LAW=bool(law),
         num_warps=4 if pairs <= 1024 else 8,
         enable_fp_fusion=False,
+        maxnreg=REGISTERS,
     )
 
 

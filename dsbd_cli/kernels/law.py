@@ -17,6 +17,7 @@ MIX_A = tl.constexpr(0xBF58476D1CE4E5B9)
 MIX_B = tl.constexpr(0x94D049BB133111EB)
 TOKEN = tl.constexpr(0xD1342543DE82EF95)
 NEVER = tl.constexpr(float("-inf"))
+REGISTERS = 255  # of a thread at most; left alone, ptxas stops at 128 and spills
 
 
 @triton.jit

@@ -14,14 +14,24 @@ import triton.language as tl
 from torch import Tensor
 
 from dsbd_cli.kernels.draft import MOST_PAIRS, RULES, STREAMS
-from dsbd_cli.kernels.law import NEVER, gumbel, is_finite, is_some, kth, ordered, pool_law, uniform, unordered
+from dsbd_cli.kernels.law import (
+    NEVER,
+    REGISTERS,
+    gumbel,
+    is_finite,
+    is_some,
+    kth,
+    ordered,
+    pool_law,
+    uniform,
+    unordered,
+)
 
 __all__ = ["COLUMNS", "FIRST", "fits", "walk"]
 
 FIRST = 7  # numbers of a row in the report before those of its layers
 COLUMNS = 9  # numbers of a layer
 MOST_BEAMS = 16
-WARPS = 4
 BLOCK = tl.constexpr(1024)
 HEAD, WIDE = tl.constexpr(FIRST), tl.constexpr(COLUMNS)
 ACCEPT, RESIDUAL, COMPLETION = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
@@ -529,8 +539,9 @@ def walk(
         BEAM=beam,
         STEPS=own.bit_length(),
         Q_STEPS=q_count.bit_length(),
-        num_warps=WARPS if pairs <= 1024 else 8,
+        num_warps=4 if pairs <= 1024 else 8,
         enable_fp_fusion=False,
+        maxnreg=REGISTERS,
     )
 
 

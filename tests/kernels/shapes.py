@@ -54,13 +54,10 @@ class Shape:
 
 SHAPES = [
     Shape(4, 8, 4, 58, "coupled"),
-    Shape(4, 8, 4, 58, "coupled", (True,) * 5 + (False,)),
     Shape(4, 8, 4, 58, "coupled", (True,) * 6),
     Shape(4, 8, 4, 8, "search"),
     Shape(4, 8, 4, 58, "rejection"),
-    Shape(8, 16, 6, 58, "coupled"),
     Shape(16, 16, 4, 256, "coupled"),
-    Shape(16, 32, 4, 32, "search", (True, False, False, False, False, False)),
     Shape(1, 1, 8, 58, "coupled"),
 ]
 
@@ -72,6 +69,7 @@ class Launch:
     kernel: Any
     arguments: dict[str, Any]
     warps: int
+    registers: int | None
 
 
 class _Recorded:
@@ -81,9 +79,15 @@ class _Recorded:
         self._kernel, self._launches = kernel, launches
 
     def __getitem__(self, grid: Any) -> Any:
-        def launched(*arguments: Any, num_warps: int, enable_fp_fusion: bool = True, **constants: Any) -> None:
+        def launched(
+            *arguments: Any,
+            num_warps: int,
+            enable_fp_fusion: bool = True,
+            maxnreg: int | None = None,
+            **constants: Any,
+        ) -> None:
             named = dict(zip(self._kernel.arg_names, arguments, strict=False)) | constants
-            self._launches.append(Launch(self._kernel, named, num_warps))
+            self._launches.append(Launch(self._kernel, named, num_warps, maxnreg))
 
         return launched
 
@@ -175,7 +179,7 @@ def compiled(launch: Launch, capability: int) -> dict[str, object]:
     made = triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": launch.warps, "enable_fp_fusion": False},
+        options={"num_warps": launch.warps, "enable_fp_fusion": False, "maxnreg": launch.registers},
     )
     text = made.asm["ptx"]
     found = re.search(r"\.target (sm_\w+)", text)

@@ -183,8 +183,8 @@ def top_candidates(logits: Tensor, room: Room, legal: LegalTokens | None = None,
         from dsbd_cli.kernels import candidates
 
         if candidates.fits(logits, count):
-            found = candidates.candidates(logits, count)
-            return Candidates(*found, full=count == logits.shape[-1])
+            tokens, logprobs = candidates.candidates(logits, count)
+            return Candidates(tokens, logprobs, full=count == logits.shape[-1])
     rows = logits.flatten(0, -2)
     size = max(1, PART // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
     if room.own is None:

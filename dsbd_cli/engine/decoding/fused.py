@@ -78,7 +78,7 @@ def walked(
         warp_flags(state.warp, stops=endings.stops.used, warps=rule.sampler.random),
     )
     done, invalid, steps, width_sum = (report[:, place] for place in range(4))
-    counters = report[:, kernel.FIRST :].unflatten(1, (depth, len(COUNTERS)))
+    counters = report[:, kernel.FIRST :].view(rows, depth, len(COUNTERS))
     return Walk(live, steps, width_sum, done, invalid, counters, None if state.trace is None else before, report)
 
 
@@ -101,7 +101,7 @@ def committed(state: BatchState, forest: Forest, live: Live, report: Tensor, end
         for name in ("valid", "token", "weight", "logprob", "path", "stop_state", "ancestors", "history"):
             value = getattr(beams, name)
             setattr(beams, name, value.new_empty((rows, width, *value.shape[2:])))
-    moved = live.token.new_empty((2, len(live.token), window)).unbind(0)
+    source, target = live.token.new_empty((2, len(live.token), window)).unbind(0)
     out = [beams.valid, beams.token, beams.weight, beams.logprob, beams.path, beams.stop_state]
     kernel.commit(
         [live.parent, live.token, live.valid, live.weight, live.logprob],
@@ -112,9 +112,9 @@ def committed(state: BatchState, forest: Forest, live: Live, report: Tensor, end
         [history, beams.length, beams.depth, state.iteration],
         [finished.length, finished.source, finished.node, finished.token, finished.tokens],
         [*out, beams.ancestors, beams.history],
-        moved,
+        [source, target],
         report,
         forest.drafts_per_layer,
         endings.stops.used,
     )
-    return moved
+    return source, target

@@ -226,7 +226,7 @@ class Stepper:
         method, shape = state.method, plan.shape
         model = self.drafter.model
         width = 0 if model is None else min(model.vocab_size, self.caches.target.vocab_size)
-        room = self.rule.candidates(method.num_beams, 1, state.warp, width).at_least(
+        room = self.rule.sampler.candidates(method.num_beams, 1, state.warp, width).at_least(
             min(shape.drafts_per_layer + 8, width)
         )
         late = plan.lag if shape.depth else 0
@@ -282,8 +282,8 @@ class Stepper:
             live = _best_only(live)
         if "commit" in self.kernels and fits_commit(state):
             report = _pack(state, outcome) if outcome.report is None else outcome.report
-            moved = committed(state, forest, live, report, self.endings)
-            self.caches.move(*moved, table.trunk, table.drafted, draft=not idle)
+            source, target = committed(state, forest, live, report, self.endings)
+            self.caches.move(source, target, table.trunk, table.drafted, draft=not idle)
             self._limit(state, forest, live, legal)
             return report
         _settle(state, forest, outcome)

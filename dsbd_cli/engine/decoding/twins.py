@@ -134,15 +134,18 @@ class Iteration:
         _to(state, device)
         return cls(method, state, plan, target.to(device), draft.to(device), Endings(eos, 1, stops))
 
-    def run(self, used: frozenset[str]) -> tuple[Tensor, ...]:
-        """What an iteration with these kernels leaves, of a copy: numbers that mean nothing are 0."""
-        state = copy.deepcopy(self.state)
+    def stepper(self, used: frozenset[str]) -> Stepper:
+        """What runs the iteration, with these kernels."""
         target, draft = (cast(ForestModel, _Table(table)) for table in (self.target, self.draft))
         caches = Caches(target, draft, large_steps=False, moving=lambda: None)
         drafter = BeamDrafter(draft, VOCABULARY)
         rule = make_rule(self.method)
-        stepper = Stepper(caches, drafter, rule, self.endings, PhaseTimer(), kernels=used)
-        report = stepper.step(state, self.plan)
+        return Stepper(caches, drafter, rule, self.endings, PhaseTimer(), kernels=used)
+
+    def run(self, used: frozenset[str]) -> tuple[Tensor, ...]:
+        """What an iteration with these kernels leaves, of a copy: numbers that mean nothing are 0."""
+        state = copy.deepcopy(self.state)
+        report = self.stepper(used).step(state, self.plan)
         beams, finished, table = state.beams, state.finished, state.table
         at = torch.arange(beams.history.shape[2], device=beams.history.device)
         written = beams.valid.unsqueeze(2) & (at < beams.length.view(-1, 1, 1))

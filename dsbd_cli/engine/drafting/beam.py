@@ -52,11 +52,7 @@ class BeamDrafter(Drafter):
         self.model = model
         self.vocab_size = vocab_size
         self._ids = head_ids(model, vocab_size)
-
-    @property
-    def on_sheet(self) -> bool:
-        """Drafters of other draws write their layers themselves."""
-        return type(self).drafts is BeamDrafter.drafts
+        self.on_sheet = type(self).drafts is BeamDrafter.drafts  # others write their layers themselves
 
     def propose(self, context: DraftContext) -> Forest:
         """D draft forwards: the first takes the roots (and tokens the draft has not run), each further one a layer."""
@@ -79,8 +75,8 @@ class BeamDrafter(Drafter):
         nodes, table, first = forest.layers[layer], context.table, forest.offset(layer)
         count = nodes.token.shape[1]
         if context.sheet is not None:
-            late = layer == 0 and context.lag > 0
-            own = context.sheet.late() if late else context.sheet.input(first, count)
+            behind = layer == 0 and context.lag > 0
+            own = context.sheet.late() if behind else context.sheet.input(first, count)
             logits = run(self.model, own, nodes.token.device)
             assert logits is not None
             return DraftLogits.of(logits[:, -count:], self._ids, self.vocab_size)

@@ -1,0 +1,43 @@
+"""Whole engines with kernels give the texts, scores and counters that they give without. Guards: a state that a kernel
+leaves otherwise than the next iteration, an admission or the reading of results expects it."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsbd_cli import MethodConfig, Request, UsageError
+from dsbd_cli.config import SamplingConfig
+from dsbd_cli.engine.decoding.engine import Engine
+from tests.engine.toys import NumberCodec, table_pair
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+VOCABULARY = 10
+
+
+def answers(rule: str, kernels: bool) -> list[object]:
+    method = MethodConfig.of({"rule": rule, "num_beams": 2, "drafts_per_layer": 3, "depth": 2, "width": "fixed"})
+    target, draft = table_pair(1, VOCABULARY, 0.5, {2: 1.0})
+    engine = Engine(target, draft, NumberCodec(VOCABULARY, (2,)), method, batch_size=2, kernels=kernels)
+    assert bool(engine.stepper.kernels) == kernels
+    cut = {} if rule == "search" else {"top_k": 5}
+    stops = [(), ("7 7",)]
+    sampling = [SamplingConfig(max_new_tokens=3 + i, n_best=2, stop=stops[i], **cut) for i in range(2)]
+    requests = [Request(id=str(i), seed=i, prompt_ids=(1, i, i), sampling=sampling[i]) for i in range(2)]
+    return [
+        [
+            [(one.text, round(one.logprob, 4), round(one.score, 4)) for one in result.hypotheses],
+            [result.stats.steps, result.stats.target_calls, result.stats.drafted, result.stats.accepted],
+        ]
+        for result in engine.run(requests)
+    ]
+
+
+@pytest.mark.parametrize("rule", ["coupled", "search", "rejection"])
+def test_texts_are_those_of_tensor_code(rule: str) -> None:
+    assert answers(rule, kernels=True) == answers(rule, kernels=False)
+
+
+def test_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(UsageError, match="kernels cannot be had"):
+        answers("search", kernels=True)

@@ -1,0 +1,80 @@
+"""What an iteration launches outside the models, kernels on: operations at dispatch, no kernel run, at
+W = 4, K = 8, D = 4. Views and allocations launch nothing. Tensor code takes 1,360 for `coupled`, 1,036 for `search` and
+2,670 for `rejection` (tests/engine/test_operations.py).
+
+Guards: a tensor operation that slips back into the iteration.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.operations import VIEWS
+from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.decoding import step as step_module
+from dsbd_cli.engine.decoding import twins
+from dsbd_cli.engine.decoding.devices import KERNELS
+from dsbd_cli.engine.decoding.twins import HISTORY, VOCABULARY, Iteration
+from dsbd_cli.kernels import candidates, commit, draft, walk
+
+LAYERS = 4
+MOST = {"coupled": 12, "search": 12, "rejection": 12}  # D * 2 + 4; a cache adds one `move` per model
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that are no views and not of the toy models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Counter[str]()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        name = operation.overloadpacket.__name__
+        if name not in VIEWS and name != "new_empty":
+            self.seen[name] += 1
+        return operation(*arguments, **(named or {}))
+
+
+def forward(model: object, batch: ForestInput, *, logits: bool = True) -> Tensor:
+    return torch.empty(*batch.tokens.shape, VOCABULARY)
+
+
+class Nothing:
+    """Stands in for a kernel that is not to run."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **constants: None
+
+
+@pytest.mark.parametrize("rule", MOST)
+def test_an_iteration_launches_so_little(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = MethodConfig.of({"rule": rule, "num_beams": 4, "drafts_per_layer": 8, "depth": LAYERS, "width": "fixed"})
+    sampling = SamplingConfig(max_new_tokens=HISTORY, top_k=0 if rule == "search" else 5)
+    generator = torch.Generator().manual_seed(1)
+    iteration = Iteration.random(method, sampling, generator, torch.device("cpu"), roots=4, lag=2)
+    launches, stepper, state = Launches(), iteration.stepper(KERNELS), iteration.state
+
+    class Counted(Exception):  # noqa: N818
+        pass
+
+    def told(*arguments: Any) -> None:
+        raise Counted
+
+    monkeypatch.setattr(step_module, "_report", told)
+    for kernel in ("begin_kernel", "extend_kernel"):
+        monkeypatch.setattr(draft, kernel, Nothing())
+    monkeypatch.setattr(candidates, "candidates_kernel", Nothing())
+    monkeypatch.setattr(walk, "walk_kernel", Nothing())
+    monkeypatch.setattr(commit, "commit_kernel", Nothing())
+    monkeypatch.setattr(twins._Table, "forward", forward)
+    with torch.no_grad(), launches, pytest.raises(Counted):
+        stepper.step(state, iteration.plan)
+    assert launches.seen.total() == MOST[rule], launches.seen
+    assert set(launches.seen) == {"begin", "candidates", "extend", "walk", "commit"}
