@@ -42,13 +42,14 @@ SHAPES: dict[str, tuple[Any, Any, int, int, int, int, int]] = {
     "opus-mt": (MarianMTModel, MarianConfig, 58101, 512, 6, 8, 2048),
     "nllb-600m": (M2M100ForConditionalGeneration, M2M100Config, 256206, 1024, 12, 16, 4096),
 }
-PAD, END = 0, 1
+UNKNOWN = 1
 
 
 def make_shape(name: str, folder: Path) -> None:
-    """A checkpoint of this shape with random weights, whose tokens are numbers."""
+    """A checkpoint of this shape with random weights, whose tokens are numbers. Ids of special tokens are Marian's."""
     kind, config, vocabulary, width, layers, heads, inner = SHAPES[name]
     torch.manual_seed(0)
+    end, pad = 0, vocabulary - 1
     model = kind(
         config(
             vocab_size=vocabulary,
@@ -60,19 +61,24 @@ def make_shape(name: str, folder: Path) -> None:
             encoder_ffn_dim=inner,
             decoder_ffn_dim=inner,
             max_position_embeddings=512,
-            pad_token_id=PAD,
-            bos_token_id=PAD,
-            eos_token_id=END,
-            decoder_start_token_id=PAD,
+            pad_token_id=pad,
+            bos_token_id=end,
+            eos_token_id=end,
+            decoder_start_token_id=pad,
             forced_eos_token_id=None,
         )
     )
     model.save_pretrained(folder)
-    words = {("<pad>", "</s>")[index] if index < 2 else f"w{index}": index for index in range(vocabulary)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    words = {f"w{index}": index for index in range(vocabulary)}
+    for word, index in (("</s>", end), ("<unk>", UNKNOWN), ("<pad>", pad)):
+        del words[f"w{index}"]
+        words[word] = index
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", END)])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>").save_pretrained(folder)
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", end)])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
 
 
 def read(path: Path, count: int) -> list[dict[str, Any]]:

@@ -294,7 +294,7 @@ def _settled(
 ) -> tuple[Tensor, Tensor]:
     """Attention over the settled slots alone: [R, H, m, E] and its natural log-sums [R, H, m] float32 (tiny where a row
     has none)."""
-    rows, heads, queries, _ = grouped.shape
+    _, heads, queries, _ = grouped.shape
     head = sight.head(mask, queries)
     outs, sums = [], []
     for first, last in _runs(sight.settled):

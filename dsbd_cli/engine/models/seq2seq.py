@@ -333,8 +333,9 @@ def _biased_head(model: Any) -> PackedLinear | None:
     """The head of BART and its kin with the bias that they add to its output, which is a copy of all logits; None where
     the model has another head."""
     head, bias = model.get_output_embeddings(), getattr(model, "final_logits_bias", None)
-    fits = isinstance(head, PackedLinear) and head.bias is None and isinstance(bias, Tensor)
-    return head.with_bias(bias.flatten()) if fits and bias.numel() == head.out_features else None
+    if not isinstance(head, PackedLinear) or head.bias is not None or not isinstance(bias, Tensor):
+        return None
+    return head.with_bias(bias.flatten()) if bias.numel() == head.out_features else None
 
 
 def _limit(config: Any, names: Sequence[str]) -> int | None:
