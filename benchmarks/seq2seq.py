@@ -1,7 +1,9 @@
 """Encoder-decoder models: beams of transformers beside ours, interleaved, and how well words are spelled in phonemes.
 
     python -m benchmarks.seq2seq --shape opus-mt --num-beams 4,5                    # random weights: speed alone
+    python -m benchmarks.seq2seq --shape opus-mt --num-beams 4 --ctranslate2 float32 int8
     python -m benchmarks.seq2seq --target T --draft D --data test.jsonl             # checkpoints of your own
+    python -m benchmarks.seq2seq --target S/target --data S/test.jsonl --num-beams 10 --depth 8   # training/spelling.py
     python -m benchmarks.seq2seq --target G/target --draft G/draft --data G/test.jsonl --num-beams 1,4,8
 
 A line of the data is `{"prompt": ..}`, and `phonemes`, a list of right answers, where errors are to be counted (see
@@ -99,6 +101,32 @@ def errors(said: list[str], rows: list[dict[str, Any]]) -> float:
     return wrong / total
 
 
+class Converted:
+    """The same weights in CTranslate2's format, float32 or int8, on as many threads as torch has."""
+
+    def __init__(
+        self, checkpoint: str, tokenizer: Any, kind: str, beams: int, batch_size: int, new_tokens: int
+    ) -> None:
+        """Raises ModuleNotFoundError where ctranslate2 is not installed."""
+        import ctranslate2
+
+        with tempfile.TemporaryDirectory(prefix="dsbd-ctranslate2-") as folder:
+            ctranslate2.converters.TransformersConverter(checkpoint).convert(folder, quantization=kind, force=True)
+            self._translator = ctranslate2.Translator(
+                folder, device="cpu", compute_type=kind, intra_threads=torch.get_num_threads(), inter_threads=1
+            )
+        self._tokenizer = tokenizer
+        self._settings = {"beam_size": beams, "max_batch_size": batch_size, "max_decoding_length": new_tokens}
+
+    def __call__(self, rows: list[dict[str, Any]]) -> tuple[list[str], int]:
+        """Texts, and tokens of them."""
+        ids = [self._tokenizer(row["prompt"])["input_ids"] for row in rows]
+        tokens = [self._tokenizer.convert_ids_to_tokens(one) for one in ids]
+        found = [result.hypotheses[0] for result in self._translator.translate_batch(tokens, **self._settings)]
+        said = [self._tokenizer.decode(self._tokenizer.convert_tokens_to_ids(one)) for one in found]
+        return said, sum(map(len, found))
+
+
 class Ours:
     """Our engine with one method."""
 
@@ -127,12 +155,18 @@ def runners(loaded: Engine, beams: int, options: argparse.Namespace) -> dict[str
         found = list(peer.run([codec.encode(row["prompt"]) for row in rows], 0))
         return [one.text for one in found], sum(len(one.token_ids) for one in found)
 
+    drafted = {"depth": options.depth, "drafts_per_layer": options.drafts_per_layer}
+    drafted = {name: value for name, value in drafted.items() if value is not None}
     methods: dict[str, MethodConfig] = {"no draft": MethodConfig(rule="search", num_beams=beams, depth=0)}
     if loaded.draft is not None:
-        methods["draft"] = MethodConfig(rule="search", num_beams=beams, depth=options.depth)
+        methods["draft"] = MethodConfig(rule="search", num_beams=beams, **drafted)
     if not options.shape:
-        methods["ngram"] = MethodConfig(rule="search", num_beams=beams, drafter="ngram", depth=options.depth)
+        methods["ngram"] = MethodConfig(rule="search", num_beams=beams, drafter="ngram", **drafted)
     made: dict[str, Callable[..., tuple[list[str], int]]] = {"transformers": theirs} if not options.alone else {}
+    for kind in options.ctranslate2:
+        made[f"CTranslate2, {kind}"] = Converted(
+            options.checkpoint, codec.tokenizer, kind, beams, size, options.new_tokens
+        )  # type: ignore[attr-defined]
     return made | {f"dsbd, {name}": Ours(loaded, method, size, sampling) for name, method in methods.items()}
 
 
@@ -184,6 +218,10 @@ def main() -> None:
     parser.add_argument("--depth", type=int, help="drafted layers; by default what measures fastest")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--ctranslate2", nargs="*", default=[], choices=("float32", "int8"), help="compare with it, in these types"
+    )
+    parser.add_argument("--drafts-per-layer", type=int)
     parser.add_argument("--alone", action="store_true", help="without transformers")
     parser.add_argument("--name", default="seq2seq")
     options = parser.parse_args()
@@ -198,7 +236,8 @@ def main() -> None:
             if options.data is None:
                 parser.error("--target needs --data")
             rows = read(options.data, options.records)
-        spec = ModelSpec(options.target or folder, dtype=options.dtype)
+        options.checkpoint = options.target or folder
+        spec = ModelSpec(options.checkpoint, dtype=options.dtype)
         loaded = dsbd_cli.load(spec, options.draft)
         runs = [line for beams in options.num_beams for line in measure(loaded, rows, beams, options)]
     env = environment()

@@ -175,7 +175,9 @@ class Seq2SeqForestModel(TransformersForest):
     def _rows_alike(self) -> bool:
         """On the CPU, what the encoder makes of a source does not depend on the sources beside it."""
         plain = any(type(module) is nn.Linear for module in self._model.modules())
-        crowded = getattr(self._model.config, "expert_capacity", None) is not None
+        # experts drop tokens where there are many; encoders that look at blocks look at padding too
+        config = self._model.config
+        crowded = any(getattr(config, name, None) is not None for name in ("expert_capacity", "encoder_attention_type"))
         named = getattr(self._encoder.config, "_attn_implementation", None) == NAME
         return self._device.type == "cpu" and self.source_name == "input_ids" and named and not plain and not crowded
 
