@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import NoneType, UnionType
@@ -47,12 +47,12 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+Test = Callable[[object], bool]
 _KINDS: dict[type[Variant], str] = {Rule: "rule", Width: "width"}
 WarpScope = Literal["pool", "beam"]
 OnTooLong = Literal["error", "truncate-left"]
 Numerics = Literal["invariant", "fast"]
 
-WARP_SCOPES: tuple[str, ...] = ("pool", "beam")
 ON_TOO_LONG: tuple[str, ...] = ("error", "truncate-left")
 NUMERICS: tuple[str, ...] = ("invariant", "fast")
 DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
@@ -88,40 +88,54 @@ def _check(setting: Setting[object], value: object) -> None:
 
 def check_value(name: str, value: object, hint: object) -> None:
     """The value has this type. Raises UsageError."""
-    _require(_fits(value, hint), name, value, _expected(hint))
+    if not _test(hint)(value):
+        _require(False, name, value, _expected(hint))
 
 
 def check_types(settings: object, *, open_: tuple[str, ...] = ()) -> None:
     """Every field of a dataclass has the type that is written beside it. open_: fields that may also be None until they
     are settled. Raises UsageError."""
     kind: type = type(settings)
-    for name, hint in _types(kind):
+    for name, hint, fits in _types(kind):
         value = getattr(settings, name)
-        if value is not None or name not in open_:
-            check_value(name, value, hint)
+        if not fits(value) and not (value is None and name in open_):
+            _require(False, name, value, _expected(hint))
 
 
 @cache
-def _types(kind: type) -> tuple[tuple[str, object], ...]:
-    return tuple((name, hint) for name, hint in get_type_hints(kind).items() if not name.startswith("_"))
+def _types(kind: type) -> tuple[tuple[str, object, Test], ...]:
+    hints = get_type_hints(kind).items()
+    return tuple((name, hint, _test(hint)) for name, hint in hints if not name.startswith("_"))
 
 
-def _fits(value: object, hint: object) -> bool:
+@cache
+def _test(hint: object) -> Test:
+    """Whether a value has this type. Made once for each type, because every row of a file is tested."""
     kind, parts = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
-        return any(_fits(value, part) for part in parts)
+        plain = tuple(part for part in parts if isinstance(part, type) and part not in (int, float))
+        others = [_test(part) for part in parts if part not in plain]
+        return lambda value: isinstance(value, plain) or any(test(value) for test in others)
     if kind is Literal:
-        return isinstance(value, str) and value in parts
+        return lambda value: isinstance(value, str) and value in parts
     if kind is tuple and parts[-1] is not ...:
-        return isinstance(value, tuple) and len(value) == len(parts) and all(map(_fits, value, parts))
-    if kind is tuple:
-        return isinstance(value, tuple) and all(_fits(item, parts[0]) for item in value)
-    if kind is dict:
-        return isinstance(value, dict) and all(_fits(item, parts[0]) for pair in value.items() for item in pair)
+        tests = [_test(part) for part in parts]
+        return lambda value: (
+            isinstance(value, tuple)
+            and len(value) == len(tests)
+            and all(test(item) for test, item in zip(tests, value, strict=True))
+        )
+    if kind in (tuple, dict):
+        one = _test(parts[0])
+        if kind is tuple:
+            return lambda value: isinstance(value, tuple) and all(one(item) for item in value)
+        assert parts[0] is parts[1]
+        return lambda value: isinstance(value, dict) and all(one(item) for pair in value.items() for item in pair)
     if hint in (int, float):  # True is an int to Python, and to nobody else
-        return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
+        numbers = int if hint is int else (int, float)
+        return lambda value: isinstance(value, numbers) and not isinstance(value, bool)
     assert isinstance(hint, type)
-    return isinstance(value, hint)
+    return lambda value: isinstance(value, hint)
 
 
 def _expected(hint: object) -> str:
@@ -449,11 +463,6 @@ class MethodConfig:
     def needs_draft(self) -> bool:
         """A draft model takes part."""
         return self.depth > 0 and any(DRAFTERS[name].runs_model for name in self.drafter_names)
-
-    @property
-    def judges_lookups(self) -> bool:
-        """The second of two drafters looks up what the draft model then judges."""
-        return FUSION in self.variants
 
     @property
     def value_threshold(self) -> float:

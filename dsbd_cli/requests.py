@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -18,6 +18,7 @@ __all__ = [
     "Piece",
     "Request",
     "RequestResult",
+    "Source",
     "TokenDetail",
     "check_ends",
     "check_seed",
@@ -181,3 +182,46 @@ class Piece:
     request: Request
     text: str
     result: RequestResult | None = None
+
+
+class Source:
+    """Numbered requests with an id and a seed, read one at a time. An item None says that nothing is ready yet."""
+
+    def __init__(self, requests: Iterable[Request | str | RowError | None], seed: int = 0) -> None:
+        """seed: of the run. Raises UsageError for what is no collection of requests."""
+        # the letters of a prompt and the keys of a dict would be taken for prompts
+        if isinstance(requests, Request | str | Mapping) or not isinstance(requests, Iterable):
+            raise UsageError(
+                f"requests is {shorten(requests)}, but must be a list, or an iterator, of requests or prompts"
+            )
+        check_seed(seed)
+        self._requests = iter(requests)
+        self._seed = seed
+        self._number = 0
+        self._exhausted = False
+
+    def exhausted(self) -> bool:
+        """The end of the input has been seen."""
+        return self._exhausted
+
+    def next(self) -> tuple[int, Request | RowError] | None:
+        """The next request, or the error of one that has failed, and its number; None at the end, or where nothing is
+        ready. Raises UsageError for an item that is none of these."""
+        if self._exhausted:
+            return None
+        try:
+            request = next(self._requests)
+        except StopIteration:
+            self._exhausted = True
+            return None
+        if request is None:
+            return None
+        number = self._number
+        self._number += 1
+        if isinstance(request, RowError):
+            return number, request
+        if isinstance(request, str):
+            request = Request(request)
+        if not isinstance(request, Request):
+            raise UsageError(f"requests[{number}] is {shorten(request)}, but must be a Request or a prompt")
+        return number, request.settled(number, self._seed)

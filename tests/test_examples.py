@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
+Example = Callable[..., str]
 
 
-def example(name: str, *options: str, given: str = "") -> str:
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *options]
-    done = subprocess.run(command, cwd=ROOT, input=given, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Example:
+    """example("rollouts", "--steps", "12"): the script as `python` runs it, in this process, which has torch already;
+    what it and its commands print."""
+    monkeypatch.chdir(ROOT)
+
+    def call(name: str, *options: str, given: str = "") -> str:
+        path = str(ROOT / "examples" / f"{name}.py")
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", [path, *options])
+            patch.setattr(sys, "stdin", io.StringIO(given))
+            runpy.run_path(path, run_name="__main__")
+        return capfd.readouterr().out
+
+    return call
 
 
 PROMPTS = "".join(
@@ -24,12 +39,12 @@ PROMPTS = "".join(
 )
 
 
-def test_text_to_sql() -> None:
+def test_text_to_sql(example: Example) -> None:
     said = example("text_to_sql", "--records", "3")
     assert re.fullmatch(r"[0-3] of 3 right; for [0-3] another beam than the best was the first to run\n", said)
 
 
-def test_mbr() -> None:
+def test_mbr(example: Example) -> None:
     records = list(
         map(
             json.loads,
@@ -40,7 +55,7 @@ def test_mbr() -> None:
     assert all(0 <= record["expected_utility"] <= 100 for record in records)
 
 
-def test_self_consistency() -> None:
+def test_self_consistency(example: Example) -> None:
     records = list(
         map(
             json.loads,
@@ -50,7 +65,7 @@ def test_self_consistency() -> None:
     assert [record["pick"]["of"] for record in records] == [3, 3]
 
 
-def test_rollouts_learn() -> None:
+def test_rollouts_learn(example: Example) -> None:
     rewards = [float(line.split()[-1]) for line in example("rollouts", "--steps", "12").splitlines()]
     assert len(rewards) == 12
     assert sum(rewards[-3:]) > sum(rewards[:3])

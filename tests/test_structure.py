@@ -18,15 +18,17 @@ PACKAGE = ROOT / "dsbd_cli"
 
 LAYERS = {
     0: ("errors", "variants", "grammars", "token_rules", "config", "records", "stats", "requests", "_version"),
-    1: ("core",),
-    2: ("drafting", "verify"),
-    3: ("models",),
-    4: ("decoding",),
-    5: ("dropin", "metrics", "data", "tasks", "reports", "peers", "scale"),
-    6: ("pick",),
-    7: ("bench", "profiling"),
-    8: ("cli", "lm_eval"),
-    9: ("__main__", "__init__"),
+    1: ("kernels",),
+    2: ("core",),
+    3: ("drafting", "verify"),
+    4: ("models",),
+    5: ("decoding",),
+    6: ("dropin", "metrics", "data", "tasks", "reports", "peers", "scale"),
+    7: ("pick",),
+    8: ("bench", "profiling"),
+    9: ("distillation",),
+    10: ("cli", "lm_eval"),
+    11: ("__main__", "__init__"),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 TORCH = ("torch",)

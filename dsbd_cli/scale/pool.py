@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dsbd_cli.config import Exactness
-from dsbd_cli.engine.decoding.jobs import Source
+from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.errors import DsbdError, RowError, UsageError, WorkerLostError, shorten
-from dsbd_cli.requests import Request, RequestResult
+from dsbd_cli.requests import Request, RequestResult, Source
 from dsbd_cli.scale.quiet import quiet
 from dsbd_cli.scale.window import MAX_DEATHS, Window
 from dsbd_cli.scale.worker import Exchange, Failure, Worker, WorkerInfo, WorkerSetup
@@ -109,23 +109,30 @@ class RayEngine:
     """The workers together, with the interface of one Engine: `run`, `stop`, `steps`, `info`, `exactness`."""
 
     def __init__(self, setup: WorkerSetup, config: PoolConfig, warn: Callable[[str], None]) -> None:
-        """Starts Ray and the workers, and waits until enough of them have loaded. warn: is told of deaths.
+        """Silences Ray until `close`. warn: is told of deaths."""
+        self._setup, self._config, self._warn = setup, config, warn
+        self._stopping = False
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
+        import ray  # noqa: F401  # sets up loggers
+
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(quiet())
+        self._places: list[_Place] = []
+        self._info: WorkerInfo | None = None
+        self._last_death = ""
+
+    def start(self) -> None:
+        """Start Ray and the workers, and wait until enough of them have loaded.
 
         Raises UsageError where the machine has too little for them, or the workers differ; the error of a worker that
         cannot load; DsbdError where Ray cannot be reached.
         """
-        self._setup, self._config, self._warn = setup, config, warn
-        self._stopping = False
-        self._stack = contextlib.ExitStack()
-        self._places: list[_Place] = []
-        self._info: WorkerInfo | None = None
-        self._last_death = ""
-        try:
-            self._start()
-            self._wait_for_workers()
-        except BaseException:
-            self.close()
-            raise
+        if self._config.address is None:  # of other machines, this one may be without the models
+            for model in self._setup.models:
+                locate(model)
+        self._start()
+        self._wait_for_workers()
 
     @property
     def info(self) -> WorkerInfo:
@@ -158,6 +165,8 @@ class RayEngine:
 
     def describe(self) -> str:
         """`3 of 4 workers, 1 death`."""
+        if not self._places:
+            return "Ray starts"
         deaths = sum(report.deaths for report in self.reports)
         text = f"{sum(place.joined for place in self._places)} of {len(self._places)} workers"
         return text + (f", {deaths} death{'' if deaths == 1 else 's'}" if deaths else "")
@@ -355,11 +364,7 @@ class RayEngine:
 
     def _start(self) -> None:
         """Reach Ray, and settle what each worker gets."""
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
         import ray
-
-        self._stack.enter_context(quiet())  # after the import, which sets up Ray's loggers
 
         address, cores = self._config.address, os.cpu_count() or 1
         local, folder = address is None, None

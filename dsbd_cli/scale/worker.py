@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from dsbd_cli import errors
 from dsbd_cli._version import __version__
@@ -35,6 +35,7 @@ __all__ = [
     "Worker",
     "WorkerInfo",
     "WorkerSetup",
+    "load_engine",
 ]
 
 WAIT_S = 0.2  # an exchange answers after this time at the latest
@@ -73,6 +74,13 @@ class RunsRequests(Protocol):
 
 
 LoadEngine = Callable[[], RunsRequests]
+
+
+def load_engine(target: ModelSpec, draft: ModelSpec | None, **options: Any) -> RunsRequests:
+    """dsbd_cli.engine.decoding.load.load, imported where it is called: a driver of workers needs no tensor library."""
+    from dsbd_cli.engine.decoding import load as loading
+
+    return loading.load(target, draft, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +205,16 @@ class Worker:
             self._inbox.put(row)
 
     def exchange(self, rows: Sequence[tuple[int, Request]], wait_s: float = WAIT_S) -> Exchange:
-        """Take rows, give back what is done: as soon as something is, after `wait_s` at the latest."""
+        """Take rows, give back what is done: after `wait_s`, or before, as soon as there is something and the engine
+        has taken all rows, so that it gets more. While it has rows, answers are gathered: a message costs the driver
+        as much as many answers."""
         self.put(rows)
         done: list[Answered] = []
         until = time.monotonic() + wait_s
         while self._failure is None or not self._outbox.empty():
+            wanting = bool(done) and self._inbox.empty()
             try:
-                item = self._outbox.get(timeout=0 if done else max(0.0, until - time.monotonic()))
+                item = self._outbox.get(timeout=0.0 if wanting else max(0.0, until - time.monotonic()))
             except queue.Empty:
                 break
             if item is not None:
@@ -253,6 +264,8 @@ class Worker:
                 left = time.monotonic()
                 yield None
                 continue
+            if self._inbox.empty():
+                self._outbox.put(None)  # an exchange that gathers answers ends
             # an object of its own, because the engine's answer is known by it
             request = replace(request)
             self._numbers[id(request)] = (number, request)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from dsbd_cli.job.cli.app import run
 from dsbd_cli.job.cli.bench import _Log
 from tests.cli.conftest import HANG_S, ROOT, Outcome, read, terminal
 
@@ -22,6 +26,15 @@ SMALL = ("--task", "qa", "--records", "2", "--max-new-tokens", "8", "--methods",
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-W", "error", "-m", "dsbd_cli", "bench", *arguments]
+
+
+def bench(*arguments: str) -> Outcome:
+    """`dsbd bench` with real engines in this process, which has torch already; a warning is an error."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        code = run(["bench", *arguments])
+    return Outcome(code, out.getvalue(), err.getvalue())
 
 
 @pytest.mark.parametrize(
@@ -77,20 +90,13 @@ def test_tables_go_to_standard_output_and_files_where_they_are_named(tmp_path: P
     names = {kind: tmp_path / f"x.{kind}" for kind in ("json", "markdown")}
     files = [word for kind, path in names.items() for word in (f"--{kind}", str(path))]
     picture = tmp_path / "x.png"
-    done = subprocess.run(
-        command(*SMALL, *files, "--plot", str(picture)),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert done.returncode == 0
-    told = [line.partition("Z ")[2] for line in done.stderr.splitlines()]
+    done = bench(*SMALL, *files, "--plot", str(picture))
+    assert done.code == 0
+    told = [line.partition("Z ")[2] for line in done.err.splitlines()]
     assert told[0] == "0 of 2 windows, warming up greedy"
     assert re.fullmatch(r"1 of 2 windows, about 0:0\d:\d\d left, qa: dsbd-coupled", told[1])
     assert len(told) == 2
-    assert "dsbd-coupled" in done.stdout
+    assert "dsbd-coupled" in done.out
     lines = [json.loads(line) for line in names["json"].read_text().splitlines()]
     assert [line["method"] for line in lines] == ["greedy", "dsbd-coupled"]
     assert lines[0]["command"].startswith("dsbd bench --task qa")
@@ -117,9 +123,9 @@ def test_the_time_left_is_said_early_and_then_every_minute(capsys: pytest.Captur
 
 def test_methods_that_need_a_draft_are_named_where_there_is_none() -> None:
     words = ("--task", "qa", "--records", "1", "--max-new-tokens", "2", "--methods", "all", "--draft", "none", "-q")
-    done = subprocess.run(command(*words), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    said = " ".join(done.stdout.split())
+    done = bench(*words)
+    assert (done.code, done.err) == (0, "")
+    said = " ".join(done.out.split())
     assert "note: left out: speculative, dsbd-coupled, dsbd-search," in said
     assert "hf-assisted: they need a draft, but --draft is none" in said
 
@@ -149,16 +155,9 @@ def test_thresholds_on_a_file_of_the_user_s_own(tmp_path: Path) -> None:
     data = lines_of(tmp_path / "x.jsonl", 5)
     out = tmp_path / "x.out"
     words = ("--task", "jsonl", "--data", str(data), "--methods", "dsbd-fuzzy", "--fuzzy-threshold", "0.1,0.4")
-    done = subprocess.run(
-        command(*words, "--num-beams", "2", "--max-new-tokens", "4", "--json", str(out)),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert done.returncode == 0
-    said = " ".join(done.stdout.split())
+    done = bench(*words, "--num-beams", "2", "--max-new-tokens", "4", "--json", str(out))
+    assert done.code == 0
+    said = " ".join(done.out.split())
     assert "the 2nd, 4th, .. records are dev, the others are test" in said
     assert "beam-sampling is run as well" in said
     assert "2 dev records and 3 test records: fuzzy threshold" in said

@@ -42,13 +42,16 @@ OFFER = variants.Rule(name="stern", make="extension:Stern", text="takes no draft
 DRAFTER = '''
 """Drafts one token over and over."""
 
-import torch
-
 from dsbd_cli import variants
-from dsbd_cli.engine.drafting.paths import PathDrafter, Paths
 
 TOKEN = variants.Setting(field="echo_token", name="token", kind=int, default=3, text="what is drafted")
 OFFER = variants.Drafter(name="echo", make="extension:make", text="one token over and over", settings=(TOKEN,))
+'''
+
+ECHO = """
+import torch
+
+from dsbd_cli.engine.drafting.paths import PathDrafter, Paths
 
 
 class Echo:
@@ -65,7 +68,7 @@ class Echo:
 
 def make(of):
     return PathDrafter(Echo(of.method.value(TOKEN)))
-'''
+"""
 
 FORMAT = '''
 """id and text with a tab between them."""
@@ -85,13 +88,32 @@ ROWS = '{"prompt": "question: what did Kivel paint\\nanswer:", "id": "a"}\n{"pro
 PLAIN = ("--target", "builtin:target", "--max-new-tokens", "6", "--quiet")
 
 
-def install(folder: Path, code: str) -> dict[str, str]:
+SEVERAL = """
+import io, json, sys
+from dsbd_cli.__main__ import main
+
+rows, commands = json.load(sys.stdin)
+theirs, done = sys.stdout, []
+for arguments in commands:
+    sys.argv = ["dsbd", *arguments]
+    sys.stdin = io.TextIOWrapper(io.BytesIO(rows.encode()), encoding="utf-8")
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
+    sys.stdout, sys.stderr = streams
+    try:
+        main()
+    except SystemExit as ended:
+        done.append([arguments, ended.code, *(stream.buffer.getvalue().decode() for stream in streams)])
+json.dump(done, theirs)
+"""
+
+
+def install(folder: Path, code: str, name: str = "extension") -> dict[str, str]:
     """A package of one file with one entry point; the environment of a process that finds it."""
-    (folder / "extension.py").write_text(code, encoding="utf-8")
-    info = folder / "dsbd_extension-1.0.dist-info"
+    (folder / f"{name}.py").write_text(code.replace("extension:", f"{name}:"), encoding="utf-8")
+    info = folder / f"dsbd_{name}-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dsbd-extension\nVersion: 1.0\n", encoding="utf-8")
-    (info / "entry_points.txt").write_text("[dsbd]\noffer = extension:OFFER\n", encoding="utf-8")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: dsbd-{name}\nVersion: 1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(f"[dsbd]\noffer = {name}:OFFER\n", encoding="utf-8")
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -107,43 +129,73 @@ def dsbd(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPr
     )
 
 
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
+    """Three packages, and what calls that use them print. One process makes all calls: it imports torch once."""
+    folder = tmp_path_factory.mktemp("installed")
+    for name, code in (("rule", RULE), ("drafter", DRAFTER + ECHO), ("format", FORMAT)):
+        environment = install(folder, code, f"{name}_extension")
+    commands = {
+        "plain": ("generate", *PLAIN, "--draft", "none"),
+        "rule": ("generate", *PLAIN, "--draft", "builtin:draft", "--verify", "stern", "--depth", "2"),
+        "drafter": ("generate", *PLAIN, "--drafter", "echo:5", "--depth", "2"),
+        "page": ("generate", "--help"),
+        "wrong setting": ("generate", *PLAIN, "--drafter", "echo:five"),
+        "format": ("generate", *PLAIN, "--draft", "none", "--output-format", "tsv"),
+        "resumed": ("generate", "--output-format", "tsv", "--output", "x", "--existing", "resume"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL],
+        input=json.dumps([ROWS, list(commands.values())]),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [subprocess.CompletedProcess(*one) for one in json.loads(done.stdout)]
+    return dict(zip(commands, found, strict=True))
+
+
 def texts(done: subprocess.CompletedProcess[str]) -> list[str]:
     assert done.returncode == 0, done.stderr
     return [json.loads(line)["text"] for line in done.stdout.splitlines()]
 
 
-def test_a_rule_of_another_package(tmp_path: Path) -> None:
-    environment = install(tmp_path, RULE)
-    coupled = texts(dsbd(environment, "generate", *PLAIN, "--draft", "none"))
-    done = dsbd(environment, "generate", *PLAIN, "--draft", "builtin:draft", "--verify", "stern", "--depth", "2")
-    assert texts(done) == coupled
+def test_a_rule_of_another_package(calls: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    done = calls["rule"]
+    assert texts(done) == texts(calls["plain"])
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert all(one["method"]["rule"] == "stern" and one["stats"]["accepted"] == 0 for one in records)
     assert all(one["stats"]["drafted"] > 0 for one in records)
 
 
-def test_a_drafter_of_another_package_with_a_setting_of_its_own(tmp_path: Path) -> None:
-    environment = install(tmp_path, DRAFTER)
-    plain = texts(dsbd(environment, "generate", *PLAIN, "--draft", "none"))
-    done = dsbd(environment, "generate", *PLAIN, "--drafter", "echo:5", "--depth", "2")
-    assert texts(done) == plain
+def test_a_drafter_of_another_package_with_a_setting_of_its_own(
+    calls: dict[str, subprocess.CompletedProcess[str]],
+) -> None:
+    done = calls["drafter"]
+    assert texts(done) == texts(calls["plain"])
     method = json.loads(done.stdout.splitlines()[0])["method"]
     assert (method["drafter"], method["echo_token"]) == ("echo", 5)
-    page = dsbd(environment, "generate", "--help")
-    assert "one token over and over" in " ".join(page.stdout.split())
-    wrong = dsbd(environment, "generate", *PLAIN, "--drafter", "echo:five")
+    assert "one token over and over" in " ".join(calls["page"].stdout.split())
+    wrong = calls["wrong setting"]
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "token is 'five', but must be an integer" in wrong.stderr
 
 
-def test_an_output_format_of_another_package(tmp_path: Path) -> None:
-    done = dsbd(install(tmp_path, FORMAT), "generate", *PLAIN, "--draft", "none", "--output-format", "tsv")
+def test_an_output_format_of_another_package(calls: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    done = calls["format"]
     assert done.returncode == 0, done.stderr
     assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["a", "b"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    again = dsbd(environment, "generate", "--output-format", "tsv", "--output", "x", "--existing", "resume")
+    again = calls["resumed"]
     assert again.returncode == 2
     assert "cannot go on with --output-format tsv" in again.stderr
+
+
+def test_the_command_finds_an_extension_at_its_start(tmp_path: Path) -> None:
+    page = dsbd(install(tmp_path, DRAFTER), "generate", "--help")
+    assert (page.returncode, page.stderr) == (0, "")
+    assert "one token over and over" in " ".join(page.stdout.split())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from dsbd_cli.job.cli import app
 
-PAGES = ["", "generate", "bench", "profile", "index", "trim-draft", "models", "models check", "models add"]
+PAGES = ["", "generate", "bench", "profile", "index", "distill", "trim-draft", "doctor", "models", "models add"]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -49,21 +49,6 @@ def test_the_list(dsbd: Dsbd, folders: tuple[str, str, str]) -> None:
     assert lines["gpt2"][1:2] == ["openai-community/gpt2"]
 
 
-def test_a_pair_is_checked_without_weights(dsbd: Dsbd, folders: tuple[str, str, str]) -> None:
-    target, draft, stranger = folders
-    fits = dsbd("models", "check", target, draft)
-    assert (fits.code, fits.err) == (0, "")
-    assert fits.out.startswith(f"{target} and {draft} fit: ")
-    assert "logits differ in padding only" in fits.out
-    differs = dsbd("models", "check", target, stranger)
-    assert (differs.code, differs.out) == (1, "")
-    assert "target and draft have different vocabularies" in differs.err
-    assert dsbd("models", "check", target, "nothing-like-it").code == 1
-    absent = dsbd("models", "check", target, "org/absent")
-    assert absent.code == 1
-    assert "is not on this machine" in absent.err
-
-
 def test_names_are_added_to_the_users_file(dsbd: Dsbd, folders: tuple[str, str, str], own_file: Path) -> None:
     own_file.parent.mkdir(parents=True)
     own_file.write_text('# mine\n[models]  # names\nold = "org/old"\n\n[other]\nx = 1')

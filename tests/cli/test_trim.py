@@ -12,6 +12,8 @@ import pytest
 
 from dsbd_cli import Engine, Request
 from dsbd_cli.engine.decoding import compare
+from dsbd_cli.engine.models.catalog import fit
+from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.job.cli.app import run
 from dsbd_cli.job.records.texts import answer_text
 from tests.models.conftest import byte_level, save, wrap
@@ -73,18 +75,14 @@ def test_from_prompts_to_a_draft(
     assert [row["text"] for row in full] == [row["text"] for row in again]
 
 
-def test_models_check_knows_a_trimmed_head(
-    pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_whether_a_pair_fits_knows_a_trimmed_head(pair: tuple[str, str], prompts: str, tmp_path: Path) -> None:
     small = str(tmp_path / "small")
     native = tmp_path / "native.jsonl"
     generate(pair, prompts, native)
     trim(pair, "--texts", str(native), "--size", "120", "-o", small, "--quiet")
-    capfd.readouterr()
-    assert run(["models", "check", pair[0], small]) == 0
-    assert "note: the draft is trimmed: its head has 120 rows" in capfd.readouterr().out
-    assert run(["models", "check", small, pair[1]]) == 1
-    assert "is a trimmed draft: only a draft may lack tokens" in capfd.readouterr().err
+    assert "the draft is trimmed: its head has 120 rows" in " ".join(fit(pair[0], small).notes)
+    with pytest.raises(UnsupportedModelError, match="is a trimmed draft: only a draft may lack tokens"):
+        fit(small, pair[1])
 
 
 def test_from_texts(pair: tuple[str, str], prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +162,6 @@ def test_what_is_called_worse() -> None:
         ("-o {o} --texts {o}.none --size 50", "error: --texts {o}.none cannot be read: No such file"),
         ("-o {o} --prompts {o}.none --size 50", "error: --prompts {o}.none cannot be read: No such file"),
         ("-o {o} --prompts {p} --held-out {o}.none --size 50", "--held-out {o}.none cannot be read: No such file"),
-        ("-o {o} --prompts {p} --size 50 --depth auto", "the two drafts could not be compared: give a depth"),
         ("-o {o} --prompts {e} --size 50", "holds no prompts"),
         ("-o {p} --prompts {p} --size 50", "exists: name a new folder"),
         ("-o {o} --prompts {p} --size 50 --json -q", "--json and --quiet cannot be used together"),
@@ -198,9 +195,6 @@ def test_no_draft_to_trim(
     ]
     assert run(["trim-draft", *arguments]) == 2
     assert "there is no draft to trim: name one with --draft" in capfd.readouterr().err
-    small = ["--target", "builtin:target", "--depth", "0", *arguments[4:]]
-    assert run(["trim-draft", *small]) == 2
-    assert "--depth is 0, but must be 1 or more" in capfd.readouterr().err
 
 
 def test_texts_of_records() -> None:

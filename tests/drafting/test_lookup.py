@@ -52,7 +52,8 @@ def make_context(texts: Sequence[Sequence[Sequence[int]]], prompt: int, count: i
     return DraftContext(
         beams=beams,
         table=table,
-        rule=Coupled(),
+        sampler=Coupled.sampler,
+        drafts_end=Coupled.drafts_end,
         warp=warp_of(rows, (1.0, 0, 1.0, 0.0), "pool"),
         endings=Endings(eos, 1, StopTable([b"x"] * 50, 50, CPU)),
         depth=depth,

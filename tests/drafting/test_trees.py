@@ -7,7 +7,6 @@ layer chosen by looking at the draws, more or fewer children than asked for.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from dsbd_cli.engine.drafting.beam import BeamDrafter
 from dsbd_cli.engine.drafting.dynamic import DynamicTree
 from dsbd_cli.engine.drafting.logits import DraftLogits
 from dsbd_cli.engine.drafting.rsd import ConstantBranching, RowDraws, StochasticBeams, _conditioned
+from dsbd_cli.engine.verify.base import Rule
 from dsbd_cli.engine.verify.rejection import Rejection
 from dsbd_cli.engine.verify.search import Search
 from tests.drafting.test_lookup import make_context
@@ -33,9 +33,10 @@ TEXTS = [[[1, 2, 3, 4]], [[5, 6, 7, 8], [5, 6, 7, 9], [5, 6, 7, 1]]]
 class Grown:
     """A forest over the table, without a cache: logits of a node are the row of its token."""
 
-    def __init__(self, drafter: BeamDrafter, count: int, depth: int, rule: Any = None) -> None:
+    def __init__(self, drafter: BeamDrafter, count: int, depth: int, rule: Rule | None = None) -> None:
         self.context: DraftContext = make_context(TEXTS, 3, count, depth)
-        self.context.rule, self.context.record_law = rule or Rejection(), True
+        rule = rule or Rejection()
+        self.context.sampler, self.context.drafts_end, self.context.record_law = rule.sampler, rule.drafts_end, True
         beams = self.context.beams
         self.forest = Forest(beams.token.shape[1], count, [roots(self.context)])
         self.rows: list[RowDraws] = []
@@ -112,7 +113,8 @@ def test_stochastic_beams_draw_paths_without_replacement() -> None:
     table = torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, 0.5], [2.0, 0.3, 0.0]]).log_softmax(-1)
     rows = 4000
     context = make_context([[[1, 1, 1, 2]]] * rows, 3, 2, 2)
-    context.rule, context.keys = Rejection(), stream_keys(torch.arange(rows) * 7919, context.iteration, 3)
+    context.sampler, context.drafts_end = Rejection.sampler, True
+    context.keys = stream_keys(torch.arange(rows) * 7919, context.iteration, 3)
     drafter, forest = StochasticBeams(TableModel(table), 3), Forest(1, 2, [roots(context)])
     for layer in range(2):
         logits = DraftLogits(table[forest.layers[layer].token], None, 3)

@@ -105,7 +105,7 @@ def random_layer(
     valid = torch.rand(rows, beams, generator=generator) < 0.85
     valid[:, 0] = True
     weight = torch.randn(rows, drafts, generator=generator)
-    size = rule.candidates(beams, 1, warp, vocabulary)
+    size = rule.sampler.candidates(beams, 1, warp, vocabulary)
     own = top_candidates(target_logits, size).at(local)
     draft_candidates = top_candidates(draft_logits, size)
     live_weight = torch.randn(rows, beams, generator=generator)
@@ -113,7 +113,7 @@ def random_layer(
     draft = pool_law(draft_candidates, weight, torch.ones(rows, drafts, dtype=torch.bool), warp)
     key = seed_key(torch.arange(rows) + seed * 100_003)
     iteration = torch.full((rows,), 3)
-    index, real = rule.draft(
+    index, real = rule.sampler.draw(
         DraftRequest(
             log_q=draft.log_p,
             tokens=draft_candidates.tokens,

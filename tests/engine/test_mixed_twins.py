@@ -9,9 +9,10 @@ from torch import Tensor
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.noise import DRAFT, gumbel, stream_key
 from dsbd_cli.engine.core.probs import row_law
+from dsbd_cli.engine.core.sampler import entry_index
 from dsbd_cli.engine.drafting.base import LayerDrafts, fuse, record_law
 from dsbd_cli.engine.verify import make_rule
-from dsbd_cli.engine.verify.base import DraftedLayer, entry_index
+from dsbd_cli.engine.verify.base import DraftedLayer
 from tests.engine.layers import WARPED, Layer, random_layer, warp_of
 from tests.engine.test_twins import LayerNoise, assert_same
 from tests.oracles.mixed import MixedRule, Node, parent_nodes, pool_nodes

@@ -15,8 +15,8 @@ import torch
 
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.noise import ACCEPT, COMPLETION, RESIDUAL, gumbel, path_gumbel, stream_key, uniform
+from dsbd_cli.engine.core.sampler import entry_index
 from dsbd_cli.engine.verify import LayerDraws, make_rule
-from dsbd_cli.engine.verify.base import entry_index
 from dsbd_cli.engine.verify.rejection import draft_law_at
 from dsbd_cli.engine.verify.width import expected_width as expected_width_tensor
 from tests.engine.layers import WARPED, Layer, random_layer

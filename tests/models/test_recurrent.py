@@ -14,11 +14,11 @@ from torch import Tensor
 from dsbd_cli.engine.models import states
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.selftest import self_test
-from dsbd_cli.engine.models.states import Convolution, LayerMemory, LinearState, Places, SelectiveState, StateCache
+from dsbd_cli.engine.models.states import GroupedState, LayerMemory, LinearState, Places, SelectiveState, StateCache
 from dsbd_cli.errors import UnsupportedModelError
 from tests.models.tiny import HEAD, RECURRENT, V, build
 
-MIXED = ("mamba2", "qwen3.5", "kimi-linear", "lfm2", "mamba")  # one of each kind of layer
+MIXED = ("mamba2", "qwen3.5", "kimi-linear", "lfm2", "mamba", "linearised")  # one of each kind of layer
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -89,7 +89,7 @@ def decay_of_a_sibling(patch: pytest.MonkeyPatch) -> None:
 
 
 def convolution_by_slot(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Places, "back", property(lambda self: self.at.unsqueeze(2) - torch.arange(states.MOST_TAPS)))
+    patch.setattr(Places, "back", lambda self, taps: self.at.unsqueeze(2) - torch.arange(taps))
 
 
 def uncorrected(patch: pytest.MonkeyPatch) -> None:
@@ -113,15 +113,20 @@ def trunk_inputs_lost(patch: pytest.MonkeyPatch) -> None:
 
     def forget(self: LayerMemory, shift: states.Shift) -> None:
         advance(self, shift)
-        if isinstance(self, Convolution):
-            self.planes["inputs"][:, : self.lead] = 0
+        for plane in self.planes.values():
+            plane[:, : self.lead] = 0
 
     patch.setattr(LayerMemory, "advance", forget)
 
 
+def own_group_read_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GroupedState, "_own", lambda self, q, *_: torch.zeros_like(q))
+
+
 MUTANTS = [
-    (fold_forgotten, ("mamba2", "qwen3.5", "kimi-linear", "mamba")),
-    (fold_twice, ("mamba2", "qwen3.5", "kimi-linear", "mamba")),
+    (own_group_read_twice, ("linearised",)),
+    (fold_forgotten, ("mamba2", "qwen3.5", "kimi-linear", "mamba", "linearised")),
+    (fold_twice, ("mamba2", "qwen3.5", "kimi-linear", "mamba", "linearised")),
     (decay_of_a_sibling, ("mamba2", "qwen3.5", "kimi-linear")),
     (convolution_by_slot, MIXED),
     (uncorrected, ("qwen3.5", "kimi-linear")),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken
+from transformers import ByT5Tokenizer
 
 from dsbd_cli.engine.decoding.outcome import text_of
 from dsbd_cli.engine.models.tokenize import HFCodec, byte_alphabet
@@ -54,6 +55,14 @@ def test_texts_end_before_the_stop_string_their_bytes_complete(tokenizer: Any) -
         spaced += stop.startswith(" ") and start == 0
         assert text_of(ids[: ended - 1], (stop,), codec) == codec.decode(ids[: ended - 1])
     assert spaced > 10 or not whole.startswith(" ")
+
+
+def test_byt5() -> None:
+    """Its token for byte 0xE6 is the character æ, which is two other bytes."""
+    codec = HFCodec(ByT5Tokenizer(), (1,))
+    table, text = codec.token_bytes(), "東京 naïve"
+    assert [table[index] for index in codec.encode_pieces([text])[0]] == [bytes([byte]) for byte in text.encode()]
+    assert table[:3] == [b""] * 3
 
 
 def test_a_decoder_that_puts_spaces_between_tokens() -> None:

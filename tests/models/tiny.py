@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
+from dsbd_cli.engine.models.linearised import LinearisedLlama
 
 V = 97
 
@@ -231,6 +232,10 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1,
         },
     ),
+    "linearised": (
+        "LlamaConfig",
+        {**GROUPED, "linear_group_size": 4, "linear_kernel_size": 9, "linear_parts": ["dwconv", "global_factor"]},
+    ),
     "lfm2": ("Lfm2Config", {**CONV, "block_auto_adjust_ff_dim": False}),
     "lfm2-moe": ("Lfm2MoeConfig", {**CONV, **EXPERTS, "num_dense_layers": 1}),
     "lfm3": ("Lfm3Config", CONV),
@@ -273,7 +278,10 @@ def build(name: str, *, attention: str | None = None, seed: int = 0, **changes: 
     config = getattr(transformers, kind)(**{**settings, **changes})
     torch.manual_seed(seed)
     wants = {} if attention is None else {"attn_implementation": attention}
-    model = transformers.AutoModelForCausalLM.from_config(config, **wants).eval()
+    if hasattr(config, "linear_group_size"):
+        model: Any = LinearisedLlama(config).eval()
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config, **wants).eval()
     for key, parameter in model.named_parameters():
         if parameter.ndim > 1 and "A_log" not in key:
             parameter.data.normal_(0, 0.5 if "conv" in key else 0.15)

@@ -118,6 +118,8 @@ def cluster(ray_folder: Path) -> Iterator[object]:
             "num_cpus": 2,
             "object_store_memory": 80 << 20,
             "include_dashboard": False,
+            "include_log_monitor": False,  # a process each, and nothing that a test needs
+            "no_monitor": True,
         },
     )
     try:

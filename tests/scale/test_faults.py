@@ -12,39 +12,39 @@ from typing import Any
 
 import pytest
 
-from tests.scale.conftest import Job, workers_below
+from tests.scale.conftest import Job, prompts, workers_below
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 MakeJob = Callable[..., Job]
+Undisturbed = Callable[[int], list[object]]
+MOST = 240  # rows of a test
 
 
-def one_process(job: Job) -> list[object]:
-    """The records that an undisturbed run in one process writes."""
-    code, _, err = job.finish(workers=None)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[object]]:
+    """undisturbed(count): the records of so many rows that one process writes whom nobody disturbs."""
+    made = Job(tmp_path_factory.mktemp("undisturbed"), "", prompts(MOST))
+    code, _, err = made.finish(workers=None)
     assert code == 3, err
-    records = job.records()
-    for path in (job.output, job.output.with_name("out.jsonl.dsbd-run")):
-        path.unlink()
-    return records
+    records = made.records()
+    assert len(records) == MOST
+    return lambda count: records[:count]
 
 
-def test_one_two_and_three_workers_write_the_same(job: MakeJob) -> None:
+def test_two_workers_write_what_one_process_does(job: MakeJob, undisturbed: Undisturbed) -> None:
     made = job(60)
-    expected = one_process(made)
-    for workers in ("1", "2"):
-        code, out, err = made.finish("--existing", "overwrite", workers=workers)
-        assert (code, out) == (3, ""), err
-        assert made.records() == expected
-        assert "failed" in err
-        assert all(line.startswith("dsbd: ") for line in err.splitlines()), err
+    code, out, err = made.finish()
+    assert (code, out) == (3, ""), err
+    assert made.records() == undisturbed(60)
+    assert "failed" in err
+    assert all(line.startswith("dsbd: ") for line in err.splitlines()), err
 
 
-def test_killed_workers(job: MakeJob) -> None:
+def test_killed_workers(job: MakeJob, undisturbed: Undisturbed) -> None:
     """Five SIGKILLs, each when the rows that the one before has hit are answered; their rows are sent again."""
     made = job(240)
-    expected = one_process(made)
     summary = made.folder / "summary.json"
     process = made.start("--summary", str(summary), row_s=0.015)
     for kill in range(5):
@@ -56,7 +56,7 @@ def test_killed_workers(job: MakeJob) -> None:
         os.kill(workers[kill % len(workers)], signal.SIGKILL)
     code, out, err = made.end(process)
     assert (code, out) == (3, ""), err
-    assert made.records() == expected
+    assert made.records() == undisturbed(240)
     said = json.loads(summary.read_text())
     assert sum(worker["deaths"] for worker in said["workers"]) == 5
     assert sum(worker["rows"] for worker in said["workers"]) == 240
@@ -64,9 +64,8 @@ def test_killed_workers(job: MakeJob) -> None:
     assert "of its rows are sent again" in err
 
 
-def test_killed_driver_and_resume(job: MakeJob) -> None:
+def test_killed_driver_and_resume(job: MakeJob, undisturbed: Undisturbed) -> None:
     made = job(100)
-    expected = one_process(made)
     process = made.start(row_s=0.03)
     made.wait_for(process, 20)
     process.kill()
@@ -74,13 +73,12 @@ def test_killed_driver_and_resume(job: MakeJob) -> None:
     assert 20 <= made.output.read_bytes().count(b"\n") < 100
     code, _, err = made.finish()
     assert code == 3, err
-    assert made.records() == expected
+    assert made.records() == undisturbed(100)
 
 
-def test_interrupt_and_resume_without_ray(job: MakeJob) -> None:
+def test_interrupt_and_resume_without_ray(job: MakeJob, undisturbed: Undisturbed) -> None:
     """SIGINT to the process group, as a terminal sends it."""
     made = job(100)
-    expected = one_process(made)
     process = made.start(row_s=0.03, start_new_session=True)
     made.wait_for(process, 20)
     os.killpg(process.pid, signal.SIGINT)
@@ -90,7 +88,7 @@ def test_interrupt_and_resume_without_ray(job: MakeJob) -> None:
     assert "Traceback" not in err
     code, _, err = made.finish(workers=None)
     assert code == 3, err
-    assert made.records() == expected
+    assert made.records() == undisturbed(100)
 
 
 def test_a_poisonous_row_and_a_hung_worker(job: MakeJob) -> None:
@@ -118,10 +116,9 @@ def test_an_error_of_the_engine_ends_the_run_with_one_line(job: MakeJob) -> None
     assert err.splitlines() == ["dsbd: error: the device is out of memory"]
 
 
-def test_a_node_that_goes(cluster: Any, job: MakeJob) -> None:
+def test_a_node_that_goes(cluster: Any, job: MakeJob, undisturbed: Undisturbed) -> None:
     """Three workers, one of them on a node that is taken away: the records are the same, the others go on."""
     made = job(100)
-    expected = one_process(made)
     node = cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
     try:
         process = made.start(row_s=0.03, workers="3")
@@ -130,21 +127,24 @@ def test_a_node_that_goes(cluster: Any, job: MakeJob) -> None:
         cluster.remove_node(node, allow_graceful=False)
     code, _, err = made.end(process)
     assert code == 3, err
-    assert made.records() == expected
+    assert made.records() == undisturbed(100)
     assert "its process died" in err
 
 
-def test_a_ray_of_its_own_is_quiet_and_leaves_nothing(job: MakeJob, ray_folder: Path) -> None:
-    """Records on standard output; on standard error our lines alone, though a worker dies."""
-    rows: list[dict[str, object]] = [{"id": f"r{n}", "prompt": "die" if n == 3 else f"row {n}"} for n in range(12)]
-    made = job(rows)
+def test_one_worker_on_a_ray_of_its_own(job: MakeJob, undisturbed: Undisturbed, ray_folder: Path) -> None:
+    """Records on standard output, and on standard error our lines alone, though the worker dies. Nothing is left."""
+    made = job(60)
     options = ("-o", "-", "--existing", "error", "--workers", "1", "--log", "verbose")
     own = ray_folder / "own"
     own.mkdir()
-    environment = {"TMPDIR": str(own)}
-    code, out, err = made.finish(*options, workers=None, environment=environment)
+    with made.output.open("wb") as output:
+        process = made.start(*options, workers=None, row_s=0.05, environment={"TMPDIR": str(own)}, stdout=output)
+    made.wait_for(process, 10)
+    os.kill(workers_below(process.pid)[0], signal.SIGKILL)
+    code, _, err = made.end(process)
     assert code == 3, err
-    assert [json.loads(line)["index"] for line in out.splitlines()] == list(range(12))
+    assert made.records() == undisturbed(60)
+    assert "its process died" in err
     assert all(line.startswith("dsbd: ") for line in err.splitlines()), err
     assert not list(own.iterdir())
 

@@ -72,6 +72,15 @@ def test_an_exchange_answers_in_time_though_the_engine_is_at_work() -> None:
     assert time.monotonic() - begun < 4
 
 
+def test_an_exchange_gathers_answers_while_the_engine_has_rows() -> None:
+    """A message for each answer would cost the driver more than the answer: 1,000 workers could not be fed."""
+    made = worker(partial(fake, row_s=0.02))  # reads 4 rows, answers them one after the other, reads 4 more
+    greeted(made)
+    exchange = made.exchange([row(number, "a") for number in range(8)], wait_s=60)
+    assert len(exchange.answers) >= 4, "it ended before the engine had read the rows"
+    assert len(exchange.answers) < 8, "it did not end when the engine had read them"
+
+
 def test_hello_answers_while_models_are_loading() -> None:
     gate = threading.Event()
 

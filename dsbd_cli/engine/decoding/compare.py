@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dsbd_cli.config import ModelSpec
+from dsbd_cli.config import MethodConfig, ModelSpec
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.models.pair import check_pair, load_model
 from dsbd_cli.engine.models.tokenize import HFCodec
@@ -53,14 +53,16 @@ def worse(before: Measure, after: Measure) -> str | None:
     return ", ".join(said) or None
 
 
-def with_draft(engine: Engine, spec: ModelSpec) -> Engine:
-    """A second engine with the same target and another draft. The two must not run at once: they share the target."""
+def with_draft(engine: Engine, spec: ModelSpec, method: MethodConfig | None = None) -> Engine:
+    """A second engine with the same target and another draft, and another method if one is given. The two must not run
+    at once: they share the target."""
     draft, codec = load_model(spec)
     if isinstance(engine.codec, HFCodec):
         check_pair(engine.codec, codec, engine.target.vocab_size, draft.vocab_size)
     draft.fit_width(engine.target.vocab_size)
     info = None if engine.info is None else replace(engine.info, draft=spec.source)
-    return Engine(engine.target, draft, engine.codec, engine.method, batch_size=engine.batch_size, info=info)
+    method = method or engine.method
+    return Engine(engine.target, draft, engine.codec, method, batch_size=engine.batch_size, info=info)
 
 
 def measure(engines: Sequence[Engine], requests: Sequence[Request]) -> list[Measure]:

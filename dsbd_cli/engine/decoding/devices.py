@@ -45,7 +45,11 @@ def captures(models: Sequence[ForestModel], on_host: bool, wanted: bool | None) 
             )
         )
         raise UsageError(f"cuda_graphs cannot be had: {reason}", field="cuda_graphs", value=wanted)
-    return IterationGraphs(CudaRecorder(models[0].device)) if possible and wanted is not False else None
+    return (
+        IterationGraphs(CudaRecorder(models[0].device), required=bool(wanted))
+        if possible and wanted is not False
+        else None
+    )
 
 
 def out_of_memory(error: RuntimeError | MemoryError) -> bool:

@@ -4,8 +4,9 @@ finish."""
 from __future__ import annotations
 
 import gc
+import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, overload
@@ -24,7 +25,7 @@ from dsbd_cli.engine.decoding.budget import LOGIT_BYTES, PEEK, fitting_rows, lea
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.devices import captures, current, events, out_of_memory
 from dsbd_cli.engine.decoding.encode import Encoder
-from dsbd_cli.engine.decoding.jobs import AsDone, Job, ResultOrder, Results, Source
+from dsbd_cli.engine.decoding.jobs import AsDone, Job, ResultOrder, Results
 from dsbd_cli.engine.decoding.outcome import collect, common_tokens, record_iteration
 from dsbd_cli.engine.decoding.pieces import Pieces
 from dsbd_cli.engine.decoding.planner import Shape, deepest, planner_for
@@ -39,7 +40,7 @@ from dsbd_cli.errors import (
     RowError,
     UsageError,
 )
-from dsbd_cli.requests import Piece, Request, RequestResult
+from dsbd_cli.requests import Piece, Request, RequestResult, Source
 from dsbd_cli.stats import RequestStats
 
 __all__ = ["Engine", "EngineInfo"]
@@ -101,6 +102,7 @@ class Engine:
         self.batch_size, self.info, self.log_steps = batch_size or 1, info, log_steps
         self.steps = 0  # taken so far, those of unfinished requests too; another thread may look
         self.one_root = True  # in a row's first iteration; False: W, as in all others, for a profile
+        self.tell: Callable[[str], None] = _warn  # takes what the user should know and stops nothing
         self._fit_batch = batch_size is None
         self._stopping = False
         device = target.device
@@ -119,6 +121,8 @@ class Engine:
         self._tries = RowTries(TrieTable(target.vocab_size, device), self.catalogues.values())
         self._rules = RuleTable(eos.to(device))
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
+        if graphs is not None:
+            graphs.tell = self._tell
         self._caches = Caches(target, shared, large_steps=graphs is not None, moving=self._forget_graphs)
         self._stepper = Stepper(
             self._caches,
@@ -386,10 +390,18 @@ class Engine:
             except RowError as error:
                 order.put(number, RequestResult(request, (), 0, RequestStats(), error))
 
+    def _tell(self, line: str) -> None:
+        self.tell(line)  # whoever listens now
+
     def _forget_graphs(self) -> None:
         """The caches are about to move."""
         if self._stepper.graphs is not None:
             self._stepper.graphs.forget()
+
+
+def _warn(line: str) -> None:
+    """For those who do not say otherwise: a warning of Python's."""
+    warnings.warn(line, RuntimeWarning, stacklevel=2)
 
 
 def _broken(job: Job) -> RequestResult:

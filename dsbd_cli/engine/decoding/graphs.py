@@ -19,7 +19,7 @@ from dsbd_cli.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["CudaRecorder", "Homes", "IterationGraphs", "Recorder", "Recording", "shapes"]
+__all__ = ["CaptureError", "CudaRecorder", "Homes", "IterationGraphs", "Recorder", "Recording", "shapes"]
 
 PLAIN_RUNS = 2  # times that a shape runs plainly before it is captured
 MOST_GRAPHS = 64  # shapes kept; each holds its own intermediate results
@@ -40,8 +40,12 @@ class Recorder(Protocol):
     """Captures phases. A capture only records: nothing is computed until replay."""
 
     def record(self, phase: Phase) -> Recording:
-        """Capture the kernels that a phase launches."""
+        """Capture the kernels that a phase launches. Raises CaptureError."""
         ...
+
+
+class CaptureError(Exception):
+    """A phase cannot be captured; nothing was computed."""
 
 
 class CudaRecorder:
@@ -52,7 +56,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, phase: Phase) -> Recording:
-        """Capture on the device. Raises UnsupportedModelError for a model whose forward cannot be captured."""
+        """Capture on the device. Raises CaptureError where a kernel of the phase, or of a model, does not allow it."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
@@ -60,10 +64,7 @@ class CudaRecorder:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            said = " ".join(str(error).split())[:160]
-            raise UnsupportedModelError(
-                f"these models cannot be captured as CUDA graphs ({said}): use --no-cuda-graphs"
-            ) from error
+            raise CaptureError(" ".join(str(error).split())[:160]) from error
         return graph
 
 
@@ -104,6 +105,17 @@ def _tensors(
     return found
 
 
+def _fields(state: DataclassInstance) -> list[tuple[object, str]]:
+    """Every field of a state and of the dataclasses in it: a phase may rebind any of them."""
+    found: list[tuple[object, str]] = []
+    for item in fields(state):
+        value = getattr(state, item.name)
+        found.append((state, item.name))
+        if is_dataclass(value) and not isinstance(value, type):
+            found += _fields(value)
+    return found
+
+
 @dataclass(slots=True)
 class _Entry(Generic[WorkT]):
     """Captured phases of one shape, and what they write outside of the state."""
@@ -115,12 +127,20 @@ class _Entry(Generic[WorkT]):
 class IterationGraphs(Generic[WorkT]):
     """Captured iterations by shape, those replayed last; the others are dropped.
 
+    A capture that fails ends all capturing: this iteration and all further ones run plainly, which gives the same.
+
     Attributes:
         replays: iterations that were replayed. steady: the last one was, and captured before.
+        failed: why nothing is captured any more.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(
+        self, recorder: Recorder, *, required: bool = False, tell: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """required: a capture that fails is an error. tell: takes the line that says so otherwise."""
         self._recorder, self._homes = recorder, Homes()
+        self.required, self.tell = required, tell
+        self.failed: str | None = None
         self._entries: dict[Hashable, _Entry[WorkT]] = {}
         self._seen: dict[Hashable, int] = {}
         self.replays = 0
@@ -140,25 +160,44 @@ class IterationGraphs(Generic[WorkT]):
         by every replay. lap: told the number of each phase as it ends.
         """
         entry = self._entries.pop(key, None)
-        self.steady = entry is not None
-        if entry is None and self._seen.get(key, 0) >= PLAIN_RUNS:
+        self.steady = entry is not None or self.failed is not None
+        if entry is not None:
+            self._homes.move_in(state)
+        elif self.failed is None and self._seen.get(key, 0) >= PLAIN_RUNS:
             while len(self._entries) >= MOST_GRAPHS:
                 del self._entries[next(iter(self._entries))]
-            entry = self._capture(state, work, phases)
-        elif entry is None:
+            entry = self._try(state, work, phases)
+        if entry is None:
             self._seen[key] = self._seen.get(key, 0) + 1
             for number, phase in enumerate(phases):
                 phase()
                 lap(number)
             return work
-        else:
-            self._homes.move_in(state)
         self._entries[key] = entry  # the last one now
         for number, recording in enumerate(entry.recordings):
             recording.replay()
             lap(number)
         self.replays += 1
         return entry.work
+
+    def _try(self, state: DataclassInstance, work: WorkT, phases: Sequence[Phase]) -> _Entry[WorkT] | None:
+        """A capture; None where it failed, and the state is as it was. Raises UnsupportedModelError where captures are
+        required."""
+        before = [(owner, name, getattr(owner, name)) for owner, name in _fields(state)]
+        try:
+            return self._capture(state, work, phases)
+        except CaptureError as error:
+            if self.required:
+                raise UnsupportedModelError(
+                    f"these models cannot be captured as CUDA graphs ({error}): use --no-cuda-graphs"
+                ) from error
+            self.failed = str(error)
+            self.forget()
+            for owner, name, value in before:
+                if getattr(owner, name) is not value:  # frozen parts never change
+                    setattr(owner, name, value)
+            self.tell(f"iterations run plainly, because they cannot be captured as CUDA graphs ({error})")
+            return None
 
     def _capture(self, state: DataclassInstance, work: WorkT, phases: Sequence[Phase]) -> _Entry[WorkT]:
         self._homes.move_in(state)

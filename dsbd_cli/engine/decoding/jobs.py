@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -11,12 +11,11 @@ from torch import Tensor
 
 from dsbd_cli.engine.decoding.acceptance import Acceptance
 from dsbd_cli.engine.decoding.answers import Catalogue
-from dsbd_cli.errors import RowError, UsageError, shorten
-from dsbd_cli.requests import Request, RequestResult, check_seed
+from dsbd_cli.requests import Request, RequestResult
 from dsbd_cli.stats import RequestStats
 from dsbd_cli.token_rules import TokenRules
 
-__all__ = ["AsDone", "Job", "ResultOrder", "Results", "Source"]
+__all__ = ["AsDone", "Job", "ResultOrder", "Results"]
 
 Item_co = TypeVar("Item_co", covariant=True)
 
@@ -57,49 +56,6 @@ class Job:
     def max_new(self) -> int:
         """Tokens that it can generate at most."""
         return self.request.sampling.max_new_tokens if self.catalogue is None else self.catalogue.trie.longest
-
-
-class Source:
-    """Numbered requests with an id and a seed, read one at a time. An item None says that nothing is ready yet."""
-
-    def __init__(self, requests: Iterable[Request | str | RowError | None], seed: int = 0) -> None:
-        """seed: of the run. Raises UsageError for what is no collection of requests."""
-        # the letters of a prompt and the keys of a dict would be taken for prompts
-        if isinstance(requests, Request | str | Mapping) or not isinstance(requests, Iterable):
-            raise UsageError(
-                f"requests is {shorten(requests)}, but must be a list, or an iterator, of requests or prompts"
-            )
-        check_seed(seed)
-        self._requests = iter(requests)
-        self._seed = seed
-        self._number = 0
-        self._exhausted = False
-
-    def exhausted(self) -> bool:
-        """The end of the input has been seen."""
-        return self._exhausted
-
-    def next(self) -> tuple[int, Request | RowError] | None:
-        """The next request, or the error of one that has failed, and its number; None at the end, or where nothing is
-        ready. Raises UsageError for an item that is none of these."""
-        if self._exhausted:
-            return None
-        try:
-            request = next(self._requests)
-        except StopIteration:
-            self._exhausted = True
-            return None
-        if request is None:
-            return None
-        number = self._number
-        self._number += 1
-        if isinstance(request, RowError):
-            return number, request
-        if isinstance(request, str):
-            request = Request(request)
-        if not isinstance(request, Request):
-            raise UsageError(f"requests[{number}] is {shorten(request)}, but must be a Request or a prompt")
-        return number, request.settled(number, self._seed)
 
 
 class Results(Protocol[Item_co]):

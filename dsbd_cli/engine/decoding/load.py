@@ -76,6 +76,7 @@ def load(
     # heavy imports only now, so that a wrong name is told at once
     from dsbd_cli.engine.decoding.catalogues import open_catalogues
     from dsbd_cli.engine.decoding.engine import Engine, EngineInfo
+    from dsbd_cli.engine.decoding.trial import prove_captures
     from dsbd_cli.engine.models.pair import load_pair
 
     pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
@@ -90,7 +91,7 @@ def load(
     )
     width = pair.target.vocab_size
     catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width)
-    return Engine(
+    engine = Engine(
         pair.target,
         pair.draft,
         pair.codec,
@@ -102,3 +103,5 @@ def load(
         cuda_graphs=cuda_graphs,
         catalogues=catalogues,
     )
+    prove_captures(engine)
+    return engine

@@ -160,8 +160,8 @@ class Stepper:
     def _candidates(self, state: BatchState, forest: Forest, logits: Tensor, legal: LegalTokens | None) -> Candidates:
         """The target's best tokens of every node, enough for every draw of the rule."""
         vocabulary = logits.shape[-1]
-        room = self.rule.candidates(state.method.num_beams, self.endings.num_eos, state.warp, vocabulary)
-        if self.endings.stops.used and not self.rule.warps:
+        room = self.rule.sampler.candidates(state.method.num_beams, self.endings.num_eos, state.warp, vocabulary)
+        if self.endings.stops.used and not self.rule.sampler.random:
             # any number of tokens may complete a stop string, but only of the rows that have one
             own = torch.where(forest.flat.stop_state == NO_STOPS, room.count, vocabulary)
             room = Room(vocabulary, own, room.count)
@@ -180,7 +180,8 @@ class Stepper:
             beams=state.beams,
             table=table,
             layout=layout,
-            rule=self.rule,
+            sampler=self.rule.sampler,
+            drafts_end=self.rule.drafts_end,
             warp=state.warp,
             endings=self.endings,
             depth=shape.depth,

@@ -68,7 +68,7 @@ def walk(state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, 
     nodes = Nodes(candidates, forest.flat.path, forest.flat.stop_state)
     broken = torch.isnan(candidates.logprobs).any(-1) & forest.flat.valid
     invalid = broken.any(1) & state.active
-    noise = Noise(keys, _path_noise(nodes, state.warp.silent) if rule.path_noise else None)
+    noise = Noise(keys, _path_noise(nodes, state.warp.silent) if rule.sampler.path_noise else None)
     layers: list[Verified] = []
     for layer in range(forest.depth + 1):
         view, weight = _view(state, forest, nodes, noise, rule, endings, live, layer)
@@ -122,7 +122,7 @@ def _view(
     known = live.node.clamp(min=0)
     own = nodes.candidates.at(known)
     logprob = torch.where(live.valid, live.logprob, NEVER).unsqueeze(-1) + own.logprobs
-    if rule.warps:
+    if rule.sampler.random:
         law = pool_law(own, live.weight, live.valid, state.warp)
         log_p, weight = law.log_p, law.weight
     else:

@@ -15,9 +15,10 @@ from dsbd_cli.engine.core.forest import DraftLaw, Forest, LawScope, LayerNodes, 
 from dsbd_cli.engine.core.grammar import GrammarTable
 from dsbd_cli.engine.core.legal import DEAD, Legal
 from dsbd_cli.engine.core.noise import extend_path
-from dsbd_cli.engine.core.pool import DraftRequest, match_pairs
-from dsbd_cli.engine.core.probs import NEVER, Candidates, Room, Warp
+from dsbd_cli.engine.core.pool import match_pairs
+from dsbd_cli.engine.core.probs import NEVER, Candidates, Warp
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
+from dsbd_cli.engine.core.sampler import Sampler
 from dsbd_cli.engine.core.slots import Layout, SlotTable
 from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.drafting.text import Prompts
@@ -31,7 +32,6 @@ __all__ = [
     "DraftContext",
     "Drafter",
     "DrafterInputs",
-    "DrawRule",
     "Endings",
     "LayerDrafts",
     "Stopped",
@@ -71,33 +71,6 @@ class Stopped(Exception):  # noqa: N818 - no error: somebody asked for it
     """The engine was asked to stop in the middle of an iteration."""
 
 
-class DrawRule(Protocol):
-    """What a drafter needs of a verification rule (see verify.base.Rule).
-
-    Attributes:
-        samples: `draft` draws at random from log_q; otherwise it takes the best, and the nodes are deterministic.
-        replacement: the rule wants independent draws, which only a pool law of the whole layer gives.
-    """
-
-    drafts_end: bool
-    warps: bool
-    samples: bool
-    replacement: bool
-
-    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
-        """Candidates per node that are enough to find every draw."""
-        ...
-
-    def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
-        """Draw pairs of the draft's pool: flat index [R, K] in draw order and which are real [R, K]."""
-        ...
-
-    def noise(self, request: DraftRequest) -> Tensor:
-        """[R, n, C] what `draft` adds to log_q before it takes the largest (without replacement); zeros where the best
-        are taken. A drafter that draws per parent or by stochastic beam search perturbs with this."""
-        ...
-
-
 @dataclass(slots=True)
 class Endings:
     """Which pairs end a sequence: end tokens [V] bool, how many there are, and the stop automaton."""
@@ -123,7 +96,8 @@ class DraftContext:
     """One iteration as a drafter sees it.
 
     Attributes:
-        beams, table: live beams and slots. layout: of this iteration's nodes. rule: how drafts are drawn.
+        beams, table: live beams and slots. layout: of this iteration's nodes. sampler: how drafts are
+            drawn. drafts_end: an end token may be drafted.
         warp, endings: the rows' settings. depth: D. drafts_per_layer: K. slots: S, active cache slots.
         trash: slot absent nodes write to. row_key, iteration: [R] int64.
         keys: [R, L, STREAMS] int64, stream keys, L > D. lag: most used slots of a row that the draft has not run, or
@@ -134,7 +108,8 @@ class DraftContext:
     beams: Beams
     table: SlotTable
     layout: Layout
-    rule: DrawRule
+    sampler: Sampler
+    drafts_end: bool
     warp: Warp
     endings: Endings
     depth: int

@@ -75,25 +75,25 @@ class BeamDrafter(Drafter):
     ) -> tuple[LayerDrafts, DraftLaw | None]:
         """`count` draws from the draft's pool below one layer, and the law they were drawn from where one is needed.
         logits: of the layer's nodes."""
-        nodes, rule = forest.layers[layer], context.rule
+        nodes, sampler = forest.layers[layer], context.sampler
         candidates = draft_candidates(context, forest, layer, logits)
         live = nodes.valid & ~nodes.ends
-        if rule.warps:
+        if sampler.random:
             law = pool_law(candidates, nodes.weight, live, context.warp)
             log_q, weight = law.log_p, law.weight
         else:
             weight = torch.where(live, nodes.weight, NEVER).unsqueeze(-1) + candidates.logprobs
             log_q = weight
         allowed = log_q
-        if not rule.drafts_end:
+        if not context.drafts_end:
             allowed = log_q.masked_fill(context.endings.ends(nodes.stop_state, candidates.tokens), NEVER)
         stream, silent = context.keys[:, layer, DRAFT], context.warp.silent
-        index, valid = rule.draft(DraftRequest(allowed, candidates.tokens, nodes.path, stream, count, silent))
+        index, valid = sampler.draw(DraftRequest(allowed, candidates.tokens, nodes.path, stream, count, silent))
         drafts = LayerDrafts(
             above=index // candidates.tokens.shape[2],
             token=candidates.tokens.flatten(1).gather(1, index),
             valid=valid,
-            sampled=valid & rule.samples,
+            sampled=valid & sampler.random,
             weight=weight.flatten(1).gather(1, index),
         )
         return drafts, record_law(candidates, log_q, index, valid) if context.record_law else None
@@ -107,7 +107,7 @@ def draft_calls(context: DraftContext) -> int:
 def draft_candidates(context: DraftContext, forest: Forest, layer: int, logits: DraftLogits) -> Candidates:
     """Candidates of the draft's nodes in one layer, enough for K draws. A draft that returns NaN proposes nothing; the
     target decides alone."""
-    room = context.rule.candidates(forest.num_beams, 1, context.warp, logits.width)
+    room = context.sampler.candidates(forest.num_beams, 1, context.warp, logits.width)
     room = room.at_least(min(context.drafts_per_layer + 8, logits.width))
     legal = None if context.legal is None else context.legal.of(NodePaths.of(forest, context.beams, layer))
     candidates = logits.candidates(room, legal)

@@ -356,7 +356,7 @@ def _forest(context: DraftContext, found: list[_Found]) -> Forest:
         real = real & (nodes.valid & ~nodes.ends).gather(1, over)
         drafts = LayerDrafts(over, tokens, real, torch.zeros_like(real), score)
         made = children(context, forest, layer, drafts)
-        if not context.rule.drafts_end:
+        if not context.drafts_end:
             made.valid = made.valid & ~made.ends
         forest.layers.append(made)
         forest.laws.append(None)

@@ -64,7 +64,7 @@ class PathTree:
         above, token = self._at.clamp(min=0), paths.tokens[:, :, layer]
         here = (self._at >= 0) & (paths.length > layer)
         here &= (nodes.valid & ~nodes.ends).gather(1, above)
-        if not context.rule.drafts_end:
+        if not context.drafts_end:
             here &= ~context.endings.ends(nodes.stop_state.gather(1, above), token)
         if context.legal is not None:
             here &= following(context, nodes, above, token) != DEAD

@@ -33,14 +33,14 @@ class RowDraws:
     def __init__(self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits) -> None:
         self._context, self.nodes = context, forest.layers[layer]
         self.candidates = draft_candidates(context, forest, layer, logits)
-        nodes, rule, tokens = self.nodes, context.rule, self.candidates.tokens
-        self.log_q = row_law(self.candidates, context.warp) if rule.warps else self.candidates.logprobs
+        nodes, sampler, tokens = self.nodes, context.sampler, self.candidates.tokens
+        self.log_q = row_law(self.candidates, context.warp) if sampler.random else self.candidates.logprobs
         self.allowed = (nodes.valid & ~nodes.ends).unsqueeze(-1) & (self.log_q > NEVER)
-        if not rule.drafts_end:
+        if not context.drafts_end:
             self.allowed = self.allowed & ~context.endings.ends(nodes.stop_state, tokens)
         stream = context.keys[:, layer, DRAFT]
         count, silent = context.drafts_per_layer, context.warp.silent
-        self.noise = rule.noise(DraftRequest(self.log_q, tokens, nodes.path, stream, count, silent))
+        self.noise: Tensor = sampler.noise(DraftRequest(self.log_q, tokens, nodes.path, stream, count, silent))
 
     @property
     def keys(self) -> Tensor:
@@ -51,7 +51,7 @@ class RowDraws:
         """Pairs by flat index [R, m] in draw order, and the law of their rows."""
         candidates, nodes = self.candidates, self.nodes
         weight = nodes.weight.unsqueeze(-1) + _step_weight(self._context, candidates, self.log_q)
-        sampled = sampled and self._context.rule.samples
+        sampled = sampled and self._context.sampler.random
         drafts = LayerDrafts(
             above=index // candidates.tokens.shape[2],
             token=candidates.tokens.flatten(1).gather(1, index),
@@ -65,13 +65,13 @@ class RowDraws:
 
 def _step_weight(context: DraftContext, candidates: Candidates, log_q: Tensor) -> Tensor:
     """What a token adds to the running weight: with warp scope `beam` weights are sums of warped logs."""
-    return log_q if context.rule.warps and context.warp.scope == "beam" else candidates.logprobs
+    return log_q if context.sampler.random and context.warp.scope == "beam" else candidates.logprobs
 
 
 def root_law(context: DraftContext, nodes: LayerNodes) -> Tensor:
     """log share of each root in the law that beams are drawn from: [R, W] float64."""
     weight = torch.where(nodes.valid, nodes.weight, NEVER).to(torch.float64)
-    if context.rule.warps and context.warp.scope == "pool":
+    if context.sampler.random and context.warp.scope == "pool":
         weight = weight / context.warp.temperature.unsqueeze(1)
     return log_normalise(weight)
 
@@ -147,7 +147,7 @@ class StochasticBeams(BeamDrafter):
             phi = above = root_law(context, rows.nodes)
         below = phi.unsqueeze(-1) + rows.log_q
         key = (below + rows.noise).masked_fill(~rows.allowed, NEVER)
-        if context.rule.samples:
+        if context.sampler.random:
             key = _conditioned(key, above.unsqueeze(-1))
         flat = torch.where(rows.allowed & ~torch.isnan(key), key, NEVER).flatten(1)
         best, index = flat.topk(min(count, flat.shape[1]), dim=1)

@@ -144,32 +144,18 @@ def _decode(
     config = generation_config
     _check(config, stopping_criteria, model_kwargs)
     beams, wanted = int(config.num_beams or 1), int(config.num_return_sequences or 1)
-    drawn = bool(config.do_sample)
     copies = max(beams, wanted)
     ids = input_ids[::copies]
     mask = model_kwargs.get("attention_mask")
     prompts = _prompts(ids, None if mask is None else mask[::copies], model_kwargs.get("position_ids"), copies)
     new = int(config.max_length) - ids.shape[1]
-    single = drawn and beams == 1
-    sampling = SamplingConfig(
-        **_warps(logits_processor, drawn),  # type: ignore[arg-type]
-        # one sample ends with the first end token that is drawn. Our last step would weigh that end against going on,
-        # so it is a step that nobody asked for and that is cut off again
-        max_new_tokens=new + single,
-        stop=stop,
-        length_penalty=float(1.0 if config.length_penalty is None else config.length_penalty),
-        early_stopping=_early(config.early_stopping) or single,
-        n_best=wanted if beams > 1 else 1,
-        token_logprobs=bool(config.output_scores) and beams > 1,
-    )
+    sampling = replace(_sampling(config, logits_processor, new), stop=stop)
     prefixes = next((one for one in logits_processor if type(one).__name__ == PREFIXES), None)
     eos, sequences = _ends(config), None
     if prefixes is not None:
         sequences, end = sequences_of(prefixes._prefix_allowed_tokens_fn, ids, eos, new)
         eos = (end, *(token for token in eos if token != end))
     seed = int(torch.randint(2**62, (1,)))
-    each = wanted if beams == 1 else 1  # samples of one beam are requests of their own
-    method = _method(beams, drawn, assistant is not None)
     with lent(*([model] if assistant is None else [model, assistant])):
         target = forest_of(model, "model")
         draft = None
@@ -192,15 +178,33 @@ def _decode(
                 allow=None if names is None else names[row],
             )
             for row, prompt in enumerate(prompts)
-            for place in range(each)
+            for place in range(wanted if beams == 1 else 1)  # samples of one beam are requests of their own
         ]
-        options: dict[str, Any] = {"batch_size": len(requests), "cuda_graphs": False, "catalogues": catalogues}
-        engine = Engine(target, draft, codec, method, **options)
+        method = _method(beams, bool(config.do_sample), assistant is not None)
+        engine = Engine(
+            target, draft, codec, method, batch_size=len(requests), cuda_graphs=False, catalogues=catalogues
+        )
         results = engine.generate(requests)
     found = [tuple(_cut(one, new) for one in result.hypotheses) for result in results]
     if short := next((one for one in found if len(one) < sampling.n_best), None):
         raise NumericalError(f"{len(short)} sequences have a finite score, fewer than num_return_sequences {wanted}")
     return _output(ids.repeat_interleave(wanted, 0), [one for some in found for one in some], config, beams, wanted)
+
+
+def _sampling(config: Any, processors: Any, new: int) -> SamplingConfig:
+    """The settings of one request. new: L, tokens at most."""
+    beams, drawn = int(config.num_beams or 1), bool(config.do_sample)
+    single = drawn and beams == 1
+    return SamplingConfig(
+        **_warps(processors, drawn),  # type: ignore[arg-type]
+        # one sample ends with the first end token that is drawn. Our last step would weigh that end against going on,
+        # so it is a step that nobody asked for and that is cut off again
+        max_new_tokens=new + single,
+        length_penalty=float(1.0 if config.length_penalty is None else config.length_penalty),
+        early_stopping=_early(config.early_stopping) or single,
+        n_best=int(config.num_return_sequences or 1) if beams > 1 else 1,
+        token_logprobs=bool(config.output_scores) and beams > 1,
+    )
 
 
 def _cut(one: Hypothesis, most: int) -> Hypothesis:

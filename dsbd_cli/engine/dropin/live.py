@@ -11,6 +11,7 @@ import torch
 
 from dsbd_cli.config import DEFAULT_BATCH_SIZE, MethodConfig, Numerics, OnTooLong, check_value
 from dsbd_cli.engine.decoding.engine import Engine, EngineInfo
+from dsbd_cli.engine.decoding.trial import prove_captures
 from dsbd_cli.engine.models.attention import NAME as GROUPED
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.invariance import is_invariant
@@ -70,7 +71,9 @@ def from_models(
         draft_device=None if draft is None else str(draft.device),
     )
     options = {"info": info, "log_steps": log_steps, "on_too_long": on_too_long, "cuda_graphs": cuda_graphs}
-    return Engine(target, draft, codec, method, batch_size=batch_size, **options)  # type: ignore[arg-type]
+    engine = Engine(target, draft, codec, method, batch_size=batch_size, **options)  # type: ignore[arg-type]
+    prove_captures(engine)
+    return engine
 
 
 def forest_of(model: Any, role: str, *, invariant: bool = False) -> CausalForestModel:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from dsbd_cli.engine.models.generation import checkpoint_rules
 from dsbd_cli.engine.models.reads import HostReads
 from dsbd_cli.errors import ModelError, UnsupportedModelError
 from dsbd_cli.token_rules import TokenRules
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.models.selftest import SelfTestReport
 
 __all__ = ["MaskPlan", "TransformersForest", "unsupported"]
 
@@ -87,6 +90,8 @@ class TransformersForest:
         """stock: loads the model once more, as it was before its weights were packed."""
         self.name = name
         self.invariant = False  # whether `settled` keeps its promise on this machine: see invariance.py
+        self.varies: str | None = None  # why not
+        self.tested: SelfTestReport | None = None  # what the check at load has measured
         self._load_stock = stock
         self._stock: Any = None
         self._model = model

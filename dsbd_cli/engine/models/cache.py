@@ -216,6 +216,25 @@ class ForestCache(Cache):
         assert step is not None, "begin() comes before a forward"
         flat, rows = step.on(plane.device)
         plane.flatten(0, 1).index_copy_(0, flat, states.transpose(1, 2).flatten(0, 1))
+        return self._seen(plane, step, rows)
+
+    def planes(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Keys and values [R', S', H, E] of a layer, and where the forward under way writes: [R * n] int64 into rows
+        times slots. None before the layer has told its shapes, or has memory."""
+        known = self.layers[layer] if layer < len(self.layers) else None
+        if known is None or not known.is_initialized or known.keys is None or known.values is None:
+            return None
+        assert self._write is not None, "begin() comes before a forward"
+        return known.keys, known.values, self._write.on(known.keys.device)[0]
+
+    def seen(self, plane: Tensor) -> Tensor:
+        """All active slots of a plane [R, H, S, E], not copied unless rows are chosen."""
+        step = self._write
+        assert step is not None, "begin() comes before a forward"
+        return self._seen(plane, step, step.on(plane.device)[1])
+
+    @staticmethod
+    def _seen(plane: Tensor, step: Write, rows: Tensor | None) -> Tensor:
         seen = plane[:, : step.active]
         seen = seen[: step.count] if rows is None else seen.index_select(0, rows)
         return seen.transpose(1, 2)

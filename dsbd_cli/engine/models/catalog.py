@@ -20,7 +20,7 @@ from dsbd_cli.errors import DsbdError, ModelNotFoundError, OutputError, UsageErr
 if TYPE_CHECKING:
     from dsbd_cli.engine.models.tokenize import HFCodec
 
-__all__ = ["Entry", "Fit", "add_name", "end_tokens", "fit", "listed", "tokenizer_of"]
+__all__ = ["Entry", "Fit", "add_name", "end_tokens", "fit", "listed", "local_folder", "tokenizer_of"]
 
 NO_LIMIT = 1 << 40
 
@@ -92,10 +92,10 @@ def fit(target: str, draft: str, *, trust_remote_code: bool = False) -> Fit:
     small = ModelSpec(draft, "draft", trust_remote_code=trust_remote_code)
     ours, our_width, our_limit = _described(large)
     theirs, their_width, their_limit = _described(small)
-    if head_rows(_local_folder(large)) is not None:
+    if head_rows(local_folder(large)) is not None:
         raise trimmed_target(large)
     notes = check_pair(ours, theirs, our_width, their_width)
-    if (rows := head_rows(_local_folder(small))) is not None:
+    if (rows := head_rows(local_folder(small))) is not None:
         notes += (f"the draft is trimmed: its head has {rows} rows, and it proposes no other tokens",)
     limits = [limit for limit in (our_limit, their_limit) if limit is not None]
     if our_limit != their_limit:
@@ -122,7 +122,7 @@ def _described(spec: ModelSpec) -> tuple[HFCodec, int, int | None]:
     from dsbd_cli.engine.models.loader import eos_ids, load_config, load_tokenizer
     from dsbd_cli.engine.models.tokenize import HFCodec
 
-    folder = _local_folder(spec)
+    folder = local_folder(spec)
     config = load_config(folder, spec)
     tokenizer = load_tokenizer(folder, spec)
     text = config.get_text_config(decoder=True)
@@ -131,7 +131,11 @@ def _described(spec: ModelSpec) -> tuple[HFCodec, int, int | None]:
     return HFCodec(tokenizer, eos_ids(stand_in, tokenizer)), text.vocab_size, positions
 
 
-def _local_folder(spec: ModelSpec) -> Path:
+def local_folder(spec: ModelSpec) -> Path:
+    """The folder, or the GGUF file, of a model whose small files at least are here. Nothing is fetched.
+
+    Raises ModelNotFoundError.
+    """
     from dsbd_cli.engine.models.hub import locate
 
     location = resolve(spec.source, spec.role)

@@ -17,7 +17,7 @@ from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models.selftest import CheckableModel
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, sample_source
 
-__all__ = ["Company", "is_invariant"]
+__all__ = ["Company", "is_invariant", "variance"]
 
 PROMPT = 161  # tokens: five steps of settled slots and one that is left over
 WIDTH = 192  # of the prompt's forward
@@ -48,6 +48,10 @@ class Company:
     joined: int = 0
     slots: int = 256
 
+    def __str__(self) -> str:
+        beside = "" if self.rows == 1 else " and another row"
+        return f"beside {self.others + self.at_once - 1} other nodes{beside}"
+
 
 COMPANIES = (
     Company(others=0),
@@ -57,18 +61,31 @@ COMPANIES = (
 )
 
 
-@torch.inference_mode()
 def is_invariant(model: CheckableModel) -> bool:
-    """Whether all layers attend by parts and the text's logits have the same bits alone and in all COMPANIES.
+    """Whether a node's logits have the same bits in any company."""
+    return variance(model) is None
+
+
+@torch.inference_mode()
+def variance(model: CheckableModel) -> str | None:
+    """Why a node's logits may depend on its company; None where all layers attend by parts and the text's logits have
+    the same bits alone and in all COMPANIES.
 
     Bits alone would not do: a sum that takes another order changes a short text now and then only. Leaves the cache
     released.
     """
     if _size(model) < 1:
-        return False
+        return f"it has positions for {model.max_positions} tokens only, too few for the check"
     try:
         alone = _logits(model, Company())
-        return model.by_parts and all(torch.equal(_logits(model, company), alone) for company in COMPANIES)
+        if not model.by_parts:
+            return "some of its layers do not attend by our function"
+        for company in COMPANIES:
+            logits = _logits(model, company)
+            if not torch.equal(logits, alone):
+                moved = (logits.double() - alone.double()).abs().max().item()
+                return f"logits moved by up to {moved:.1g} {company}"
+        return None
     finally:
         model.release()
 

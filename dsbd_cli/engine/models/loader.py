@@ -17,6 +17,8 @@ import torch
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.models.head import head_keys, install, read_head
 from dsbd_cli.engine.models.hub import locate
+from dsbd_cli.engine.models.linearised import LinearisedLlama, mark
+from dsbd_cli.engine.models.mamba_ssm import KEY_MAPPING, byte_tokenizer, read_config
 from dsbd_cli.engine.models.packing import packing_works
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 
@@ -29,8 +31,9 @@ SMALL_BYTES = 64 << 20  # weights of this size are no burden in float32 either
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(spec: ModelSpec, **more: Any) -> Checkpoint:
-    """(model, tokenizer) of a spec, weights frozen, in evaluation mode, nothing printed. more: for transformers.
+def load(spec: ModelSpec, config: Any = None, **more: Any) -> Checkpoint:
+    """(model, tokenizer) of a spec, weights frozen, in evaluation mode, nothing printed. config: in place of the
+    checkpoint's own, for a part of its layers. more: for transformers.
 
     dtype auto is the checkpoint's own on CUDA. On the CPU it is float32, which rounds no weight, except for a large
     bfloat16 checkpoint where the processor multiplies bfloat16 itself: there half the bytes are half the time. Raises
@@ -40,7 +43,7 @@ def load(spec: ModelSpec, **more: Any) -> Checkpoint:
     placement = more or _placement(spec)
     with quiet():
         folder = locate(spec)
-        config = load_config(folder, spec)
+        config = config or load_config(folder, spec)
         # transformers draws a bar while it unpacks GGUF, and asks nobody
         with contextlib.redirect_stderr(io.StringIO()) if is_gguf(folder) else contextlib.nullcontext():
             model = _model(folder, spec, config, placement)
@@ -66,10 +69,13 @@ def load_tokenizer(folder: Path, spec: ModelSpec) -> Any:
     """The tokenizer in a checkpoint folder or a GGUF file."""
     from transformers import AutoTokenizer
 
+    if (tokenizer := byte_tokenizer(folder)) is not None:
+        return tokenizer
     try:
         return AutoTokenizer.from_pretrained(**_source(folder), **_local(spec))
     except Exception as error:
-        raise ModelError(f"{_name(spec)}: its tokenizer cannot be loaded: {_said(error)}") from error
+        hint = "" if read_config(folder) is None else ": mamba_ssm writes none, so put a tokenizer beside its weights"
+        raise ModelError(f"{_name(spec)}: its tokenizer cannot be loaded: {_said(error)}{hint}") from error
 
 
 def _placement(spec: ModelSpec) -> dict[str, Any]:
@@ -104,11 +110,15 @@ def load_config(folder: Path, spec: ModelSpec) -> Any:
 
     if is_gguf(folder) and importlib.util.find_spec("gguf") is None:
         raise UsageError(f"{_name(spec)} is GGUF, which needs a package: pip install 'dsbd[gguf]'")
+    if (config := read_config(folder)) is not None:
+        return config
     try:
-        return AutoConfig.from_pretrained(**_source(folder), **_local(spec))
+        config = AutoConfig.from_pretrained(**_source(folder), **_local(spec))
     except Exception as error:
         hint = "" if spec.trust_remote_code or is_gguf(folder) else _remote_code_hint(folder)
         raise ModelError(f"{_name(spec)}: its config cannot be read: {_said(error)}{hint}") from error
+    mark(folder, config)
+    return config
 
 
 def _remote_code_hint(folder: Path) -> str:
@@ -129,6 +139,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
             weights_only=True,  # a .bin file cannot run code
             output_loading_info=True,
             **_dequantised(folder),
+            **_renamed(folder),
             **placement,
         )
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -152,6 +163,8 @@ def _class(config: Any) -> Any:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
 
+    if getattr(config, "linear_group_size", None):
+        return LinearisedLlama
     if not getattr(config, "is_encoder_decoder", False):
         return transformers.AutoModelForCausalLM
     if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING:
@@ -192,6 +205,11 @@ def _dequantised(place: Path) -> dict[str, Any]:
     from transformers import GgufConfig
 
     return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def _renamed(folder: Path) -> dict[str, Any]:
+    """Names of weights that other packages write."""
+    return {} if read_config(folder) is None else {"key_mapping": KEY_MAPPING}
 
 
 def _check_weights(folder: Path, spec: ModelSpec) -> None:

@@ -46,14 +46,13 @@ def has_mixers(model: nn.Module) -> bool:
 
 def bind(model: nn.Module) -> int:
     """Make the recurrent layers of a model use the cache of the forest forward that is under way; returns how many."""
-    scans = _scans()
     count = 0
     for module in model.modules():
         forward = _code(module)
         if forward is None:
             continue
         names = dict(forward.__globals__)
-        for name, ours in scans.items():
+        for name, ours in SCANS.items():
             if name in names:
                 names[name] = _either(ours, names[name])
         bound = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -79,111 +78,113 @@ def _either(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[...
     return call
 
 
-def _scans() -> dict[str, Callable[..., Any]]:
-    """Our functions by the names that mixers call, with the arguments of the stock ones after the cache.
+def _convolution(
+    cache: StateCache,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    # x: [R, C, n]; weight: [C, J]
+    out = cache.convolution(x.device, weight.shape[-1]).run(x.transpose(1, 2), weight, bias)
+    if activation is not None:
+        out = ACT2FN[activation](out)
+    return out.transpose(1, 2).to(x.dtype)
 
-    Mixers also want a last state, which they only hand to the cache; ours keeps its own, so any tensor will do.
-    """
 
-    def convolution(
-        cache: StateCache,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        # x: [R, C, n]; weight: [C, J]
-        out = cache.convolution(x.device, weight.shape[-1]).run(x.transpose(1, 2), weight, bias)
-        if activation is not None:
-            out = ACT2FN[activation](out)
-        return out.transpose(1, 2).to(x.dtype)
+def _mamba2(
+    cache: StateCache,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *args: Any,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **kwargs: Any,
+) -> Any:
+    # x: [R, n, H, P]; dt: [R, n, H]; A: [H]; B, C: [R, n, G, N]
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    dt = (_softplus(dt, cache) if dt_softplus else dt).clamp(*dt_limit).float()
+    x = x.float()
+    y = cache.linear(x.device).attend(C.float(), B.float(), x * dt.unsqueeze(3), A.float() * dt).to(x.dtype)
+    if D is not None:
+        y = y + D.unsqueeze(-1) * x
+    return (y.contiguous(), y) if return_final_states else y.contiguous()
 
-    def mamba2(
-        cache: StateCache,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        *args: Any,
-        D: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, float("inf")),
-        return_final_states: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        # x: [R, n, H, P]; dt: [R, n, H]; A: [H]; B, C: [R, n, G, N]
-        if dt_bias is not None:
-            dt = dt + dt_bias.to(dt.dtype)
-        dt = (_softplus(dt, cache) if dt_softplus else dt).clamp(*dt_limit).float()
-        x = x.float()
-        y = cache.linear(x.device).attend(C.float(), B.float(), x * dt.unsqueeze(3), A.float() * dt).to(x.dtype)
-        if D is not None:
-            y = y + D.unsqueeze(-1) * x
-        return (y.contiguous(), y) if return_final_states else y.contiguous()
 
-    def delta(
-        cache: StateCache,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        *args: Any,
-        use_qk_l2norm_in_kernel: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor]:
-        # query, key: [R, n, G, N]; value: [R, n, H, P]; g: [R, n, H] or [R, n, H, N]; beta: [R, n, H]
-        dtype = query.dtype
-        query, key = query.float(), key.float()
-        if use_qk_l2norm_in_kernel:
-            query, key = _unit(query), _unit(key)
-        query = query * query.shape[-1] ** -0.5
-        y = cache.linear(query.device).correct(query, key, value.float(), g.float(), beta.float())
-        y = y.to(dtype).contiguous()
-        return y, y
+def _delta(
+    cache: StateCache,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *args: Any,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    # query, key: [R, n, G, N]; value: [R, n, H, P]; g: [R, n, H] or [R, n, H, N]; beta: [R, n, H]
+    dtype = query.dtype
+    query, key = query.float(), key.float()
+    if use_qk_l2norm_in_kernel:
+        query, key = _unit(query), _unit(key)
+    query = query * query.shape[-1] ** -0.5
+    y = cache.linear(query.device).correct(query, key, value.float(), g.float(), beta.float())
+    y = y.to(dtype).contiguous()
+    return y, y
 
-    def mamba(
-        cache: StateCache,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        *args: Any,
-        D: Tensor | None = None,
-        z: Tensor | None = None,
-        delta_bias: Tensor | None = None,
-        delta_softplus: bool = False,
-        return_last_state: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        # x, dt, z: [R, I, n]; A: [I, N]; B, C: [R, N, n]
-        if delta_bias is not None:
-            dt = dt + delta_bias.to(dt.dtype).unsqueeze(-1)
-        if delta_softplus:
-            dt = _softplus(dt, cache)
-        steps, inputs = dt.transpose(1, 2).float(), x.transpose(1, 2).float()
-        y = cache.selective(x.device).run(
-            steps, steps * inputs, B.transpose(1, 2).float(), A.float(), C.transpose(1, 2).float()
+
+def _mamba(
+    cache: StateCache,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *args: Any,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: Any,
+) -> Any:
+    # x, dt, z: [R, I, n]; A: [I, N]; B, C: [R, N, n]
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype).unsqueeze(-1)
+    if delta_softplus:
+        dt = _softplus(dt, cache)
+    steps, inputs = dt.transpose(1, 2).float(), x.transpose(1, 2).float()
+    y = cache.selective(x.device).run(
+        steps, steps * inputs, B.transpose(1, 2).float(), A.float(), C.transpose(1, 2).float()
+    )
+    y = y.to(torch.float32).transpose(1, 2)
+    if D is not None:
+        y = y + x * D.view(1, -1, 1)
+    if z is not None:
+        y = y * nn.functional.silu(z)
+    y = y.to(x.dtype)
+    return (y, y) if return_last_state else y
+
+
+def _grouped(
+    cache: StateCache, q: Tensor, k: Tensor, v: Tensor, group: int, near: Tensor | None, far: Tensor | None
+) -> Tensor:
+    # q, k, v: [R, n, H, P]; near, far: [1]
+    return (
+        cache.grouped(q.device, group)
+        .grouped(
+            q.float(), k.float(), v.float(), 1.0 if near is None else near.float(), 1.0 if far is None else far.float()
         )
-        y = y.to(torch.float32).transpose(1, 2)
-        if D is not None:
-            y = y + x * D.view(1, -1, 1)
-        if z is not None:
-            y = y * nn.functional.silu(z)
-        y = y.to(x.dtype)
-        return (y, y) if return_last_state else y
-
-    return {
-        CONVOLUTION: convolution,
-        "mamba2_chunk_scan": mamba2,
-        "mamba_selective_scan": mamba,
-        "torch_chunk_gated_delta_rule": delta,
-        "chunk_kimi_delta_attention": delta,
-    }
+        .to(q.dtype)
+    )
 
 
 def _softplus(x: Tensor, cache: StateCache) -> Tensor:
@@ -193,3 +194,15 @@ def _softplus(x: Tensor, cache: StateCache) -> Tensor:
 
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+# Our functions by the names that mixers call, with the arguments of the stock ones after the cache. Mixers also want a
+# last state, which they only hand to the cache; ours keeps its own, so any tensor will do.
+SCANS: dict[str, Callable[..., Any]] = {
+    CONVOLUTION: _convolution,
+    "mamba2_chunk_scan": _mamba2,
+    "mamba_selective_scan": _mamba,
+    "torch_chunk_gated_delta_rule": _delta,
+    "chunk_kimi_delta_attention": _delta,
+    "grouped_linear_attention": _grouped,
+}

@@ -16,7 +16,7 @@ from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.generation import settings_notes
 from dsbd_cli.engine.models.head import installed
 from dsbd_cli.engine.models.hub import locate
-from dsbd_cli.engine.models.invariance import is_invariant
+from dsbd_cli.engine.models.invariance import variance
 from dsbd_cli.engine.models.loader import eos_ids, load, load_config, load_extractor
 from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.ranks import Ranks, ShardedForestModel, check_ranks, load_slice
@@ -136,8 +136,9 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
         # a draft only proposes: what it computes cannot reach the text
         wanted = spec.role == "target" and spec.numerics == "invariant"
         forest.keep_states_in(torch.float64 if wanted else torch.float32)
-        self_test(forest)
-        forest.invariant = wanted and is_invariant(forest)
+        forest.tested = self_test(forest)
+        forest.varies = variance(forest) if wanted else "nobody asked for the work that it takes"
+        forest.invariant = forest.varies is None
         if not forest.invariant:
             forest.keep_states_in(torch.float32)
     except UnsupportedModelError as error:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.core.scans import (
+    PART,
     carried,
     chain,
     convolve,
@@ -38,9 +39,7 @@ from dsbd_cli.engine.core.scans import (
 )
 from dsbd_cli.engine.models.cache import ForestCache
 
-__all__ = ["Convolution", "LinearState", "Places", "SelectiveState", "StateCache"]
-
-MOST_TAPS = 8
+__all__ = ["Convolution", "GroupedState", "LinearState", "Places", "SelectiveState", "StateCache"]
 
 
 class Places:
@@ -61,6 +60,7 @@ class Places:
         place = batch.slots - base.unsqueeze(1)
         self.at = torch.where(self.real & (place >= 0) & (place < width), place, width)
         self._moved: dict[torch.device, Places] = {}
+        self._back: dict[int, Tensor] = {}
 
     def on(self, device: torch.device) -> Places:
         """The same for a layer on another device."""
@@ -109,13 +109,14 @@ class Places:
         """[R, T] int64 depth of the token in each place."""
         return self.batch.slot_positions.gather(1, self._slots[0])
 
-    @cached_property
-    def back(self) -> Tensor:
-        """[R, n, MOST_TAPS] int64 place of each node's last ancestors, itself first; negative: so many before the
-        tail."""
-        wanted = self.batch.positions.unsqueeze(2) - torch.arange(MOST_TAPS, device=self.at.device)
-        hit = self.seen.unsqueeze(2) & (self.depths[:, None, None] == wanted.unsqueeze(3))
-        return torch.where(hit.any(3), hit.to(torch.int8).argmax(3), wanted - self.base.view(-1, 1, 1))
+    def back(self, taps: int) -> Tensor:
+        """[R, n, taps] int64 place of each node's last ancestors, itself first; negative: so many before the tail."""
+        if taps not in self._back:
+            wanted = self.batch.positions.unsqueeze(2) - torch.arange(taps, device=self.at.device)
+            hit = self.seen.unsqueeze(2) & (self.depths[:, None, None] == wanted.unsqueeze(3))
+            found = torch.where(hit.any(3), hit.to(torch.int8).argmax(3), wanted - self.base.view(-1, 1, 1))
+            self._back[taps] = found
+        return self._back[taps]
 
     @cached_property
     def kin(self) -> Tensor:
@@ -296,7 +297,7 @@ class Convolution(LayerMemory):
             inputs = full.unfold(1, self.taps, 1).transpose(2, 3)
         else:
             self.write("inputs", x, x.dtype)
-            index = (places.back[:, :, : self.taps].flip(2) + self.lead).clamp(min=0)
+            index = (places.back(self.taps).flip(2) + self.lead).clamp(min=0)
             rows = torch.arange(places.count, device=x.device) if places.rows is None else places.rows
             inputs = plane.flatten(0, 1)[rows.view(-1, 1, 1) * plane.shape[1] + index]
         bias = None if bias is None else bias.to(precision)
@@ -359,13 +360,77 @@ class LinearState(LayerMemory):
     def fold(self, shift: Shift) -> None:
         """What joined the trunk goes into the state; sums of decays begin anew after it."""
         rows, window = len(shift.count), self.cache.window
-        k, u, c = (self.planes[name][:rows, :window] for name in ("k", "u", "c"))
-        last = shift.last.view(-1, 1, *[1] * (c.dim() - 2)).expand(-1, 1, *c.shape[2:])
+        k, u, c = (self.planes[name][:rows, self.lead : self.lead + window] for name in ("k", "u", "c"))
+        last = self.lead + shift.last.view(-1, 1, *[1] * (c.dim() - 2)).expand(-1, 1, *c.shape[2:])
         end = self.planes["c"][:rows].gather(1, last).squeeze(1)
         end = torch.where((shift.count > 0).view(-1, *[1] * (end.dim() - 1)), end, 0.0)
         state = self.states["state"]
         state[:rows] = fold(state[:rows], k, u, c, end, shift.joined[:, :window])
         c -= end.unsqueeze(1)
+
+
+class GroupedState(LinearState):
+    """Linear attention to earlier groups of tokens, and another weight, relu(q . k)^2, within a group.
+
+    The state holds all tokens of the trunk. What a node's own group has too much there is taken off: the inputs of the
+    last `lead` = group - 1 tokens of the trunk stay.
+    """
+
+    def __init__(self, cache: StateCache, device: torch.device, group: int) -> None:
+        super().__init__(cache, device)
+        self.group, self.lead = group, group - 1
+
+    def grouped(self, q: Tensor, k: Tensor, v: Tensor, near: float | Tensor, far: float | Tensor) -> Tensor:
+        """y [R, n, H, P] of nodes with q, k [R, n, H, N], v [R, n, H, P]; near and far: factors of the two parts."""
+        places = self.places
+        for name, values in (("k", k), ("u", v)):
+            self.plane(name, tuple(values.shape[2:]), torch.float32)
+        lead = {name: self.rows_of(self.planes[name])[:, : self.lead].clone() for name in ("k", "u")}
+        everything = self.attend(q, k, v, torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device))
+        positions = places.batch.positions
+        if not places.chain:
+            keys, values = (torch.cat((lead[name], self.tail(name)), 1) for name in ("k", "u"))
+            before = places.base.unsqueeze(1) - self.lead + torch.arange(self.lead, device=q.device)
+            seen = torch.cat(((before >= 0).unsqueeze(1).expand(-1, q.shape[1], -1), places.seen), 2)
+            return far * everything + self._own(
+                q, keys, values, seen, positions, torch.cat((before, places.depths), 1), near, far
+            )
+        keys, values = torch.cat((lead["k"], k), 1), torch.cat((lead["u"], v), 1)
+        self._keep(keys, values)
+        before = positions[:, :1] - self.lead + torch.arange(keys.shape[1], device=q.device)  # [R, lead + n]
+        parts = []
+        for first in range(0, q.shape[1], PART):
+            part, wide = slice(first, first + PART), slice(first, first + PART + self.lead)
+            count = q[:, part].shape[1]
+            at = before[:, wide]
+            own = at[:, self.lead :].unsqueeze(2)
+            seen = (at.unsqueeze(1) <= own) & (at >= 0).unsqueeze(1)
+            parts.append(
+                self._own(q[:, part], keys[:, wide], values[:, wide], seen[:, :count], own.squeeze(2), at, near, far)
+            )
+        return far * everything + torch.cat(parts, 1)
+
+    def _own(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, here: Tensor, there: Tensor, near: float | Tensor,
+        far: float | Tensor,
+    ) -> Tensor:  # fmt: skip
+        """What the tokens of a node's own group give beyond the linear part: k, v [R, S, H, .]; seen [R, n, S]; here
+        [R, n] and there [R, S] positions."""
+        dtype = self.cache.precision
+        q, k, v = (part.to(dtype).transpose(1, 2) for part in (q, k, v))
+        within = seen & (here.unsqueeze(2) // self.group == there.unsqueeze(1) // self.group)
+        scores = q @ k.transpose(2, 3)  # [R, H, n, S]
+        weight = (near * scores.relu().square() - far * scores).masked_fill_(~within.unsqueeze(1), 0)
+        return (weight @ v).transpose(1, 2)
+
+    def _keep(self, keys: Tensor, values: Tensor) -> None:
+        """After a chain: its last tokens [R, lead + n, ...] are the last of the trunk."""
+        kept = self.places.lengths.unsqueeze(1) + torch.arange(self.lead, device=keys.device)
+        for name, new in (("k", keys), ("u", values)):
+            held = self.rows_of(self.planes[name]).clone()
+            index = kept.view(*kept.shape, 1, 1).expand(-1, -1, *new.shape[2:])
+            held[:, : self.lead] = new.gather(1, index)
+            self.store(self.planes[name], held)
 
 
 class SelectiveState(LayerMemory):
@@ -486,6 +551,15 @@ class StateCache(ForestCache):
             self.memories[key] = LinearState(self, device)
         found = self.memories[key]
         assert isinstance(found, LinearState)
+        return found
+
+    def grouped(self, device: torch.device, group: int) -> GroupedState:
+        """Of the layer under way."""
+        key = (*self._layer, "grouped")
+        if key not in self.memories:
+            self.memories[key] = GroupedState(self, device, group)
+        found = self.memories[key]
+        assert isinstance(found, GroupedState)
         return found
 
     def selective(self, device: torch.device) -> SelectiveState:

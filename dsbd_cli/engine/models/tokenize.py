@@ -163,6 +163,8 @@ def _token_bytes(tokenizer: Tokenizer) -> list[bytes]:
             table[index] = bytes(alphabet[char] for char in token)
         elif style == "marked":
             table[index] = _marked(token)
+        elif style == "bytes":
+            table[index] = bytes([ord(token)])
         elif style == "wordpiece":
             table[index] = token[2:].encode() if token.startswith("##") else b" " + token.encode()
         else:
@@ -219,6 +221,8 @@ def _style(tokenizer: Tokenizer, vocabulary: dict[str, int]) -> str:
             return "marked"
         if "WordPiece" in kinds:
             return "wordpiece"
+    elif type(tokenizer).__name__ == "ByT5Tokenizer":
+        return "bytes"  # the character of a token is a byte of the text
     if any(token.startswith(_SPACE_MARK) for token in vocabulary):
         return "marked"
     return "byte-level" if any(token.startswith("\u0120") for token in vocabulary) else "plain"

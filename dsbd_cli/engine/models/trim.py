@@ -21,7 +21,7 @@ from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.loader import eos_ids, is_gguf, load, load_config, load_tokenizer
 from dsbd_cli.errors import ModelError, OutputError, UsageError
 
-__all__ = ["TrimReport", "check", "choose_ids", "count_texts", "trim"]
+__all__ = ["TrimReport", "check", "choose_ids", "copy_beside", "count_texts", "trim"]
 
 _WRITTEN = ("config.json", "generation_config.json")
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
@@ -172,6 +172,14 @@ def trim(
     )
 
 
+def copy_beside(folder: Path, to: Path) -> None:
+    """Copy what stands in a checkpoint folder beside config and weights: the tokenizer's files, templates, code."""
+    for pattern in _COPIED:
+        for path in folder.glob(pattern):
+            if path.name not in _WRITTEN and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, to / path.name)
+
+
 def _special(tokenizer: Any) -> set[int]:
     added = tokenizer.added_tokens_decoder
     return set(tokenizer.all_special_ids) | {index for index, token in added.items() if token.special}
@@ -183,10 +191,7 @@ def _write(model: Any, head: TrimmedHead, folder: Path, output: Path) -> None:
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        for pattern in _COPIED:
-            for path in folder.glob(pattern):
-                if path.name not in _WRITTEN and not path.name.endswith(".index.json"):
-                    shutil.copyfile(path, unfinished / path.name)
+        copy_beside(folder, unfinished)
         dropped = head_keys(model)
         state = {name: tensor for name, tensor in model.state_dict().items() if name not in dropped}
         model.save_pretrained(unfinished, state_dict=state)

@@ -15,8 +15,9 @@ from torch import Tensor
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.forest import DraftLaw
 from dsbd_cli.engine.core.noise import stream_key
-from dsbd_cli.engine.core.pool import DraftRequest, LiveDraws, ends_before, live_draws, match_pairs
-from dsbd_cli.engine.core.probs import NEVER, Room, Warp
+from dsbd_cli.engine.core.pool import LiveDraws, ends_before, live_draws, match_pairs
+from dsbd_cli.engine.core.probs import NEVER
+from dsbd_cli.engine.core.sampler import Sampler
 
 __all__ = [
     "DraftedLayer",
@@ -25,8 +26,6 @@ __all__ = [
     "Rule",
     "at_front",
     "complete_afresh",
-    "entry_index",
-    "largest",
     "membership",
 ]
 
@@ -66,7 +65,7 @@ class LayerView:
         full: the candidates are the whole vocabulary, in order.
         drafts: None for the bonus layer.
         width: [R] int64, w_l: live beams the layer needs to pass. dynamic: it may be less than W.
-        noise: [R, W, C] float32, G(x, v) of the candidates, where it is at hand (Rule.path_noise).
+        noise: [R, W, C] float32, G(x, v) of the candidates, where it is at hand (Sampler.path_noise).
         keys: [R, STREAMS] int64, stream keys of this layer, where they are at hand.
         silent: [R] bool, rows that draw without noise (temperature 0), where there are any.
         draws: live beams of the next step at most, where they are not as many as those of this one.
@@ -130,56 +129,27 @@ class LayerDraws:
 
 
 class Rule(Protocol):
-    """A verification rule. A rule names this class as its base.
+    """A verification rule: a sampler, by which target and draft draw, and a test of what was drafted. A rule names this
+    class as its base.
 
     Attributes:
-        needs_law: the rule compares P with the draft's law Q.
-        drafts_end: drafts of end tokens are of use to the rule.
-        warps: the rule samples from the warped law; otherwise raw scores rank the pairs.
-        samples: `draft` draws at random; otherwise drafts are the best pairs, which makes them deterministic nodes.
-        replacement: draws are independent and duplicates stay.
-        path_noise: the target draws with G(x, v), noise that depends on nothing but the pair.
+        sampler: how target and draft draw.
+        needs_law: the test compares P with the draft's law Q.
+        drafts_end: drafts of end tokens are of use to the test.
     """
 
-    needs_law: bool
-    path_noise: bool
-    drafts_end: bool
-    warps: bool
-    samples: bool
-    replacement: bool
+    sampler: Sampler
+    needs_law: bool = False
+    drafts_end: bool = False
 
     @classmethod
     def of(cls, method: MethodConfig) -> Self:
         """The rule with the settings of a method."""
         return cls()
 
-    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
-        """Candidates per beam that are enough to find every draw."""
-        ...
-
-    def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
-        """Draw pairs of the draft's pool: flat index [R, K] in draw order and which are real [R, K]."""
-        ...
-
-    def noise(self, request: DraftRequest) -> Tensor:
-        """[R, n, C] what `draft` adds to log_q before it takes the largest; zeros where the best are taken."""
-        ...
-
     def verify(self, view: LayerView) -> LayerDraws:
         """Draw the next live beams of one layer."""
         ...
-
-
-def largest(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest keys of the pool, in order: flat index [R, K] and which are real. keys [R, n, C]."""
-    draws = live_draws(keys.flatten(1), torch.zeros_like(keys.flatten(1), dtype=torch.bool), count)
-    return draws.index, draws.valid
-
-
-def entry_index(tokens: Tensor) -> Tensor:
-    """A number of its own for every pair of a pool, whatever the candidates: [R, n, C] int64 from tokens."""
-    nodes = torch.arange(tokens.shape[1], device=tokens.device).view(1, -1, 1)
-    return (nodes << 32) + tokens + 1
 
 
 def membership(view: LayerView, keys: Tensor, rank_limit: bool) -> tuple[LayerDraws, Tensor]:

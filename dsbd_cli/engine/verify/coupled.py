@@ -1,20 +1,17 @@
 """Common random numbers: target and draft draw with the same noise, a pure function of (seed, token path, token).
 
 The target's draws are the largest of log P + G, whatever was drafted; drafts only decide how many of them one forward
-yields. So with a
-fixed width the text does not depend on the draft at all. Law: drawing w times without replacement (Gumbel top-w, Kool
-et al. 2019).
+yields. So with a fixed width the text does not depend on the draft at all. Law: drawing w times without replacement
+(Gumbel top-w, Kool et al. 2019).
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from dsbd_cli.engine.core.noise import COMPLETION, gumbel, path_gumbel
-from dsbd_cli.engine.core.pool import DraftRequest
-from dsbd_cli.engine.core.probs import Room, Warp
-from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule, complete_afresh, entry_index, largest, membership
+from dsbd_cli.engine.core.sampler import PathNoise, entry_index
+from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule, complete_afresh, membership
 
 __all__ = ["Coupled"]
 
@@ -22,24 +19,7 @@ __all__ = ["Coupled"]
 class Coupled(Rule):
     """Rule `coupled`."""
 
-    needs_law = False
-    path_noise = True
-    drafts_end = False
-    warps = True
-    samples = True
-    replacement = False
-
-    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
-        """The warped support: top_k pairs of one beam at most, with room for ties."""
-        return warp.room(vocab_size)
-
-    def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
-        """The largest of log Q + G, with the target's own noise."""
-        return largest(request.log_q + self.noise(request), request.count)
-
-    def noise(self, request: DraftRequest) -> Tensor:
-        """G(x, v)."""
-        return path_gumbel(request.path, request.tokens, request.silent)
+    sampler = PathNoise()
 
     def verify(self, view: LayerView) -> LayerDraws:
         """Draw by log P + G, then ask which draws were drafted."""

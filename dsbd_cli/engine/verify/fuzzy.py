@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.probs import NEVER, Room, Warp, log_normalise
+from dsbd_cli.engine.core.sampler import WithoutReplacement
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerView
 from dsbd_cli.engine.verify.divergence import divergence
 from dsbd_cli.engine.verify.rejection import Rejection, at_pool, draft_law_at
@@ -29,6 +30,14 @@ from dsbd_cli.variants import (
 __all__ = ["Fuzzy", "layer_divergence"]
 
 
+class WholeVocabulary(WithoutReplacement):
+    """Draws without replacement, and every token a candidate."""
+
+    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
+        """All: divergences are over the whole vocabulary."""
+        return Room(vocab_size)
+
+
 class Fuzzy(Rejection):
     """Rule `fuzzy`: where Div(P, Q) <= T the first w drafts with live parents are taken. Elsewhere fallback `target`
     draws from P itself and the layer stops, as published; `strict` tests the drafts as rule `rejection` does.
@@ -36,6 +45,8 @@ class Fuzzy(Rejection):
     With one beam and one draft per layer: keep the leading run of accepted positions, then one token from p. The
     divergence is over the whole vocabulary, so both laws are kept whole: W*V float64 numbers per layer and row.
     """
+
+    sampler = WholeVocabulary()
 
     def __init__(
         self,
@@ -55,10 +66,6 @@ class Fuzzy(Rejection):
         threshold = method.value(FUZZY_THRESHOLD)
         assert threshold is not None, "checked by MethodConfig"
         return cls(threshold, method.value(DIVERGENCE), method.value(FALLBACK), method.value(FUZZY_LAW))
-
-    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
-        """All: divergences are over the whole vocabulary."""
-        return Room(vocab_size)
 
     def decide(self, view: LayerView, drafts: DraftedLayer) -> tuple[Tensor, Tensor]:
         """Rows [R] bool whose drafts are tested, and rows whose drafts are taken untested."""

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.forest import DraftLaw
 from dsbd_cli.engine.core.noise import ACCEPT, CLOCK, COMPLETION, RESIDUAL, gumbel, uniform
-from dsbd_cli.engine.core.pool import DraftRequest, ends_before, live_draws, match_pairs
-from dsbd_cli.engine.core.probs import NEVER, Room, Warp
-from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule, at_front, entry_index, largest
+from dsbd_cli.engine.core.pool import ends_before, live_draws, match_pairs
+from dsbd_cli.engine.core.probs import NEVER
+from dsbd_cli.engine.core.sampler import Independent, Sampler, WithoutReplacement, entry_index, largest
+from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule, at_front
 
 __all__ = ["Rejection", "WithReplacement", "draft_law_at"]
 
@@ -119,26 +120,13 @@ def _normalise(law: Tensor, otherwise: Tensor) -> Tensor:
 class Rejection(Rule):
     """Rule `rejection`: the ordered live beams follow sequential draws without replacement from P."""
 
+    sampler: Sampler = WithoutReplacement()
     needs_law = True
-    path_noise = False
     drafts_end = True
-    warps = True
-    samples = True
     replacement = False
+    """Draws are independent, and what is taken stays in the law."""
     joins = True
     """A missing draw that equals a drafted node is that node."""
-
-    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
-        """The warped support, with room for ties."""
-        return warp.room(vocab_size)
-
-    def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
-        """K draws without replacement (Gumbel top-K)."""
-        return largest(request.log_q + self.noise(request), request.count)
-
-    def noise(self, request: DraftRequest) -> Tensor:
-        """Gumbel noise of the draft's own stream, independent of the target's."""
-        return gumbel(request.stream.view(-1, 1, 1), entry_index(request.tokens))
 
     def decide(self, view: LayerView, drafts: DraftedLayer) -> tuple[Tensor | None, Tensor | None]:
         """Rows [R] bool whose drafts are tested (None: all), and those whose drafts are taken untested (None: none)."""
@@ -286,15 +274,9 @@ def _nodes(view: LayerView, drafts: DraftedLayer, index: Tensor, valid: Tensor) 
 class WithReplacement(Rejection):
     """Rule `with-replacement`: independent draws, duplicates kept (the law of Qin et al. 2025)."""
 
+    sampler = Independent()
     replacement = True
     joins = False  # two equal beams would share a node, and its drafts are one beam's only
-
-    def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
-        """K independent draws."""
-        flat, entries = request.log_q.flatten(1), entry_index(request.tokens).flatten(1)
-        keys = request.stream.unsqueeze(1)
-        draws = [largest((flat + gumbel(keys + (j << 48), entries)).unsqueeze(1), 1) for j in range(request.count)]
-        return torch.cat([index for index, _ in draws], 1), torch.cat([real for _, real in draws], 1)
 
     def _complete(
         self, view: LayerView, tests: _Tests, fresh: Tensor, first: Tensor, first_real: Tensor

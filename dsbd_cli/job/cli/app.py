@@ -14,6 +14,8 @@ import typer
 from dsbd_cli._version import __version__
 from dsbd_cli.errors import DsbdError, OutputError
 from dsbd_cli.job.cli.bench import bench
+from dsbd_cli.job.cli.distill import distill
+from dsbd_cli.job.cli.doctor import doctor
 from dsbd_cli.job.cli.generate import generate
 from dsbd_cli.job.cli.index import index
 from dsbd_cli.job.cli.merge import merge
@@ -37,7 +39,9 @@ app.command("pick", cls=Command)(pick)
 app.command("merge", cls=Command)(merge)
 app.command("bench", cls=Command)(bench)
 app.command("profile", cls=Command)(profile)
+app.command("doctor", cls=Command)(doctor)
 app.command("index", cls=Command)(index)
+app.command("distill", cls=Command)(distill)
 app.command("trim-draft", cls=Command)(trim_draft)
 app.add_typer(models_app, name="models")
 

@@ -40,7 +40,7 @@ from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_referen
 from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS, Value
 from dsbd_cli.lab.bench.sweep import Setting, SweepPlan, choose_methods, plan, read_values
 from dsbd_cli.lab.tasks.choose import open_dataset
-from dsbd_cli.lab.tasks.dataset import Dataset, with_dev
+from dsbd_cli.lab.tasks.dataset import Dataset, with_dev, with_shots
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
@@ -82,7 +82,8 @@ def bench(
     rounds = _at_least("--rounds", data.rounds, DEFAULT_ROUNDS)
     dev_records = _at_least("--dev-records", choice.dev_records, records, least=0)
     planned = _plan(sweep, draft_wanted, tuned=dev_records > 0)
-    chosen = _check_choice(choice, planned, dev_records)
+    shots = _at_least("--shots", data.shots, 0, least=0)
+    chosen = _check_choice(choice, planned, dev_records, shots)
     sampling = _sampling(drawing, planned)
     settings = run_settings(pair, MethodOptions(), sampling, devices, RowOptions(), answers=answers)
     if pair.draft is not None and draft_wanted and not any(one.drafts for one in planned.settings):
@@ -94,7 +95,7 @@ def bench(
         {"--json": outputs.json, "--markdown": outputs.markdown, "--plot": outputs.plot},
         existing=outputs.existing,
     )
-    datasets, notes = _datasets(data, choice, chosen=chosen)
+    datasets, notes = _datasets(data, choice, shots, chosen=chosen)
     planned = _with_databases(planned, datasets, sweep.methods)
     with StopSignals(quiet=bool(outputs.quiet)) as signals:
         from dsbd_cli.lab.bench.prepare import BenchSpec
@@ -174,7 +175,7 @@ def _without_peers(planned: SweepPlan, grammar: Grammar | None, *, chosen: bool)
     return dataclasses.replace(planned, settings=kept, notes=(*planned.notes, note))
 
 
-def _check_choice(choice: ChoiceOptions, planned: SweepPlan, dev_records: int) -> bool:
+def _check_choice(choice: ChoiceOptions, planned: SweepPlan, dev_records: int, shots: int) -> bool:
     """Whether a threshold is chosen. Raises UsageError for options of a choice that is not made."""
     tolerance = choice.fuzzy_tolerance
     if tolerance is not None and not 0 <= tolerance <= 1:
@@ -183,7 +184,7 @@ def _check_choice(choice: ChoiceOptions, planned: SweepPlan, dev_records: int) -
     reason = "--dev-records is 0" if several else "no two values of --fuzzy-threshold are run"
     for name in ("dev_records", "dev_data", "fuzzy_tolerance"):
         value = getattr(choice, name)
-        if value is None or (several and (dev_records or name == "dev_records")):
+        if value is None or (several and (dev_records or name == "dev_records")) or (name == "dev_data" and shots):
             continue
         raise UsageError(f"--{name.replace('_', '-')} {value} would do nothing, because {reason}: drop it")
     return several and dev_records > 0
@@ -215,7 +216,7 @@ def _at_least(option: str, value: int | None, default: int, *, least: int = 1) -
     return default if value is None else value
 
 
-def _datasets(data: DataOptions, choice: ChoiceOptions, *, chosen: bool) -> tuple[list[Dataset], list[str]]:
+def _datasets(data: DataOptions, choice: ChoiceOptions, shots: int, *, chosen: bool) -> tuple[list[Dataset], list[str]]:
     """The data sets, and what is to be said of them. chosen: on dev records, where answers are scored."""
     names = [name.strip() for name in (data.task or DEFAULT_TASKS).split(",")]
     for place, name in enumerate(names):
@@ -226,6 +227,8 @@ def _datasets(data: DataOptions, choice: ChoiceOptions, *, chosen: bool) -> tupl
     if choice.dev_data is not None and data.data is None:
         raise UsageError(f"--dev-data {choice.dev_data} goes with --data, which is not given")
     opened = [open_dataset(name, data.data, TASK_SEED, choice.dev_data, data.metric) for name in names]
+    if shots:
+        opened = [with_shots(one, shots) for one in opened]
     if not chosen:
         return opened, []
     found, notes = [], []

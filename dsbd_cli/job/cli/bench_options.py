@@ -69,6 +69,16 @@ class DataOptions:
     records: Annotated[
         int | None, option(DATA, "--records", text="records of each task", default=DEFAULT_RECORDS, metavar="N")
     ] = None
+    shots: Annotated[
+        int | None,
+        option(
+            METHODS_PANEL,
+            "--shots",
+            text="solved dev records in front of every prompt, as a conversation where the target has a chat template",
+            default=0,
+            metavar="N",
+        ),
+    ] = None
     rounds: Annotated[
         int | None,
         option(DATA, "--rounds", text="times that every record is timed", default=DEFAULT_ROUNDS, metavar="N"),
@@ -204,7 +214,7 @@ class BenchOutputs:
         option(
             OUTPUT,
             "--plot",
-            text="draw speed, quality and acceptance by depth here: .png, .svg or .pdf (needs dsbd[plots])",
+            text="draw speed, quality and acceptance by depth here: .png, .svg or .pdf (needs the extra plots)",
             metavar="FILE",
         ),
     ] = None

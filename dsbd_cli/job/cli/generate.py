@@ -268,12 +268,12 @@ class _Run:
 
     def _load(self, summary: Summary) -> RunsRequests:
         """Where torch is imported, by this process or by its workers."""
-        from dsbd_cli.engine.decoding import load as loading
+        from dsbd_cli.scale.worker import load_engine
 
         settings, devices = self._settings, self._devices
         models = model_specs(settings, devices)
         load = partial(
-            loading.load,
+            load_engine,
             *models,
             method=settings.method,
             batch_size=settings.batch_size,
@@ -282,10 +282,14 @@ class _Run:
             cuda_graphs=devices.cuda_graphs,
             allow=settings.allow,
         )
-        engine = load() if self._pool is None else self._workers(load, models, self._pool, summary)
+        if self._pool is not None:
+            answering = self._workers(load, models, self._pool, summary)
+        else:
+            answering = engine = load()
+            engine.tell = self.reporter.warn
         if self._demonstrates:
             say(DEMONSTRATION)
-        return engine
+        return answering
 
     def _wider(self, engine: Engine, width: int) -> Engine:
         """The same engine with more beams, on the same models."""
@@ -317,6 +321,8 @@ class _Run:
         setup = WorkerSetup(load, specs, self._settings.batch_size)
         engine = RayEngine(setup, pool, self.reporter.warn)
         self._workers_open.callback(engine.close)
+        with self.reporter.waiting(lambda: f"loading, {engine.describe()}"):
+            engine.start()
         summary.workers = lambda: engine.reports
         self.reporter.note = engine.describe
         return engine

@@ -1,4 +1,4 @@
-"""`dsbd models`: which names there are, what is on this machine, whether two models fit together."""
+"""`dsbd models`: which names there are, and what is on this machine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,6 @@ app = typer.Typer(cls=Group, invoke_without_command=True)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="the new name", show_default=False)]
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="folder or hub id", show_default=False)]
-Target = Annotated[str, typer.Argument(metavar="TARGET", help="alias, folder or hub id", show_default=False)]
-Draft = Annotated[str, typer.Argument(metavar="DRAFT", help="alias, folder or hub id", show_default=False)]
-Trust = Annotated[
-    bool, typer.Option("--trust-remote-code", help="run code that a checkpoint brings with it", metavar="")
-]
 
 
 @app.callback()
@@ -35,20 +30,6 @@ def models(ctx: typer.Context) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row in rows:
         typer.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]))
-
-
-@app.command(cls=Command)
-def check(target: Target, draft: Draft, trust_remote_code: Trust = False) -> None:
-    """Say whether a target and a draft fit together, from their tokenizers and configs; no weights are loaded.
-
-    Exit codes: 0 they fit, 1 they do not, or their files are not on this machine.
-    """
-    from dsbd_cli.engine.models.catalog import fit
-
-    found = fit(target, draft, trust_remote_code=trust_remote_code)
-    typer.echo(f"{target} and {draft} fit: {found.tokens} tokens in common, {found.positions} positions")
-    for note in found.notes:
-        typer.echo(f"note: {note}")
 
 
 @app.command(cls=Command)

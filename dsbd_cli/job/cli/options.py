@@ -45,6 +45,28 @@ Existing = Literal["error", "overwrite", "resume", "retry"]
 Decode = Literal["search", "sample"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 NumericsName = Literal["invariant", "fast"]
+Input = Annotated[
+    Path | None,
+    option(
+        MAIN,
+        "--input",
+        "-i",
+        text="file to read, compressed if it ends in .gz or .zst; - is standard input",
+        default="-",
+        metavar="FILE",
+    ),
+]
+Output = Annotated[
+    Path | None,
+    option(
+        MAIN,
+        "--output",
+        "-o",
+        text="file to write, compressed if it ends in .gz or .zst; - is standard output",
+        default="-",
+        metavar="FILE",
+    ),
+]
 _METHOD, _SAMPLING = MethodConfig(), SamplingConfig()
 
 
@@ -52,17 +74,7 @@ _METHOD, _SAMPLING = MethodConfig(), SamplingConfig()
 class FileOptions:
     """Where lines come from and go to."""
 
-    input: Annotated[
-        Path | None,
-        option(
-            MAIN,
-            "--input",
-            "-i",
-            text="file to read, compressed if it ends in .gz or .zst; - is standard input",
-            default="-",
-            metavar="FILE",
-        ),
-    ] = None
+    input: Input = None
     input_format: Annotated[
         InputFormat | None,
         option(
@@ -74,17 +86,7 @@ class FileOptions:
             metavar="FORM",
         ),
     ] = None
-    output: Annotated[
-        Path | None,
-        option(
-            MAIN,
-            "--output",
-            "-o",
-            text="file to write, compressed if it ends in .gz or .zst; - is standard output",
-            default="-",
-            metavar="FILE",
-        ),
-    ] = None
+    output: Output = None
     output_format: Annotated[
         str | None,
         option(

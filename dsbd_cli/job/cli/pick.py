@@ -27,7 +27,9 @@ from dsbd_cli.job.cli.options import (
     DeviceOptions,
     Existing,
     FileOptions,
+    Input,
     MethodOptions,
+    Output,
     PairOptions,
     RowOptions,
     SamplingOptions,
@@ -153,28 +155,8 @@ class PickOptions:
 class PickFiles:
     """Where candidates come from and choices go to."""
 
-    input: Annotated[
-        Path | None,
-        option(
-            MAIN,
-            "--input",
-            "-i",
-            text="file to read, compressed if it ends in .gz or .zst; - is standard input",
-            default="-",
-            metavar="FILE",
-        ),
-    ] = None
-    output: Annotated[
-        Path | None,
-        option(
-            MAIN,
-            "--output",
-            "-o",
-            text="file to write, compressed if it ends in .gz or .zst; - is standard output",
-            default="-",
-            metavar="FILE",
-        ),
-    ] = None
+    input: Input = None
+    output: Output = None
     existing: Annotated[
         Existing | None,
         option(

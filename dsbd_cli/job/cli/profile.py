@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
+from dsbd_cli.config import DEFAULT_DEPTH
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import flag, grouped, option
-from dsbd_cli.job.cli.forest_options import ForestOptions
 from dsbd_cli.job.cli.messages import say
 from dsbd_cli.job.cli.options import (
     MAIN,
+    METHOD,
     AnswerOptions,
     DeviceOptions,
     MethodOptions,
@@ -100,7 +101,7 @@ class ProfileOptions:
         option(
             PROFILE,
             "--plot",
-            text="draw phases and curves here: .png, .svg or .pdf (needs dsbd[plots])",
+            text="draw phases and curves here: .png, .svg or .pdf (needs the extra plots)",
             metavar="FILE",
         ),
     ] = None
@@ -125,6 +126,15 @@ class ProfileOptions:
     ] = None
     quiet: Annotated[
         bool | None, flag(PROFILE, "--quiet", "-q", text="print the recommended command line and nothing else")
+    ] = None
+
+
+@dataclass(frozen=True)
+class ForestOptions(MethodOptions):
+    """How beams are drafted and verified, with as many layers in every iteration: `--depth auto` has no place here."""
+
+    depth: Annotated[
+        str | None, option(METHOD, "--depth", text="D, drafted layers", default=DEFAULT_DEPTH, metavar="D")
     ] = None
 
 

@@ -6,7 +6,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dsbd_cli.job.cli.messages import duration, log, say, warn
@@ -57,6 +58,15 @@ class Reporter:
             self._progress.start()
         elif not self._quiet:
             threading.Thread(target=self._log, name="dsbd-log", daemon=True).start()
+
+    @contextmanager
+    def waiting(self, told: Callable[[], str]) -> Iterator[None]:
+        """A live line with what is waited for, where there is a terminal."""
+        if not self._live:
+            yield
+            return
+        with _live_line(told):
+            yield
 
     def warn(self, message: str, *, kind: str | None = None) -> None:
         """A warning; of one kind only the first few are told."""

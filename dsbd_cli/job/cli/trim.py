@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import orjson
 
-from dsbd_cli.config import ModelSpec
+from dsbd_cli.config import DTYPES, MethodConfig, ModelSpec
 from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError
 from dsbd_cli.job.cli.declare import flag, grouped, option
-from dsbd_cli.job.cli.forest_options import ForestOptions
 from dsbd_cli.job.cli.messages import say, warn
-from dsbd_cli.job.cli.options import DeviceOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.job.cli.options import (
+    MAIN,
+    Decode,
+    DeviceOptions,
+    DtypeName,
+    MethodOptions,
+    PairOptions,
+    RowOptions,
+    SamplingOptions,
+)
 from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, model_specs, places, run_settings, spreads
 from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.jsonl import read_lines
@@ -35,6 +43,7 @@ __all__ = ["TRIM_SCHEMA", "trim_draft"]
 
 TRIM_SCHEMA = "dsbd.trim/1"
 TRIM = "Trimming"
+_METHOD = MethodConfig()
 HELD_OUT_EVERY, HELD_OUT_MOST = 8, 64
 
 
@@ -71,6 +80,33 @@ class TrimOptions:
         float | None,
         option(TRIM, "--coverage", text="keep as many rows as cover this share of the counted tokens", metavar="X"),
     ] = None
+    decode: Annotated[
+        Decode | None,
+        option(
+            MAIN,
+            "--decode",
+            text="how prompts are answered, and both drafts measured; search: beam search; sample: beam sampling",
+            default="sample",
+            metavar="HOW",
+        ),
+    ] = None
+    num_beams: Annotated[
+        int | None, option(MAIN, "--num-beams", text="W, live beams at most", default=_METHOD.num_beams, metavar="W")
+    ] = None
+    max_new_tokens: Annotated[
+        int | None, option(MAIN, "--max-new-tokens", text="generated tokens at most", default=128, metavar="N")
+    ] = None
+    dtype: Annotated[
+        DtypeName | None,
+        option(TRIM, "--dtype", text=f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE"),
+    ] = None
+    device: Annotated[
+        str | None,
+        option(TRIM, "--device", text="as of generate; with a comma the target's and the draft's", metavar="DEVICE"),
+    ] = None
+    trust_remote_code: Annotated[
+        bool | None, flag(TRIM, "--trust-remote-code", text="run code that a checkpoint brings with it")
+    ] = None
     json: Annotated[bool | None, flag(TRIM, "--json", text="one JSON object on standard output, no table")] = None
     quiet: Annotated[bool | None, flag(TRIM, "--quiet", "-q", text="no table, nothing but errors")] = None
 
@@ -79,9 +115,6 @@ class TrimOptions:
 def trim_draft(
     trim: TrimOptions,
     pair: PairOptions,
-    method: ForestOptions,
-    sampling: SamplingOptions,
-    devices: DeviceOptions,
     arguments: Sequence[str],
 ) -> None:
     """Write a draft whose LM head has only the rows of frequent tokens (VocabTrim): cheaper to run, the text the same.
@@ -96,11 +129,9 @@ def trim_draft(
         raise UsageError("give either --texts or --prompts: what shall be counted")
     if trim.json and trim.quiet:
         raise UsageError("--json and --quiet cannot be used together: give one of them")
-    if method.depth == "auto":
-        raise UsageError(
-            "--depth auto takes another D and K from iteration to iteration, so the two drafts could not be compared: "
-            "give a depth"
-        )
+    method = MethodOptions(num_beams=trim.num_beams, decode=trim.decode)
+    sampling = SamplingOptions(max_new_tokens=trim.max_new_tokens)
+    devices = DeviceOptions(dtype=trim.dtype, device=trim.device, trust_remote_code=trim.trust_remote_code)
     settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions())
     if settings.draft is None:
         raise UsageError("there is no draft to trim: name one with --draft")

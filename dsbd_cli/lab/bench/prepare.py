@@ -130,7 +130,9 @@ def _runs(dataset: Dataset, record: TaskRecord) -> Callable[[str], bool] | None:
 def _encode(record: TaskRecord, codec: TextCodec, sampling: SamplingConfig) -> tuple[list[int], bool]:
     """Token ids, of the source where the target has an encoder, and whether a conversation was taken as plain text."""
     messages = record.meta.get("messages")
-    if isinstance(codec, SourceCodec) and messages is None:
+    if isinstance(codec, SourceCodec):
+        if messages is not None:
+            raise UsageError(f"record {record.id} is a conversation, but the target has an encoder, which reads a text")
         try:
             source = codec.source(Request(record.prompt, sampling=sampling)).source
         except InvalidRowError as error:

@@ -9,6 +9,7 @@ from typing import Protocol
 from dsbd_cli.config import Exactness, MethodConfig, SamplingConfig
 from dsbd_cli.engine.decoding.answers import Catalogue
 from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.drafting.base import AnyDraft
 from dsbd_cli.engine.models.adapter import TransformersForest
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import ModelError
@@ -68,8 +69,37 @@ class Runner(Protocol):
         ...
 
 
-class EngineRunner:
-    """Our engine. The caches are given back after each window, so that a method's memory is its own."""
+class _OnEngine:
+    """An engine on the pair's models. Its caches are given back after each window, so that a method's memory is its
+    own."""
+
+    def __init__(self, pair: Engine, draft: AnyDraft | None, method: MethodConfig, batch_size: int) -> None:
+        self._engine = Engine(
+            pair.target, draft, pair.codec, method, batch_size=batch_size, log_steps=True, catalogues=pair.catalogues
+        )
+        self._models = self._engine.models
+        self._bytes_per_slot = sum(model.kv_bytes_per_slot() for model in self._models)
+
+    @property
+    def exactness(self) -> Exactness | None:
+        """The engine's."""
+        return self._engine.exactness
+
+    def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
+        """The engine has summed them up already."""
+        return [answer.logprob or 0.0 for answer in answers]
+
+    def stop(self) -> None:
+        """End after the iteration that is under way."""
+        self._engine.stop()
+
+    def _release(self) -> None:
+        for model in self._models:
+            model.release()
+
+
+class EngineRunner(_OnEngine):
+    """Our engine."""
 
     def __init__(
         self,
@@ -80,24 +110,8 @@ class EngineRunner:
         batch_size: int,
         grammar: Grammar | None = None,
     ) -> None:
-        draft = pair.draft if method.needs_draft else None
-        self._engine = Engine(
-            pair.target,
-            draft,
-            pair.codec,
-            method,
-            batch_size=batch_size,
-            log_steps=True,
-            catalogues=pair.catalogues,
-        )
+        super().__init__(pair, pair.draft if method.needs_draft else None, method, batch_size)
         self._sampling, self._seed, self._grammar = sampling, seed, grammar
-        self._models = self._engine.models
-        self._bytes_per_slot = sum(model.kv_bytes_per_slot() for model in self._models)
-
-    @property
-    def exactness(self) -> Exactness | None:
-        """The engine's."""
-        return self._engine.exactness
 
     def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
         """Answers in order; fewer after `stop`."""
@@ -120,20 +134,11 @@ class EngineRunner:
             best = result.hypotheses[0]
             ranked = tuple(_named(one.answer_id, one.text) for one in result.hypotheses)
             answers.append(Answer(best.text, best.num_tokens, best.logprob, result.stats, kv_bytes, ranked=ranked))
-        for model in self._models:
-            model.release()
+        self._release()
         return answers
 
-    def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-        """The engine has summed them up already."""
-        return [answer.logprob or 0.0 for answer in answers]
 
-    def stop(self) -> None:
-        """End after the iteration that is under way."""
-        self._engine.stop()
-
-
-class PickRunner:
+class PickRunner(_OnEngine):
     """Our engine, and one of several candidates chosen as by `dsbd pick`: beams of one row, or samples of several.
 
     Counters are those of all rows of a prompt: what the choice has cost.
@@ -154,22 +159,7 @@ class PickRunner:
         weights: Weights = "uniform" if how.independent else "probability"
         choosers: dict[str, Chooser] = {"vote": ByVote(weights=weights), "mbr": ByRisk(weights=weights)}
         self._chooser = choosers.get(how.pick, ByScore())
-        self._engine = Engine(
-            pair.target,
-            None,
-            pair.codec,
-            method,
-            batch_size=batch_size,
-            log_steps=True,
-            catalogues=pair.catalogues,
-        )
-        self._models = self._engine.models
-        self._bytes_per_slot = sum(model.kv_bytes_per_slot() for model in self._models)
-
-    @property
-    def exactness(self) -> Exactness | None:
-        """The engine's, of its candidates."""
-        return self._engine.exactness
+        super().__init__(pair, None, method, batch_size)
 
     def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
         """Answers in order; fewer after `stop`."""
@@ -185,8 +175,7 @@ class PickRunner:
             for place, prompt in enumerate(prompts)
             if len(results) >= each * (place + 1)
         ]
-        for model in self._models:
-            model.release()
+        self._release()
         return answers
 
     def _answer(self, prompt: Prompt, results: list[RequestResult]) -> Answer:
@@ -203,14 +192,6 @@ class PickRunner:
             row = CandidateRow(0, 0, prompt.record.id, "", candidates)
             best = found[self._chooser.choose(row).beam]
         return Answer(best.text, best.num_tokens, best.logprob, stats, kv_bytes)
-
-    def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
-        """The engine has summed them up already."""
-        return [answer.logprob or 0.0 for answer in answers]
-
-    def stop(self) -> None:
-        """End after the iteration that is under way."""
-        self._engine.stop()
 
 
 def _added(parts: Sequence[RequestStats]) -> RequestStats:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dsbd_cli._version import __version__
 
-__all__ = ["commit_of", "cpu_name", "environment", "versions"]
+__all__ = ["commit_of", "cpu_name", "environment", "installed", "versions"]
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 CPUINFO = Path("/proc/cpuinfo")
@@ -39,12 +39,15 @@ def environment(command: Sequence[str], device: str) -> dict[str, object]:
 def versions() -> dict[str, str | None]:
     """As installed; None for what is not."""
     found: dict[str, str | None] = {"dsbd": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+    return found | {name: installed(name) for name in PACKAGES}
+
+
+def installed(package: str) -> str | None:
+    """The version of a package; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:

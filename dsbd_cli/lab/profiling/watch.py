@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from torch import Tensor
-
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.pool import DraftRequest
-from dsbd_cli.engine.core.probs import Room, Warp
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule
@@ -54,20 +50,7 @@ class WatchedRule(Rule):
 
     def __init__(self, inner: Rule, observer: Observer) -> None:
         self.inner, self.observer = inner, observer
-        self.drafts_end, self.warps, self.path_noise = inner.drafts_end, inner.warps, inner.path_noise
-        self.samples, self.replacement = inner.samples, inner.replacement
-
-    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
-        """As the inner rule."""
-        return self.inner.candidates(num_beams, num_eos, warp, vocab_size)
-
-    def draft(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
-        """As the inner rule."""
-        return self.inner.draft(request)
-
-    def noise(self, request: DraftRequest) -> Tensor:
-        """As the inner rule."""
-        return self.inner.noise(request)
+        self.sampler, self.drafts_end = inner.sampler, inner.drafts_end
 
     def verify(self, view: LayerView) -> LayerDraws:
         """The inner rule's draws."""

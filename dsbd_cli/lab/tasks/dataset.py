@@ -11,7 +11,7 @@ from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.tasks.execute import Rows
 from dsbd_cli.lab.tasks.record import Task, TaskRecord
 
-__all__ = ["Dataset", "builtin_dataset", "with_dev"]
+__all__ = ["Dataset", "builtin_dataset", "with_dev", "with_shots"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +72,38 @@ def with_dev(dataset: Dataset) -> Dataset:
     dev = dataclasses.replace(dataset, name=name, records=lambda: itertools.islice(every(), 1, None, 2), notes=())
     notes = (*dataset.notes, note)
     return dataclasses.replace(dataset, records=lambda: itertools.islice(every(), 0, None, 2), notes=notes, dev=dev)
+
+
+def with_shots(dataset: Dataset, count: int) -> Dataset:
+    """The data set with the first `count` dev records, solved, in front of every prompt: as turns of a conversation
+    where the target's tokenizer has a chat template, else as text.
+
+    Raises UsageError where there are no such records, or they have no answers.
+    """
+    if dataset.dev is None:
+        raise UsageError(f"--shots {count}: {dataset.name} has no dev records to show: drop it, or give --dev-data")
+    shown = list(itertools.islice(dataset.dev.records(), count))
+    if len(shown) < count or not all(record.reference for record in shown):
+        raise UsageError(f"--shots {count}: {dataset.dev.name} has fewer records with an answer: ask for fewer")
+    turns = [
+        turn
+        for record in shown
+        for turn in (*_asked(record), {"role": "assistant", "content": record.reference.strip()})
+    ]
+    before = "".join(f"{record.prompt} {record.reference.strip()}\n\n" for record in shown)
+
+    def behind(records: Iterator[TaskRecord]) -> Iterator[TaskRecord]:
+        for one in records:
+            meta = {**one.meta, "messages": [*turns, *_asked(one)]}
+            yield dataclasses.replace(one, prompt=before + one.prompt, meta=meta)
+
+    test, rest = dataset.records, dataset.dev.records
+    dev = dataclasses.replace(dataset.dev, records=lambda: behind(itertools.islice(rest(), count, None)))
+    note = f"{dataset.name}: {count} solved dev records stand in front of every prompt"
+    return dataclasses.replace(dataset, records=lambda: behind(test()), dev=dev, notes=(*dataset.notes, note))
+
+
+def _asked(record: TaskRecord) -> list[dict[str, str]]:
+    """A record's own conversation, or its prompt as one."""
+    messages = record.meta.get("messages")
+    return list(messages) if isinstance(messages, list) else [{"role": "user", "content": record.prompt}]

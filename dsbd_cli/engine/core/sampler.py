@@ -1,0 +1,98 @@
+"""Samplers: how pairs are drawn from a pool. Target and draft draw by the same one.
+
+Letters: R requests, n nodes, C candidates per node, K draws.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.noise import gumbel, path_gumbel
+from dsbd_cli.engine.core.pool import DraftRequest, live_draws
+from dsbd_cli.engine.core.probs import Room, Warp
+
+__all__ = ["Best", "Independent", "PathNoise", "Sampler", "WithoutReplacement", "entry_index", "largest"]
+
+
+class Sampler(Protocol):
+    """How pairs are drawn. A sampler names this class as its base.
+
+    Attributes:
+        random: pairs are drawn from the warped law; otherwise the best by raw score are taken, and drafts are
+            deterministic nodes.
+        path_noise: the noise is G(x, v), which depends on nothing but the pair, so that target and draft share it.
+    """
+
+    random: bool = True
+    path_noise: bool = False
+
+    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
+        """Candidates per node that are enough to find every draw: the warped support, with room for ties."""
+        return warp.room(vocab_size)
+
+    def noise(self, request: DraftRequest) -> Tensor:
+        """[R, n, C] what is added to log_q before the largest are taken. A drafter that draws per parent, or by
+        stochastic beam search, perturbs with this."""
+        ...
+
+    def draw(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
+        """K pairs: flat index [R, K] in draw order, and which are real [R, K]."""
+        return largest(request.log_q + self.noise(request), request.count)
+
+
+class Best(Sampler):
+    """The best pairs by raw score, as in beam search."""
+
+    random = False
+
+    def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
+        """As many as transformers looks at: W live ones remain when every end token ranks before them."""
+        return Room(min(vocab_size, max(2, 1 + num_eos) * num_beams))
+
+    def noise(self, request: DraftRequest) -> Tensor:
+        """None."""
+        return torch.zeros_like(request.log_q)
+
+
+class PathNoise(Sampler):
+    """Draws without replacement with G(x, v) (Gumbel top-K, Kool et al. 2019)."""
+
+    path_noise = True
+
+    def noise(self, request: DraftRequest) -> Tensor:
+        """G(x, v)."""
+        return path_gumbel(request.path, request.tokens, request.silent)
+
+
+class WithoutReplacement(Sampler):
+    """Draws without replacement whose noise is the draft's own, independent of the target's."""
+
+    def noise(self, request: DraftRequest) -> Tensor:
+        """Gumbel noise of the request's stream."""
+        return gumbel(request.stream.view(-1, 1, 1), entry_index(request.tokens))
+
+
+class Independent(WithoutReplacement):
+    """Independent draws, which may be equal."""
+
+    def draw(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
+        """K draws, each with noise of its own."""
+        flat, entries = request.log_q.flatten(1), entry_index(request.tokens).flatten(1)
+        keys = request.stream.unsqueeze(1)
+        draws = [largest((flat + gumbel(keys + (j << 48), entries)).unsqueeze(1), 1) for j in range(request.count)]
+        return torch.cat([index for index, _ in draws], 1), torch.cat([real for _, real in draws], 1)
+
+
+def largest(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest keys of the pool, in order: flat index [R, K] and which are real. keys [R, n, C]."""
+    draws = live_draws(keys.flatten(1), torch.zeros_like(keys.flatten(1), dtype=torch.bool), count)
+    return draws.index, draws.valid
+
+
+def entry_index(tokens: Tensor) -> Tensor:
+    """A number of its own for every pair of a pool, whatever the candidates: [R, n, C] int64 from tokens."""
+    nodes = torch.arange(tokens.shape[1], device=tokens.device).view(1, -1, 1)
+    return (nodes << 32) + tokens + 1

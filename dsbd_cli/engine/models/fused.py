@@ -1,0 +1,364 @@
+"""Decoder layers whose small operations run as kernels, with q, k, v and gate, up as one product each.
+
+No architecture is named. A module is taken for what it computes: it is run on noise, and only one that gives what the
+formula gives is changed; everything else stays as transformers has it. Then the whole model must give its own logits
+again, or all is undone. The check at load (selftest.py) compares the packed forest with the model's plain way after
+that.
+
+Shape letters: R rows, n nodes, B sequences, T tokens, H hidden width, E head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from dsbd_cli.engine.models.cache import ForestCache
+
+__all__ = ["Fused", "LayerKernels", "fuse", "layer_kernels"]
+
+RECORDING = "dsbd_recording"
+CLOSE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}  # of the spread: see selftest.py
+TOKENS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKernels:
+    """The kernels, or their twins, with what says whether they fit; None for one that is not to be used."""
+
+    norm: Callable[..., tuple[Tensor, Tensor]] | None
+    gated: Callable[..., Tensor] | None
+    rotate: Callable[..., Tensor] | None
+
+
+def layer_kernels(without: Collection[str] = ()) -> LayerKernels:
+    """The kernels but those named. Imports triton."""
+    from dsbd_cli.kernels import layers
+
+    return LayerKernels(
+        **{name: None if name in without else getattr(layers, name) for name in LayerKernels.__dataclass_fields__}
+    )
+
+
+@dataclass(slots=True)
+class Fused:
+    """What was changed, by kind; `undo` takes all of it back."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    changed: list[nn.Module] = field(default_factory=list)
+
+    def undo(self) -> None:
+        """The modules run as transformers has them; merged weights stay merged, as parts of one buffer."""
+        for module in self.changed:
+            module.__dict__.pop("forward", None)
+        self.changed.clear()
+        self.counts.clear()
+
+    def _replace(self, kind: str, module: nn.Module, forward: Callable[..., Any]) -> None:
+        module.forward = forward  # type: ignore[method-assign]
+        self.changed.append(module)
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+
+
+@torch.inference_mode()
+def fuse(model: Any, kernels: LayerKernels) -> Fused:
+    """Change a model of one device in place: its norms, gated products, attentions and layers, where they compute what
+    the kernels do.
+
+    Nothing is changed where the model's logits would not be the same then, up to rounding.
+    """
+    fused = Fused()
+    tokens = torch.arange(TOKENS, device=model.device).remainder(model.config.get_text_config().vocab_size)[None]
+    before = model(input_ids=tokens, use_cache=False).logits.float()
+    norms = _norms(model, kernels, fused)
+    _gated(model, kernels, fused)
+    _attentions(model, kernels, fused)
+    _layers(model, kernels, fused, norms)
+    after = model(input_ids=tokens, use_cache=False).logits.float()
+    if not (after - before).square().mean().sqrt() <= CLOSE[model.dtype] * before.std():
+        fused.undo()
+    return fused
+
+
+def _close(found: Tensor, wanted: Tensor) -> bool:
+    """Equal up to rounding, where the wanted one is no constant."""
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return False
+    found, wanted = found.float(), wanted.float()
+    error = (found - wanted).square().mean().sqrt()
+    limit = {torch.float32: 1e-5}.get(found.dtype, 2e-2)
+    return bool(error <= limit * wanted.square().mean().sqrt()) and bool(wanted.abs().max() > 0)
+
+
+def _noise(module: nn.Module, *shape: int) -> Tensor:
+    weight = next(module.parameters())
+    generator = torch.Generator().manual_seed(22)
+    return torch.randn(*shape, generator=generator).to(weight.dtype).to(weight.device)
+
+
+def _plain_linear(module: object) -> bool:
+    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+
+
+# Norms
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """x over its root mean square, times weight or (1 + weight)."""
+
+    weight: Tensor
+    eps: float
+    one_more: bool
+
+
+def _norms(model: nn.Module, kernels: LayerKernels, fused: Fused) -> dict[nn.Module, _Norm]:
+    """Replace the root mean square norms; what each computes."""
+    found: dict[nn.Module, _Norm] = {}
+    for module in model.modules():
+        norm = _as_norm(module)
+        if norm is None or kernels.norm is None:
+            continue
+        found[module] = norm
+        fused._replace("norm", module, _norm_forward(kernels.norm, norm))
+    return found
+
+
+def _norm_forward(kernel: Callable[..., tuple[Tensor, Tensor]], norm: _Norm) -> Callable[[Tensor], Tensor]:
+    def forward(hidden_states: Tensor) -> Tensor:
+        return kernel(hidden_states, None, norm.weight, norm.eps, norm.one_more)[0]
+
+    return forward
+
+
+def _as_norm(module: nn.Module) -> _Norm | None:
+    """What a norm computes; None for any other module."""
+    from dsbd_cli.kernels.layers import norm_fits, norm_twin
+
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    named = [name for name, _ in module.named_parameters()]
+    if named != ["weight"] or not isinstance(weight, Tensor) or weight.ndim != 1 or not isinstance(eps, float):
+        return None
+    x = _noise(module, 3, len(weight)) * 3
+    if not norm_fits(x, weight):
+        return None
+    with suppress(Exception):
+        result = module(x)
+        # weights of one or zero everywhere tell nothing of the form: both forms are asked with the weights as they are
+        for one_more in (False, True):
+            if isinstance(result, Tensor) and _close(norm_twin(x, None, weight, eps, one_more)[0], result):
+                return _Norm(weight, eps, one_more)
+    return None
+
+
+# Gated products
+
+
+def _gated(model: nn.Module, kernels: LayerKernels, fused: Fused) -> None:
+    """Replace down(silu(gate(x)) * up(x))."""
+    for module in list(model.modules()):
+        parts = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
+        if kernels.gated is None or set(parts) != {"gate_proj", "up_proj", "down_proj"}:
+            continue
+        gate, up, down = parts["gate_proj"], parts["up_proj"], parts["down_proj"]
+        if not (_plain_linear(gate) and _plain_linear(up)):
+            continue
+        x = _noise(module, 3, gate.in_features)  # type: ignore[arg-type]
+        wanted = module(x)
+        ours = down(nn.functional.silu(gate(x)) * up(x))
+        if isinstance(wanted, Tensor) and _close(ours, wanted):
+            fused._replace("gated", module, _gated_forward(kernels.gated, *_merged((gate, up)), down))
+
+
+def _gated_forward(
+    kernel: Callable[..., Tensor], weight: Tensor, bias: Tensor | None, down: nn.Module
+) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        result: Tensor = down(kernel(nn.functional.linear(x, weight, bias)))
+        return result
+
+    return forward
+
+
+def _merged(linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases of several products of one input in one buffer; the modules' own become parts of it."""
+    weight = torch.cat([linear.weight for linear in linears])
+    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+    start = 0
+    for linear in linears:
+        end = start + linear.out_features
+        linear.weight.data = weight[start:end]
+        if bias is not None:
+            linear.bias.data = bias[start:end]
+        start = end
+    return weight, bias
+
+
+# Attention
+
+
+@dataclass(slots=True)
+class _Call:
+    """What a module has asked of the attention function."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    more: dict[str, object]
+
+
+_calls: list[_Call] = []
+
+
+def _recording(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **more: object
+) -> tuple[Tensor, None]:
+    """An attention that gives the queries back and notes what it was asked."""
+    _calls.append(_Call(query, key, value, more))
+    return query.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(RECORDING, _recording)
+
+
+@contextmanager
+def _noted(config: Any) -> Iterator[list[_Call]]:
+    before = config._attn_implementation
+    _calls.clear()
+    config._attn_implementation = RECORDING
+    try:
+        yield _calls
+    finally:
+        config._attn_implementation = before
+
+
+def _attentions(model: nn.Module, kernels: LayerKernels, fused: Fused) -> None:
+    """Replace attentions of one product each for queries, keys and values and a rotation of whole heads."""
+    for module in list(model.modules()):
+        parts = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
+        if kernels.rotate is None or set(parts) != {"q_proj", "k_proj", "v_proj", "o_proj"}:
+            continue
+        linears = tuple(parts[name] for name in ("q_proj", "k_proj", "v_proj"))
+        biased = {getattr(linear, "bias", None) is not None for linear in linears}
+        if not all(map(_plain_linear, linears)) or len(biased) != 1:
+            continue
+        more = _asked(module, linears, parts["o_proj"])
+        if more is not None:
+            fused._replace("rotate", module, _attention_forward(kernels.rotate, module, *_merged(linears), more))
+
+
+def _asked(module: Any, linears: tuple[Any, ...], out: nn.Module) -> dict[str, object] | None:
+    """The constants that a module gives to its attention function; None where it computes something else."""
+    from dsbd_cli.kernels.layers import rotate_twin
+
+    dim, count = getattr(module, "head_dim", None), 5
+    if not isinstance(dim, int) or not hasattr(module, "layer_idx") or not hasattr(module, "config"):
+        return None
+    x = _noise(module, 1, count, linears[0].in_features)
+    angles = _noise(module, 1, count, dim).float()
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    with suppress(Exception), _noted(module.config) as calls:
+        result = module(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None, past_key_values=None)
+        if (
+            len(calls) != 1
+            or not isinstance(result, tuple)
+            or any(isinstance(v, Tensor) for v in calls[0].more.values())
+        ):
+            return None
+        call = calls[0]
+        both = torch.cat([linear(x) for linear in linears], -1)
+        keys = x.new_zeros(1, count, linears[1].out_features // dim, dim)
+        values = torch.zeros_like(keys)
+        query = rotate_twin(both, cos, sin, torch.arange(count, device=x.device), keys, values)
+        same = _close(query, call.query)
+        same = same and _close(keys.transpose(1, 2), call.key) and _close(values.transpose(1, 2), call.value)
+        if same and _close(out(query.transpose(1, 2).reshape(1, count, -1)), result[0]):
+            return dict(call.more)
+    return None
+
+
+def _attention_forward(
+    kernel: Callable[..., Tensor], module: Any, weight: Tensor, bias: Tensor | None, more: dict[str, object]
+) -> Callable[..., Any]:
+    """The module's forward over a packed forest; anything else goes the stock way."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from dsbd_cli.kernels.layers import rotate_fits
+
+    stock, out = module.forward, module.o_proj
+
+    def forward(
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: object = None,
+        **kwargs: object,
+    ) -> Any:
+        planes = past_key_values.planes(module.layer_idx) if isinstance(past_key_values, ForestCache) else None
+        name = module.config._attn_implementation
+        function = ALL_ATTENTION_FUNCTIONS.get(name)
+        if planes is None or position_embeddings is None or function is None:
+            return stock(
+                hidden_states=hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        keys, values, slots = planes
+        cos, sin = position_embeddings
+        both = nn.functional.linear(hidden_states, weight, bias)
+        assert rotate_fits(both, cos, keys, values), "one dtype for weights, angles and cache"
+        query = kernel(both, cos, sin, slots, keys, values)
+        assert isinstance(past_key_values, ForestCache)
+        key, value = past_key_values.seen(keys), past_key_values.seen(values)
+        attended, weights = function(module, query, key, value, attention_mask, **{**kwargs, **more})
+        return out(attended.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    return forward
+
+
+# Layers
+
+
+def _layers(model: nn.Module, kernels: LayerKernels, fused: Fused, norms: dict[nn.Module, _Norm]) -> None:
+    """Replace h + attention(norm(h)), then h + mlp(norm(h)): the first sum is the second norm's."""
+    names = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+    for module in list(model.modules()):
+        parts = dict(module.named_children())
+        if kernels.norm is None or set(parts) != names or not hasattr(parts["self_attn"], "config"):
+            continue
+        first, second = parts["input_layernorm"], parts["post_attention_layernorm"]
+        dim = getattr(parts["self_attn"], "head_dim", None)
+        if first not in norms or second not in norms or not isinstance(dim, int):
+            continue
+        forward = _layer_forward(kernels.norm, parts, norms[second])
+        x = _noise(module, 1, 5, len(norms[first].weight))
+        angles = _noise(module, 1, 5, dim).float()
+        places = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+        with suppress(Exception), _noted(parts["self_attn"].config):
+            wanted = module(x, attention_mask=None, position_embeddings=places, past_key_values=None)
+            ours = forward(x, attention_mask=None, position_embeddings=places, past_key_values=None)
+            if isinstance(wanted, Tensor) and _close(ours, wanted):
+                fused._replace("layer", module, forward)
+
+
+def _layer_forward(
+    kernel: Callable[..., tuple[Tensor, Tensor]], parts: dict[str, nn.Module], second: _Norm
+) -> Callable[..., Tensor]:
+    first, attention, mlp = parts["input_layernorm"], parts["self_attn"], parts["mlp"]
+
+    def forward(hidden_states: Tensor, **kwargs: object) -> Tensor:
+        attended, _ = attention(hidden_states=first(hidden_states), **kwargs)
+        normed, summed = kernel(attended, hidden_states, second.weight, second.eps, second.one_more)
+        result: Tensor = summed + mlp(normed)
+        return result
+
+    return forward

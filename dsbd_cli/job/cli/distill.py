@@ -1,0 +1,550 @@
+"""`dsbd distill`: a draft for the user's own target, trained on the target's answers to the user's own prompts."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from dsbd_cli.config import BUILTIN_TARGET, DEFAULT_DEPTH, DTYPES, MethodConfig, ModelSpec, SamplingConfig
+from dsbd_cli.errors import DsbdError, UsageError
+from dsbd_cli.job.cli.declare import flag, grouped, option
+from dsbd_cli.job.cli.messages import duration, log, say, warn, whole
+from dsbd_cli.job.cli.options import (
+    MAIN,
+    Decode,
+    DeviceOptions,
+    DtypeName,
+    MethodOptions,
+    PairOptions,
+    RowOptions,
+    SamplingOptions,
+)
+from dsbd_cli.job.cli.progress import LOG_INTERVAL_S
+from dsbd_cli.job.cli.settings import RunSettings, model_specs, places, run_settings, spreads
+from dsbd_cli.job.cli.signals import StoppedError, StopSignals
+from dsbd_cli.job.data.compression import open_input
+from dsbd_cli.job.data.source import LineSource
+from dsbd_cli.lab.distillation.record import BATCH, RECORD, Acceptance, Milestone, Plan, Record, Speed, read_record
+from dsbd_cli.requests import Request
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.engine import Engine
+    from dsbd_cli.engine.models.student import StudentShape
+    from dsbd_cli.lab.distillation.training import Training
+
+__all__ = ["distill"]
+
+DISTILL = "Distillation"
+ANSWERS, CHECKPOINT = "answers.jsonl", "checkpoint"
+STEPS = 1000
+CUT_RATE, NEW_RATE = 5e-4, 1e-3  # of the target's own layers, of a small Llama
+HELD_OUT_EVERY, HELD_OUT_MOST, HELD_OUT_BETWEEN = 8, 64, 16
+EVALUATIONS = 8
+RECENT = 25  # steps whose mean loss is shown
+CHECKPOINT_S = 300.0
+SPEED_S = 60.0  # for a prediction, before and after
+
+
+@dataclass(frozen=True)
+class DistillOptions:
+    """What is distilled into what, from which prompts, and how long."""
+
+    target: Annotated[
+        str | None,
+        option(MAIN, "--target", text="alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL"),
+    ] = None
+    input: Annotated[
+        Path | None,
+        option(
+            MAIN,
+            "--input",
+            "-i",
+            text=f"prompts as generate reads them (required); every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is "
+            "held out to measure acceptance on",
+            metavar="FILE",
+        ),
+    ] = None
+    output: Annotated[
+        Path | None,
+        option(
+            MAIN,
+            "--output",
+            "-o",
+            text="folder of the draft (required); where a run was stopped, the same command goes on",
+            metavar="FOLDER",
+        ),
+    ] = None
+    layers: Annotated[
+        int | None,
+        option(
+            DISTILL,
+            "--layers",
+            text="layers of the draft: the target's own first ones",
+            default="a quarter of the target's; with --hidden-size 2",
+            metavar="N",
+        ),
+    ] = None
+    hidden_size: Annotated[
+        int | None,
+        option(
+            DISTILL,
+            "--hidden-size",
+            text="train a new Llama of this hidden size with the target's tokenizer instead",
+            metavar="H",
+        ),
+    ] = None
+    steps: Annotated[
+        int | None, option(DISTILL, "--steps", text=f"of training, {BATCH} answers each", default=STEPS, metavar="N")
+    ] = None
+    learning_rate: Annotated[
+        float | None,
+        option(
+            DISTILL,
+            "--learning-rate",
+            text="the highest; it rises first, and falls to 0 in the second half",
+            default=f"{CUT_RATE:g}, with --hidden-size {NEW_RATE:g}",
+            metavar="X",
+        ),
+    ] = None
+    decode: Annotated[
+        Decode | None,
+        option(
+            MAIN,
+            "--decode",
+            text="how the target answers, and how acceptance is measured; search: beam search; sample: beam sampling",
+            default="sample",
+            metavar="HOW",
+        ),
+    ] = None
+    num_beams: Annotated[
+        int | None,
+        option(
+            MAIN,
+            "--num-beams",
+            text="W, live beams at most; all W answers to a prompt are learnt",
+            default=MethodConfig().num_beams,
+            metavar="W",
+        ),
+    ] = None
+    max_new_tokens: Annotated[
+        int | None,
+        option(
+            MAIN,
+            "--max-new-tokens",
+            text="tokens of an answer at most",
+            default=SamplingConfig().max_new_tokens,
+            metavar="N",
+        ),
+    ] = None
+    seed: Annotated[
+        int | None, option(MAIN, "--seed", text="of answers, batches and new weights", default=0, metavar="N")
+    ] = None
+    dtype: Annotated[
+        DtypeName | None,
+        option(
+            DISTILL,
+            "--dtype",
+            text=f"of the target: {', '.join(DTYPES)}; weights in training are float32",
+            default="auto",
+            metavar="DTYPE",
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        option(
+            DISTILL,
+            "--device",
+            text="as of generate; with a comma the target's and the draft's",
+            default="auto",
+            metavar="DEVICE",
+        ),
+    ] = None
+    quiet: Annotated[bool | None, flag(DISTILL, "--quiet", "-q", text="nothing but errors")] = None
+
+
+@grouped
+def distill(options: DistillOptions, arguments: Sequence[str]) -> None:
+    """Train a draft for a target of your own on the target's answers to your own prompts.
+
+    The target answers the prompts, and the draft learns the target's law after every token of the answers. Acceptance
+    on held-out prompts is measured before, meanwhile and after.
+
+    Ctrl-C keeps what is done; the same command goes on.
+    """
+    if options.input is None:
+        raise UsageError("--input is missing: name a file of prompts")
+    if options.output is None:
+        raise UsageError("--output is missing: name a folder for the draft")
+    if options.steps is not None and options.steps < 1:
+        raise UsageError(f"--steps is {options.steps}, but must be 1 or more")
+    rate = options.learning_rate
+    if rate is not None and not 0 < rate < 1:
+        raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
+    settings = _run_settings(options)
+    with StopSignals(quiet=bool(options.quiet)) as signals, _talk(quiet=bool(options.quiet)) as talk:
+        _Distilling(options, settings, options.input, options.output, signals, talk).run()
+
+
+def _run_settings(options: DistillOptions) -> RunSettings:
+    """The target without a draft, as generate would run it, with all answers."""
+    search = options.decode == "search"
+    beams = MethodConfig().num_beams if options.num_beams is None else options.num_beams
+    return run_settings(
+        PairOptions(target=options.target, draft="none"),
+        MethodOptions(num_beams=beams, decode=options.decode),
+        SamplingOptions(
+            max_new_tokens=options.max_new_tokens, n_best=max(1, beams), seed=None if search else options.seed
+        ),
+        DeviceOptions(dtype=options.dtype, device=(places(options.device)[0])),
+        RowOptions(),
+    )
+
+
+class _Talk:
+    """What people see: a live line on a terminal, a log line a minute elsewhere, and lines that stay."""
+
+    def __init__(self, live: Callable[[str], None] | None, *, quiet: bool) -> None:
+        self._live, self._quiet, self._told = live, quiet, 0.0
+
+    def now(self, message: str, fields: Mapping[str, object] | None = None) -> None:
+        """What changes all the time."""
+        if self._live is not None:
+            self._live(message)
+        elif not self._quiet and time.monotonic() - self._told >= LOG_INTERVAL_S:
+            self._told = time.monotonic()
+            log(message, fields or {})
+
+    def line(self, message: str) -> None:
+        """What is worth a line."""
+        if not self._quiet:
+            say(message)
+
+    def warn(self, message: str) -> None:
+        """What is worth a warning."""
+        if not self._quiet:
+            warn(message)
+
+
+@contextmanager
+def _talk(*, quiet: bool) -> Iterator[_Talk]:
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
+        yield _Talk(None, quiet=quiet)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status("loading the target") as status:
+        yield _Talk(lambda message: status.update(Text(message)), quiet=quiet)
+
+
+class _Distilling:
+    """One run of the command."""
+
+    def __init__(
+        self,
+        options: DistillOptions,
+        settings: RunSettings,
+        source: Path,
+        folder: Path,
+        signals: StopSignals,
+        talk: _Talk,
+    ) -> None:
+        self._options, self._settings, self._source = options, settings, source
+        self._folder, self._signals, self._talk = folder, signals, talk
+        devices = DeviceOptions(dtype=options.dtype, device=places(options.device)[0])
+        self._spec, _ = model_specs(settings, devices)
+        target, own = places(options.device)
+        self._draft_device = own or ("auto" if target is None or spreads(target) else target)
+        self._stopped = False
+        self._stop_now: list[Callable[[], None]] = []
+
+    def run(self) -> None:
+        """Answer, train, measure, tell."""
+        from dsbd_cli.engine.models.student import student_shape
+
+        shape = student_shape(self._spec, self._options.layers, self._options.hidden_size)
+        requests, digest = self._requests()
+        held = requests[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY][:HELD_OUT_MOST]
+        ids = {id(one) for one in held}
+        learnt = [one for one in requests if id(one) not in ids]
+        self._record = self._begin(shape, digest)
+        self._record.prompts = len(learnt)
+        self._signals.on_stop = self._stop
+        engine = self._load()
+        self._answer(engine, learnt)
+        self._train(engine, shape, held)
+
+    # Beginning, and going on
+
+    def _requests(self) -> tuple[list[Request], str]:
+        """The prompts and what tells them from others. Raises UsageError with the first bad line."""
+        found: list[Request] = []
+        digest = blake2b(digest_size=16)
+        name = f"--input {self._source}"
+        try:
+            with open_input(self._source) as stream, LineSource(stream, str(self._source)) as source:
+                for number, line in filter(None, source):
+                    row = self._settings.rows.read(line, index=len(found), number=number)
+                    if row.request is None:
+                        raise UsageError(f"{name}: {row.error}")
+                    found.append(row.request)
+                    digest.update(line if isinstance(line, bytes) else b"")
+        except OSError as error:
+            raise UsageError(f"{name} cannot be read: {error.strerror or error}") from None
+        if len(found) < HELD_OUT_EVERY:
+            raise UsageError(
+                f"{name} holds {len(found)} prompts, but {HELD_OUT_EVERY} or more are needed: hundreds are better"
+            )
+        return found, digest.hexdigest()
+
+    def _begin(self, shape: StudentShape, digest: str) -> Record:
+        """A new folder, or the record of one that this command has left unfinished."""
+        options, method = self._options, self._settings.method
+        plan = Plan(
+            target=self._settings.target,
+            input=digest,
+            layers=shape.layers,
+            hidden_size=shape.hidden_size,
+            steps=options.steps or STEPS,
+            learning_rate=options.learning_rate or (CUT_RATE if shape.hidden_size is None else NEW_RATE),
+            decode=options.decode or "sample",
+            num_beams=method.num_beams,
+            max_new_tokens=self._settings.rows.sampling.max_new_tokens,
+            seed=options.seed or 0,
+            dtype=options.dtype or "auto",
+        )
+        folder = self._folder
+        if not (folder / RECORD).is_file():
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise UsageError(f"--output {folder} exists: name a new folder")
+            try:
+                folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"--output {folder}: {error.strerror or error}") from None
+            record = Record(plan)
+            record.write(folder)
+            return record
+        record = read_record(folder)
+        if record.complete:
+            raise UsageError(f"--output {folder} is finished: use it with --draft, or name a new folder")
+        for item in fields(Plan):
+            was, now = getattr(record.plan, item.name), getattr(plan, item.name)
+            if was != now:
+                said = "holds other prompts" if item.name == "input" else f"was {was} and is {now}"
+                raise UsageError(
+                    f"--{item.name.replace('_', '-')} {said}: go on with what --output {folder} was begun with, or "
+                    "name a new folder"
+                )
+        return record
+
+    def _stop(self) -> None:
+        self._stopped = True
+        for stop in self._stop_now:
+            stop()
+
+    @contextmanager
+    def _stopping(self, stop: Callable[[], None]) -> Iterator[None]:
+        """While something runs that `stop` would end. Raises StoppedError behind it where it was."""
+        self._stop_now = [stop]
+        try:
+            yield
+        finally:
+            self._stop_now = []
+        self._check_stopped()
+
+    def _check_stopped(self) -> None:
+        if self._stopped:
+            number = self._signals.number
+            assert number is not None
+            self._talk.line("stopped; the same command goes on")
+            raise StoppedError(number)
+
+    def _load(self) -> Engine:
+        from dsbd_cli.engine.decoding.load import load
+
+        self._talk.now("loading the target")
+        engine = load(self._spec, None, method=self._settings.method)
+        self._check_stopped()
+        return engine
+
+    # The target's answers
+
+    def _answer(self, engine: Engine, requests: list[Request]) -> None:
+        from dsbd_cli.lab.distillation.answers import answered, make_answers, read_answers
+
+        path = self._folder / ANSWERS
+        with answered(path) as (done, writer):
+            began, todo = time.monotonic(), requests[done:]
+
+            def told(number: int) -> None:
+                left = (time.monotonic() - began) / number * (len(todo) - number)
+                self._talk.now(
+                    f"the target answers: {done + number} of {len(requests)} prompts, {duration(left)} left",
+                    {"answered": done + number, "prompts": len(requests)},
+                )
+
+            with self._stopping(engine.stop):
+                failed = make_answers(engine, todo, writer, told)
+        if failed:
+            self._talk.warn(f"{len(failed)} prompts cannot be answered and are left out; the first: {failed[0]}")
+        self._answers = read_answers(path)
+        if not self._answers:
+            raise DsbdError(f"no prompt of {self._source} could be answered, so there is nothing to learn from")
+        self._record.answers = len(self._answers)
+        tokens = sum(len(one.tokens) for one in self._answers)
+        self._talk.line(f"{len(self._answers)} answers of {tokens} tokens to learn from, in {path}")
+
+    # The draft
+
+    def _train(self, engine: Engine, shape: StudentShape, held: list[Request]) -> None:
+        from dsbd_cli.engine.models.student import publish_student, remove, stored_dtype
+
+        training, record = self._training(engine, shape), self._record
+        steps = record.plan.steps
+        every = max(1, steps // EVALUATIONS)
+        began, first, saved, losses = time.monotonic(), training.step, time.monotonic(), list[float]()
+        while training.step < steps:
+            if training.step % every == 0 and training.step not in {one.step for one in record.milestones}:
+                self._save(training)
+                self._reach_with(engine, training.step, losses, self._folder / CHECKPOINT, held)
+                saved = time.monotonic()
+            losses.append(training.run_step())
+            left = (time.monotonic() - began) / (training.step - first) * (steps - training.step)
+            recent, latest = _mean(losses[-RECENT:]), record.milestones[-1]
+            self._talk.now(
+                f"step {training.step} of {steps}, loss {recent:.3f}, {duration(left)} left, at step {latest.step} "
+                f"{_said(latest)}",
+                {"step": training.step, "steps": steps, "loss": recent},
+            )
+            if self._stopped or time.monotonic() - saved > CHECKPOINT_S:
+                self._save(training)
+                saved = time.monotonic()
+                self._check_stopped()
+        self._save(training)
+        publish_student(training.student, self._spec, self._folder, stored_dtype(self._spec))
+        self._reach_with(engine, steps, losses, self._folder, held)
+        record.complete = True
+        record.write(self._folder)
+        remove(self._folder / CHECKPOINT)
+        if not self._options.quiet:
+            _show(record, self._folder, len(held))
+
+    def _reach_with(self, engine: Engine, step: int, losses: list[float], folder: Path, held: list[Request]) -> None:
+        """Measure the draft in a folder, write it down and tell it. losses: since the milestone before, forgotten."""
+        record, ends = self._record, step in (0, self._record.plan.steps)
+        found = self._measure(engine, folder, held if ends else held[:HELD_OUT_BETWEEN], speed=ends)
+        milestone = Milestone(step, _mean(losses) if losses else None, *found)
+        losses.clear()
+        record.milestones.append(milestone)
+        record.write(self._folder)
+        loss = "" if milestone.loss is None else f"loss {milestone.loss:.3f}, "
+        self._talk.line(f"step {milestone.step} of {record.plan.steps}: {loss}{_said(milestone)}")
+        if milestone.speed is not None:
+            self._talk.line(_speed_said(milestone.speed))
+
+    def _training(self, engine: Engine, shape: StudentShape) -> Training:
+        """From the checkpoint where there is one."""
+        from dsbd_cli.engine.models.student import load_student, new_student, read_moments
+        from dsbd_cli.lab.distillation.laws import Teacher
+        from dsbd_cli.lab.distillation.training import Recipe, Training
+
+        assert engine.info is not None
+        plan, folder = self._record.plan, self._folder / CHECKPOINT
+        recipe = Recipe(plan.steps, plan.learning_rate, plan.seed, autocast=engine.info.dtype == "bfloat16")
+        spec = self._draft_spec(self._settings.target, "float32")
+        going_on = (folder / "config.json").is_file()
+        student = load_student(folder, spec) if going_on else new_student(spec, shape, recipe.seed)
+        training = Training(student, Teacher(engine.target), self._answers, recipe)
+        if going_on:
+            training.restore(read_moments(folder))
+            # what was measured later belongs to steps that are taken again
+            milestones = self._record.milestones
+            self._record.milestones = [one for one in milestones if one.step <= training.step]
+            self._talk.line(f"going on behind step {training.step}")
+        return training
+
+    def _draft_spec(self, source: str, dtype: str) -> ModelSpec:
+        return ModelSpec(source, "draft", dtype if dtype in DTYPES else "auto", self._draft_device)
+
+    def _save(self, training: Training) -> None:
+        from dsbd_cli.engine.models.student import save_student
+
+        save_student(training.student, self._spec, self._folder / CHECKPOINT, "float32", training.moments())
+
+    def _measure(
+        self, engine: Engine, folder: Path, held: list[Request], *, speed: bool
+    ) -> tuple[Acceptance | None, Speed | None]:
+        """The draft in a folder, on held-out prompts."""
+        from dsbd_cli.engine.decoding.compare import with_draft
+        from dsbd_cli.lab.distillation.acceptance import expected_speed, measure_acceptance
+        from dsbd_cli.lab.profiling.budget import Budget
+
+        assert engine.info is not None
+        plain = self._settings.method
+        method = MethodConfig(rule=plain.rule, num_beams=plain.num_beams, depth=DEFAULT_DEPTH)
+        self._talk.now(f"measuring acceptance on {len(held)} held-out prompts")
+        pair = with_draft(engine, self._draft_spec(str(folder), engine.info.dtype), method)
+        with self._stopping(pair.stop):
+            found = measure_acceptance(pair, held)
+        if found is None or not speed:
+            return found, None
+        budget = Budget(SPEED_S)
+        self._talk.now(f"measuring speed for {SPEED_S:.0f} s")
+        with self._stopping(budget.stop):
+            return found, expected_speed(pair, held[:HELD_OUT_BETWEEN], budget)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _said(one: Milestone) -> str:
+    if one.acceptance is None:
+        return "nothing was drafted"
+    return f"layers that pass: {_shares(one.acceptance)}; {one.acceptance.steps_per_call:.2f} steps per call"
+
+
+def _shares(found: Acceptance) -> str:
+    return " ".join(f"{share:.0%}" for share in found.by_depth)
+
+
+def _speed_said(speed: Speed) -> str:
+    """What drafting would do for the target on this machine."""
+    said = f"expected here: {speed.plain:.1f} tokens/s without a draft, {speed.drafted:.1f} with it ({speed.label})"
+    if speed.pays_from is None:
+        return f"{said}; a draft of this size would not pay if every layer passed"
+    return f"{said}; a draft of this size pays where more than {speed.pays_from:.0%} of the layers pass"
+
+
+def _show(record: Record, folder: Path, held: int) -> None:
+    from rich.table import Table
+
+    from dsbd_cli.lab.reports.screen import Screen
+
+    first, last = record.milestones[0], record.milestones[-1]
+    table = Table(box=None)
+    table.add_column("")
+    for name in ("before", "after"):
+        table.add_column(name, justify="right")
+    ends = (first, last)
+    table.add_row("loss, nats per token", "-", "-" if last.loss is None else f"{last.loss:.3f}")
+    table.add_row("layers that pass", *(_shares(one.acceptance) if one.acceptance else "-" for one in ends))
+    steps = [f"{one.acceptance.steps_per_call:.2f}" if one.acceptance else "-" for one in ends]
+    table.add_row("steps per target call", *steps)
+    table.add_row("expected tokens/s", *(f"{one.speed.drafted:.1f}" if one.speed else "-" for one in ends))
+    table.add_row("without a draft", *(f"{one.speed.plain:.1f}" if one.speed else "-" for one in ends))
+    console = Screen(sys.stdout)
+    console.print(table)
+    command = whole(f"dsbd generate --target {record.plan.target} --draft {folder}")
+    console.print(
+        f"{folder} is written, measured on {held} held-out prompts: {command}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )

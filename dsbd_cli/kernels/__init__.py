@@ -1,0 +1,84 @@
+"""Triton kernels that stand in for tensor functions, and the list of them.
+
+The tensor function, the twin, stays the specification: it says what a kernel computes, and it runs on other devices and
+for settings that a kernel does not fit. This package knows torch and triton only; a kernel is called where its twin
+stands, behind an operator of torch.library, so that engines run on fake tensors too.
+
+Importing this module needs no triton; the modules with kernels do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Kernel", "available", "differences"]
+
+Arguments = tuple[object, ...]
+CLOSE = 2e-5  # largest difference of two log-probabilities that were summed in another order
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel and the tensor function it stands in for.
+
+    Attributes:
+        name: what users read, and `--no-kernels` and the load-time check speak of.
+        op, twin: take the same arguments and give the same tensors, or a tuple of them. Neither changes an argument:
+            where the kernel works in place, `op` is a function that copies first and returns what was changed.
+        fits: whether the kernel serves these shapes and settings; its arguments are those that the call site has.
+        cases: arguments of a few random calls, made with a generator of the CPU and moved to the device. What they
+            hold is small; the first one is the smallest.
+        exact: numbers of int64 and bool must be equal, and those of a float type as close as `close`.
+    """
+
+    name: str
+    op: Callable[..., Tensor | tuple[Tensor, ...]]
+    twin: Callable[..., Tensor | tuple[Tensor, ...]]
+    fits: Callable[..., bool]
+    cases: Callable[[torch.Generator, torch.device], Iterator[Arguments]]
+    close: float = CLOSE
+
+
+def available() -> bool:
+    """triton can be imported. torch's builds for CUDA bring it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def differences(kernel: Kernel, device: torch.device, seed: int = 0) -> Iterator[str]:
+    """What a kernel gives otherwise than its twin, one text per case that differs; nothing where they agree.
+
+    An error of the kernel (it does not compile, it cannot be launched) is raised as it is.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for number, case in enumerate(kernel.cases(generator, device)):
+        found, wanted = kernel.op(*case), kernel.twin(*case)
+        for place, (mine, other) in enumerate(zip(_tuple(found), _tuple(wanted), strict=True)):
+            if said := _difference(mine, other, kernel.close):
+                yield f"case {number}, result {place}: {said}"
+                break
+
+
+def _tuple(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (found,) if isinstance(found, Tensor) else found
+
+
+def _difference(found: Tensor, wanted: Tensor, close: float) -> str:
+    """How two tensors differ, "" where they do not. NaN equals NaN."""
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return f"{found.dtype} {list(found.shape)} in place of {wanted.dtype} {list(wanted.shape)}"
+    if found.is_floating_point():
+        same = torch.isclose(found, wanted, rtol=close, atol=close, equal_nan=True)
+    else:
+        same = found == wanted
+    if bool(same.all()):
+        return ""
+    first = int((~same).flatten().to(torch.int8).argmax())
+    return (
+        f"{int((~same).sum())} of {same.numel()} numbers differ, the first {found.flatten()[first].item()} "
+        f"in place of {wanted.flatten()[first].item()}"
+    )

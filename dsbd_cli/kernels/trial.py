@@ -1,0 +1,154 @@
+"""Whether the kernels give on this device what their twins give: tried once per machine, before anything relies on it.
+
+A kernel that reads or writes where it must not ends every later call of its process, on a GPU. So the trial is a
+process of its own, which says a line per kernel; where it dies, the kernel that it was at is to blame and the others
+are tried by another one. What was found is kept for the versions and the device it was found with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from dsbd_cli.kernels import Kernel, available, differences
+
+__all__ = ["MODULES", "faults", "kernels", "tried"]
+
+MODULES = ("dsbd_cli.kernels.layers",)  # each with a tuple KERNELS; a twin may live above this package
+LIMIT_S = 180.0  # for all kernels: each compiles in seconds
+SAID = 160  # characters of an error
+
+
+def kernels() -> dict[str, Kernel]:
+    """All kernels by name. Imports triton."""
+    modules = (importlib.import_module(name) for name in MODULES)
+    return {kernel.name: kernel for module in modules for kernel in module.KERNELS}
+
+
+def tried(kernel: Kernel, device: torch.device) -> str | None:
+    """What is wrong with a kernel on a device, in one line; None where it gives what its twin gives."""
+    try:
+        with torch.inference_mode():
+            for said in differences(kernel, device):
+                return f"differs from the tensor code: {said}"
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"fails: {said[:SAID]}"
+    return None
+
+
+def faults(device: torch.device, command: Sequence[str] | None = None) -> dict[str, str]:
+    """Kernels that must not run on a device, and why; nothing where all may.
+
+    command: what tries them in another process; that of this module where None.
+    """
+    if not available():
+        return {"all": "triton is not installed"}
+    place = _place(device)
+    try:
+        found: dict[str, str] = json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = _asked(device, command or (sys.executable, "-m", "dsbd_cli.kernels.trial", str(device)))
+        _keep(place, found)
+    return found
+
+
+def _asked(device: torch.device, command: Sequence[str]) -> dict[str, str]:
+    left, found = list(kernels()), {}
+    while left:
+        said, end = _run([*command, *left])
+        for line in said:
+            name, fault = line
+            if name in left:
+                left.remove(name)
+                if fault is not None:
+                    found[name] = fault
+        if left and end is not None:
+            found[left.pop(0)] = end
+        elif left:
+            found |= dict.fromkeys(left, "was not tried")
+            break
+    return found
+
+
+def _run(command: Sequence[str]) -> tuple[list[tuple[str, str | None]], str | None]:
+    """What another process says of each kernel, and how it ended if not well."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        out, error = done.stdout, None if done.returncode == 0 else _last(done.stderr, done.returncode)
+    except subprocess.TimeoutExpired as expired:
+        out = expired.stdout.decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
+        error = f"does not end within {LIMIT_S:.0f} s"
+    except OSError as failed:
+        out, error = "", f"cannot be tried: {failed.strerror}"
+    said: list[tuple[str, str | None]] = []
+    for line in out.splitlines():
+        try:
+            name, fault = json.loads(line)
+        except ValueError:  # what a library prints
+            continue
+        said.append((str(name), None if fault is None else str(fault)))
+    return said, error
+
+
+def _last(text: str, code: int) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"ends its process (exit {code}): {lines[-1][:SAID] if lines else 'nothing was said'}"
+
+
+def _place(device: torch.device) -> Path:
+    """The file that holds what was found with these versions, kernels and this device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    parts = [name, str(torch.__version__), _version("triton"), *(_text(path) for path in _sources())]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return Path(cache or Path.home() / ".cache") / "dsbd" / f"kernels-{key}.json"
+
+
+def _sources() -> Iterable[Path]:
+    return sorted(Path(__file__).parent.glob("*.py"))
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _keep(place: Path, found: dict[str, str]) -> None:
+    """For the next run; where nothing can be written it is tried again."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        temporary = place.with_name(f"{place.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(found), encoding="utf-8")
+        temporary.replace(place)
+    except OSError:
+        return
+
+
+def _main(arguments: Sequence[str]) -> None:
+    """DEVICE NAME...: a line of JSON per kernel, [name, fault or null], as soon as it is tried."""
+    device, every = torch.device(arguments[0]), kernels()
+    for name in arguments[1:]:
+        sys.stdout.write(json.dumps([name, tried(every[name], device)]) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""A draft is trained on a target's answers and laws."""

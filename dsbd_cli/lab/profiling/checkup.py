@@ -1,0 +1,364 @@
+"""What runs how on this machine: every part is tried, and one that fails does not keep the others from being tried."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from dsbd_cli.config import BUILTIN_TARGET, MethodConfig, ModelSpec, SamplingConfig
+from dsbd_cli.engine.models.catalog import fit, local_folder
+from dsbd_cli.errors import DsbdError, ModelNotFoundError
+from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, installed, versions
+from dsbd_cli.lab.tasks import TASKS
+from dsbd_cli.requests import Request
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.core.protocols import ForestModel
+    from dsbd_cli.engine.decoding.engine import Engine
+    from dsbd_cli.engine.models.pair import LoadedPair
+
+__all__ = ["Check", "State", "check_up"]
+
+State = Literal["ok", "note", "off", "broken"]
+Facts = dict[str, object]
+
+OPTIONAL = ("triton", "ray", "llguidance")  # packages that parts of this one take where they are there
+NVIDIA = Path("/proc/driver/nvidia/version")  # is there where a driver is
+GIB = 2**30
+BEAMS, DEPTH = 4, 4
+PROMPTS = (
+    "The library opens at nine and closes at six. On Sunday it",
+    "To change a tyre you need a jack and a wrench. First",
+)
+TOKENS = 24  # of the texts that are compared
+MEMORY_TOKENS = 2000  # of the rows whose number is told
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One part. ok: it works; note: it works, and there is something to know; off: it is not in use here; broken.
+
+    Attributes:
+        text: for people, in one line. facts: numbers and names of it, by name.
+    """
+
+    name: str
+    state: State
+    text: str
+    facts: Facts = field(default_factory=dict)
+
+
+class BrokenError(Exception):
+    """A part does not do what it should; the message is its line."""
+
+
+def check_up(target: ModelSpec, draft: ModelSpec | None, seconds: float) -> Iterator[Check]:
+    """Every part, in order, as soon as it is tried. seconds: for measuring the speed, in all.
+
+    Nothing is fetched. Without the models on this machine, what needs them is left out.
+    """
+    yield _tried("versions", _versions)
+    yield _tried("machine", _machine)
+    yield _tried("GPU", _gpu)
+    if draft is not None:
+        fits = _tried("pair", partial(_pair, target, draft))
+        yield fits
+        draft = None if fits.state == "broken" else draft
+    loaded: list[LoadedPair] = []
+    yield _tried("models", lambda: _models(target, draft, loaded))
+    if not loaded:
+        return
+    from dsbd_cli.engine.models.speech import WhisperCodec
+
+    pair = loaded[0]
+    yield _tried("forest", lambda: _forest(pair))
+    yield _tried("numerics", lambda: _numerics(pair, target))
+    yield _tried("graphs", lambda: _graphs(pair))
+    yield _tried("memory", lambda: _memory(pair))
+    prompts = _prompts(target)
+    if isinstance(pair.codec, WhisperCodec):
+        yield Check("texts", "off", "the target reads sound: no text can be tried on it")
+        return
+    yield _tried("texts", lambda: _texts(pair, prompts))
+    share = seconds / (1 if pair.draft is None else 2)
+    yield _tried("speed", lambda: _speed(pair, prompts, share))
+
+
+def _tried(name: str, part: Callable[[], tuple[State, str, Facts]]) -> Check:
+    """The part's findings; what it raises is a finding, too."""
+    try:
+        return Check(name, *part())
+    except (DsbdError, BrokenError) as error:
+        return Check(name, "broken", str(error), {"error": str(error)})
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+        return Check(name, "broken", f"{said[:300]} (unexpected)", {"error": said})
+
+
+# The machine
+
+
+def _versions() -> tuple[State, str, Facts]:
+    found = versions() | {name: installed(name) for name in OPTIONAL}
+    commit = commit_of(Path(__file__).parents[2])
+    shown = [f"{name} {version}" for name, version in found.items() if version is not None]
+    shown[0] += f" ({commit})" if commit else ""
+    return "ok", ", ".join(shown), {"versions": found, "commit": commit}
+
+
+def _machine() -> tuple[State, str, Facts]:
+    import torch
+
+    from dsbd_cli.engine.decoding.budget import free_bytes, memory_bytes
+
+    cpu, threads, cores = torch.device("cpu"), torch.get_num_threads(), len(os.sched_getaffinity(0))
+    total, free = memory_bytes(cpu), free_bytes(cpu)
+    system = f"{platform.system()} {platform.machine()}"
+    beside = f"{_count(cores, 'core')}, {_count(threads, 'thread')}"
+    text = f"{cpu_name()}, {beside}, {free / GIB:.1f} of {total / GIB:.1f} GiB free; {system}"
+    facts = {"cpu": cpu_name(), "cores": cores, "threads": threads, "memory_bytes": total, "free_bytes": free}
+    return "ok", text, {**facts, "system": system}
+
+
+def _gpu() -> tuple[State, str, Facts]:
+    import torch
+
+    built = torch.version.cuda
+    if not torch.cuda.is_available():
+        if built is None and NVIDIA.exists():
+            raise BrokenError(f"there is an NVIDIA driver, but torch {torch.__version__} is built without CUDA")
+        if NVIDIA.exists():
+            raise BrokenError(f"torch is built for CUDA {built} and the driver is there, but torch sees no device")
+        return "off", f"none; torch {'is built without CUDA' if built is None else f'is built for CUDA {built}'}", {}
+    told, facts = [], []
+    for index in range(torch.cuda.device_count()):
+        name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        free, total = torch.cuda.mem_get_info(index)
+        try:
+            values = torch.arange(64.0, device=f"cuda:{index}").reshape(8, 8)
+            right = bool(torch.equal((values @ values.t()).cpu(), values.cpu() @ values.cpu().t()))
+        except RuntimeError as error:
+            raise BrokenError(f"cuda:{index} {name} (sm_{major}{minor}) computes nothing: {error}") from error
+        if not right:
+            raise BrokenError(f"cuda:{index} {name} (sm_{major}{minor}) gives a wrong product of whole numbers")
+        told.append(f"cuda:{index} {name}, sm_{major}{minor}, {free / GIB:.1f} of {total / GIB:.1f} GiB free")
+        facts.append({"name": name, "capability": f"{major}.{minor}", "free_bytes": free, "memory_bytes": total})
+    return "ok", f"{'; '.join(told)}; CUDA {built}", {"cuda": built, "devices": facts}
+
+
+# The models
+
+
+def _pair(target: ModelSpec, draft: ModelSpec) -> tuple[State, str, Facts]:
+    found = fit(target.source, draft.source, trust_remote_code=target.trust_remote_code)
+    limit = "no limit of positions" if found.positions is None else f"{found.positions:,} positions"
+    text = "; ".join([f"target and draft fit: {found.tokens:,} tokens in common, {limit}", *found.notes])
+    return "ok", text, {"tokens": found.tokens, "positions": found.positions, "notes": list(found.notes)}
+
+
+def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]) -> tuple[State, str, Facts]:
+    from dsbd_cli.engine.models.hub import has_weights
+    from dsbd_cli.engine.models.loader import is_gguf
+    from dsbd_cli.engine.models.pair import load_pair
+    from dsbd_cli.engine.models.sizes import size_of
+
+    for spec in (target, draft):
+        if spec is None:
+            continue
+        folder = local_folder(spec)
+        if not is_gguf(folder) and not has_weights(folder):
+            raise ModelNotFoundError(f"{spec.role} model {spec.source!r}: its weights are not on this machine")
+    begin = time.monotonic()
+    pair = load_pair(target, draft)
+    took = time.monotonic() - begin
+    loaded.append(pair)
+    told: list[str] = []
+    facts: Facts = {"load_s": took}
+    for spec, model, dtype in zip((target, draft), _both(pair), (pair.target_dtype, pair.draft_dtype), strict=False):
+        assert spec is not None
+        size = size_of(model)
+        how = f" ({spec.dtype})" if spec.dtype == "auto" else ""
+        weights = "" if size is None else f", {_bytes(size.held_bytes)}"
+        name = getattr(model, "architecture", type(model).__name__)
+        told.append(f"{spec.role} {spec.source}: {name}, {dtype}{how} on {model.device}{weights}")
+        facts[spec.role] = {
+            "source": spec.source,
+            "architecture": name,
+            "dtype": dtype,
+            "device": str(model.device),
+            "weight_bytes": None if size is None else size.held_bytes,
+        }
+    if draft is None:
+        told.append("no draft")
+    return "ok", f"{'; '.join(told)}; loaded and tested in {took:.1f} s", facts
+
+
+def _both(pair: LoadedPair) -> list[ForestModel]:
+    """The target, and the draft where there is one."""
+    return [pair.target] if pair.draft is None else [pair.target, pair.draft]  # type: ignore[list-item]
+
+
+def _forest(pair: LoadedPair) -> tuple[State, str, Facts]:
+    """The self-test has passed, or the models would not be loaded: how far off they were."""
+    told: list[str] = []
+    facts: Facts = {}
+    for role, model in zip(("target", "draft"), _both(pair), strict=False):
+        report = getattr(model, "tested", None)
+        if report is not None:
+            told.append(f"{role} off by {report.median_error:.0e} at the median, {report.largest_error:.0e} at most")
+            facts[role] = {"median_error": report.median_error, "largest_error": report.largest_error}
+            limit = f" (limit {report.limit:.0e})"
+    return "ok", f"a packed tree has the logits of its separate paths: {'; '.join(told)}{limit}", facts
+
+
+def _numerics(pair: LoadedPair, target: ModelSpec) -> tuple[State, str, Facts]:
+    if pair.target.invariant:
+        return "ok", "same-text: no bit of the logits depends on the draft or the batch", {"exactness": "same-text"}
+    why = getattr(pair.target, "varies", None) or "the target does not say why"
+    if target.numerics == "fast":
+        why = "numerics is fast"
+    text = f"same-law: rounding may change a text with the draft or the batch; {why}"
+    return "note", text, {"exactness": "same-law", "reason": why}
+
+
+def _graphs(pair: LoadedPair) -> tuple[State, str, Facts]:
+    from dsbd_cli.engine.decoding.trial import captured_otherwise
+
+    model = pair.target
+    if model.device.type != "cuda":
+        return "off", f"iterations are captured on a GPU only; the target is on {model.device}", {}
+    engine = _engine(pair, depth=DEPTH)
+    why: str | None = "the models do not lie whole on one GPU, or their forwards read the host"
+    if engine.stepper.graphs is not None:
+        why = captured_otherwise(engine)
+    if why is not None:
+        return "note", f"iterations run plainly: {why}", {"reason": why}
+    return "ok", "iterations are captured as CUDA graphs; a captured one gives what a plain one gives", {}
+
+
+def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:
+    from dsbd_cli.engine.decoding.budget import fitting_rows, free_bytes
+
+    models = _both(pair)
+    nodes = BEAMS * (1 + 2 * DEPTH)
+    free, cache = free_bytes(pair.target.device), sum(model.kv_bytes_per_slot() for model in models)
+    slots = MEMORY_TOKENS + 2 * nodes
+    rows = fitting_rows(models, slots, nodes, free)
+    text = (
+        f"{_bytes(free)} free on {pair.target.device} with the models loaded; a token takes {_bytes(cache)} of cache; "
+        f"room for {_count(rows, 'row')} of {MEMORY_TOKENS:,} tokens and {BEAMS} beams together"
+    )
+    return "ok", text, {"free_bytes": free, "cache_bytes_per_token": cache, "rows": rows}
+
+
+# Texts
+
+
+def _prompts(target: ModelSpec) -> tuple[str, ...]:
+    if target.source != BUILTIN_TARGET:
+        return PROMPTS
+    return tuple(one.prompt for one in itertools.islice(TASKS["sql"].records("test", 0), len(PROMPTS)))
+
+
+def _engine(pair: LoadedPair, *, depth: int | None) -> Engine:
+    """An engine over the pair: beam search, whose text does not depend on chance. depth: None for the default. Without
+    a draft model, drafts come from the prompt."""
+    from dsbd_cli.engine.decoding.engine import Engine
+
+    drafts = depth is None or depth > 0
+    how: dict[str, object] = {} if depth is None else {"depth": depth}
+    if drafts and pair.draft is None:
+        how["drafter"] = "ngram"
+    method = MethodConfig.of({"rule": "search", "num_beams": BEAMS, **how})
+    return Engine(pair.target, pair.draft if drafts else None, pair.codec, method, batch_size=2)
+
+
+def _texts(pair: LoadedPair, prompts: Sequence[str]) -> tuple[State, str, Facts]:
+    sampling = SamplingConfig(max_new_tokens=TOKENS, n_best=BEAMS)
+    requests = [Request(prompt, sampling=sampling) for prompt in prompts]
+    ways = [_engine(pair, depth=depth).generate(requests) for depth in (0, DEPTH)]
+    found = [[[(one.token_ids, one.logprob) for one in row.hypotheses] for row in rows] for rows in ways]
+    equal, total = sum(one == other for one, other in zip(*found, strict=True)), len(prompts)
+    drafter = "the draft" if pair.draft is not None else "drafts from the prompt"
+    told = f"beam search with and without {drafter}: {equal} of {total} prompts give the same {BEAMS} beams"
+    stats = [row.stats for row in ways[1]]
+    steps = sum(one.steps for one in stats) / sum(one.target_calls for one in stats)
+    facts: Facts = {"equal": equal, "prompts": total, "steps_per_call": steps}
+    text = f"{told}, bit for bit; {steps:.1f} steps per target call with it"
+    if equal == total:
+        return "ok", text, facts
+    if pair.target.invariant:
+        raise BrokenError(f"{told}, and all should: the target passed as same-text")
+    return "note", f"{told}; others are as likely (same-law)", facts
+
+
+def _speed(pair: LoadedPair, prompts: Sequence[str], seconds: float) -> tuple[State, str, Facts]:
+    from dsbd_cli.engine.models.sizes import size_of
+
+    plain, call_s = _steps_per_second(_engine(pair, depth=0), prompts, seconds)
+    size = size_of(pair.target)
+    rate = None if size is None else size.read_bytes / call_s
+    text = f"beam search, {BEAMS} beams, one prompt at a time: {_figure(plain)} tokens/s without a draft"
+    facts: Facts = {"tokens_per_s": plain, "target_call_s": call_s, "weight_bytes_per_s": rate}
+    text += f" ({_time(call_s)} per target call"
+    text += ")" if rate is None else f", weights at {_figure(rate / 1e9)} GB/s)"
+    if pair.draft is not None:
+        drafted, _ = _steps_per_second(_engine(pair, depth=None), prompts, seconds)
+        facts["drafted_tokens_per_s"] = drafted
+        text += f", {_figure(drafted)} with the draft"
+    return "ok", text, facts
+
+
+def _steps_per_second(engine: Engine, prompts: Sequence[str], seconds: float) -> tuple[float, float]:
+    """Steps per second, each a token longer beams, and seconds per target call, of prompts in turn. The engine is
+    stopped in the end."""
+    sampling = SamplingConfig(max_new_tokens=64, n_best=BEAMS)
+    engine.batch_size = 1
+    engine.generate(Request(prompts[0], sampling=SamplingConfig(max_new_tokens=4)))  # what is set up at first use
+    begun, first = time.monotonic(), engine.steps
+    timer = threading.Timer(seconds, engine.stop)
+    timer.daemon = True
+    calls, target_s = 0, 0.0
+    timer.start()
+    try:
+        for result in engine.run(Request(prompt, sampling=sampling) for prompt in itertools.cycle(prompts)):
+            result.check()
+            calls, target_s = calls + result.stats.target_calls, target_s + result.stats.target_s
+            last, steps = time.monotonic(), engine.steps
+    finally:
+        timer.cancel()
+    took = time.monotonic() - begun
+    if not calls:  # no row was done in time
+        steps = engine.steps - first
+        if not steps:
+            raise BrokenError(f"no token in {took:.0f} s")
+        return steps / took, took / steps
+    return (steps - first) / (last - begun), target_s / calls
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _figure(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}" if number < 10 else f"{number:.1f}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

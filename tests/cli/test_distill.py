@@ -1,0 +1,211 @@
+"""dsbd distill on tiny checkpoints: what it writes, that it goes on where it was stopped, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dsbd_cli.job.cli import distill as command
+from dsbd_cli.job.cli.app import run
+from dsbd_cli.lab.distillation.training import Training
+from tests.models.conftest import byte_level, save, wrap
+
+PROMPTS = [json.dumps({"id": str(n), "prompt": "The quick fox " * (1 + n % 3) + str(n)}) for n in range(24)]
+OPTIONS = ["--device", "cpu", "--dtype", "float32", "--num-beams", "2", "--max-new-tokens", "6"]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    tokenizer = wrap(byte_level())
+    folder = tmp_path_factory.mktemp("target") / "model"
+    return str(save(folder, tokenizer=tokenizer, vocab_size=len(tokenizer), num_hidden_layers=3, seed=1))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("\n".join(PROMPTS) + "\n")
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "SPEED_S", 0.01)
+    monkeypatch.setattr(command, "EVALUATIONS", 2)
+
+
+def distil(target: str, prompts: str, output: Path, *options: str, code: int = 0) -> None:
+    words = ["--target", target, "-i", prompts, "-o", str(output), *OPTIONS, *options]
+    assert run(["distill", *words]) == code
+
+
+def record_of(folder: Path) -> Any:
+    return json.loads((folder / "dsbd_distill.json").read_text())
+
+
+def generate(target: str, draft: str, prompts: str, output: Path) -> list[str]:
+    words = ["--target", target, "--draft", draft, *OPTIONS, "-i", prompts, "-o", str(output)]
+    assert run(["generate", *words]) == 0
+    return [json.loads(line)["text"] for line in output.read_text().splitlines()]
+
+
+def test_from_prompts_to_a_draft(
+    target: str, prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the whole way: the loss falls, the folder serves transformers, generate and trim-draft, and the text is
+    that without a draft."""
+    monkeypatch.setattr(command, "SPEED_S", 60.0)
+    folder = tmp_path / "draft"
+    distil(target, prompts, folder, "--layers", "1", "--steps", "48", "--learning-rate", "0.003")
+    out, err = capfd.readouterr()
+    record = record_of(folder)
+    assert (record["complete"], record["prompts"]) == (True, 21)
+    assert 21 <= record["answers"] <= 42
+    milestones = record["milestones"]
+    assert [one["step"] for one in milestones] == [0, 24, 48]
+    losses = [one["loss"] for one in milestones[1:]]
+    assert losses[1] < 0.6 * losses[0]
+    assert milestones[-1]["acceptance"]["steps_per_call"] >= 1
+    assert milestones[0]["speed"]["plain"] > 0
+    assert milestones[-1]["speed"]["drafted"] > 0
+    for word in ("before", "after", "layers that pass", "expected tokens/s", "on 3 held-out prompts"):
+        assert word in out
+    assert "expected here: " in err
+    assert not (folder / "checkpoint").exists()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    assert (model.dtype, model.config.num_hidden_layers) == (torch.bfloat16, 1)
+    ids = AutoTokenizer.from_pretrained(folder)("The quick", return_tensors="pt").input_ids
+    assert model(ids).logits.shape[-1] == model.config.vocab_size
+    plain = generate(target, "none", prompts, tmp_path / "plain.jsonl")
+    assert generate(target, str(folder), prompts, tmp_path / "drafted.jsonl") == plain
+    small = ["--target", target, "--draft", str(folder), "--texts", str(folder / "answers.jsonl"), "--size", "200"]
+    assert run(["trim-draft", *small, "-o", str(tmp_path / "small"), "--quiet"]) == 0
+    capfd.readouterr()
+    distil(target, prompts, folder, "--layers", "1", "--steps", "48", "--learning-rate", "0.003", code=2)
+    assert "is finished: use it with --draft" in capfd.readouterr().err
+
+
+def test_a_stopped_run_goes_on_to_the_same_weights(
+    target: str, prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped while the target answers (and its last line torn), while a step is taken, and begun anew each time."""
+    words = ["--hidden-size", "16", "--steps", "8"]
+    monkeypatch.setattr(command, "EVALUATIONS", 4)  # one at the step at which it is stopped
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    distil(target, prompts, whole, *words)
+
+    stop = os.getpid(), signal.SIGTERM
+    answer = command._Distilling._answer
+
+    def answer_and_stop(self: Any, engine: Any, requests: Any) -> None:
+        answer(self, engine, requests[:9])
+        os.kill(*stop)
+        self._check_stopped()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(command._Distilling, "_answer", answer_and_stop)
+        distil(target, prompts, parts, *words, code=143)
+    assert "stopped; the same command goes on" in capfd.readouterr().err
+    with (parts / "answers.jsonl").open("ab") as stream:
+        stream.write(b'{"id": "torn')
+
+    step = Training.run_step
+
+    def step_and_stop(self: Training) -> float:
+        loss = step(self)
+        if self.step == 6:
+            os.kill(*stop)
+        return loss
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Training, "run_step", step_and_stop)
+        distil(target, prompts, parts, *words, code=143)
+    assert not (parts / "config.json").exists(), "a folder that is not finished is no checkpoint"
+    capfd.readouterr()
+    distil(target, prompts, parts, *words)
+    assert "going on behind step 6" in capfd.readouterr().err
+    for name in ("model.safetensors", "answers.jsonl", "config.json"):
+        assert (parts / name).read_bytes() == (whole / name).read_bytes(), name
+    steps = [[one["step"] for one in record_of(folder)["milestones"]] for folder in (whole, parts)]
+    assert steps[0] == steps[1]
+
+
+def test_a_prompt_that_cannot_be_answered_is_left_out(
+    target: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join([json.dumps({"prompt": "fox " * 2000}), *PROMPTS[1:10]]) + "\n")
+    distil(target, str(path), tmp_path / "draft", "--decode", "search", "--steps", "2")
+    err = capfd.readouterr().err
+    assert "warning: 1 prompts cannot be answered and are left out; the first: " in err
+    assert record_of(tmp_path / "draft")["complete"]
+    distil(target, str(path), tmp_path / "quiet", "--steps", "1", "--quiet")
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("-o {o}", "--input is missing"),
+        ("-i {p}", "--output is missing"),
+        ("-i {p} -o {o} --steps 0", "--steps is 0, but must be 1 or more"),
+        ("-i {p} -o {o} --learning-rate 0", "--learning-rate is 0, but must be above 0 and below 1"),
+        ("-i {p} -o {o} --learning-rate 2", "--learning-rate is 2, but must be above 0 and below 1"),
+        ("-i {p} -o {o} --layers 3", "--layers is 3, but the target has 3"),
+        ("-i {p} -o {o} --hidden-size 20", "--hidden-size is 20, but must be a multiple of 16"),
+        ("-i {p} -o {o} --num-beams 0", "--num-beams is 0, but must be 1 or more"),
+        ("-i {p} -o {o} --seed -1", "seed is -1, but must be an integer from 0"),
+        ("-i {o}.none -o {o}", "--input {o}.none cannot be read: No such file"),
+        ("-i {f} -o {o}", "--input {f} holds 3 prompts, but 8 or more are needed"),
+        ("-i {b} -o {o}", "--input {b}: line 2: "),
+        ("-i {p} -o {t}", "--output {t} exists: name a new folder"),
+        ("-i {p} -o {o}/a/b", "--output {o}/a/b: No such file or directory"),
+        ("-i {p} -o {u}", "--steps was 9 and is 1000: go on with what --output {u} was begun with, or name a new"),
+        ("-i {p} -o {d}", "dsbd_distill.json cannot be read: name a new folder with --output"),
+    ],
+)
+def test_refusals(
+    target: str, prompts: str, tmp_path: Path, options: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    few, bad, taken, unfinished, damaged = (
+        tmp_path / name for name in ("few", "bad", "taken", "unfinished", "damaged")
+    )
+    few.write_text("\n".join(PROMPTS[:3]))
+    bad.write_text("\n".join([PROMPTS[0], '{"id": "x"}', *PROMPTS[1:]]))
+    taken.mkdir()
+    (taken / "file").write_text("x")
+    damaged.mkdir()
+    (damaged / "dsbd_distill.json").write_text("{}")
+    if "{u}" in options:
+        plan = {"target": target, "input": "", "layers": 1, "hidden_size": None, "steps": 9, "learning_rate": 5e-4}
+        plan |= {"decode": "sample", "num_beams": 4, "max_new_tokens": 128, "seed": 0, "dtype": "auto"}
+        unfinished.mkdir()
+        content = {"schema": "dsbd.distill/1", "plan": plan, "complete": False, "prompts": 0, "answers": 0}
+        (unfinished / "dsbd_distill.json").write_text(json.dumps({**content, "milestones": []}))
+    names = {"p": prompts, "o": tmp_path / "new", "f": few, "b": bad, "t": taken, "u": unfinished, "d": damaged}
+    assert run(["distill", "--target", target, *options.format(**names).split()]) == 2
+    assert message.format(**names) in capfd.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_another_file_of_prompts_is_another_run(
+    target: str, prompts: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(self: Any, engine: Any, requests: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        self._check_stopped()
+
+    monkeypatch.setattr(command._Distilling, "_answer", stop)
+    distil(target, prompts, tmp_path / "draft", code=143)
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(PROMPTS[:20]) + "\n")
+    capfd.readouterr()
+    distil(target, str(other), tmp_path / "draft", code=2)
+    assert "--input holds other prompts: go on with what --output" in capfd.readouterr().err
