@@ -1,7 +1,9 @@
 """Encoder-decoder models: beams of transformers beside ours, interleaved, and how well words are spelled in phonemes.
 
     python -m benchmarks.seq2seq --shape opus-mt --num-beams 4,5                    # random weights: speed alone
+    python -m benchmarks.seq2seq --shape opus-mt --num-beams 4 --ctranslate2 float32 int8
     python -m benchmarks.seq2seq --target T --draft D --data test.jsonl             # checkpoints of your own
+    python -m benchmarks.seq2seq --target S/target --data S/test.jsonl --num-beams 10 --depth 8   # training/spelling.py
     python -m benchmarks.seq2seq --target G/target --draft G/draft --data G/test.jsonl --num-beams 1,4,8
 
 A line of the data is `{"prompt": ..}`, and `phonemes`, a list of right answers, where errors are to be counted (see
@@ -42,13 +44,14 @@ SHAPES: dict[str, tuple[Any, Any, int, int, int, int, int]] = {
     "opus-mt": (MarianMTModel, MarianConfig, 58101, 512, 6, 8, 2048),
     "nllb-600m": (M2M100ForConditionalGeneration, M2M100Config, 256206, 1024, 12, 16, 4096),
 }
-PAD, END = 0, 1
+UNKNOWN = 1
 
 
 def make_shape(name: str, folder: Path) -> None:
-    """A checkpoint of this shape with random weights, whose tokens are numbers."""
+    """A checkpoint of this shape with random weights, whose tokens are numbers. Ids of special tokens are Marian's."""
     kind, config, vocabulary, width, layers, heads, inner = SHAPES[name]
     torch.manual_seed(0)
+    end, pad = 0, vocabulary - 1
     model = kind(
         config(
             vocab_size=vocabulary,
@@ -60,19 +63,24 @@ def make_shape(name: str, folder: Path) -> None:
             encoder_ffn_dim=inner,
             decoder_ffn_dim=inner,
             max_position_embeddings=512,
-            pad_token_id=PAD,
-            bos_token_id=PAD,
-            eos_token_id=END,
-            decoder_start_token_id=PAD,
+            pad_token_id=pad,
+            bos_token_id=end,
+            eos_token_id=end,
+            decoder_start_token_id=pad,
             forced_eos_token_id=None,
         )
     )
     model.save_pretrained(folder)
-    words = {("<pad>", "</s>")[index] if index < 2 else f"w{index}": index for index in range(vocabulary)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    words = {f"w{index}": index for index in range(vocabulary)}
+    for word, index in (("</s>", end), ("<unk>", UNKNOWN), ("<pad>", pad)):
+        del words[f"w{index}"]
+        words[word] = index
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", END)])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>").save_pretrained(folder)
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", end)])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
 
 
 def read(path: Path, count: int) -> list[dict[str, Any]]:
@@ -91,6 +99,32 @@ def errors(said: list[str], rows: list[dict[str, Any]]) -> float:
         edits, length = min(counts, key=lambda pair: pair[0] / pair[1])
         wrong, total = wrong + edits, total + length
     return wrong / total
+
+
+class Converted:
+    """The same weights in CTranslate2's format, float32 or int8, on as many threads as torch has."""
+
+    def __init__(
+        self, checkpoint: str, tokenizer: Any, kind: str, beams: int, batch_size: int, new_tokens: int
+    ) -> None:
+        """Raises ModuleNotFoundError where ctranslate2 is not installed."""
+        import ctranslate2
+
+        with tempfile.TemporaryDirectory(prefix="dsbd-ctranslate2-") as folder:
+            ctranslate2.converters.TransformersConverter(checkpoint).convert(folder, quantization=kind, force=True)
+            self._translator = ctranslate2.Translator(
+                folder, device="cpu", compute_type=kind, intra_threads=torch.get_num_threads(), inter_threads=1
+            )
+        self._tokenizer = tokenizer
+        self._settings = {"beam_size": beams, "max_batch_size": batch_size, "max_decoding_length": new_tokens}
+
+    def __call__(self, rows: list[dict[str, Any]]) -> tuple[list[str], int]:
+        """Texts, and tokens of them."""
+        ids = [self._tokenizer(row["prompt"])["input_ids"] for row in rows]
+        tokens = [self._tokenizer.convert_ids_to_tokens(one) for one in ids]
+        found = [result.hypotheses[0] for result in self._translator.translate_batch(tokens, **self._settings)]
+        said = [self._tokenizer.decode(self._tokenizer.convert_tokens_to_ids(one)) for one in found]
+        return said, sum(map(len, found))
 
 
 class Ours:
@@ -121,12 +155,18 @@ def runners(loaded: Engine, beams: int, options: argparse.Namespace) -> dict[str
         found = list(peer.run([codec.encode(row["prompt"]) for row in rows], 0))
         return [one.text for one in found], sum(len(one.token_ids) for one in found)
 
+    drafted = {"depth": options.depth, "drafts_per_layer": options.drafts_per_layer}
+    drafted = {name: value for name, value in drafted.items() if value is not None}
     methods: dict[str, MethodConfig] = {"no draft": MethodConfig(rule="search", num_beams=beams, depth=0)}
     if loaded.draft is not None:
-        methods["draft"] = MethodConfig(rule="search", num_beams=beams, depth=options.depth)
+        methods["draft"] = MethodConfig(rule="search", num_beams=beams, **drafted)
     if not options.shape:
-        methods["ngram"] = MethodConfig(rule="search", num_beams=beams, drafter="ngram", depth=options.depth)
+        methods["ngram"] = MethodConfig(rule="search", num_beams=beams, drafter="ngram", **drafted)
     made: dict[str, Callable[..., tuple[list[str], int]]] = {"transformers": theirs} if not options.alone else {}
+    for kind in options.ctranslate2:
+        made[f"CTranslate2, {kind}"] = Converted(
+            options.checkpoint, codec.tokenizer, kind, beams, size, options.new_tokens
+        )  # type: ignore[attr-defined]
     return made | {f"dsbd, {name}": Ours(loaded, method, size, sampling) for name, method in methods.items()}
 
 
@@ -178,6 +218,10 @@ def main() -> None:
     parser.add_argument("--depth", type=int, help="drafted layers; by default what measures fastest")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--ctranslate2", nargs="*", default=[], choices=("float32", "int8"), help="compare with it, in these types"
+    )
+    parser.add_argument("--drafts-per-layer", type=int)
     parser.add_argument("--alone", action="store_true", help="without transformers")
     parser.add_argument("--name", default="seq2seq")
     options = parser.parse_args()
@@ -192,7 +236,8 @@ def main() -> None:
             if options.data is None:
                 parser.error("--target needs --data")
             rows = read(options.data, options.records)
-        spec = ModelSpec(options.target or folder, dtype=options.dtype)
+        options.checkpoint = options.target or folder
+        spec = ModelSpec(options.checkpoint, dtype=options.dtype)
         loaded = dsbd_cli.load(spec, options.draft)
         runs = [line for beams in options.num_beams for line in measure(loaded, rows, beams, options)]
     env = environment()

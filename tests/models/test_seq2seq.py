@@ -154,6 +154,17 @@ def test_a_source_does_not_depend_on_those_that_are_read_with_it(name: str, dtyp
     assert is_invariant(model)
 
 
+@pytest.mark.parametrize("name", ["longt5", "switch"])
+def test_eager_families_with_a_function_by_name_are_switched(name: str) -> None:
+    """Guards `same-text` for them; their sources are read one by one."""
+    module = build_pair(name, **WIDE["t5"])
+    pack(module)  # products of experts that are not packed go by the number of rows
+    model = Seq2SeqForestModel(module, name)
+    assert not model._rows_alike
+    assert self_test(model).median_error < 1e-4
+    assert is_invariant(model)
+
+
 @pytest.mark.parametrize("name", ["t5", "marian"])
 def test_the_plain_way_depends_on_it(name: str) -> None:
     """The check would prove little if the ordinary attention passed it."""

@@ -295,7 +295,7 @@ def _settled(
 ) -> tuple[Tensor, Tensor]:
     """Attention over the settled slots alone: [R, H, m, E] and its natural log-sums [R, H, m] float32 (tiny where a row
     has none)."""
-    rows, heads, queries, _ = grouped.shape
+    _, heads, queries, _ = grouped.shape
     head = sight.head(mask, queries)
     outs, sums = [], []
     for first, last in _runs(sight.settled):
@@ -370,7 +370,11 @@ def use_grouped_attention(model: Any) -> None:
     model.stock_attention = stock  # for comparators
     if stock == "sdpa":
         model.set_attn_implementation(NAME)
-    elif stock == "eager" and (_has_caps(model) or any(hasattr(module, "sinks") for module in model.modules())):
+    elif stock == "eager" and (
+        (paired and model.main_input_name == "input_ids")
+        or _has_caps(model)
+        or any(hasattr(module, "sinks") for module in model.modules())
+    ):
         embeddings = model.get_input_embeddings().weight
         tokens = torch.arange(24, device=embeddings.device).remainder(len(embeddings)).unsqueeze(0)
         inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if paired else {})

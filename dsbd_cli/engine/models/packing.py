@@ -38,7 +38,7 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.packed = _reorder(weight.detach())
         self.weight = torch.empty_like(linear.weight, device="meta", requires_grad=False)
-        self.bias = None if linear.bias is None else linear.bias.detach()
+        self.bias: Tensor | None = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""

@@ -175,7 +175,9 @@ class Seq2SeqForestModel(TransformersForest):
     def _rows_alike(self) -> bool:
         """On the CPU, what the encoder makes of a source does not depend on the sources beside it."""
         plain = any(type(module) is nn.Linear for module in self._model.modules())
-        crowded = getattr(self._model.config, "expert_capacity", None) is not None
+        # experts drop tokens where there are many; encoders that look at blocks look at padding too
+        config = self._model.config
+        crowded = any(getattr(config, name, None) is not None for name in ("expert_capacity", "encoder_attention_type"))
         named = getattr(self._encoder.config, "_attn_implementation", None) == NAME
         return self._device.type == "cpu" and self.source_name == "input_ids" and named and not plain and not crowded
 
@@ -338,8 +340,9 @@ def _biased_head(model: Any) -> PackedLinear | None:
     """The head of BART and its kin with the bias that they add to its output, which is a copy of all logits; None where
     the model has another head."""
     head, bias = model.get_output_embeddings(), getattr(model, "final_logits_bias", None)
-    fits = isinstance(head, PackedLinear) and head.bias is None and isinstance(bias, Tensor)
-    return head.with_bias(bias.flatten()) if fits and bias.numel() == head.out_features else None
+    if not isinstance(head, PackedLinear) or head.bias is not None or not isinstance(bias, Tensor):
+        return None
+    return head.with_bias(bias.flatten()) if bias.numel() == head.out_features else None
 
 
 def _limit(config: Any, names: Sequence[str]) -> int | None:
