@@ -37,7 +37,7 @@ real: $(READY) ## fetch SmolLM2-135M and Gemma-3-270m (350 MB) into models/, ans
 	done
 
 test: $(READY) ## run the whole suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import pytest
 import torch
+
+if (
+    not torch.cuda.is_available()
+):  # kernels run in triton's interpreter, which must be asked for before triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
 
 with contextlib.suppress(ModuleNotFoundError):  # GPU machines run a few files that do not need it
     from hypothesis import HealthCheck, settings

@@ -231,7 +231,7 @@ def test_law_of_the_answers(rule: str, depth: int) -> None:
 def test_a_late_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mutant: the best tokens of all first, then the legal ones of them."""
 
-    def late(logits: torch.Tensor, room: Room, legal: LegalTokens | None = None) -> Candidates:
+    def late(logits: torch.Tensor, room: Room, legal: LegalTokens | None = None, *, kernel: bool) -> Candidates:
         found = top_candidates(logits, Room(min(room.count, 4)))
         assert legal is not None
         whole = torch.zeros_like(logits).flatten(0, -2)
