@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument(
-        "--ctranslate2", nargs="*", default=[], choices=("float32", "int8"), help="compare with it, in these types"
+        "--ctranslate2", nargs="+", default=[], choices=("float32", "int8"), help="compare with it, in these types"
     )
     parser.add_argument("--drafts-per-layer", type=int)
     parser.add_argument("--alone", action="store_true", help="without transformers")

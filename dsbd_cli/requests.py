@@ -55,7 +55,7 @@ class Request:
     Attributes:
         prompt: text to go on from.
         messages: a conversation to answer, each message with role and content. prompt_ids: token ids to go on from.
-            audio: a file of speech to write down or translate.
+            audio: a file of speech to transcribe or translate.
             Exactly one of prompt, messages, prompt_ids and audio is given; a list is taken too. Of an encoder-decoder
             target they are the source.
         id: name of the request. Default: its place among the requests of its run, from 0, as text.
