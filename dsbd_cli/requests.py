@@ -30,7 +30,7 @@ FinishReason = Literal["stop", "length"]
 
 def derive_seed(run_seed: int, request_id: str) -> int:
     """A row's seed from the run's and the row's id, so that neither batch size nor order matters. 63 bits."""
-    digest = hashlib.blake2b(f"{run_seed}:{request_id}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{run_seed}:{request_id}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
