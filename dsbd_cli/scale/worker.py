@@ -98,7 +98,8 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker has loaded, and where. checkpoints: hashes of the models' files, see `checkpoint_hash`."""
+    """What a worker has loaded, and where. checkpoints: hashes of the models' files, see `checkpoint_hash`. told: what
+    the user should know of how its engine runs."""
 
     dsbd: str
     checkpoints: tuple[str, ...]
@@ -110,11 +111,12 @@ class WorkerInfo:
     allowed: str | None
     host: str
     pid: int
+    told: tuple[str, ...] = ()
 
     def difference(self, other: WorkerInfo) -> str | None:
         """What keeps another worker from giving the same texts: `dsbd is 0.1.0 there and 0.2.0 here`; None: nothing."""
         for item in fields(self):
-            if item.name in ("host", "pid", "draft_device"):
+            if item.name in ("host", "pid", "draft_device", "told"):
                 continue
             ours, theirs = getattr(self, item.name), getattr(other, item.name)
             if item.name == "device":
@@ -255,6 +257,7 @@ class Worker:
             allowed=engine.allowed,
             host=socket.gethostname(),
             pid=os.getpid(),
+            told=getattr(info, "told", ()),
         )
 
     def _requests(self) -> Iterator[Request | None]:

@@ -7,6 +7,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,6 +111,19 @@ def test_an_engine_that_cannot_load_or_breaks_says_why() -> None:
     assert [answer.number for exchange in exchanges for answer in exchange.answers] == [0]
     assert str(exchanges[-1].failure) == "RuntimeError: a bug in two lines"
     assert exchanges[-1].failure.error is None  # another worker may do better
+
+
+def test_what_an_engine_tells_goes_to_the_driver() -> None:
+    """Guards lines such as the token rules that are not applied, which no user sees in a worker's log."""
+
+    def load() -> FakeEngine:
+        made = fake()
+        made.info = SimpleNamespace(dtype="float32", device="cpu", draft_dtype=None, draft_device=None, told=("a", "b"))
+        return made
+
+    told = greeted(worker(load))
+    assert isinstance(told, WorkerInfo)
+    assert told.told == ("a", "b")
 
 
 def test_workers_that_differ_are_told_apart() -> None:

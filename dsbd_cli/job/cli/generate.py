@@ -210,7 +210,7 @@ class _Run:
             raise
         if engine is not None:
             summary.info = engine.info
-            told: tuple[str, ...] = getattr(engine.info, "told", ())  # of an engine in this process
+            told: tuple[str, ...] = getattr(engine.info, "told", ())  # with workers: of the first
             for line in told:
                 self.reporter.warn(line)
             if engine.exactness != self._method.method.exactness:
