@@ -7,7 +7,6 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 import dsbd_cli
 from dsbd_cli import MethodConfig, Request, SamplingConfig, UsageError
 from dsbd_cli.engine.decoding import load as loading
+from dsbd_cli.engine.decoding.engine import EngineInfo
 from dsbd_cli.scale import Answer
 from dsbd_cli.scale.worker import Exchange, Failure, Worker, WorkerInfo, WorkerSetup, checkpoint_hash
 from tests.cli.fake import FakeEngine
@@ -118,12 +118,12 @@ def test_what_an_engine_tells_goes_to_the_driver() -> None:
 
     def load() -> FakeEngine:
         made = fake()
-        made.info = SimpleNamespace(dtype="float32", device="cpu", draft_dtype=None, draft_device=None, told=("a", "b"))
+        made.info = EngineInfo("target", None, "float32", "cpu", told=("a", "b"), kernels=("walk",))
         return made
 
     told = greeted(worker(load))
     assert isinstance(told, WorkerInfo)
-    assert told.told == ("a", "b")
+    assert (told.told, told.kernels) == (("a", "b"), ("walk",))
 
 
 def test_workers_that_differ_are_told_apart() -> None:
