@@ -123,7 +123,8 @@ class Converted:
         ids = [self._tokenizer(row["prompt"])["input_ids"] for row in rows]
         tokens = [self._tokenizer.convert_ids_to_tokens(one) for one in ids]
         found = [result.hypotheses[0] for result in self._translator.translate_batch(tokens, **self._settings)]
-        said = [self._tokenizer.decode(self._tokenizer.convert_tokens_to_ids(one)) for one in found]
+        kept = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}  # as our codec has it
+        said = [self._tokenizer.decode(self._tokenizer.convert_tokens_to_ids(one), **kept) for one in found]
         return said, sum(map(len, found))
 
 
@@ -219,7 +220,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument(
-        "--ctranslate2", nargs="*", default=[], choices=("float32", "int8"), help="compare with it, in these types"
+        "--ctranslate2", nargs="+", default=[], choices=("float32", "int8"), help="compare with it, in these types"
     )
     parser.add_argument("--drafts-per-layer", type=int)
     parser.add_argument("--alone", action="store_true", help="without transformers")

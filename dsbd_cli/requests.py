@@ -30,7 +30,7 @@ FinishReason = Literal["stop", "length"]
 
 def derive_seed(run_seed: int, request_id: str) -> int:
     """A row's seed from the run's and the row's id, so that neither batch size nor order matters. 63 bits."""
-    digest = hashlib.blake2b(f"{run_seed}:{request_id}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{run_seed}:{request_id}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -55,7 +55,7 @@ class Request:
     Attributes:
         prompt: text to go on from.
         messages: a conversation to answer, each message with role and content. prompt_ids: token ids to go on from.
-            audio: a file of speech to write down or translate.
+            audio: a file of speech to transcribe or translate.
             Exactly one of prompt, messages, prompt_ids and audio is given; a list is taken too. Of an encoder-decoder
             target they are the source.
         id: name of the request. Default: its place among the requests of its run, from 0, as text.

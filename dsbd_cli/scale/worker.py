@@ -57,6 +57,10 @@ class EngineNames(Protocol):
     def draft_dtype(self) -> str | None: ...
     @property
     def draft_device(self) -> str | None: ...
+    @property
+    def kernels(self) -> tuple[str, ...]: ...
+    @property
+    def told(self) -> tuple[str, ...]: ...
 
 
 class RunsRequests(Protocol):
@@ -98,7 +102,8 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a worker has loaded, and where. checkpoints: hashes of the models' files, see `checkpoint_hash`."""
+    """What a worker has loaded, and where. checkpoints: hashes of the models' files, see `checkpoint_hash`.
+    kernels: those that its engine runs. told: what the user should know of how it does."""
 
     dsbd: str
     checkpoints: tuple[str, ...]
@@ -110,11 +115,13 @@ class WorkerInfo:
     allowed: str | None
     host: str
     pid: int
+    kernels: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
 
     def difference(self, other: WorkerInfo) -> str | None:
         """What keeps another worker from giving the same texts: `dsbd is 0.1.0 there and 0.2.0 here`; None: nothing."""
         for item in fields(self):
-            if item.name in ("host", "pid", "draft_device"):
+            if item.name in ("host", "pid", "draft_device", "kernels", "told"):
                 continue
             ours, theirs = getattr(self, item.name), getattr(other, item.name)
             if item.name == "device":
@@ -255,6 +262,8 @@ class Worker:
             allowed=engine.allowed,
             host=socket.gethostname(),
             pid=os.getpid(),
+            kernels=() if info is None else info.kernels,
+            told=() if info is None else info.told,
         )
 
     def _requests(self) -> Iterator[Request | None]:

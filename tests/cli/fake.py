@@ -40,8 +40,6 @@ class FakeEngine:
         self.method, self.batch_size, self.log_steps = method, batch_size, log_steps
         self.info, self.stopping, self.steps, self.allowed = None, False, 0, None
 
-    allowed = None
-
     @property
     def exactness(self) -> Exactness:
         return self.method.exactness

@@ -78,8 +78,8 @@ def test_search_is_transformers_beam_search(family: str) -> None:
     batch = prompts(3, seed=4)
     want = [expected(family, prompt) for prompt in batch]
     target, draft = CausalForestModel(model(family), family), CausalForestModel(model(family, 0.02), family)
-    for helper, rows in ((None, 1), (draft, 1), (draft, 3)):
-        assert found(engine(target, helper, batch=rows), batch, BEAMS, 1.0, False, NEW) == want
+    for small, rows in ((None, 1), (draft, 1), (draft, 3)):
+        assert found(engine(target, small, batch=rows), batch, BEAMS, 1.0, False, NEW) == want
 
 
 @pytest.mark.parametrize("pair", [("mamba2", "llama"), ("llama", "mamba2"), ("qwen3.5", "lfm2"), ("mamba", "mamba2")])

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.models.linearised import LinearisedLlama, causal_conv1d_fn, grouped_linear_attention
 from dsbd_cli.engine.models.loader import load
+from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.job.cli.app import run
 from tests.models.conftest import byte_level, save, wrap
 
@@ -70,6 +72,15 @@ def test_no_logit_sees_a_later_token(tmp_path: Path) -> None:
     other[:, 80:] = 7
     torch.testing.assert_close(model(ids).logits[:, :80], model(other).logits[:, :80])
     assert not torch.equal(model(ids).logits[:, 80:], model(other).logits[:, 80:])
+
+
+def test_weights_that_are_found_too_late_are_an_error(tmp_path: Path) -> None:
+    """Guards a softmax LLaMA in place of the linear one: a single pickled file is not searched."""
+    folder = Path(published(tmp_path))
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match=r"self_attn\.dwconv\.weight"):
+        load(ModelSpec(str(folder)))
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_the_model_is_the_same(family: str, layer: dict[str, Any], tmp_path: Pat
     ("changes", "named"),
     [
         ({"ssm_cfg": {"layer": "Mamba2", "D_has_hdim": True}}, "D_has_hdim"),
+        ({"ssm_cfg": {"layer": "Mamba3"}}, "layer = Mamba3"),
         ({"attn_layer_idx": [1]}, "attn_layer_idx"),
         ({"d_intermediate": 64}, "d_intermediate"),
         ({"rms_norm": False}, "rms_norm = false"),

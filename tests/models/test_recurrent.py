@@ -119,12 +119,12 @@ def trunk_inputs_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LayerMemory, "advance", forget)
 
 
-def own_group_read_twice(patch: pytest.MonkeyPatch) -> None:
+def own_group_read_as_an_earlier_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GroupedState, "_own", lambda self, q, *_: torch.zeros_like(q))
 
 
 MUTANTS = [
-    (own_group_read_twice, ("linearised",)),
+    (own_group_read_as_an_earlier_one, ("linearised",)),
     (fold_forgotten, ("mamba2", "qwen3.5", "kimi-linear", "mamba", "linearised")),
     (fold_twice, ("mamba2", "qwen3.5", "kimi-linear", "mamba", "linearised")),
     (decay_of_a_sibling, ("mamba2", "qwen3.5", "kimi-linear")),

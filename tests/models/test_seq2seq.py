@@ -154,6 +154,17 @@ def test_a_source_does_not_depend_on_those_that_are_read_with_it(name: str, dtyp
     assert is_invariant(model)
 
 
+def test_a_bias_of_the_logits_goes_with_the_product() -> None:
+    """Guards a bias that is left out or added twice; models made at random have zeros there."""
+    module = build_pair("marian", **WIDE["marian"])
+    module.final_logits_bias.normal_(generator=torch.Generator().manual_seed(3))
+    if not pack(module):
+        pytest.skip("this build of torch has no packed products")
+    model = Seq2SeqForestModel(module, "marian")
+    assert model._head is not None
+    assert self_test(model).median_error < 1e-4
+
+
 @pytest.mark.parametrize("name", ["longt5", "switch"])
 def test_eager_families_with_a_function_by_name_are_switched(name: str) -> None:
     """Guards `same-text` for them; their sources are read one by one."""

@@ -22,7 +22,7 @@ REFUSED = [
     (("--workers", "2,ray=ray://head:10001"), "the command has to run inside the cluster"),
     (("--workers", "2,ray=head"), "ray is 'head', but must be auto or HOST:PORT"),
     (("--workers", "2,timeout=0"), "timeout is 0.0, but must be 1 or more"),
-    (("--workers", "2,gpus=-1"), "gpus is -1, but must be 0 or more"),
+    (("--workers", "2,gpus=0"), "gpus is 0, but must be 1 or more"),
     (("--workers", "2", "--device", "cuda:1"), "each worker has GPUs of its own, counted from 0: drop it"),
     (("--workers", "2,gpus=1", "--device", "cpu"), "would do nothing with --device cpu"),
     (("--workers", "2,gpus=1", "--tensor-parallel", "2"), "give as many or more"),

@@ -14,6 +14,7 @@ import pytest
 import dsbd_cli
 from dsbd_cli import MethodConfig, Request, SamplingConfig, UsageError
 from dsbd_cli.engine.decoding import load as loading
+from dsbd_cli.engine.decoding.engine import EngineInfo
 from dsbd_cli.scale import Answer
 from dsbd_cli.scale.worker import Exchange, Failure, Worker, WorkerInfo, WorkerSetup, checkpoint_hash
 from tests.cli.fake import FakeEngine
@@ -110,6 +111,19 @@ def test_an_engine_that_cannot_load_or_breaks_says_why() -> None:
     assert [answer.number for exchange in exchanges for answer in exchange.answers] == [0]
     assert str(exchanges[-1].failure) == "RuntimeError: a bug in two lines"
     assert exchanges[-1].failure.error is None  # another worker may do better
+
+
+def test_what_an_engine_tells_goes_to_the_driver() -> None:
+    """Guards lines such as the token rules that are not applied, which no user sees in a worker's log."""
+
+    def load() -> FakeEngine:
+        made = fake()
+        made.info = EngineInfo("target", None, "float32", "cpu", told=("a", "b"), kernels=("walk",))
+        return made
+
+    told = greeted(worker(load))
+    assert isinstance(told, WorkerInfo)
+    assert (told.told, told.kernels) == (("a", "b"), ("walk",))
 
 
 def test_workers_that_differ_are_told_apart() -> None:

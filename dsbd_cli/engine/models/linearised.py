@@ -15,6 +15,7 @@ Shape letters: B sequences, n tokens, H heads, P numbers of a head, C = H * P ch
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 from dsbd_cli.engine.models.states import StateCache
 
-__all__ = ["LinearisedLlama", "mark"]
+__all__ = ["LinearisedLlama", "mark", "unread"]
 
 GROUP, KERNEL = 64, 63
 PARTS = ("dwconv", "global_factor", "local_factor")
@@ -43,6 +44,12 @@ def mark(folder: Path, config: Any) -> None:
         config.linear_kernel_size = getattr(config, "linear_kernel_size", None) or KERNEL
         config.linear_parts = found
         config.base_model_tp_plan = None  # a rank would hold some heads of a state that is made for all
+
+
+def unread(config: Any, names: Iterable[str]) -> list[str]:
+    """Those of these weights, which a model of this config has not taken, that are linear attention's."""
+    known = getattr(config, "linear_parts", ())
+    return sorted(name for name in names if any(f"self_attn.{part}" in name for part in PARTS if part not in known))
 
 
 def _weight_names(folder: Path) -> set[str]:

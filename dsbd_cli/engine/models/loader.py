@@ -17,7 +17,7 @@ import torch
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.models.head import head_keys, install, read_head
 from dsbd_cli.engine.models.hub import locate
-from dsbd_cli.engine.models.linearised import LinearisedLlama, mark
+from dsbd_cli.engine.models.linearised import LinearisedLlama, mark, unread
 from dsbd_cli.engine.models.mamba_ssm import KEY_MAPPING, byte_tokenizer, read_config
 from dsbd_cli.engine.models.packing import packing_works
 from dsbd_cli.engine.models.quantize import int8_missing
@@ -156,6 +156,11 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
         raise ModelError(f"{_name(spec)} cannot be loaded: {_said(error)}") from error
     model, report = loaded
     _check_report(report, spec, set() if head is None else head_keys(model))
+    if lost := unread(config, map(str, report.get("unexpected_keys") or ())):
+        raise UnsupportedModelError(
+            f"{_name(spec)} has {lost[0]}, a weight of linear attention, in a pickled file without an index, where "
+            "such weights are not looked for: convert it to safetensors"
+        )
     if head is not None:
         install(model, head, _name(spec))
     return model

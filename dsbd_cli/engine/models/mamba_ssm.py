@@ -44,9 +44,12 @@ def read_config(folder: Path) -> Any:
     from transformers import Mamba2Config, MambaConfig
 
     layer = dict(stored["ssm_cfg"])
-    second = layer.get("layer", "Mamba1") == "Mamba2"
+    kind = layer.get("layer", "Mamba1")
+    second = kind == "Mamba2"
     names = (_MAMBA2 if second else _MAMBA) | _BOTH
     unknown = sorted(set(layer) - set(names) - _IDLE)
+    if kind not in ("Mamba1", "Mamba2"):
+        unknown.append(f"layer = {kind}")
     if stored.get("attn_layer_idx"):
         unknown.append("attn_layer_idx")
     if stored.get("d_intermediate"):
@@ -76,9 +79,12 @@ def read_config(folder: Path) -> Any:
     if not second:
         return MambaConfig(**settings)
     settings = {"head_dim": 64, "n_groups": 1, "state_size": 128, "chunk_size": 256, "expand": 2} | settings
-    heads, rest = divmod(settings["expand"] * width, settings["head_dim"])
+    inner = settings["expand"] * width
+    heads, rest = divmod(inner, settings["head_dim"])
     if rest:
-        raise ModelError(f"{folder}/config.json: headdim is {settings['head_dim']}, which does not divide d_model")
+        raise ModelError(
+            f"{folder}/config.json: headdim is {settings['head_dim']}, which does not divide expand * d_model = {inner}"
+        )
     return Mamba2Config(**settings, num_heads=heads)
 
 

@@ -178,13 +178,10 @@ def _grouped(
     cache: StateCache, q: Tensor, k: Tensor, v: Tensor, group: int, near: Tensor | None, far: Tensor | None
 ) -> Tensor:
     # q, k, v: [R, n, H, P]; near, far: [1]
-    return (
-        cache.grouped(q.device, group)
-        .grouped(
-            q.float(), k.float(), v.float(), 1.0 if near is None else near.float(), 1.0 if far is None else far.float()
-        )
-        .to(q.dtype)
+    y = cache.grouped(q.device, group).grouped(
+        q.float(), k.float(), v.float(), 1.0 if near is None else near.float(), 1.0 if far is None else far.float()
     )
+    return y.to(q.dtype)
 
 
 def _softplus(x: Tensor, cache: StateCache) -> Tensor:

@@ -145,8 +145,7 @@ class Seq2SeqForestModel(TransformersForest):
         read = [(places, *self._read([sources[place] for place in places])) for places in groups.values()]
         apart = defaultdict[int, list[tuple[list[int], Tensor, Any]]](list)
         for number, group in enumerate(read):
-            # a decoder that takes no mask of the source must be given as many places as there are
-            apart[0 if self._rows_alike and self._masked else number].append(group)
+            apart[0 if self._rows_alike else number].append(group)
         for parts in apart.values():
             width = max(hidden.shape[1] for _, hidden, _ in parts)
             hidden = torch.cat([nn.functional.pad(one, (0, 0, 0, width - one.shape[1])) for _, one, _ in parts])
@@ -173,13 +172,16 @@ class Seq2SeqForestModel(TransformersForest):
 
     @functools.cached_property
     def _rows_alike(self) -> bool:
-        """On the CPU, what the encoder makes of a source does not depend on the sources beside it."""
+        """On the CPU, what the encoder makes of a source does not depend on the sources beside it, and the decoder
+        takes a mask of the padding."""
+        if self._device.type != "cpu" or self.source_name != "input_ids" or not self._masked:
+            return False
         plain = any(type(module) is nn.Linear for module in self._model.modules())
         # experts drop tokens where there are many; encoders that look at blocks look at padding too
         config = self._model.config
         crowded = any(getattr(config, name, None) is not None for name in ("expert_capacity", "encoder_attention_type"))
         named = getattr(self._encoder.config, "_attn_implementation", None) == NAME
-        return self._device.type == "cpu" and self.source_name == "input_ids" and named and not plain and not crowded
+        return named and not plain and not crowded
 
     def _read(self, sources: Sequence[Tensor]) -> tuple[Tensor, Any]:
         """Hidden states [n, Z, d] of sources that share a forward, and the class of the encoder's output."""
@@ -337,8 +339,8 @@ def encoder_digest(model: Any) -> str:
 
 
 def _biased_head(model: Any) -> PackedLinear | None:
-    """The head of BART and its kin with the bias that they add to its output, which is a copy of all logits; None where
-    the model has another head."""
+    """The head of BART and its kin with the bias in the product; they add it to the logits, which copies all of them.
+    None where the model has another head."""
     head, bias = model.get_output_embeddings(), getattr(model, "final_logits_bias", None)
     if not isinstance(head, PackedLinear) or head.bias is not None or not isinstance(bias, Tensor):
         return None

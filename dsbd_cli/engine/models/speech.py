@@ -25,7 +25,7 @@ def read_audio(path: str, rate: int, seconds: float) -> Tensor:
         import soundfile
         import soxr
     except ImportError as error:
-        raise UsageError(f"rows with audio need the extra audio ({error}): pip install dsbd[audio]") from None
+        raise UsageError(f"rows with audio need the extra audio ({error}): pip install 'dsbd[audio]'") from None
     try:
         with soundfile.SoundFile(path) as file:
             length, own = file.frames / file.samplerate, file.samplerate

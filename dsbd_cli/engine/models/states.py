@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -401,13 +401,10 @@ class GroupedState(LinearState):
         parts = []
         for first in range(0, q.shape[1], PART):
             part, wide = slice(first, first + PART), slice(first, first + PART + self.lead)
-            count = q[:, part].shape[1]
             at = before[:, wide]
             own = at[:, self.lead :].unsqueeze(2)
             seen = (at.unsqueeze(1) <= own) & (at >= 0).unsqueeze(1)
-            parts.append(
-                self._own(q[:, part], keys[:, wide], values[:, wide], seen[:, :count], own.squeeze(2), at, near, far)
-            )
+            parts.append(self._own(q[:, part], keys[:, wide], values[:, wide], seen, own.squeeze(2), at, near, far))
         return far * everything + torch.cat(parts, 1)
 
     def _own(
@@ -467,6 +464,8 @@ class SelectiveState(LayerMemory):
 def _masked(values: Tensor, real: Tensor) -> Tensor:
     return values * real.view(*real.shape, *[1] * (values.dim() - 2)).to(values.dtype)
 
+
+Memory = TypeVar("Memory", bound=LayerMemory)
 
 _current: ContextVar[StateCache | None] = ContextVar("current", default=None)
 
@@ -537,39 +536,28 @@ class StateCache(ForestCache):
 
     def convolution(self, device: torch.device, taps: int) -> Convolution:
         """Of the layer under way."""
-        key = (*self._layer, "convolution")
-        if key not in self.memories:
-            self.memories[key] = Convolution(self, device, taps)
-        found = self.memories[key]
-        assert isinstance(found, Convolution)
-        return found
+        return self._memory(Convolution, lambda: Convolution(self, device, taps))
 
     def linear(self, device: torch.device) -> LinearState:
         """Of the layer under way."""
-        key = (*self._layer, "linear")
-        if key not in self.memories:
-            self.memories[key] = LinearState(self, device)
-        found = self.memories[key]
-        assert isinstance(found, LinearState)
-        return found
+        return self._memory(LinearState, lambda: LinearState(self, device))
 
     def grouped(self, device: torch.device, group: int) -> GroupedState:
         """Of the layer under way."""
-        key = (*self._layer, "grouped")
-        if key not in self.memories:
-            self.memories[key] = GroupedState(self, device, group)
-        found = self.memories[key]
-        assert isinstance(found, GroupedState)
-        return found
+        return self._memory(GroupedState, lambda: GroupedState(self, device, group))
 
     def selective(self, device: torch.device) -> SelectiveState:
         """Of the layer under way; a layer may scan several times, head by head."""
-        key = (*self._layer, "selective", self._calls)
         self._calls += 1
+        return self._memory(SelectiveState, lambda: SelectiveState(self, device), self._calls)
+
+    def _memory(self, kind: type[Memory], make: Callable[[], Memory], call: int = 0) -> Memory:
+        """The memory of this kind of the layer under way, made where there is none."""
+        key = (*self._layer, kind, call)
         if key not in self.memories:
-            self.memories[key] = SelectiveState(self, device)
+            self.memories[key] = make()
         found = self.memories[key]
-        assert isinstance(found, SelectiveState)
+        assert isinstance(found, kind)
         return found
 
     # the cache's life

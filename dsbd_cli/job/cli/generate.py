@@ -210,8 +210,7 @@ class _Run:
             raise
         if engine is not None:
             summary.info = engine.info
-            told: tuple[str, ...] = getattr(engine.info, "told", ())  # of an engine in this process
-            for line in told:
+            for line in () if engine.info is None else engine.info.told:
                 self.reporter.warn(line)
             if engine.exactness != self._method.method.exactness:
                 self._method = replace(self._method, exactness=engine.exactness)

@@ -40,7 +40,7 @@ GPUS: Setting[int | None] = Setting(
     default=None,
     text="of each worker",
     shown="as many as --tensor-parallel says, where there are any",
-    least=0,
+    least=1,
 )
 TIMEOUT: Setting[float] = Setting(
     field="timeout",
@@ -139,7 +139,7 @@ def _gpus(given: int | None, devices: DeviceOptions) -> int | None:
     """GPUs of each worker; None: one where there are any."""
     place = devices.device
     if place == "cpu":
-        if given:
+        if given is not None:
             raise UsageError(f"--workers: gpus={given} would do nothing with --device cpu: drop one of them")
         return 0
     if place is not None and place.startswith("cuda:"):

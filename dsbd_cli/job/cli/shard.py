@@ -109,9 +109,9 @@ def _checked(told: str, part: int, count: int) -> Shard:
 
 def sharded_files(files: FileOptions, shard: Shard) -> FileOptions:
     """The files of one part. Raises UsageError for what cannot be put together again."""
-    if files.input in (None, STANDARD) or files.input is None or is_special(files.input):
+    if files.input is None or files.input == STANDARD or is_special(files.input):
         raise UsageError("--shard needs a file that all parts read: name it with --input")
-    if files.output in (None, STANDARD) or files.output is None or is_special(files.output):
+    if files.output is None or files.output == STANDARD or is_special(files.output):
         raise UsageError("--shard writes a file of its own: name it with --output, without the part")
     if files.output_format == "text":
         raise UsageError("--shard cannot write --output-format text, whose lines do not say which row they are")

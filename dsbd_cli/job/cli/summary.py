@@ -78,7 +78,7 @@ class Summary:
                 "dtype": info.dtype,
                 "draft_device": info.draft_device,
                 "draft_dtype": info.draft_dtype,
-                "kernels": list(getattr(info, "kernels", ())),
+                "kernels": list(info.kernels),
             },
             **({} if self.workers is None else {"workers": [asdict(report) for report in self.workers()]}),
             "versions": {"dsbd": __version__, "python": platform.python_version(), **_versions()},

@@ -73,4 +73,4 @@ def _library(name: str) -> ModuleType:
         import_module(name.partition(".")[0] + (".metrics" if name == "sacrebleu" else ""))
         return import_module(name)
     except ImportError as error:
-        raise UsageError(f"this task needs the extra scores ({error}): pip install dsbd[scores]") from None
+        raise UsageError(f"this task needs the extra scores ({error}): pip install 'dsbd[scores]'") from None
