@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import orjson
 
-from dsbd_cli.config import DTYPES, MethodConfig, ModelSpec
+from dsbd_cli.config import DTYPES, MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.messages import say, warn
@@ -94,7 +94,14 @@ class TrimOptions:
         int | None, option(MAIN, "--num-beams", text="W, live beams at most", default=_METHOD.num_beams, metavar="W")
     ] = None
     max_new_tokens: Annotated[
-        int | None, option(MAIN, "--max-new-tokens", text="generated tokens at most", default=128, metavar="N")
+        int | None,
+        option(
+            MAIN,
+            "--max-new-tokens",
+            text="generated tokens at most",
+            default=SamplingConfig().max_new_tokens,
+            metavar="N",
+        ),
     ] = None
     dtype: Annotated[
         DtypeName | None,
