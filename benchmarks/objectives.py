@@ -2,6 +2,8 @@
 
     dsbd distill --target T -i prompts.jsonl -o FOLDER     # makes FOLDER/answers.jsonl
     python -m benchmarks.objectives --target T --answers FOLDER/answers.jsonl --prompts held_out.jsonl
+
+The drafts are the target's own first layers, or small Llamas with --hidden-size.
 """
 
 from __future__ import annotations
