@@ -1,7 +1,9 @@
 """Which divergence a draft should be trained on: forward KL, reverse KL, total variation; by counts, nothing is timed.
 
-dsbd distill --target T -i prompts.jsonl -o FOLDER     # makes FOLDER/answers.jsonl
-python -m benchmarks.objectives --target T --answers FOLDER/answers.jsonl --prompts held_out.jsonl
+    dsbd distill --target T -i prompts.jsonl -o FOLDER     # makes FOLDER/answers.jsonl
+    python -m benchmarks.objectives --target T --answers FOLDER/answers.jsonl --prompts held_out.jsonl
+
+The drafts are the target's own first layers, or small Llamas with --hidden-size.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--objective", action="append", help="default: all")
+    parser.add_argument("--objective", action="append", choices=get_args(Objective), help="default: all")
     options = parser.parse_args()
     spec = ModelSpec(options.target)
     requests = requests_of(options.prompts, 0, options.count, options.max_new_tokens)

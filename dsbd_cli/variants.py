@@ -540,7 +540,7 @@ _SPELLED = re.compile(r"[a-z][a-z0-9-]*")
 _COLUMNS = frozenset(  # what stands beside settings in a record's `method`
     (
         "rule num_beams drafts_per_layer depth adaptive_depth width warp_scope memory_saving drafter settings target "
-        "draft"
+        "draft quantize"
     ).split()
 )
 
@@ -554,8 +554,8 @@ def register(variant: Variant) -> None:
         raise UsageError(f"the name {shorten(variant.name)} must be lower-case letters, digits and hyphens")
     if variant.name in table:
         raise UsageError(f"there is a {type(variant).__name__.lower()} {variant.name} already")
-    tables: list[Mapping[str, Variant]] = [RULES, DRAFTERS, FORMATS, WIDTHS]
-    known = {one.field for some in tables for other in some.values() for one in other.settings}
+    others: list[Variant] = [*RULES.values(), *DRAFTERS.values(), *FORMATS.values(), *WIDTHS.values(), FUSION]
+    known = {one.field for other in others for one in other.settings}
     for setting in variant.settings:
         if setting.field in known | _COLUMNS or not setting.field.isidentifier():
             raise UsageError(f"{variant.name}: the field {shorten(setting.field)} is taken, or no identifier")

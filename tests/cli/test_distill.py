@@ -89,6 +89,7 @@ def test_from_prompts_to_a_draft(
     assert generate(target, str(folder), prompts, tmp_path / "drafted.jsonl") == plain
     small = ["--target", target, "--draft", str(folder), "--texts", str(folder / "answers.jsonl"), "--size", "200"]
     assert run(["trim-draft", *small, "-o", str(tmp_path / "small"), "--quiet"]) == 0
+    assert not (tmp_path / "small" / "dsbd_distill.json").exists(), "the record is the whole draft's"
     capfd.readouterr()
     distil(target, prompts, folder, "--layers", "1", "--steps", "48", "--learning-rate", "0.003", code=2)
     assert "is finished: use it with --draft" in capfd.readouterr().err

@@ -205,6 +205,8 @@ def test_the_command_finds_an_extension_at_its_start(tmp_path: Path) -> None:
         ("OFFER = 3", "is no Rule, Drafter or Format"),
         (DRAFTER.replace('name="echo"', 'name="ngram"'), "there is a drafter ngram already"),
         (DRAFTER.replace('field="echo_token"', 'field="min_width"'), "the field 'min_width' is taken"),
+        (DRAFTER.replace('field="echo_token"', 'field="second_drafts"'), "the field 'second_drafts' is taken"),
+        (DRAFTER.replace('field="echo_token"', 'field="quantize"'), "the field 'quantize' is taken"),
     ],
 )
 def test_an_extension_that_cannot_be_used_is_named(code: str, reason: str, tmp_path: Path) -> None:

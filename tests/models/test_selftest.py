@@ -7,7 +7,7 @@ import torch
 
 from dsbd_cli.engine.models.adapter import MaskPlan
 from dsbd_cli.engine.models.causal import CausalForestModel
-from dsbd_cli.engine.models.selftest import self_test
+from dsbd_cli.engine.models.selftest import LIMITS, self_test
 from dsbd_cli.errors import UnsupportedModelError
 from tests.models.tiny import FIT, UNFIT, build
 
@@ -17,9 +17,10 @@ from tests.models.tiny import FIT, UNFIT, build
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
 )
 def test_accepts(name: str, dtype: torch.dtype) -> None:
-    """Guards false alarms in every dtype, for random weights much larger than usual; margin 2."""
+    """Guards false alarms in every dtype, for random weights much larger than usual. Margin 2, and 20 in float32, where
+    real checkpoints round worse."""
     report = self_test(CausalForestModel(build(name).to(dtype), name))
-    assert report.median_error < report.limit / 2
+    assert report.median_error < report.limit / (20 if dtype == torch.float32 else 2)
 
 
 @pytest.mark.parametrize("name", UNFIT)
@@ -58,7 +59,8 @@ def moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("break_it", [ignore_windows, windows_by_slot, sees_siblings, moves_nothing])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_mutants_are_refused(break_it, dtype, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    """Guards the self-test itself: our own mistakes must fail it."""
+    """Guards the self-test itself: our own mistakes must fail it, in float32 with a limit ten times as high, too."""
+    monkeypatch.setitem(LIMITS, torch.float32, 10 * LIMITS[torch.float32])
     forest = CausalForestModel(build("mistral window").to(dtype), "mutant")
     break_it(monkeypatch)
     with pytest.raises(UnsupportedModelError):

@@ -74,6 +74,15 @@ def test_watching_changes_no_text(method: MethodConfig) -> None:
     assert [result.hypotheses for result in watched] == [result.hypotheses for result in plain]
 
 
+def test_no_kernel_verifies_behind_the_back_of_an_observer() -> None:
+    """Guards profiles on a GPU, where the kernel would walk without telling anybody."""
+    target, _ = table_pair(1, VOCABULARY, 0.6)
+    engine = Engine(target, None, NumberCodec(VOCABULARY, (3,)), MethodConfig(depth=0))
+    engine.stepper.kernels = frozenset({"walk", "commit"})
+    watch(engine, probe_for(METHODS[0], [8]))
+    assert engine.stepper.kernels == {"commit"}
+
+
 @pytest.mark.parametrize("method", METHODS[:3], ids=name)
 def test_the_replay_foretells_engines_that_draft_less(method: MethodConfig) -> None:
     """Steps per call at K=5, D=2, foretold from K=8, D=3. Seeds are fixed, so that this cannot fail by chance."""

@@ -34,5 +34,17 @@ def test_shots_need_answered_dev_records(tmp_path: Path) -> None:
     lines.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     with pytest.raises(UsageError, match="jsonl has no dev records to show: drop it, or give --dev-data"):
         with_shots(jsonl_dataset(lines), 1)
-    with pytest.raises(UsageError, match="has fewer records with an answer"):
-        with_shots(replace(jsonl_dataset(lines), dev=jsonl_dataset(lines)), 1)
+    unsolved = replace(jsonl_dataset(lines), dev=jsonl_dataset(lines))
+    with pytest.raises(UsageError, match="dev record line-1 has no reference to show as its answer"):
+        with_shots(unsolved, 1)
+    with pytest.raises(UsageError, match="jsonl has 2 dev records: ask for as many or fewer"):
+        with_shots(unsolved, 3)
+
+
+def test_conversations_are_not_told_as_text(tmp_path: Path) -> None:
+    """Guards a target without a chat template, which would be given the answers without their questions."""
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"messages": [{"role": "user", "content": "a"}], "reference": "b"}\n')
+    record = next(with_shots(replace(jsonl_dataset(lines), dev=jsonl_dataset(lines)), 1).records())
+    assert record.prompt == ""
+    assert [turn["content"] for turn in record.meta["messages"]] == ["a", "b", "a"]  # type: ignore[attr-defined]

@@ -53,7 +53,7 @@ class Best(Sampler):
         return Room(min(vocab_size, max(2, 1 + num_eos) * num_beams))
 
     def noise(self, request: DraftRequest) -> Tensor:
-        """None."""
+        """Zeros: nothing is random."""
         return torch.zeros_like(request.log_q)
 
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from dsbd_cli.engine.models.cache import ForestCache
+from dsbd_cli.engine.models.selftest import LIMITS
 
 __all__ = ["Fused", "LayerKernels", "fuse", "layer_kernels"]
 
 RECORDING = "dsbd_recording"
-CLOSE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}  # of the spread: see selftest.py
 TOKENS = 24
 
 
@@ -81,7 +81,7 @@ def fuse(model: Any, kernels: LayerKernels) -> Fused:
     _attentions(model, kernels, fused)
     _layers(model, kernels, fused, norms)
     after = model(input_ids=tokens, use_cache=False).logits.float()
-    if not (after - before).square().mean().sqrt() <= CLOSE[model.dtype] * before.std():
+    if not (after - before).square().mean().sqrt() <= LIMITS[model.dtype] * before.std():
         fused.undo()
     return fused
 

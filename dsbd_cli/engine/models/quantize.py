@@ -26,9 +26,8 @@ from dsbd_cli.engine.models.packing import PackedLinear, packing_works, plain_li
 __all__ = ["Int8Linear", "int8_missing", "quantize"]
 
 OUTLIERS = 32  # channels kept as they are; measured: docs/quantization.md
-LEAST_WEIGHTS = (
-    2_000_000  # of a product; measured: 896 x 896 takes 1.5 times as long as in bfloat16, 1536 x 1536 as long
-)
+# Of a product. Measured: 896 x 896 takes 1.5 times as long as in bfloat16, 1536 x 1536 as long.
+LEAST_WEIGHTS = 2_000_000
 LEVELS = 127
 ZERO = 128  # unsigned inputs, whose kernel is fast; with signed ones torch takes a kernel a thousand times slower
 SMALLEST = torch.finfo(torch.float32).tiny

@@ -21,7 +21,7 @@ from dsbd_cli.engine.models.adapter import unsupported
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, sample_source
 from dsbd_cli.errors import UnsupportedModelError
 
-__all__ = ["CheckableModel", "SelfTestReport", "self_test"]
+__all__ = ["LIMITS", "CheckableModel", "SelfTestReport", "self_test"]
 
 PROMPT = 7
 # Three roots, four levels: parent of every node, in node order; -1 hangs on the prompt.
@@ -34,8 +34,9 @@ SOURCES = (13, 40)
 OUTLIER = 3
 
 # Root mean square of a node's logit error, relative to the spread of its logits. Wrong masks give 0.2 and more at most
-# nodes; rounding gives up to a third of the limit at the median, and now and then more (an expert chosen otherwise).
-_LIMITS = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+# nodes, in any dtype. Rounding gives up to a third of the limit at the median, and now and then more (an expert chosen
+# otherwise). Real checkpoints round worse than small random ones: Qwen2.5-Coder-0.5B has 1.2e-4 in float32.
+LIMITS = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 
 class CheckableModel(ForestModel, Protocol):
@@ -242,7 +243,7 @@ def _grown(model: CheckableModel, tokens: Tensor) -> tuple[Tensor, list[int]]:
 
 def _compare(packed: Tensor, expected: Tensor, dtype: torch.dtype) -> SelfTestReport:
     exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    limit = _LIMITS[torch.float16 if dtype == torch.float32 and not exact else dtype]
+    limit = LIMITS[torch.float16 if dtype == torch.float32 and not exact else dtype]
     resolution = 2 * torch.finfo(packed.dtype).eps / limit  # logits far from zero are stored coarsely
     packed, expected = packed.double(), expected.double()
     scale = expected.std(dim=-1) + resolution * expected.square().mean(dim=-1).sqrt()

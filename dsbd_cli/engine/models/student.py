@@ -174,7 +174,7 @@ def _cut_config(config: Any, layers: int) -> Any:
 
 
 def _small_llama(first: Any, shape: StudentShape, seed: int) -> Any:
-    """A random Llama; its embeddings are the target's, on the axes along which those differ most."""
+    """A random Llama; its embeddings are the target's, projected on their first principal components, not centred."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     assert shape.hidden_size is not None

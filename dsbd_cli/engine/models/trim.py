@@ -23,7 +23,7 @@ from dsbd_cli.errors import ModelError, OutputError, UsageError
 
 __all__ = ["TrimReport", "check", "choose_ids", "copy_beside", "count_texts", "trim"]
 
-_WRITTEN = ("config.json", "generation_config.json")
+_WRITTEN = ("config.json", "generation_config.json", "dsbd_distill.json")  # of this folder, not of the one made of it
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
 _BATCH = 256
 

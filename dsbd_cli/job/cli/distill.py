@@ -28,6 +28,7 @@ from dsbd_cli.job.cli.options import (
 from dsbd_cli.job.cli.progress import LOG_INTERVAL_S
 from dsbd_cli.job.cli.settings import RunSettings, model_specs, places, run_settings, spreads
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
+from dsbd_cli.job.cli.trim import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out
 from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.source import LineSource
 from dsbd_cli.lab.distillation.record import BATCH, RECORD, Acceptance, Milestone, Plan, Record, Speed, read_record
@@ -45,7 +46,7 @@ DISTILL = "Distillation"
 ANSWERS, CHECKPOINT = "answers.jsonl", "checkpoint"
 STEPS = 1000
 CUT_RATE, NEW_RATE = 5e-4, 1e-3  # of the target's own layers, of a small Llama
-HELD_OUT_EVERY, HELD_OUT_MOST, HELD_OUT_BETWEEN = 8, 64, 16
+HELD_OUT_BETWEEN = 16  # of the prompts that are held out, before the end
 EVALUATIONS = 8
 RECENT = 25  # steps whose mean loss is shown
 CHECKPOINT_S = 300.0
@@ -271,9 +272,7 @@ class _Distilling:
 
         shape = student_shape(self._spec, self._options.layers, self._options.hidden_size)
         requests, digest = self._requests()
-        held = requests[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY][:HELD_OUT_MOST]
-        ids = {id(one) for one in held}
-        learnt = [one for one in requests if id(one) not in ids]
+        held, learnt = hold_out(requests)
         self._record = self._begin(shape, digest)
         self._record.prompts = len(learnt)
         self._signals.on_stop = self._stop

@@ -41,6 +41,7 @@ from dsbd_cli.job.cli.talk_options import TalkOptions
 from dsbd_cli.job.cli.until import WINDOW, Until, UntilOptions, Widening, until_of
 from dsbd_cli.job.data.source import LineSource
 from dsbd_cli.job.records import LongLine, MethodRecord, Row, run_fingerprint
+from dsbd_cli.requests import RequestResult
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
@@ -246,10 +247,15 @@ class _Run:
         """How this run writes a row."""
         method, make = replace(self._method, created=created), writes(self._files).load()
         assert callable(make), "checked at the start"
-        told = None if self._widening is None else self._widening.told
-        if told is None or self._files.output_format not in (None, "native"):
+        if self._widening is None:
             return lambda row, result: bytes(make(row, result, method))
-        return lambda row, result: bytes(make(row, result, method, told(row)))
+        told, native = self._widening.told, self._files.output_format in (None, "native")
+
+        def record(row: Row, result: RequestResult | None) -> bytes:
+            note = told(row)  # asked for in any case, or notes would pile up
+            return bytes(make(row, result, method, note) if native else make(row, result, method))
+
+        return record
 
     def _how_to_resume(self) -> str:
         """The command that goes on with this run."""
@@ -297,11 +303,12 @@ class _Run:
         from dsbd_cli.engine.decoding.engine import Engine
 
         method, settings = engine.method, self._settings
+        usual = MethodConfig(num_beams=width).drafts_per_layer
         return Engine(
             engine.target,
             engine.draft,
             engine.codec,
-            replace(method, num_beams=width, drafts_per_layer=max(method.drafts_per_layer, 2 * width)),
+            replace(method, num_beams=width, drafts_per_layer=max(method.drafts_per_layer, usual)),
             batch_size=settings.batch_size,
             info=engine.info,
             log_steps=engine.log_steps,

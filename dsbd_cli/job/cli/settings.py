@@ -43,7 +43,7 @@ from dsbd_cli.variants import (
     typed_names,
 )
 
-__all__ = ["TYPED", "RunSettings", "fixed_depth", "model_specs", "run_settings"]
+__all__ = ["TYPED", "RunSettings", "fixed_depth", "model_specs", "places", "run_settings", "spreads"]
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import orjson
 
-from dsbd_cli.config import DTYPES, MethodConfig, ModelSpec
+from dsbd_cli.config import DTYPES, MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.messages import say, warn
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.engine.models.trim import TrimReport
 
-__all__ = ["TRIM_SCHEMA", "trim_draft"]
+__all__ = ["HELD_OUT_EVERY", "HELD_OUT_MOST", "TRIM_SCHEMA", "hold_out", "trim_draft"]
 
 TRIM_SCHEMA = "dsbd.trim/1"
 TRIM = "Trimming"
@@ -64,7 +64,8 @@ class TrimOptions:
         option(
             TRIM,
             "--prompts",
-            text=f"answer these prompts now and count the answers; every {HELD_OUT_EVERY}th is held out",
+            text="answer these prompts now and count the answers; "
+            f"every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is held out",
             metavar="FILE",
         ),
     ] = None
@@ -94,7 +95,14 @@ class TrimOptions:
         int | None, option(MAIN, "--num-beams", text="W, live beams at most", default=_METHOD.num_beams, metavar="W")
     ] = None
     max_new_tokens: Annotated[
-        int | None, option(MAIN, "--max-new-tokens", text="generated tokens at most", default=128, metavar="N")
+        int | None,
+        option(
+            MAIN,
+            "--max-new-tokens",
+            text="generated tokens at most",
+            default=SamplingConfig().max_new_tokens,
+            metavar="N",
+        ),
     ] = None
     dtype: Annotated[
         DtypeName | None,
@@ -166,8 +174,7 @@ class _Trimming:
         prompts = self._prompts(self._trim.prompts, "--prompts")
         held = self._prompts(self._trim.held_out, "--held-out")
         if self._trim.held_out is None:
-            held = prompts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY][:HELD_OUT_MOST]
-            prompts = [one for number, one in enumerate(prompts, 1) if number % HELD_OUT_EVERY]
+            held, prompts = hold_out(prompts)
         report = self._write(self._count(prompts))
         measured = self._measure(held) if held else None
         if measured is None and not self._trim.quiet:
@@ -265,6 +272,12 @@ class _Trimming:
         for name, numbers in zip(("before", "after"), measured or (None, None), strict=True):
             record[name] = numbers if numbers is None else {**asdict(numbers), **_rates(numbers)}
         return record
+
+
+def hold_out(prompts: Sequence[Request]) -> tuple[list[Request], list[Request]]:
+    """Every eighth prompt, 64 at most, to measure on; and all others."""
+    places = range(HELD_OUT_EVERY - 1, len(prompts), HELD_OUT_EVERY)[:HELD_OUT_MOST]
+    return [prompts[place] for place in places], [one for place, one in enumerate(prompts) if place not in places]
 
 
 def _lines(path: Path, stack: ExitStack, name: str) -> Iterator[tuple[int, bytes | LongLine]]:

@@ -23,6 +23,8 @@ def measure_acceptance(engine: Engine, requests: Sequence[Request]) -> Acceptanc
     depth = engine.method.depth
     reached, passed, steps, calls = [0] * depth, [0] * depth, 0, 0
     for result in engine.run(requests):
+        if result.error is not None:
+            continue
         steps, calls = steps + result.stats.steps, calls + result.stats.target_calls
         for step in result.stats.step_log:
             for place, layer in enumerate(step.layers):

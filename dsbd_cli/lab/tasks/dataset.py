@@ -76,26 +76,30 @@ def with_dev(dataset: Dataset) -> Dataset:
 
 def with_shots(dataset: Dataset, count: int) -> Dataset:
     """The data set with the first `count` dev records, solved, in front of every prompt: as turns of a conversation
-    where the target's tokenizer has a chat template, else as text.
+    where the target's tokenizer has a chat template, else as text. Conversations cannot be told as text.
 
     Raises UsageError where there are no such records, or they have no answers.
     """
     if dataset.dev is None:
         raise UsageError(f"--shots {count}: {dataset.name} has no dev records to show: drop it, or give --dev-data")
     shown = list(itertools.islice(dataset.dev.records(), count))
-    if len(shown) < count or not all(record.reference for record in shown):
-        raise UsageError(f"--shots {count}: {dataset.dev.name} has fewer records with an answer: ask for fewer")
+    if len(shown) < count:
+        raise UsageError(f"--shots {count}: {dataset.dev.name} has {len(shown)} dev records: ask for as many or fewer")
+    for record in shown:
+        if not record.reference:
+            raise UsageError(f"--shots {count}: dev record {record.id} has no reference to show as its answer")
     turns = [
         turn
         for record in shown
         for turn in (*_asked(record), {"role": "assistant", "content": record.reference.strip()})
     ]
     before = "".join(f"{record.prompt} {record.reference.strip()}\n\n" for record in shown)
+    as_text = all(record.prompt for record in shown)
 
     def behind(records: Iterator[TaskRecord]) -> Iterator[TaskRecord]:
         for one in records:
             meta = {**one.meta, "messages": [*turns, *_asked(one)]}
-            yield dataclasses.replace(one, prompt=before + one.prompt, meta=meta)
+            yield dataclasses.replace(one, prompt=before + one.prompt if as_text and one.prompt else "", meta=meta)
 
     test, rest = dataset.records, dataset.dev.records
     dev = dataclasses.replace(dataset.dev, records=lambda: behind(itertools.islice(rest(), count, None)))

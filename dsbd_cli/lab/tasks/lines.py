@@ -91,7 +91,7 @@ def _record(place: str, row: Mapping[str, object], number: int) -> TaskRecord:
     name = row.get("id", f"line-{number + 1}")
     if not isinstance(name, str | int):
         raise UsageError(f"{place}: id is {_shown(name)}, but must be a text")
-    meta: dict[str, object] = {} if messages is None else {"messages": messages, "chat_only": True}
+    meta: dict[str, object] = {} if messages is None else {"messages": messages}
     if "relevant" in row:
         relevant = row["relevant"]
         if not isinstance(relevant, list) or not relevant or not all(type(one) in (str, int) for one in relevant):
