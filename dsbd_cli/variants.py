@@ -146,8 +146,9 @@ class Variant:
         module, _, name = self.make.partition(":")
         try:
             return getattr(import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UsageError(f"{self.name} cannot be used: {self.make or 'nothing'} is not there ({error})") from error
+        except Exception as error:  # a module of somebody else raises what it likes
+            said = f"{self.make or 'nothing'} cannot be imported ({type(error).__name__}: {error})"
+            raise UsageError(f"{self.name} cannot be used: {said}") from error
 
     @property
     def usage(self) -> str:

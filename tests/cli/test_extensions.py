@@ -222,7 +222,7 @@ def test_code_that_is_not_there_is_told_before_models_are_loaded(tmp_path: Path)
         install(tmp_path, FORMAT.replace("extension:tsv", "extension:csv")), "generate", "--output-format", "tsv"
     )
     assert done.returncode == 2
-    assert "tsv cannot be used: extension:csv is not there" in done.stderr
+    assert "tsv cannot be used: extension:csv cannot be imported" in done.stderr
 
 
 def test_a_name_that_cannot_be_spelled_is_refused() -> None:

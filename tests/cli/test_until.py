@@ -6,6 +6,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dsbd_cli.job.pick.execution import ByExecution, Databases
 from dsbd_cli.job.records import RowReader
 from dsbd_cli.lab.tasks.execute import TableData
 from dsbd_cli.lab.tasks.sql import SqlTask
+from dsbd_cli.requests import RequestResult
 from tests.cli.conftest import Outcome
 from tests.engine.toys import NumberCodec, table_pair
 
@@ -88,6 +90,32 @@ def test_rows_are_answered_again_until_one_passes(window: int) -> None:
         used.add(expected)
     assert len(used) > 1
     assert found.widened == sum(told["num_beams"] > 2 for _, told in pairs if told)
+
+
+def test_a_wider_round_that_fails_takes_nothing_away() -> None:
+    """Out of memory with more beams: the row keeps the answer that it has."""
+
+    def failing(width: int) -> Engine:
+        made = engine(width)
+        run = made.run
+
+        def broken(requests: Any) -> Iterator[RequestResult]:
+            for result in run(requests):
+                yield replace(result, hypotheses=(), error=InvalidRowError("out of memory"))
+
+        if width > 2:
+            made.run = broken  # type: ignore[method-assign, assignment]
+        return made
+
+    Passing.words = ("nothing says this",)
+    row = RowReader(SamplingConfig(max_new_tokens=3), num_beams=2).read(b'{"prompt": "5 3"}', index=0, number=1)
+    found = Widening(engine(2), Until(Passing(Databases("")), (2, 4, 8)), failing, {}, window=1)
+    [result] = found.run([row.request])
+    told = found.told(row)
+    assert result.error is None
+    assert result.hypotheses[0].text == next(engine(2).run([row.request])).hypotheses[0].text  # type: ignore[list-item]
+    assert told is not None
+    assert (told["passed"], told["num_beams"], told["rounds"]) == (False, 2, 2)
 
 
 def test_nothing_is_held_back_in_a_pipe() -> None:

@@ -5,7 +5,7 @@ Letters: R requests, n nodes, C candidates per node, K draws.
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from dsbd_cli.engine.core.probs import Room, Warp
 __all__ = ["Best", "Independent", "PathNoise", "Sampler", "WithoutReplacement", "entry_index", "largest"]
 
 
-class Sampler(Protocol):
+class Sampler(ABC):
     """How pairs are drawn. A sampler names this class as its base.
 
     Attributes:
@@ -33,10 +33,10 @@ class Sampler(Protocol):
         """Candidates per node that are enough to find every draw: the warped support, with room for ties."""
         return warp.room(vocab_size)
 
+    @abstractmethod
     def noise(self, request: DraftRequest) -> Tensor:
         """[R, n, C] what is added to log_q before the largest are taken. A drafter that draws per parent, or by
         stochastic beam search, perturbs with this."""
-        ...
 
     def draw(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
         """K pairs: flat index [R, K] in draw order, and which are real [R, K]."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule
 from dsbd_cli.errors import UsageError
@@ -15,6 +13,6 @@ __all__ = ["DraftedLayer", "LayerDraws", "LayerView", "Rule", "make_rule"]
 def make_rule(method: MethodConfig) -> Rule:
     """The rule that a method names. Raises UsageError where its code is missing or none."""
     kind = RULES[method.rule].load()
-    if not (isinstance(kind, type) and Rule in kind.__mro__):
+    if not (isinstance(kind, type) and issubclass(kind, Rule)):
         raise UsageError(f"rule {method.rule} cannot be used: {RULES[method.rule].make} is no class with base Rule")
-    return cast("type[Rule]", kind).of(method)
+    return kind.of(method)

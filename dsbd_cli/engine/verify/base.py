@@ -6,8 +6,9 @@ Letters: R requests, W beams, K drafts per layer, C candidates per beam, M = W*C
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -128,7 +129,7 @@ class LayerDraws:
     accepted: Tensor
 
 
-class Rule(Protocol):
+class Rule(ABC):
     """A verification rule: a sampler, by which target and draft draw, and a test of what was drafted. A rule names this
     class as its base.
 
@@ -147,9 +148,9 @@ class Rule(Protocol):
         """The rule with the settings of a method."""
         return cls()
 
+    @abstractmethod
     def verify(self, view: LayerView) -> LayerDraws:
         """Draw the next live beams of one layer."""
-        ...
 
 
 def membership(view: LayerView, keys: Tensor, rank_limit: bool) -> tuple[LayerDraws, Tensor]:

@@ -174,19 +174,22 @@ class Widening:
         for model in engine.models:
             model.release()  # the next round has other shapes
         left = []
-        for row, result in zip(rows, results, strict=False):
-            before = done.get(id(row))
+        for row, answer in zip(rows, results, strict=False):
+            before, result = done.get(id(row)), answer
             stats = result.stats if before is None else _added(before.stats, result.stats)
             if not first:
                 self.widened += width == self._until.widths[1]
                 self.extra_calls += result.stats.target_calls
-            passing, error = None, result.error
-            if error is None:
+            passing, error, answered = None, result.error, width
+            if error is not None and before is not None:  # out of memory, say: the answer of the round before stays
+                result, error = before, None
+                answered = self._until.widths[self._until.widths.index(width) - 1]
+            elif error is None:
                 try:
                     passing = self._passing(row, result.hypotheses)
                 except InvalidRowError as failed:
                     error = failed
-            last = passing is not None or error is not None or width == self._until.widths[-1]
+            last = passing is not None or error is not None or width == self._until.widths[-1] or answered < width
             beams = _ordered(result.hypotheses, passing)[: row.sampling.n_best] if error is None else ()
             done[id(row)] = replace(result, request=row, hypotheses=beams, stats=stats, error=error)
             if not last:
@@ -198,7 +201,7 @@ class Widening:
                 self._notes[id(row)] = {
                     "passed": passing is not None,
                     "beam": passing,
-                    "num_beams": width,
+                    "num_beams": answered,
                     "rounds": self._until.widths.index(width) + 1,
                     "target_calls": stats.target_calls,
                 }
