@@ -2,7 +2,8 @@
 
 The tensor function, the twin, stays the specification: it says what a kernel computes, and it runs on other devices and
 for settings that a kernel does not fit. This package knows torch and triton only; a kernel is called where its twin
-stands, behind an operator of torch.library, so that engines run on fake tensors too.
+stands, behind an operator of torch.library, so that engines run on fake tensors too. triton launches on the current
+device, so each operator makes that of its tensors the current one.
 
 Importing this module needs no triton; the modules with kernels do.
 """
@@ -27,19 +28,17 @@ class Kernel:
     """A kernel and the tensor function it stands in for.
 
     Attributes:
-        name: what users read, and `--no-kernels` and the load-time check speak of.
+        name: what users read in lines, in `dsbd doctor` and in the summary.
         op, twin: take the same arguments and give the same tensors, or a tuple of them. Neither changes an argument:
             where the kernel works in place, `op` is a function that copies first and returns what was changed.
-        fits: whether the kernel serves these shapes and settings; its arguments are those that the call site has.
         cases: arguments of a few random calls, made with a generator of the CPU and moved to the device. What they
             hold is small; the first one is the smallest.
-        exact: numbers of int64 and bool must be equal, and those of a float type as close as `close`.
+        close: largest difference, absolute and relative, of numbers of a float type; all others must be equal.
     """
 
     name: str
     op: Callable[..., Tensor | tuple[Tensor, ...]]
     twin: Callable[..., Tensor | tuple[Tensor, ...]]
-    fits: Callable[..., bool]
     cases: Callable[[torch.Generator, torch.device], Iterator[Arguments]]
     close: float = CLOSE
 

@@ -53,7 +53,7 @@ class _Table:
         """There is no cache."""
 
     def state_bytes(self, window: int) -> int:
-        """None."""
+        """There are no states."""
         return 0
 
 
@@ -185,14 +185,14 @@ def kernels(settings: Sequence[tuple[MethodConfig, SamplingConfig]]) -> list[Ker
         def twin(iteration: Iteration) -> tuple[Tensor, ...]:
             return iteration.run(frozenset(beside))
 
-        return Kernel(name, op, twin, lambda: True, cases)
+        return Kernel(name, op, twin, cases)
 
     return [
-        Kernel("candidates", _chosen(kernel=True), _chosen(kernel=False), lambda: True, _logits),
+        Kernel("candidates", _chosen(kernel=True), _chosen(kernel=False), _logits),
         one("draft"),
         one("walk", "draft"),  # rejection compares with the law that this one records
         one("commit"),
-        Kernel("move", _moved(kernel=True), _moved(kernel=False), lambda: True, _moves),
+        Kernel("move", _moved(kernel=True), _moved(kernel=False), _moves),
     ]
 
 
