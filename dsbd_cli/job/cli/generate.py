@@ -298,7 +298,7 @@ class _Run:
         from dsbd_cli.engine.decoding.engine import Engine
 
         method, settings = engine.method, self._settings
-        return Engine(
+        wider = Engine(
             engine.target,
             engine.draft,
             engine.codec,
@@ -308,9 +308,12 @@ class _Run:
             log_steps=engine.log_steps,
             catalogues=engine.catalogues,
             on_too_long=settings.on_too_long,
-            cuda_graphs=self._devices.cuda_graphs,
+            # none where the first engine's captures failed their trial at load
+            cuda_graphs=False if engine.stepper.graphs is None else self._devices.cuda_graphs,
             kernels=self._devices.wanted_kernels,
         )
+        wider.tell = engine.tell
+        return wider
 
     def _workers(
         self, load: LoadEngine, models: Sequence[ModelSpec | None], pool: PoolConfig, summary: Summary
