@@ -103,6 +103,18 @@ def test_a_wrong_kernel_changes_nothing_in_the_end(broken: str) -> None:
     assert torch.allclose(model(input_ids=tokens).logits, before, rtol=1e-4, atol=1e-5)
 
 
+def test_a_kernel_that_cannot_run_changes_nothing() -> None:
+    """Guards a load that ends with an error of triton's, at a width that was not tried."""
+
+    def fails(*arguments: Any) -> Any:
+        raise RuntimeError("out of resource: shared memory")
+
+    model = build("llama")
+    fused = fuse(model, LayerKernels(fails, gated_twin, rotate_twin))
+    assert (fused.counts, fused.undone) == ({}, True)
+    model(input_ids=torch.arange(12)[None])
+
+
 class Launches(TorchDispatchMode):
     """Operations that a GPU would launch a small kernel for: no views, no products, no attention."""
 

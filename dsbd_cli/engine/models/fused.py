@@ -48,13 +48,15 @@ def layer_kernels(without: Collection[str] = ()) -> LayerKernels:
 
 @dataclass(slots=True)
 class Fused:
-    """What was changed, by kind; `undo` takes all of it back."""
+    """What was changed, by kind; `undo` takes all of it back, and `undone` says so."""
 
     counts: dict[str, int] = field(default_factory=dict)
     changed: list[nn.Module] = field(default_factory=list)
+    undone: bool = False
 
     def undo(self) -> None:
         """The modules run as transformers has them; merged weights stay merged, as parts of one buffer."""
+        self.undone = self.undone or bool(self.changed)
         for module in self.changed:
             module.__dict__.pop("forward", None)
         self.changed.clear()
@@ -71,18 +73,20 @@ def fuse(model: Any, kernels: LayerKernels) -> Fused:
     """Change a model of one device in place: its norms, gated products, attentions and layers, where they compute what
     the kernels do.
 
-    Nothing is changed where the model's logits would not be the same then, up to rounding.
+    Nothing is changed where the model's logits would not be the same then, up to rounding, or a kernel cannot run.
     """
     fused = Fused()
     tokens = torch.arange(TOKENS, device=model.device).remainder(model.config.get_text_config().vocab_size)[None]
     before = model(input_ids=tokens, use_cache=False).logits.float()
-    norms = _norms(model, kernels, fused)
-    _gated(model, kernels, fused)
-    _attentions(model, kernels, fused)
-    _layers(model, kernels, fused, norms)
-    after = model(input_ids=tokens, use_cache=False).logits.float()
-    if not (after - before).square().mean().sqrt() <= CLOSE[model.dtype] * before.std():
-        fused.undo()
+    with suppress(Exception):
+        norms = _norms(model, kernels, fused)
+        _gated(model, kernels, fused)
+        _attentions(model, kernels, fused)
+        _layers(model, kernels, fused, norms)
+        after = model(input_ids=tokens, use_cache=False).logits.float()
+        if (after - before).square().mean().sqrt() <= CLOSE[model.dtype] * before.std():
+            return fused
+    fused.undo()
     return fused
 
 
@@ -168,13 +172,15 @@ def _gated(model: nn.Module, kernels: LayerKernels, fused: Fused) -> None:
         if kernels.gated is None or set(parts) != {"gate_proj", "up_proj", "down_proj"}:
             continue
         gate, up, down = parts["gate_proj"], parts["up_proj"], parts["down_proj"]
-        if not (_plain_linear(gate) and _plain_linear(up)):
+        biased = {getattr(linear, "bias", None) is not None for linear in (gate, up)}
+        if not (_plain_linear(gate) and _plain_linear(up)) or len(biased) != 1:
             continue
         x = _noise(module, 3, gate.in_features)  # type: ignore[arg-type]
-        wanted = module(x)
-        ours = down(nn.functional.silu(gate(x)) * up(x))
-        if isinstance(wanted, Tensor) and _close(ours, wanted):
-            fused._replace("gated", module, _gated_forward(kernels.gated, *_merged((gate, up)), down))
+        with suppress(Exception):
+            wanted = module(x)
+            ours = down(nn.functional.silu(gate(x)) * up(x))
+            if isinstance(wanted, Tensor) and _close(ours, wanted):
+                fused._replace("gated", module, _gated_forward(kernels.gated, *_merged((gate, up)), down))
 
 
 def _gated_forward(
