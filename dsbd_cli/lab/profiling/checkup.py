@@ -122,7 +122,8 @@ def _machine() -> tuple[State, str, Facts]:
 
     from dsbd_cli.engine.decoding.budget import free_bytes, memory_bytes
 
-    cpu, threads, cores = torch.device("cpu"), torch.get_num_threads(), len(os.sched_getaffinity(0))
+    cpu, threads = torch.device("cpu"), torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
     total, free = memory_bytes(cpu), free_bytes(cpu)
     system = f"{platform.system()} {platform.machine()}"
     beside = f"{_count(cores, 'core')}, {_count(threads, 'thread')}"
