@@ -13,6 +13,7 @@ import torch
 from dsbd_cli.engine.decoding import devices
 from dsbd_cli.kernels import Kernel, trial
 from dsbd_cli.kernels.layers import KERNELS
+from tests.kernels import DEVICE
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GATED = next(kernel for kernel in KERNELS if kernel.name == "gated")
@@ -49,12 +50,12 @@ def breaks(both: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_kernel_that_is_right_has_no_fault() -> None:
-    assert trial.tried(GATED, CPU) is None
+    assert trial.tried(GATED, DEVICE) is None
 
 
 def test_a_kernel_that_differs_or_raises_has_one() -> None:
     def fault(op: object) -> str:
-        return trial.tried(dataclasses.replace(GATED, op=op), CPU) or ""  # type: ignore[arg-type]
+        return trial.tried(dataclasses.replace(GATED, op=op), DEVICE) or ""  # type: ignore[arg-type]
 
     assert fault(other).startswith("differs from the tensor code: case 0, result 0")
     assert fault(breaks) == "fails: RuntimeError: out of resource: shared memory, required 300000"
@@ -96,7 +97,7 @@ def test_what_cannot_be_tried_does_not_run() -> None:
 
 
 def test_the_process_itself_says_what_it_finds(capfd: pytest.CaptureFixture[str]) -> None:
-    trial._main(["cpu", "gated"])
+    trial._main([str(DEVICE), "gated"])
     assert json.loads(capfd.readouterr().out) == ["gated", None]
 
 

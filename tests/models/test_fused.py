@@ -24,6 +24,7 @@ from dsbd_cli.kernels.layers import gated_twin, norm_twin, rotate_twin
 from tests.models.tiny import build
 
 TWINS = LayerKernels(norm_twin, gated_twin, rotate_twin)
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="these models are on the CPU, where no kernel runs then")
 LAYERS = 2
 # what is found in a model of two layers, by family; the last norm is one more
 FOUND = {
@@ -63,6 +64,7 @@ def chain() -> ForestInput:
     return ForestInput(torch.arange(5)[None] + 3, torch.arange(5)[None], slots, mask, positions)
 
 
+@ON_CPU
 def test_kernels_themselves_give_a_models_logits() -> None:
     logits = []
     for fused in (False, True):
@@ -134,6 +136,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@ON_CPU
 def test_a_layer_launches_eight_small_kernels_at_most() -> None:
     def launches(layers: int) -> list[str]:
         model = CausalForestModel(build("llama", num_hidden_layers=layers), "llama")
