@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models.causal import CausalForestModel
-from dsbd_cli.engine.models.fused import LayerKernels, fuse, layer_kernels
+from dsbd_cli.engine.models.fused import LayerKernels, _as_norm, fuse, layer_kernels
 from dsbd_cli.engine.models.invariance import Company, _logits
 from dsbd_cli.engine.models.selftest import self_test
 from dsbd_cli.kernels.layers import gated_twin, norm_twin, rotate_twin
@@ -103,6 +103,12 @@ def test_a_wrong_kernel_changes_nothing_in_the_end(broken: str) -> None:
     else:
         assert fused.counts == {}
     assert torch.allclose(model(input_ids=tokens).logits, before, rtol=1e-4, atol=1e-5)
+
+
+def test_a_norm_that_subtracts_the_mean_is_another() -> None:
+    """Guards Cohere in bfloat16: its norms subtract a mean that is within rounding of zero on noise."""
+    assert _as_norm(torch.nn.LayerNorm(4096, bias=False, dtype=torch.bfloat16)) is None
+    assert _as_norm(torch.nn.RMSNorm(4096, eps=1e-5, dtype=torch.bfloat16)) is not None
 
 
 def test_a_kernel_that_cannot_run_changes_nothing() -> None:

@@ -30,7 +30,7 @@ TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class LayerKernels:
-    """The kernels, or their twins, with what says whether they fit; None for one that is not to be used."""
+    """The kernels, or their twins; None for one that is not to be used."""
 
     norm: Callable[..., tuple[Tensor, Tensor]] | None
     gated: Callable[..., Tensor] | None
@@ -150,7 +150,7 @@ def _as_norm(module: nn.Module) -> _Norm | None:
     named = [name for name, _ in module.named_parameters()]
     if named != ["weight"] or not isinstance(weight, Tensor) or weight.ndim != 1 or not isinstance(eps, float):
         return None
-    x = _noise(module, 3, len(weight)) * 3
+    x = _noise(module, 3, len(weight)) * 3 + 1  # a mean, so that a norm which subtracts it (Cohere) differs
     if not norm_fits(x, weight):
         return None
     with suppress(Exception):
@@ -267,7 +267,7 @@ def _asked(module: Any, linears: tuple[Any, ...], out: nn.Module) -> dict[str, o
     dim, count = getattr(module, "head_dim", None), 5
     if not isinstance(dim, int) or not hasattr(module, "layer_idx") or not hasattr(module, "config"):
         return None
-    x = _noise(module, 1, count, linears[0].in_features)
+    x = _noise(module, 1, count, linears[0].in_features) * 64  # large, so that a clamp (OLMo) acts
     angles = _noise(module, 1, count, dim).float()
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     with suppress(Exception), _noted(module.config) as calls:
@@ -346,7 +346,7 @@ def _layers(model: nn.Module, kernels: LayerKernels, fused: Fused, norms: dict[n
         if first not in norms or second not in norms or not isinstance(dim, int):
             continue
         forward = _layer_forward(kernels.norm, parts, norms[second])
-        x = _noise(module, 1, 5, len(norms[first].weight))
+        x = _noise(module, 1, 5, len(norms[first].weight)) / 16  # small, so that a factor of the sums (Granite) shows
         angles = _noise(module, 1, 5, dim).float()
         places = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
         with suppress(Exception), _noted(parts["self_attn"].config):
