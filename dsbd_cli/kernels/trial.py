@@ -29,8 +29,16 @@ __all__ = ["MODULES", "faults", "kernels", "tried"]
 MODULES = ("dsbd_cli.kernels.layers", "dsbd_cli.engine.decoding.twins")
 LIMIT_S = 180.0  # for all kernels: each compiles in seconds
 SAID = 160  # characters of an error
-# in a fault that may be gone the next time: memory that was short, a device in use by others, a process not started
-PASSING = ("out of memory", "busy or unavailable", "cannot be tried", "was not tried")
+# in a fault that may be gone the next time: memory that was short, a device in use by others, a process not started, a
+# compiler that was missing
+PASSING = (
+    "out of memory",
+    "busy or unavailable",
+    "cannot be tried",
+    "was not tried",
+    "C compiler",
+    "CalledProcessError",
+)
 
 
 def kernels() -> dict[str, Kernel]:

@@ -108,6 +108,10 @@ def test_a_kernel_with_a_fault_is_not_in_use_and_a_line_names_it(monkeypatch: py
     (line,) = devices.left_out(GPU, None)
     assert "the kernel walk is left out" in line
     assert devices.left_out(GPU, False) == devices.left_out(CPU, None) == ()
+    monkeypatch.setattr(devices, "faults", lambda device: dict.fromkeys(("walk", "move"), "fails: no C compiler"))
+    assert devices.left_out(GPU, None) == (
+        "the kernels walk, move are left out, and tensor code runs in their place: each fails: no C compiler",
+    )
     assert devices.kernels_for(GPU, False) == frozenset()
 
 
