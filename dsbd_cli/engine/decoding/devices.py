@@ -76,8 +76,7 @@ def kernels_for(device: torch.device, wanted: bool | None) -> frozenset[str]:
 
 
 def left_out(device: torch.device, wanted: bool | None) -> tuple[str, ...]:
-    """A line for the kernels that do not run because they do not do on this device what their twins do; one line for all
-    of the same fault."""
+    """Which kernels do not run because they do not do on this device what their twins do; a line per kind of fault."""
     if device.type != "cuda" or wanted is False:
         return ()
     alike: dict[str, list[str]] = {}

@@ -252,7 +252,7 @@ def _graphs(pair: LoadedPair) -> tuple[State, str, Facts]:
 
 
 def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
-    from dsbd_cli.engine.decoding.devices import kernels_for
+    from dsbd_cli.engine.decoding.devices import kernels_for, left_out
     from dsbd_cli.kernels import available
     from dsbd_cli.kernels.trial import faults, kernels
 
@@ -266,7 +266,7 @@ def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
     equal = ", ".join(name for name in tried if name not in wrong) or "none"
     layers = ", ".join(f"{count} x {name}" for name, count in fused.items()) or "nothing"
     text = f"equal to tensor code on {device}: {equal}; of the target's modules run so: {layers}"
-    text += "".join(f"; {name} is left out: it {fault}" for name, fault in wrong.items())
+    text = "; ".join([text, *left_out(device, None)])
     return ("broken" if wrong else "ok"), text, facts
 
 
