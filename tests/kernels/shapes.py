@@ -30,6 +30,7 @@ from triton.compiler import ASTSource
 
 from dsbd_cli.kernels import candidates, commit, draft, layers, walk
 
+READER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 VOCABULARY = 32_000
 TYPES = {
     torch.bool: "i1",
@@ -187,7 +188,8 @@ def _call(shape: Shape, rows: int) -> None:
 
 
 def compiled(launch: Launch, capability: int) -> dict[str, object]:
-    """Registers, spilled bytes and shared memory of a launch on a GPU of this capability."""
+    """Registers, bytes of stack (where registers are spilled to) and shared memory of a launch, read from the machine code
+    for GPUs of this capability."""
     kernel = launch.kernel
     constant = {p.name for p in kernel.params if p.is_constexpr}
     signature, fixed, attributes = {}, {}, {}
@@ -205,23 +207,18 @@ def compiled(launch: Launch, capability: int) -> dict[str, object]:
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": launch.warps, "enable_fp_fusion": False, "maxnreg": launch.registers},
     )
-    text = made.asm["ptx"]
-    found = re.search(r"\.target (sm_\w+)", text)
-    assert found is not None
-    assembler = next(Path(triton.__file__).parent.rglob("bin/ptxas*"))
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(text)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
         file.flush()
-        command = [str(assembler), "-v", f"--gpu-name={found[1]}", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = sum(int(number) for number in re.findall(r"(\d+) bytes spill", said))
-    registers = re.search(r"Used (\d+) registers", said)
+        command = [str(READER), "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = dict(re.findall(r"(\w+):(\d+)", said))
     return {
         "kernel": kernel.__name__,
         "capability": capability,
         "warps": launch.warps,
-        "registers": int(registers[1]) if registers else 0,
-        "spilled": spilled,
+        "registers": int(used["REG"]),
+        "spilled": int(used["STACK"]),
         "shared": made.metadata.shared,
     }
 
