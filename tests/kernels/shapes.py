@@ -188,8 +188,8 @@ def _call(shape: Shape, rows: int) -> None:
 
 
 def compiled(launch: Launch, capability: int) -> dict[str, object]:
-    """Registers, bytes of stack (where registers are spilled to) and shared memory of a launch, read from the machine code
-    for GPUs of this capability."""
+    """Registers, bytes of stack (what is spilled) and shared memory, read from the machine code of a launch on a GPU of
+    this capability."""
     kernel = launch.kernel
     constant = {p.name for p in kernel.params if p.is_constexpr}
     signature, fixed, attributes = {}, {}, {}
