@@ -2,7 +2,8 @@
 
 The tensor function, the twin, stays the specification: it says what a kernel computes, and it runs on other devices and
 for settings that a kernel does not fit. This package knows torch and triton only; a kernel is called where its twin
-stands, behind an operator of torch.library, so that engines run on fake tensors too.
+stands, behind an operator of torch.library, so that engines run on fake tensors too. triton launches on the current
+device, so each operator makes that of its tensors the current one.
 
 Importing this module needs no triton; the modules with kernels do.
 """
@@ -19,7 +20,9 @@ from torch import Tensor
 __all__ = ["Kernel", "available", "differences"]
 
 Arguments = tuple[object, ...]
-CLOSE = 2e-5  # largest difference of two log-probabilities that were summed in another order
+# Largest difference, absolute and relative: of sums in another order; for half types one rounding of bfloat16, because
+# what follows such a sum may round the other way.
+CLOSE = {torch.float64: 2e-5, torch.float32: 2e-5, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-7}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +30,17 @@ class Kernel:
     """A kernel and the tensor function it stands in for.
 
     Attributes:
-        name: what users read, and `--no-kernels` and the load-time check speak of.
+        name: what users read in lines, in `dsbd doctor` and in the summary.
         op, twin: take the same arguments and give the same tensors, or a tuple of them. Neither changes an argument:
             where the kernel works in place, `op` is a function that copies first and returns what was changed.
-        fits: whether the kernel serves these shapes and settings; its arguments are those that the call site has.
         cases: arguments of a few random calls, made with a generator of the CPU and moved to the device. What they
             hold is small; the first one is the smallest.
-        exact: numbers of int64 and bool must be equal, and those of a float type as close as `close`.
     """
 
     name: str
     op: Callable[..., Tensor | tuple[Tensor, ...]]
     twin: Callable[..., Tensor | tuple[Tensor, ...]]
-    fits: Callable[..., bool]
     cases: Callable[[torch.Generator, torch.device], Iterator[Arguments]]
-    close: float = CLOSE
 
 
 def available() -> bool:
@@ -52,13 +51,15 @@ def available() -> bool:
 def differences(kernel: Kernel, device: torch.device, seed: int = 0) -> Iterator[str]:
     """What a kernel gives otherwise than its twin, one text per case that differs; nothing where they agree.
 
+    Floats may differ by CLOSE; all other numbers must be equal.
+
     An error of the kernel (it does not compile, it cannot be launched) is raised as it is.
     """
     generator = torch.Generator().manual_seed(seed)
     for number, case in enumerate(kernel.cases(generator, device)):
         found, wanted = kernel.op(*case), kernel.twin(*case)
         for place, (mine, other) in enumerate(zip(_tuple(found), _tuple(wanted), strict=True)):
-            if said := _difference(mine, other, kernel.close):
+            if said := _difference(mine, other):
                 yield f"case {number}, result {place}: {said}"
                 break
 
@@ -67,11 +68,12 @@ def _tuple(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (found,) if isinstance(found, Tensor) else found
 
 
-def _difference(found: Tensor, wanted: Tensor, close: float) -> str:
+def _difference(found: Tensor, wanted: Tensor) -> str:
     """How two tensors differ, "" where they do not. NaN equals NaN."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return f"{found.dtype} {list(found.shape)} in place of {wanted.dtype} {list(wanted.shape)}"
     if found.is_floating_point():
+        close = CLOSE[found.dtype]
         same = torch.isclose(found, wanted, rtol=close, atol=close, equal_nan=True)
     else:
         same = found == wanted

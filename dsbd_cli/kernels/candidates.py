@@ -98,14 +98,15 @@ def candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     tokens = torch.empty(rows, nodes, count, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, nodes, count, dtype=torch.float32, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(vocabulary))
-    candidates_kernel[(rows * nodes,)](
-        *(logits, tokens, logprobs, logits.stride(0), logits.stride(1), nodes, vocabulary, count),
-        BLOCK=block,
-        ROUNDS=ROUNDS[logits.dtype],
-        num_warps=8,
-        enable_fp_fusion=False,
-        maxnreg=REGISTERS,
-    )
+    with torch.cuda.device_of(logits):
+        candidates_kernel[(rows * nodes,)](
+            *(logits, tokens, logprobs, logits.stride(0), logits.stride(1), nodes, vocabulary, count),
+            BLOCK=block,
+            ROUNDS=ROUNDS[logits.dtype],
+            num_warps=8,
+            enable_fp_fusion=False,
+            maxnreg=REGISTERS,
+        )
     return tokens, logprobs
 
 

@@ -293,15 +293,16 @@ def commit(
     count, window = nodes[4].shape[1:]
     roots, history = beams[0].shape[1:]
     depth = nodes[3].shape[2]
-    commit_kernel[(rows,)](
-        *(*live, *nodes, stops, active, *table, *beams, *finished, *out, *moved, report, beams[0].stride(0)),
-        *(count, roots, depth, drafts if depth else 0, width, window, table[3].shape[1], history, stops.shape[1]),
-        WP=triton.next_power_of_2(width),
-        TP=triton.next_power_of_2(window),
-        TILE=TILE,
-        STOPS=stopping,
-        num_warps=4 if width < 8 else 8,
-    )
+    with torch.cuda.device_of(report):
+        commit_kernel[(rows,)](
+            *(*live, *nodes, stops, active, *table, *beams, *finished, *out, *moved, report, beams[0].stride(0)),
+            *(count, roots, depth, drafts if depth else 0, width, window, table[3].shape[1], history, stops.shape[1]),
+            WP=triton.next_power_of_2(width),
+            TP=triton.next_power_of_2(window),
+            TILE=TILE,
+            STOPS=stopping,
+            num_warps=4 if width < 8 else 8,
+        )
 
 
 @torch.library.custom_op("dsbd::move", mutates_args="unknown")
@@ -312,7 +313,10 @@ def move(slab: Tensor, source: Tensor, target: Tensor) -> None:
     moving, pairs = source.shape
     block = min(COLUMNS_MOVED, triton.next_power_of_2(width))
     grid = (planes * moving, triton.cdiv(width, block))
-    move_kernel[grid](slab, source, target, moving, rows, slots, width, pairs, CHUNK=CHUNK, BLOCK=block, num_warps=4)
+    with torch.cuda.device_of(slab):
+        move_kernel[grid](
+            slab, source, target, moving, rows, slots, width, pairs, CHUNK=CHUNK, BLOCK=block, num_warps=4
+        )
 
 
 @commit.register_fake

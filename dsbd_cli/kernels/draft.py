@@ -380,16 +380,30 @@ def begin(
     token, window = beams[0], ancestors.shape[2]
     rows, roots = token.shape
     depth = keys.shape[1] - 1
-    begin_kernel[(rows,)](
-        *(*beams, *table, *noise, *sheet, keys, *joined, token.stride(0), rows, ints.shape[2], roots, depth, window),
-        *(mask.shape[2], table[2].shape[1], last_position, trash, joined[0].shape[2] - roots),
-        WP=triton.next_power_of_2(roots),
-        LP=triton.next_power_of_2((depth + 1) * 8),
-        TILE=TILE if roots < 8 else 64,
-        num_warps=4,
-        enable_fp_fusion=False,
-        maxnreg=REGISTERS,
-    )
+    with torch.cuda.device_of(token):
+        begin_kernel[(rows,)](
+            *(
+                *beams,
+                *table,
+                *noise,
+                *sheet,
+                keys,
+                *joined,
+                token.stride(0),
+                rows,
+                ints.shape[2],
+                roots,
+                depth,
+                window,
+            ),
+            *(mask.shape[2], table[2].shape[1], last_position, trash, joined[0].shape[2] - roots),
+            WP=triton.next_power_of_2(roots),
+            LP=triton.next_power_of_2((depth + 1) * 8),
+            TILE=TILE if roots < 8 else 64,
+            num_warps=4,
+            enable_fp_fusion=False,
+            maxnreg=REGISTERS,
+        )
 
 
 @torch.library.custom_op("dsbd::extend", mutates_args="unknown")
@@ -422,27 +436,28 @@ def extend(
     stops, top_k, top_p, min_p, cold, beam = flags
     eos, automaton = endings
     pairs = triton.next_power_of_2(above) * triton.next_power_of_2(candidates)
-    extend_kernel[(rows,)](
-        *(tokens, logprobs, *sheet, positions, held, used, trunk, position, keys, eos, automaton, *warp),
-        *(law if law else (ints, weights, weights)),
-        *(rows, ints.shape[2], first, above, layer, keys.shape[1] - 1, candidates, count, ancestors.shape[2]),
-        *(mask.shape[2], positions.shape[1], automaton.shape[1], last_position),
-        NP=triton.next_power_of_2(above),
-        CP=triton.next_power_of_2(candidates),
-        KP=triton.next_power_of_2(count),
-        TILE=64,
-        RULE=RULES[rule],
-        STOPS=stops,
-        TOP_K=top_k,
-        TOP_P=top_p,
-        MIN_P=min_p,
-        COLD=cold,
-        BEAM=beam,
-        LAW=bool(law),
-        num_warps=4 if pairs <= 1024 else 8,
-        enable_fp_fusion=False,
-        maxnreg=REGISTERS,
-    )
+    with torch.cuda.device_of(tokens):
+        extend_kernel[(rows,)](
+            *(tokens, logprobs, *sheet, positions, held, used, trunk, position, keys, eos, automaton, *warp),
+            *(law if law else (ints, weights, weights)),
+            *(rows, ints.shape[2], first, above, layer, keys.shape[1] - 1, candidates, count, ancestors.shape[2]),
+            *(mask.shape[2], positions.shape[1], automaton.shape[1], last_position),
+            NP=triton.next_power_of_2(above),
+            CP=triton.next_power_of_2(candidates),
+            KP=triton.next_power_of_2(count),
+            TILE=64,
+            RULE=RULES[rule],
+            STOPS=stops,
+            TOP_K=top_k,
+            TOP_P=top_p,
+            MIN_P=min_p,
+            COLD=cold,
+            BEAM=beam,
+            LAW=bool(law),
+            num_warps=4 if pairs <= 1024 else 8,
+            enable_fp_fusion=False,
+            maxnreg=REGISTERS,
+        )
 
 
 @begin.register_fake

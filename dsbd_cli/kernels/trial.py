@@ -2,7 +2,8 @@
 
 A kernel that reads or writes where it must not ends every later call of its process, on a GPU. So the trial is a
 process of its own, which says a line per kernel; where it dies, the kernel that it was at is to blame and the others
-are tried by another one. What was found is kept for the versions and the device it was found with.
+are tried by another one. What was found is kept for the versions and the device it was found with, unless it may come
+from the state that the machine was in.
 """
 
 from __future__ import annotations
@@ -28,6 +29,16 @@ __all__ = ["MODULES", "faults", "kernels", "tried"]
 MODULES = ("dsbd_cli.kernels.layers", "dsbd_cli.engine.decoding.twins")
 LIMIT_S = 180.0  # for all kernels: each compiles in seconds
 SAID = 160  # characters of an error
+# in a fault that may be gone the next time: memory that was short, a device in use by others, a process not started, a
+# compiler that was missing
+PASSING = (
+    "out of memory",
+    "busy or unavailable",
+    "cannot be tried",
+    "was not tried",
+    "C compiler",
+    "CalledProcessError",
+)
 
 
 def kernels() -> dict[str, Kernel]:
@@ -63,7 +74,8 @@ def faults(device: torch.device, command: tuple[str, ...] | None = None) -> dict
         found: dict[str, str] = json.loads(place.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         found = _asked(device, command or (sys.executable, "-m", "dsbd_cli.kernels.trial", str(device)))
-        _keep(place, found)
+        if not any(word in fault for fault in found.values() for word in PASSING):
+            _keep(place, found)
     return found
 
 
@@ -99,7 +111,7 @@ def _run(command: Sequence[str]) -> tuple[list[tuple[str, str | None]], str | No
     for line in out.splitlines():
         try:
             name, fault = json.loads(line)
-        except ValueError:  # what a library prints
+        except (TypeError, ValueError):  # what a library prints
             continue
         said.append((str(name), None if fault is None else str(fault)))
     return said, error

@@ -524,25 +524,37 @@ def walk(
     pairs = triton.next_power_of_2(width) * triton.next_power_of_2(own)
     given = law or (nodes[3], warp[0], warp[0])
     q_count = given[0].shape[2] if law else 1
-    walk_kernel[(rows,)](
-        *(*candidates, *nodes, *beams, *finished, *endings, *warp, *limits, keys, *given, *out),
-        *(count, own, drafts, roots, keys.shape[1] - 1, width, beams[0].stride(0), endings[1].shape[1], q_count, rows),
-        WP=triton.next_power_of_2(width),
-        CP=triton.next_power_of_2(own),
-        KP=triton.next_power_of_2(max(drafts, 1)),
-        RULE=RULES[rule],
-        STOPS=stops,
-        TOP_K=top_k,
-        TOP_P=top_p,
-        MIN_P=min_p,
-        COLD=cold,
-        BEAM=beam,
-        STEPS=own.bit_length(),
-        Q_STEPS=q_count.bit_length(),
-        num_warps=4 if pairs <= 1024 else 8,
-        enable_fp_fusion=False,
-        maxnreg=REGISTERS,
-    )
+    with torch.cuda.device_of(keys):
+        walk_kernel[(rows,)](
+            *(*candidates, *nodes, *beams, *finished, *endings, *warp, *limits, keys, *given, *out),
+            *(
+                count,
+                own,
+                drafts,
+                roots,
+                keys.shape[1] - 1,
+                width,
+                beams[0].stride(0),
+                endings[1].shape[1],
+                q_count,
+                rows,
+            ),
+            WP=triton.next_power_of_2(width),
+            CP=triton.next_power_of_2(own),
+            KP=triton.next_power_of_2(max(drafts, 1)),
+            RULE=RULES[rule],
+            STOPS=stops,
+            TOP_K=top_k,
+            TOP_P=top_p,
+            MIN_P=min_p,
+            COLD=cold,
+            BEAM=beam,
+            STEPS=own.bit_length(),
+            Q_STEPS=q_count.bit_length(),
+            num_warps=4 if pairs <= 1024 else 8,
+            enable_fp_fusion=False,
+            maxnreg=REGISTERS,
+        )
 
 
 @walk.register_fake

@@ -1,5 +1,5 @@
-"""What every kernel of an iteration is launched with, without a GPU: the operators run on empty tensors, and the launch
-is recorded in place of being made.
+"""What every kernel is launched with, without a GPU: the operators run on empty tensors, and the launch is recorded in
+place of being made.
 
 As a program it compiles all of it for GPUs that are not here and prints one JSON line per compilation:
 
@@ -16,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,8 +28,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dsbd_cli.kernels import candidates, commit, draft, walk
+from dsbd_cli.kernels import candidates, commit, draft, layers, walk
 
+READER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 VOCABULARY = 32_000
 TYPES = {
     torch.bool: "i1",
@@ -60,6 +63,7 @@ SHAPES = [
     Shape(16, 16, 4, 256, "coupled"),
     Shape(1, 1, 8, 58, "coupled"),
 ]
+WIDTHS = (1024, 4096, 8192)  # of hidden states
 
 
 @dataclass
@@ -92,20 +96,41 @@ class _Recorded:
         return launched
 
 
-def launches(shape: Shape, rows: int = 2) -> list[Launch]:
-    """What the operators launch for a shape."""
+@contextmanager
+def _recorded(modules: dict[ModuleType, str]) -> Iterator[list[Launch]]:
+    """Kernels of modules, by their names without `_kernel`, are recorded in place of being launched."""
     found: list[Launch] = []
-    modules = {candidates: "candidates", draft: "begin extend", walk: "walk", commit: "commit move"}
     kept = {}
     for module, names in modules.items():
         for name in (f"{one}_kernel" for one in names.split()):
             kept[module, name] = getattr(module, name)
             setattr(module, name, _Recorded(kept[module, name], found))
     try:
-        _call(shape, rows)
+        yield found
     finally:
         for (module, name), kernel in kept.items():
             setattr(module, name, kernel)
+
+
+def launches(shape: Shape, rows: int = 2) -> list[Launch]:
+    """What the operators of an iteration launch for a shape."""
+    modules = {candidates: "candidates", draft: "begin extend", walk: "walk", commit: "commit move"}
+    with _recorded(modules) as found:
+        _call(shape, rows)
+    return found
+
+
+def layer_launches() -> list[Launch]:
+    """What the operators of a layer launch: rows of several widths, 32 heads and 8 of keys, each 128 wide."""
+    with _recorded({layers: "norm gated rotate"}) as found:
+        for dtype in (torch.bfloat16, torch.float32):
+            for width in WIDTHS:
+                x = torch.empty(2, width, dtype=dtype)
+                layers.norm._init_fn(x, x, x[0], 1e-5, False)
+            layers.gated._init_fn(torch.empty(2, 2 * WIDTHS[-1], dtype=dtype))
+            both, angles = torch.empty(1, 3, (32 + 2 * 8) * 128, dtype=dtype), torch.empty(1, 3, 128, dtype=dtype)
+            slots, planes = torch.empty(3, dtype=torch.int64), torch.empty(1, 16, 8, 128, dtype=dtype)
+            layers.rotate._init_fn(both, angles, angles, slots, planes, planes)
     return found
 
 
@@ -163,7 +188,8 @@ def _call(shape: Shape, rows: int) -> None:
 
 
 def compiled(launch: Launch, capability: int) -> dict[str, object]:
-    """Registers, spilled bytes and shared memory of a launch on a GPU of this capability."""
+    """Registers, bytes of stack (what is spilled) and shared memory, read from the machine code of a launch on a GPU of
+    this capability."""
     kernel = launch.kernel
     constant = {p.name for p in kernel.params if p.is_constexpr}
     signature, fixed, attributes = {}, {}, {}
@@ -174,39 +200,34 @@ def compiled(launch: Launch, capability: int) -> dict[str, object]:
         elif isinstance(value, Tensor):
             signature[name], attributes[(place,)] = "*" + TYPES[value.dtype], [["tt.divisibility", 16]]
         else:
-            signature[name] = "i32"
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
     made = triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": launch.warps, "enable_fp_fusion": False, "maxnreg": launch.registers},
     )
-    text = made.asm["ptx"]
-    found = re.search(r"\.target (sm_\w+)", text)
-    assert found is not None
-    assembler = next(Path(triton.__file__).parent.rglob("bin/ptxas*"))
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(text)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
         file.flush()
-        command = [str(assembler), "-v", f"--gpu-name={found[1]}", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = sum(int(number) for number in re.findall(r"(\d+) bytes spill", said))
-    registers = re.search(r"Used (\d+) registers", said)
+        command = [str(READER), "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = dict(re.findall(r"(\w+):(\d+)", said))
     return {
         "kernel": kernel.__name__,
         "capability": capability,
         "warps": launch.warps,
-        "registers": int(registers[1]) if registers else 0,
-        "spilled": spilled,
+        "registers": int(used["REG"]),
+        "spilled": int(used["STACK"]),
         "shared": made.metadata.shared,
     }
 
 
-def distinct(shapes: list[Shape]) -> Iterator[tuple[Shape, Launch]]:
-    """Launches of all shapes that are compiled apart."""
+def distinct() -> Iterator[tuple[str, Launch]]:
+    """All launches that are compiled apart, and what they are for."""
     seen = set()
-    for shape in shapes:
-        for launch in launches(shape):
+    for use, found in (*((repr(shape), launches(shape)) for shape in SHAPES), ("layer", layer_launches())):
+        for launch in found:
             key = (
                 launch.kernel.__name__,
                 launch.warps,
@@ -218,13 +239,13 @@ def distinct(shapes: list[Shape]) -> Iterator[tuple[Shape, Launch]]:
             )
             if key not in seen:
                 seen.add(key)
-                yield shape, launch
+                yield use, launch
 
 
 def main() -> None:
-    for shape, launch in distinct(SHAPES):
+    for use, launch in distinct():
         for capability in map(int, sys.argv[1:]):
-            print(json.dumps({"shape": repr(shape), **compiled(launch, capability)}), flush=True)
+            print(json.dumps({"use": use, **compiled(launch, capability)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from dsbd_cli import MethodConfig, Request, UsageError
-from dsbd_cli.config import SamplingConfig
+from dsbd_cli import MethodConfig, ModelSpec, Request, UsageError, load
+from dsbd_cli.config import BUILTIN_DRAFT, BUILTIN_TARGET, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.models import pair
 from tests.engine.toys import NumberCodec, table_pair
+from tests.kernels import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 VOCABULARY = 10
@@ -32,12 +34,25 @@ def answers(rule: str, kernels: bool) -> list[object]:
     ]
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="these models are on the CPU: see benchmarks/gpu_texts.py")
 @pytest.mark.parametrize("rule", ["coupled", "search", "rejection"])
 def test_texts_are_those_of_tensor_code(rule: str) -> None:
     assert answers(rule, kernels=True) == answers(rule, kernels=False)
 
 
 def test_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(UsageError, match="kernels cannot be had"):
         answers("search", kernels=True)
+
+
+def test_without_kernels_the_draft_has_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reached(Exception):  # noqa: N818
+        pass
+
+    def told(*specs: ModelSpec, bridged: bool) -> None:
+        raise Reached([spec.kernels for spec in specs])
+
+    monkeypatch.setattr(pair, "load_pair", told)
+    with pytest.raises(Reached, match="False, False"):
+        load(ModelSpec(BUILTIN_TARGET), ModelSpec(BUILTIN_DRAFT), kernels=False)

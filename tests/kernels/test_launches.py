@@ -25,7 +25,7 @@ from dsbd_cli.engine.decoding.twins import HISTORY, VOCABULARY, Iteration
 from dsbd_cli.kernels import candidates, commit, draft, walk
 
 LAYERS = 4
-MOST = {"coupled": 12, "search": 12, "rejection": 12}  # D * 2 + 4; a cache adds one `move` per model
+LAUNCHES = 2 * LAYERS + 4  # a cache adds one `move` per model
 
 
 class Launches(TorchDispatchMode):
@@ -53,7 +53,7 @@ class Nothing:
         return lambda *arguments, **constants: None
 
 
-@pytest.mark.parametrize("rule", MOST)
+@pytest.mark.parametrize("rule", ["coupled", "search", "rejection"])
 def test_an_iteration_launches_so_little(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method = MethodConfig.of({"rule": rule, "num_beams": 4, "drafts_per_layer": 8, "depth": LAYERS, "width": "fixed"})
     sampling = SamplingConfig(max_new_tokens=HISTORY, top_k=0 if rule == "search" else 5)
@@ -76,5 +76,5 @@ def test_an_iteration_launches_so_little(rule: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(twins._Table, "forward", forward)
     with torch.no_grad(), launches, pytest.raises(Counted):
         stepper.step(state, iteration.plan)
-    assert launches.seen.total() == MOST[rule], launches.seen
+    assert launches.seen.total() == LAUNCHES, launches.seen
     assert set(launches.seen) == {"begin", "candidates", "extend", "walk", "commit"}

@@ -13,6 +13,7 @@ import torch
 from dsbd_cli.engine.decoding import devices
 from dsbd_cli.kernels import Kernel, trial
 from dsbd_cli.kernels.layers import KERNELS
+from tests.kernels import DEVICE
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GATED = next(kernel for kernel in KERNELS if kernel.name == "gated")
@@ -49,12 +50,12 @@ def breaks(both: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_kernel_that_is_right_has_no_fault() -> None:
-    assert trial.tried(GATED, CPU) is None
+    assert trial.tried(GATED, DEVICE) is None
 
 
 def test_a_kernel_that_differs_or_raises_has_one() -> None:
     def fault(op: object) -> str:
-        return trial.tried(dataclasses.replace(GATED, op=op), CPU) or ""  # type: ignore[arg-type]
+        return trial.tried(dataclasses.replace(GATED, op=op), DEVICE) or ""  # type: ignore[arg-type]
 
     assert fault(other).startswith("differs from the tensor code: case 0, result 0")
     assert fault(breaks) == "fails: RuntimeError: out of resource: shared memory, required 300000"
@@ -63,7 +64,14 @@ def test_a_kernel_that_differs_or_raises_has_one() -> None:
 def test_all_are_tried_and_the_result_is_kept(empty_cache: Path) -> None:
     assert faults() == {}
     assert [json.loads(file.read_text()) for file in empty_cache.glob("kernels-*.json")] == [{}]
-    assert faults("gated", "os._exit(1)") == {}, "tried again though it was kept"
+    assert faults("gated", "sys.exit(1)") == {}, "tried again though it was kept"
+
+
+def test_a_fault_that_may_pass_is_not_kept(empty_cache: Path) -> None:
+    """Guards a kernel that is left out for ever because another process held the GPU's memory once."""
+    assert list(faults("gated", "sys.exit('CUDA error: out of memory')")) == ["gated"]
+    assert list(empty_cache.glob("kernels-*.json")) == []
+    assert faults() == {}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +97,7 @@ def test_what_cannot_be_tried_does_not_run() -> None:
 
 
 def test_the_process_itself_says_what_it_finds(capfd: pytest.CaptureFixture[str]) -> None:
-    trial._main(["cpu", "gated"])
+    trial._main([str(DEVICE), "gated"])
     assert json.loads(capfd.readouterr().out) == ["gated", None]
 
 
@@ -100,6 +108,10 @@ def test_a_kernel_with_a_fault_is_not_in_use_and_a_line_names_it(monkeypatch: py
     (line,) = devices.left_out(GPU, None)
     assert "the kernel walk is left out" in line
     assert devices.left_out(GPU, False) == devices.left_out(CPU, None) == ()
+    monkeypatch.setattr(devices, "faults", lambda device: dict.fromkeys(("walk", "move"), "fails: no C compiler"))
+    assert devices.left_out(GPU, None) == (
+        "the kernels walk, move are left out, and tensor code runs in their place: each fails: no C compiler",
+    )
     assert devices.kernels_for(GPU, False) == frozenset()
 
 

@@ -163,22 +163,13 @@ class Sheet:
         tokens, logprobs = candidates.tokens.contiguous(), candidates.logprobs.contiguous()
         rows, above, width = tokens.shape
         if law and not self.law:
-            shape = (rows, self.tensors[2].shape[1], width)
+            size = (rows, self.tensors[2].shape[1], width)
             left = tokens.new_empty((2, rows, self.layers, self.drafts), dtype=torch.float64)
-            self.law = [tokens.new_empty(shape), logprobs.new_empty(shape), left]
+            self.law = [tokens.new_empty(size), logprobs.new_empty(size), left]
+        shape, record = [self.offset(layer), above, layer, self.drafts], self.law if law else []
         draft.extend(
-            *(
-                tokens,
-                logprobs,
-                self.tensors,
-                self.table,
-                self.depth,
-                self.keys,
-                endings,
-                warp,
-                self.law if law else [],
-            ),
-            *([self.offset(layer), above, layer, self.drafts], self.rule, flags, self.last_position),
+            *(tokens, logprobs, self.tensors, self.table, self.depth, self.keys, endings, warp, record, shape),
+            *(self.rule, flags, self.last_position),
         )
 
     def drafted_law(self, layer: int, candidates: Candidates) -> DraftLaw | None:

@@ -76,12 +76,17 @@ def kernels_for(device: torch.device, wanted: bool | None) -> frozenset[str]:
 
 
 def left_out(device: torch.device, wanted: bool | None) -> tuple[str, ...]:
-    """A line for each kernel that does not do on this device what its twin does, and does not run therefore."""
+    """Which kernels do not run because they do not do on this device what their twins do; a line per kind of fault."""
     if device.type != "cuda" or wanted is False:
         return ()
+    alike: dict[str, list[str]] = {}
+    for name, fault in faults(device).items():
+        alike.setdefault(fault, []).append(name)
     return tuple(
-        f"the kernel {name} is left out, and tensor code runs in its place: it {fault}"
-        for name, fault in faults(device).items()
+        f"the kernel {names[0]} is left out, and tensor code runs in its place: it {fault}"
+        if len(names) == 1
+        else f"the kernels {', '.join(names)} are left out, and tensor code runs in their place: each {fault}"
+        for fault, names in alike.items()
     )
 
 

@@ -65,13 +65,14 @@ def load(
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
     spec = target if isinstance(target, ModelSpec) else ModelSpec(os.fspath(target))
-    if kernels is False:
-        spec = replace(spec, kernels=False)
     draft_spec = None
     if isinstance(draft, ModelSpec):
         draft_spec = replace(draft, role="draft")
     elif draft is not None:
         draft_spec = spec.of_draft(os.fspath(draft))
+    if kernels is False:
+        spec = replace(spec, kernels=False)
+        draft_spec = None if draft_spec is None else replace(draft_spec, kernels=False)
     method = (method or MethodConfig()).fit_draft(None if draft_spec is None else draft_spec.source)
     if allow is not None and not os.path.isfile(allow):
         raise UsageError(f"allow is {shorten(os.fspath(allow))}, which is no file", field="allow", value=allow)

@@ -43,16 +43,17 @@ def captured_otherwise(engine: Engine) -> str | None:
     """What is wrong with captured iterations of these models and this method; None where a few short requests give the
     same texts with and without them.
 
-    Two engines of fixed depth are made for it, so that both take the same shapes.
+    Two engines of fixed depth are made for it, so that both take the same shapes, and with the kernels of this one.
     """
     from dsbd_cli.engine.decoding.engine import Engine
 
-    method = engine.method
+    method, kernels = engine.method, bool(engine.stepper.kernels)
     if method.depth:
         method = replace(method, depth=min(method.depth, DEPTH), adaptive_depth=False)
     found: list[list[RequestResult]] = []
     for wanted in (False, None):
-        trial = Engine(engine.target, engine.draft, engine.codec, method, batch_size=ROWS, cuda_graphs=wanted)
+        models = (engine.target, engine.draft, engine.codec)
+        trial = Engine(*models, method, batch_size=ROWS, cuda_graphs=wanted, kernels=kernels)
         trial.one_root = False  # captured iterations begin with W roots, too
         trial.tell = lambda line: None
         try:

@@ -53,7 +53,7 @@ class _Table:
         """There is no cache."""
 
     def state_bytes(self, window: int) -> int:
-        """None."""
+        """There are no states."""
         return 0
 
 
@@ -171,7 +171,11 @@ class Iteration:
 def kernels(settings: Sequence[tuple[MethodConfig, SamplingConfig]]) -> list[Kernel]:
     """Every kernel of an iteration with its twin. Cases are of these methods, and of what requests ask for."""
 
-    def one(name: str, *beside: str) -> Kernel:
+    def one(name: str) -> Kernel:
+        def beside(iteration: Iteration) -> set[str]:
+            """`rejection` compares with the law that `draft` records."""
+            return {"draft"} if name == "walk" and iteration.method.rule == "rejection" else set()
+
         def cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
             for method, sampling in settings:
                 width = method.num_beams
@@ -180,19 +184,19 @@ def kernels(settings: Sequence[tuple[MethodConfig, SamplingConfig]]) -> list[Ker
                     yield (made,)
 
         def op(iteration: Iteration) -> tuple[Tensor, ...]:
-            return iteration.run(frozenset({name, *beside}))
+            return iteration.run(frozenset({name} | beside(iteration)))
 
         def twin(iteration: Iteration) -> tuple[Tensor, ...]:
-            return iteration.run(frozenset(beside))
+            return iteration.run(frozenset(beside(iteration)))
 
-        return Kernel(name, op, twin, lambda: True, cases)
+        return Kernel(name, op, twin, cases)
 
     return [
-        Kernel("candidates", _chosen(kernel=True), _chosen(kernel=False), lambda: True, _logits),
+        Kernel("candidates", _chosen(kernel=True), _chosen(kernel=False), _logits),
         one("draft"),
-        one("walk", "draft"),  # rejection compares with the law that this one records
+        one("walk"),
         one("commit"),
-        Kernel("move", _moved(kernel=True), _moved(kernel=False), lambda: True, _moves),
+        Kernel("move", _moved(kernel=True), _moved(kernel=False), _moves),
     ]
 
 

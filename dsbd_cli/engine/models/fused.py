@@ -30,7 +30,7 @@ TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class LayerKernels:
-    """The kernels, or their twins, with what says whether they fit; None for one that is not to be used."""
+    """The kernels, or their twins; None for one that is not to be used."""
 
     norm: Callable[..., tuple[Tensor, Tensor]] | None
     gated: Callable[..., Tensor] | None
@@ -48,13 +48,15 @@ def layer_kernels(without: Collection[str] = ()) -> LayerKernels:
 
 @dataclass(slots=True)
 class Fused:
-    """What was changed, by kind; `undo` takes all of it back."""
+    """What was changed, by kind; `undo` takes all of it back, and `undone` says so."""
 
     counts: dict[str, int] = field(default_factory=dict)
     changed: list[nn.Module] = field(default_factory=list)
+    undone: bool = False
 
     def undo(self) -> None:
         """The modules run as transformers has them; merged weights stay merged, as parts of one buffer."""
+        self.undone = self.undone or bool(self.changed)
         for module in self.changed:
             module.__dict__.pop("forward", None)
         self.changed.clear()
@@ -71,18 +73,20 @@ def fuse(model: Any, kernels: LayerKernels) -> Fused:
     """Change a model of one device in place: its norms, gated products, attentions and layers, where they compute what
     the kernels do.
 
-    Nothing is changed where the model's logits would not be the same then, up to rounding.
+    Nothing is changed where the model's logits would not be the same then, up to rounding, or a kernel cannot run.
     """
     fused = Fused()
     tokens = torch.arange(TOKENS, device=model.device).remainder(model.config.get_text_config().vocab_size)[None]
     before = model(input_ids=tokens, use_cache=False).logits.float()
-    norms = _norms(model, kernels, fused)
-    _gated(model, kernels, fused)
-    _attentions(model, kernels, fused)
-    _layers(model, kernels, fused, norms)
-    after = model(input_ids=tokens, use_cache=False).logits.float()
-    if not (after - before).square().mean().sqrt() <= LIMITS[model.dtype] * before.std():
-        fused.undo()
+    with suppress(Exception):
+        norms = _norms(model, kernels, fused)
+        _gated(model, kernels, fused)
+        _attentions(model, kernels, fused)
+        _layers(model, kernels, fused, norms)
+        after = model(input_ids=tokens, use_cache=False).logits.float()
+        if (after - before).square().mean().sqrt() <= LIMITS[model.dtype] * before.std():
+            return fused
+    fused.undo()
     return fused
 
 
@@ -146,7 +150,7 @@ def _as_norm(module: nn.Module) -> _Norm | None:
     named = [name for name, _ in module.named_parameters()]
     if named != ["weight"] or not isinstance(weight, Tensor) or weight.ndim != 1 or not isinstance(eps, float):
         return None
-    x = _noise(module, 3, len(weight)) * 3
+    x = _noise(module, 3, len(weight)) * 3 + 1  # a mean, so that a norm which subtracts it (Cohere) differs
     if not norm_fits(x, weight):
         return None
     with suppress(Exception):
@@ -168,13 +172,15 @@ def _gated(model: nn.Module, kernels: LayerKernels, fused: Fused) -> None:
         if kernels.gated is None or set(parts) != {"gate_proj", "up_proj", "down_proj"}:
             continue
         gate, up, down = parts["gate_proj"], parts["up_proj"], parts["down_proj"]
-        if not (_plain_linear(gate) and _plain_linear(up)):
+        biased = {getattr(linear, "bias", None) is not None for linear in (gate, up)}
+        if not (_plain_linear(gate) and _plain_linear(up)) or len(biased) != 1:
             continue
         x = _noise(module, 3, gate.in_features)  # type: ignore[arg-type]
-        wanted = module(x)
-        ours = down(nn.functional.silu(gate(x)) * up(x))
-        if isinstance(wanted, Tensor) and _close(ours, wanted):
-            fused._replace("gated", module, _gated_forward(kernels.gated, *_merged((gate, up)), down))
+        with suppress(Exception):
+            wanted = module(x)
+            ours = down(nn.functional.silu(gate(x)) * up(x))
+            if isinstance(wanted, Tensor) and _close(ours, wanted):
+                fused._replace("gated", module, _gated_forward(kernels.gated, *_merged((gate, up)), down))
 
 
 def _gated_forward(
@@ -261,7 +267,7 @@ def _asked(module: Any, linears: tuple[Any, ...], out: nn.Module) -> dict[str, o
     dim, count = getattr(module, "head_dim", None), 5
     if not isinstance(dim, int) or not hasattr(module, "layer_idx") or not hasattr(module, "config"):
         return None
-    x = _noise(module, 1, count, linears[0].in_features)
+    x = _noise(module, 1, count, linears[0].in_features) * 64  # large, so that a clamp (OLMo) acts
     angles = _noise(module, 1, count, dim).float()
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     with suppress(Exception), _noted(module.config) as calls:
@@ -340,7 +346,7 @@ def _layers(model: nn.Module, kernels: LayerKernels, fused: Fused, norms: dict[n
         if first not in norms or second not in norms or not isinstance(dim, int):
             continue
         forward = _layer_forward(kernels.norm, parts, norms[second])
-        x = _noise(module, 1, 5, len(norms[first].weight))
+        x = _noise(module, 1, 5, len(norms[first].weight)) / 16  # small, so that a factor of the sums (Granite) shows
         angles = _noise(module, 1, 5, dim).float()
         places = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
         with suppress(Exception), _noted(parts["self_attn"].config):

@@ -44,7 +44,7 @@ class LoadedPair:
             int8 and the rest is bfloat16.
         draft_dtype: the same, None without a draft.
         notes: differences that do not matter for the result, for the user to read.
-        told: of the target's generation settings, what is not done.
+        told: what the user should know: generation settings that are not done, kernels of layers that are left out.
     """
 
     target: ForestModel
@@ -139,13 +139,15 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
             forest: TransformersForest = ShardedForestModel(model, spec.source, ranks)
         else:
             packed = spec.quantize is not None or pack(model) > 0
-            fused = _fused(model, spec)
+            fused = Fused() if paired else _fused(model, spec)
             kind = Seq2SeqForestModel if paired else CausalForestModel
             forest = kind(model, spec.source, stock=(lambda: load(spec)[0]) if packed or fused.counts else None)
         # a draft only proposes: what it computes cannot reach the text
         wanted = spec.role == "target" and spec.numerics == "invariant"
         forest.keep_states_in(torch.float64 if wanted else torch.float32)
         forest.tested, forest.fused = _tested(forest, fused), fused.counts
+        if fused.undone:
+            forest.told = ("its layers run without kernels: with them a check at load fails",)
         if spec.quantize is not None:  # after the test, whose limits are those of the checkpoint's own rounding
             _quantize(forest, spec)
         forest.varies = variance(forest) if wanted else "nobody asked for the work that it takes"
@@ -175,16 +177,15 @@ def _fused(model: Any, spec: ModelSpec) -> Fused:
 
 
 def _tested(forest: TransformersForest, fused: Fused) -> SelfTestReport:
-    """The check at load; where it fails with fused layers, they are given up, and it is made again."""
+    """The check at load; where it fails with fused layers, or one of them cannot run, they are given up, and it is made
+    again."""
     try:
         return self_test(forest)
-    except UnsupportedModelError:
+    except Exception:
         if not fused.counts:
             raise
     fused.undo()
-    report = self_test(forest)
-    forest.told = ("the kernels of its layers are left out: with them the check at load fails",)
-    return report
+    return self_test(forest)
 
 
 def _quantize(forest: TransformersForest, spec: ModelSpec) -> None:

@@ -38,7 +38,7 @@ STATES = {"ok": "ok", "note": "note", "off": "off", "broken": "BROKEN"}
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What is looked at, and how it is told."""
+    """What is tried, and how the result is printed."""
 
     target: Annotated[
         str | None,
@@ -64,7 +64,7 @@ class DoctorOptions:
     trust_remote_code: Annotated[
         bool | None, flag(MAIN, "--trust-remote-code", text="run code that a checkpoint brings with it")
     ] = None
-    json: Annotated[bool, switch(MAIN, "--json", "print one JSON document in place of the picture")] = False
+    json: Annotated[bool, switch(MAIN, "--json", "print one JSON document in place of the lines")] = False
 
 
 @partial(grouped, elsewhere=(PairOptions, MethodOptions, SamplingOptions, DeviceOptions, RowOptions))
@@ -72,7 +72,7 @@ def doctor(wanted: DoctorOptions, arguments: Sequence[str]) -> None:
     """Try every part on this machine and say what runs how: versions, devices, models, exactness, memory, speed.
 
     Half a minute with the built-in pair. Nothing is fetched: for a pair that is not on this machine yet, the tokenizers
-    and configs are enough to say whether it fits. Paste the picture into an issue.
+    and configs are enough to say whether it fits. Paste the output into an issue.
 
     Exit codes: 0 nothing is broken, 1 something is.
     """

@@ -304,7 +304,7 @@ class _Run:
 
         method, settings = engine.method, self._settings
         usual = MethodConfig(num_beams=width).drafts_per_layer
-        return Engine(
+        wider = Engine(
             engine.target,
             engine.draft,
             engine.codec,
@@ -314,9 +314,12 @@ class _Run:
             log_steps=engine.log_steps,
             catalogues=engine.catalogues,
             on_too_long=settings.on_too_long,
-            cuda_graphs=self._devices.cuda_graphs,
+            # none where the first engine's captures failed their trial at load
+            cuda_graphs=False if engine.stepper.graphs is None else self._devices.cuda_graphs,
             kernels=self._devices.wanted_kernels,
         )
+        wider.tell = engine.tell
+        return wider
 
     def _workers(
         self, load: LoadEngine, models: Sequence[ModelSpec | None], pool: PoolConfig, summary: Summary

@@ -81,16 +81,18 @@ def check_up(target: ModelSpec, draft: ModelSpec | None, seconds: float) -> Iter
     pair = loaded[0]
     yield _tried("forest", lambda: _forest(pair))
     yield _tried("numerics", lambda: _numerics(pair, target))
-    yield _tried("graphs", lambda: _graphs(pair))
+    graphs = _tried("graphs", lambda: _graphs(pair))
+    yield graphs
+    captured = None if graphs.state == "ok" else False  # as a load leaves out captures that fail
     yield _tried("kernels", lambda: _kernels(pair))
     yield _tried("memory", lambda: _memory(pair))
     prompts = _prompts(target)
     if isinstance(pair.codec, WhisperCodec):
         yield Check("texts", "off", "the target reads sound: no text can be tried on it")
         return
-    yield _tried("texts", lambda: _texts(pair, prompts))
+    yield _tried("texts", lambda: _texts(pair, prompts, captured))
     share = seconds / (1 if pair.draft is None else 2)
-    yield _tried("speed", lambda: _speed(pair, prompts, share))
+    yield _tried("speed", lambda: _speed(pair, prompts, share, captured))
 
 
 def _tried(name: str, part: Callable[[], tuple[State, str, Facts]]) -> Check:
@@ -120,7 +122,8 @@ def _machine() -> tuple[State, str, Facts]:
 
     from dsbd_cli.engine.decoding.budget import free_bytes, memory_bytes
 
-    cpu, threads, cores = torch.device("cpu"), torch.get_num_threads(), len(os.sched_getaffinity(0))
+    cpu, threads = torch.device("cpu"), torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
     total, free = memory_bytes(cpu), free_bytes(cpu)
     system = f"{platform.system()} {platform.machine()}"
     beside = f"{_count(cores, 'core')}, {_count(threads, 'thread')}"
@@ -199,7 +202,8 @@ def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]
         }
     if draft is None:
         told.append("no draft")
-    return "ok", f"{'; '.join(told)}; loaded and tested in {took:.1f} s", facts
+    facts["told"] = list(pair.told)
+    return "ok", "; ".join([*told, f"loaded and tested in {took:.1f} s", *pair.told]), facts
 
 
 def _both(pair: LoadedPair) -> list[ForestModel]:
@@ -214,10 +218,12 @@ def _forest(pair: LoadedPair) -> tuple[State, str, Facts]:
     for role, model in zip(("target", "draft"), _both(pair), strict=False):
         report = getattr(model, "tested", None)
         if report is not None:
-            told.append(f"{role} off by {report.median_error:.0e} at the median, {report.largest_error:.0e} at most")
+            told.append(
+                f"{role} off by {report.median_error:.0e} at the median (limit {report.limit:.0e}), "
+                f"{report.largest_error:.0e} at most"
+            )
             facts[role] = {"median_error": report.median_error, "largest_error": report.largest_error}
-            limit = f" (limit {report.limit:.0e})"
-    return "ok", f"a packed tree has the logits of its separate paths: {'; '.join(told)}{limit}", facts
+    return "ok", f"a packed tree has the logits of its separate paths: {'; '.join(told)}", facts
 
 
 def _numerics(pair: LoadedPair, target: ModelSpec) -> tuple[State, str, Facts]:
@@ -246,7 +252,7 @@ def _graphs(pair: LoadedPair) -> tuple[State, str, Facts]:
 
 
 def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
-    from dsbd_cli.engine.decoding.devices import kernels_for
+    from dsbd_cli.engine.decoding.devices import kernels_for, left_out
     from dsbd_cli.kernels import available
     from dsbd_cli.kernels.trial import faults, kernels
 
@@ -260,7 +266,7 @@ def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
     equal = ", ".join(name for name in tried if name not in wrong) or "none"
     layers = ", ".join(f"{count} x {name}" for name, count in fused.items()) or "nothing"
     text = f"equal to tensor code on {device}: {equal}; of the target's modules run so: {layers}"
-    text += "".join(f"; {name} is left out: it {fault}" for name, fault in wrong.items())
+    text = "; ".join([text, *left_out(device, None)])
     return ("broken" if wrong else "ok"), text, facts
 
 
@@ -288,9 +294,9 @@ def _prompts(target: ModelSpec) -> tuple[str, ...]:
     return tuple(one.prompt for one in itertools.islice(TASKS["sql"].records("test", 0), len(PROMPTS)))
 
 
-def _engine(pair: LoadedPair, *, depth: int | None) -> Engine:
+def _engine(pair: LoadedPair, *, depth: int | None, captured: bool | None = None) -> Engine:
     """An engine over the pair: beam search, whose text does not depend on chance. depth: None for the default. Without
-    a draft model, drafts come from the prompt."""
+    a draft model, drafts come from the prompt. captured: False for iterations without CUDA graphs."""
     from dsbd_cli.engine.decoding.engine import Engine
 
     drafts = depth is None or depth > 0
@@ -298,13 +304,13 @@ def _engine(pair: LoadedPair, *, depth: int | None) -> Engine:
     if drafts and pair.draft is None:
         how["drafter"] = "ngram"
     method = MethodConfig.of({"rule": "search", "num_beams": BEAMS, **how})
-    return Engine(pair.target, pair.draft if drafts else None, pair.codec, method, batch_size=2)
+    return Engine(pair.target, pair.draft if drafts else None, pair.codec, method, batch_size=2, cuda_graphs=captured)
 
 
-def _texts(pair: LoadedPair, prompts: Sequence[str]) -> tuple[State, str, Facts]:
+def _texts(pair: LoadedPair, prompts: Sequence[str], captured: bool | None) -> tuple[State, str, Facts]:
     sampling = SamplingConfig(max_new_tokens=TOKENS, n_best=BEAMS)
     requests = [Request(prompt, sampling=sampling) for prompt in prompts]
-    ways = [_engine(pair, depth=depth).generate(requests) for depth in (0, DEPTH)]
+    ways = [_engine(pair, depth=depth, captured=captured).generate(requests) for depth in (0, DEPTH)]
     found = [[[(one.token_ids, one.logprob) for one in row.hypotheses] for row in rows] for rows in ways]
     equal, total = sum(one == other for one, other in zip(*found, strict=True)), len(prompts)
     drafter = "the draft" if pair.draft is not None else "drafts from the prompt"
@@ -320,10 +326,10 @@ def _texts(pair: LoadedPair, prompts: Sequence[str]) -> tuple[State, str, Facts]
     return "note", f"{told}; others are as likely (same-law)", facts
 
 
-def _speed(pair: LoadedPair, prompts: Sequence[str], seconds: float) -> tuple[State, str, Facts]:
+def _speed(pair: LoadedPair, prompts: Sequence[str], seconds: float, captured: bool | None) -> tuple[State, str, Facts]:
     from dsbd_cli.engine.models.sizes import size_of
 
-    plain, call_s = _steps_per_second(_engine(pair, depth=0), prompts, seconds)
+    plain, call_s = _steps_per_second(_engine(pair, depth=0, captured=captured), prompts, seconds)
     size = size_of(pair.target)
     rate = None if size is None else size.read_bytes / call_s
     text = f"beam search, {BEAMS} beams, one prompt at a time: {_figure(plain)} tokens/s without a draft"
@@ -331,7 +337,7 @@ def _speed(pair: LoadedPair, prompts: Sequence[str], seconds: float) -> tuple[St
     text += f" ({_time(call_s)} per target call"
     text += ")" if rate is None else f", weights at {_figure(rate / 1e9)} GB/s)"
     if pair.draft is not None:
-        drafted, _ = _steps_per_second(_engine(pair, depth=None), prompts, seconds)
+        drafted, _ = _steps_per_second(_engine(pair, depth=None, captured=captured), prompts, seconds)
         facts["drafted_tokens_per_s"] = drafted
         text += f", {_figure(drafted)} with the draft"
     return "ok", text, facts
