@@ -221,7 +221,7 @@ def test_law_of_the_answers(rule: str, depth: int) -> None:
     method = MethodConfig(rule=rule, num_beams=2, depth=depth, drafts_per_layer=4, width="fixed")
     codec = NumberCodec(4, (END,))
     found = {"": catalogue(codec, 4, SMALL)}
-    runner = Engine(target, draft if depth else None, codec, method, batch_size=400, catalogues=found)
+    runner = Engine(target, draft if depth else None, codec, method, batch_size=2000, catalogues=found)
     rows = table_rows(7, 4)
     law = enumerate_law(lambda chooser: tuple(t.tokens for t in decode(rows, settings, sampled(chooser, settings))))
     assert len(law) > 4

@@ -176,7 +176,7 @@ def test_rejection_has_the_exact_law_with_every_drafter(
         seed=7,
         noise=1.0,
         ends=tuple(settings.ends),
-        batch_size=400,
+        batch_size=2000,
         rule="rejection",
         num_beams=settings.width,
         depth=2,
@@ -221,7 +221,7 @@ def test_deterministic_nodes_with_a_law_are_found() -> None:
     """Mixing up the kinds biases the law by far more than the test needs to see."""
     options: dict[str, Any] = {"drafter": "dynamic-tree", "tree": "top-k"}
     method: dict[str, Any] = {"rule": "rejection", "num_beams": 1, "depth": 2, "drafts_per_layer": 2}
-    engine = make_engine(options, vocabulary=3, seed=7, noise=1.0, batch_size=400, **method)
+    engine = make_engine(options, vocabulary=3, seed=7, noise=1.0, batch_size=2000, **method)
     assert engine.draft is not None
     engine._drafter = engine._stepper.drafter = MisTagged(engine.draft, 3, "top-k", 0.1)
     assert excess(law_counts(engine, LONE, 2000)[0], law_of(LONE, 3)) > 1

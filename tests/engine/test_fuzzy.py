@@ -101,7 +101,7 @@ def test_equal_laws_have_no_divergence() -> None:
 def fuzzy_engine(draft: TableLM | None, settings: Settings, **method: object) -> Engine:
     target, other = table_pair(7, 3, noise=1.0)
     config = MethodConfig.of({"rule": "fuzzy", "num_beams": settings.width, **method})
-    return Engine(target, draft or other, NumberCodec(3, tuple(settings.ends)), config, batch_size=400)
+    return Engine(target, draft or other, NumberCodec(3, tuple(settings.ends)), config, batch_size=2000)
 
 
 ONE = Settings(width=1, max_new=3, ends=())

@@ -135,7 +135,7 @@ def test_the_law_of_sampling_is_that_of_plain_decoding_over_legal_pairs(rule: st
         lambda chooser: tuple(text.tokens for text in decode(rows, settings, sampled(chooser, settings)))
     )
     assert len(law) > 10
-    runner = engine(rule=rule, num_beams=2, batch=400, **method)
+    runner = engine(rule=rule, num_beams=2, batch=2000, **method)
     run = runner.run
 
     def constrained(stream: Any) -> Any:

@@ -144,8 +144,6 @@ def _gpus(given: int | None, devices: DeviceOptions) -> int | None:
         return 0
     if place is not None and place.startswith("cuda:"):
         raise UsageError(f"--device is {place}, but each worker has GPUs of its own, counted from 0: drop it")
-    if given == 0:
-        raise UsageError("--workers: gpus is 0, but --device is not cpu: say --device cpu, or give 1 or more")
     if given is not None and given < (devices.tensor_parallel or 1):
         raise UsageError(
             f"--workers: gpus is {given}, but --tensor-parallel is {devices.tensor_parallel}: give as many or more"
