@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 
 import pytest
 import torch
 
-if (
-    not torch.cuda.is_available()
-):  # kernels run in triton's interpreter, which must be asked for before triton is imported
+# kernels run in triton's interpreter, which must be asked for before triton is imported
+if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# a shell without job control starts background jobs with interrupts ignored, which all children inherit
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 with contextlib.suppress(ModuleNotFoundError):  # GPU machines run a few files that do not need it
     from hypothesis import HealthCheck, settings
