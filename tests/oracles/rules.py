@@ -19,6 +19,8 @@ from tests.oracles.choice import (
     Pair,
     enumerate_law,
     normalise,
+    remembered,
+    scaled,
     total_variation,
     without,
 )
@@ -255,10 +257,11 @@ class RejectionRule:
         chance = draft_law.get(draft, 0.0)
         return min(1.0, residual.get(draft, 0.0) / chance) if chance > 0.0 else 0.0
 
+    @remembered
     def after_rejection(self, target: Law, residual: Law, draft_law: Law) -> Law:
         """norm(max(0, P' - Q')), or P where nothing is left, which has probability 0."""
         rest = {pair: max(0.0, mass - draft_law.get(pair, 0.0)) for pair, mass in residual.items()}
-        return normalise(rest) or target
+        return scaled(rest) or target
 
     def take(self, target: Law, pair: Pair) -> Law:
         """P once `pair` is drawn."""
