@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -17,7 +18,6 @@ __all__ = [
     "enumerate_law",
     "normalise",
     "remembered",
-    "scaled",
     "total_variation",
     "without",
 ]
@@ -53,24 +53,17 @@ def remembered(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT
     return call
 
 
-def scaled(masses: Mapping[KeyT, float]) -> dict[KeyT, float]:
-    """`normalise` for a law that is made for it."""
+def normalise(masses: Mapping[KeyT, float]) -> dict[KeyT, float]:
+    """The support only, summing to 1; empty when there is no mass."""
     total = math.fsum(masses.values())
     if total <= 0.0:
         return {}
     return {key: mass / total for key, mass in masses.items() if mass > 0.0}
 
 
-@remembered
-def normalise(masses: Mapping[KeyT, float]) -> dict[KeyT, float]:
-    """The support only, summing to 1; empty when there is no mass."""
-    return scaled(masses)
-
-
-@remembered
 def without(law: Law, pair: Pair) -> dict[Pair, float]:
     """The law of the next draw once `pair` is taken."""
-    return scaled({other: mass for other, mass in law.items() if other != pair})
+    return normalise({other: mass for other, mass in law.items() if other != pair})
 
 
 def total_variation(a: Mapping[KeyT, float], b: Mapping[KeyT, float]) -> float:
@@ -161,7 +154,8 @@ def enumerate_law(run: Callable[[Chooser], OutcomeT]) -> dict[OutcomeT, float]:
     global _known  # noqa: PLW0603
     parts: defaultdict[OutcomeT, list[float]] = defaultdict(list)
     stack: list[tuple[int, ...]] = [()]
-    before, _known = _known, {}
+    before, _known, collects = _known, {}, gc.isenabled()
+    gc.disable()  # it would look again and again at all that is remembered
     try:
         while stack:
             chooser = _Replay(stack.pop())
@@ -169,6 +163,8 @@ def enumerate_law(run: Callable[[Chooser], OutcomeT]) -> dict[OutcomeT, float]:
             stack.extend(chooser.untried)
     finally:
         _known = before
+        if collects:
+            gc.enable()
     law = {outcome: math.fsum(chances) for outcome, chances in parts.items()}
     total = math.fsum(law.values())
     assert abs(total - 1.0) < 1e-12, f"choices sum to {total!r}"

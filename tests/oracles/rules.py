@@ -18,12 +18,11 @@ from tests.oracles.choice import (
     NoiseChooser,
     Pair,
     enumerate_law,
-    normalise,
     remembered,
-    scaled,
     total_variation,
-    without,
 )
+from tests.oracles.choice import normalise as _normalise
+from tests.oracles.choice import without as _without
 
 __all__ = [
     "Chooser",
@@ -53,6 +52,8 @@ __all__ = [
 ]
 
 KeyT = TypeVar("KeyT", bound=Hashable)
+
+normalise, without = remembered(_normalise), remembered(_without)
 
 
 def warp(
@@ -261,7 +262,7 @@ class RejectionRule:
     def after_rejection(self, target: Law, residual: Law, draft_law: Law) -> Law:
         """norm(max(0, P' - Q')), or P where nothing is left, which has probability 0."""
         rest = {pair: max(0.0, mass - draft_law.get(pair, 0.0)) for pair, mass in residual.items()}
-        return scaled(rest) or target
+        return _normalise(rest) or target
 
     def take(self, target: Law, pair: Pair) -> Law:
         """P once `pair` is drawn."""
