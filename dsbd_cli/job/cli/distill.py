@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from dsbd_cli.config import BUILTIN_TARGET, DEFAULT_DEPTH, DTYPES, MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.errors import DsbdError, UsageError
@@ -57,117 +57,59 @@ SPEED_S = 60.0  # for a prediction, before and after
 class DistillOptions:
     """What is distilled into what, from which prompts, and how long."""
 
-    target: Annotated[
-        str | None,
-        option(MAIN, "--target", text="alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL"),
-    ] = None
-    input: Annotated[
-        Path | None,
-        option(
-            MAIN,
-            "--input",
-            "-i",
-            text=f"prompts as generate reads them (required); every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is "
-            "held out to measure acceptance on",
-            metavar="FILE",
-        ),
-    ] = None
-    output: Annotated[
-        Path | None,
-        option(
-            MAIN,
-            "--output",
-            "-o",
-            text="folder of the draft (required); where a run was stopped, the same command goes on",
-            metavar="FOLDER",
-        ),
-    ] = None
-    layers: Annotated[
-        int | None,
-        option(
-            DISTILL,
-            "--layers",
-            text="layers of the draft: the target's own first ones",
-            default="a quarter of the target's; with --hidden-size 2",
-            metavar="N",
-        ),
-    ] = None
-    hidden_size: Annotated[
-        int | None,
-        option(
-            DISTILL,
-            "--hidden-size",
-            text="train a new Llama of this hidden size with the target's tokenizer instead",
-            metavar="H",
-        ),
-    ] = None
-    steps: Annotated[
-        int | None, option(DISTILL, "--steps", text=f"of training, {BATCH} answers each", default=STEPS, metavar="N")
-    ] = None
-    learning_rate: Annotated[
-        float | None,
-        option(
-            DISTILL,
-            "--learning-rate",
-            text="the highest; it rises first, and falls to 0 in the second half",
-            default=f"{CUT_RATE:g}, with --hidden-size {NEW_RATE:g}",
-            metavar="X",
-        ),
-    ] = None
-    decode: Annotated[
-        Decode | None,
-        option(
-            MAIN,
-            "--decode",
-            text="how the target answers, and how acceptance is measured; search: beam search; sample: beam sampling",
-            default="sample",
-            metavar="HOW",
-        ),
-    ] = None
-    num_beams: Annotated[
-        int | None,
-        option(
-            MAIN,
-            "--num-beams",
-            text="W, live beams at most; all W answers to a prompt are learnt",
-            default=MethodConfig().num_beams,
-            metavar="W",
-        ),
-    ] = None
-    max_new_tokens: Annotated[
-        int | None,
-        option(
-            MAIN,
-            "--max-new-tokens",
-            text="tokens of an answer at most",
-            default=SamplingConfig().max_new_tokens,
-            metavar="N",
-        ),
-    ] = None
-    seed: Annotated[
-        int | None, option(MAIN, "--seed", text="of answers, batches and new weights", default=0, metavar="N")
-    ] = None
-    dtype: Annotated[
-        DtypeName | None,
-        option(
-            DISTILL,
-            "--dtype",
-            text=f"of the target: {', '.join(DTYPES)}; weights in training are float32",
-            default="auto",
-            metavar="DTYPE",
-        ),
-    ] = None
-    device: Annotated[
-        str | None,
-        option(
-            DISTILL,
-            "--device",
-            text="as of generate; with a comma the target's and the draft's",
-            default="auto",
-            metavar="DEVICE",
-        ),
-    ] = None
-    quiet: Annotated[bool | None, flag(DISTILL, "--quiet", "-q", text="nothing but errors")] = None
+    target: str | None = option(MAIN, "alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL")
+    input: Path | None = option(
+        MAIN,
+        f"prompts as generate reads them (required); every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is "
+        "held out to measure acceptance on",
+        "-i",
+        metavar="FILE",
+    )
+    output: Path | None = option(
+        MAIN,
+        "folder of the draft (required); where a run was stopped, the same command goes on",
+        "-o",
+        metavar="FOLDER",
+    )
+    layers: int | None = option(
+        DISTILL,
+        "layers of the draft: the target's own first ones",
+        default="a quarter of the target's; with --hidden-size 2",
+        metavar="N",
+    )
+    hidden_size: int | None = option(
+        DISTILL, "train a new Llama of this hidden size with the target's tokenizer instead", metavar="H"
+    )
+    steps: int | None = option(DISTILL, f"of training, {BATCH} answers each", default=STEPS, metavar="N")
+    learning_rate: float | None = option(
+        DISTILL,
+        "the highest; it rises first, and falls to 0 in the second half",
+        default=f"{CUT_RATE:g}, with --hidden-size {NEW_RATE:g}",
+        metavar="X",
+    )
+    decode: Decode | None = option(
+        MAIN,
+        "how the target answers, and how acceptance is measured; search: beam search; sample: beam sampling",
+        default="sample",
+        metavar="HOW",
+    )
+    num_beams: int | None = option(
+        MAIN,
+        "W, live beams at most; all W answers to a prompt are learnt",
+        default=MethodConfig().num_beams,
+        metavar="W",
+    )
+    max_new_tokens: int | None = option(
+        MAIN, "tokens of an answer at most", default=SamplingConfig().max_new_tokens, metavar="N"
+    )
+    seed: int | None = option(MAIN, "of answers, batches and new weights", default=0, metavar="N")
+    dtype: DtypeName | None = option(
+        DISTILL, f"of the target: {', '.join(DTYPES)}; weights in training are float32", default="auto", metavar="DTYPE"
+    )
+    device: str | None = option(
+        DISTILL, "as of generate; with a comma the target's and the draft's", default="auto", metavar="DEVICE"
+    )
+    quiet: bool | None = flag(DISTILL, "nothing but errors", "-q")
 
 
 @grouped

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import typer
 
@@ -56,86 +56,45 @@ TASK_SEED = 0
 class PromptOptions:
     """What is decoded to be measured."""
 
-    prompts: Annotated[
-        Path | None,
-        option(PROMPTS, "--prompts", text="file of JSON lines as generate reads them", metavar="FILE"),
-    ] = None
-    task: Annotated[
-        Literal["sql", "qa"] | None,
-        option(PROMPTS, "--task", text="prompts of one built-in task: sql or qa", default="both", metavar="TASK"),
-    ] = None
-    records: Annotated[
-        int | None, option(PROMPTS, "--records", text="prompts at most", default=RECORDS, metavar="N")
-    ] = None
+    prompts: Path | None = option(PROMPTS, "file of JSON lines as generate reads them", metavar="FILE")
+    task: Literal["sql", "qa"] | None = option(
+        PROMPTS, "prompts of one built-in task: sql or qa", default="both", metavar="TASK"
+    )
+    records: int | None = option(PROMPTS, "prompts at most", default=RECORDS, metavar="N")
 
 
 @dataclass(frozen=True)
 class ProfileOptions:
     """How long it may take, and what is written besides the tables."""
 
-    seconds: Annotated[
-        float | None,
-        option(
-            PROFILE,
-            "--seconds",
-            text="time for measuring, after the models are loaded; what there is no time for is left out and named",
-            default=f"{SECONDS:g}",
-            metavar="X",
-        ),
-    ] = None
-    repeats: Annotated[
-        int | None,
-        option(PROFILE, "--repeats", text="timed runs of each setting, taken in turn", default=REPEATS, metavar="N"),
-    ] = None
-    show: Annotated[
-        int | None,
-        option(
-            PROFILE, "--show", text="show the draft forest of iteration N of the first prompt as a tree", metavar="N"
-        ),
-    ] = None
-    json: Annotated[
-        Path | None, option(PROFILE, "--json", text="write all numbers here as one JSON document", metavar="FILE")
-    ] = None
-    plot: Annotated[
-        Path | None,
-        option(
-            PROFILE,
-            "--plot",
-            text="draw phases and curves here: .png, .svg or .pdf (needs the extra plots)",
-            metavar="FILE",
-        ),
-    ] = None
-    trace: Annotated[
-        Path | None,
-        option(
-            PROFILE,
-            "--trace",
-            text="write a Chrome trace of the first iterations here; compressed if it ends in .gz",
-            metavar="FILE",
-        ),
-    ] = None
-    existing: Annotated[
-        Literal["error", "overwrite"] | None,
-        option(
-            PROFILE,
-            "--existing",
-            text="where a --json, --plot or --trace file exists: error or overwrite",
-            default="error",
-            metavar="WHAT",
-        ),
-    ] = None
-    quiet: Annotated[
-        bool | None, flag(PROFILE, "--quiet", "-q", text="print the recommended command line and nothing else")
-    ] = None
+    seconds: float | None = option(
+        PROFILE,
+        "time for measuring, after the models are loaded; what there is no time for is left out and named",
+        default=f"{SECONDS:g}",
+        metavar="X",
+    )
+    repeats: int | None = option(PROFILE, "timed runs of each setting, taken in turn", default=REPEATS, metavar="N")
+    show: int | None = option(
+        PROFILE, "show the draft forest of iteration N of the first prompt as a tree", metavar="N"
+    )
+    json: Path | None = option(PROFILE, "write all numbers here as one JSON document", metavar="FILE")
+    plot: Path | None = option(
+        PROFILE, "draw phases and curves here: .png, .svg or .pdf (needs the extra plots)", metavar="FILE"
+    )
+    trace: Path | None = option(
+        PROFILE, "write a Chrome trace of the first iterations here; compressed if it ends in .gz", metavar="FILE"
+    )
+    existing: Literal["error", "overwrite"] | None = option(
+        PROFILE, "where a --json, --plot or --trace file exists: error or overwrite", default="error", metavar="WHAT"
+    )
+    quiet: bool | None = flag(PROFILE, "print the recommended command line and nothing else", "-q")
 
 
 @dataclass(frozen=True)
 class ForestOptions(MethodOptions):
     """How beams are drafted and verified, with as many layers in every iteration: `--depth auto` has no place here."""
 
-    depth: Annotated[
-        str | None, option(METHOD, "--depth", text="D, drafted layers", default=DEFAULT_DEPTH, metavar="D")
-    ] = None
+    depth: str | None = option(METHOD, "D, drafted layers", default=DEFAULT_DEPTH, metavar="D")
 
 
 @grouped

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 from dsbd_cli.job.cli.declare import flag, option
 
@@ -16,17 +16,11 @@ TALK = "Messages"
 class TalkOptions:
     """What is said on standard error."""
 
-    quiet: Annotated[
-        bool | None, flag(TALK, "--quiet", "-q", text="nothing on standard error but errors that end the run")
-    ] = None
-    log: Annotated[
-        Literal["brief", "verbose", "json"] | None,
-        option(
-            TALK,
-            "--log",
-            text="on standard error, brief: what needs attention and one line a minute; verbose: also settings, failed "
-            "rows and a summary; json: the same as JSON lines",
-            default="brief",
-            metavar="FORM",
-        ),
-    ] = None
+    quiet: bool | None = flag(TALK, "nothing on standard error but errors that end the run", "-q")
+    log: Literal["brief", "verbose", "json"] | None = option(
+        TALK,
+        "on standard error, brief: what needs attention and one line a minute; verbose: also settings, failed "
+        "rows and a summary; json: the same as JSON lines",
+        default="brief",
+        metavar="FORM",
+    )

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import orjson
 
@@ -51,72 +51,32 @@ HELD_OUT_EVERY, HELD_OUT_MOST = 8, 64
 class TrimOptions:
     """What is counted, what is kept, where it goes."""
 
-    output: Annotated[
-        Path | None,
-        option(TRIM, "--output", "-o", text="new folder for the trimmed draft (required)", metavar="FOLDER"),
-    ] = None
-    texts: Annotated[
-        list[str] | None,
-        option(TRIM, "--texts", text="count a file that dsbd generate wrote; may be repeated", metavar="FILE"),
-    ] = None
-    prompts: Annotated[
-        Path | None,
-        option(
-            TRIM,
-            "--prompts",
-            text="answer these prompts now and count the answers; "
-            f"every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is held out",
-            metavar="FILE",
-        ),
-    ] = None
-    held_out: Annotated[
-        Path | None,
-        option(TRIM, "--held-out", text="prompts to measure on instead of every eighth one", metavar="FILE"),
-    ] = None
-    size: Annotated[
-        int | None,
-        option(TRIM, "--size", text="rows to keep, special and end tokens among them", metavar="N"),
-    ] = None
-    coverage: Annotated[
-        float | None,
-        option(TRIM, "--coverage", text="keep as many rows as cover this share of the counted tokens", metavar="X"),
-    ] = None
-    decode: Annotated[
-        Decode | None,
-        option(
-            MAIN,
-            "--decode",
-            text="how prompts are answered, and both drafts measured; search: beam search; sample: beam sampling",
-            default="sample",
-            metavar="HOW",
-        ),
-    ] = None
-    num_beams: Annotated[
-        int | None, option(MAIN, "--num-beams", text="W, live beams at most", default=_METHOD.num_beams, metavar="W")
-    ] = None
-    max_new_tokens: Annotated[
-        int | None,
-        option(
-            MAIN,
-            "--max-new-tokens",
-            text="generated tokens at most",
-            default=SamplingConfig().max_new_tokens,
-            metavar="N",
-        ),
-    ] = None
-    dtype: Annotated[
-        DtypeName | None,
-        option(TRIM, "--dtype", text=f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE"),
-    ] = None
-    device: Annotated[
-        str | None,
-        option(TRIM, "--device", text="as of generate; with a comma the target's and the draft's", metavar="DEVICE"),
-    ] = None
-    trust_remote_code: Annotated[
-        bool | None, flag(TRIM, "--trust-remote-code", text="run code that a checkpoint brings with it")
-    ] = None
-    json: Annotated[bool | None, flag(TRIM, "--json", text="one JSON object on standard output, no table")] = None
-    quiet: Annotated[bool | None, flag(TRIM, "--quiet", "-q", text="no table, nothing but errors")] = None
+    output: Path | None = option(TRIM, "new folder for the trimmed draft (required)", "-o", metavar="FOLDER")
+    texts: list[str] | None = option(TRIM, "count a file that dsbd generate wrote; may be repeated", metavar="FILE")
+    prompts: Path | None = option(
+        TRIM,
+        "answer these prompts now and count the answers; "
+        f"every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is held out",
+        metavar="FILE",
+    )
+    held_out: Path | None = option(TRIM, "prompts to measure on instead of every eighth one", metavar="FILE")
+    size: int | None = option(TRIM, "rows to keep, special and end tokens among them", metavar="N")
+    coverage: float | None = option(TRIM, "keep as many rows as cover this share of the counted tokens", metavar="X")
+    decode: Decode | None = option(
+        MAIN,
+        "how prompts are answered, and both drafts measured; search: beam search; sample: beam sampling",
+        default="sample",
+        metavar="HOW",
+    )
+    num_beams: int | None = option(MAIN, "W, live beams at most", default=_METHOD.num_beams, metavar="W")
+    max_new_tokens: int | None = option(
+        MAIN, "generated tokens at most", default=SamplingConfig().max_new_tokens, metavar="N"
+    )
+    dtype: DtypeName | None = option(TRIM, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
+    device: str | None = option(TRIM, "as of generate; with a comma the target's and the draft's", metavar="DEVICE")
+    trust_remote_code: bool | None = flag(TRIM, "run code that a checkpoint brings with it")
+    json: bool | None = flag(TRIM, "one JSON object on standard output, no table")
+    quiet: bool | None = flag(TRIM, "no table, nothing but errors", "-q")
 
 
 @grouped
