@@ -17,12 +17,8 @@ from dsbd_cli.job.cli.declare import flag, grouped, option, switch
 from dsbd_cli.job.cli.messages import utc_now
 from dsbd_cli.job.cli.options import (
     MAIN,
-    DeviceOptions,
+    PIPED,
     DtypeName,
-    MethodOptions,
-    PairOptions,
-    RowOptions,
-    SamplingOptions,
 )
 from dsbd_cli.job.cli.settings import places
 
@@ -53,7 +49,7 @@ class DoctorOptions:
     json: bool = switch(MAIN, "print one JSON document in place of the lines")
 
 
-@partial(grouped, elsewhere=(PairOptions, MethodOptions, SamplingOptions, DeviceOptions, RowOptions))
+@partial(grouped, elsewhere=PIPED)
 def doctor(wanted: DoctorOptions, arguments: Sequence[str]) -> None:
     """Try every part on this machine and say what runs how: versions, devices, models, exactness, memory, speed.
 

@@ -23,6 +23,7 @@ from dsbd_cli.job.records import RowReader
 from dsbd_cli.variants import DRAFTERS, FORMATS, FUSION, WIDTHS, help_lines, sampling_rules
 
 __all__ = [
+    "PIPED",
     "AnswerOptions",
     "DeviceOptions",
     "DrawOptions",
@@ -32,6 +33,7 @@ __all__ = [
     "PairOptions",
     "RowOptions",
     "SamplingOptions",
+    "TalkOptions",
 ]
 
 MAIN = "Main options"  # what most runs set; they stand first on the page
@@ -263,3 +265,24 @@ class DeviceOptions:
     def wanted_kernels(self) -> bool | None:
         """Whether kernels must run; None: where they can."""
         return None if self.gpu is None else "kernels" in self.gpu
+
+
+TALK = "Messages"
+
+
+@dataclass(frozen=True)
+class TalkOptions:
+    """What is said on standard error."""
+
+    quiet: bool | None = flag(TALK, "nothing on standard error but errors that end the run", "-q")
+    log: Literal["brief", "verbose", "json"] | None = option(
+        TALK,
+        "on standard error, brief: what needs attention and one line a minute; verbose: also settings, failed "
+        "rows and a summary; json: the same as JSON lines",
+        default="brief",
+        metavar="FORM",
+    )
+
+
+# groups of generate, whose variables a command in the same pipe lets stand
+PIPED = (PairOptions, MethodOptions, SamplingOptions, DeviceOptions, RowOptions)

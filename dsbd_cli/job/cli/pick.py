@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -17,27 +16,23 @@ import typer
 
 from dsbd_cli._version import __version__
 from dsbd_cli.config import ModelSpec
-from dsbd_cli.errors import InvalidRowError, RowError, UsageError
+from dsbd_cli.errors import InvalidRowError, RowError, UsageError, option_name
 from dsbd_cli.job.cli.declare import flag, grouped, option
-from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, open_source
+from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, open_source, resuming
 from dsbd_cli.job.cli.flow import TooManyErrorsError
-from dsbd_cli.job.cli.messages import set_style, tracebacks_wanted, whole
+from dsbd_cli.job.cli.messages import set_style, tracebacks_wanted
 from dsbd_cli.job.cli.options import (
     MAIN,
-    DeviceOptions,
+    PIPED,
     Existing,
     FileOptions,
-    MethodOptions,
-    PairOptions,
-    RowOptions,
-    SamplingOptions,
     StreamOptions,
+    TalkOptions,
 )
 from dsbd_cli.job.cli.outputs import Outputs
 from dsbd_cli.job.cli.progress import Reporter
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import rows_exit_code
-from dsbd_cli.job.cli.talk_options import TalkOptions
 from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.source import LineSource
 from dsbd_cli.job.pick.candidates import CandidateRow, group_of_lines, record_row
@@ -139,7 +134,7 @@ class PickFiles(StreamOptions):
     max_errors: int | None = option(FILES, "end the run with exit code 1 when N rows have failed", metavar="N")
 
 
-@partial(grouped, elsewhere=(PairOptions, MethodOptions, SamplingOptions, DeviceOptions, RowOptions))
+@partial(grouped, elsewhere=PIPED)
 def pick(how: PickOptions, files: PickFiles, talk: TalkOptions, arguments: Sequence[str]) -> None:
     """Choose one of the n best of every row: by score, by vote, by running it, by least risk, or by a reward model.
 
@@ -174,7 +169,7 @@ def _check(how: PickOptions, files: PickFiles, talk: TalkOptions) -> None:
         )
     for name, ways in OPTIONS_OF.items():
         if getattr(how, name) is not None and how.by not in ways:
-            shown = f"--{name.replace('_', '-')}"
+            shown = f"{option_name(name)}"
             raise UsageError(f"{shown} would do nothing without --by {' or '.join(ways)}: drop it")
     needed = {"exec": ("database",), "model": ("model", "prompts")}.get(how.by or "", ())
     for name in needed:
@@ -200,7 +195,7 @@ def _check(how: PickOptions, files: PickFiles, talk: TalkOptions) -> None:
     for name, least in (("candidates", 1), ("max_errors", 1)):
         value = getattr(files, name)
         if value is not None and value < least:
-            raise UsageError(f"--{name.replace('_', '-')} is {value}, but must be {least} or more")
+            raise UsageError(f"{option_name(name)} is {value}, but must be {least} or more")
     if how.timeout is not None and not 0 < how.timeout < float("inf"):
         raise UsageError(f"--timeout is {how.timeout}, but must be a number of seconds above 0")
 
@@ -238,10 +233,8 @@ class _Run:
             for name, value in (
                 ("by", how.by),
                 *((name, getattr(how, name)) for name in OPTIONS_OF if name != "device"),
-                "input_format",
-                files.input_format or "records",
-                "output_format",
-                files.output_format or "native",
+                ("input_format", files.input_format or "records"),
+                ("output_format", files.output_format or "native"),
                 ("candidates", files.candidates),
                 ("dsbd", __version__),
             )
@@ -378,13 +371,7 @@ class _Run:
     def _how_to_resume(self) -> str:
         if not can_resume(self._own):
             return "what is written is complete, but only a plain native --output FILE can be resumed"
-        words = list(self._arguments)
-        kept = [
-            word
-            for place, word in enumerate(words)
-            if not word.startswith("--existing=") and "--existing" not in (word, words[place - 1] if place else "")
-        ]
-        return f"what is written is complete; go on with: {whole(shlex.join(['dsbd', *kept, '--existing', 'resume']))}"
+        return f"what is written is complete; go on with: {resuming(self._arguments)}"
 
 
 def _record(row: CandidateRow, choice: Choice | None, by: str, error: RowError | None) -> bytes:

@@ -6,8 +6,7 @@ import io
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ import orjson
 from dsbd_cli.config import DTYPES, MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError
 from dsbd_cli.job.cli.declare import flag, grouped, option
+from dsbd_cli.job.cli.files import read_prompts
 from dsbd_cli.job.cli.messages import say, warn
 from dsbd_cli.job.cli.options import (
     MAIN,
@@ -24,10 +24,9 @@ from dsbd_cli.job.cli.options import (
     DtypeName,
     MethodOptions,
     PairOptions,
-    RowOptions,
     SamplingOptions,
 )
-from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, model_specs, places, run_settings, spreads
+from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, model_specs, run_settings
 from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.jsonl import read_lines
 from dsbd_cli.job.records.row import LongLine
@@ -100,30 +99,20 @@ def trim_draft(
     method = MethodOptions(num_beams=trim.num_beams, decode=trim.decode)
     sampling = SamplingOptions(max_new_tokens=trim.max_new_tokens)
     devices = DeviceOptions(dtype=trim.dtype, device=trim.device, trust_remote_code=trim.trust_remote_code)
-    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions())
+    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices)
     if settings.draft is None:
         raise UsageError("there is no draft to trim: name one with --draft")
-    with ExitStack() as stack:
-        _Trimming(trim, settings, devices, trim.output, stack).run()
+    _Trimming(trim, settings, devices, trim.output).run()
 
 
 class _Trimming:
     """One run of the command."""
 
-    def __init__(
-        self, trim: TrimOptions, settings: RunSettings, devices: DeviceOptions, output: Path, stack: ExitStack
-    ) -> None:
-        self._trim, self._settings, self._devices = trim, settings, devices
-        self._output, self._stack = output, stack
-        target, own = places(devices.device)
-        own = own or (None if spreads(target) else target)
-        self._draft = ModelSpec(
-            source=settings.draft or "",
-            role="draft",
-            dtype=devices.dtype or "auto",
-            device=own or "auto",
-            trust_remote_code=bool(devices.trust_remote_code),
-        )
+    def __init__(self, trim: TrimOptions, settings: RunSettings, devices: DeviceOptions, output: Path) -> None:
+        self._trim, self._settings, self._devices, self._output = trim, settings, devices, output
+        draft = model_specs(settings, devices)[1]
+        assert draft is not None, "checked by the command"
+        self._draft = draft
         self._engine_made: Engine | None = None
 
     def run(self) -> None:
@@ -147,12 +136,7 @@ class _Trimming:
             _show(report, measured, len(held), str(self._output))
 
     def _prompts(self, path: Path | None, name: str) -> list[Request]:
-        requests: list[Request] = []
-        for number, line in _lines(path, self._stack, name) if path is not None else ():
-            row = self._settings.rows.read(line, index=len(requests), number=number)
-            if row.request is None:
-                raise UsageError(f"{name} {path}: {row.error}")
-            requests.append(row.request)
+        requests = read_prompts(name, path, self._settings.rows) if path is not None else []
         if path is not None and not requests:
             raise UsageError(f"{name} {path} holds no prompts")
         return requests
@@ -171,7 +155,7 @@ class _Trimming:
 
     def _texts(self) -> Iterator[str]:
         for name in self._trim.texts or ():
-            for number, line in _lines(Path(name), self._stack, "--texts"):
+            for number, line in _lines(Path(name)):
                 try:
                     text = answer_text(line if isinstance(line, bytes) else b"")
                 except InvalidRowError as error:
@@ -197,13 +181,7 @@ class _Trimming:
         from dsbd_cli.engine.decoding.compare import measure, with_draft
 
         before = self._engine_of()
-        small = ModelSpec(
-            str(self._output),
-            "draft",
-            self._draft.dtype,
-            self._draft.device,
-            trust_remote_code=self._draft.trust_remote_code,
-        )
+        small = replace(self._draft, source=str(self._output))
         first, second = measure((before, with_draft(before, small)), held)
         return first, second
 
@@ -240,14 +218,14 @@ def hold_out(prompts: Sequence[Request]) -> tuple[list[Request], list[Request]]:
     return [prompts[place] for place in places], [one for place, one in enumerate(prompts) if place not in places]
 
 
-def _lines(path: Path, stack: ExitStack, name: str) -> Iterator[tuple[int, bytes | LongLine]]:
-    """Numbered lines of a file. name: the option that named it, for errors."""
+def _lines(path: Path) -> Iterator[tuple[int, bytes | LongLine]]:
+    """Numbered lines of a file of --texts."""
     try:
-        stream = stack.enter_context(open_input(path))
+        with open_input(path) as stream:
+            assert isinstance(stream, io.BufferedReader), "open_input gives no other"
+            yield from read_lines(stream)
     except OSError as error:
-        raise UsageError(f"{name} {path} cannot be read: {error.strerror or error}") from None
-    assert isinstance(stream, io.BufferedReader), "open_input gives no other"
-    yield from read_lines(stream)
+        raise UsageError(f"--texts {path} cannot be read: {error.strerror or error}") from None
 
 
 def _rates(measured: Measure) -> dict[str, float | None]:

@@ -217,11 +217,7 @@ def _ordered(beams: tuple[Hypothesis, ...], first: int | None) -> tuple[Hypothes
 
 def _added(one: RequestStats, other: RequestStats) -> RequestStats:
     """The counters of two rounds of one row."""
-    names = (
-        *("target_calls", "draft_calls", "steps", "drafted", "accepted", "width_sum"),
-        *("draft_s", "target_s", "verify_s", "total_s"),
-    )
-    both = replace(other, **{name: getattr(one, name) + getattr(other, name) for name in names})
-    both.kv_peak_slots = max(one.kv_peak_slots, other.kv_peak_slots)
-    both.step_log = [*one.step_log, *other.step_log]
+    both = RequestStats(step_log=[*one.step_log, *other.step_log])
+    both.add(one)
+    both.add(other)
     return both

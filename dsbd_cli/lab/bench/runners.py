@@ -19,7 +19,7 @@ from dsbd_cli.job.pick.choosers import ByRisk, ByScore, ByVote, Chooser, Weights
 from dsbd_cli.lab.bench.methods import METHODS
 from dsbd_cli.lab.bench.prepare import Prompt
 from dsbd_cli.lab.bench.sweep import Setting
-from dsbd_cli.lab.peers.config import PeerConfig
+from dsbd_cli.lab.peers import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import Delivered, TransformersPeer
 from dsbd_cli.requests import Request, RequestResult, derive_seed
 from dsbd_cli.stats import RequestStats
@@ -198,8 +198,7 @@ def _added(parts: Sequence[RequestStats]) -> RequestStats:
     """Sums of the counters of several requests."""
     whole = RequestStats()
     for part in parts:
-        for name in ("target_calls", "draft_calls", "steps", "drafted", "accepted", "width_sum"):
-            setattr(whole, name, getattr(whole, name) + getattr(part, name))
+        whole.add(part)
         whole.step_log += part.step_log
     return whole
 
