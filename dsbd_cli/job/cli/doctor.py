@@ -25,7 +25,7 @@ from dsbd_cli.job.cli.settings import places
 if TYPE_CHECKING:
     from dsbd_cli.lab.profiling.checkup import Check
 
-__all__ = ["DoctorOptions", "doctor"]
+__all__ = ["doctor"]
 
 COLUMNS = 80
 SECONDS = 10.0  # of measuring the speed

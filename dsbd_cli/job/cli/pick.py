@@ -42,7 +42,7 @@ from dsbd_cli.job.pick.prompts import ByReward, Prompts
 from dsbd_cli.job.records.output import dump_line
 from dsbd_cli.job.records.row import LongLine
 
-__all__ = ["PICK_SCHEMA", "pick"]
+__all__ = ["pick"]
 
 PICK_SCHEMA = "dsbd.pick/1"
 CHOICE, FILES = "How one is chosen", "Input and output"

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.lab.reports.profile_data import ForestSize, Profile
 
-__all__ = ["ProfileOptions", "option_words", "profile"]
+__all__ = ["option_words", "profile"]
 
 T = TypeVar("T")
 

@@ -42,7 +42,7 @@ from dsbd_cli.variants import (
     typed_names,
 )
 
-__all__ = ["TYPED", "RunSettings", "allowed", "fixed_depth", "model_specs", "places", "run_settings", "spreads"]
+__all__ = ["TYPED", "RunSettings", "fixed_depth", "model_specs", "places", "run_settings"]
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dsbd_cli.scale.pool import WorkerReport
     from dsbd_cli.scale.worker import EngineNames
 
-__all__ = ["SUMMARY_SCHEMA", "Summary", "Totals", "rows_exit_code"]
+__all__ = ["Summary", "Totals", "rows_exit_code"]
 
 SUMMARY_SCHEMA = "dsbd.summary/1"
 PACKAGES = ("torch", "transformers", "tokenizers")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.engine.models.trim import TrimReport
 
-__all__ = ["HELD_OUT_EVERY", "HELD_OUT_MOST", "TRIM_SCHEMA", "hold_out", "trim_draft"]
+__all__ = ["HELD_OUT_EVERY", "HELD_OUT_MOST", "hold_out", "trim_draft"]
 
 TRIM_SCHEMA = "dsbd.trim/1"
 TRIM = "Trimming"

@@ -14,18 +14,7 @@ from dsbd_cli.config import DEFAULT_DEPTH, MAX_AUTO_DEPTH, MethodConfig
 from dsbd_cli.lab.peers import PeerConfig, PeerName
 from dsbd_cli.variants import DRAFTERS
 
-__all__ = [
-    "AXES",
-    "BASELINES",
-    "DEFAULT_METHODS",
-    "FUZZY_METHODS",
-    "METHODS",
-    "Axis",
-    "Method",
-    "PickName",
-    "Value",
-    "own_tokens",
-]
+__all__ = ["AXES", "BASELINES", "DEFAULT_METHODS", "FUZZY_METHODS", "METHODS", "Method", "Value", "own_tokens"]
 
 Value = int | float | str
 PickName = Literal["score", "vote", "mbr", "exec"]

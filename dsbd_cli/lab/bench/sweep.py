@@ -14,7 +14,7 @@ from dsbd_cli.lab.bench.methods import AXES, DEFAULT_METHODS, METHODS, Method, V
 from dsbd_cli.lab.peers import PeerConfig
 from dsbd_cli.variants import runs_model, typed_names
 
-__all__ = ["Setting", "Sweep", "SweepPlan", "choose_methods", "plan", "read_values"]
+__all__ = ["Setting", "SweepPlan", "choose_methods", "plan", "read_values"]
 
 Sweep = Mapping[str, Sequence[Value]]
 

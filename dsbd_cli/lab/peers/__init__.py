@@ -7,7 +7,7 @@ from typing import Literal
 
 from dsbd_cli.errors import UsageError
 
-__all__ = ["PEERS", "PeerConfig", "PeerName"]
+__all__ = ["PeerConfig", "PeerName"]
 
 PeerName = Literal["greedy", "beam-search", "beam-sampling", "assisted"]
 PEERS: tuple[PeerName, ...] = ("greedy", "beam-search", "beam-sampling", "assisted")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.engine.models.pair import LoadedPair
 
-__all__ = ["Check", "State", "check_up"]
+__all__ = ["Check", "check_up"]
 
 State = Literal["ok", "note", "off", "broken"]
 Facts = dict[str, object]

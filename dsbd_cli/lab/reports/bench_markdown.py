@@ -9,7 +9,7 @@ from dsbd_cli.lab.reports.bench_cells import ReportColumn
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
 from dsbd_cli.lab.reports.words import plural
 
-__all__ = ["markdown_page", "markdown_table"]
+__all__ = ["markdown_page"]
 
 
 def markdown_table(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> str:
