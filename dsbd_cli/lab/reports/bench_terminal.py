@@ -121,7 +121,7 @@ def _table(title: str, columns: Sequence[ReportColumn], rows: Sequence[BenchRow]
             column.title, justify="left" if column.text else "right", width=_width(column, rows), vertical="bottom"
         )
     for row in rows:
-        cells = [column.cell(row) for column in columns]
-        if any(cell != cells.DASH for cell, column in zip(cells, columns, strict=True) if not column.text):
-            table.add_row(*cells)
+        shown = [column.cell(row) for column in columns]
+        if any(cell != cells.DASH for cell, column in zip(shown, columns, strict=True) if not column.text):
+            table.add_row(*shown)
     return table
