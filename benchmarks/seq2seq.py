@@ -35,7 +35,7 @@ import dsbd_cli
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 from benchmarks.speed import numbers
 from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig
-from dsbd_cli.lab.peers import PeerConfig
+from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
 
 # model class, config class, vocabulary, width, layers, heads, width of the inner layer

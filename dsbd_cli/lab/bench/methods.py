@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dsbd_cli.config import DEFAULT_DEPTH, MAX_AUTO_DEPTH, MethodConfig
-from dsbd_cli.lab.peers import PeerConfig, PeerName
+from dsbd_cli.lab.peers.config import PeerConfig, PeerName
 from dsbd_cli.variants import DRAFTERS
 
 __all__ = ["AXES", "BASELINES", "DEFAULT_METHODS", "FUZZY_METHODS", "METHODS", "Method", "Value", "own_tokens"]

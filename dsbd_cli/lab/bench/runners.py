@@ -19,7 +19,7 @@ from dsbd_cli.job.pick.choosers import ByRisk, ByScore, ByVote, Chooser, Weights
 from dsbd_cli.lab.bench.methods import METHODS
 from dsbd_cli.lab.bench.prepare import Prompt
 from dsbd_cli.lab.bench.sweep import Setting
-from dsbd_cli.lab.peers import PeerConfig
+from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import Delivered, TransformersPeer
 from dsbd_cli.requests import Request, RequestResult, derive_seed
 from dsbd_cli.stats import RequestStats

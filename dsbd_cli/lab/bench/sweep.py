@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.errors import UsageError, option_name
 from dsbd_cli.lab.bench.methods import AXES, DEFAULT_METHODS, METHODS, Method, Value
-from dsbd_cli.lab.peers import PeerConfig
+from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.variants import runs_model, typed_names
 
 __all__ = ["Setting", "SweepPlan", "choose_methods", "plan", "read_values"]

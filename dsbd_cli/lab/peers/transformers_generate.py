@@ -28,7 +28,7 @@ from dsbd_cli.engine.models.attention import NAME as GROUPED
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.engine.models.sources import Seq2SeqCodec
 from dsbd_cli.engine.models.tokenize import HFCodec
-from dsbd_cli.lab.peers import PeerConfig
+from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.token_rules import asked_rules
 
 __all__ = ["Delivered", "TransformersPeer"]
