@@ -37,11 +37,11 @@ def ids(results: list[RequestResult]) -> list[list[tuple[int, ...]]]:
 )
 def test_search_is_transformers_beam_search(beams: int, penalty: float, early: bool) -> None:
     settings = {"length_penalty": penalty, "early_stopping": early, "n_best": beams}
-    found = run(6, sampling=settings, rule="search", num_beams=beams, drafts_per_layer=2 * beams)
+    found = run(10, sampling=settings, rule="search", num_beams=beams, drafts_per_layer=2 * beams)
     engine = dsbd_cli.load(draft=None, method=dsbd_cli.MethodConfig(depth=0))
     model: Any = engine.target.module  # type: ignore[attr-defined]
     beam_options = {"length_penalty": penalty, "early_stopping": early} if beams > 1 else {}
-    for record, result in zip(records(6), found, strict=True):
+    for record, result in zip(records(10), found, strict=True):
         prompt = torch.tensor([engine.codec.encode(record.prompt)])
         out = model.generate(
             prompt,
@@ -59,15 +59,15 @@ def test_search_is_transformers_beam_search(beams: int, penalty: float, early: b
 
 
 def test_coupled_gives_the_same_text_with_any_draft_and_batch() -> None:
-    plain = ids(run(8, batch_size=1, sampling={"n_best": 4}, depth=0))
-    assert ids(run(8, batch_size=8, sampling={"n_best": 4})) == plain
-    assert ids(run(8, batch_size=5, sampling={"n_best": 4}, drafts_per_layer=12, depth=2)) == plain
+    plain = ids(run(12, batch_size=1, sampling={"n_best": 4}, depth=0))
+    assert ids(run(12, batch_size=12, sampling={"n_best": 4})) == plain
+    assert ids(run(12, batch_size=5, sampling={"n_best": 4}, drafts_per_layer=12, depth=2)) == plain
 
 
 def test_drafts_are_of_use() -> None:
     """Steps per target call well above one, or the pair is not a pair."""
     for rule, least in (("coupled", 1.3), ("search", 1.3), ("rejection", 1.2)):
-        results = run(8, rule=rule)
+        results = run(16, rule=rule)
         steps = sum(result.stats.steps for result in results)
         assert steps / sum(result.stats.target_calls for result in results) > least
 

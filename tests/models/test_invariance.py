@@ -147,7 +147,8 @@ def texts(target: ForestModel, draft: ForestModel | None, codec: Any, batch: int
     return [[(item.token_ids, item.logprob) for item in result.hypotheses] for result in engine.run(requests)]
 
 
-@pytest.mark.parametrize(("rule", "dtype"), [("coupled", "bfloat16"), ("search", "float32")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", ["coupled", "search"])
 def test_texts_and_logprobs_to_the_last_bit(rule: str, dtype: str) -> None:
     """Guards the promise `same-text`: not the draft, the depth, the batch nor the neighbours may move a bit."""
     pair = load_pair(ModelSpec("builtin:target", dtype=dtype), ModelSpec("builtin:draft", "draft", dtype=dtype))
