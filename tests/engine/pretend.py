@@ -1,7 +1,8 @@
 """A second device without a GPU: operations are checked for the devices of their tensors, but nothing is computed.
 
-PyTorch's fake tensors refuse to mix devices and to read numbers. The device is called `meta`; to the code under test it
-is any device that is not the CPU.
+The device is called `meta`, whose tensors have shapes and no numbers, so reading one fails; to the code under test it
+is any device that is not the CPU. What a GPU would refuse besides is refused here: operations over tensors of two
+devices.
 """
 
 from __future__ import annotations
@@ -12,29 +13,50 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._functorch.config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device("meta")
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 
 _tensor = torch.tensor
 
 
-def _made(data: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
-    """torch.tensor, which makes no fake tensor by itself where a device is given."""
+def _made(data: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
+    """torch.tensor, which shows no copy from the host by itself where a device is given."""
     if device is None or torch.device(device).type == "cpu":
         return _tensor(data, dtype=dtype)
     made = _tensor(data, dtype=dtype)
     return torch.empty(made.shape, dtype=made.dtype, device=device)
 
 
+def tensors(*values: Any) -> Iterator[Tensor]:
+    """Those among these arguments, in lists too."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors(*value)
+
+
+class SameDevice(TorchDispatchMode):
+    """Raises where an operation takes tensors of two devices. As on a GPU, a copy may, and any may take single numbers
+    of the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in COPIES:
+            given = {
+                item.device for item in tensors(*args, *(kwargs or {}).values()) if item.device == DEVICE or item.dim()
+            }
+            if len(given) > 1:
+                message = f"{func}: expected all tensors to be on the same device, but found {given}"
+                raise RuntimeError(message)
+        return func(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
 def pretend() -> Iterator[None]:
-    """Everything inside makes fake tensors."""
-    with (
-        functorch_config.patch(fake_tensor_allow_meta=True),
-        FakeTensorMode(),
-        patch.object(torch, "tensor", _made),
-    ):
+    """Everything inside is checked."""
+    with SameDevice(), patch.object(torch, "tensor", _made):
         yield

@@ -4,6 +4,7 @@ no use."""
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,9 +21,16 @@ def records(count: int) -> list[TaskRecord]:
     return [record for task in TASKS.values() for record in itertools.islice(task.records("test", 5), count // 2)]
 
 
+@cache
+def pair() -> dsbd_cli.Engine:
+    """Loaded and checked once; other engines use its models."""
+    return dsbd_cli.load(method=dsbd_cli.MethodConfig(depth=4), batch_size=8)
+
+
 def run(count: int, batch_size: int = 8, sampling: dict[str, Any] | None = None, **method: Any) -> list[RequestResult]:
-    config = dsbd_cli.MethodConfig.of({"depth": 4, "width": "fixed", **method})
-    engine = dsbd_cli.load(draft="builtin:draft" if config.depth else None, method=config, batch_size=batch_size)
+    config, loaded = dsbd_cli.MethodConfig.of({"depth": 4, "width": "fixed", **method}), pair()
+    draft = loaded.draft if config.depth else None
+    engine = dsbd_cli.Engine(loaded.target, draft, loaded.codec, config, batch_size=batch_size)
     settings = dsbd_cli.SamplingConfig(**{"max_new_tokens": NEW, **(sampling or {})})
     rows = [Request(id=r.id, seed=derive_seed(0, r.id), prompt=r.prompt, sampling=settings) for r in records(count)]
     return list(engine.run(rows))
@@ -38,7 +46,7 @@ def ids(results: list[RequestResult]) -> list[list[tuple[int, ...]]]:
 def test_search_is_transformers_beam_search(beams: int, penalty: float, early: bool) -> None:
     settings = {"length_penalty": penalty, "early_stopping": early, "n_best": beams}
     found = run(10, sampling=settings, rule="search", num_beams=beams, drafts_per_layer=2 * beams)
-    engine = dsbd_cli.load(draft=None, method=dsbd_cli.MethodConfig(depth=0))
+    engine = pair()
     model: Any = engine.target.module  # type: ignore[attr-defined]
     beam_options = {"length_penalty": penalty, "early_stopping": early} if beams > 1 else {}
     for record, result in zip(records(10), found, strict=True):
@@ -74,9 +82,10 @@ def test_drafts_are_of_use() -> None:
 
 def test_one_row_of_cache_per_request() -> None:
     """Slots kept between iterations stay close to one sequence at W=4 (sampling), trunk and tail together."""
-    config = dsbd_cli.MethodConfig(depth=4)
-    engine = dsbd_cli.load(method=config, batch_size=8)
-    engine.log_steps = True
+    loaded = pair()
+    engine = dsbd_cli.Engine(
+        loaded.target, loaded.draft, loaded.codec, dsbd_cli.MethodConfig(depth=4), batch_size=8, log_steps=True
+    )
     settings = dsbd_cli.SamplingConfig(max_new_tokens=NEW)
     kept = single = 0
     for result in engine.run(Request(id=r.id, seed=1, prompt=r.prompt, sampling=settings) for r in records(16)):
