@@ -75,7 +75,7 @@ def test_coupled_gives_the_same_text_with_any_draft_and_batch() -> None:
 def test_drafts_are_of_use() -> None:
     """Steps per target call well above one, or the pair is not a pair."""
     for rule, least in (("coupled", 1.3), ("search", 1.3), ("rejection", 1.2)):
-        results = run(16, rule=rule)
+        results = run(16, batch_size=16, rule=rule)
         steps = sum(result.stats.steps for result in results)
         assert steps / sum(result.stats.target_calls for result in results) > least
 
