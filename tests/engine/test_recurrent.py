@@ -6,6 +6,7 @@ that rests and comes back with a hole in its state, rounding that adds up in a s
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -27,10 +28,13 @@ BEAMS, NEW = 4, 8
 WITHOUT_CACHE = ("zamba2", "nemotron-h", "zamba", "jamba", "mamba", "falcon-mamba", "linearised")
 
 
+built = cache(build)
+
+
 @cache
 def model(family: str, noise: float = 0.0, scale: float = 3.0) -> Any:
     """A tiny random model that has opinions; with noise, a perturbed copy of it for a draft."""
-    made = build(family)
+    made = deepcopy(built(family))
     torch.manual_seed(5)
     for key, parameter in made.named_parameters():
         if parameter.dim() > 1 and "A_log" not in key and "conv" not in key:
