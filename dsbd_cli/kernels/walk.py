@@ -17,14 +17,18 @@ from dsbd_cli.kernels.draft import MOST_PAIRS, RULES, STREAMS
 from dsbd_cli.kernels.law import (
     NEVER,
     REGISTERS,
-    gumbel,
+    child_state,
+    ending_of,
     is_finite,
     is_some,
     kth,
     ordered,
+    passes,
+    perturbed,
     pool_law,
     uniform,
     unordered,
+    value_at,
 )
 
 __all__ = ["COLUMNS", "FIRST", "fits", "walk"]
@@ -221,10 +225,7 @@ def walk_kernel(
                 CP,
             )
             log_p = tl.where(real, log_p, NEVER)
-        ends = tl.load(eos + tok, mask=real, other=0) != 0
-        if STOPS:
-            state = tl.load(stop_state + base + known, mask=kept, other=1)
-            ends = ends | (tl.load(stops + state[:, None] * vocabulary + tok, mask=real, other=1) == 0)
+        ends = ending_of(eos, stops, stop_state + base + known, tok, kept, real, vocabulary, STOPS)
         ending = tl.reshape(ends & real, (WP * CP,))
         below = roots + layer * drafted
         there = (k < drafted) & (layer < depth)
@@ -246,11 +247,8 @@ def walk_kernel(
             hit = (d_beam < WP) & d_valid & (tl.load(tokens + d_start + d_column, mask=there, other=-1) == d_token)
             d_index = tl.where(hit, d_beam * CP + d_column.to(tl.int32), -1)
             d_sampled = tl.load(sampled + base + below + k, mask=there, other=0) != 0
-            d_ends = tl.load(eos + tl.maximum(d_token, 0), mask=there, other=0) != 0
-            if STOPS:
-                d_state = tl.load(stop_state + base + tl.maximum(d_parent, 0), mask=there, other=1)
-                after = tl.load(stops + d_state * vocabulary + tl.maximum(d_token, 0), mask=there, other=1)
-                d_ends = d_ends | (after == 0)
+            d_state = tl.load(stop_state + base + tl.maximum(d_parent, 0), mask=there, other=1)
+            _, d_ends = child_state(eos, stops, d_state, tl.maximum(d_token, 0), there, vocabulary, STOPS)
             law_at = (row * depth + layer) * drafted + k
             log_drawn = tl.load(q_law + law_at, mask=there, other=0.0)
             log_rest = tl.load(q_law + rows.to(tl.int64) * depth * drafted + law_at, mask=there, other=0.0)
@@ -273,7 +271,7 @@ def walk_kernel(
                 this_pair = flat == index
                 if (one(d_sampled.to(tl.int32), k, j) > 0) & (live < beams):
                     level = tl.sum(tl.where(this_pair, residual, 0.0), 0)
-                    if (index >= 0) & (one(bound, k, j) < level):
+                    if (index >= 0) & passes(one(bound, k, j), level):
                         left = tl.where(this_pair, NEVER, left)
                         shares = tl.exp(left - tl.max(left, 0))
                         share = shares / tl.sum(shares, 0)
@@ -297,7 +295,7 @@ def walk_kernel(
             open_ = (live < beams) & ((live == 0) | (tl.max(left, 0) > NEVER))
             entry = tl.reshape((w.to(tl.int64) << 32)[:, None] + tok + 1, (WP * CP,))
             level_of = tl.log(tl.where(residual == residual, residual, 0.0))
-            highest, first = tl.max(level_of + gumbel(tl.load(keys_at + RESIDUAL), entry), 0, return_indices=True)
+            highest, first = tl.max(perturbed(level_of, tl.load(keys_at + RESIDUAL), entry), 0, return_indices=True)
             first_real = is_some(highest) & open_
             this_pair = (flat == first) & first_real
             first_ends = tl.max((this_pair & ending).to(tl.int32), 0) > 0
@@ -308,7 +306,7 @@ def walk_kernel(
             drawn = drawn | ((w == live) & first_live)
             placed = live + first_live.to(tl.int32)
             missing = tl.where(open_, beams - placed, 0)
-            pool = left + gumbel(tl.load(keys_at + COMPLETION), entry)
+            pool = perturbed(left, tl.load(keys_at + COMPLETION), entry)
             free = tl.where(ending, NEVER, pool)
             last_key = tl.full((), float("inf"), tl.float64)
             for i in range(missing):
@@ -323,10 +321,10 @@ def walk_kernel(
         else:
             pool = tl.reshape(log_p, (WP * CP,))
             if RULE == 0:
-                keyed = gumbel(tl.load(path + base + known, mask=kept, other=0)[:, None], tok + 1).to(tl.float32)
+                noisy = perturbed(log_p, tl.load(path + base + known, mask=kept, other=0)[:, None], tok + 1)
                 if COLD:
-                    keyed = tl.where(tl.load(cold + row) != 0, 0.0, keyed)
-                pool = tl.reshape(log_p + keyed, (WP * CP,))
+                    noisy = tl.where(tl.load(cold + row) != 0, log_p, noisy)
+                pool = tl.reshape(noisy, (WP * CP,))
             free = tl.where(ending, NEVER, pool)
             last = tl.full((), NEVER, tl.float32)
             for i in range(beams):
@@ -346,11 +344,7 @@ def walk_kernel(
                 )
                 last = tl.max(smallest, 0)
                 ended = ending & (pool >= last) & is_finite(pool)
-                mine_key = tl.full((WP,), NEVER, tl.float32)
-                for i in range(beams):
-                    index = one(chosen, w, i)
-                    mine_key = tl.where(w == i, tl.max(tl.where(flat == index, pool, NEVER), 0), mine_key)
-                countable = drawn & (mine_key >= last)
+                countable = drawn & (value_at(pool, chosen, w, flat, beams) >= last)
             else:
                 ended = ending & (pool > last)
         beam = chosen // CP
@@ -363,11 +357,7 @@ def walk_kernel(
         if RULE == 1:
             n_weight = n_logprob
         elif BEAM:
-            n_weight = n_logprob
-            picked = tl.reshape(joint, (WP * CP,))
-            for i in range(beams):
-                index = one(chosen, w, i)
-                n_weight = tl.where(w == i, tl.max(tl.where(flat == index, picked, NEVER), 0), n_weight)
+            n_weight = value_at(tl.reshape(joint, (WP * CP,)), chosen, w, flat, beams)
         else:
             n_weight = several(tl.where(alive, weight, NEVER), w, beam) + lp_of
         # which draws are drafted nodes
