@@ -25,6 +25,7 @@ COLUMNS = 64
 INNER = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
 PROGRAMS = 256  # wanted for one tile of rows: the largest GPUs run some 130 blocks at a time
 LEAST_STEPS = 8  # of a part
+MOST_ROWS = 2048  # at a time: parts of sums of a long prompt would fill the memory
 SUMMED = 1024  # numbers that one program adds up
 
 
@@ -79,38 +80,40 @@ def parts(outer: int, inner: int, dtype: torch.dtype) -> int:
 @torch.library.custom_op("dsbd::linear", mutates_args=())
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K] times weight [N, K], plus bias [N]: [..., N]."""
-    outer, inner = weight.shape
-    x = x.contiguous()
-    out = x.new_empty(*x.shape[:-1], outer)
-    rows = x.numel() // inner
-    if not rows:
-        return out
-    count = parts(outer, inner, x.dtype)
-    step = INNER[x.dtype]
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    flat, result = x.reshape(-1, weight.shape[1]).contiguous(), out.view(-1, weight.shape[0])
+    with torch.cuda.device_of(x):
+        for first in range(0, len(flat), MOST_ROWS):
+            _launch(flat[first : first + MOST_ROWS], weight, bias, result[first : first + MOST_ROWS])
+    return out
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """`linear` of x [M, K] into out [M, N]."""
+    (rows, inner), outer = x.shape, len(weight)
+    count, step = parts(outer, inner, x.dtype), INNER[x.dtype]
     partial = out if count == 1 else x.new_empty((count, rows, outer), dtype=torch.float32)
     given = weight if bias is None else bias
-    with torch.cuda.device_of(x):
-        linear_kernel[(triton.cdiv(rows, ROWS), triton.cdiv(outer, COLUMNS), count)](
-            *(x, weight, given, partial, rows, outer, inner, triton.cdiv(triton.cdiv(inner, step), count)),
+    linear_kernel[(triton.cdiv(rows, ROWS), triton.cdiv(outer, COLUMNS), count)](
+        *(x, weight, given, partial, rows, outer, inner, triton.cdiv(triton.cdiv(inner, step), count)),
+        BIASED=bias is not None,
+        WHOLE=count == 1,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        INNER=step,
+        num_warps=4,
+        num_stages=3,
+        enable_fp_fusion=False,
+    )
+    if count > 1:
+        summed_kernel[(triton.cdiv(rows * outer, SUMMED),)](
+            *(partial, given, out, rows * outer, outer),
+            PARTS=count,
             BIASED=bias is not None,
-            WHOLE=count == 1,
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
-            INNER=step,
+            BLOCK=SUMMED,
             num_warps=4,
-            num_stages=3,
             enable_fp_fusion=False,
         )
-        if count > 1:
-            summed_kernel[(triton.cdiv(rows * outer, SUMMED),)](
-                *(partial, given, out, rows * outer, outer),
-                PARTS=count,
-                BIASED=bias is not None,
-                BLOCK=SUMMED,
-                num_warps=4,
-                enable_fp_fusion=False,
-            )
-    return out
 
 
 @linear.register_fake
