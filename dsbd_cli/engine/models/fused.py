@@ -47,7 +47,12 @@ def layer_kernels(without: Collection[str] = ()) -> LayerKernels:
     """The kernels but those named. Imports triton."""
     from dsbd_cli.kernels import layers, products
 
-    found = {"norm": layers.norm, "gated": layers.gated, "rotate": layers.rotate, "linear": products.linear}
+    found: dict[str, Any] = {
+        "norm": layers.norm,
+        "gated": layers.gated,
+        "rotate": layers.rotate,
+        "linear": products.linear,
+    }
     return LayerKernels(**{name: None if name in without else kernel for name, kernel in found.items()})
 
 
@@ -123,9 +128,12 @@ def _products(model: nn.Module, kernels: LayerKernels, fused: Fused) -> None:
     """Replace the plain products, the head's too. Those that were merged call the kernel by themselves."""
     from dsbd_cli.kernels.products import linear_fits
 
+    if kernels.linear is None:
+        return
     for module in model.modules():
-        if kernels.linear is not None and _plain_linear(module) and linear_fits(module.weight, module.bias):
-            fused._replace("linear", module, _product_forward(kernels.linear, module))
+        linear: Any = module
+        if _plain_linear(module) and linear_fits(linear.weight, linear.bias):
+            fused._replace("linear", module, _product_forward(kernels.linear, linear))
 
 
 def _product_forward(kernel: Callable[..., Tensor], module: Any) -> Callable[[Tensor], Tensor]:
