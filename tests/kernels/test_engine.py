@@ -46,6 +46,13 @@ def test_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         answers("search", kernels=True)
 
 
+def test_no_model_is_loaded_for_kernels_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(pair, "load_pair", lambda *specs, bridged: pytest.fail("a model is loaded"))
+    with pytest.raises(UsageError, match="kernels cannot be had"):
+        load(ModelSpec(BUILTIN_TARGET, device="cpu"), ModelSpec(BUILTIN_DRAFT), kernels=True)
+
+
 def test_without_kernels_the_draft_has_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
     class Reached(Exception):  # noqa: N818
         pass

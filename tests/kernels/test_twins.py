@@ -30,6 +30,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "coupled-cold": ({"rule": "coupled", "depth": 1}, {"temperature": 0.0, "top_k": 5}),
     "coupled-whole": ({"rule": "coupled", "depth": 1}, {}),
     "coupled-W1": ({"rule": "coupled", "num_beams": 1, "drafts_per_layer": 1}, {"top_k": 5, "length_penalty": 0.7}),
+    "coupled-saving": ({"rule": "coupled", "depth": 1, "memory_saving": True}, {"top_k": 5}),
+    "coupled-tokens": ({"rule": "coupled"}, {"top_k": 5, "token_logprobs": True, "top_logprobs": 2}),
     "search": ({"rule": "search"}, {}),
     "search-stops": ({"rule": "search", "num_beams": 2}, {"stop": ("AB",), "early_stopping": True}),
     "search-W16": ({"rule": "search", "num_beams": 16, "drafts_per_layer": 20, "depth": 1}, {}),
