@@ -27,7 +27,7 @@ SPLIT = 512  # slots of a part
 TILE = 64  # queries of a tile over the prompt, and slots that it takes at a time
 BLOCK = 32
 TAIL_TILE = 16
-COLUMNS = 32  # of the values that one program of the tail adds up
+COLUMNS = 16  # of the values that one program of the tail adds up
 WIDEST = 128  # of a head: float64 sums of a wider one fill the registers
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -149,7 +149,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, prompt: T
             **constants,
             TILE=TILE,
             num_warps=8,
-            num_stages=2,
+            num_stages=1 if query.dtype == torch.float32 else 2,
             enable_fp_fusion=False,
         )
         tail_kernel[(rows * heads, triton.cdiv(queries, TAIL_TILE), triton.cdiv(dim, COLUMNS))](
