@@ -16,7 +16,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -152,11 +152,12 @@ class Places:
 @dataclass(frozen=True, slots=True)
 class Shift:
     """A move of the tail: order [R, T + 1] says what each place holds afterwards, before the trunk takes the first
-    `count` [R] of them. most: an upper bound of `count`."""
+    `count` [R] of them. most: an upper bound of `count`. found: what `index` has made, once for all layers."""
 
     order: Tensor
     count: Tensor
     most: int
+    found: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: Tensor, target: Tensor, base: Tensor, trunk: Tensor, width: int) -> Shift:
@@ -179,18 +180,21 @@ class Shift:
         return plane.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, (rows, self.most))
 
     def index(self, lead: int) -> Tensor:
-        """[R, lead + T + 1]: what each place of a plane holds afterwards. lead: places before the tail."""
-        width = self.order.shape[1] - 1
-        wide = torch.arange(lead, device=self.order.device).expand(len(self.order), -1)
-        whole = torch.cat((wide, self.order + lead), 1)
-        ahead = torch.arange(lead + width + 1, device=self.order.device) + self.count.unsqueeze(1)
-        return whole.gather(1, ahead.clamp(max=lead + width))
+        """[R * (lead + T + 1)] into planes laid flat: what each place holds afterwards. lead: places before it."""
+        if lead not in self.found:
+            width, device = self.order.shape[1] - 1, self.order.device
+            wide = torch.arange(lead, device=device).expand(len(self.order), -1)
+            whole = torch.cat((wide, self.order + lead), 1)
+            ahead = torch.arange(lead + width + 1, device=device) + self.count.unsqueeze(1)
+            starts = torch.arange(len(self.order), device=device).unsqueeze(1) * (lead + width + 1)
+            self.found[lead] = (starts + whole.gather(1, ahead.clamp(max=lead + width))).flatten()
+        return self.found[lead]
 
     def on(self, device: torch.device) -> Shift:
         """The same for a layer on another device."""
         if device == self.order.device:
             return self
-        return Shift(self.order.to(device), self.count.to(device), self.most)
+        return Shift(self.order.to(device), self.count.to(device), self.most, {})
 
 
 class LayerMemory:
@@ -280,12 +284,9 @@ class LayerMemory:
     def advance(self, shift: Shift) -> None:
         """Take what joined the trunk into the state, and move the rest."""
         self.fold(shift)
-        index = shift.index(self.lead)
-        rows = len(index)
-        offset = torch.arange(rows, device=index.device).unsqueeze(1) * index.shape[1]
-        flat = (offset + index).flatten()
+        rows, index = len(shift.count), shift.index(self.lead)
         for plane in self.planes.values():
-            moved = plane[:rows].flatten(0, 1).index_select(0, flat)
+            moved = plane[:rows].flatten(0, 1).index_select(0, index)
             plane[:rows] = moved.view(plane[:rows].shape)
 
     def fold(self, shift: Shift) -> None:
