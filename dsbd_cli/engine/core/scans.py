@@ -98,9 +98,10 @@ def carried(q: Tensor, c: Tensor, state: Tensor) -> Tensor:
     if c.dim() == 4:
         return ((q * decay).transpose(1, 2) @ state).transpose(1, 2)
     y = q.transpose(1, 2) @ state  # [R, G, n, E]: one product for all heads of a group
-    groups, heads = state.shape[1], c.shape[2]
-    y = y.transpose(1, 2).unflatten(3, (heads // groups, -1))
-    return y.mul_(decay.unflatten(2, (groups, -1)).unsqueeze(4)).flatten(2, 3)
+    groups = state.shape[1]
+    rows, count, heads = c.shape
+    y = y.transpose(1, 2).view(rows, count, groups, heads // groups, -1)
+    return y.mul_(decay.view(rows, count, groups, -1, 1)).flatten(2, 3)
 
 
 def solve(a: Tensor, r: Tensor) -> Tensor:

@@ -177,7 +177,7 @@ class Shift:
         """[R, most, ...] of a plane [rows, lead + T + 1, ...]: what joins the trunk, in order."""
         rows, places = len(self.order), plane.shape[1]
         flat = torch.arange(rows, device=plane.device).unsqueeze(1) * places + lead + self.order[:, : self.most]
-        return plane.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, (rows, self.most))
+        return plane.flatten(0, 1).index_select(0, flat.flatten()).view(rows, self.most, *plane.shape[2:])
 
     def index(self, lead: int) -> Tensor:
         """[R * (lead + T + 1)] into planes laid flat: what each place holds afterwards. lead: places before it."""
