@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypedDict, cast
 
 import torch
 
@@ -28,6 +28,27 @@ __all__ = ["CTranslatePeer", "LlamaPeer", "SeparatePeer", "convert"]
 
 LAST = 200  # characters of another program's message
 NO_TOKEN = "<|no such token|>"
+
+
+class _Result(Protocol):
+    """What is used of CTranslate2's."""
+
+    sequences_ids: list[list[int]]
+
+
+class _Generator(Protocol):
+    def generate_batch(self, start_tokens: list[list[str]], **options: object) -> list[_Result]: ...
+
+
+class _Choice(TypedDict):
+    """What is used of llama.cpp's answers."""
+
+    text: str
+    finish_reason: str
+
+
+class _Server(Protocol):
+    def handle_completions(self, request: dict[str, object]) -> dict[str, object]: ...
 
 
 class SeparatePeer:
@@ -104,13 +125,14 @@ class CTranslatePeer(SeparatePeer):
 
 
 @functools.lru_cache(maxsize=4)
-def _generator(place: Path, dtype: str, threads: int) -> Any:
+def _generator(place: Path, dtype: str, threads: int) -> _Generator:
     """Greedy and beam search share one."""
     import ctranslate2
 
     with tempfile.TemporaryDirectory(prefix="dsbd-ctranslate2-") as folder:
         made = convert(place, Path(folder), dtype)
-        return ctranslate2.Generator(str(made), device="cpu", compute_type=dtype, intra_threads=threads)
+        found = ctranslate2.Generator(str(made), device="cpu", compute_type=dtype, intra_threads=threads)
+        return cast("_Generator", found)
 
 
 def convert(place: Path, folder: Path, dtype: str) -> Path:
@@ -158,17 +180,18 @@ class LlamaPeer(SeparatePeer):
             )
             if "choices" not in found:
                 raise ModelError(f"llama.cpp fails: {' '.join(str(found).split())[:LAST]}")
-            text, ended = found["choices"][0]["text"], found["choices"][0]["finish_reason"] == "stop"
-            ids = (*self._codec.encode(text), *(self._codec.eos_ids[:1] if ended else ()))
-            yield Delivered(ids, text, None, (ids,))
+            choice = cast("list[_Choice]", found["choices"])[0]
+            ended = choice["finish_reason"] == "stop"
+            ids = (*self._codec.encode(choice["text"]), *(self._codec.eos_ids[:1] if ended else ()))
+            yield Delivered(ids, choice["text"], None, (ids,))
 
 
 @functools.lru_cache(maxsize=1)
-def _server(place: Path, room: int, threads: int) -> Any:
+def _server(place: Path, room: int, threads: int) -> _Server:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
     params.model.path = str(place)
     params.n_ctx, params.n_parallel, params.verbosity = room, 1, -1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-    return xllamacpp.Server(params)
+    return cast("_Server", xllamacpp.Server(params))
