@@ -49,7 +49,7 @@ def test_the_share_and_the_time_left_are_told_of_a_file(dsbd: Dsbd, tmp_path: Pa
     reporter.totals.started -= 60
     reporter.at(750)
     assert reporter._left() == "75% done", "nothing is answered, so nobody knows"
-    reporter.totals.rows, reporter.totals.steps = progress.ROWS_THAT_TELL, 100
+    reporter.totals.rows, reporter.totals.stats.steps = progress.ROWS_THAT_TELL, 100
     assert reporter._left() == "75% done, 0:01:00 left"
     assert reporter._live_text().startswith("75% done, 0:01:00 left, 10 rows")
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
+from dsbd_cli.job.cli.options import TalkOptions
 from dsbd_cli.job.cli.progress import Reporter
-from dsbd_cli.job.cli.talk_options import TalkOptions
 from tests.cli.conftest import pipe, read, terminal
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -46,10 +46,10 @@ def reporter(rows: int, *, input_bytes: int = 1000, row_bytes: int = 10, steps: 
     """After so many rows of 20 tokens; steps: of rows under way."""
     made = Reporter(TalkOptions(quiet=True), records_on_terminal=False)
     made.input_bytes = input_bytes
-    made.begin("", steps=lambda: made.totals.steps + steps)
+    made.begin("", steps=lambda: made.totals.stats.steps + steps)
     for row in range(rows):
         made.totals.tokens += 20
-        made.totals.steps += 20
+        made.totals.stats.steps += 20
         made.at(row_bytes * (row + 1))
         made.row()
     made.totals.started -= 100  # seconds ago

@@ -74,6 +74,12 @@ def _byte_law() -> dict[bytes, list[float]]:
     }
 
 
+@cache
+def _rows(kind: str) -> dict[bytes, Tensor]:
+    """What models of this vocabulary have computed so far: [V] logits by the last bytes."""
+    return {}
+
+
 class TextModel(HashModel):
     """Goes on with the texts by the last three bytes, in long tokens as a trained model does; and a little of the whole
     path is in it, so that nothing ties."""
@@ -83,7 +89,7 @@ class TextModel(HashModel):
         self._table = codec(kind).token_bytes()
         super().__init__(len(self._table), sharpness=0.2)
         self._ends = list(codec(kind).eos_ids)
-        self._rows: dict[bytes, Tensor] = {}
+        self._rows = _rows(kind)
 
     def _logits(self, batch: ForestInput, stored: Tensor) -> Tensor:
         there = batch.slot_positions.unsqueeze(1)  # [R, 1, S]

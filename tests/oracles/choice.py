@@ -6,9 +6,20 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol, TypeVar
 
-__all__ = ["Chooser", "Law", "NoiseChooser", "Pair", "enumerate_law", "normalise", "total_variation", "without"]
+__all__ = [
+    "Chooser",
+    "Law",
+    "NoiseChooser",
+    "Pair",
+    "enumerate_law",
+    "normalise",
+    "settled",
+    "total_variation",
+    "without",
+]
 
 Pair = tuple[int, int]
 """(beam, token): a beam's index in its layer and its next token."""
@@ -28,9 +39,31 @@ def normalise(masses: Mapping[KeyT, float]) -> dict[KeyT, float]:
     return {key: mass / total for key, mass in masses.items() if mass > 0.0}
 
 
+MOST_KEPT = 4096
+_kept: dict[tuple[int, Pair | None], tuple[object, dict[Pair, float]]] = {}
+
+
+def settled(law: Law) -> dict[Pair, float]:
+    """`normalise`, remembered: replays of enumerate_law ask it of the same object again and again. Laws are never
+    changed once they are made."""
+    key = id(law), None
+    known = _kept.get(key)
+    return known[1] if known else _keep(law, key, normalise(law))
+
+
 def without(law: Law, pair: Pair) -> dict[Pair, float]:
-    """The law of the next draw once `pair` is taken."""
-    return normalise({other: mass for other, mass in law.items() if other != pair})
+    """The law of the next draw once `pair` is taken. Remembered as in `settled`."""
+    key = id(law), pair
+    known = _kept.get(key)
+    return known[1] if known else _keep(law, key, normalise({other: law[other] for other in law if other != pair}))
+
+
+def _keep(law: Law, key: tuple[int, Pair | None], found: dict[Pair, float]) -> dict[Pair, float]:
+    """The law is kept as well, so that its id is nobody else's."""
+    if len(_kept) >= MOST_KEPT:
+        _kept.clear()
+    _kept[key] = law, found
+    return found
 
 
 def total_variation(a: Mapping[KeyT, float], b: Mapping[KeyT, float]) -> float:
@@ -89,8 +122,14 @@ class _Replay:
         return self._choose([probability, 1.0 - probability]) == 0
 
     def draw(self, law: Law, stream: str) -> Pair:
-        pairs = list(law)
         total = math.fsum(law.values())
+        if len(self.taken) < len(self.prefix):
+            choice = self.prefix[len(self.taken)]
+            pair = next(islice(law, choice, None))
+            self.taken.append(choice)
+            self.probability *= law[pair] / total
+            return pair
+        pairs = list(law)
         return pairs[self._choose([law[pair] / total for pair in pairs])]
 
     def _choose(self, chances: Sequence[float]) -> int:

@@ -19,6 +19,7 @@ from tests.oracles.choice import (
     Pair,
     enumerate_law,
     normalise,
+    settled,
     total_variation,
     without,
 )
@@ -208,7 +209,7 @@ def beam_step(
 
     With replacement the draws are i.i.d. and duplicates stay; without a limit some live pair must have mass.
     """
-    law, live = normalise(law), 0
+    law, live = settled(law), 0
     drawn: list[Pair] = []
     _require_end(law, ends, replacement, limit)
     while law and live < width and len(drawn) != limit:
@@ -227,7 +228,7 @@ def _require_end(law: Law, ends: Collection[int], replacement: bool, limit: int 
 
 def draft_layer(law: Law, count: int, chooser: Chooser, replacement: bool = False) -> tuple[Pair, ...]:
     """`count` ordered draws from the draft's pool law; fewer without replacement when the support is smaller."""
-    law = normalise(law)
+    law = settled(law)
     drawn: list[Pair] = []
     while law and len(drawn) < count:
         pair = chooser.draw(law, f"draft/{len(drawn)}" if replacement else "draft")
@@ -248,7 +249,7 @@ class RejectionRule:
 
     def first_draft_law(self, target: Law, draft_law: Law) -> Law:
         """Q' before the first test: Q as it was sampled from, dead parents included."""
-        return normalise(draft_law)
+        return settled(draft_law)
 
     def accept_probability(self, residual: Law, draft_law: Law, draft: Pair) -> float:
         """min(1, P'(d) / Q'(d)); a draft of a dead parent has P'(d) = 0."""
@@ -285,7 +286,7 @@ class RejectionRule:
     ) -> LayerResult:
         """Test the drafts until `width` live ones are accepted, then draw what is missing."""
         draws: list[Draw] = []
-        target = normalise(target)
+        target = settled(target)
         residual: Law = target
         _require_end(target, ends, self.replacement, limit)
         draft_law = self.first_draft_law(target, draft_law)
@@ -344,7 +345,7 @@ class WithReplacementRule(RejectionRule):
 
 
 def _count_live(draws: Iterable[Draw]) -> int:
-    return sum(not draw.ends for draw in draws)
+    return [draw.ends for draw in draws].count(False)
 
 
 def verify_layer_rejection(

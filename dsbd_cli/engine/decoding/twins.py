@@ -21,7 +21,7 @@ from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
 from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.planner import Shape
-from dsbd_cli.engine.decoding.state import BatchState
+from dsbd_cli.engine.decoding.state import BatchState, Entry
 from dsbd_cli.engine.decoding.step import Plan, Stepper
 from dsbd_cli.engine.decoding.timing import PhaseTimer
 from dsbd_cli.engine.drafting.base import Endings
@@ -94,8 +94,8 @@ class Iteration:
 
         slots = TRUNK + TAIL + nodes + 2
         state = BatchState.empty(method, rows, slots, window, HISTORY, torch.device("cpu"))
-        for row in range(rows - 1):  # one row is free
-            state.admit(row, list(range(3, 4 + TRUNK)), row, 1, sampling)
+        # one row is free
+        state.admit({row: Entry(range(3, 4 + TRUNK), row, sampling, stop_state=1) for row in range(rows - 1)})
         beams, finished = state.beams, state.finished
         beams.token, beams.path = below(VOCABULARY, rows, width), below(1 << 60, rows, width)
         beams.valid = (torch.rand(rows, width, generator=generator) < 0.8) & state.active.unsqueeze(1)
