@@ -379,6 +379,8 @@ class _Distilling:
         self._talk.line(f"step {milestone.step} of {record.plan.steps}: {loss}{_said(milestone)}")
         if milestone.speed is not None:
             self._talk.line(_speed_said(milestone.speed))
+        elif ends:
+            self._talk.line(f"{SPEED_S:.0f} s were too short to predict the speed: dsbd profile --seconds takes longer")
 
     def _training(self, engine: Engine, shape: StudentShape) -> Training:
         """From the checkpoint where there is one."""
