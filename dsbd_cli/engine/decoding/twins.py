@@ -159,12 +159,18 @@ class Iteration:
             for layer in layers
         ]
         rows = [list(row.values()) for row in report.rows]
+        traced: list[Tensor] = []
+        if state.trace is not None:
+            for marks, there in ((state.trace.live, written), (state.trace.done, ended)):
+                traced += [marks.logprob.masked_fill(~there, 0), marks.beam * there]
+                traced += [marks.top * there.unsqueeze(3), marks.top_logprob.masked_fill(~there.unsqueeze(3), 0)]
         return (
             *(beams.valid, *(torch.where(beams.valid, value, 0) for value in own)),
             *(beams.ancestors, beams.history * written, beams.length, beams.depth, state.iteration),
             *(finished.score.masked_fill(~told, 0), finished.logprob.masked_fill(~told, 0), finished.length * told),
             *(finished.by_length & told, finished.tokens * ended, table.used, table.trunk, table.drafted),
             *(table.tokens * slot, table.positions * slot, torch.tensor(rows), torch.tensor(reached)),
+            *traced,
         )
 
 
