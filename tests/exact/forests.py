@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from tests.oracles.choice import normalise, settled, without
+from tests.oracles.choice import normalise, without
 from tests.oracles.mixed import MixedRule, Node, parent_nodes, pool_nodes
 from tests.oracles.rules import Chooser, Law, Pair, beam_step
 
@@ -34,7 +34,7 @@ def below(model: Model, beams: dict[int, Beam], nodes: list[Node]) -> dict[int, 
 
 
 def draw(law: Law, count: int, chooser: Chooser) -> list[Pair]:
-    law, pairs = settled(law), []
+    law, pairs = normalise(law), []
     while law and len(pairs) < count:
         pairs.append(chooser.draw(law, "draft"))
         law = without(law, pairs[-1])

@@ -57,10 +57,13 @@ class Shape:
 
 SHAPES = [
     Shape(4, 8, 4, 58, "coupled"),
+    Shape(4, 8, 4, 58, "coupled", (True,) * 5 + (False,)),
     Shape(4, 8, 4, 58, "coupled", (True,) * 6),
     Shape(4, 8, 4, 8, "search"),
     Shape(4, 8, 4, 58, "rejection"),
+    Shape(8, 16, 6, 58, "coupled"),
     Shape(16, 16, 4, 256, "coupled"),
+    Shape(16, 32, 4, 32, "search", (True, False, False, False, False, False)),
     Shape(1, 1, 8, 58, "coupled"),
 ]
 WIDTHS = (1024, 4096, 8192)  # of hidden states

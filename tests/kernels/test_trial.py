@@ -38,7 +38,9 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def faults(at: str | None = None, end: str = "pass", fault: str | None = None) -> dict[str, str]:
     script = SCRIPT.format(at=at, end=end, fault=fault)
-    return trial.faults.__wrapped__(CPU, (sys.executable, "-c", script))
+    return trial.faults.__wrapped__(
+        CPU, (sys.executable, "-ISc", script)
+    )  # starts at once: one case has a limit of time
 
 
 def other(both: torch.Tensor) -> torch.Tensor:

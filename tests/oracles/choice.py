@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 __all__ = [
     "Chooser",
@@ -16,7 +17,7 @@ __all__ = [
     "Pair",
     "enumerate_law",
     "normalise",
-    "settled",
+    "remembered",
     "total_variation",
     "without",
 ]
@@ -29,6 +30,27 @@ Law = Mapping[Pair, float]
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 OutcomeT = TypeVar("OutcomeT", bound=Hashable)
+ParametersT = ParamSpec("ParametersT")
+ResultT = TypeVar("ResultT")
+
+_known: dict[object, tuple[object, object]] | None = None  # while a law is enumerated
+
+
+def remembered(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT, ResultT]:
+    """While a law is enumerated, the result for the same objects is computed once: every branch repeats the decisions
+    of those before it. Nobody changes a law. Arguments are known by identity, so they are kept as well."""
+
+    @functools.wraps(function)
+    def call(*arguments: ParametersT.args, **named: ParametersT.kwargs) -> ResultT:
+        if _known is None:
+            return function(*arguments, **named)
+        key = (function, *map(id, arguments))
+        found = _known.get(key)
+        if found is None:
+            found = _known[key] = function(*arguments, **named), arguments
+        return found[0]  # type: ignore[return-value]
+
+    return call
 
 
 def normalise(masses: Mapping[KeyT, float]) -> dict[KeyT, float]:
@@ -39,31 +61,9 @@ def normalise(masses: Mapping[KeyT, float]) -> dict[KeyT, float]:
     return {key: mass / total for key, mass in masses.items() if mass > 0.0}
 
 
-MOST_KEPT = 4096
-_kept: dict[tuple[int, Pair | None], tuple[object, dict[Pair, float]]] = {}
-
-
-def settled(law: Law) -> dict[Pair, float]:
-    """`normalise`, remembered: replays of enumerate_law ask it of the same object again and again. Laws are never
-    changed once they are made."""
-    key = id(law), None
-    known = _kept.get(key)
-    return known[1] if known else _keep(law, key, normalise(law))
-
-
 def without(law: Law, pair: Pair) -> dict[Pair, float]:
-    """The law of the next draw once `pair` is taken. Remembered as in `settled`."""
-    key = id(law), pair
-    known = _kept.get(key)
-    return known[1] if known else _keep(law, key, normalise({other: law[other] for other in law if other != pair}))
-
-
-def _keep(law: Law, key: tuple[int, Pair | None], found: dict[Pair, float]) -> dict[Pair, float]:
-    """The law is kept as well, so that its id is nobody else's."""
-    if len(_kept) >= MOST_KEPT:
-        _kept.clear()
-    _kept[key] = law, found
-    return found
+    """The law of the next draw once `pair` is taken."""
+    return normalise({other: mass for other, mass in law.items() if other != pair})
 
 
 def total_variation(a: Mapping[KeyT, float], b: Mapping[KeyT, float]) -> float:
@@ -122,15 +122,8 @@ class _Replay:
         return self._choose([probability, 1.0 - probability]) == 0
 
     def draw(self, law: Law, stream: str) -> Pair:
-        total = math.fsum(law.values())
-        if len(self.taken) < len(self.prefix):
-            choice = self.prefix[len(self.taken)]
-            pair = next(islice(law, choice, None))
-            self.taken.append(choice)
-            self.probability *= law[pair] / total
-            return pair
-        pairs = list(law)
-        return pairs[self._choose([law[pair] / total for pair in pairs])]
+        pairs, chances = _options(law)
+        return pairs[self._choose(chances)]
 
     def _choose(self, chances: Sequence[float]) -> int:
         """Index of an option of non-zero chance."""
@@ -146,17 +139,32 @@ class _Replay:
         return choice
 
 
+@remembered
+def _options(law: Law) -> tuple[list[Pair], list[float]]:
+    """What can be drawn, and its chances."""
+    pairs, total = list(law), math.fsum(law.values())
+    return pairs, [law[pair] / total for pair in pairs]
+
+
 def enumerate_law(run: Callable[[Chooser], OutcomeT]) -> dict[OutcomeT, float]:
     """Exact law of the outcome of `run`, which must be deterministic given its choices and make finitely many of them.
 
     Runs it once for every sequence of choices of non-zero probability (depth first, replaying prefixes of decisions).
     """
+    global _known  # noqa: PLW0603
     parts: defaultdict[OutcomeT, list[float]] = defaultdict(list)
     stack: list[tuple[int, ...]] = [()]
-    while stack:
-        chooser = _Replay(stack.pop())
-        parts[run(chooser)].append(chooser.probability)
-        stack.extend(chooser.untried)
+    before, _known, collects = _known, {}, gc.isenabled()
+    gc.disable()  # it would look again and again at all that is remembered
+    try:
+        while stack:
+            chooser = _Replay(stack.pop())
+            parts[run(chooser)].append(chooser.probability)
+            stack.extend(chooser.untried)
+    finally:
+        _known = before
+        if collects:
+            gc.enable()
     law = {outcome: math.fsum(chances) for outcome, chances in parts.items()}
     total = math.fsum(law.values())
     assert abs(total - 1.0) < 1e-12, f"choices sum to {total!r}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from tests.oracles.choice import settled, without
+from tests.oracles.choice import normalise, without
 from tests.oracles.rules import Chooser, Draw, Law, LayerResult, Pair, RejectionRule
 
 __all__ = ["divergence", "fuzzy_layer"]
@@ -50,7 +50,7 @@ def fuzzy_layer(
     rule = RejectionRule()
     if distance > threshold and fallback == "strict":
         return rule.verify(target, draft_law, drafts, ends, width, width, chooser)
-    law = settled(target)
+    law = normalise(target)
     draws: list[Draw] = []
     for number, pair in enumerate(drafts if distance <= threshold else ()):
         if sum(not draw.ends for draw in draws) < width and pair[0] in beams:

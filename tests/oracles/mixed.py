@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from tests.oracles.choice import normalise, settled, without
+from tests.oracles.choice import normalise, without
 from tests.oracles.rules import Chooser, Draw, Law, LayerResult, Pair, RejectionRule
 
 __all__ = ["MixedRule", "Node", "parent_nodes", "pool_nodes", "row_of"]
@@ -28,7 +28,7 @@ class Node:
 
 def pool_nodes(law: Law, pairs: Iterable[Pair]) -> list[Node]:
     """Nodes drawn one after another without replacement from one law over the whole pool."""
-    law, nodes = settled(law), []
+    law, nodes = normalise(law), []
     for pair in pairs:
         nodes.append(Node.drawn(pair, law))
         law = without(law, pair)
@@ -72,7 +72,7 @@ class MixedRule(RejectionRule):
     ) -> LayerResult:
         """One layer, as RejectionRule.verify."""
         draws: list[Draw] = []
-        target = settled(target)
+        target = normalise(target)
         residual: Law = target
         for number, node in enumerate(nodes):
             if sum(not draw.ends for draw in draws) == width:

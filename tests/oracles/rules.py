@@ -18,11 +18,11 @@ from tests.oracles.choice import (
     NoiseChooser,
     Pair,
     enumerate_law,
-    normalise,
-    settled,
+    remembered,
     total_variation,
-    without,
 )
+from tests.oracles.choice import normalise as _normalise
+from tests.oracles.choice import without as _without
 
 __all__ = [
     "Chooser",
@@ -52,6 +52,8 @@ __all__ = [
 ]
 
 KeyT = TypeVar("KeyT", bound=Hashable)
+
+normalise, without = remembered(_normalise), remembered(_without)
 
 
 def warp(
@@ -209,7 +211,7 @@ def beam_step(
 
     With replacement the draws are i.i.d. and duplicates stay; without a limit some live pair must have mass.
     """
-    law, live = settled(law), 0
+    law, live = normalise(law), 0
     drawn: list[Pair] = []
     _require_end(law, ends, replacement, limit)
     while law and live < width and len(drawn) != limit:
@@ -228,7 +230,7 @@ def _require_end(law: Law, ends: Collection[int], replacement: bool, limit: int 
 
 def draft_layer(law: Law, count: int, chooser: Chooser, replacement: bool = False) -> tuple[Pair, ...]:
     """`count` ordered draws from the draft's pool law; fewer without replacement when the support is smaller."""
-    law = settled(law)
+    law = normalise(law)
     drawn: list[Pair] = []
     while law and len(drawn) < count:
         pair = chooser.draw(law, f"draft/{len(drawn)}" if replacement else "draft")
@@ -249,17 +251,18 @@ class RejectionRule:
 
     def first_draft_law(self, target: Law, draft_law: Law) -> Law:
         """Q' before the first test: Q as it was sampled from, dead parents included."""
-        return settled(draft_law)
+        return normalise(draft_law)
 
     def accept_probability(self, residual: Law, draft_law: Law, draft: Pair) -> float:
         """min(1, P'(d) / Q'(d)); a draft of a dead parent has P'(d) = 0."""
         chance = draft_law.get(draft, 0.0)
         return min(1.0, residual.get(draft, 0.0) / chance) if chance > 0.0 else 0.0
 
+    @remembered
     def after_rejection(self, target: Law, residual: Law, draft_law: Law) -> Law:
         """norm(max(0, P' - Q')), or P where nothing is left, which has probability 0."""
         rest = {pair: max(0.0, mass - draft_law.get(pair, 0.0)) for pair, mass in residual.items()}
-        return normalise(rest) or target
+        return _normalise(rest) or target
 
     def take(self, target: Law, pair: Pair) -> Law:
         """P once `pair` is drawn."""
@@ -286,7 +289,7 @@ class RejectionRule:
     ) -> LayerResult:
         """Test the drafts until `width` live ones are accepted, then draw what is missing."""
         draws: list[Draw] = []
-        target = settled(target)
+        target = normalise(target)
         residual: Law = target
         _require_end(target, ends, self.replacement, limit)
         draft_law = self.first_draft_law(target, draft_law)
@@ -345,7 +348,7 @@ class WithReplacementRule(RejectionRule):
 
 
 def _count_live(draws: Iterable[Draw]) -> int:
-    return [draw.ends for draw in draws].count(False)
+    return sum(not draw.ends for draw in draws)
 
 
 def verify_layer_rejection(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tests.oracles.choice import Law, normalise, settled
+from tests.oracles.choice import Law, normalise
 
 __all__ = ["acceptance_counts", "expected_width"]
 
@@ -14,8 +14,8 @@ def acceptance_counts(target: Law, draft_law: Law, drafts: int) -> list[float]:
 
     Source: arXiv 2409.16560, the recursion for the draft width, with Q subtracted once per rejection.
     """
-    target = residual = settled(target)
-    draft_law, chances = settled(draft_law), []
+    target = residual = normalise(target)
+    draft_law, chances = normalise(draft_law), []
     for _ in range(drafts):
         chances.append(math.fsum(min(mass, draft_law.get(pair, 0.0)) for pair, mass in residual.items()))
         rest = {pair: max(0.0, mass - draft_law.get(pair, 0.0)) for pair, mass in residual.items()}
