@@ -86,7 +86,7 @@ class Noise:
             drawn = self.chooser.draw(law, "kernel")
             places.flat[drawn[1]], rank = rank, rank - 1
             wanted -= not of_live or token[drawn[1]] != END
-            del law[drawn]
+            law = {pair: mass for pair, mass in law.items() if pair != drawn}
         return type(logs)(type(logs.handle)(places.astype(logs.handle.data.dtype), logs.handle.dtype), logs.type)
 
     def passes(self, bound: Any, level: Any) -> Any:
