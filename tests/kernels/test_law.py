@@ -26,7 +26,7 @@ from dsbd_cli.engine.core.noise import COMPLETION, DRAFT, RESIDUAL
 from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.decoding.fused import walked
 from dsbd_cli.engine.decoding.planner import Shape
-from dsbd_cli.engine.decoding.state import BatchState
+from dsbd_cli.engine.decoding.state import BatchState, Entry
 from dsbd_cli.engine.decoding.step import Plan, Stepper
 from dsbd_cli.engine.decoding.twins import Iteration
 from dsbd_cli.engine.drafting.base import DraftContext, Endings
@@ -86,7 +86,7 @@ class Noise:
             drawn = self.chooser.draw(law, "kernel")
             places.flat[drawn[1]], rank = rank, rank - 1
             wanted -= not of_live or token[drawn[1]] != END
-            del law[drawn]
+            law = {pair: mass for pair, mass in law.items() if pair != drawn}
         return type(logs)(type(logs.handle)(places.astype(logs.handle.data.dtype), logs.handle.dtype), logs.type)
 
     def passes(self, bound: Any, level: Any) -> Any:
@@ -117,7 +117,8 @@ def iteration(rule: str, drafts: int) -> tuple[Iteration, Stepper]:
     )
     cpu = torch.device("cpu")
     state = BatchState.empty(method, 1, 16, 16, 8, cpu)
-    state.admit(0, [1, PROMPT], 0, 1, SamplingConfig(max_new_tokens=8, length_penalty=0.0, **WARP))  # type: ignore[arg-type]
+    sampling = SamplingConfig(max_new_tokens=8, length_penalty=0.0, **WARP)  # type: ignore[arg-type]
+    state.admit({0: Entry([1, PROMPT], 0, sampling, stop_state=1)})
     state.beams = state.beams.first()
     stops = StopTable([bytes([65 + token]) for token in range(VOCABULARY)], VOCABULARY, cpu)
     endings = Endings(torch.arange(VOCABULARY) == END, 1, stops)
