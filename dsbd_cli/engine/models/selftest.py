@@ -100,9 +100,9 @@ def self_test(model: CheckableModel) -> SelfTestReport:
     tokens = torch.randint(0, model.vocab_size, (total,), generator=generator).to(model.device)
     # a permutation spread over nearly all slots: neither order nor distance of slots means anything
     slots = (torch.randperm(total, generator=generator) * ((SLOTS - 2) // total)).to(model.device)
-    # two sources of different lengths, for the same forest below each
-    paired = isinstance(model, Seq2SeqForestModel)
-    sources = [sample_source(model, size, seed) for seed, size in enumerate(SOURCES)] if paired else [None]
+    sources: Sequence[Tensor | None] = (None,)
+    if isinstance(model, Seq2SeqForestModel):  # the same forest below each
+        sources = [sample_source(model, size, seed) for seed, size in enumerate(SOURCES)]
 
     def separate(padding: int = 0) -> Tensor:
         with unsupported(model.architecture):
