@@ -65,7 +65,7 @@ class Sight:
         """masked: all slots are settled, rounded up, and those past a row's own number are masked. Else the number is
         rounded down, and the tail begins with the rest. kernel: serves layers that it fits; prompt [R]: so many leading
         slots of a row it takes as settled."""
-        self.kernel, self.prompt = (None, None) if prompt is None else (kernel, prompt)
+        self.kernel, self.prompt = None if prompt is None else kernel, prompt
         if masked:
             self.settled = tuple(-(-count // SETTLED_STEP) * SETTLED_STEP for count in settled)
         else:
