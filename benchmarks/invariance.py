@@ -8,7 +8,8 @@ every size. Counted are rows that differ in the best text, in the token ids of a
 of any log-probability. Every number of threads is compared within itself.
 
 The rows are taken in rounds of one seed. After every comparison the report is written anew, so an interrupted run
-leaves a report of the rows until then; the same command on the same day goes on after what it finds in runs.jsonl.
+leaves a report of the rows until then; the same command on the same day, or on any day where --name is an absolute
+path, goes on after what it finds in runs.jsonl.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ def main() -> None:
     parser.add_argument("--drafts-per-layer", type=int, default=8)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--name", default="", help="name of the results folder")
+    parser.add_argument("--name", default="", help="name of the results folder, or its absolute path")
     options = parser.parse_args()
     prompts = read_prompts(options.prompts)[: options.records]
     kept = (

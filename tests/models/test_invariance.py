@@ -156,6 +156,28 @@ def test_mutants_are_found(break_it: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert not is_invariant(model)
 
 
+def attended(tail: int) -> torch.Tensor:
+    """[1, n, H, E] of six nodes over 64 settled slots and six more, among `tail` slots whose others are masked."""
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(1, heads, 128, 64, generator=generator) for heads in (4, 2, 2))
+    seen = torch.zeros(1, 6, 128, dtype=torch.bool)
+    seen[..., :64] = True
+    seen[..., 64:70] = torch.ones(6, 6).tril().bool()
+    additive = torch.zeros(1, 1, 6, 128).masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
+    sight = attention.Sight((64,), tail)
+    sight.add(additive, seen, whole=True)
+    with attention.seeing(sight):
+        return attention.grouped_attention(torch.nn.Module(), query[:, :, :6], key, value, additive)[0]
+
+
+def test_a_short_tail_has_the_bits_of_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards products of few columns, which take another kernel: LEAST_TAIL keeps them away."""
+    wide = attended(64)
+    assert all(torch.equal(attended(tail), wide) for tail in range(6, 40))
+    monkeypatch.setattr(attention, "LEAST_TAIL", 1)
+    assert not all(torch.equal(attended(tail), wide) for tail in range(6, 12))
+
+
 def test_parts_give_what_the_fused_kernel_gives() -> None:
     """Guards the joining of the two parts: wrong weights would be the same in every company."""
     for name in KINDS:

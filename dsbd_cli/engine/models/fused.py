@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from dsbd_cli.engine.models.cache import ForestCache
-from dsbd_cli.engine.models.selftest import LIMITS
+from dsbd_cli.engine.models.selftest import PADDING, limit_for
 
 __all__ = ["Fused", "LayerKernels", "fuse", "layer_kernels"]
 
@@ -88,6 +88,8 @@ def fuse(model: Any, kernels: LayerKernels) -> Fused:
     fused = Fused()
     tokens = torch.arange(TOKENS, device=model.device).remainder(model.config.get_text_config().vocab_size)[None]
     before = model(input_ids=tokens, use_cache=False).logits.float()
+    padded = nn.functional.pad(tokens, (0, PADDING))
+    rounding = _apart(model(input_ids=padded, use_cache=False).logits[:, :TOKENS].float(), before)
     with suppress(Exception):
         norms = _norms(model, kernels, fused)
         _gated(model, kernels, fused)
@@ -95,10 +97,16 @@ def fuse(model: Any, kernels: LayerKernels) -> Fused:
         _layers(model, kernels, fused, norms)
         _products(model, kernels, fused)
         after = model(input_ids=tokens, use_cache=False).logits.float()
-        if (after - before).square().mean().sqrt() <= LIMITS[model.dtype] * before.std():
+        error = _apart(after, before)
+        if error <= limit_for(model.dtype, error, lambda: rounding):
             return fused
     fused.undo()
     return fused
+
+
+def _apart(found: Tensor, wanted: Tensor) -> float:
+    """Root mean square of the error, relative to the spread."""
+    return float((found - wanted).square().mean().sqrt() / wanted.std())
 
 
 def _close(found: Tensor, wanted: Tensor) -> bool:
