@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,20 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationMixin,
+    LogitsProcessorList,
     PreTrainedTokenizerFast,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
 )
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 import dsbd_cli
 from dsbd_cli import MethodConfig, Request, SamplingConfig
+from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.models.speech import read_audio
 from dsbd_cli.errors import PromptTooLongError
+from dsbd_cli.job.cli.app import run
+from dsbd_cli.requests import Segment
 from tests.models.pairs import build_pair
 
 SPECIAL = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>", "<|translate|>"]
@@ -34,6 +41,7 @@ WORDS = 60
 END, START, EN, DE, TRANSCRIBE, TRANSLATE, TIMELESS = range(WORDS, WORDS + len(SPECIAL))
 SECONDS = 1
 NEW = 10
+TIMES = range(TIMELESS + 1, TIMELESS + 25)  # 0.00, 0.02, .. seconds
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_tokens([f"<|{0.02 * step:.2f}|>" for step in range(len(TIMES))])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(path)
     WhisperFeatureExtractor(feature_size=8, chunk_length=SECONDS).save_pretrained(path)
     return path
@@ -83,12 +92,18 @@ def engine(folder: Path) -> dsbd_cli.Engine:
     return dsbd_cli.load(str(folder), None, method=MethodConfig(rule="search", num_beams=5))
 
 
-def stock_beams(engine: dsbd_cli.Engine, path: Path, prompt: list[int]) -> list[list[int]]:
-    """All beams of transformers' ordinary beam search behind Whisper's prompt."""
-    model: Any = engine.target.module  # type: ignore[attr-defined]
+def features_of(path: Path) -> torch.Tensor:
+    """[1, bins, frames], by transformers' extractor."""
     extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=SECONDS)
     wave = read_audio(str(path), 16000, SECONDS).numpy()
-    features = extractor(wave, sampling_rate=16000, return_tensors="pt").input_features
+    found: torch.Tensor = extractor(wave, sampling_rate=16000, return_tensors="pt").input_features
+    return found
+
+
+def stock_beams(engine: dsbd_cli.Engine, path: Path, prompt: list[int], **more: Any) -> list[list[int]]:
+    """All beams of transformers' ordinary beam search behind Whisper's prompt."""
+    model: Any = engine.target.module  # type: ignore[attr-defined]
+    features = features_of(path)
     out = GenerationMixin.generate(
         model,
         features,
@@ -97,6 +112,7 @@ def stock_beams(engine: dsbd_cli.Engine, path: Path, prompt: list[int]) -> list[
         num_return_sequences=5,
         do_sample=False,
         max_new_tokens=NEW,
+        **more,
     )
     rows = out[:, len(prompt) :].tolist()
     return [row[: row.index(END) + 1] if END in row else row for row in rows]
@@ -127,11 +143,8 @@ def test_speech_is_transformers_beam_search(
 def test_whispers_own_generate_gives_the_same_text(engine: dsbd_cli.Engine, sounds: list[Path], folder: Path) -> None:
     """Its generate has ways of its own to the prompt and the lists."""
     model = WhisperForConditionalGeneration.from_pretrained(folder)
-    extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=SECONDS)
-    wave = read_audio(str(sounds[0]), 16000, SECONDS).numpy()
-    features = extractor(wave, sampling_rate=16000, return_tensors="pt").input_features
     out = model.generate(
-        features,
+        features_of(sounds[0]),
         language="de",
         task="transcribe",
         num_beams=5,
@@ -144,11 +157,98 @@ def test_whispers_own_generate_gives_the_same_text(engine: dsbd_cli.Engine, soun
     assert [token for token in out[0].tolist() if token < WORDS] == own
 
 
+def test_the_language_is_heard_as_transformers_hears_it(
+    engine: dsbd_cli.Engine, sounds: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards another argmax, a language of the row before, and a record that does not say what was taken."""
+    model: Any = engine.target.module  # type: ignore[attr-defined]
+    # many languages, so that sounds as alike as these are taken for different ones
+    languages = {f"<|{letter}{letter}|>": token for token, letter in enumerate("abcdefghijklmnopqrstuvwxyz")}
+    monkeypatch.setattr(model.generation_config, "lang_to_id", languages)
+    monkeypatch.setattr(engine.codec, "_languages", languages)
+    asked = SamplingConfig(max_new_tokens=NEW, n_best=5)
+    named = [replace(asked, source_lang=code) for code in ("cc", "bb")]
+    rows = [(sounds[0], asked), (sounds[1], named[0]), (sounds[1], asked), (sounds[2], asked), (sounds[0], named[1])]
+    results = list(engine.run([Request(audio=str(path), sampling=one) for path, one in rows]))
+    ids = [int(model.detect_language(features_of(path))) for path, _ in rows]
+    codes = {token: name.strip("<|>") for name, token in languages.items()}
+    heard = [codes[token] for token in ids]
+    assert [result.language for result in results] == [heard[0], None, heard[2], heard[3], None]
+    assert len(set(heard)) > 1, "sounds that make no difference test nothing"
+    for (path, one), token, result in zip(rows, ids, results, strict=True):
+        spoken = token if one.source_lang is None else languages[f"<|{one.source_lang}|>"]
+        want = stock_beams(engine, path, [START, spoken, TRANSCRIBE, TIMELESS])
+        assert [list(found.token_ids) for found in result.hypotheses] == want
+
+
+@pytest.mark.parametrize("latest", [None, 2])
+def test_timestamps_are_transformers(
+    engine: dsbd_cli.Engine, sounds: list[Path], latest: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards every rule of WhisperTimeStampLogitsProcessor, under a draft's nodes too, and times of segments."""
+    model: Any = engine.target.module  # type: ignore[attr-defined]
+    codec: Any = engine.codec
+    settings = model.generation_config
+    banned = [token for token in settings.suppress_tokens if token not in TIMES]
+    monkeypatch.setattr(settings, "suppress_tokens", banned)
+    monkeypatch.setattr(codec, "timestamps", replace(codec.timestamps, latest=latest))
+    stock = copy(settings)
+    stock.no_timestamps_token_id, stock.max_initial_timestamp_index = TIMELESS, latest
+    prompt = [START, EN, TRANSCRIBE]
+    want = []
+    for path in sounds:
+        rule = WhisperTimeStampLogitsProcessor(stock, begin_index=len(prompt))
+        want.append(stock_beams(engine, path, prompt, logits_processor=LogitsProcessorList([rule])))
+    sampling = SamplingConfig(max_new_tokens=NEW, n_best=5, source_lang="en", token_rules="timestamps=1")
+    requests = [Request(audio=str(path), sampling=sampling) for path in sounds]
+    for method in (MethodConfig(rule="search", num_beams=5), MethodConfig(rule="search", num_beams=5, drafter="ngram")):
+        results = list(Engine(engine.target, None, codec, method, batch_size=2).run(requests))
+        assert [[list(one.token_ids) for one in result.hypotheses] for result in results] == want
+    assert {True, False} == {token in TIMES for beams in want for beam in beams for token in beam[1:]}
+    assert results[0].token_rules["timestamps"] is True
+    for beam in (beam for result in results for beam in result.hypotheses):
+        times = [0.02 * (token - TIMES[0]) for token in beam.token_ids if token in TIMES]
+        parts = beam.segments or ()
+        told = [time for part in parts for time in (part.start, part.end) if time is not None]
+        assert told == sorted(told)
+        assert {round(time, 3) for time in told} <= {round(time, 3) for time in times}
+        assert "".join(part.text for part in parts) == beam.text
+        assert "<|" not in beam.text
+
+
+def test_bench_hears_files(engine: dsbd_cli.Engine, folder: Path, sounds: list[Path], tmp_path: Path) -> None:
+    """Guards other features, first tokens or texts on either side: both give the words that transformers gives."""
+    codec, data, found = engine.codec, tmp_path / "data.jsonl", tmp_path / "found.jsonl"
+    prompt = PROMPTS["en", None]
+    said = [codec.decode([token for token in stock_beams(engine, path, prompt)[0] if token != END]) for path in sounds]
+    rows = [{"audio": str(path), "reference": text} for path, text in zip(sounds, said, strict=True)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["bench", "--target", str(folder), "--draft", "none", "--task", "words", "--data", str(data)]
+    options += ["--methods", "beam-search,hf-beam-search", "--num-beams", "5", "--max-new-tokens", str(NEW)]
+    options += ["--source-lang", "en", "--records", "3", "--rounds", "1", "--json", str(found)]
+    assert run(options) == 0
+    lines = [line for line in map(json.loads, found.read_text().splitlines()) if "method" in line]
+    assert len(lines) == 2
+    assert [line["scores"]["1 - WER"]["value"] for line in lines] == [1.0, 1.0]
+
+
+def test_segments_are_what_stands_between_times(engine: dsbd_cli.Engine) -> None:
+    codec: Any = engine.codec
+    zero = TIMES[0]
+    assert codec.segments([zero, 5, 6, zero + 3, zero + 3, 7, zero + 9, END]) == (
+        Segment(0.0, 0.06, " w5 w6"),
+        Segment(0.06, 0.18, " w7"),
+    )
+    assert codec.segments([zero + 1, 5, END]) == (Segment(0.02, None, " w5"),)
+    assert codec.segments([zero, zero + 4, END]) == ()
+
+
 @pytest.mark.parametrize(
     ("audio", "sampling", "told"),
     [
         ("gone.wav", {"source_lang": "en"}, "cannot be read"),
-        (None, {}, "source_lang (or language) is missing"),
+        (None, {"token_rules": "timestamps=1", "prefix": "w1"}, "prefix is 'w1', which does not go with timestamps"),
+        (None, {"token_rules": "timestamps=1", "stop": "w1"}, "stop is ['w1'], which does not go with timestamps"),
         (None, {"source_lang": "xx"}, "source_lang is 'xx', which the target does not know"),
         (None, {"source_lang": "en", "target_lang": "de"}, "translates into English (en) alone"),
         ("text", {}, "audio is missing: the target writes down speech"),

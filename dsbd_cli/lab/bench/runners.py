@@ -21,7 +21,7 @@ from dsbd_cli.lab.bench.prepare import Prompt
 from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import Delivered, TransformersPeer
-from dsbd_cli.requests import Request, RequestResult, derive_seed
+from dsbd_cli.requests import RequestResult, derive_seed
 from dsbd_cli.stats import RequestStats
 
 __all__ = ["Answer", "Runner", "make_runner"]
@@ -116,10 +116,9 @@ class EngineRunner(_OnEngine):
     def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
         """Answers in order; fewer after `stop`."""
         requests = [
-            Request(
+            p.request(
                 id=p.record.id,
                 seed=derive_seed(self._seed, p.record.id),
-                prompt_ids=p.ids,
                 sampling=self._sampling,
                 grammar=self._grammar,
             )
@@ -165,7 +164,7 @@ class PickRunner(_OnEngine):
         """Answers in order; fewer after `stop`."""
         each = self._count if self._independent else 1
         requests = [
-            Request(id=name, seed=derive_seed(self._seed, name), prompt_ids=p.ids, sampling=self._sampling)
+            p.request(id=name, seed=derive_seed(self._seed, name), sampling=self._sampling)
             for p in prompts
             for name in ([f"{p.record.id}/{place}" for place in range(each)] if self._independent else [p.record.id])
         ]
@@ -221,7 +220,7 @@ class PeerRunner:
         """Answers in order; none of a window in which `stop` came."""
         seed = derive_seed(self._seed, prompts[0].record.id)
         try:
-            self._delivered = list(self._peer.run([prompt.ids for prompt in prompts], seed))
+            self._delivered = list(self._peer.run([prompt.audio or prompt.ids for prompt in prompts], seed))
         except Exception as error:  # a model that transformers cannot decode raises what it likes
             said = " ".join(str(error).split())[:200]
             raise ModelError(
@@ -243,7 +242,7 @@ class PeerRunner:
 
     def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
         """One plain forward of the target per answer of the last window."""
-        return self._peer.logprobs([prompt.ids for prompt in prompts], self._delivered)
+        return self._peer.logprobs([prompt.audio or prompt.ids for prompt in prompts], self._delivered)
 
     def stop(self) -> None:
         """End after the token that is under way."""
