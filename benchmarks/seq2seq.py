@@ -3,11 +3,12 @@
     python -m benchmarks.seq2seq --shape opus-mt --num-beams 4,5                    # random weights: speed alone
     python -m benchmarks.seq2seq --shape opus-mt --num-beams 4 --ctranslate2 float32 int8
     python -m benchmarks.seq2seq --target T --draft D --data test.jsonl             # checkpoints of your own
-    python -m benchmarks.seq2seq --target S/target --data S/test.jsonl --num-beams 10 --depth 8   # training/spelling.py
+    python -m benchmarks.seq2seq --target S/target --data S/test.jsonl --num-beams 10 --depth 8 --new-tokens 60 --alone
     python -m benchmarks.seq2seq --target G/target --draft G/draft --data G/test.jsonl --num-beams 1,4,8
 
-A line of the data is `{"prompt": ..}`, and `phonemes`, a list of right answers, where errors are to be counted (see
-training/grapheme_phoneme.py). Random weights know no draft that is worth anything, so a shape is run without one.
+The fourth is a copy task (training/spelling.py). A line of the data is `{"prompt": ..}`, and `phonemes`, a list of
+right answers, where errors are to be counted (see training/grapheme_phoneme.py). Random weights know no draft that is
+worth anything, so a shape is run without one.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.test_transformers import model as scaled
 from tests.engine.toys import NumberCodec
-from tests.models.pairs import TEXT, batch_beams, beams, build_pair, pair_codec, perturbed
+from tests.models.pairs import ENDINGS, TEXT, batch_beams, beams, build_pair, pair_codec, perturbed
 from tests.models.tiny import V
 
 NEW = 12
@@ -69,8 +69,6 @@ def check(found: list[RequestResult], want: list[list[tuple[list[int], float]]])
             assert [one.score for one in result.hypotheses] == pytest.approx([score for _, score in each], abs=2e-4)
 
 
-# Length penalty and early stopping; both are a row's own, so that all of them share one engine.
-ENDINGS = ((1.0, False), (0.0, True), (2.0, True), (0.0, False), (2.0, False), (1.0, True))
 PROMPTS = 16
 # Beams, drafted layers, rows of a batch. Every pair of two of these occurs, and each with all ENDINGS.
 ENGINES = ((4, 0, 3), (4, 3, 3), (1, 3, 3), (1, 0, 1), (8, 0, 3), (8, 3, 1))

@@ -160,6 +160,10 @@ UNFIT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Length penalty and early stopping: a row's own, so that all of them share one engine.
+ENDINGS = ((1.0, False), (0.0, True), (2.0, True), (0.0, False), (2.0, False), (1.0, True))
+
+
 def build_pair(name: str, *, seed: int = 0, scale: float = 1.0, **changes: Any) -> Any:
     """A random model in evaluation mode, with weights large enough that a wrong mask or position shows."""
     kind, settings = {**FIT, **UNFIT}[name]

@@ -29,11 +29,12 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 import dsbd_cli
 from dsbd_cli import MethodConfig, Request, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.engine.models.speech import read_audio
 from dsbd_cli.errors import PromptTooLongError
 from dsbd_cli.job.cli.app import run
 from dsbd_cli.requests import Segment
-from tests.models.pairs import build_pair
+from tests.models.pairs import ENDINGS, build_pair, perturbed
 
 SPECIAL = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>", "<|translate|>"]
 SPECIAL += ["<|notimestamps|>"]
@@ -74,17 +75,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def sounds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Chirps of different lengths, rates and channels."""
-    folder = tmp_path_factory.mktemp("sounds")
+def chirps(folder: Path, count: int) -> list[Path]:
+    """Files of different lengths, rates and channels."""
     paths = []
-    for place, (rate, seconds, channels) in enumerate(((16000, 0.5, 1), (44100, 0.9, 2), (8000, 1.0, 1))):
+    for place in range(count):
+        rate, seconds, channels = ((16000, 0.5, 1), (44100, 0.9, 2), (8000, 1.0, 1))[place % 3]
         time = torch.arange(int(rate * seconds)) / rate
         wave = torch.sin(2 * math.pi * (200 + 300 * place) * time * (1 + time)) * 0.5
         paths.append(folder / f"{place}.wav")
         soundfile.write(paths[-1], wave.unsqueeze(1).repeat(1, channels).numpy(), rate)
     return paths
+
+
+@pytest.fixture(scope="module")
+def sounds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return chirps(tmp_path_factory.mktemp("sounds"), 3)
 
 
 @pytest.fixture(scope="module")
@@ -102,20 +107,29 @@ def features_of(path: Path) -> torch.Tensor:
 
 def stock_beams(engine: dsbd_cli.Engine, path: Path, prompt: list[int], **more: Any) -> list[list[int]]:
     """All beams of transformers' ordinary beam search behind Whisper's prompt."""
+    return [ids for ids, _ in scored_beams(engine, [path], prompt, **more)[0]]
+
+
+def scored_beams(
+    engine: dsbd_cli.Engine, paths: list[Path], prompt: list[int], **more: Any
+) -> list[list[tuple[list[int], float]]]:
+    """The beams of several files in one batch, with their scores."""
     model: Any = engine.target.module  # type: ignore[attr-defined]
-    features = features_of(path)
-    out = GenerationMixin.generate(
+    out: Any = GenerationMixin.generate(
         model,
-        features,
-        decoder_input_ids=torch.tensor([prompt]),
+        torch.cat([features_of(path) for path in paths]),
+        decoder_input_ids=torch.tensor([prompt] * len(paths)),
         num_beams=5,
         num_return_sequences=5,
         do_sample=False,
         max_new_tokens=NEW,
+        output_scores=True,
+        return_dict_in_generate=True,
         **more,
     )
-    rows = out[:, len(prompt) :].tolist()
-    return [row[: row.index(END) + 1] if END in row else row for row in rows]
+    rows = [row[: row.index(END) + 1] if END in row else row for row in out.sequences[:, len(prompt) :].tolist()]
+    found = list(zip(rows, out.sequences_scores.tolist(), strict=True))
+    return [found[start : start + 5] for start in range(0, len(found), 5)]
 
 
 PROMPTS = {
@@ -138,6 +152,37 @@ def test_speech_is_transformers_beam_search(
         assert result.source_tokens == 100 * SECONDS
         assert result.token_rules["begin_suppress_tokens"] == [7, END]
     assert len({result.text for result in results}) > 1
+
+
+def test_sixteen_files_with_every_ending(engine: dsbd_cli.Engine, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Every hypothesis and score at W = 5, one row at a time and three, with and without a draft."""
+    paths = chirps(tmp_path_factory.mktemp("sixteen"), 16)
+    prompt = PROMPTS["en", None]
+    want = dict[int, Any]()
+    for number, (penalty, early) in enumerate(ENDINGS):
+        places = range(number, len(paths), len(ENDINGS))
+        settings = {"length_penalty": penalty, "early_stopping": early}
+        found = scored_beams(engine, [paths[place] for place in places], prompt, **settings)
+        want |= dict(zip(places, found, strict=True))
+    requests = []
+    for place, path in enumerate(paths):
+        penalty, early = ENDINGS[place % len(ENDINGS)]
+        asked = SamplingConfig(
+            max_new_tokens=NEW, n_best=5, source_lang="en", length_penalty=penalty, early_stopping=early
+        )
+        requests.append(Request(audio=str(path), sampling=asked))
+    target: Any = engine.target
+    draft = Seq2SeqForestModel(perturbed(target.stock(), 0.03), "draft")
+    for small, rows in ((None, 1), (draft, 3)):
+        depth = 0 if small is None else 3
+        method = MethodConfig(rule="search", num_beams=5, depth=depth, drafts_per_layer=10)
+        results = list(Engine(target, small, engine.codec, method, batch_size=rows).run(requests))
+        ids = [[list(one.token_ids) for one in result.hypotheses] for result in results]
+        assert ids == [[one for one, _ in want[place]] for place in range(len(paths))]
+        for place, result in enumerate(results):
+            scores = [score for _, score in want[place]]
+            assert [one.score for one in result.hypotheses] == pytest.approx(scores, abs=2e-4)
+    assert sum(result.stats.steps - result.stats.target_calls for result in results) > 0
 
 
 def test_whispers_own_generate_gives_the_same_text(engine: dsbd_cli.Engine, sounds: list[Path], folder: Path) -> None:

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -177,15 +177,16 @@ class TransformersPeer:
         if self._catalogue is not None:
             options["prefix_allowed_tokens_fn"] = partial(self._allowed, self._catalogue.trie, begin)
         # Whisper has a generate of its own around it, which goes its own ways to the decoder's first tokens
-        generate = partial(GenerationMixin.generate, self._module) if files else self._module.generate
+        whole: Any = GenerationMixin.generate
+        generate: Any = partial(whole, self._module) if files else self._module.generate
         out = generate(
             inputs.to(self._target.device),
             generation_config=self._settings,
             stopping_criteria=StoppingCriteriaList([self._halt]),
             **options,
         )
-        held = _cache_bytes(out.past_key_values) if self._assistant is None else None  # type: ignore[attr-defined]
-        rows = out.sequences[:, begin:].tolist()  # type: ignore[attr-defined]
+        held = _cache_bytes(out.past_key_values) if self._assistant is None else None
+        rows = out.sequences[:, begin:].tolist()
         each = len(rows) // len(prompts)
         for start in range(0, len(rows), each):
             ranked = tuple(delivered(row, self._codec.eos_ids) for row in rows[start : start + each])
@@ -198,7 +199,7 @@ class TransformersPeer:
         options: dict[str, object] = {"decoder_input_ids": begin}
         assert isinstance(self._codec, Seq2SeqCodec)
         if self._timed and (times := self._codec.timestamps) is not None:
-            config = GenerationConfig(eos_token_id=times.end)
+            config: Any = GenerationConfig(eos_token_id=times.end)
             config.no_timestamps_token_id, config.max_initial_timestamp_index = times.first - 1, times.latest
             options["logits_processor"] = LogitsProcessorList(
                 [WhisperTimeStampLogitsProcessor(config, begin_index=begin.shape[1])]

@@ -81,9 +81,9 @@ def _record(place: str, row: Mapping[str, object], number: int) -> TaskRecord:
     audio = row.get("audio")
     if sum(one is not None for one in (prompt, messages, audio)) != 1:
         raise UsageError(f"{place}: give prompt, messages or audio, one of them")
-    for field, text in (("prompt", prompt), ("audio", audio)):
-        if text is not None and (not isinstance(text, str) or not text):
-            raise UsageError(f"{place}: {field} is {_shown(text)}, but must be a text that is not empty")
+    for field, given in (("prompt", prompt), ("audio", audio)):
+        if given is not None and (not isinstance(given, str) or not given):
+            raise UsageError(f"{place}: {field} is {_shown(given)}, but must be a text that is not empty")
     if messages is not None and not _are_messages(messages):
         raise UsageError(
             f"{place}: messages is {_shown(messages)}, but must be a list of objects with role and content"
