@@ -67,7 +67,8 @@ def make_shape(name: str, folder: Path) -> None:
             pad_token_id=pad,
             bos_token_id=end,
             eos_token_id=end,
-            decoder_start_token_id=pad,
+            # M2M100 counts no positions of padding; NLLB begins with the end token
+            decoder_start_token_id=pad if kind is MarianMTModel else end,
             forced_eos_token_id=None,
         )
     )
@@ -80,7 +81,7 @@ def make_shape(name: str, folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", end)])
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="</s>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(folder)
 
 

@@ -249,10 +249,11 @@ def _repeats(text: Tensor, size: Tensor, longest: int, columns: int) -> Tensor:
 
 def _spoken(text: Tensor, length: Tensor, first: int) -> Tensor:
     """[k, 3] int64 of generated tokens [k, L], of which `length` [k] are there: whether the last one is a time, whether
-    the one before it is (true where there is none), and the latest time, -1 without one."""
+    the one before it is (true where there is none), and the last time, -1 without one."""
     at = torch.arange(text.shape[1], device=text.device)
     times = (text >= first) & (at < length.unsqueeze(1))
-    latest = torch.where(times, text, NO_TOKEN).amax(1)
+    place = torch.where(times, at, -1).amax(1, keepdim=True)
+    latest = torch.where(place < 0, NO_TOKEN, text.gather(1, place.clamp(min=0))).squeeze(1)
     ends = torch.stack((length - 1, length - 2), 1)
     last, before = times.gather(1, ends.clamp(min=0)).unbind(1)
     return torch.stack((last & (length > 0), before | (length < 2), latest), 1)
