@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 from dsbd_cli.config import SamplingConfig
 from dsbd_cli.engine.core.protocols import SourceCodec, TextCodec
@@ -65,11 +65,10 @@ class Prompt:
     runs: Callable[[str], bool] | None = None
     audio: str | None = None
 
-    def request(self, **settings: Any) -> Request:
-        """What is asked of our engine, with these fields of a Request."""
-        if self.audio is not None:
-            return Request(audio=self.audio, **settings)
-        return Request(prompt_ids=self.ids, **settings)
+    def request(self, name: str, seed: int, sampling: SamplingConfig, grammar: Grammar | None = None) -> Request:
+        """What is asked of our engine. name: the request's id."""
+        ids = None if self.audio is not None else self.ids
+        return Request(prompt_ids=ids, audio=self.audio, id=name, seed=seed, sampling=sampling, grammar=grammar)
 
 
 @dataclass(frozen=True, slots=True)

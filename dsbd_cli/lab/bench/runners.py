@@ -116,13 +116,7 @@ class EngineRunner(_OnEngine):
     def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
         """Answers in order; fewer after `stop`."""
         requests = [
-            p.request(
-                id=p.record.id,
-                seed=derive_seed(self._seed, p.record.id),
-                sampling=self._sampling,
-                grammar=self._grammar,
-            )
-            for p in prompts
+            p.request(p.record.id, derive_seed(self._seed, p.record.id), self._sampling, self._grammar) for p in prompts
         ]
         answers = []
         for result in self._engine.run(requests):
@@ -164,7 +158,7 @@ class PickRunner(_OnEngine):
         """Answers in order; fewer after `stop`."""
         each = self._count if self._independent else 1
         requests = [
-            p.request(id=name, seed=derive_seed(self._seed, name), sampling=self._sampling)
+            p.request(name, derive_seed(self._seed, name), self._sampling)
             for p in prompts
             for name in ([f"{p.record.id}/{place}" for place in range(each)] if self._independent else [p.record.id])
         ]

@@ -10,10 +10,10 @@ Shape letters: B prompts of a batch, T tokens of the longest prompt, n new token
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -52,6 +52,16 @@ class _Generating(Protocol):
     def set_attn_implementation(self, name: str) -> None: ...
 
     def generate(self, inputs: Tensor, **options: object) -> object: ...
+
+
+class _Generated(Protocol):
+    """What is used of what generate returns."""
+
+    past_key_values: object
+    sequences: Tensor
+
+
+Generate = Callable[..., _Generated]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +187,8 @@ class TransformersPeer:
         if self._catalogue is not None:
             options["prefix_allowed_tokens_fn"] = partial(self._allowed, self._catalogue.trie, begin)
         # Whisper has a generate of its own around it, which goes its own ways to the decoder's first tokens
-        whole: Any = GenerationMixin.generate
-        generate: Any = partial(whole, self._module) if files else self._module.generate
+        whole = cast("Generate", partial(GenerationMixin.generate, cast("GenerationMixin", self._module)))
+        generate = whole if files else cast("Generate", self._module.generate)
         out = generate(
             inputs.to(self._target.device),
             generation_config=self._settings,
@@ -199,8 +209,9 @@ class TransformersPeer:
         options: dict[str, object] = {"decoder_input_ids": begin}
         assert isinstance(self._codec, Seq2SeqCodec)
         if self._timed and (times := self._codec.timestamps) is not None:
-            config: Any = GenerationConfig(eos_token_id=times.end)
-            config.no_timestamps_token_id, config.max_initial_timestamp_index = times.first - 1, times.latest
+            config = GenerationConfig(
+                eos_token_id=times.end, no_timestamps_token_id=times.first - 1, max_initial_timestamp_index=times.latest
+            )
             options["logits_processor"] = LogitsProcessorList(
                 [WhisperTimeStampLogitsProcessor(config, begin_index=begin.shape[1])]
             )
