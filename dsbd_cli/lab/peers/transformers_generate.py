@@ -187,7 +187,7 @@ class TransformersPeer:
         if self._catalogue is not None:
             options["prefix_allowed_tokens_fn"] = partial(self._allowed, self._catalogue.trie, begin)
         # Whisper has a generate of its own around it, which goes its own ways to the decoder's first tokens
-        whole = cast("Generate", partial(GenerationMixin.generate, cast("GenerationMixin", self._module)))
+        whole = partial(cast("Generate", GenerationMixin.generate), self._module)
         generate = whole if files else cast("Generate", self._module.generate)
         out = generate(
             inputs.to(self._target.device),
