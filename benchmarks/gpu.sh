@@ -35,7 +35,8 @@ skip() { # skip NAME REASON: a part that needs what is not here
 part 110 doctor "$PYTHON" -m dsbd_cli doctor
 if "$PYTHON" -c 'import pytest' 2>/dev/null; then
     # a few settings of each kernel: every other one is compiled anew
-    part 60 kernels "$PYTHON" -m pytest -q -p no:cacheprovider tests/kernels/test_layers.py tests/kernels/test_twins.py \
+    part 60 kernels "$PYTHON" -m pytest -q -p no:cacheprovider tests/kernels/test_layers.py tests/kernels/test_products.py \
+        tests/kernels/test_attention.py tests/kernels/test_twins.py \
         -k "not cold and not whole and not beam and not stops and not exhausted"
     part 45 gpu-tests "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider \
         tests/engine/test_graphs.py tests/models/test_forest.py tests/models/test_loader.py tests/drafting/test_no_reads.py

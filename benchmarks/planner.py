@@ -107,13 +107,15 @@ def serve(world: World, planner: Chooser, seed: int = 1) -> Served:
     waiting = [_Request(rate, world.answer) for rate in _rates(world)]
     running: list[_Request] = []
     seconds, steps, iterations, drafted, first = 0.0, 0, 0, 0, True
+    timed = dict[tuple[Shape, int, int], dict[str, float]]()
     while waiting or running:
         while waiting and len(running) < world.rows:
             running.append(waiting.pop(0))
         rows = len(running)
-        unread = world.prompt * sum(not one.has_read for one in running)
-        reading = Reading(_padded(max(one.lag for one in running)), unread, world.prompt * rows)
-        shape = planner.choose([one.acceptance for one in running], reading)
+        shown = [one.acceptance for one in running]
+        unread = world.prompt * [one.has_read for one in running].count(False)
+        reading = Reading(_padded(max([one.lag for one in running])), unread, world.prompt * rows)
+        shape = planner.choose(shown, reading)
         if shape.depth and rows * shape.nodes(BEAMS) > world.room:
             planner.out_of_memory(shape, rows)
             seconds += world.target[0]
@@ -122,27 +124,30 @@ def serve(world: World, planner: Chooser, seed: int = 1) -> Served:
             running = []
             continue
         number = seen[shape, rows] = seen.get((shape, rows), 0) + 1
-        times = _times(world, shape, rows, reading.lag)
+        key = shape, rows, reading.lag
+        times = timed[key] = timed.get(key) or _times(world, *key)
         if world.captured:
-            times = {name: value * (2 if number < 3 else 1) for name, value in times.items()}
-            times["draft"] += world.captured * (number == 3) * (shape.depth > 0)
+            if number < 3:
+                times = {name: value * 2 for name, value in times.items()}
+            if number == 3 and shape.depth:
+                times = times | {"draft": times["draft"] + world.captured}
         elif number == 1:
             times = {name: value * (1 + world.cold) for name, value in times.items()}
         if shape.depth and unread:
-            times["read"] = world.read * unread + world.setup * first
+            times = times | {"read": world.read * unread + world.setup * first}
             first = False
         layers = [_walk(world, shape, one, rng) for one in running]
         planner.observe(
             shape,
-            [one.acceptance for one in running],
+            shown,
             layers,
             times,
-            reading if shape.depth else replace(reading, lag=0),
+            reading if shape.depth or not reading.lag else replace(reading, lag=0),
             not world.captured or number > 3,
         )
         seconds, iterations, drafted = seconds + sum(times.values()), iterations + 1, drafted + (shape.depth > 0)
         for one, found in zip(running, layers, strict=True):
-            taken = 1 + sum(layer["passed"] for layer in found)
+            taken = 1 + sum([layer["passed"] for layer in found])
             one.left, steps = one.left - taken, steps + taken
             one.lag = 0 if shape.depth else one.lag + BEAMS
             one.has_read |= shape.depth > 0
@@ -184,12 +189,12 @@ def _times(world: World, shape: Shape, rows: int, lag: int) -> dict[str, float]:
 
 def _walk(world: World, shape: Shape, request: _Request, rng: random.Random) -> list[dict[str, int]]:
     """Counters of a request's layers."""
-    layers, alive = [], True
+    layers, alive, chance, most, wide, rate = [], True, rng.random, shape.drafts_per_layer, world.wide, request.rate
     for _ in range(shape.depth):
-        needed = BEAMS if rng.random() < request.rate else BEAMS + 1
-        while needed > BEAMS and rng.random() >= world.wide and needed <= shape.drafts_per_layer:
+        needed = BEAMS if chance() < rate else BEAMS + 1
+        while needed > BEAMS and chance() >= wide and needed <= most:
             needed += 1
-        passed = alive and needed <= shape.drafts_per_layer
+        passed = alive and needed <= most
         layers.append({"reached": int(alive), "passed": int(passed), "needed": needed if passed else 0})
         alive = passed
     return layers

@@ -15,7 +15,7 @@ from typing import Literal
 
 from dsbd_cli.errors import UsageError, shorten
 
-__all__ = ["Grammar", "GrammarKind"]
+__all__ = ["Grammar"]
 
 GrammarKind = Literal["json_schema", "regex", "lark"]
 

@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 
 __all__ = ["DrafterStats", "LayerStats", "RequestStats", "StepStats"]
 
+SUMMED = (
+    *("target_calls", "draft_calls", "steps", "drafted", "accepted", "width_sum"),
+    *("draft_s", "target_s", "verify_s", "total_s"),
+)
+
 
 @dataclass(slots=True)
 class DrafterStats:
@@ -75,6 +80,14 @@ class RequestStats:
     total_s: float = 0.0
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
     step_log: list[StepStats] = field(default_factory=list)
+
+    def add(self, other: RequestStats) -> None:
+        """The sums of both, and the larger peak. The log is left alone, so that sums over many requests stay small."""
+        for name in SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.kv_peak_slots = max(self.kv_peak_slots, other.kv_peak_slots)
+        for name, part in other.drafters.items():
+            self.drafters.setdefault(name, DrafterStats()).add(part)
 
     @property
     def steps_per_call(self) -> float:

@@ -51,12 +51,13 @@ class TokenRules:
     @property
     def acting(self) -> dict[str, object]:
         """Those that do something, by name, as plain JSON values."""
-        default = TokenRules()
-        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        if self == NOTHING:  # at once, because it is asked of every row in every iteration
+            return {}
+        found = {name: getattr(self, name) for name in NAMES}
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in found.items()
-            if value != getattr(default, name)
+            if value != getattr(NOTHING, name)
         }
 
     def having(self, name: str, value: object) -> TokenRules:
@@ -65,13 +66,12 @@ class TokenRules:
 
     def within(self, vocab_size: int) -> TokenRules:
         """Without tokens that a vocabulary lacks."""
-        rules = self
-        for name in LISTS:
-            rules = rules.having(name, tuple(token for token in getattr(self, name) if token < vocab_size))
-        for name in FORCED:
-            token = getattr(self, name)
-            rules = rules.having(name, token if token is not None and token < vocab_size else None)
-        return rules
+        if self == NOTHING:
+            return self
+        lists = {name: tuple(token for token in getattr(self, name) if token < vocab_size) for name in LISTS}
+        forced = {name: getattr(self, name) for name in FORCED}
+        known = {name: token if token is not None and token < vocab_size else None for name, token in forced.items()}
+        return replace(self, **lists, **known)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,7 @@ class Timestamps:
     end: int
 
 
+NOTHING = TokenRules()
 NAMES = tuple(item.name for item in fields(TokenRules))
 LISTS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids")
 FORCED = ("forced_bos_token_id", "forced_eos_token_id")
@@ -103,7 +104,7 @@ def asked_rules(text: str | None, checkpoint: TokenRules, *, default: str) -> To
     """
     items = [item.strip() for item in (text or "").split(SEPARATOR) if item.strip()]
     base = items.pop(0) if items and items[0] in BASES else default
-    rules = checkpoint if base == "checkpoint" else TokenRules()
+    rules = checkpoint if base == "checkpoint" else NOTHING
     for item in items:
         name, found, value = item.partition("=")
         if name not in NAMES or not found:

@@ -27,7 +27,7 @@ def run(tmp_path: Path, rules: str) -> tuple[int, str, dict[str, str]]:
     environment = {**os.environ, "OUT": str(out)}
     done = subprocess.run(
         ["bash", str(ROOT / "benchmarks" / "gpu.sh"), str(python)],
-        capture_output=True, text=True, env=environment, check=False, timeout=120,
+        capture_output=True, text=True, env=environment, check=False, timeout=600,
     )  # fmt: skip
     return done.returncode, done.stdout, {file.stem: file.read_text() for file in out.glob("*.log")}
 

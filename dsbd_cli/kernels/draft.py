@@ -14,7 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.kernels.law import NEVER, REGISTERS, child_path, gumbel, is_finite, is_some, pool_law, stream_key
+from dsbd_cli.kernels.law import (
+    NEVER,
+    REGISTERS,
+    child_path,
+    child_state,
+    ending_of,
+    is_finite,
+    is_some,
+    perturbed,
+    pool_law,
+    stream_key,
+    value_at,
+)
 
 __all__ = ["FIELDS", "FLAGS", "MOST_PAIRS", "begin", "extend", "fits"]
 
@@ -235,21 +247,18 @@ def extend_kernel(
         )
     allowed = tl.where(real, log_q, NEVER)
     if RULE != 2:  # drafts of ends are of no use
-        ends = tl.load(eos + token, mask=real, other=0) != 0
-        if STOPS:
-            state = tl.load(ints + STOP * plane + upper, mask=there, other=1)
-            ends = ends | (tl.load(stops + state[:, None] * vocabulary + token, mask=real, other=1) == 0)
+        ends = ending_of(eos, stops, ints + STOP * plane + upper, token, there, real, vocabulary, STOPS)
         allowed = tl.where(ends, NEVER, allowed)
     if RULE == 0:  # coupled: the target's own noise
         path = tl.load(ints + PATH * plane + upper, mask=there, other=0)
-        noise = gumbel(path[:, None], token + 1).to(tl.float32)
+        noisy = perturbed(allowed, path[:, None], token + 1)
         if COLD:
-            noise = tl.where(tl.load(cold + row) != 0, 0.0, noise)
-        allowed = allowed + noise
+            noisy = tl.where(tl.load(cold + row) != 0, allowed, noisy)
+        allowed = noisy
     if RULE == 2:  # rejection: noise of the draft's own stream
         key = tl.load(keys + (row * (depth + 1) + layer) * STREAMS + 1)
         left = allowed.to(tl.float64)
-        pool = tl.reshape(left + gumbel(key, (n.to(tl.int64)[:, None] << 32) + token + 1), (NP * CP,))
+        pool = tl.reshape(perturbed(left, key, (n.to(tl.int64)[:, None] << 32) + token + 1), (NP * CP,))
     else:
         pool = tl.reshape(allowed, (NP * CP,))
     k = tl.arange(0, KP)
@@ -271,22 +280,13 @@ def extend_kernel(
     lp = tl.load(c_logprobs + drawn, mask=mine, other=0.0)
     lp = tl.where(lp == lp, lp, NEVER)
     if BEAM:
-        picked = tl.reshape(joint, (NP * CP,))
-        for i in range(count):
-            here = tl.sum(tl.where(k == i, chosen, 0), 0)
-            value = tl.max(tl.where(flat == here, picked, NEVER), 0)
-            own = tl.where(k == i, value, own)
+        own = value_at(tl.reshape(joint, (NP * CP,)), chosen, k, flat, count)
     else:
         own = own + lp
     below = first + above + k
     to = row * nodes + below
     state = tl.load(ints + STOP * plane + parent, mask=mine, other=1)
-    last = tl.load(eos + child, mask=mine, other=0) != 0
-    if STOPS:
-        state = tl.load(stops + state * vocabulary + child, mask=mine, other=1).to(tl.int64)
-        last = last | (state == 0)
-    else:
-        state = state * 0 + 1
+    state, last = child_state(eos, stops, state, child, mine, vocabulary, STOPS)
     place = tl.load(used + row) + below
     base = tl.load(trunk + row)
     depths = tl.minimum(tl.load(position + row) + layer + 1 + k * 0, last_position)

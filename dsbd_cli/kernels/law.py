@@ -10,7 +10,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["child_path", "cut", "gumbel", "is_finite", "ordered", "pool_law", "stream_key", "unordered"]
+__all__ = [
+    "child_path",
+    "child_state",
+    "cut",
+    "ending_of",
+    "is_finite",
+    "is_some",
+    "kth",
+    "ordered",
+    "passes",
+    "perturbed",
+    "pool_law",
+    "stream_key",
+    "uniform",
+    "unordered",
+    "value_at",
+]
 
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 MIX_A = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -54,6 +70,51 @@ def uniform(key, index):
 def gumbel(key, index):
     """noise.gumbel: float64 from int64."""
     return -tl.log(-tl.log(1.0 - uniform(key, index)))
+
+
+@triton.jit
+def perturbed(logs, key, index):
+    """logs + noise.gumbel: the largest ones are draws without replacement from the law that `logs` are of."""
+    return logs + gumbel(key, index).to(logs.dtype)
+
+
+@triton.jit
+def passes(bound, level):
+    """The test of a draft. bound: a uniform number times what its law gives it, level: what the target's gives it."""
+    return bound < level
+
+
+@triton.jit
+def ending_of(eos, stops, stop_state, token, mine, real, vocabulary, STOPS: tl.constexpr):
+    """Which children `token` [A, B] of nodes end: end tokens, and with STOPS those that complete a stop string.
+    stop_state: where the states of the nodes stand [A], for those in `mine`."""
+    ends = tl.load(eos + token, mask=real, other=0) != 0
+    if STOPS:
+        state = tl.load(stop_state, mask=mine, other=1)
+        ends = ends | (tl.load(stops + state[:, None] * vocabulary + token, mask=real, other=1) == 0)
+    return ends
+
+
+@triton.jit
+def child_state(eos, stops, state, token, mine, vocabulary, STOPS: tl.constexpr):
+    """Stop states of children `token` [A] of nodes in these states, and which of them end."""
+    ends = tl.load(eos + token, mask=mine, other=0) != 0
+    if STOPS:
+        after = tl.load(stops + state * vocabulary + token, mask=mine, other=1).to(tl.int64)
+        ends = ends | (after == 0)
+    else:
+        after = state * 0 + 1
+    return after, ends
+
+
+@triton.jit
+def value_at(x, chosen, k, flat, count):
+    """x[chosen] of a pool x at the places `flat`, for the first `count` of the numbers `k`; -inf for the others."""
+    found = tl.full(k.shape, NEVER, tl.float32)
+    for i in range(count):
+        here = tl.sum(tl.where(k == i, chosen, 0), 0)
+        found = tl.where(k == i, tl.max(tl.where(flat == here, x, NEVER), 0), found)
+    return found
 
 
 @triton.jit

@@ -13,11 +13,16 @@ import hashlib
 import importlib
 import json
 import os
+import queue
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -26,8 +31,13 @@ from dsbd_cli.kernels import Kernel, available, differences
 __all__ = ["MODULES", "faults", "kernels", "tried"]
 
 # Each has a tuple KERNELS. Those of an iteration have their twins above this package, so they are found by name alone.
-MODULES = ("dsbd_cli.kernels.layers", "dsbd_cli.engine.decoding.twins")
-LIMIT_S = 180.0  # for all kernels: each compiles in seconds
+MODULES = (
+    "dsbd_cli.kernels.layers",
+    "dsbd_cli.kernels.products",
+    "dsbd_cli.kernels.attention",
+    "dsbd_cli.engine.decoding.twins",
+)
+LIMIT_S = 120.0  # for one kernel, which compiles in seconds, and for the start of the process
 SAID = 160  # characters of an error
 # in a fault that may be gone the next time: memory that was short, a device in use by others, a process not started, a
 # compiler that was missing
@@ -73,6 +83,8 @@ def faults(device: torch.device, command: tuple[str, ...] | None = None) -> dict
     try:
         found: dict[str, str] = json.loads(place.read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        kept = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+        sys.stderr.write(f"compiling {len(kernels())} GPU kernels (once; kept in {kept})\n")
         found = _asked(device, command or (sys.executable, "-m", "dsbd_cli.kernels.trial", str(device)))
         if not any(word in fault for fault in found.values() for word in PASSING):
             _keep(place, found)
@@ -99,22 +111,43 @@ def _asked(device: torch.device, command: Sequence[str]) -> dict[str, str]:
 
 def _run(command: Sequence[str]) -> tuple[list[tuple[str, str | None]], str | None]:
     """What another process says of each kernel, and how it ended if not well."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-        out, error = done.stdout, None if done.returncode == 0 else _last(done.stderr, done.returncode)
-    except subprocess.TimeoutExpired as expired:
-        out = expired.stdout.decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
-        error = f"does not end within {LIMIT_S:.0f} s"
-    except OSError as failed:
-        out, error = "", f"cannot be tried: {failed.strerror}"
     said: list[tuple[str, str | None]] = []
-    for line in out.splitlines():
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         try:
-            name, fault = json.loads(line)
-        except (TypeError, ValueError):  # what a library prints
-            continue
-        said.append((str(name), None if fault is None else str(fault)))
-    return said, error
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace")
+        except OSError as failed:
+            return said, f"cannot be tried: {failed.strerror}"
+        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
+        reader.start()
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            try:
+                line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                process.kill()
+                process.wait()
+                return said, f"does not end within {LIMIT_S:.0f} s"
+            if line is None:
+                break
+            try:
+                name, fault = json.loads(line)
+            except (TypeError, ValueError):  # what a library prints
+                continue
+            said.append((str(name), None if fault is None else str(fault)))
+            deadline = time.monotonic() + LIMIT_S
+        code = process.wait()
+        errors.seek(0)
+        return said, None if code == 0 else _last(errors.read(), code)
+
+
+def _read(stream: IO[str] | None, lines: queue.SimpleQueue[str | None]) -> None:
+    """All lines of a stream, then None."""
+    assert stream is not None
+    with stream:
+        for line in stream:
+            lines.put(line)
+    lines.put(None)
 
 
 def _last(text: str, code: int) -> str:

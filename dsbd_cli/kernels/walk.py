@@ -17,14 +17,18 @@ from dsbd_cli.kernels.draft import MOST_PAIRS, RULES, STREAMS
 from dsbd_cli.kernels.law import (
     NEVER,
     REGISTERS,
-    gumbel,
+    child_state,
+    ending_of,
     is_finite,
     is_some,
     kth,
     ordered,
+    passes,
+    perturbed,
     pool_law,
     uniform,
     unordered,
+    value_at,
 )
 
 __all__ = ["COLUMNS", "FIRST", "fits", "walk"]
@@ -61,6 +65,130 @@ def find(tokens, start, count, wanted, STEPS: tl.constexpr):
         low = tl.where(less, middle + 1, low)
         high = tl.where(less, high, tl.where(low < high, middle, high))
     return low
+
+
+@triton.jit
+def tested(left, log_q, index_of, sampled, ends, bound, log_rest, count, beams, w, k, flat):
+    """The tests of `count` drafts in turn. left: log P of the pool, float64; log_q: of the law that the drafts come
+    from. index_of, sampled, ends, bound, log_rest: of each draft its place in the pool and what is known of it.
+
+    Returns what is left of P, the law of the next draw, what ended, and the live draws: their places, which there are,
+    their drafts, how many drafts were taken and how many of these live.
+    """
+    share = tl.exp(left)
+    residual = share
+    gone = flat < 0
+    ended = flat < 0
+    drafted_as = w * 0
+    chosen = w * 0
+    drawn = w < 0
+    accepted = tl.full((), 0, tl.int32)
+    live = tl.full((), 0, tl.int32)
+    for j in range(count):
+        index = one(index_of, k, j)
+        this_pair = flat == index
+        if (one(sampled.to(tl.int32), k, j) > 0) & (live < beams):
+            level = tl.sum(tl.where(this_pair, residual, 0.0), 0)
+            if (index >= 0) & passes(one(bound, k, j), level):
+                left = tl.where(this_pair, NEVER, left)
+                shares = tl.exp(left - tl.max(left, 0))
+                share = shares / tl.sum(shares, 0)
+                residual = share
+                accepted += 1
+                if one(ends.to(tl.int32), k, j) > 0:
+                    ended = ended | this_pair
+                else:
+                    chosen = tl.where(w == live, index, chosen)
+                    drawn = drawn | (w == live)
+                    drafted_as = tl.where(w == live, j, drafted_as)
+                    live += 1
+            else:
+                rest_of_q = one(log_rest, k, j)
+                q = tl.exp(log_q - rest_of_q)
+                q = tl.where(gone | (q != q), 0.0, q)
+                over_q = tl.maximum(residual - q, 0.0)
+                mass = tl.sum(over_q, 0)
+                residual = tl.where(mass > TINY, over_q / mass, share)
+        gone = gone | this_pair
+    return left, residual, ended, chosen, drawn, drafted_as, accepted, live
+
+
+@triton.jit
+def completed(
+    left, residual, ending, entry, residual_key, completion_key, live, beams, chosen, drawn, ended, w, flat
+):  # fmt: skip
+    """The draws that drafts did not give: the first one from `residual`, the others from what is left of P.
+
+    Returns the places of the live draws, which there are, and what ended.
+    """
+    open_ = (live < beams) & ((live == 0) | (tl.max(left, 0) > NEVER))
+    level_of = tl.log(tl.where(residual == residual, residual, 0.0))
+    highest, first = tl.max(perturbed(level_of, residual_key, entry), 0, return_indices=True)
+    first_real = is_some(highest) & open_
+    this_pair = (flat == first) & first_real
+    first_ends = tl.max((this_pair & ending).to(tl.int32), 0) > 0
+    left = tl.where(this_pair, NEVER, left)
+    ended = ended | (this_pair & ending)
+    first_live = first_real & (first_ends == 0)
+    chosen = tl.where((w == live) & first_live, first, chosen)
+    drawn = drawn | ((w == live) & first_live)
+    placed = live + first_live.to(tl.int32)
+    missing = tl.where(open_, beams - placed, 0)
+    pool = perturbed(left, completion_key, entry)
+    free = tl.where(ending, NEVER, pool)
+    last_key = tl.full((), float("inf"), tl.float64)
+    for i in range(missing):
+        highest, index = tl.max(free, 0, return_indices=True)
+        got = is_some(highest)
+        chosen = tl.where((w == placed + i) & got, index, chosen)
+        drawn = drawn | ((w == placed + i) & got)
+        free = tl.where(flat == index, NEVER, free)
+        last_key = highest
+    ended = ended | (ending & (pool > last_key))
+    return chosen, drawn, ended
+
+
+@triton.jit
+def best_finished(
+    score, h_logprob, h_length, h_by_length, h_source, h_node, h_token, e_score, e_logprob, e_node, e_token,
+    cut_score, n_logprob, n_parent, n_token, reached, beams, w,
+):  # fmt: skip
+    """The best of three lists of hypotheses: the finished ones (h_) and those that end here (e_), both in order, and
+    the live draws that the length limit ends (cut_score, n_). Of equal ones, in this order."""
+    m_score, m_logprob, m_length = score, h_logprob, h_length
+    m_by_length, m_source, m_node, m_token = h_by_length, h_source, h_node, h_token
+    old = tl.full((), 0, tl.int32)
+    ended_here = tl.full((), 0, tl.int32)
+    cuts = cut_score
+    for i in range(beams):
+        by_old = tl.max(tl.where(w == old, score, NEVER), 0)
+        by_end = tl.max(tl.where(w == ended_here, e_score, NEVER), 0)
+        by_cut, at_cut = tl.max(cuts, 0, return_indices=True)
+        is_old = by_old >= tl.maximum(by_end, by_cut)
+        is_end = (by_old < tl.maximum(by_end, by_cut)) & (by_end >= by_cut)
+        is_new = is_old == 0
+        is_cut = is_new & (is_end == 0)
+        spot_of = tl.where(is_old, old, tl.where(is_end, ended_here, at_cut))
+        here = w == spot_of
+        now = w == i
+        best = tl.maximum(by_old, tl.maximum(by_end, by_cut))
+        m_score = tl.where(now, best, m_score)
+        of_lp = tl.where(is_old, h_logprob, tl.where(is_end, e_logprob, n_logprob))
+        m_logprob = tl.where(now, tl.max(tl.where(here, of_lp, NEVER), 0), m_logprob)
+        of_length = tl.where(is_old, h_length, reached)
+        m_length = tl.where(now, tl.sum(tl.where(here, of_length, 0), 0), m_length)
+        of_by = tl.where(is_old, h_by_length, is_cut.to(tl.int32))
+        m_by_length = tl.where(now, tl.sum(tl.where(here, of_by, 0), 0), m_by_length)
+        of_source = tl.where(is_old, h_source, -1)
+        m_source = tl.where(now, tl.sum(tl.where(here, of_source, 0), 0), m_source)
+        of_node = tl.where(is_old, h_node, tl.where(is_end, e_node, n_parent).to(tl.int64))
+        m_node = tl.where(now, tl.sum(tl.where(here, of_node, 0), 0), m_node)
+        of_token = tl.where(is_old, h_token, tl.where(is_end, e_token, n_token))
+        m_token = tl.where(now, tl.sum(tl.where(here, of_token, 0), 0), m_token)
+        old += is_old.to(tl.int32)
+        ended_here += is_end.to(tl.int32)
+        cuts = tl.where(is_cut & (w == at_cut), NEVER, cuts)
+    return m_score, m_logprob, m_length, m_by_length, m_source, m_node, m_token
 
 
 @triton.jit(do_not_specialize=["nodes", "candidates", "drafted", "roots", "depth", "beams", "beam_stride", "q_count"])
@@ -221,10 +349,7 @@ def walk_kernel(
                 CP,
             )
             log_p = tl.where(real, log_p, NEVER)
-        ends = tl.load(eos + tok, mask=real, other=0) != 0
-        if STOPS:
-            state = tl.load(stop_state + base + known, mask=kept, other=1)
-            ends = ends | (tl.load(stops + state[:, None] * vocabulary + tok, mask=real, other=1) == 0)
+        ends = ending_of(eos, stops, stop_state + base + known, tok, kept, real, vocabulary, STOPS)
         ending = tl.reshape(ends & real, (WP * CP,))
         below = roots + layer * drafted
         there = (k < drafted) & (layer < depth)
@@ -246,11 +371,8 @@ def walk_kernel(
             hit = (d_beam < WP) & d_valid & (tl.load(tokens + d_start + d_column, mask=there, other=-1) == d_token)
             d_index = tl.where(hit, d_beam * CP + d_column.to(tl.int32), -1)
             d_sampled = tl.load(sampled + base + below + k, mask=there, other=0) != 0
-            d_ends = tl.load(eos + tl.maximum(d_token, 0), mask=there, other=0) != 0
-            if STOPS:
-                d_state = tl.load(stop_state + base + tl.maximum(d_parent, 0), mask=there, other=1)
-                after = tl.load(stops + d_state * vocabulary + tl.maximum(d_token, 0), mask=there, other=1)
-                d_ends = d_ends | (after == 0)
+            d_state = tl.load(stop_state + base + tl.maximum(d_parent, 0), mask=there, other=1)
+            _, d_ends = child_state(eos, stops, d_state, tl.maximum(d_token, 0), there, vocabulary, STOPS)
             law_at = (row * depth + layer) * drafted + k
             log_drawn = tl.load(q_law + law_at, mask=there, other=0.0)
             log_rest = tl.load(q_law + rows.to(tl.int64) * depth * drafted + law_at, mask=there, other=0.0)
@@ -261,72 +383,43 @@ def walk_kernel(
             q_hit = some & (tl.load(q_tokens + q_start + q_column, mask=some, other=-1) == tok)
             log_q = tl.where(q_hit, tl.load(q_logs + q_start + q_column, mask=q_hit, other=NEVER), NEVER)
             log_q64 = tl.reshape(log_q, (WP * CP,)).to(tl.float64)
-            left = tl.reshape(log_p, (WP * CP,)).to(tl.float64)
-            share = tl.exp(left)
-            residual = share
-            gone = flat < 0
-            ended = flat < 0
-            drafted_as = w * 0
-            for j in range(tl.where(layer < depth, drafted, 0)):
-                now = k == j
-                index = one(d_index, k, j)
-                this_pair = flat == index
-                if (one(d_sampled.to(tl.int32), k, j) > 0) & (live < beams):
-                    level = tl.sum(tl.where(this_pair, residual, 0.0), 0)
-                    if (index >= 0) & (one(bound, k, j) < level):
-                        left = tl.where(this_pair, NEVER, left)
-                        shares = tl.exp(left - tl.max(left, 0))
-                        share = shares / tl.sum(shares, 0)
-                        residual = share
-                        accepted += 1
-                        if one(d_ends.to(tl.int32), k, j) > 0:
-                            ended = ended | this_pair
-                        else:
-                            chosen = tl.where(w == live, index, chosen)
-                            drawn = drawn | (w == live)
-                            drafted_as = tl.where(w == live, j, drafted_as)
-                            live += 1
-                    else:
-                        rest_of_q = one(log_rest, k, j)
-                        q = tl.exp(log_q64 - rest_of_q)
-                        q = tl.where(gone | (q != q), 0.0, q)
-                        over_q = tl.maximum(residual - q, 0.0)
-                        mass = tl.sum(over_q, 0)
-                        residual = tl.where(mass > TINY, over_q / mass, share)
-                gone = gone | this_pair
-            open_ = (live < beams) & ((live == 0) | (tl.max(left, 0) > NEVER))
-            entry = tl.reshape((w.to(tl.int64) << 32)[:, None] + tok + 1, (WP * CP,))
-            level_of = tl.log(tl.where(residual == residual, residual, 0.0))
-            highest, first = tl.max(level_of + gumbel(tl.load(keys_at + RESIDUAL), entry), 0, return_indices=True)
-            first_real = is_some(highest) & open_
-            this_pair = (flat == first) & first_real
-            first_ends = tl.max((this_pair & ending).to(tl.int32), 0) > 0
-            left = tl.where(this_pair, NEVER, left)
-            ended = ended | (this_pair & ending)
-            first_live = first_real & (first_ends == 0)
-            chosen = tl.where((w == live) & first_live, first, chosen)
-            drawn = drawn | ((w == live) & first_live)
-            placed = live + first_live.to(tl.int32)
-            missing = tl.where(open_, beams - placed, 0)
-            pool = left + gumbel(tl.load(keys_at + COMPLETION), entry)
-            free = tl.where(ending, NEVER, pool)
-            last_key = tl.full((), float("inf"), tl.float64)
-            for i in range(missing):
-                highest, index = tl.max(free, 0, return_indices=True)
-                got = is_some(highest)
-                chosen = tl.where((w == placed + i) & got, index, chosen)
-                drawn = drawn | ((w == placed + i) & got)
-                free = tl.where(flat == index, NEVER, free)
-                last_key = highest
-            ended = ended | (ending & (pool > last_key))
+            left, residual, ended, chosen, drawn, drafted_as, accepted, live = tested(
+                tl.reshape(log_p, (WP * CP,)).to(tl.float64),
+                log_q64,
+                d_index,
+                d_sampled,
+                d_ends,
+                bound,
+                log_rest,
+                tl.where(layer < depth, drafted, 0),
+                beams,
+                w,
+                k,
+                flat,
+            )
+            chosen, drawn, ended = completed(
+                left,
+                residual,
+                ending,
+                tl.reshape((w.to(tl.int64) << 32)[:, None] + tok + 1, (WP * CP,)),
+                tl.load(keys_at + RESIDUAL),
+                tl.load(keys_at + COMPLETION),
+                live,
+                beams,
+                chosen,
+                drawn,
+                ended,
+                w,
+                flat,
+            )
             countable = drawn
         else:
             pool = tl.reshape(log_p, (WP * CP,))
             if RULE == 0:
-                keyed = gumbel(tl.load(path + base + known, mask=kept, other=0)[:, None], tok + 1).to(tl.float32)
+                noisy = perturbed(log_p, tl.load(path + base + known, mask=kept, other=0)[:, None], tok + 1)
                 if COLD:
-                    keyed = tl.where(tl.load(cold + row) != 0, 0.0, keyed)
-                pool = tl.reshape(log_p + keyed, (WP * CP,))
+                    noisy = tl.where(tl.load(cold + row) != 0, log_p, noisy)
+                pool = tl.reshape(noisy, (WP * CP,))
             free = tl.where(ending, NEVER, pool)
             last = tl.full((), NEVER, tl.float32)
             for i in range(beams):
@@ -346,11 +439,7 @@ def walk_kernel(
                 )
                 last = tl.max(smallest, 0)
                 ended = ending & (pool >= last) & is_finite(pool)
-                mine_key = tl.full((WP,), NEVER, tl.float32)
-                for i in range(beams):
-                    index = one(chosen, w, i)
-                    mine_key = tl.where(w == i, tl.max(tl.where(flat == index, pool, NEVER), 0), mine_key)
-                countable = drawn & (mine_key >= last)
+                countable = drawn & (value_at(pool, chosen, w, flat, beams) >= last)
             else:
                 ended = ending & (pool > last)
         beam = chosen // CP
@@ -363,11 +452,7 @@ def walk_kernel(
         if RULE == 1:
             n_weight = n_logprob
         elif BEAM:
-            n_weight = n_logprob
-            picked = tl.reshape(joint, (WP * CP,))
-            for i in range(beams):
-                index = one(chosen, w, i)
-                n_weight = tl.where(w == i, tl.max(tl.where(flat == index, picked, NEVER), 0), n_weight)
+            n_weight = value_at(tl.reshape(joint, (WP * CP,)), chosen, w, flat, beams)
         else:
             n_weight = several(tl.where(alive, weight, NEVER), w, beam) + lp_of
         # which draws are drafted nodes
@@ -418,41 +503,26 @@ def walk_kernel(
         if tl.maximum(tl.max(e_score, 0), tl.max(cut_score, 0)) > NEVER:
             e_node = several(known, w, e_index // CP)
             e_token = tl.load(tokens + (base + e_node) * candidates + e_index % CP, mask=kept, other=0)
-            m_score, m_logprob, m_length = score, h_logprob, h_length
-            m_by_length, m_source, m_node, m_token = h_by_length, h_source, h_node, h_token
-            old = tl.full((), 0, tl.int32)
-            ended_here = tl.full((), 0, tl.int32)
-            cuts = cut_score
-            for i in range(beams):
-                by_old = tl.max(tl.where(w == old, score, NEVER), 0)
-                by_end = tl.max(tl.where(w == ended_here, e_score, NEVER), 0)
-                by_cut, at_cut = tl.max(cuts, 0, return_indices=True)
-                is_old = by_old >= tl.maximum(by_end, by_cut)
-                is_end = (by_old < tl.maximum(by_end, by_cut)) & (by_end >= by_cut)
-                is_new = is_old == 0
-                is_cut = is_new & (is_end == 0)
-                spot_of = tl.where(is_old, old, tl.where(is_end, ended_here, at_cut))
-                here = w == spot_of
-                now = w == i
-                best = tl.maximum(by_old, tl.maximum(by_end, by_cut))
-                m_score = tl.where(now, best, m_score)
-                of_lp = tl.where(is_old, h_logprob, tl.where(is_end, e_logprob, n_logprob))
-                m_logprob = tl.where(now, tl.max(tl.where(here, of_lp, NEVER), 0), m_logprob)
-                of_length = tl.where(is_old, h_length, reached)
-                m_length = tl.where(now, tl.sum(tl.where(here, of_length, 0), 0), m_length)
-                of_by = tl.where(is_old, h_by_length, is_cut.to(tl.int32))
-                m_by_length = tl.where(now, tl.sum(tl.where(here, of_by, 0), 0), m_by_length)
-                of_source = tl.where(is_old, h_source, -1)
-                m_source = tl.where(now, tl.sum(tl.where(here, of_source, 0), 0), m_source)
-                of_node = tl.where(is_old, h_node, tl.where(is_end, e_node, n_parent).to(tl.int64))
-                m_node = tl.where(now, tl.sum(tl.where(here, of_node, 0), 0), m_node)
-                of_token = tl.where(is_old, h_token, tl.where(is_end, e_token, n_token))
-                m_token = tl.where(now, tl.sum(tl.where(here, of_token, 0), 0), m_token)
-                old += is_old.to(tl.int32)
-                ended_here += is_end.to(tl.int32)
-                cuts = tl.where(is_cut & (w == at_cut), NEVER, cuts)
-            score, h_logprob, h_length = m_score, m_logprob, m_length
-            h_by_length, h_source, h_node, h_token = m_by_length, m_source, m_node, m_token
+            score, h_logprob, h_length, h_by_length, h_source, h_node, h_token = best_finished(
+                score,
+                h_logprob,
+                h_length,
+                h_by_length,
+                h_source,
+                h_node,
+                h_token,
+                e_score,
+                e_logprob,
+                e_node,
+                e_token,
+                cut_score,
+                n_logprob,
+                n_parent,
+                n_token,
+                reached,
+                beams,
+                w,
+            )
         # the end test
         node = n_node
         alive = drawn

@@ -95,7 +95,6 @@ class _Place:
     joined: bool = False  # it is loaded and takes rows
     gone: bool = False  # given up, or given back
     fruitless: int = 0  # deaths one after the other without a row answered
-    info: WorkerInfo | None = None
     steps_before: int = 0  # of rows that earlier actors have finished
     steps_finished: int = 0  # of rows that this one has finished
     steps: int = 0  # of this one, of unfinished rows too
@@ -299,7 +298,7 @@ class RayEngine:
                 f"worker {place.number} on {info.host} would not give the same texts as the others: {difference}: "
                 "install the same dsbd, and the same models, on all nodes"
             )
-        place.info, place.joined = info, True
+        place.joined = True
         place.report.host, place.report.device = info.host, info.device
         if window is not None:
             window.join(place.number)
@@ -338,7 +337,8 @@ class RayEngine:
             raise DsbdError(f"no worker is left, the last one to die was {self._last_death}")
 
     def _end(self, place: _Place) -> None:
-        """Kill the actor, if there is one."""
+        """Kill the actor, if there is one. A process that does not hear of it, Ray ends by a signal after some seconds:
+        it alone knows the process, for a host name and a number may mean another one."""
         import ray
 
         if place.actor is None:
@@ -346,10 +346,6 @@ class RayEngine:
         place.report.seconds = round(time.monotonic() - place.born, 3)
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(place.actor)
-        info, place.info = place.info, None
-        if info is not None and info.host == socket.gethostname():
-            with contextlib.suppress(OSError):  # one that is stopped does not hear of it
-                os.kill(info.pid, signal.SIGKILL)
         place.actor = place.call = None
         place.joined = False
 

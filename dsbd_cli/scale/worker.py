@@ -7,7 +7,6 @@ the process hangs.
 from __future__ import annotations
 
 import hashlib
-import os
 import queue
 import signal
 import socket
@@ -114,14 +113,13 @@ class WorkerInfo:
     draft_device: str | None
     allowed: str | None
     host: str
-    pid: int
     kernels: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
 
     def difference(self, other: WorkerInfo) -> str | None:
         """What keeps another worker from giving the same texts: `dsbd is 0.1.0 there and 0.2.0 here`; None: nothing."""
         for item in fields(self):
-            if item.name in ("host", "pid", "draft_device", "kernels", "told"):
+            if item.name in ("host", "draft_device", "kernels", "told"):
                 continue
             ours, theirs = getattr(self, item.name), getattr(other, item.name)
             if item.name == "device":
@@ -262,7 +260,6 @@ class Worker:
             draft_device=None if info is None else info.draft_device,
             allowed=engine.allowed,
             host=socket.gethostname(),
-            pid=os.getpid(),
             kernels=() if info is None else info.kernels,
             told=() if info is None else info.told,
         )

@@ -7,9 +7,8 @@ import math
 import pytest
 
 from dsbd_cli.lab.bench.runners import Answer
-from dsbd_cli.lab.bench.statistics import bootstrap_mean, middle_half
 from dsbd_cli.lab.bench.sweep import Setting, plan
-from dsbd_cli.lab.bench.tally import Tally, ratios_of
+from dsbd_cli.lab.bench.tally import Tally, bootstrap_mean, middle_half, ratios_of
 from dsbd_cli.lab.metrics.energy import EnergyMeter, EnergyWindow
 from dsbd_cli.lab.reports.bench_cells import work_columns
 from dsbd_cli.stats import DrafterStats, LayerStats, RequestStats, StepStats

@@ -3,8 +3,8 @@
 `fail` gives an error result, `nan` a broken score, `slow` takes ten minutes of short iterations, `stubborn` a single
 iteration as long, and both say on standard error when they begin and end; `pause` takes a second; `crash` and
 `no memory` end the run, `die` the process.
-FAKE_ROW_S says how long any other row takes, FAKE_LOG_S how often a log line is due, and with FAKE_CLOCK=backwards the
-time of day loses an hour at every look.
+FAKE_ROW_S says how long any other row takes, FAKE_GATE names a `Gate` before each row, FAKE_LOG_S says how often a log
+line is due, and with FAKE_CLOCK=backwards the time of day loses an hour at every look.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
+from pathlib import Path
 
 import dsbd_cli.engine.decoding
 from dsbd_cli.config import Exactness, MethodConfig, ModelSpec
@@ -32,11 +33,54 @@ def tell(what: str) -> None:
     os.write(2, f"fake: {what}\n".encode())
 
 
-class FakeEngine:
-    """Answers in input order and reads `batch_size` requests ahead, as the real one does."""
+class Gate:
+    """Holds rows back in whatever process answers them, and tells who has begun them: so a test waits for what it needs
+    and not for a time. A row is known by its prompt, `row N`; all others pass."""
 
-    def __init__(self, method: MethodConfig, batch_size: int, log_steps: bool, row_s: float) -> None:
-        self.row_s = row_s
+    def __init__(self, folder: Path) -> None:
+        self.begun, self.held = folder / "begun", folder / "held"
+
+    def hold(self, first: int, end: int = sys.maxsize) -> None:
+        """Rows from `first` up to `end` wait; those that were held before and are not any more go on."""
+        new = self.held.with_name("new")
+        new.write_text(f"{first} {end}")
+        new.replace(self.held)
+
+    def release(self) -> None:
+        """No row waits."""
+        self.hold(0, 0)
+
+    def holders(self) -> set[int]:
+        """Processes that have begun rows that wait; those that have ended since, too."""
+        lines = self.begun.read_text().splitlines() if self.begun.exists() else []
+        return {int(line.split()[0]) for line in lines if self._holds(int(line.split()[1]))}
+
+    def pass_row(self, prompt: str) -> None:
+        """Notes that this process has begun a row, and returns when it may be answered."""
+        _, row, number = prompt.partition("row ")
+        if not row:
+            return
+        with self.begun.open("a") as stream:
+            stream.write(f"{os.getpid()} {number}\n")
+        while self._holds(int(number)):
+            time.sleep(0.01)
+
+    def _holds(self, number: int) -> bool:
+        try:
+            first, end = map(int, self.held.read_text().split())
+        except FileNotFoundError:
+            return False
+        return first <= number < end
+
+
+class FakeEngine:
+    """Answers in input order and reads `batch_size` requests ahead, as the real one does. before: called with each
+    row's prompt before it is answered."""
+
+    def __init__(
+        self, method: MethodConfig, batch_size: int, log_steps: bool, before: Callable[[str], None] | None = None
+    ) -> None:
+        self.before = before
         self.method, self.batch_size, self.log_steps = method, batch_size, log_steps
         self.info, self.stopping, self.steps, self.allowed = None, False, 0, None
 
@@ -96,8 +140,8 @@ class FakeEngine:
             tell("stubborn begins")
             time.sleep(600)
             tell("stubborn ends")
-        if self.row_s:  # a sleep of 0 lets others run, on a busy machine for long
-            time.sleep(self.row_s)
+        if self.before is not None:
+            self.before(prompt)
         logprob = float("nan") if prompt == "nan" else -1.25
         beams = tuple(
             Hypothesis(f"{prompt}!{rank}", (5, 6, 2), "stop", logprob - rank, (logprob - rank) / 3)
@@ -114,8 +158,18 @@ class FakeEngine:
         return stats
 
 
-def fake_load(calls: list[dict[str, object]] | None = None, row_s: float | None = None) -> Callable[..., FakeEngine]:
-    """A stand-in for dsbd_cli.engine.decoding.load.load that notes what it was called with. row_s: given where it may
+def from_environment() -> Callable[[str], None] | None:
+    """What FAKE_GATE and FAKE_ROW_S ask for before each row."""
+    row_s, gate = float(os.environ.get("FAKE_ROW_S", "0")), os.environ.get("FAKE_GATE")
+    if gate is not None:
+        return Gate(Path(gate)).pass_row
+    return (lambda prompt: time.sleep(row_s)) if row_s else None
+
+
+def fake_load(
+    calls: list[dict[str, object]] | None = None, before: Callable[[str], None] | None = None
+) -> Callable[..., FakeEngine]:
+    """A stand-in for dsbd_cli.engine.decoding.load.load that notes what it was called with. before: given where it may
     be sent to another process, which has another environment."""
 
     def load(target: ModelSpec, draft: ModelSpec | None, **options: object) -> FakeEngine:
@@ -124,8 +178,7 @@ def fake_load(calls: list[dict[str, object]] | None = None, row_s: float | None 
         method, batch_size = options["method"], options["batch_size"]
         assert isinstance(method, MethodConfig)
         assert isinstance(batch_size, int)
-        told = float(os.environ.get("FAKE_ROW_S", "0")) if row_s is None else row_s
-        return FakeEngine(method, batch_size, bool(options["log_steps"]), told)
+        return FakeEngine(method, batch_size, bool(options["log_steps"]), before or from_environment())
 
     return load
 
@@ -147,7 +200,7 @@ if __name__ == "__main__":
     if os.environ.get("FAKE_CLOCK") == "backwards":
         moments = count(2_000_000_000, -3600)
         time.time = lambda: float(next(moments))
-    load = fake_load(row_s=float(os.environ.get("FAKE_ROW_S", "0")))
+    load = fake_load(before=from_environment())
     sys.modules[MODULE] = dsbd_cli.engine.decoding.__dict__["load"] = module(load)
     worker.load_engine = load  # which goes to workers by value
     main()

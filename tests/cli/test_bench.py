@@ -8,30 +8,27 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
 from dsbd_cli.job.cli.app import run
 from dsbd_cli.job.cli.bench import _Log
-from tests.cli.conftest import HANG_S, ROOT, Outcome, read, terminal
+from tests.cli.conftest import Outcome, read, terminal
 
 Call = Callable[..., Outcome]
 SMALL = ("--task", "qa", "--records", "2", "--max-new-tokens", "8", "--methods", "greedy,dsbd-coupled")
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-W", "error", "-m", "dsbd_cli", "bench", *arguments]
-
-
-def bench(*arguments: str) -> Outcome:
-    """`dsbd bench` with real engines in this process, which has torch already; a warning is an error."""
+def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
+    """`dsbd bench` with real engines in this process, which has torch already; a warning is an error. terminal: what is
+    standard error, and is not in the outcome then."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(terminal or err), warnings.catch_warnings():
         warnings.simplefilter("error")
         code = run(["bench", *arguments])
     return Outcome(code, out.getvalue(), err.getvalue())
@@ -168,16 +165,23 @@ def test_thresholds_on_a_file_of_the_user_s_own(tmp_path: Path) -> None:
     assert sum(line["choice"]["is_chosen"] for line in lines if line["choice"]) == 2
 
 
-def test_ctrl_c_prints_what_is_measured_and_ends_with_130(tmp_path: Path) -> None:
-    """More records than can be answered; the signal comes once some are measured."""
-    call = command("--task", "qa", "--records", "4000", "--max-new-tokens", "8", "--methods", "greedy,hf-greedy")
+def test_ctrl_c_prints_what_is_measured_and_ends_with_130() -> None:
+    """More records than can be answered; the signal comes once some are measured. In this process, which has torch
+    already; standard error is a terminal."""
+    words = ("--task", "qa", "--records", "4000", "--max-new-tokens", "8", "--methods", "greedy,hf-greedy")
+    said: list[str] = []
+
+    def watch(ours: int) -> None:
+        said.append(read(ours, r"[1-9]\d+/\d+"))  # windows done
+        os.kill(os.getpid(), signal.SIGINT)
+        said.append(read(ours))
+
     with terminal(100) as (ours, theirs):
-        process = subprocess.Popen(call, cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, text=True)
-        os.close(theirs)
-        read(ours, r"[1-9]\d+/\d+")  # windows done
-        process.send_signal(signal.SIGINT)
-        err = read(ours)
-        out, _ = process.communicate(timeout=HANG_S)
-    assert process.returncode == 130
-    assert "stopping after this iteration" in err
-    assert "hf-greedy" in out
+        watching = threading.Thread(target=watch, args=(ours,))
+        watching.start()
+        with os.fdopen(theirs, "w", buffering=1) as stream:
+            done = bench(*words, terminal=stream)
+        watching.join()
+    assert done.code == 130
+    assert "stopping after this iteration" in said[1]
+    assert "hf-greedy" in done.out

@@ -53,6 +53,20 @@ def test_same_text_as_without_a_draft(
         assert {row["exactness"] for row in found} == {"same-law" if said else "same-text"}
 
 
+def test_a_recurrent_byte_level_target(tmp_path: Path) -> None:
+    """A target that carries states from byte to byte, and a subword draft of attention. Guards the whole way of a
+    recurrent model from its folder, with several beams."""
+    target, draft = wrap(bytes_only()), wrap(byte_level())
+    made = (
+        str(save(tmp_path / "target", "mamba", tokenizer=target, vocab_size=len(target))),
+        str(save(tmp_path / "draft", tokenizer=draft, vocab_size=len(draft), seed=1)),
+    )
+    plain = generate(made, tmp_path, *of_rule("search"), draft="none")
+    found = generate(made, tmp_path, *of_rule("search"), "--drafter", "bridge", "--batch-size", "3")
+    assert [row["text"] for row in found] == [row["text"] for row in plain]
+    assert all(row["stats"]["draft_calls"] > 0 for row in found)
+
+
 def test_mambabyte(tmp_path: Path) -> None:
     """A byte-level Mamba as it is published, with the built-in subword draft. Guards the whole way: its config, names
     of weights, bytes for tokens, states, several bytes per call. The target has learnt what the draft says."""

@@ -131,6 +131,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
         patched.setattr(Training, "run_step", step_and_stop)
         distil(target, prompts, parts, *words, code=143)
     assert not (parts / "config.json").exists(), "a folder that is not finished is no checkpoint"
+    (parts / "checkpoint").rename(parts / ".checkpoint.before")  # as kill -9 between two renames leaves it
     capfd.readouterr()
     distil(target, prompts, parts, *words)
     assert "going on behind step 6" in capfd.readouterr().err
@@ -138,6 +139,21 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
         assert (parts / name).read_bytes() == (whole / name).read_bytes(), name
     steps = [[one["step"] for one in record_of(folder)["milestones"]] for folder in (whole, parts)]
     assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("words", [[], ["--trust-remote-code"]], ids=["plain", "trusted"])
+def test_code_of_a_checkpoint_runs_on_demand(
+    target: str, prompts: str, tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the target, and of the draft that is made of it."""
+    found: list[bool] = []
+
+    def told(self: Any) -> None:
+        found.extend([self._spec.trust_remote_code, self._draft_spec(target, "float32").trust_remote_code])
+
+    monkeypatch.setattr(command._Distilling, "run", told)
+    distil(target, prompts, tmp_path / "draft", *words)
+    assert found == [bool(words)] * 2
 
 
 def test_a_prompt_that_cannot_be_answered_is_left_out(

@@ -74,6 +74,7 @@ def test_a_draft_that_does_not_fit_leaves_the_target_to_be_tried(dsbd: Dsbd, fol
     assert outcome.code == 1
     found = states(outcome.out)
     assert (found["pair"], found["models"], found["texts"]) == ("BROKEN", "ok", "ok")
+    assert "target and draft have different vocabularies" in " ".join(outcome.out.split())
     assert outcome.out.endswith("1 of 12 parts broken: pair\n")
 
 
@@ -89,9 +90,12 @@ def test_a_pair_without_weights_is_told_to_fit_and_nothing_is_fetched(
     assert outcome.code == 1
     assert states(outcome.out)["pair"] == "ok"
     assert "its weights are not on this machine" in " ".join(outcome.out.split())
+    assert dsbd("doctor", "--target", folders[0], "--draft", "nothing-like-it").code == 1
     absent = dsbd("doctor", "--target", "org/absent")
     assert (absent.code, states(absent.out)["models"]) == (1, "BROKEN")
-    assert "hf download org/absent" in " ".join(absent.out.split())
+    said = " ".join(absent.out.split())
+    assert "hf download org/absent" in said
+    assert "is not on this machine" in said
 
 
 def test_other_texts_with_a_draft_are_broken_where_the_same_are_promised(

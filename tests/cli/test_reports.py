@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,7 +40,8 @@ def test_repeated_warnings_are_counted_not_told(dsbd: Dsbd) -> None:
     assert "more of this kind are counted, not told" in outcome.err.splitlines()[-1]
 
 
-def test_the_share_and_the_time_left_are_told_of_a_file(dsbd: Dsbd, tmp_path: Path) -> None:
+def test_the_share_and_the_time_left_are_told_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", lambda: 1000.0)
     talk = progress.TalkOptions()
     reporter = progress.Reporter(talk, records_on_terminal=False)
     assert reporter._left() == ""
@@ -49,7 +51,7 @@ def test_the_share_and_the_time_left_are_told_of_a_file(dsbd: Dsbd, tmp_path: Pa
     reporter.totals.started -= 60
     reporter.at(750)
     assert reporter._left() == "75% done", "nothing is answered, so nobody knows"
-    reporter.totals.rows, reporter.totals.steps = progress.ROWS_THAT_TELL, 100
+    reporter.totals.rows, reporter.totals.stats.steps = progress.ROWS_THAT_TELL, 100
     assert reporter._left() == "75% done, 0:01:00 left"
     assert reporter._live_text().startswith("75% done, 0:01:00 left, 10 rows")
 

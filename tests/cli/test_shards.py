@@ -166,6 +166,17 @@ def test_what_does_not_belong_together_is_told(
     assert not list(folder.path.glob(".merging*"))
 
 
+def test_a_row_that_the_input_cannot_have(folder: Folder) -> None:
+    """Guards against an index as long as a damaged record says, where no part says how many rows there are."""
+    names = break_index(folder, folder.shards(3))
+    for name in names:
+        break_unfinished(folder, [name])
+    done = folder.merge("--partial", *names)
+    size = folder.input.stat().st_size
+    assert done.code == 1
+    assert f"line 5 is row 3000000000000, but the input had {size} rows at the most" in done.err
+
+
 def test_partial_writes_what_there_is(folder: Folder) -> None:
     names = break_holes(folder, folder.shards(3))
     done = folder.merge("--partial", *names[:2])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections.abc import Callable
 
 import pytest
 
+from dsbd_cli.job.cli.options import TalkOptions
 from dsbd_cli.job.cli.progress import Reporter
-from dsbd_cli.job.cli.talk_options import TalkOptions
 from tests.cli.conftest import pipe, read, terminal
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -46,10 +47,10 @@ def reporter(rows: int, *, input_bytes: int = 1000, row_bytes: int = 10, steps: 
     """After so many rows of 20 tokens; steps: of rows under way."""
     made = Reporter(TalkOptions(quiet=True), records_on_terminal=False)
     made.input_bytes = input_bytes
-    made.begin("", steps=lambda: made.totals.steps + steps)
+    made.begin("", steps=lambda: made.totals.stats.steps + steps)
     for row in range(rows):
         made.totals.tokens += 20
-        made.totals.steps += 20
+        made.totals.stats.steps += 20
         made.at(row_bytes * (row + 1))
         made.row()
     made.totals.started -= 100  # seconds ago
@@ -60,8 +61,9 @@ def left(made: Reporter) -> str:
     return made._left()
 
 
-def test_the_time_left_is_told_when_it_can_be_and_does_not_jump() -> None:
+def test_the_time_left_is_told_when_it_can_be_and_does_not_jump(monkeypatch: pytest.MonkeyPatch) -> None:
     """100 s for so many rows: the time left follows from the tokens, and those of rows under way count."""
+    monkeypatch.setattr(time, "perf_counter", lambda: 1000.0)
     assert left(reporter(0)) == "0% done"
     assert left(reporter(0, steps=500)) == "0% done", "no row has said how long a row is"
     assert left(reporter(9)) == "9% done"

@@ -16,12 +16,13 @@ from dsbd_cli import MethodConfig, Request, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import InvalidRowError, RowError
 from dsbd_cli.job.cli.app import run
-from dsbd_cli.job.cli.until import Until, Widening
+from dsbd_cli.job.cli.until import Until, Widening, _added
 from dsbd_cli.job.pick.execution import ByExecution, Databases
 from dsbd_cli.job.records import RowReader
 from dsbd_cli.lab.tasks.execute import TableData
 from dsbd_cli.lab.tasks.sql import SqlTask
 from dsbd_cli.requests import RequestResult
+from dsbd_cli.stats import DrafterStats, RequestStats
 from tests.cli.conftest import Outcome
 from tests.engine.toys import NumberCodec, table_pair
 
@@ -175,3 +176,13 @@ def test_sql_from_the_command_line(tmp_path: Path) -> None:
     assert good["until"]["passed"] is True
     assert bad["until"] == {**bad["until"], "passed": False, "beam": None, "num_beams": 3, "rounds": 3}
     assert bad["until"]["target_calls"] == bad["stats"]["target_calls"]
+
+
+def test_counters_of_two_rounds_are_summed() -> None:
+    """Guards against counters of one round alone, those of each drafter among them."""
+    first = RequestStats(target_calls=2, steps=3, kv_peak_slots=9, drafters={"beam": DrafterStats(4, 1)})
+    second = RequestStats(target_calls=5, steps=7, kv_peak_slots=6, drafters={"beam": DrafterStats(2, 2)})
+    both = _added(first, second)
+    assert (both.target_calls, both.steps, both.kv_peak_slots) == (7, 10, 9)
+    assert both.drafters == {"beam": DrafterStats(6, 3)}
+    assert first.drafters == {"beam": DrafterStats(4, 1)}

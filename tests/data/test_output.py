@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.errors import InvalidRowError, NumericalError, OutOfMemoryRowError, PromptTooLongError, RowError
-from dsbd_cli.job.cli.totals import Totals
+from dsbd_cli.job.cli.summary import Totals
 from dsbd_cli.job.records import (
     MethodRecord,
     Row,

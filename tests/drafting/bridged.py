@@ -80,10 +80,8 @@ class TextModel(HashModel):
 
     def __init__(self, kind: str) -> None:
         """kind: of the vocabulary."""
-        self._table = codec(kind).token_bytes()
+        self._kind, self._table = kind, codec(kind).token_bytes()
         super().__init__(len(self._table), sharpness=0.2)
-        self._ends = list(codec(kind).eos_ids)
-        self._rows: dict[bytes, Tensor] = {}
 
     def _logits(self, batch: ForestInput, stored: Tensor) -> Tensor:
         there = batch.slot_positions.unsqueeze(1)  # [R, 1, S]
@@ -98,10 +96,23 @@ class TextModel(HashModel):
     def _row(self, tokens: list[int]) -> Tensor:
         """[V] logits after up to three tokens."""
         context = b"".join(self._table[token] for token in tokens if 0 <= token < len(self._table))[-3:]
-        if context not in self._rows:
-            self._rows[context] = torch.tensor([_score(context, piece) for piece in self._table])
-            self._rows[context][self._ends] = -5.0
-        return self._rows[context]
+        return _scores(self._kind, _known(context))
+
+
+def _known(context: bytes) -> bytes:
+    """The longest end of a context that the law knows."""
+    law = _byte_law()
+    while context not in law:
+        context = context[1:]
+    return context
+
+
+@cache
+def _scores(kind: str, context: bytes) -> Tensor:
+    """[V] logits after a known context."""
+    made = torch.tensor([_score(context, piece) for piece in codec(kind).token_bytes()])
+    made[list(codec(kind).eos_ids)] = -5.0
+    return made
 
 
 def _score(context: bytes, piece: bytes) -> float:

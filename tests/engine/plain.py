@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
-from tests.oracles.rules import Chooser, Pair, beam_step, cold_law, cold_step, legal_rows, pool_law, search_layer
+from tests.oracles.rules import Chooser, Pair, Pool, beam_step, cold_law, cold_step, legal_rows, pool_law, search_layer
 
 Path = tuple[int, ...]
 Rows = Callable[[Path], Mapping[int, float]]
@@ -73,28 +74,38 @@ def cold(settings: Settings) -> Step:
     return step
 
 
+@lru_cache(maxsize=4096)
+def _pool(
+    rows: Rows, settings: Settings, paths: tuple[Path, ...], weights: tuple[float, ...], search: bool
+) -> tuple[dict[int, Mapping[int, float]], Pool | None]:
+    """Legal rows of each beam, and the law of its step where there is one. Kept, because an enumeration comes back to
+    the same beams again and again."""
+    table: Mapping[int, Mapping[int, float]] = {beam: rows(path) for beam, path in enumerate(paths)}
+    legal = None if settings.legal is None else {beam: settings.legal(path) for beam, path in enumerate(paths)}
+    table, running = dict(legal_rows(table, legal)), dict(enumerate(weights))
+    if search:
+        return table, None
+    if settings.temperature == 0:
+        return table, cold_law(running, table, settings.scope, settings.top_k)
+    return table, pool_law(running, table, settings.scope, settings.temperature, settings.top_k)
+
+
 def decode(rows: Rows, settings: Settings, step: Step | None = None) -> tuple[Text, ...]:
     """Best `width` hypotheses, best first. Without `step`: beam search by raw scores."""
     paths: list[Path] = [()]
     weights, logprobs = {0: 0.0}, {0: 0.0}
     finished: list[Text] = []
     for length in range(1, settings.max_new + 1):
-        table = {beam: rows(path) for beam, path in enumerate(paths)}
-        legal = None if settings.legal is None else {beam: settings.legal(path) for beam, path in enumerate(paths)}
-        table = dict(legal_rows(table, legal))
+        table, pool = _pool(rows, settings, tuple(paths), tuple(weights.values()), step is None)
         raw = {(b, v): logprobs[b] + lp for b in table for v, lp in table[b].items() if lp > -math.inf}
         last = length == settings.max_new
-        if step is None:
+        if step is None or pool is None:
             result = search_layer(raw, (), settings.ends, settings.width)
             drawn = result.pairs
             best = sorted(raw, key=lambda pair: raw[pair], reverse=True)[: settings.width]
             counted = {pair for pair in drawn if pair in best}
             child = raw
         else:
-            if settings.temperature == 0:
-                pool = cold_law(weights, table, settings.scope, settings.top_k)
-            else:
-                pool = pool_law(weights, table, settings.scope, settings.temperature, settings.top_k)
             drawn = step(paths, pool.law)
             counted, child = set(drawn), pool.weights
         live = [pair for pair in drawn if pair[1] not in settings.ends]

@@ -4,6 +4,7 @@ no use."""
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,9 +21,16 @@ def records(count: int) -> list[TaskRecord]:
     return [record for task in TASKS.values() for record in itertools.islice(task.records("test", 5), count // 2)]
 
 
+@cache
+def pair() -> dsbd_cli.Engine:
+    """Loaded and checked once; other engines use its models."""
+    return dsbd_cli.load(method=dsbd_cli.MethodConfig(depth=4), batch_size=8)
+
+
 def run(count: int, batch_size: int = 8, sampling: dict[str, Any] | None = None, **method: Any) -> list[RequestResult]:
-    config = dsbd_cli.MethodConfig.of({"depth": 4, "width": "fixed", **method})
-    engine = dsbd_cli.load(draft="builtin:draft" if config.depth else None, method=config, batch_size=batch_size)
+    config, loaded = dsbd_cli.MethodConfig.of({"depth": 4, "width": "fixed", **method}), pair()
+    draft = loaded.draft if config.depth else None
+    engine = dsbd_cli.Engine(loaded.target, draft, loaded.codec, config, batch_size=batch_size)
     settings = dsbd_cli.SamplingConfig(**{"max_new_tokens": NEW, **(sampling or {})})
     rows = [Request(id=r.id, seed=derive_seed(0, r.id), prompt=r.prompt, sampling=settings) for r in records(count)]
     return list(engine.run(rows))
@@ -37,11 +45,11 @@ def ids(results: list[RequestResult]) -> list[list[tuple[int, ...]]]:
 )
 def test_search_is_transformers_beam_search(beams: int, penalty: float, early: bool) -> None:
     settings = {"length_penalty": penalty, "early_stopping": early, "n_best": beams}
-    found = run(6, sampling=settings, rule="search", num_beams=beams, drafts_per_layer=2 * beams)
-    engine = dsbd_cli.load(draft=None, method=dsbd_cli.MethodConfig(depth=0))
+    found = run(10, sampling=settings, rule="search", num_beams=beams, drafts_per_layer=2 * beams)
+    engine = pair()
     model: Any = engine.target.module  # type: ignore[attr-defined]
     beam_options = {"length_penalty": penalty, "early_stopping": early} if beams > 1 else {}
-    for record, result in zip(records(6), found, strict=True):
+    for record, result in zip(records(10), found, strict=True):
         prompt = torch.tensor([engine.codec.encode(record.prompt)])
         out = model.generate(
             prompt,
@@ -59,24 +67,25 @@ def test_search_is_transformers_beam_search(beams: int, penalty: float, early: b
 
 
 def test_coupled_gives_the_same_text_with_any_draft_and_batch() -> None:
-    plain = ids(run(8, batch_size=1, sampling={"n_best": 4}, depth=0))
-    assert ids(run(8, batch_size=8, sampling={"n_best": 4})) == plain
-    assert ids(run(8, batch_size=5, sampling={"n_best": 4}, drafts_per_layer=12, depth=2)) == plain
+    plain = ids(run(12, batch_size=1, sampling={"n_best": 4}, depth=0))
+    assert ids(run(12, batch_size=12, sampling={"n_best": 4})) == plain
+    assert ids(run(12, batch_size=5, sampling={"n_best": 4}, drafts_per_layer=12, depth=2)) == plain
 
 
 def test_drafts_are_of_use() -> None:
     """Steps per target call well above one, or the pair is not a pair."""
     for rule, least in (("coupled", 1.3), ("search", 1.3), ("rejection", 1.2)):
-        results = run(8, rule=rule)
+        results = run(16, batch_size=16, rule=rule)
         steps = sum(result.stats.steps for result in results)
         assert steps / sum(result.stats.target_calls for result in results) > least
 
 
 def test_one_row_of_cache_per_request() -> None:
     """Slots kept between iterations stay close to one sequence at W=4 (sampling), trunk and tail together."""
-    config = dsbd_cli.MethodConfig(depth=4)
-    engine = dsbd_cli.load(method=config, batch_size=8)
-    engine.log_steps = True
+    loaded = pair()
+    engine = dsbd_cli.Engine(
+        loaded.target, loaded.draft, loaded.codec, dsbd_cli.MethodConfig(depth=4), batch_size=8, log_steps=True
+    )
     settings = dsbd_cli.SamplingConfig(max_new_tokens=NEW)
     kept = single = 0
     for result in engine.run(Request(id=r.id, seed=1, prompt=r.prompt, sampling=settings) for r in records(16)):

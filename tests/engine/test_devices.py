@@ -25,7 +25,7 @@ from dsbd_cli.engine.decoding.step import Report
 from dsbd_cli.engine.models import adapter
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.requests import Request, RequestResult
-from tests.engine.pretend import DEVICE, pretend
+from tests.engine.pretend import DEVICE, pretend, tensors
 from tests.engine.test_graphs import FakeRecorder
 from tests.engine.toys import NumberCodec, TableLM, table_pair
 from tests.engine.worlds import RandomPlanner
@@ -59,8 +59,8 @@ class OneDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for item in torch.utils._pytree.tree_leaves((args, kwargs, out)):
-            assert not isinstance(item, Tensor) or item.device == DEVICE, f"{func} on {item.device}"
+        for item in tensors(*args, *(kwargs or {}).values(), out):
+            assert item.device == DEVICE, f"{func} on {item.device}"
         return out
 
 
@@ -97,7 +97,10 @@ def decode(engine: Engine, method: MethodConfig, reports: Iterator[Report], patc
         assert counters.device == DEVICE
         return next(reports)
 
-    def collected(finished: Any, row: int, job: Any, *more: Any) -> RequestResult:
+    def ended(finished: Any, rows: list[int]) -> list[None]:
+        return [None] * len(rows)
+
+    def collected(finished: None, row: int, job: Any, *more: Any) -> RequestResult:
         return RequestResult(job.request, (), len(job.prompt), job.stats)
 
     _plan(engine, method)
@@ -108,6 +111,7 @@ def decode(engine: Engine, method: MethodConfig, reports: Iterator[Report], patc
             return step(*arguments)
 
     patch.setattr(step_module, "_report", told)
+    patch.setattr(engine_module, "ended", ended)
     patch.setattr(engine_module, "collect", collected)
     patch.setattr(engine.stepper, "step", watched)
     return len(list(engine.run(requests(method))))
@@ -168,3 +172,16 @@ def test_the_pretended_device_bites() -> None:
             torch.zeros(3)
         with OneDevice(), pytest.raises(AssertionError, match="on cpu"):
             torch.tensor([1.0], device=DEVICE)
+        for mixed in (
+            lambda: x.gather(0, torch.zeros(2, dtype=torch.int64)),
+            lambda: x.index_copy(0, torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.zeros(3)),
+            lambda: torch.cat((x, torch.zeros(3))),
+            lambda: x[torch.zeros(2, dtype=torch.int64)],
+            lambda: torch.where(x > 0, x, torch.zeros(3)),
+            lambda: torch.nn.functional.embedding(torch.zeros(2, dtype=torch.int64), x.unsqueeze(1)),
+        ):
+            with pytest.raises(RuntimeError, match="same device"):
+                mixed()
+        for read in (x.tolist, x.sum().item, x.nonzero, lambda: x[x > 0], lambda: bool(x.any())):
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                read()

@@ -7,6 +7,7 @@ a text.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -32,7 +33,7 @@ ENDS = (2, 3, 4, 5)
 def models(family: str) -> tuple[Any, Seq2SeqForestModel, Seq2SeqForestModel]:
     """The transformers model, and target and draft of it."""
     plain = build_pair(family, scale=3.0)
-    target, draft = (build_pair(family, scale=3.0), perturbed(plain, 0.03))
+    target, draft = deepcopy(plain), perturbed(plain, 0.03)
     return plain, Seq2SeqForestModel(target, family), Seq2SeqForestModel(draft, family)
 
 

@@ -54,13 +54,18 @@ def language(pattern: str) -> frozenset[Path]:
     )
 
 
+@cache
+def beginnings(pattern: str) -> frozenset[Path]:
+    """What the texts of the language begin with."""
+    return frozenset(text[:size] for text in language(pattern) for size in range(len(text) + 1))
+
+
 def legal_rows(seed: int, pattern: str) -> Rows:
     """The target of table_pair, raw log-probabilities, with what leads to no text of the language left out."""
-    rows, texts = table_rows(seed, V), language(pattern)
-    beginnings = {text[:size] for text in texts for size in range(len(text) + 1)}
+    rows, legal = table_rows(seed, V), beginnings(pattern)
 
     def allowed(path: Path) -> Mapping[int, float]:
-        return {token: logprob for token, logprob in rows(path).items() if (*path, token) in beginnings}
+        return {token: logprob for token, logprob in rows(path).items() if (*path, token) in legal}
 
     return allowed
 

@@ -6,6 +6,7 @@ that rests and comes back with a hole in its state, rounding that adds up in a s
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -27,10 +28,13 @@ BEAMS, NEW = 4, 8
 WITHOUT_CACHE = ("zamba2", "nemotron-h", "zamba", "jamba", "mamba", "falcon-mamba", "linearised")
 
 
+built = cache(build)
+
+
 @cache
 def model(family: str, noise: float = 0.0, scale: float = 3.0) -> Any:
     """A tiny random model that has opinions; with noise, a perturbed copy of it for a draft."""
-    made = build(family)
+    made = deepcopy(built(family))
     torch.manual_seed(5)
     for key, parameter in made.named_parameters():
         if parameter.dim() > 1 and "A_log" not in key and "conv" not in key:
@@ -59,16 +63,9 @@ def expected(family: str, prompt: list[int]) -> list[list[int]]:
 
 
 def engine(
-    target: Any,
-    draft: Any,
-    *,
-    rule: str = "search",
-    beams: int = BEAMS,
-    depth: int = 3,
-    batch: int = 3,
-    ends: tuple[int, ...] = (2,),
+    target: Any, draft: Any, *, rule: str = "search", depth: int = 3, batch: int = 3, ends: tuple[int, ...] = (2,)
 ) -> Engine:
-    method = MethodConfig(rule=rule, num_beams=beams, depth=0 if draft is None else depth, drafts_per_layer=8)  # type: ignore[arg-type]
+    method = MethodConfig(rule=rule, num_beams=BEAMS, depth=0 if draft is None else depth, drafts_per_layer=8)  # type: ignore[arg-type]
     return Engine(target, draft, NumberCodec(V, ends), method, batch_size=batch)
 
 
@@ -142,9 +139,9 @@ def test_three_hundred_tokens_do_not_drift(family: str) -> None:
     """Log-probabilities of texts made with a draft, hundreds of moves and folds, against one full forward of each."""
     target = CausalForestModel(model(family, scale=2.0), family)
     draft = CausalForestModel(model(family, 0.05, 2.0), family)
-    made = engine(target, draft, rule="coupled", beams=2, depth=4, batch=1, ends=())
+    made = engine(target, draft, rule="coupled", batch=2, ends=())
     sampling = SamplingConfig(max_new_tokens=300, n_best=2, top_k=20, temperature=0.7)
-    requests = [Request(id="0", seed=0, prompt_ids=(5, 6, 7), sampling=sampling)]
+    requests = [Request(id=str(i), seed=i, prompt_ids=(5, 6, 7 + i), sampling=sampling) for i in range(2)]
     for result in made.run(requests):
         for hypothesis in result.hypotheses:
             ids = torch.tensor([[*result.request.prompt_ids, *hypothesis.token_ids]])  # type: ignore[misc]

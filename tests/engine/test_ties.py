@@ -43,7 +43,9 @@ def found(results: Sequence[RequestResult]) -> list[object]:
 def beside_and_alone(rule: str, vocabulary: int, samplings: Sequence[SamplingConfig]) -> tuple[list[object], ...]:
     rows = requests(vocabulary, samplings)
     together = found(list(tied_engine(rule, vocabulary, len(rows)).run(rows)))
-    alone = [found(list(tied_engine(rule, vocabulary, 1).run([row])))[0] for row in rows]
+    # one engine for rows with stop strings and one for those without, where the code is another
+    engines = {stop: tied_engine(rule, vocabulary, 1) for stop in {row.sampling.stop for row in rows}}
+    alone = [found(list(engines[row.sampling.stop].run([row])))[0] for row in rows]
     return together, alone
 
 

@@ -83,12 +83,12 @@ def table_pair(
 
 def table_rows(seed: int, vocabulary: int, prompt: tuple[int, ...] = (0,)) -> Rows:
     """The target of table_pair as the plain decoder takes it."""
-    logs = torch.log_softmax(_table(seed, vocabulary).double(), -1)
+    logs = torch.log_softmax(_table(seed, vocabulary).double(), -1).tolist()
 
     def rows(path: tuple[int, ...]) -> dict[int, float]:
         tokens = (*prompt, *path)
         before = tokens[-2] if len(tokens) > 1 else 0
-        return dict(enumerate(logs[before, tokens[-1]].tolist()))
+        return dict(enumerate(logs[before][tokens[-1]]))
 
     return rows
 

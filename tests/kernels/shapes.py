@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dsbd_cli.kernels import candidates, commit, draft, layers, walk
+from dsbd_cli.kernels import attention, candidates, commit, draft, layers, products, walk
 
 READER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 VOCABULARY = 32_000
@@ -57,10 +57,13 @@ class Shape:
 
 SHAPES = [
     Shape(4, 8, 4, 58, "coupled"),
+    Shape(4, 8, 4, 58, "coupled", (True,) * 5 + (False,)),
     Shape(4, 8, 4, 58, "coupled", (True,) * 6),
     Shape(4, 8, 4, 8, "search"),
     Shape(4, 8, 4, 58, "rejection"),
+    Shape(8, 16, 6, 58, "coupled"),
     Shape(16, 16, 4, 256, "coupled"),
+    Shape(16, 32, 4, 32, "search", (True, False, False, False, False, False)),
     Shape(1, 1, 8, 58, "coupled"),
 ]
 WIDTHS = (1024, 4096, 8192)  # of hidden states
@@ -74,6 +77,7 @@ class Launch:
     arguments: dict[str, Any]
     warps: int
     registers: int | None
+    stages: int = 3
 
 
 class _Recorded:
@@ -88,10 +92,11 @@ class _Recorded:
             num_warps: int,
             enable_fp_fusion: bool = True,
             maxnreg: int | None = None,
+            num_stages: int = 3,
             **constants: Any,
         ) -> None:
             named = dict(zip(self._kernel.arg_names, arguments, strict=False)) | constants
-            self._launches.append(Launch(self._kernel, named, num_warps, maxnreg))
+            self._launches.append(Launch(self._kernel, named, num_warps, maxnreg, num_stages))
 
         return launched
 
@@ -131,6 +136,29 @@ def layer_launches() -> list[Launch]:
             both, angles = torch.empty(1, 3, (32 + 2 * 8) * 128, dtype=dtype), torch.empty(1, 3, 128, dtype=dtype)
             slots, planes = torch.empty(3, dtype=torch.int64), torch.empty(1, 16, 8, 128, dtype=dtype)
             layers.rotate._init_fn(both, angles, angles, slots, planes, planes)
+    return found
+
+
+def product_launches() -> list[Launch]:
+    """What products launch: weights that take one part of the sum, and several."""
+    with _recorded({products: "linear summed"}) as found:
+        for dtype in products.INNER:
+            for outer in (4096, 32_000):
+                products.linear._init_fn(torch.empty(2, 4096, dtype=dtype), torch.empty(outer, 4096, dtype=dtype), None)
+        for outer in (4096, 4096 * 8):
+            bias = torch.empty(outer, dtype=torch.bfloat16)
+            products.linear._init_fn(bias[None, :4096], torch.empty(outer, 4096, dtype=torch.bfloat16), bias)
+    return found
+
+
+def attention_launches() -> list[Launch]:
+    """What attention launches: 32 heads and 8 of keys of the widths in use."""
+    with _recorded({attention: "prompt tail"}) as found:
+        for dtype in attention.DTYPES:
+            for dim in (64, 128):
+                query, keys = torch.empty(1, 32, 36, dim, dtype=dtype), torch.empty(1, 8, 4096, dim, dtype=dtype)
+                seen, prompt = torch.empty(1, 36, 4096, dtype=torch.bool), torch.empty(1, dtype=torch.int64)
+                attention.attention._init_fn(query, keys, keys, seen, prompt, 1.0)
     return found
 
 
@@ -192,6 +220,7 @@ def compiled(launch: Launch, capability: int) -> dict[str, object]:
     this capability."""
     kernel = launch.kernel
     constant = {p.name for p in kernel.params if p.is_constexpr}
+    special = {p.name for p in kernel.params if not p.do_not_specialize}  # as triton does at a launch
     signature, fixed, attributes = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         value = launch.arguments[name]
@@ -201,11 +230,18 @@ def compiled(launch: Launch, capability: int) -> dict[str, object]:
             signature[name], attributes[(place,)] = "*" + TYPES[value.dtype], [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0 and name in special:
+                attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
     made = triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": launch.warps, "enable_fp_fusion": False, "maxnreg": launch.registers},
+        options={
+            "num_warps": launch.warps,
+            "num_stages": launch.stages,
+            "enable_fp_fusion": False,
+            "maxnreg": launch.registers,
+        },
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
@@ -226,7 +262,12 @@ def compiled(launch: Launch, capability: int) -> dict[str, object]:
 def distinct() -> Iterator[tuple[str, Launch]]:
     """All launches that are compiled apart, and what they are for."""
     seen = set()
-    for use, found in (*((repr(shape), launches(shape)) for shape in SHAPES), ("layer", layer_launches())):
+    for use, found in (
+        *((repr(shape), launches(shape)) for shape in SHAPES),
+        ("layer", layer_launches()),
+        ("product", product_launches()),
+        ("attention", attention_launches()),
+    ):
         for launch in found:
             key = (
                 launch.kernel.__name__,

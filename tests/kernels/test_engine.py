@@ -22,9 +22,9 @@ def answers(rule: str, kernels: bool) -> list[object]:
     engine = Engine(target, draft, NumberCodec(VOCABULARY, (2,)), method, batch_size=2, kernels=kernels)
     assert bool(engine.stepper.kernels) == kernels
     cut = {} if rule == "search" else {"top_k": 5}
-    stops = [(), ("7 7",)]
-    sampling = [SamplingConfig(max_new_tokens=3 + i, n_best=2, stop=stops[i], **cut) for i in range(2)]
-    requests = [Request(id=str(i), seed=i, prompt_ids=(1, i, i), sampling=sampling[i]) for i in range(2)]
+    stops = [(), ("7 7",), ()]
+    sampling = [SamplingConfig(max_new_tokens=5 + i, n_best=2, stop=stops[i], **cut) for i in range(3)]
+    requests = [Request(id=str(i), seed=i, prompt_ids=(1, i, i), sampling=sampling[i]) for i in range(3)]
     return [
         [
             [(one.text, round(one.logprob, 4), round(one.score, 4)) for one in result.hypotheses],
@@ -44,6 +44,13 @@ def test_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(UsageError, match="kernels cannot be had"):
         answers("search", kernels=True)
+
+
+def test_no_model_is_loaded_for_kernels_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(pair, "load_pair", lambda *specs, bridged: pytest.fail("a model is loaded"))
+    with pytest.raises(UsageError, match="kernels cannot be had"):
+        load(ModelSpec(BUILTIN_TARGET, device="cpu"), ModelSpec(BUILTIN_DRAFT), kernels=True)
 
 
 def test_without_kernels_the_draft_has_none_either(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from dsbd_cli.engine.decoding import devices
-from dsbd_cli.kernels import Kernel, trial
-from dsbd_cli.kernels.layers import KERNELS
+from dsbd_cli.kernels import Kernel, attention, layers, products, trial
 from tests.kernels import DEVICE
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+KERNELS = (*layers.KERNELS, *products.KERNELS, *attention.KERNELS)
 GATED = next(kernel for kernel in KERNELS if kernel.name == "gated")
 ALL = sorted(kernel.name for kernel in KERNELS)
 TRIED = sorted(trial.kernels())
@@ -38,7 +38,9 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def faults(at: str | None = None, end: str = "pass", fault: str | None = None) -> dict[str, str]:
     script = SCRIPT.format(at=at, end=end, fault=fault)
-    return trial.faults.__wrapped__(CPU, (sys.executable, "-c", script))
+    return trial.faults.__wrapped__(
+        CPU, (sys.executable, "-ISc", script)
+    )  # starts at once: one case has a limit of time
 
 
 def other(both: torch.Tensor) -> torch.Tensor:
@@ -65,6 +67,25 @@ def test_all_are_tried_and_the_result_is_kept(empty_cache: Path) -> None:
     assert faults() == {}
     assert [json.loads(file.read_text()) for file in empty_cache.glob("kernels-*.json")] == [{}]
     assert faults("gated", "sys.exit(1)") == {}, "tried again though it was kept"
+
+
+def test_a_line_tells_of_the_first_compilation_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    faults()
+    line = capsys.readouterr().err
+    assert line.startswith(f"compiling {len(TRIED)} GPU kernels (once; kept in ")
+    assert line.count("\n") == 1
+    faults()
+    assert capsys.readouterr().err == ""
+
+
+def test_each_kernel_has_the_whole_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards kernels that are left out because those before them took long to compile."""
+    monkeypatch.setattr(trial, "LIMIT_S", 2.0)
+    slow = (
+        "import json, sys, time\nfor name in sys.argv[1:]: time.sleep(0.4), print(json.dumps([name, None]), flush=True)"
+    )
+    assert len(TRIED) * 0.4 > trial.LIMIT_S
+    assert trial.faults.__wrapped__(CPU, (sys.executable, "-c", slow)) == {}
 
 
 def test_a_fault_that_may_pass_is_not_kept(empty_cache: Path) -> None:

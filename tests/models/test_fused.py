@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.fused import LayerKernels, _as_norm, fuse, layer_kernels
-from dsbd_cli.engine.models.invariance import Company, _logits
+from dsbd_cli.engine.models.invariance import COMPANIES, Company, _logits
 from dsbd_cli.engine.models.selftest import self_test
+from dsbd_cli.kernels.attention import attention
 from dsbd_cli.kernels.layers import gated_twin, norm_twin, rotate_twin
 from tests.models.tiny import build
 
@@ -71,7 +72,7 @@ def test_kernels_themselves_give_a_models_logits() -> None:
     for fused in (False, True):
         model = CausalForestModel(build("llama"), "llama")
         if fused:
-            assert fuse(model.module, layer_kernels()).counts == FOUND["llama"]
+            assert fuse(model.module, layer_kernels({"linear"})).counts == FOUND["llama"]
         model.reserve(1, 64)
         logits.append(model.forward(chain()))
     theirs, ours = logits
@@ -122,6 +123,21 @@ def test_a_kernel_that_cannot_run_changes_nothing() -> None:
     fused = fuse(model, LayerKernels(fails, gated_twin, rotate_twin))
     assert (fused.counts, fused.undone) == ({}, True)
     model(input_ids=torch.arange(12)[None])
+
+
+@ON_CPU
+def test_logits_of_a_node_have_the_same_bits_in_any_company() -> None:
+    """The kernels of a GPU, whole: products, norms, rotation, attention. Guards one of them that goes by the number of
+    rows, slots or nodes."""
+    model = CausalForestModel(build("llama", num_hidden_layers=1), "llama")
+    counts = fuse(model.module, layer_kernels()).counts
+    assert counts["linear"] == 8  # seven of the layer and the head
+    model.attention = attention
+    alone = _logits(model, COMPANIES[0])
+    assert model.by_parts
+    for company in (COMPANIES[1], COMPANIES[3]):
+        assert torch.equal(_logits(model, company), alone)
+    model.release()
 
 
 class Launches(TorchDispatchMode):

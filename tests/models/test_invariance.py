@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from dsbd_cli.engine.models import attention
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.invariance import Company, _logits, is_invariant
 from dsbd_cli.engine.models.packing import pack
-from dsbd_cli.engine.models.pair import load_model, load_pair
+from dsbd_cli.engine.models.pair import LoadedPair, load_model, load_pair
 from dsbd_cli.requests import Request
 from tests.models.tiny import FIT, build
 
@@ -147,10 +148,17 @@ def texts(target: ForestModel, draft: ForestModel | None, codec: Any, batch: int
     return [[(item.token_ids, item.logprob) for item in result.hypotheses] for result in engine.run(requests)]
 
 
-@pytest.mark.parametrize(("rule", "dtype"), [("coupled", "bfloat16"), ("search", "float32")])
+@cache
+def builtin(dtype: str) -> LoadedPair:
+    """Loaded and checked once."""
+    return load_pair(ModelSpec("builtin:target", dtype=dtype), ModelSpec("builtin:draft", "draft", dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", ["coupled", "search"])
 def test_texts_and_logprobs_to_the_last_bit(rule: str, dtype: str) -> None:
     """Guards the promise `same-text`: not the draft, the depth, the batch nor the neighbours may move a bit."""
-    pair = load_pair(ModelSpec("builtin:target", dtype=dtype), ModelSpec("builtin:draft", "draft", dtype=dtype))
+    pair = builtin(dtype)
     assert pair.target.invariant
     alone = texts(pair.target, None, pair.codec, 1, rule=rule, depth=0)
     for batch in (3, 6):

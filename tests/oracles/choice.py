@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
-__all__ = ["Chooser", "Law", "NoiseChooser", "Pair", "enumerate_law", "normalise", "total_variation", "without"]
+__all__ = [
+    "Chooser",
+    "Law",
+    "NoiseChooser",
+    "Pair",
+    "enumerate_law",
+    "normalise",
+    "remembered",
+    "total_variation",
+    "without",
+]
 
 Pair = tuple[int, int]
 """(beam, token): a beam's index in its layer and its next token."""
@@ -18,6 +30,27 @@ Law = Mapping[Pair, float]
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 OutcomeT = TypeVar("OutcomeT", bound=Hashable)
+ParametersT = ParamSpec("ParametersT")
+ResultT = TypeVar("ResultT")
+
+_known: dict[object, tuple[object, object]] | None = None  # while a law is enumerated
+
+
+def remembered(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT, ResultT]:
+    """While a law is enumerated, the result for the same objects is computed once: every branch repeats the decisions
+    of those before it. Nobody changes a law. Arguments are known by identity, so they are kept as well."""
+
+    @functools.wraps(function)
+    def call(*arguments: ParametersT.args, **named: ParametersT.kwargs) -> ResultT:
+        if _known is None:
+            return function(*arguments, **named)
+        key = (function, *map(id, arguments))
+        found = _known.get(key)
+        if found is None:
+            found = _known[key] = function(*arguments, **named), arguments
+        return found[0]  # type: ignore[return-value]
+
+    return call
 
 
 def normalise(masses: Mapping[KeyT, float]) -> dict[KeyT, float]:
@@ -89,9 +122,8 @@ class _Replay:
         return self._choose([probability, 1.0 - probability]) == 0
 
     def draw(self, law: Law, stream: str) -> Pair:
-        pairs = list(law)
-        total = math.fsum(law.values())
-        return pairs[self._choose([law[pair] / total for pair in pairs])]
+        pairs, chances = _options(law)
+        return pairs[self._choose(chances)]
 
     def _choose(self, chances: Sequence[float]) -> int:
         """Index of an option of non-zero chance."""
@@ -107,17 +139,32 @@ class _Replay:
         return choice
 
 
+@remembered
+def _options(law: Law) -> tuple[list[Pair], list[float]]:
+    """What can be drawn, and its chances."""
+    pairs, total = list(law), math.fsum(law.values())
+    return pairs, [law[pair] / total for pair in pairs]
+
+
 def enumerate_law(run: Callable[[Chooser], OutcomeT]) -> dict[OutcomeT, float]:
     """Exact law of the outcome of `run`, which must be deterministic given its choices and make finitely many of them.
 
     Runs it once for every sequence of choices of non-zero probability (depth first, replaying prefixes of decisions).
     """
+    global _known  # noqa: PLW0603
     parts: defaultdict[OutcomeT, list[float]] = defaultdict(list)
     stack: list[tuple[int, ...]] = [()]
-    while stack:
-        chooser = _Replay(stack.pop())
-        parts[run(chooser)].append(chooser.probability)
-        stack.extend(chooser.untried)
+    before, _known, collects = _known, {}, gc.isenabled()
+    gc.disable()  # it would look again and again at all that is remembered
+    try:
+        while stack:
+            chooser = _Replay(stack.pop())
+            parts[run(chooser)].append(chooser.probability)
+            stack.extend(chooser.untried)
+    finally:
+        _known = before
+        if collects:
+            gc.enable()
     law = {outcome: math.fsum(chances) for outcome, chances in parts.items()}
     total = math.fsum(law.values())
     assert abs(total - 1.0) < 1e-12, f"choices sum to {total!r}"

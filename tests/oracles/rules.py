@@ -18,10 +18,11 @@ from tests.oracles.choice import (
     NoiseChooser,
     Pair,
     enumerate_law,
-    normalise,
+    remembered,
     total_variation,
-    without,
 )
+from tests.oracles.choice import normalise as _normalise
+from tests.oracles.choice import without as _without
 
 __all__ = [
     "Chooser",
@@ -51,6 +52,8 @@ __all__ = [
 ]
 
 KeyT = TypeVar("KeyT", bound=Hashable)
+
+normalise, without = remembered(_normalise), remembered(_without)
 
 
 def warp(
@@ -255,10 +258,11 @@ class RejectionRule:
         chance = draft_law.get(draft, 0.0)
         return min(1.0, residual.get(draft, 0.0) / chance) if chance > 0.0 else 0.0
 
+    @remembered
     def after_rejection(self, target: Law, residual: Law, draft_law: Law) -> Law:
         """norm(max(0, P' - Q')), or P where nothing is left, which has probability 0."""
         rest = {pair: max(0.0, mass - draft_law.get(pair, 0.0)) for pair, mass in residual.items()}
-        return normalise(rest) or target
+        return _normalise(rest) or target
 
     def take(self, target: Law, pair: Pair) -> Law:
         """P once `pair` is drawn."""

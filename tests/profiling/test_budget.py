@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from rich.console import Console
@@ -24,6 +25,7 @@ from tests.profiling.conftest import HandClock, SlowLM
 METHOD = MethodConfig(num_beams=2, drafts_per_layer=4, depth=2)
 
 
+@cache
 def profiled(per_node: float, seconds: float, method: MethodConfig = METHOD) -> tuple[Profile, HandClock, list[str]]:
     """Of eight prompts with up to 40 new tokens. per_node: seconds of the target; a tenth of that of the draft."""
     clock, told = HandClock(), list[str]()

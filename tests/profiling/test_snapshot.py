@@ -31,11 +31,12 @@ METHODS = {
 def show(
     target: TableLM, draft: TableLM, method: MethodConfig, number: int, seed: int = 5, eos: tuple[int, ...] = ()
 ) -> ShownForest:
+    """The forest of iteration `number`. The text is as long as that one and the next may make it."""
     codec = NumberCodec(target.vocab_size, eos)
     engine = Engine(target, draft if method.depth else None, codec, method, log_steps=True)
     snapshot = Snapshot(seed, number)
     watch(engine, snapshot)
-    sampling = SamplingConfig(top_k=0, max_new_tokens=24)
+    sampling = SamplingConfig(top_k=0, max_new_tokens=(number + 1) * (method.depth + 1) + 1)
     (result,) = list(engine.run([Request(id="r", seed=seed, prompt="1 0", sampling=sampling)]))
     steps = result.stats.step_log
     assert len(steps) > number, "a longer text is needed"

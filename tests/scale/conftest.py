@@ -17,12 +17,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.fake import Gate
+
 ROOT = Path(__file__).parents[2]
-HANG_S = 200  # only so that a fault does not hang the suite
+HANG_S = 600  # only so that a fault does not hang the suite
 
 
 def prompts(rows: int) -> list[dict[str, object]]:
-    """Rows that take a moment; some fail."""
+    """`row 0`, `row 1`, ..; some fail."""
     return [{"id": f"r{n}", "prompt": "fail" if n % 50 == 7 else f"row {n}"} for n in range(rows)]
 
 
@@ -35,7 +37,7 @@ def without_times(value: object) -> object:
 
 @dataclass
 class Job:
-    """Files of one job, and the command over them."""
+    """Files of one job, and the command over them. gate: rows that its workers hold back, see `Gate`."""
 
     folder: Path
     address: str
@@ -44,25 +46,21 @@ class Job:
     def __post_init__(self) -> None:
         self.input, self.output = self.folder / "in.jsonl", self.folder / "out.jsonl"
         self.input.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        self.gate = Gate(self.folder)
 
-    def start(
-        self, *more: str, row_s: float = 0.0, workers: str | None = "2", **options: object
-    ) -> subprocess.Popen[str]:
-        """The command; without workers in its own process. row_s: what a row takes, which reaches the workers with the
-        rows' engine (see FAKE_ROW_S in tests/cli/fake.py)."""
+    def start(self, *more: str, workers: str | None = "2", **options: object) -> subprocess.Popen[str]:
+        """The command; without workers in its own process."""
         scale = () if workers is None else ("--workers", f"{workers},ray={self.address}")
         files = ("-i", str(self.input), "-o", str(self.output), "--batch-size", "4", "--existing", "resume")
         call = [sys.executable, "-m", "tests.cli.fake", "generate", *files, *scale, *more]
         extra: dict[str, str] = options.pop("environment", {})  # type: ignore[assignment]
-        environment = {**os.environ, **extra, "FAKE_ROW_S": str(row_s), "DSBD_TARGET": "builtin:target"}
+        environment = {**os.environ, **extra, "FAKE_GATE": str(self.folder), "DSBD_TARGET": "builtin:target"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
         return subprocess.Popen(call, cwd=ROOT, env=environment, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
 
-    def finish(
-        self, *more: str, row_s: float = 0.0, workers: str | None = "2", **options: object
-    ) -> tuple[int, str, str]:
+    def finish(self, *more: str, workers: str | None = "2", **options: object) -> tuple[int, str, str]:
         """Run it to its end: exit code, standard output, standard error."""
-        return self.end(self.start(*more, row_s=row_s, workers=workers, **options))
+        return self.end(self.start(*more, workers=workers, **options))
 
     def end(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
         out, err = process.communicate(timeout=HANG_S)
@@ -72,13 +70,44 @@ class Job:
         """What is written, without times."""
         return [without_times(json.loads(line)) for line in self.output.read_text().splitlines()]
 
+    def written(self) -> int:
+        """Records."""
+        return self.output.read_bytes().count(b"\n") if self.output.exists() else 0
+
     def wait_for(self, process: subprocess.Popen[str], rows: int) -> None:
         """Until so many records are written."""
-        limit = time.monotonic() + HANG_S
-        while not (self.output.exists() and self.output.read_bytes().count(b"\n") >= rows):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < limit
-            time.sleep(0.02)
+        wait_until(lambda: self.written() >= rows, process)
+
+    def holders(self, process: subprocess.Popen[str], below: int) -> list[int]:
+        """Workers below a process, once there are any, that hold rows which wait at the gate."""
+        wait_until(lambda: bool(self.gate.holders() & set(workers_below(below))), process)
+        return sorted(self.gate.holders() & set(workers_below(below)))
+
+
+def wait_until(happened: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """While the command runs."""
+    limit = time.monotonic() + HANG_S
+    while not happened():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def kill(process: int) -> None:
+    """At once; it is gone when this returns."""
+    os.kill(process, signal.SIGKILL)
+    wait_until_ended(process)
+
+
+def wait_until_ended(process: int) -> None:
+    """Dead, whether or not its parent has heard of it."""
+    import psutil
+
+    limit = time.monotonic() + HANG_S
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(process).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < limit, f"process {process} lives"
+            time.sleep(0.01)
 
 
 def workers_below(process: int) -> list[int]:

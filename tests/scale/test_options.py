@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from dsbd_cli.job.cli.options import TalkOptions
 from dsbd_cli.job.cli.progress import Reporter
-from dsbd_cli.job.cli.talk_options import TalkOptions
 from tests.cli.conftest import Outcome, dsbd
 
 __all__ = ["dsbd"]

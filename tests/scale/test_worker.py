@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from dsbd_cli.scale.worker import Exchange, Failure, Worker, WorkerInfo, WorkerS
 from tests.cli.fake import FakeEngine
 
 METHOD = MethodConfig(num_beams=2)
+HANG_S = 600.0  # only so that a fault does not hang the suite
 
 
-def fake(row_s: float = 0.0) -> FakeEngine:
-    return FakeEngine(METHOD, 4, log_steps=False, row_s=row_s)
+def fake(before: Callable[[str], None] | None = None) -> FakeEngine:
+    return FakeEngine(METHOD, 4, log_steps=False, before=before)
 
 
 def worker(load: Any = fake) -> Worker:
@@ -42,7 +44,7 @@ def row(number: int, prompt: str) -> tuple[int, Request]:
 
 def drained(made: Worker, count: int) -> dict[int, Any]:
     found: dict[int, Any] = {}
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + HANG_S
     while len(found) < count:
         assert time.monotonic() < limit
         exchange = made.exchange(())
@@ -64,20 +66,37 @@ def test_rows_come_back_under_their_numbers() -> None:
     assert "900 tokens" in str(found[3].result(requests[3]).error)
 
 
-def test_an_exchange_answers_in_time_though_the_engine_is_at_work() -> None:
+def test_an_exchange_answers_though_the_engine_is_at_work() -> None:
     """The driver takes silence for a process that hangs."""
-    made = worker(partial(fake, row_s=5.0))
+    begun, gate = threading.Event(), threading.Event()
+
+    def before(prompt: str) -> None:
+        begun.set()
+        gate.wait(HANG_S)
+
+    made = worker(partial(fake, before))
     greeted(made)
-    begun = time.monotonic()
-    assert made.exchange([row(0, "a")], wait_s=0.1) == Exchange([], 0)
-    assert time.monotonic() - begun < 4
+    made.put([row(0, "a")])
+    assert begun.wait(HANG_S)
+    assert made.exchange((), wait_s=0.1) == Exchange([], 0)
+    gate.set()
+    assert list(drained(made, 1)) == [0]
 
 
 def test_an_exchange_gathers_answers_while_the_engine_has_rows() -> None:
-    """A message for each answer would cost the driver more than the answer: 1,000 workers could not be fed."""
-    made = worker(partial(fake, row_s=0.02))  # reads 4 rows, answers them one after the other, reads 4 more
-    greeted(made)
-    exchange = made.exchange([row(number, "a") for number in range(8)], wait_s=60)
+    """A message for each answer would cost the driver more than the answer: 1,000 workers could not be fed. The engine
+    reads 4 rows and answers them, reads 4 more and is at work on the first of these."""
+    loading, gate = threading.Event(), threading.Event()
+
+    def load() -> FakeEngine:
+        loading.wait(HANG_S)
+        return fake(lambda prompt: None if prompt < "4" else gate.wait(60) and None)
+
+    made = worker(load)
+    made.put([row(number, str(number)) for number in range(8)])
+    loading.set()
+    exchange = made.exchange((), wait_s=HANG_S)
+    gate.set()
     assert len(exchange.answers) >= 4, "it ended before the engine had read the rows"
     assert len(exchange.answers) < 8, "it did not end when the engine had read them"
 
@@ -86,7 +105,7 @@ def test_hello_answers_while_models_are_loading() -> None:
     gate = threading.Event()
 
     def load() -> FakeEngine:
-        gate.wait(60)
+        gate.wait(HANG_S)
         return fake()
 
     made = worker(load)
@@ -127,16 +146,15 @@ def test_what_an_engine_tells_goes_to_the_driver() -> None:
 
 
 def test_workers_that_differ_are_told_apart() -> None:
-    one = WorkerInfo("1.0", ("a", "b"), "same-text", "float32", "cuda:0", None, None, None, "host", 1)
+    one = WorkerInfo("1.0", ("a", "b"), "same-text", "float32", "cuda:0", None, None, None, "host")
     assert (
-        one.difference(WorkerInfo("1.0", ("a", "b"), "same-text", "float32", "cuda:3", None, None, None, "other", 2))
+        one.difference(WorkerInfo("1.0", ("a", "b"), "same-text", "float32", "cuda:3", None, None, None, "other"))
         is None
     )
-    other = WorkerInfo("1.1", ("a", "b"), "same-text", "float32", "cuda:0", None, None, None, "host", 1)
+    other = WorkerInfo("1.1", ("a", "b"), "same-text", "float32", "cuda:0", None, None, None, "host")
     assert one.difference(other) == "dsbd is 1.1 there and 1.0 here"
     assert (
-        one.difference(WorkerInfo("1.0", ("a", "c"), "same-text", "float32", "cpu", None, None, None, "h", 1))
-        is not None
+        one.difference(WorkerInfo("1.0", ("a", "c"), "same-text", "float32", "cpu", None, None, None, "h")) is not None
     )
 
 

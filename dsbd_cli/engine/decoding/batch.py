@@ -6,7 +6,7 @@ Letters: R rows, S cache slots, D layers, K drafts per layer, N = W + D*K nodes 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.devices import current
 from dsbd_cli.engine.decoding.jobs import Job
 from dsbd_cli.engine.decoding.planner import Reading, Shape, deepest
-from dsbd_cli.engine.decoding.state import BatchState
+from dsbd_cli.engine.decoding.state import BatchState, Entry
 from dsbd_cli.engine.decoding.step import Plan
 from dsbd_cli.engine.decoding.timing import PhaseTimer
 from dsbd_cli.engine.drafting.beam import MERGED_LAG
@@ -94,12 +94,15 @@ class Batch:
             self._caches.clear(row)
         self._caches.encode(_sources(new), draft=False)
         self._caches.prefill_target({row: job.prompt for row, job in new.items()})
+        entries = dict[int, Entry]()
         for row, job in new.items():
             sampling = job.request.sampling
-            stop = self._stops.start(sampling.stop)
             self._legal[row] = self._begin(job)
             self._rules.begin(row, job.rules, job.prompt, sampling.max_new_tokens)
-            self.state.admit(row, job.prompt, job.request.seed, stop, sampling, self._legal[row])
+            stop = self._stops.start(sampling.stop)
+            entries[row] = Entry(job.prompt, job.request.seed, sampling, stop, self._legal[row])
+        self.state.admit(entries)
+        for row, job in new.items():
             if self.state.prompts is not None and job.source is not None and not job.source.is_floating_point():
                 # an answer that copies its source goes on behind the decoder's first tokens as the source begins
                 self.state.prompts.put(row, [*job.prompt, *job.source.tolist(), *job.prompt])
@@ -200,12 +203,13 @@ class Batch:
         longest = max(job.used - settled[row] for row, job in self.running)
         return settled, self._caches.round_slots(longest + nodes)
 
-    def remove(self, row: int) -> None:
-        """Free a row."""
-        self.jobs[row] = None
-        self._tries.end(self._legal[row])
-        self._legal[row] = FREE
-        self.state.release(row)
+    def remove(self, rows: Sequence[int]) -> None:
+        """Free rows."""
+        for row in rows:
+            self.jobs[row] = None
+            self._tries.end(self._legal[row])
+            self._legal[row] = FREE
+        self.state.release(rows)
 
     def shrink(self) -> None:
         """Drop free rows where at most half are taken, so that the last requests do not pay for empty ones."""

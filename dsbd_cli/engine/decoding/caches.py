@@ -37,6 +37,8 @@ class Caches:
         """
         self.target, self.draft = target, draft
         self.models = [target] if draft is None else [target, draft]
+        # found once, because a check of a protocol asks every property
+        self._readers = [model for model in self.models if isinstance(model, SourceModel)]
         self.slots = self.window = 0
         self._recurrent = any(model.state_bytes(0) for model in self.models)
         self._slot_step, self._window_step = (128, 64) if large_steps else (32, 16)
@@ -110,13 +112,13 @@ class Caches:
         """Bytes that a source takes in the models on the target's device; 0 without one."""
         if source is None:
             return 0
-        here = [model for model in self.models if model.device == self.target.device]
-        return sum(model.source_bytes(source) for model in here if isinstance(model, SourceModel))
+        return sum(model.source_bytes(source) for model in self._readers if model.device == self.target.device)
 
     def encode(self, sources: Mapping[int, Tensor], *, draft: bool) -> None:
         """The target or the draft model reads sources, by row; nothing where there are none."""
-        model = self.draft if draft else self.target
-        if not sources or not isinstance(model, SourceModel):
+        wanted = self.draft if draft else self.target
+        model = next((reader for reader in self._readers if reader is wanted), None)
+        if not sources or model is None:
             return
         generation = model.generation
         model.encode(list(sources), list(sources.values()))

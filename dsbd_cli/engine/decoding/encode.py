@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from torch import Tensor
@@ -35,6 +35,14 @@ class Encoder:
     memory: int
     catalogues: Mapping[str, Catalogue]
     grammars: GrammarCompiler
+    # what reads sources; found once, because a check of a protocol asks every property
+    sources: SourceCodec | None = field(init=False)
+    readers: tuple[tuple[SourceModel, str], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        roles = ((self.target, "target"), (self.draft, "draft"))
+        object.__setattr__(self, "sources", self.codec if isinstance(self.codec, SourceCodec) else None)
+        object.__setattr__(self, "readers", tuple(pair for pair in roles if isinstance(pair[0], SourceModel)))
 
     def catalogue(self, request: Request) -> Catalogue | None:
         """The answers that a request may give, None for any. Raises InvalidRowError."""
@@ -75,8 +83,8 @@ class Encoder:
     def job(self, number: int, request: Request) -> Job:
         """A request that can be decoded. Raises RowError where it cannot."""
         job = Job(number, request, [], catalogue=self.catalogue(request))
-        if isinstance(self.codec, SourceCodec):
-            self._read_source(job, self.codec)
+        if self.sources is not None:
+            self._read_source(job, self.sources)
         else:
             self._refuse_source(request)
             job.prompt, job.truncated = self.encode(request, job.max_new)
@@ -86,8 +94,7 @@ class Encoder:
 
     def _read_source(self, job: Job, codec: SourceCodec) -> None:
         """A request to a model with an encoder: lengths of source and answer are checked apart."""
-        target, request = self.target, job.request
-        assert isinstance(target, SourceModel)
+        (target, _), request = self.readers[0], job.request
         asked = codec.source(request)
         source, prompt, dropped = asked.source, asked.prompt, 0
         self._check(request, prompt)
@@ -119,11 +126,7 @@ class Encoder:
 
     def _fit_source(self, source: Tensor, codec: SourceCodec) -> tuple[Tensor, int]:
         """The source as both encoders take it, and how many tokens were dropped. Raises PromptTooLongError."""
-        limits = [
-            (model.max_source, role)
-            for role, model in (("target", self.target), ("draft", self.draft))
-            if isinstance(model, SourceModel) and model.max_source is not None
-        ]
+        limits = [(model.max_source, role) for model, role in self.readers if model.max_source is not None]
         limit, role = min(limits, key=lambda pair: pair[0], default=(len(source), ""))
         if len(source) <= limit:
             return source, 0
@@ -154,8 +157,9 @@ class Encoder:
             raise InvalidRowError("token_rules: timestamps is 1, but the target has no tokens of times: drop it")
         inside = rules.within(self.target.vocab_size)
         # a checkpoint may name tokens that its head lacks; a request may not
+        left = inside.acting
         for name, value in rules.acting.items():
-            if value != inside.acting.get(name) and name in (request.sampling.token_rules or ""):
+            if value != left.get(name) and name in (request.sampling.token_rules or ""):
                 raise InvalidRowError(
                     f"token_rules: {name} is {shorten(value)}, but the target has {self.target.vocab_size} ids"
                 )

@@ -26,10 +26,10 @@ from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.devices import captures, current, events, kernels_for, out_of_memory
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.decoding.jobs import AsDone, Job, ResultOrder, Results
-from dsbd_cli.engine.decoding.outcome import collect, common_tokens, record_iteration
+from dsbd_cli.engine.decoding.outcome import collect, common_tokens, ended, record_iteration
 from dsbd_cli.engine.decoding.pieces import Pieces
 from dsbd_cli.engine.decoding.planner import Shape, deepest, planner_for
-from dsbd_cli.engine.decoding.step import Stepper
+from dsbd_cli.engine.decoding.step import Report, Stepper
 from dsbd_cli.engine.decoding.timing import PhaseTimer
 from dsbd_cli.engine.drafting import AnyDraft, DrafterInputs, Endings, make_drafter
 from dsbd_cli.engine.drafting.base import Stopped
@@ -349,16 +349,24 @@ class Engine:
             self.steps += counters["steps"]
             job.stats.draft_calls += report.draft_calls
             job.used, job.trunk, job.drafted = counters["used"], counters["trunk"], counters["drafted"]
-            if counters["invalid"] or counters["done"]:
-                if counters["invalid"]:
-                    result = _broken(job)
-                else:
-                    state, grammars = batch.state, self._grammars.compiler
-                    result = collect(state.finished, row, job, self.codec, grammars, state.trace)
-                batch.remove(row)
-                order.put(job.number, result)
-            else:
-                order.progress(job, partial(common_tokens, batch.state, row))
+        over = [row for row, _ in running if report.rows[row]["invalid"] or report.rows[row]["done"]]
+        if over:
+            self._hand_out(batch, over, report, order)
+        for row, job in batch.running:
+            order.progress(job, partial(common_tokens, batch.state, row))
+
+    def _hand_out(self, batch: Batch, rows: list[int], report: Report, order: Results[object]) -> None:
+        """Results of rows that are done, and errors of those whose model returned NaN. The rows are free then."""
+        jobs, state, grammars = dict(batch.running), batch.state, self._grammars.compiler
+        results = {
+            row: _broken(jobs[row])
+            if report.rows[row]["invalid"]
+            else collect(found, row, jobs[row], self.codec, grammars, state.trace)
+            for row, found in zip(rows, ended(state.finished, rows), strict=True)
+        }
+        for row, result in results.items():
+            order.put(jobs[row].number, result)
+        batch.remove(rows)
 
     def _recover(self, running: list[Job], order: Results[object], backlog: deque[Job]) -> None:
         """After out of memory: the running requests wait again, for fewer drafts where the planner has a choice, or for

@@ -80,12 +80,18 @@ def load(
         if wanted is not None:
             locate(wanted)
     # heavy imports only now, so that a wrong name is told at once
+    import torch
+
     from dsbd_cli.engine.decoding.catalogues import open_catalogues
-    from dsbd_cli.engine.decoding.devices import left_out
+    from dsbd_cli.engine.decoding.devices import kernels_for, left_out
     from dsbd_cli.engine.decoding.engine import Engine, EngineInfo
     from dsbd_cli.engine.decoding.trial import prove_captures
     from dsbd_cli.engine.models.pair import load_pair
 
+    if kernels and spec.device_map is None:  # told before a large model is loaded
+        auto = "cuda" if torch.cuda.is_available() else "cpu"
+        if (auto if spec.device == "auto" else spec.device) == "cpu":
+            kernels_for(torch.device("cpu"), kernels)
     pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
     info = EngineInfo(
         target=spec.source,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from itertools import accumulate
 
 import torch
@@ -21,11 +22,29 @@ from dsbd_cli.errors import InvalidRowError, NumericalError, RowError
 from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult
 from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
 
-__all__ = ["collect", "common_tokens", "record_iteration", "text_of"]
+__all__ = ["Ended", "collect", "common_tokens", "ended", "record_iteration", "text_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The finished hypotheses of a row, on the host: F of each, best first, as in `Finished`."""
+
+    score: list[float]
+    logprob: list[float]
+    length: list[int]
+    by_length: list[bool]
+    tokens: list[list[int]]
+
+
+def ended(finished: Finished, rows: Sequence[int]) -> list[Ended]:
+    """What these rows finished with."""
+    at = torch.tensor(rows, device=finished.score.device)
+    columns = (getattr(finished, item.name)[at].tolist() for item in fields(Ended))
+    return [Ended(*row) for row in zip(*columns, strict=True)]
 
 
 def collect(
-    finished: Finished,
+    finished: Ended,
     row: int,
     job: Job,
     codec: TextCodec,
@@ -35,16 +54,15 @@ def collect(
     """Result of a finished row: its n_best hypotheses, best first. trace: where the row asks for it."""
     job.stats.total_s = time.perf_counter() - job.started
     sampling, eos = job.request.sampling, set(codec.eos_ids)
-    names = ("score", "logprob", "length", "by_length", "tokens")
-    score, logprob, length, by_length, tokens = (getattr(finished, name)[row].tolist() for name in names)
+    score, logprob, length = finished.score, finished.logprob, finished.length
     prefix = job.prompt[len(job.prompt) - job.prefix :]
     hypotheses = []
     for rank in range(min(sampling.n_best, len(score))):
         if score[rank] == -torch.inf:
             break
-        ids = tokens[rank][: length[rank]]
+        ids = finished.tokens[rank][: length[rank]]
         text = text_of(ids[:-1] if ids[-1] in eos else ids, sampling.stop, codec, prefix)
-        reason: FinishReason = "length" if by_length[rank] else "stop"
+        reason: FinishReason = "length" if finished.by_length[rank] else "stop"
         answer_id = None if job.catalogue is None else job.catalogue.id_of(ids)
         valid = None if job.request.grammar is None else grammars.matches(job.request.grammar, ids)
         details = None
@@ -137,19 +155,6 @@ def record_iteration(
     """Add one iteration to a request's statistics. seconds: of the whole iteration, shared by `sharing` requests;
     drafters: names of the two, where there are two."""
     stats = job.stats
-    reached = [
-        LayerStats(
-            layer=number,
-            drafted=layer["drafted"],
-            live_parents=layer["live_parents"],
-            width=layer["width"],
-            accepted=layer["accepted"],
-            passed=bool(layer["passed"]),
-            drafters=_by_drafter(layer, drafters),
-        )
-        for number, layer in enumerate(layers, 1)
-        if layer["reached"]
-    ]
     for layer in layers if drafters else ():
         for name, part in _by_drafter(layer, drafters).items():
             part.accepted *= layer["reached"]
@@ -158,13 +163,26 @@ def record_iteration(
     stats.target_calls += 1
     stats.steps += counters["steps"]
     stats.drafted += sum(layer["drafted"] for layer in layers)
-    stats.accepted += sum(layer.accepted for layer in reached)
+    stats.accepted += sum(layer["accepted"] for layer in layers if layer["reached"])
     stats.width_sum += counters["width_sum"]
     stats.kv_peak_slots = max(stats.kv_peak_slots, job.used + nodes)
     stats.draft_s += times["draft"]
     stats.target_s += times["target"]
     stats.verify_s += times["verify"]
     if log:
+        reached = [
+            LayerStats(
+                layer=number,
+                drafted=layer["drafted"],
+                live_parents=layer["live_parents"],
+                width=layer["width"],
+                accepted=layer["accepted"],
+                passed=bool(layer["passed"]),
+                drafters=_by_drafter(layer, drafters),
+            )
+            for number, layer in enumerate(layers, 1)
+            if layer["reached"]
+        ]
         stats.step_log.append(
             StepStats(
                 id=job.request.id,

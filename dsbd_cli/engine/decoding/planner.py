@@ -176,7 +176,8 @@ class AdaptivePlanner(Planner):
     def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
         """The shape of the most expected steps per second, or one to be timed."""
         rows, life = len(requests), self._lives.now()
-        fitting = [shape for shape in self._shapes if self._fits(shape, rows)]
+        all_fit = self._room == math.inf
+        fitting = self._shapes if all_fit else [shape for shape in self._shapes if self._fits(shape, rows)]
         seconds = dict(zip(fitting, self._seconds(fitting, rows), strict=True))
         _, per_node = self._draft.fit()
         late = rows * reading.lag * per_node
@@ -252,12 +253,13 @@ class AdaptivePlanner(Planner):
 
     def _seconds(self, shapes: Sequence[Shape], rows: int) -> list[float]:
         """Expected time of an iteration, without what the draft has to catch up on."""
-        found = []
+        found, beams = [], self._beams
         (rest, per_node), (call, per_draft) = self._rest.fit(), self._draft.fit()
-        for shape in shapes:
-            taken = max(0.0, rest + rows * per_node * shape.nodes(self._beams))
-            if shape.depth:
-                taken += shape.depth * max(0.0, call + rows * per_draft * self._per_call(shape))
+        per_node, per_draft = rows * per_node, rows * per_draft
+        for depth, drafts in shapes:
+            taken = max(0.0, rest + per_node * (beams + depth * drafts))
+            if depth:
+                taken += depth * max(0.0, call + per_draft * ((beams + (depth - 1) * drafts) / depth))
             found.append(max(taken, 1e-9))
         return found
 

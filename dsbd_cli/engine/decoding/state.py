@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from dsbd_cli.engine.core.slots import SlotTable
 from dsbd_cli.engine.decoding.trace import TokenTrace
 from dsbd_cli.engine.drafting.text import Prompts
 
-__all__ = ["BatchState", "Limits"]
+__all__ = ["BatchState", "Entry", "Limits"]
 
 SMALLEST = 1e-30  # a top_p that the best entry alone reaches
 
@@ -29,6 +29,18 @@ class Limits:
     max_new: Tensor
     length_penalty: Tensor
     early: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A request that begins. prompt: its tokens, all but the last of which are in the caches; stop_state, legal_state:
+    those in which it begins."""
+
+    prompt: Sequence[int]
+    seed: int
+    sampling: SamplingConfig
+    stop_state: int
+    legal_state: int = FREE
 
 
 @dataclass(slots=True)
@@ -92,52 +104,61 @@ class BatchState:
         """R."""
         return len(self.sampling)
 
-    def admit(
-        self,
-        row: int,
-        prompt: Sequence[int],
-        seed: int,
-        stop_state: int,
-        sampling: SamplingConfig,
-        legal_state: int = FREE,
-    ) -> None:
-        """Put a request whose prompt (but its last token) is in the caches into a free row: one live beam of weight
-        0. stop_state, legal_state: those in which it begins."""
-        beams, table, known = self.beams, self.table, len(prompt) - 1
-        device = self.active.device
-        key = seed_key(torch.tensor(seed, dtype=torch.int64)).to(device)
+    def admit(self, entries: Mapping[int, Entry]) -> None:
+        """Put requests into free rows, by row: one live beam of weight 0 each."""
+        beams, table, warp, device = self.beams, self.table, self.warp, self.active.device
+        at, new = torch.tensor(list(entries), device=device), list(entries.values())
+
+        def numbers(values: Iterable[float], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(list(values), dtype=dtype, device=device)
+
+        real, sampling = torch.float32, [entry.sampling for entry in new]
+        key = seed_key(torch.tensor([entry.seed for entry in new], dtype=torch.int64)).to(device)
+        known = numbers(len(entry.prompt) - 1 for entry in new)
         for tensor in (beams.valid, beams.weight, beams.logprob, beams.ancestors, beams.length):
-            tensor[row] = 0
-        beams.valid[row, 0] = True
-        beams.token[row], beams.path[row], beams.stop_state[row] = prompt[-1], key, stop_state
-        beams.legal_state[row], self.legal_starts[row] = legal_state, legal_state
-        beams.depth[row] = known
-        table.used[row] = table.trunk[row] = table.drafted[row] = known
-        table.positions[row] = torch.arange(table.positions.shape[1], device=device)
-        table.tokens[row, :known] = torch.tensor(prompt[:-1], dtype=torch.int64, device=device)
-        self.finished.score[row] = NEVER
-        self.active[row], self.row_key[row], self.iteration[row] = True, key, 0
-        self.limits.max_new[row] = sampling.max_new_tokens
-        self.limits.length_penalty[row] = sampling.length_penalty
-        self.limits.early[row] = sampling.early_stopping
-        cold, warp = sampling.temperature == 0, self.warp
-        warp.cold[row], warp.temperature[row], warp.top_k[row] = cold, sampling.temperature or 1.0, sampling.top_k
+            tensor[at] = 0
+        beams.valid[at, 0] = True
+        for tensor, value in (
+            (beams.token, numbers(entry.prompt[-1] for entry in new)),
+            (beams.path, key),
+            (beams.stop_state, numbers(entry.stop_state for entry in new)),
+            (beams.legal_state, numbers(entry.legal_state for entry in new)),
+        ):
+            tensor[at] = value.unsqueeze(1)
+        beams.depth[at] = table.used[at] = table.trunk[at] = table.drafted[at] = known
+        table.positions[at] = torch.arange(table.positions.shape[1], device=device)
+        longest = max(len(entry.prompt) for entry in new) - 1
+        held = [[*entry.prompt[:-1], *[0] * (longest + 1 - len(entry.prompt))] for entry in new]
+        table.tokens[at, :longest] = torch.tensor(held, dtype=torch.int64, device=device)
+        self.finished.score[at] = NEVER
+        self.active[at], self.row_key[at], self.iteration[at] = True, key, 0
+        self.limits.max_new[at] = numbers(item.max_new_tokens for item in sampling)
+        self.limits.length_penalty[at] = numbers((item.length_penalty for item in sampling), real)
+        self.limits.early[at] = numbers((item.early_stopping for item in sampling), torch.bool)
+        warp.cold[at] = numbers((item.temperature == 0 for item in sampling), torch.bool)
+        warp.temperature[at] = numbers((item.temperature or 1.0 for item in sampling), real)
+        warp.top_k[at] = numbers(item.top_k for item in sampling)
         # in the limit all mass is on the best entry, which is all that top-p and min-p leave
-        warp.top_p[row] = SMALLEST if cold and sampling.top_p < 1 else sampling.top_p
-        warp.min_p[row] = 1.0 if cold and sampling.min_p > 0 else sampling.min_p
-        self.sampling[row] = sampling
-        if sampling.token_logprobs:
+        cold = [(item, item.temperature == 0) for item in sampling]
+        warp.top_p[at] = numbers((SMALLEST if no and item.top_p < 1 else item.top_p for item, no in cold), real)
+        warp.min_p[at] = numbers((1.0 if no and item.min_p > 0 else item.min_p for item, no in cold), real)
+        for row, entry in entries.items():
+            self.sampling[row], self.legal_starts[row] = entry.sampling, entry.legal_state
+            if self.prompts is not None:
+                self.prompts.put(row, entry.prompt)
+        if any(item.token_logprobs for item in sampling):
             self.trace = self.trace or TokenTrace.empty(beams, self.finished)
-            self.trace.fit(beams.history.shape[2], sampling.top_logprobs)
-        if self.prompts is not None:
-            self.prompts.put(row, prompt)
+            tops = max(item.top_logprobs for item in sampling if item.token_logprobs)
+            self.trace.fit(beams.history.shape[2], tops)
         self._refresh()
 
-    def release(self, row: int) -> None:
-        """Free a row."""
-        self.active[row] = False
-        self.beams.valid[row] = False
-        self.sampling[row] = self.legal_starts[row] = None
+    def release(self, rows: Sequence[int]) -> None:
+        """Free rows."""
+        at = torch.tensor(rows, device=self.active.device)
+        self.active[at] = False
+        self.beams.valid[at] = False
+        for row in rows:
+            self.sampling[row] = self.legal_starts[row] = None
         if not any(item is not None and item.token_logprobs for item in self.sampling):
             self.trace = None
         self._refresh()

@@ -255,8 +255,11 @@ class Stepper:
 
     def _target(self, state: BatchState, plan: Plan, forest: Forest, context: DraftContext) -> Tensor:
         """Target logits of all nodes: [R, N, V]."""
+        prompt = None
+        if plan.settled is not None and self.caches.target.device.type != "cpu":
+            prompt = state.beams.depth - state.beams.length  # without its last token, which is the root
         if context.sheet is not None:
-            batch = replace(context.sheet.input(0, plan.nodes), settled=plan.settled, tail=plan.tail)
+            batch = replace(context.sheet.input(0, plan.nodes), settled=plan.settled, tail=plan.tail, prompt=prompt)
             logits = run(self.caches.target, batch, state.table.used.device)
             assert logits is not None
             return logits
@@ -270,6 +273,7 @@ class Stepper:
             slot_positions=table.positions[:, : context.slots],
             settled=plan.settled,
             tail=plan.tail,
+            prompt=prompt,
         )
         logits = run(self.caches.target, batch, table.used.device)
         assert logits is not None

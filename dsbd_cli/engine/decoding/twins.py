@@ -21,7 +21,7 @@ from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
 from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.planner import Shape
-from dsbd_cli.engine.decoding.state import BatchState
+from dsbd_cli.engine.decoding.state import BatchState, Entry
 from dsbd_cli.engine.decoding.step import Plan, Stepper
 from dsbd_cli.engine.decoding.timing import PhaseTimer
 from dsbd_cli.engine.drafting.base import Endings
@@ -94,8 +94,8 @@ class Iteration:
 
         slots = TRUNK + TAIL + nodes + 2
         state = BatchState.empty(method, rows, slots, window, HISTORY, torch.device("cpu"))
-        for row in range(rows - 1):  # one row is free
-            state.admit(row, list(range(3, 4 + TRUNK)), row, 1, sampling)
+        # one row is free
+        state.admit({row: Entry(range(3, 4 + TRUNK), row, sampling, stop_state=1) for row in range(rows - 1)})
         beams, finished = state.beams, state.finished
         beams.token, beams.path = below(VOCABULARY, rows, width), below(1 << 60, rows, width)
         beams.valid = (torch.rand(rows, width, generator=generator) < 0.8) & state.active.unsqueeze(1)
@@ -159,12 +159,18 @@ class Iteration:
             for layer in layers
         ]
         rows = [list(row.values()) for row in report.rows]
+        traced: list[Tensor] = []
+        if state.trace is not None:
+            for marks, there in ((state.trace.live, written), (state.trace.done, ended)):
+                traced += [marks.logprob.masked_fill(~there, 0), marks.beam * there]
+                traced += [marks.top * there.unsqueeze(3), marks.top_logprob.masked_fill(~there.unsqueeze(3), 0)]
         return (
             *(beams.valid, *(torch.where(beams.valid, value, 0) for value in own)),
             *(beams.ancestors, beams.history * written, beams.length, beams.depth, state.iteration),
             *(finished.score.masked_fill(~told, 0), finished.logprob.masked_fill(~told, 0), finished.length * told),
             *(finished.by_length & told, finished.tokens * ended, table.used, table.trunk, table.drafted),
             *(table.tokens * slot, table.positions * slot, torch.tensor(rows), torch.tensor(reached)),
+            *traced,
         )
 
 

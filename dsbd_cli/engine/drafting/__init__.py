@@ -13,18 +13,7 @@ from dsbd_cli.engine.drafting.paths import PathDrafter
 from dsbd_cli.errors import UsageError
 from dsbd_cli.variants import DRAFTERS, FUSION_TOP_K
 
-__all__ = [
-    "AnyDraft",
-    "BeamDrafter",
-    "BridgeDrafter",
-    "BridgedDraft",
-    "DraftContext",
-    "Drafter",
-    "DrafterInputs",
-    "Endings",
-    "NoDrafter",
-    "make_drafter",
-]
+__all__ = ["AnyDraft", "BridgeDrafter", "BridgedDraft", "DraftContext", "DrafterInputs", "Endings", "make_drafter"]
 
 
 def make_drafter(of: DrafterInputs) -> Drafter:

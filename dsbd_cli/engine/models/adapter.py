@@ -95,6 +95,7 @@ class TransformersForest:
         self.told: tuple[str, ...] = ()  # what the user should know of how it runs
         self.fused: Mapping[str, int] = {}  # modules that run as kernels, by kind: see fused.py
         self.tested: SelfTestReport | None = None  # what the check at load has measured
+        self.attention: Callable[..., Tensor] | None = None  # the kernel of forwards that are to be invariant
         self.quantized: str | None = None  # what its linear layers were made at load
         self._load_stock = stock
         self._stock: Any = None
@@ -292,7 +293,16 @@ class TransformersForest:
 
     def _sees(self, batch: ForestInput) -> Sight | None:
         """What the layers of the forward that begins may split their keys by; kept for by_parts."""
-        self._sight = None if batch.settled is None else Sight(batch.settled, batch.tail)
+        self._sight = (
+            None
+            if batch.settled is None
+            else Sight(
+                batch.settled,
+                batch.tail,
+                kernel=self.attention,
+                prompt=None if self.attention is None else batch.prompt,
+            )
+        )
         return self._sight
 
     def _inputs(self, batch: ForestInput) -> Tensor:

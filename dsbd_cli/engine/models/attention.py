@@ -39,6 +39,8 @@ QUERY_STEP = 4  # queries too: a rest of fewer than four rows takes another kern
 LEAST_TAIL = 16  # slots: products of fewer than twelve columns take another kernel
 LEAST_DIM = 32  # smaller heads take other kernels
 LOG2_E = math.log2(math.e)
+Kernel = Callable[..., Tensor]
+"""kernels.attention.attention, or its twin."""
 # exp2 of anything is equally fast, exp of what gives zero or a subnormal number is not
 MASKED = torch.finfo(torch.float32).min
 
@@ -51,9 +53,19 @@ class Sight:
     `used` counts the attentions that went by it, and by the one across: a model with functions of its own does not.
     """
 
-    def __init__(self, settled: tuple[int, ...], tail: int, *, masked: bool = False) -> None:
+    def __init__(
+        self,
+        settled: tuple[int, ...],
+        tail: int,
+        *,
+        masked: bool = False,
+        kernel: Kernel | None = None,
+        prompt: Tensor | None = None,
+    ) -> None:
         """masked: all slots are settled, rounded up, and those past a row's own number are masked. Else the number is
-        rounded down, and the tail begins with the rest."""
+        rounded down, and the tail begins with the rest. kernel: serves layers that it fits; prompt [R]: so many leading
+        slots of a row it takes as settled."""
+        self.kernel, self.prompt = (None, None) if prompt is None else (kernel, prompt)
         if masked:
             self.settled = tuple(-(-count // SETTLED_STEP) * SETTLED_STEP for count in settled)
         else:
@@ -77,7 +89,7 @@ class Sight:
         key = self._key(additive)
         self._seen[key] = additive, seen
         self._heads[key] = None if whole else additive
-        if not self.width:
+        if not self.width or self.kernel is not None:
             return
         width = max(LEAST_TAIL, min(self.width, slots - min(self.settled)))  # a source may be all settled
         if self._at is None:
@@ -109,6 +121,15 @@ class Sight:
     def knows(self, mask: Tensor | None) -> bool:
         """The mask was given to `add`; a model may make one of its own."""
         return mask is not None and self._key(mask) in self._seen
+
+    def served(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor | None:
+        """What the kernel gives; None where there is none for this kind of layer."""
+        from dsbd_cli.kernels.attention import attention_fits
+
+        if self._heads[self._key(mask)] is not None or not attention_fits(query, key, value):
+            return None
+        assert self.kernel is not None
+        return self.kernel(query, key, value, self._seen[self._key(mask)][1], self.prompt, scale)
 
     def tail(self, mask: Tensor) -> Tensor:
         """[R, 1, 1, n, T] float32, to be added to the scores of the tail."""
@@ -191,9 +212,13 @@ def grouped_attention(
         sight.used += 1
         if part is sight.across:
             bias = None  # T5 gives zeros here: a source has no distance to an answer
-        if softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None:
+        found = None
+        if part.kernel is not None and softcap is None and s_aux is None and bias is None:
+            found = part.served(query, key, value, mask, scale)
+        odd = softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None
+        if found is None and (odd or part.kernel is not None):
             part = part.all_tail()
-        out = _by_parts(part, query, key, value, mask, scale, softcap, s_aux, bias)
+        out = _by_parts(part, query, key, value, mask, scale, softcap, s_aux, bias) if found is None else found
     elif softcap is not None or s_aux is not None:
         out = _written_out(query, key, value, attention_mask, scale, softcap, s_aux)
     else:

@@ -35,15 +35,25 @@ class LayerKernels:
     norm: Callable[..., tuple[Tensor, Tensor]] | None
     gated: Callable[..., Tensor] | None
     rotate: Callable[..., Tensor] | None
+    linear: Callable[..., Tensor] | None = None
+
+    @property
+    def product(self) -> Callable[..., Tensor]:
+        """x W^T + b."""
+        return self.linear or nn.functional.linear
 
 
 def layer_kernels(without: Collection[str] = ()) -> LayerKernels:
     """The kernels but those named. Imports triton."""
-    from dsbd_cli.kernels import layers
+    from dsbd_cli.kernels import layers, products
 
-    return LayerKernels(
-        **{name: None if name in without else getattr(layers, name) for name in LayerKernels.__dataclass_fields__}
-    )
+    found: dict[str, Any] = {
+        "norm": layers.norm,
+        "gated": layers.gated,
+        "rotate": layers.rotate,
+        "linear": products.linear,
+    }
+    return LayerKernels(**{name: None if name in without else kernel for name, kernel in found.items()})
 
 
 @dataclass(slots=True)
@@ -83,6 +93,7 @@ def fuse(model: Any, kernels: LayerKernels) -> Fused:
         _gated(model, kernels, fused)
         _attentions(model, kernels, fused)
         _layers(model, kernels, fused, norms)
+        _products(model, kernels, fused)
         after = model(input_ids=tokens, use_cache=False).logits.float()
         if (after - before).square().mean().sqrt() <= LIMITS[model.dtype] * before.std():
             return fused
@@ -108,6 +119,28 @@ def _noise(module: nn.Module, *shape: int) -> Tensor:
 
 def _plain_linear(module: object) -> bool:
     return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+
+
+# Products
+
+
+def _products(model: nn.Module, kernels: LayerKernels, fused: Fused) -> None:
+    """Replace the plain products, the head's too. Those that were merged call the kernel by themselves."""
+    from dsbd_cli.kernels.products import linear_fits
+
+    if kernels.linear is None:
+        return
+    for module in model.modules():
+        linear: Any = module
+        if _plain_linear(module) and linear_fits(linear.weight, linear.bias):
+            fused._replace("linear", module, _product_forward(kernels.linear, linear))
+
+
+def _product_forward(kernel: Callable[..., Tensor], module: Any) -> Callable[[Tensor], Tensor]:
+    def forward(input: Tensor) -> Tensor:
+        return kernel(input, module.weight, module.bias)
+
+    return forward
 
 
 # Norms
@@ -180,17 +213,27 @@ def _gated(model: nn.Module, kernels: LayerKernels, fused: Fused) -> None:
             wanted = module(x)
             ours = down(nn.functional.silu(gate(x)) * up(x))
             if isinstance(wanted, Tensor) and _close(ours, wanted):
-                fused._replace("gated", module, _gated_forward(kernels.gated, *_merged((gate, up)), down))
+                fused._replace("gated", module, _gated_forward(kernels, *_merged((gate, up)), down))
 
 
 def _gated_forward(
-    kernel: Callable[..., Tensor], weight: Tensor, bias: Tensor | None, down: nn.Module
+    kernels: LayerKernels, weight: Tensor, bias: Tensor | None, down: nn.Module
 ) -> Callable[[Tensor], Tensor]:
+    kernel, product = kernels.gated, _product_of(kernels, weight, bias)
+    assert kernel is not None
+
     def forward(x: Tensor) -> Tensor:
-        result: Tensor = down(kernel(nn.functional.linear(x, weight, bias)))
+        result: Tensor = down(kernel(product(x, weight, bias)))
         return result
 
     return forward
+
+
+def _product_of(kernels: LayerKernels, weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
+    """What multiplies by a merged weight."""
+    from dsbd_cli.kernels.products import linear_fits
+
+    return kernels.product if linear_fits(weight, bias) else nn.functional.linear
 
 
 def _merged(linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
@@ -257,7 +300,7 @@ def _attentions(model: nn.Module, kernels: LayerKernels, fused: Fused) -> None:
             continue
         more = _asked(module, linears, parts["o_proj"])
         if more is not None:
-            fused._replace("rotate", module, _attention_forward(kernels.rotate, module, *_merged(linears), more))
+            fused._replace("rotate", module, _attention_forward(kernels, module, *_merged(linears), more))
 
 
 def _asked(module: Any, linears: tuple[Any, ...], out: nn.Module) -> dict[str, object] | None:
@@ -291,7 +334,7 @@ def _asked(module: Any, linears: tuple[Any, ...], out: nn.Module) -> dict[str, o
 
 
 def _attention_forward(
-    kernel: Callable[..., Tensor], module: Any, weight: Tensor, bias: Tensor | None, more: dict[str, object]
+    kernels: LayerKernels, module: Any, weight: Tensor, bias: Tensor | None, more: dict[str, object]
 ) -> Callable[..., Any]:
     """The module's forward over a packed forest; anything else goes the stock way."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -299,6 +342,8 @@ def _attention_forward(
     from dsbd_cli.kernels.layers import rotate_fits
 
     stock, out = module.forward, module.o_proj
+    kernel, product = kernels.rotate, _product_of(kernels, weight, bias)
+    assert kernel is not None
 
     def forward(
         hidden_states: Tensor,
@@ -320,7 +365,7 @@ def _attention_forward(
             )
         keys, values, slots = planes
         cos, sin = position_embeddings
-        both = nn.functional.linear(hidden_states, weight, bias)
+        both = product(hidden_states, weight, bias)
         assert rotate_fits(both, cos, keys, values), "one dtype for weights, angles and cache"
         query = kernel(both, cos, sin, slots, keys, values)
         assert isinstance(past_key_values, ForestCache)

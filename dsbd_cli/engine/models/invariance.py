@@ -187,6 +187,7 @@ def _answer(
             mask=join(mine, other),
             slot_positions=slot_positions,
             settled=settled if by_parts else None,
+            prompt=lengths if by_parts else None,
             tail=company.slots,
         ).to(model.device)
     )

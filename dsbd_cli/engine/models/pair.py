@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.core.protocols import ForestModel
@@ -135,15 +136,17 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
     digest = encoder_digest(model) if paired else None
     try:
         fused = Fused()
+        # a draft only proposes: what it computes cannot reach the text
+        wanted = spec.role == "target" and spec.numerics == "invariant"
         if ranks is not None:
             forest: TransformersForest = ShardedForestModel(model, spec.source, ranks)
         else:
             packed = spec.quantize is not None or pack(model) > 0
-            fused = Fused() if paired else _fused(model, spec)
+            fused = Fused() if paired else _fused(model, spec, exact=wanted)
             kind = Seq2SeqForestModel if paired else CausalForestModel
             forest = kind(model, spec.source, stock=(lambda: load(spec)[0]) if packed or fused.counts else None)
-        # a draft only proposes: what it computes cannot reach the text
-        wanted = spec.role == "target" and spec.numerics == "invariant"
+        if "linear" in fused.counts:
+            forest.attention = _attention(forest)
         forest.keep_states_in(torch.float64 if wanted else torch.float32)
         forest.tested, forest.fused = _tested(forest, fused), fused.counts
         if fused.undone:
@@ -151,6 +154,10 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
         if spec.quantize is not None:  # after the test, whose limits are those of the checkpoint's own rounding
             _quantize(forest, spec)
         forest.varies = variance(forest) if wanted else "nobody asked for the work that it takes"
+        if forest.varies is not None and "linear" in fused.counts:  # its work would be for nothing
+            fused.undo()
+            fused, forest.attention = _fused(model, spec, exact=False), None
+            forest.tested, forest.fused = _tested(forest, fused), fused.counts
         forest.invariant = forest.varies is None
         if not forest.invariant:
             forest.keep_states_in(torch.float32)
@@ -168,12 +175,20 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
     return forest, HFCodec(tokenizer, ends)
 
 
-def _fused(model: Any, spec: ModelSpec) -> Fused:
-    """The kernels of layers put to work, where the model lies whole on one GPU."""
+def _fused(model: Any, spec: ModelSpec, *, exact: bool) -> Fused:
+    """The kernels of layers put to work, where the model lies whole on one GPU. exact: those whose rows do not depend
+    on each other take the place of the library's products."""
     devices = {parameter.device for parameter in model.parameters()}
     if not spec.kernels or not available() or len(devices) != 1 or (device := devices.pop()).type != "cuda":
         return Fused()
-    return fuse(model, layer_kernels(faults(device)))
+    return fuse(model, layer_kernels({*faults(device), *(() if exact else ("linear",))}))
+
+
+def _attention(forest: TransformersForest) -> Callable[..., Tensor] | None:
+    """The kernel of attention, where it does what it should."""
+    from dsbd_cli.kernels.attention import attention
+
+    return None if "attention" in faults(forest.device) else attention
 
 
 def _tested(forest: TransformersForest, fused: Fused) -> SelfTestReport:

@@ -30,6 +30,7 @@ __all__ = [
     "new_student",
     "publish_student",
     "read_moments",
+    "recover",
     "remove",
     "save_student",
     "stored_dtype",
@@ -109,8 +110,8 @@ def save_student(
 ) -> None:
     """Write the student with its target's tokenizer, as transformers reads it. What is in `folder` is replaced by a
     whole folder or stays. moments: tensors of the optimizer, to go on from. Raises OutputError."""
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    before = folder.with_name(f".{folder.name}.before")
+    recover(folder)
+    unfinished, before = folder.with_name(f".{folder.name}.unfinished"), _before(folder)
     try:
         for path in (unfinished, before):
             shutil.rmtree(path, ignore_errors=True)
@@ -139,6 +140,20 @@ def publish_student(student: nn.Module, spec: ModelSpec, folder: Path, dtype: st
         whole.rmdir()
     except OSError as error:
         raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+def recover(folder: Path) -> None:
+    """Take back what `folder` held where `save_student` was killed between its two renames. Raises OutputError."""
+    try:
+        if not folder.exists() and _before(folder).exists():
+            _before(folder).replace(folder)
+    except OSError as error:
+        raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+def _before(folder: Path) -> Path:
+    """Where `folder` stands while another one takes its place."""
+    return folder.with_name(f".{folder.name}.before")
 
 
 def read_moments(folder: Path) -> dict[str, Tensor]:

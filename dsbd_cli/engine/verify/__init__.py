@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dsbd_cli.config import MethodConfig
-from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule
+from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule
 from dsbd_cli.errors import UsageError
 from dsbd_cli.variants import RULES
 
-__all__ = ["DraftedLayer", "LayerDraws", "LayerView", "Rule", "make_rule"]
+__all__ = ["LayerDraws", "LayerView", "Rule", "make_rule"]
 
 
 def make_rule(method: MethodConfig) -> Rule:

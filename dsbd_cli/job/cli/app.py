@@ -14,6 +14,7 @@ import typer
 from dsbd_cli._version import __version__
 from dsbd_cli.errors import DsbdError, OutputError
 from dsbd_cli.job.cli.bench import bench
+from dsbd_cli.job.cli.declare import Command, Group
 from dsbd_cli.job.cli.distill import distill
 from dsbd_cli.job.cli.doctor import doctor
 from dsbd_cli.job.cli.generate import generate
@@ -21,7 +22,6 @@ from dsbd_cli.job.cli.index import index
 from dsbd_cli.job.cli.merge import merge
 from dsbd_cli.job.cli.messages import error_line, say, set_style, tracebacks_wanted
 from dsbd_cli.job.cli.models import app as models_app
-from dsbd_cli.job.cli.page import Command, Group
 from dsbd_cli.job.cli.pick import pick
 from dsbd_cli.job.cli.profile import profile
 from dsbd_cli.job.cli.signals import StoppedError

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from dsbd_cli.config import MethodConfig
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, option_name
 from dsbd_cli.grammars import Grammar
 from dsbd_cli.job.cli.bench_options import (
     DEFAULT_RECORDS,
@@ -22,6 +22,7 @@ from dsbd_cli.job.cli.bench_options import (
     SweepOptions,
 )
 from dsbd_cli.job.cli.declare import grouped
+from dsbd_cli.job.cli.files import check_report_files
 from dsbd_cli.job.cli.messages import duration, log, say
 from dsbd_cli.job.cli.options import (
     AnswerOptions,
@@ -29,10 +30,8 @@ from dsbd_cli.job.cli.options import (
     DrawOptions,
     MethodOptions,
     PairOptions,
-    RowOptions,
     SamplingOptions,
 )
-from dsbd_cli.job.cli.report_files import check_report_files
 from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.data.resume import write_atomically
@@ -85,7 +84,7 @@ def bench(
     shots = _at_least("--shots", data.shots, 0, least=0)
     chosen = _check_choice(choice, planned, dev_records, shots)
     sampling = _sampling(drawing, planned)
-    settings = run_settings(pair, MethodOptions(), sampling, devices, RowOptions(), answers=answers)
+    settings = run_settings(pair, MethodOptions(), sampling, devices, answers=answers)
     if pair.draft is not None and draft_wanted and not any(one.drafts for one in planned.settings):
         raise UsageError(f"--draft {pair.draft} would do nothing, because no method of --methods drafts: drop it")
     planned = _without_peers(planned, settings.rows.grammar, chosen=sweep.methods is not None)
@@ -126,7 +125,7 @@ def bench(
 def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> SweepPlan:
     """The settings. tuned: a threshold of rule fuzzy is to be chosen, which needs something to be held against."""
     lists = {
-        name: read_values("--" + name.replace("_", "-"), name, text)
+        name: read_values(option_name(name), name, text)
         for name, text in dataclasses.asdict(sweep).items()
         if name not in ("methods", "index") and text is not None
     }
@@ -186,7 +185,7 @@ def _check_choice(choice: ChoiceOptions, planned: SweepPlan, dev_records: int, s
         value = getattr(choice, name)
         if value is None or (several and (dev_records or name == "dev_records")) or (name == "dev_data" and shots):
             continue
-        raise UsageError(f"--{name.replace('_', '-')} {value} would do nothing, because {reason}: drop it")
+        raise UsageError(f"{option_name(name)} {value} would do nothing, because {reason}: drop it")
     return several and dev_records > 0
 
 
@@ -195,7 +194,7 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
     given = {item.name: getattr(drawing, item.name) for item in dataclasses.fields(drawing)}
     idle = [name for name in ("temperature", "top_k", "top_p", "min_p", "seed") if given[name] is not None]
     if idle and not any(one.samples for one in planned.settings):
-        names = ", ".join("--" + name.replace("_", "-") for name in idle)
+        names = ", ".join(option_name(name) for name in idle)
         raise UsageError(f"{names} would do nothing, because no method of --methods samples: drop it")
     hot = [one.name for one in planned.settings if one.samples and not _takes_cold(one)]
     if drawing.temperature == 0 and hot:
@@ -238,7 +237,7 @@ def _datasets(data: DataOptions, choice: ChoiceOptions, shots: int, *, chosen: b
             continue
         for name in ("dev_records", "dev_data", "fuzzy_tolerance"):
             if (value := getattr(choice, name)) is not None:
-                given = f"--{name.replace('_', '-')} {value}"
+                given = f"{option_name(name)} {value}"
                 raise UsageError(f"{given} would do nothing, because answers of {dataset.name} are not scored: drop it")
         found.append(dataset)
         notes.append(f"{dataset.name}: answers are not scored, so no fuzzy threshold is chosen on dev records")

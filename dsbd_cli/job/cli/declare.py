@@ -6,31 +6,71 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable, Sequence
+from typing import Annotated, TypeVar
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, option_name
 from dsbd_cli.job.cli.layers import Values, settle
 from dsbd_cli.variants import typed_names
 
-__all__ = ["flag", "grouped", "help_texts", "option", "switch"]
+__all__ = ["Command", "Group", "flag", "grouped", "help_texts", "option", "switch"]
+
+T = TypeVar("T")
 
 
-def option(panel: str, *names: str, text: str, metavar: str | None = None, default: object = None) -> object:
-    """A declaration; `default` is only shown, because the library fills it in."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Declared:
+    """What the page of --help says of an option beside its name, which is the field's.
+
+    Attributes:
+        short: another name, as `-i`.
+        negative: a --no- form takes it back.
+    """
+
+    panel: str
+    help: str
+    short: tuple[str, ...]
+    metavar: str | None
+    negative: bool = False
+
+    def parameter(self, name: str, kind: object) -> inspect.Parameter:
+        """As typer reads it. kind: the type of the field."""
+        long = option_name(name)
+        declared = typer.Option(
+            f"{long}/--no-{long.removeprefix('--')}" if self.negative else long,
+            *self.short,
+            help=self.help,
+            rich_help_panel=self.panel,
+            show_default=False,
+            metavar=self.metavar,
+            parser=next((_number(number) for number in (int, float) if number in typing.get_args(kind)), None),
+        )
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, declared]
+        )
+
+
+def _field(declared: _Declared) -> T:  # type: ignore[type-var] # of the type that is written beside it
+    return typing.cast("T", dataclasses.field(default=None, metadata={"declared": declared}))
+
+
+def option(panel: str, text: str, *short: str, default: object = None, metavar: str | None = None) -> T:  # type: ignore[type-var]
+    """A field of a group, and the option of its name. It is None where nobody gives it; `default` is only shown,
+    because the library fills it in."""
     shown = text if default is None else f"{text} (default: {default})"
-    return typer.Option(*names, help=shown, rich_help_panel=panel, show_default=False, metavar=metavar)
+    return _field(_Declared(panel, shown, short, metavar))
 
 
-def flag(panel: str, name: str, *short: str, text: str) -> object:
+def flag(panel: str, text: str, *short: str) -> T:  # type: ignore[type-var]
     """A switch; its --no- form takes back what a job file or the environment has switched on."""
-    names = "/".join((name, "--no-" + name.removeprefix("--")))
-    return typer.Option(names, *short, help=text, rich_help_panel=panel, show_default=False, metavar="")
+    return _field(_Declared(panel, text, short, "", negative=True))
 
 
-def switch(panel: str, name: str, text: str) -> object:
+def switch(panel: str, text: str) -> T:  # type: ignore[type-var]
     """A switch that stands for a single use, so that nothing needs to take it back."""
-    return typer.Option(name, help=text, rich_help_panel=panel, show_default=False, metavar="")
+    return _field(_Declared(panel, text, (), ""))
 
 
 def _number(kind: type) -> Callable[[str], object]:
@@ -45,15 +85,6 @@ def _number(kind: type) -> Callable[[str], object]:
     return read
 
 
-def _with_reader(hint: object) -> object:
-    """The declaration of one option; of a number also how it is read."""
-    declared = typing.get_args(hint)
-    for kind in (int, float):
-        if declared and kind in typing.get_args(declared[0]):
-            declared[1].parser = _number(kind)
-    return hint
-
-
 def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) -> Callable[..., None]:
     """Make `f(files: FileOptions, pair: PairOptions, ..., arguments)` a command whose options are the groups' fields.
 
@@ -64,11 +95,9 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
     every = typing.get_type_hints(function)
     hints = {name: kind for name, kind in every.items() if name not in ("return", "arguments")}
     parameters = [
-        inspect.Parameter(
-            item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=_with_reader(types[item.name])
-        )
+        item.metadata["declared"].parameter(item.name, types[item.name])
         for kind in hints.values()
-        for types in [typing.get_type_hints(kind, include_extras=True)]
+        for types in [typing.get_type_hints(kind)]
         for item in dataclasses.fields(kind)
     ]
 
@@ -89,12 +118,11 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
 
 def help_texts(groups: Sequence[object]) -> dict[str, tuple[str, str]]:
     """Panel and help of every option of the groups."""
-    found = {}
-    for group in groups:
-        for name, hint in typing.get_type_hints(type(group), include_extras=True).items():
-            declared = hint.__metadata__[0]
-            found[name] = (declared.rich_help_panel, declared.help)
-    return found
+    return {
+        item.name: (item.metadata["declared"].panel, item.metadata["declared"].help)
+        for group in groups
+        for item in dataclasses.fields(group)  # type: ignore[arg-type]
+    }
 
 
 def _groups(hints: dict[str, type], values: Values) -> dict[str, object]:
@@ -106,3 +134,33 @@ def _groups(hints: dict[str, type], values: Values) -> dict[str, object]:
 
 def _arguments(ctx: typer.Context) -> Sequence[str]:
     return ctx.obj if isinstance(ctx.obj, list | tuple) else ()
+
+
+class _Plain:
+    """Parameters as a page shows them: a switch takes no value, and its --no- form is told once, not in a column."""
+
+    def get_params(self, ctx: typer.Context) -> list[object]:
+        params: list[object] = super().get_params(ctx)  # type: ignore[misc]
+        for one in params:
+            if getattr(one, "is_flag", False):
+                one.metavar = ""  # type: ignore[attr-defined]
+        return params
+
+    def format_help(self, ctx: typer.Context, formatter: object) -> None:
+        params = self.get_params(ctx)
+        negative = [getattr(one, "secondary_opts", []) for one in params]
+        for one in params:
+            one.secondary_opts = []  # type: ignore[attr-defined]
+        try:
+            super().format_help(ctx, formatter)  # type: ignore[misc]
+        finally:
+            for one, names in zip(params, negative, strict=True):
+                one.secondary_opts = names  # type: ignore[attr-defined]
+
+
+class Command(_Plain, TyperCommand):  # type: ignore[misc]
+    """A command with such a page."""
+
+
+class Group(_Plain, TyperGroup):  # type: ignore[misc]
+    """A group of commands with such a page."""

@@ -6,15 +6,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from dsbd_cli.config import BUILTIN_TARGET, DEFAULT_DEPTH, DTYPES, MethodConfig, ModelSpec, SamplingConfig
-from dsbd_cli.errors import DsbdError, UsageError
+from dsbd_cli.errors import DsbdError, UsageError, option_name
 from dsbd_cli.job.cli.declare import flag, grouped, option
-from dsbd_cli.job.cli.messages import duration, log, say, warn, whole
+from dsbd_cli.job.cli.files import read_prompts
+from dsbd_cli.job.cli.messages import duration, log, say, status_line, warn, whole
 from dsbd_cli.job.cli.options import (
     MAIN,
     Decode,
@@ -22,15 +23,12 @@ from dsbd_cli.job.cli.options import (
     DtypeName,
     MethodOptions,
     PairOptions,
-    RowOptions,
     SamplingOptions,
 )
 from dsbd_cli.job.cli.progress import LOG_INTERVAL_S
-from dsbd_cli.job.cli.settings import RunSettings, model_specs, places, run_settings, spreads
+from dsbd_cli.job.cli.settings import RunSettings, model_specs, places, run_settings
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.trim import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out
-from dsbd_cli.job.data.compression import open_input
-from dsbd_cli.job.data.source import LineSource
 from dsbd_cli.lab.distillation.record import BATCH, RECORD, Acceptance, Milestone, Plan, Record, Speed, read_record
 from dsbd_cli.requests import Request
 
@@ -57,117 +55,65 @@ SPEED_S = 60.0  # for a prediction, before and after
 class DistillOptions:
     """What is distilled into what, from which prompts, and how long."""
 
-    target: Annotated[
-        str | None,
-        option(MAIN, "--target", text="alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL"),
-    ] = None
-    input: Annotated[
-        Path | None,
-        option(
-            MAIN,
-            "--input",
-            "-i",
-            text=f"prompts as generate reads them (required); every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is "
-            "held out to measure acceptance on",
-            metavar="FILE",
-        ),
-    ] = None
-    output: Annotated[
-        Path | None,
-        option(
-            MAIN,
-            "--output",
-            "-o",
-            text="folder of the draft (required); where a run was stopped, the same command goes on",
-            metavar="FOLDER",
-        ),
-    ] = None
-    layers: Annotated[
-        int | None,
-        option(
-            DISTILL,
-            "--layers",
-            text="layers of the draft: the target's own first ones",
-            default="a quarter of the target's; with --hidden-size 2",
-            metavar="N",
-        ),
-    ] = None
-    hidden_size: Annotated[
-        int | None,
-        option(
-            DISTILL,
-            "--hidden-size",
-            text="train a new Llama of this hidden size with the target's tokenizer instead",
-            metavar="H",
-        ),
-    ] = None
-    steps: Annotated[
-        int | None, option(DISTILL, "--steps", text=f"of training, {BATCH} answers each", default=STEPS, metavar="N")
-    ] = None
-    learning_rate: Annotated[
-        float | None,
-        option(
-            DISTILL,
-            "--learning-rate",
-            text="the highest; it rises first, and falls to 0 in the second half",
-            default=f"{CUT_RATE:g}, with --hidden-size {NEW_RATE:g}",
-            metavar="X",
-        ),
-    ] = None
-    decode: Annotated[
-        Decode | None,
-        option(
-            MAIN,
-            "--decode",
-            text="how the target answers, and how acceptance is measured; search: beam search; sample: beam sampling",
-            default="sample",
-            metavar="HOW",
-        ),
-    ] = None
-    num_beams: Annotated[
-        int | None,
-        option(
-            MAIN,
-            "--num-beams",
-            text="W, live beams at most; all W answers to a prompt are learnt",
-            default=MethodConfig().num_beams,
-            metavar="W",
-        ),
-    ] = None
-    max_new_tokens: Annotated[
-        int | None,
-        option(
-            MAIN,
-            "--max-new-tokens",
-            text="tokens of an answer at most",
-            default=SamplingConfig().max_new_tokens,
-            metavar="N",
-        ),
-    ] = None
-    seed: Annotated[
-        int | None, option(MAIN, "--seed", text="of answers, batches and new weights", default=0, metavar="N")
-    ] = None
-    dtype: Annotated[
-        DtypeName | None,
-        option(
-            DISTILL,
-            "--dtype",
-            text=f"of the target: {', '.join(DTYPES)}; weights in training are float32",
-            default="auto",
-            metavar="DTYPE",
-        ),
-    ] = None
-    device: Annotated[
-        str | None,
-        option(
-            DISTILL,
-            "--device",
-            text="as of generate; with a comma the target's and the draft's",
-            default="auto",
-            metavar="DEVICE",
-        ),
-    ] = None
-    quiet: Annotated[bool | None, flag(DISTILL, "--quiet", "-q", text="nothing but errors")] = None
+    target: str | None = option(MAIN, "alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL")
+    input: Path | None = option(
+        MAIN,
+        f"prompts as generate reads them (required); every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is "
+        "held out to measure acceptance on",
+        "-i",
+        metavar="FILE",
+    )
+    output: Path | None = option(
+        MAIN,
+        "folder of the draft (required); where a run was stopped, the same command goes on",
+        "-o",
+        metavar="FOLDER",
+    )
+    layers: int | None = option(
+        DISTILL,
+        "layers of the draft: the target's own first ones",
+        default="a quarter of the target's; with --hidden-size 2",
+        metavar="N",
+    )
+    hidden_size: int | None = option(
+        DISTILL, "train a new Llama of this hidden size with the target's tokenizer instead", metavar="H"
+    )
+    steps: int | None = option(DISTILL, f"of training, {BATCH} answers each", default=STEPS, metavar="N")
+    learning_rate: float | None = option(
+        DISTILL,
+        "the highest; it rises first, and falls to 0 in the second half",
+        default=f"{CUT_RATE:g}, with --hidden-size {NEW_RATE:g}",
+        metavar="X",
+    )
+    decode: Decode | None = option(
+        MAIN,
+        "how the target answers, and how acceptance is measured; search: beam search; sample: beam sampling",
+        default="sample",
+        metavar="HOW",
+    )
+    num_beams: int | None = option(
+        MAIN,
+        "W, live beams at most; all W answers to a prompt are learnt",
+        default=MethodConfig().num_beams,
+        metavar="W",
+    )
+    max_new_tokens: int | None = option(
+        MAIN, "tokens of an answer at most", default=SamplingConfig().max_new_tokens, metavar="N"
+    )
+    seed: int | None = option(MAIN, "of answers, batches and new weights", default=0, metavar="N")
+    dtype: DtypeName | None = option(
+        DISTILL, f"of the target: {', '.join(DTYPES)}; weights in training are float32", default="auto", metavar="DTYPE"
+    )
+    device: str | None = option(
+        DISTILL, "as of generate; with a comma the target's and the draft's", default="auto", metavar="DEVICE"
+    )
+    trust_remote_code: bool | None = flag(DISTILL, "run code that a checkpoint brings with it")
+    quiet: bool | None = flag(DISTILL, "nothing but errors", "-q")
+
+    @property
+    def devices(self) -> DeviceOptions:
+        """How the target is loaded."""
+        return DeviceOptions(dtype=self.dtype, device=places(self.device)[0], trust_remote_code=self.trust_remote_code)
 
 
 @grouped
@@ -189,7 +135,9 @@ def distill(options: DistillOptions, arguments: Sequence[str]) -> None:
     if rate is not None and not 0 < rate < 1:
         raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
     settings = _run_settings(options)
-    with StopSignals(quiet=bool(options.quiet)) as signals, _talk(quiet=bool(options.quiet)) as talk:
+    quiet = bool(options.quiet)
+    with StopSignals(quiet=quiet) as signals, status_line("loading the target", quiet=quiet) as live:
+        talk = _Talk(live, quiet=quiet)
         _Distilling(options, settings, options.input, options.output, signals, talk).run()
 
 
@@ -203,8 +151,7 @@ def _run_settings(options: DistillOptions) -> RunSettings:
         SamplingOptions(
             max_new_tokens=options.max_new_tokens, n_best=max(1, beams), seed=None if search else options.seed
         ),
-        DeviceOptions(dtype=options.dtype, device=(places(options.device)[0])),
-        RowOptions(),
+        options.devices,
     )
 
 
@@ -233,18 +180,6 @@ class _Talk:
             warn(message)
 
 
-@contextmanager
-def _talk(*, quiet: bool) -> Iterator[_Talk]:
-    if quiet or sys.stderr is None or not sys.stderr.isatty():
-        yield _Talk(None, quiet=quiet)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    with Console(stderr=True).status("loading the target") as status:
-        yield _Talk(lambda message: status.update(Text(message)), quiet=quiet)
-
-
 class _Distilling:
     """One run of the command."""
 
@@ -259,10 +194,8 @@ class _Distilling:
     ) -> None:
         self._options, self._settings, self._source = options, settings, source
         self._folder, self._signals, self._talk = folder, signals, talk
-        devices = DeviceOptions(dtype=options.dtype, device=places(options.device)[0])
-        self._spec, _ = model_specs(settings, devices)
-        target, own = places(options.device)
-        self._draft_device = own or ("auto" if target is None or spreads(target) else target)
+        self._spec, _ = model_specs(settings, options.devices)
+        self._draft_device = places(options.device)[1]
         self._stopped = False
         self._stop_now: list[Callable[[], None]] = []
 
@@ -288,19 +221,8 @@ class _Distilling:
 
     def _requests(self) -> tuple[list[Request], str]:
         """The prompts and what tells them from others. Raises UsageError with the first bad line."""
-        found: list[Request] = []
-        digest = blake2b(digest_size=16)
-        name = f"--input {self._source}"
-        try:
-            with open_input(self._source) as stream, LineSource(stream, str(self._source)) as source:
-                for number, line in filter(None, source):
-                    row = self._settings.rows.read(line, index=len(found), number=number)
-                    if row.request is None:
-                        raise UsageError(f"{name}: {row.error}")
-                    found.append(row.request)
-                    digest.update(line if isinstance(line, bytes) else b"")
-        except OSError as error:
-            raise UsageError(f"{name} cannot be read: {error.strerror or error}") from None
+        digest, name = blake2b(digest_size=16), f"--input {self._source}"
+        found = read_prompts("--input", self._source, self._settings.rows, seen=digest.update)
         if len(found) < HELD_OUT_EVERY:
             raise UsageError(
                 f"{name} holds {len(found)} prompts, but {HELD_OUT_EVERY} or more are needed: hundreds are better"
@@ -342,7 +264,7 @@ class _Distilling:
             if was != now:
                 said = "holds other prompts" if item.name == "input" else f"was {was} and is {now}"
                 raise UsageError(
-                    f"--{item.name.replace('_', '-')} {said}: go on with what --output {folder} was begun with, or "
+                    f"{option_name(item.name)} {said}: go on with what --output {folder} was begun with, or "
                     "name a new folder"
                 )
         return record
@@ -452,7 +374,7 @@ class _Distilling:
 
     def _training(self, engine: Engine, shape: StudentShape) -> Training:
         """From the checkpoint where there is one."""
-        from dsbd_cli.engine.models.student import load_student, new_student, read_moments
+        from dsbd_cli.engine.models.student import load_student, new_student, read_moments, recover
         from dsbd_cli.lab.distillation.laws import Teacher
         from dsbd_cli.lab.distillation.training import Recipe, Training
 
@@ -460,6 +382,7 @@ class _Distilling:
         plan, folder = self._record.plan, self._folder / CHECKPOINT
         recipe = Recipe(plan.steps, plan.learning_rate, plan.seed, autocast=engine.info.dtype == "bfloat16")
         spec = self._draft_spec(self._settings.target, "float32")
+        recover(folder)
         going_on = (folder / "config.json").is_file()
         student = load_student(folder, spec) if going_on else new_student(spec, shape, recipe.seed)
         training = Training(student, Teacher(engine.target), self._answers, recipe)
@@ -472,7 +395,8 @@ class _Distilling:
         return training
 
     def _draft_spec(self, source: str, dtype: str) -> ModelSpec:
-        return ModelSpec(source, "draft", dtype if dtype in DTYPES else "auto", self._draft_device)
+        draft = self._spec.of_draft(source, self._draft_device)
+        return replace(draft, dtype=dtype if dtype in DTYPES else "auto")
 
     def _save(self, training: Training) -> None:
         from dsbd_cli.engine.models.student import save_student

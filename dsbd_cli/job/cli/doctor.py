@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -17,19 +17,15 @@ from dsbd_cli.job.cli.declare import flag, grouped, option, switch
 from dsbd_cli.job.cli.messages import utc_now
 from dsbd_cli.job.cli.options import (
     MAIN,
-    DeviceOptions,
+    PIPED,
     DtypeName,
-    MethodOptions,
-    PairOptions,
-    RowOptions,
-    SamplingOptions,
 )
 from dsbd_cli.job.cli.settings import places
 
 if TYPE_CHECKING:
     from dsbd_cli.lab.profiling.checkup import Check
 
-__all__ = ["DoctorOptions", "doctor"]
+__all__ = ["doctor"]
 
 COLUMNS = 80
 SECONDS = 10.0  # of measuring the speed
@@ -40,34 +36,20 @@ STATES = {"ok": "ok", "note": "note", "off": "off", "broken": "BROKEN"}
 class DoctorOptions:
     """What is tried, and how the result is printed."""
 
-    target: Annotated[
-        str | None,
-        option(MAIN, "--target", text="alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL"),
-    ] = None
-    draft: Annotated[
-        str | None,
-        option(
-            MAIN,
-            "--draft",
-            text="alias, folder or hub id; none: no draft",
-            default=f"{BUILTIN_DRAFT} with the built-in target, else none",
-            metavar="MODEL",
-        ),
-    ] = None
-    dtype: Annotated[
-        DtypeName | None,
-        option(MAIN, "--dtype", text=f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE"),
-    ] = None
-    device: Annotated[
-        str | None, option(MAIN, "--device", text="cpu, cuda, cuda:1, ...", default="auto", metavar="DEVICE")
-    ] = None
-    trust_remote_code: Annotated[
-        bool | None, flag(MAIN, "--trust-remote-code", text="run code that a checkpoint brings with it")
-    ] = None
-    json: Annotated[bool, switch(MAIN, "--json", "print one JSON document in place of the lines")] = False
+    target: str | None = option(MAIN, "alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL")
+    draft: str | None = option(
+        MAIN,
+        "alias, folder or hub id; none: no draft",
+        default=f"{BUILTIN_DRAFT} with the built-in target, else none",
+        metavar="MODEL",
+    )
+    dtype: DtypeName | None = option(MAIN, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
+    device: str | None = option(MAIN, "cpu, cuda, cuda:1, ...", default="auto", metavar="DEVICE")
+    trust_remote_code: bool | None = flag(MAIN, "run code that a checkpoint brings with it")
+    json: bool = switch(MAIN, "print one JSON document in place of the lines")
 
 
-@partial(grouped, elsewhere=(PairOptions, MethodOptions, SamplingOptions, DeviceOptions, RowOptions))
+@partial(grouped, elsewhere=PIPED)
 def doctor(wanted: DoctorOptions, arguments: Sequence[str]) -> None:
     """Try every part on this machine and say what runs how: versions, devices, models, exactness, memory, speed.
 

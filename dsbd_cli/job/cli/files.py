@@ -1,19 +1,40 @@
-"""Which files may be named together, and the input. All of it is settled before any model is loaded."""
+"""Which files may be named together, and the input. All of it is settled before any model is loaded, or anything is
+measured."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import shlex
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
 from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.job.cli.messages import whole
 from dsbd_cli.job.cli.options import FileOptions
 from dsbd_cli.job.data.compression import open_input
+from dsbd_cli.job.data.jsonl import check_new
+from dsbd_cli.job.data.source import LineSource
+from dsbd_cli.job.records import RowReader
+from dsbd_cli.requests import Request
 from dsbd_cli.variants import FORMATS, Format
 
-__all__ = ["STANDARD", "can_resume", "check_files", "file_hash", "is_special", "open_source", "resumes", "writes"]
+__all__ = [
+    "STANDARD",
+    "can_resume",
+    "check_files",
+    "check_report_files",
+    "file_hash",
+    "is_special",
+    "open_source",
+    "read_prompts",
+    "resumes",
+    "resuming",
+    "writes",
+]
 
 STANDARD = Path("-")
 COMPRESSED = (".gz", ".zst")
@@ -45,6 +66,16 @@ def can_resume(files: FileOptions) -> bool:
     return not any(one is not None and one.suffix in COMPRESSED for one in (path, files.stats))
 
 
+def resuming(arguments: Sequence[str]) -> str:
+    """The command line that goes on with what this one has written."""
+    kept = [
+        word
+        for before, word in zip(("", *arguments), arguments, strict=False)
+        if not word.startswith("--existing=") and "--existing" not in (word, before)
+    ]
+    return whole(shlex.join(["dsbd", *kept, "--existing", "resume"]))
+
+
 def check_files(files: FileOptions) -> None:
     """Refuse names and switches that cannot work together. Raises UsageError."""
     writes(files).load()
@@ -65,7 +96,8 @@ def check_files(files: FileOptions) -> None:
         for other, taken in named[:place]:
             if _same(path, taken):
                 raise UsageError(f"{other} and {option} are both {taken}: name two files")
-        _check_place(option, path, may_exist=files.existing not in (None, "error"))
+        instead = "name another file" + (", go on with it with --existing resume" if option == "--output" else "")
+        check_new(path, option=option, overwrite=files.existing not in (None, "error"), instead=instead)
 
 
 def _check_resume(files: FileOptions) -> None:
@@ -82,16 +114,6 @@ def _check_resume(files: FileOptions) -> None:
     if not writes(files).resumable:
         form = f"--output-format {files.output_format}"
         raise UsageError(f"{given} cannot go on with {form}, whose lines do not say which row they are")
-
-
-def _check_place(option: str, path: Path, *, may_exist: bool) -> None:
-    if path.is_dir():
-        raise UsageError(f"{option} {path} is a folder: name a file")
-    if path.is_file() and not may_exist:
-        on = "go on with it with --existing resume, " if option == "--output" else ""
-        raise UsageError(f"{option} {path} exists: name another file, {on}or replace it with --existing overwrite")
-    if not path.parent.is_dir():
-        raise UsageError(f"{option} {path}: the folder {path.parent} does not exist")
 
 
 def _same(one: Path, other: Path) -> bool:
@@ -121,3 +143,39 @@ def open_source(files: FileOptions, stack: ExitStack) -> tuple[BinaryIO, str, in
     if path is None and sys.stdin.isatty():
         raise UsageError("no input: use dsbd generate < prompts.jsonl, or --input FILE (--input - reads the terminal)")
     return sys.stdin.buffer, "standard input", None
+
+
+def check_report_files(files: Mapping[str, Path | None], *, existing: str | None) -> None:
+    """Everything about output files, by option, that can be known before anything is measured. Raises UsageError."""
+    named = [(name, path) for name, path in files.items() if path is not None]
+    if existing == "overwrite" and not named:
+        *first, last = files
+        raise UsageError(f"--existing overwrite replaces {', '.join(first)} and {last}, but none is given: drop it")
+    for place, (name, path) in enumerate(named):
+        check_new(path, option=name, overwrite=existing == "overwrite")
+        for other, taken in named[:place]:
+            if path.resolve() == taken.resolve():
+                raise UsageError(f"{other} and {name} are both {path}: name two files")
+    if (plot := files.get("--plot")) is not None:
+        from dsbd_cli.lab.reports.style import require_plots
+
+        require_plots("--plot", plot)
+
+
+def read_prompts(
+    option: str, path: Path, rows: RowReader, *, most: int | None = None, seen: Callable[[bytes], object] = len
+) -> list[Request]:
+    """The requests of a file as generate reads it, the first `most`. seen: is called with every line. Raises UsageError
+    with the first bad line, and where the file cannot be read."""
+    found: list[Request] = []
+    try:
+        with open_input(path) as stream, LineSource(stream, str(path)) as source:
+            for number, line in itertools.islice(filter(None, source), most):
+                row = rows.read(line, index=len(found), number=number)
+                if row.request is None:
+                    raise UsageError(f"{option} {path}: {row.error}")
+                found.append(row.request)
+                seen(line if isinstance(line, bytes) else b"")
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be read: {error.strerror or error}") from None
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,10 +15,10 @@ from dsbd_cli._version import __version__
 from dsbd_cli.config import DEFAULT_BATCH_SIZE, MethodConfig, ModelSpec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.declare import grouped, help_texts
-from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, file_hash, open_source, writes
+from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, file_hash, open_source, resuming, writes
 from dsbd_cli.job.cli.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
 from dsbd_cli.job.cli.layers import job_text
-from dsbd_cli.job.cli.messages import say, set_style, tracebacks_wanted, whole
+from dsbd_cli.job.cli.messages import say, set_style, tracebacks_wanted
 from dsbd_cli.job.cli.options import (
     AnswerOptions,
     DeviceOptions,
@@ -29,6 +28,7 @@ from dsbd_cli.job.cli.options import (
     PairOptions,
     RowOptions,
     SamplingOptions,
+    TalkOptions,
 )
 from dsbd_cli.job.cli.outputs import Outputs
 from dsbd_cli.job.cli.progress import Reporter
@@ -37,7 +37,6 @@ from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
 from dsbd_cli.job.cli.shard import Shard, shard_of, sharded_files
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import Summary, rows_exit_code
-from dsbd_cli.job.cli.talk_options import TalkOptions
 from dsbd_cli.job.cli.until import WINDOW, Until, UntilOptions, Widening, until_of
 from dsbd_cli.job.data.source import LineSource
 from dsbd_cli.job.records import LongLine, MethodRecord, Row, run_fingerprint
@@ -261,15 +260,8 @@ class _Run:
         """The command that goes on with this run."""
         if not can_resume(self._files):
             return "what is written is complete, but only a plain native or openai --output FILE can be resumed"
-        words = list(self._arguments)
-        kept = [
-            word
-            for place, word in enumerate(words)
-            if not word.startswith("--existing=") and "--existing" not in (word, words[place - 1] if place else "")
-        ]
-        command = shlex.join(["dsbd", *kept, "--existing", "resume"])
         again = " with the same input" if self._files.input in (None, STANDARD) else ""
-        return f"what is written is complete; go on{again} with: {whole(command)}"
+        return f"what is written is complete; go on{again} with: {resuming(self._arguments)}"
 
     def _load(self, summary: Summary) -> RunsRequests:
         """Where torch is imported, by this process or by its workers."""

@@ -14,7 +14,7 @@ from types import UnionType
 
 from dsbd_cli.errors import UsageError, shorten
 
-__all__ = ["PREFIX", "Values", "job_text", "settle"]
+__all__ = ["Values", "job_text", "settle"]
 
 PREFIX = "DSBD_"
 OTHER_VARIABLES = ("DSBD_MODELS_FILE", "DSBD_DEBUG")  # read elsewhere, for every command

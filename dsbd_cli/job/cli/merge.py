@@ -51,8 +51,10 @@ def merge(
         raise UsageError(f"--output {output} is a part: name another file")
     found, settings, created = _parts(parts, partial=partial)
     indexed = settings.get("output_format") != "openai"
+    # without a part that has come to its end only the bytes of the input bound its rows
+    most = max([part.rows for part in found if part.rows is not None], default=int(str(settings["input_bytes"])))
     for part in found:
-        scan(part, indexed=indexed)
+        scan(part, indexed=indexed, most=most)
     holes = _holes(found, indexed=indexed, partial=partial)
     common: Settings = {name: value for name, value in settings.items() if name not in SHARD_SETTINGS}
     temporary = output.with_name(f".merging.{output.name}")  # the same suffix, which says how to compress

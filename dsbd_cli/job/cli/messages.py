@@ -7,7 +7,8 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -17,6 +18,7 @@ __all__ = [
     "log",
     "say",
     "set_style",
+    "status_line",
     "tracebacks_wanted",
     "utc_now",
     "warn",
@@ -78,6 +80,19 @@ def log(message: str, fields: Mapping[str, object]) -> None:
 def error_line(message: str) -> None:
     """What the error boundary says."""
     say(message if _json else f"error: {message}", level="error", event="error")
+
+
+@contextmanager
+def status_line(first: str, *, quiet: bool) -> Iterator[Callable[[str], None] | None]:
+    """A line on a terminal, `first` in the beginning, that is replaced by what it is called with; None elsewhere."""
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status(first) as status:
+        yield lambda message: status.update(Text(message))
 
 
 def write_from_signal(message: str) -> None:

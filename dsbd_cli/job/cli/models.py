@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dsbd_cli.job.cli.page import Command, Group
+from dsbd_cli.job.cli.declare import Command, Group
 
 __all__ = ["app"]
 

@@ -4,41 +4,35 @@ from __future__ import annotations
 
 import io
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Literal, cast
 
 import typer
 
 from dsbd_cli._version import __version__
 from dsbd_cli.config import ModelSpec
-from dsbd_cli.errors import InvalidRowError, RowError, UsageError
+from dsbd_cli.errors import InvalidRowError, RowError, UsageError, option_name
 from dsbd_cli.job.cli.declare import flag, grouped, option
-from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, open_source
+from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, open_source, resuming
 from dsbd_cli.job.cli.flow import TooManyErrorsError
-from dsbd_cli.job.cli.messages import set_style, tracebacks_wanted, whole
+from dsbd_cli.job.cli.messages import set_style, tracebacks_wanted
 from dsbd_cli.job.cli.options import (
     MAIN,
-    DeviceOptions,
+    PIPED,
     Existing,
     FileOptions,
-    Input,
-    MethodOptions,
-    Output,
-    PairOptions,
-    RowOptions,
-    SamplingOptions,
+    StreamOptions,
+    TalkOptions,
 )
 from dsbd_cli.job.cli.outputs import Outputs
 from dsbd_cli.job.cli.progress import Reporter
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import rows_exit_code
-from dsbd_cli.job.cli.talk_options import TalkOptions
 from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.source import LineSource
 from dsbd_cli.job.pick.candidates import CandidateRow, group_of_lines, record_row
@@ -48,7 +42,7 @@ from dsbd_cli.job.pick.prompts import ByReward, Prompts
 from dsbd_cli.job.records.output import dump_line
 from dsbd_cli.job.records.row import LongLine
 
-__all__ = ["PICK_SCHEMA", "pick"]
+__all__ = ["pick"]
 
 PICK_SCHEMA = "dsbd.pick/1"
 CHOICE, FILES = "How one is chosen", "Input and output"
@@ -73,133 +67,74 @@ OPTIONS_OF: dict[str, tuple[By, ...]] = {
 class PickOptions:
     """How one candidate is chosen."""
 
-    by: Annotated[
-        By | None,
-        option(
-            MAIN,
-            "--by",
-            text="score: the highest score; vote: the commonest answer; exec: the first SQL that runs; mbr: the least "
-            "risk against all others; model: the highest reward",
-            metavar="HOW",
-        ),
-    ] = None
-    answer_regex: Annotated[
-        str | None,
-        option(
-            CHOICE,
-            "--answer-regex",
-            text="vote: the answer in a text is the last match, its first group if it has one",
-            default="the whole text",
-            metavar="REGEX",
-        ),
-    ] = None
-    equal: Annotated[
-        Equal | None,
-        option(
-            CHOICE,
-            "--equal",
-            text="vote: answers are one whose text is the same (text), or whose value is (math: 1/2 and 0.5, by "
-            "math-verify)",
-            default="text",
-            metavar="HOW",
-        ),
-    ] = None
-    weights: Annotated[
-        Weights | None,
-        option(
-            CHOICE,
-            "--weights",
-            text="vote, mbr: what a candidate counts: uniform, for samples; score: exp(score); probability: "
-            "exp(logprob), for beams, which are all different",
-            default="uniform",
-            metavar="HOW",
-        ),
-    ] = None
-    database: Annotated[
-        str | None,
-        option(
-            CHOICE,
-            "--database",
-            text="exec: SQLite file, opened read-only; {name} stands for a field of the row's metadata",
-            metavar="FILE",
-        ),
-    ] = None
-    majority: Annotated[
-        bool | None,
-        flag(CHOICE, "--majority", text="exec: of those that run, the first whose result most others have too"),
-    ] = None
-    timeout: Annotated[
-        float | None,
-        option(
-            CHOICE, "--timeout", text="exec: seconds that one candidate may run", default=DEFAULT_TIMEOUT_S, metavar="S"
-        ),
-    ] = None
-    metric: Annotated[
-        str | None,
-        option(CHOICE, "--metric", text=f"mbr: {' or '.join(METRICS)}", default="chrf", metavar="NAME"),
-    ] = None
-    model: Annotated[
-        str | None,
-        option(CHOICE, "--model", text="model: sequence classifier with one output; folder or hub id", metavar="MODEL"),
-    ] = None
-    prompts: Annotated[
-        Path | None,
-        option(CHOICE, "--prompts", text="model: the input of dsbd generate, for the prompts by id", metavar="FILE"),
-    ] = None
-    device: Annotated[
-        str | None, option(CHOICE, "--device", text="model: cpu, cuda, cuda:1, ...", default="auto", metavar="DEVICE")
-    ] = None
+    by: By | None = option(
+        MAIN,
+        "score: the highest score; vote: the commonest answer; exec: the first SQL that runs; mbr: the least "
+        "risk against all others; model: the highest reward",
+        metavar="HOW",
+    )
+    answer_regex: str | None = option(
+        CHOICE,
+        "vote: the answer in a text is the last match, its first group if it has one",
+        default="the whole text",
+        metavar="REGEX",
+    )
+    equal: Equal | None = option(
+        CHOICE,
+        "vote: answers are one whose text is the same (text), or whose value is (math: 1/2 and 0.5, by math-verify)",
+        default="text",
+        metavar="HOW",
+    )
+    weights: Weights | None = option(
+        CHOICE,
+        "vote, mbr: what a candidate counts: uniform, for samples; score: exp(score); probability: "
+        "exp(logprob), for beams, which are all different",
+        default="uniform",
+        metavar="HOW",
+    )
+    database: str | None = option(
+        CHOICE, "exec: SQLite file, opened read-only; {name} stands for a field of the row's metadata", metavar="FILE"
+    )
+    majority: bool | None = flag(CHOICE, "exec: of those that run, the first whose result most others have too")
+    timeout: float | None = option(
+        CHOICE, "exec: seconds that one candidate may run", default=DEFAULT_TIMEOUT_S, metavar="S"
+    )
+    metric: str | None = option(CHOICE, f"mbr: {' or '.join(METRICS)}", default="chrf", metavar="NAME")
+    model: str | None = option(CHOICE, "model: sequence classifier with one output; folder or hub id", metavar="MODEL")
+    prompts: Path | None = option(CHOICE, "model: the input of dsbd generate, for the prompts by id", metavar="FILE")
+    device: str | None = option(CHOICE, "model: cpu, cuda, cuda:1, ...", default="auto", metavar="DEVICE")
 
 
 @dataclass(frozen=True)
-class PickFiles:
+class PickFiles(StreamOptions):
     """Where candidates come from and choices go to."""
 
-    input: Input = None
-    output: Output = None
-    existing: Annotated[
-        Existing | None,
-        option(
-            MAIN,
-            "--existing",
-            text="where --output exists: error; overwrite; resume: choose only for rows that it does not hold; retry: "
-            "resume, and choose again for failed rows",
-            default="error",
-            metavar="WHAT",
-        ),
-    ] = None
-    input_format: Annotated[
-        Literal["records", "lines"] | None,
-        option(
-            FILES,
-            "--input-format",
-            text="records: of dsbd generate, native or openai; lines: a candidate per line, --candidates of them per "
-            "row (as mbrs reads them)",
-            default="records",
-            metavar="FORM",
-        ),
-    ] = None
-    output_format: Annotated[
-        Literal["native", "text", "lines"] | None,
-        option(
-            FILES,
-            "--output-format",
-            text="native: records that say what was chosen and why; text: the chosen text alone, escaped as in JSON; "
-            "lines: nothing is chosen, all --candidates of a row are written, one per line (as mbrs reads them)",
-            default="native",
-            metavar="FORM",
-        ),
-    ] = None
-    candidates: Annotated[
-        int | None, option(FILES, "--candidates", text="candidates per row, with a format lines", metavar="N")
-    ] = None
-    max_errors: Annotated[
-        int | None,
-        option(FILES, "--max-errors", text="end the run with exit code 1 when N rows have failed", metavar="N"),
-    ] = None
+    existing: Existing | None = option(
+        MAIN,
+        "where --output exists: error; overwrite; resume: choose only for rows that it does not hold; retry: "
+        "resume, and choose again for failed rows",
+        default="error",
+        metavar="WHAT",
+    )
+    input_format: Literal["records", "lines"] | None = option(
+        FILES,
+        "records: of dsbd generate, native or openai; lines: a candidate per line, --candidates of them per "
+        "row (as mbrs reads them)",
+        default="records",
+        metavar="FORM",
+    )
+    output_format: Literal["native", "text", "lines"] | None = option(
+        FILES,
+        "native: records that say what was chosen and why; text: the chosen text alone, escaped as in JSON; "
+        "lines: nothing is chosen, all --candidates of a row are written, one per line (as mbrs reads them)",
+        default="native",
+        metavar="FORM",
+    )
+    candidates: int | None = option(FILES, "candidates per row, with a format lines", metavar="N")
+    max_errors: int | None = option(FILES, "end the run with exit code 1 when N rows have failed", metavar="N")
 
 
-@partial(grouped, elsewhere=(PairOptions, MethodOptions, SamplingOptions, DeviceOptions, RowOptions))
+@partial(grouped, elsewhere=PIPED)
 def pick(how: PickOptions, files: PickFiles, talk: TalkOptions, arguments: Sequence[str]) -> None:
     """Choose one of the n best of every row: by score, by vote, by running it, by least risk, or by a reward model.
 
@@ -234,7 +169,7 @@ def _check(how: PickOptions, files: PickFiles, talk: TalkOptions) -> None:
         )
     for name, ways in OPTIONS_OF.items():
         if getattr(how, name) is not None and how.by not in ways:
-            shown = f"--{name.replace('_', '-')}"
+            shown = f"{option_name(name)}"
             raise UsageError(f"{shown} would do nothing without --by {' or '.join(ways)}: drop it")
     needed = {"exec": ("database",), "model": ("model", "prompts")}.get(how.by or "", ())
     for name in needed:
@@ -260,7 +195,7 @@ def _check(how: PickOptions, files: PickFiles, talk: TalkOptions) -> None:
     for name, least in (("candidates", 1), ("max_errors", 1)):
         value = getattr(files, name)
         if value is not None and value < least:
-            raise UsageError(f"--{name.replace('_', '-')} is {value}, but must be {least} or more")
+            raise UsageError(f"{option_name(name)} is {value}, but must be {least} or more")
     if how.timeout is not None and not 0 < how.timeout < float("inf"):
         raise UsageError(f"--timeout is {how.timeout}, but must be a number of seconds above 0")
 
@@ -436,13 +371,7 @@ class _Run:
     def _how_to_resume(self) -> str:
         if not can_resume(self._own):
             return "what is written is complete, but only a plain native --output FILE can be resumed"
-        words = list(self._arguments)
-        kept = [
-            word
-            for place, word in enumerate(words)
-            if not word.startswith("--existing=") and "--existing" not in (word, words[place - 1] if place else "")
-        ]
-        return f"what is written is complete; go on with: {whole(shlex.join(['dsbd', *kept, '--existing', 'resume']))}"
+        return f"what is written is complete; go on with: {resuming(self._arguments)}"
 
 
 def _record(row: CandidateRow, choice: Choice | None, by: str, error: RowError | None) -> bytes:

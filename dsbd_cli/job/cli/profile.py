@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import typer
 
 from dsbd_cli.config import DEFAULT_DEPTH
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, option_name
 from dsbd_cli.job.cli.declare import flag, grouped, option
-from dsbd_cli.job.cli.messages import say
+from dsbd_cli.job.cli.files import check_report_files, read_prompts
+from dsbd_cli.job.cli.messages import say, status_line
 from dsbd_cli.job.cli.options import (
     MAIN,
     METHOD,
@@ -25,15 +26,11 @@ from dsbd_cli.job.cli.options import (
     DeviceOptions,
     MethodOptions,
     PairOptions,
-    RowOptions,
     SamplingOptions,
 )
-from dsbd_cli.job.cli.report_files import check_report_files
 from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, model_specs, places, run_settings
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
-from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.resume import write_atomically
-from dsbd_cli.job.data.source import LineSource
 from dsbd_cli.lab.reports.style import picture_bytes
 from dsbd_cli.lab.tasks import TASKS
 from dsbd_cli.requests import Request, derive_seed
@@ -43,7 +40,7 @@ if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.lab.reports.profile_data import ForestSize, Profile
 
-__all__ = ["ProfileOptions", "option_words", "profile"]
+__all__ = ["option_words", "profile"]
 
 T = TypeVar("T")
 
@@ -56,86 +53,45 @@ TASK_SEED = 0
 class PromptOptions:
     """What is decoded to be measured."""
 
-    prompts: Annotated[
-        Path | None,
-        option(PROMPTS, "--prompts", text="file of JSON lines as generate reads them", metavar="FILE"),
-    ] = None
-    task: Annotated[
-        Literal["sql", "qa"] | None,
-        option(PROMPTS, "--task", text="prompts of one built-in task: sql or qa", default="both", metavar="TASK"),
-    ] = None
-    records: Annotated[
-        int | None, option(PROMPTS, "--records", text="prompts at most", default=RECORDS, metavar="N")
-    ] = None
+    prompts: Path | None = option(PROMPTS, "file of JSON lines as generate reads them", metavar="FILE")
+    task: Literal["sql", "qa"] | None = option(
+        PROMPTS, "prompts of one built-in task: sql or qa", default="both", metavar="TASK"
+    )
+    records: int | None = option(PROMPTS, "prompts at most", default=RECORDS, metavar="N")
 
 
 @dataclass(frozen=True)
 class ProfileOptions:
     """How long it may take, and what is written besides the tables."""
 
-    seconds: Annotated[
-        float | None,
-        option(
-            PROFILE,
-            "--seconds",
-            text="time for measuring, after the models are loaded; what there is no time for is left out and named",
-            default=f"{SECONDS:g}",
-            metavar="X",
-        ),
-    ] = None
-    repeats: Annotated[
-        int | None,
-        option(PROFILE, "--repeats", text="timed runs of each setting, taken in turn", default=REPEATS, metavar="N"),
-    ] = None
-    show: Annotated[
-        int | None,
-        option(
-            PROFILE, "--show", text="show the draft forest of iteration N of the first prompt as a tree", metavar="N"
-        ),
-    ] = None
-    json: Annotated[
-        Path | None, option(PROFILE, "--json", text="write all numbers here as one JSON document", metavar="FILE")
-    ] = None
-    plot: Annotated[
-        Path | None,
-        option(
-            PROFILE,
-            "--plot",
-            text="draw phases and curves here: .png, .svg or .pdf (needs the extra plots)",
-            metavar="FILE",
-        ),
-    ] = None
-    trace: Annotated[
-        Path | None,
-        option(
-            PROFILE,
-            "--trace",
-            text="write a Chrome trace of the first iterations here; compressed if it ends in .gz",
-            metavar="FILE",
-        ),
-    ] = None
-    existing: Annotated[
-        Literal["error", "overwrite"] | None,
-        option(
-            PROFILE,
-            "--existing",
-            text="where a --json, --plot or --trace file exists: error or overwrite",
-            default="error",
-            metavar="WHAT",
-        ),
-    ] = None
-    quiet: Annotated[
-        bool | None, flag(PROFILE, "--quiet", "-q", text="print the recommended command line and nothing else")
-    ] = None
+    seconds: float | None = option(
+        PROFILE,
+        "time for measuring, after the models are loaded; what there is no time for is left out and named",
+        default=f"{SECONDS:g}",
+        metavar="X",
+    )
+    repeats: int | None = option(PROFILE, "timed runs of each setting, taken in turn", default=REPEATS, metavar="N")
+    show: int | None = option(
+        PROFILE, "show the draft forest of iteration N of the first prompt as a tree", metavar="N"
+    )
+    json: Path | None = option(PROFILE, "write all numbers here as one JSON document", metavar="FILE")
+    plot: Path | None = option(
+        PROFILE, "draw phases and curves here: .png, .svg or .pdf (needs the extra plots)", metavar="FILE"
+    )
+    trace: Path | None = option(
+        PROFILE, "write a Chrome trace of the first iterations here; compressed if it ends in .gz", metavar="FILE"
+    )
+    existing: Literal["error", "overwrite"] | None = option(
+        PROFILE, "where a --json, --plot or --trace file exists: error or overwrite", default="error", metavar="WHAT"
+    )
+    quiet: bool | None = flag(PROFILE, "print the recommended command line and nothing else", "-q")
 
 
 @dataclass(frozen=True)
 class ForestOptions(MethodOptions):
     """How beams are drafted and verified, with as many layers in every iteration: `--depth auto` has no place here."""
 
-    depth: Annotated[
-        str | None, option(METHOD, "--depth", text="D, drafted layers", default=DEFAULT_DEPTH, metavar="D")
-    ] = None
+    depth: str | None = option(METHOD, "D, drafted layers", default=DEFAULT_DEPTH, metavar="D")
 
 
 @grouped
@@ -155,7 +111,7 @@ def profile(
 
     Ctrl-C prints what is measured by then.
     """
-    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions(), answers=answers)
+    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, answers=answers)
     if settings.allow is not None:
         raise UsageError(f"--allow {settings.allow} is not profiled, because a profile cuts answers short: drop it")
     if settings.method.adaptive_depth:
@@ -208,16 +164,7 @@ def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, .
         )
     if prompts.task is not None:
         raise UsageError("--prompts and --task cannot be used together: give one of them")
-    found: list[Request] = []
-    try:
-        with open_input(prompts.prompts) as stream, LineSource(stream, str(prompts.prompts)) as source:
-            for number, line in itertools.islice(filter(None, source), count):
-                row = settings.rows.read(line, index=len(found), number=number)
-                if row.request is None:
-                    raise UsageError(f"--prompts {prompts.prompts}: {row.error}")
-                found.append(row.request)
-    except OSError as error:
-        raise UsageError(f"--prompts {prompts.prompts} cannot be read: {error.strerror or error}") from None
+    found = read_prompts("--prompts", prompts.prompts, settings.rows, most=count)
     if not found:
         raise UsageError(f"--prompts {prompts.prompts} holds no prompt")
     return tuple(found)
@@ -226,17 +173,11 @@ def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, .
 @contextmanager
 def _talk(*, quiet: bool) -> Iterator[Callable[[str], None]]:
     """What is being done: one line on a terminal that is replaced, a line for each part elsewhere."""
-    if quiet or sys.stderr is None:
-        yield lambda message: None
-    elif sys.stderr.isatty():
-        from rich.console import Console
-        from rich.text import Text
-
-        with Console(stderr=True).status("loading the models") as status:
-            yield lambda message: status.update(Text(message))
-    else:
-        say("loading the models")
-        yield say
+    first = "loading the models"
+    with status_line(first, quiet=quiet) as live:
+        if live is None and not quiet:
+            say(first)
+        yield live or ((lambda message: None) if quiet else say)
 
 
 def _measure(
@@ -288,7 +229,7 @@ def _load(settings: RunSettings, devices: DeviceOptions) -> tuple[Engine, int | 
     from dsbd_cli.engine.decoding import load as loading
 
     # what is imported here would else count as the models' memory
-    from dsbd_cli.lab.profiling.memory import resident_bytes
+    from dsbd_cli.lab.metrics.memory import resident_bytes
 
     before = resident_bytes()
     engine = loading.load(
@@ -305,7 +246,7 @@ def option_words(group: object, changed: dict[str, object]) -> list[str]:
     words = []
     for item in dataclasses.fields(group):
         value = changed.get(item.name, getattr(group, item.name))
-        name = "--" + item.name.replace("_", "-")
+        name = option_name(item.name)
         if value is True:
             words.append(name)
         elif value is False:
@@ -379,7 +320,6 @@ def _settled(groups: list[object]) -> tuple[object, ...]:
         group(MethodOptions),
         group(SamplingOptions),
         devices,
-        RowOptions(),
         answers=group(AnswerOptions),
     )
     # what run_settings hands on unread

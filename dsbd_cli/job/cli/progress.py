@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dsbd_cli.job.cli.messages import duration, log, say, warn
-from dsbd_cli.job.cli.talk_options import TalkOptions
-from dsbd_cli.job.cli.totals import Totals
+from dsbd_cli.job.cli.options import TalkOptions
+from dsbd_cli.job.cli.summary import Totals
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +41,7 @@ class Reporter:
         self._progress: Progress | None = None
         self.input_bytes: int | None = None
         self.note: Callable[[], str] = str  # what else stands in the line
-        self._steps: Callable[[], int] = lambda: self.totals.steps
+        self._steps: Callable[[], int] = lambda: self.totals.stats.steps
         self._bytes_before = self._bytes = 0
         self._over = threading.Event()
         self._logged = False
@@ -111,7 +111,7 @@ class Reporter:
     @property
     def _unfinished(self) -> int:
         """Tokens of rows that are not written yet."""
-        return max(0, self._steps() - self.totals.steps)
+        return max(0, self._steps() - self.totals.stats.steps)
 
     def _line(self) -> str:
         left = self._left()
@@ -126,7 +126,7 @@ class Reporter:
         """Share of the input that is done, and the time that the rest takes if its rows are as long as those so far."""
         if not self.input_bytes:
             return ""
-        share, steps = min(1.0, self._bytes / self.input_bytes), self.totals.steps
+        share, steps = min(1.0, self._bytes / self.input_bytes), self.totals.stats.steps
         done = self._bytes - self._bytes_before
         if done <= 0 or not steps or self.totals.rows - self.totals.failed < ROWS_THAT_TELL:
             return f"{share:.0%} done"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from dsbd_cli.errors import UsageError, shorten
 from dsbd_cli.job.cli.declare import option
@@ -57,37 +57,24 @@ WORKERS = (NUMBER, RAY, GPUS, TIMEOUT)
 class ScaleOptions:
     """Several processes on one input."""
 
-    workers: Annotated[
-        str | None,
-        option(
-            SCALE,
-            "--workers",
-            text=f"answer in worker processes on Ray (needs the extra ray): {spelling(WORKERS)}"
-            + "".join(f"; {one.name}: {one.help}" for one in WORKERS),
-            metavar="N",
-        ),
-    ] = None
-    order: Annotated[
-        Literal["input", "done"] | None,
-        option(
-            SCALE,
-            "--order",
-            text="input: records in the order of the rows; done: each as soon as it is ready, `index` says where it "
-            "belongs",
-            default="input",
-            metavar="HOW",
-        ),
-    ] = None
-    shard: Annotated[
-        str | None,
-        option(
-            SCALE,
-            "--shard",
-            text="answer only rows I, I + N, I + 2N, ..., into FILE.I-of-N, for dsbd merge; auto: I and N of Slurm, "
-            "torchrun or SkyPilot; auto/N: I of Kubernetes",
-            metavar="I/N",
-        ),
-    ] = None
+    workers: str | None = option(
+        SCALE,
+        f"answer in worker processes on Ray (needs the extra ray): {spelling(WORKERS)}"
+        + "".join(f"; {one.name}: {one.help}" for one in WORKERS),
+        metavar="N",
+    )
+    order: Literal["input", "done"] | None = option(
+        SCALE,
+        "input: records in the order of the rows; done: each as soon as it is ready, `index` says where it belongs",
+        default="input",
+        metavar="HOW",
+    )
+    shard: str | None = option(
+        SCALE,
+        "answer only rows I, I + N, I + 2N, ..., into FILE.I-of-N, for dsbd merge; auto: I and N of Slurm, "
+        "torchrun or SkyPilot; auto/N: I of Kubernetes",
+        metavar="I/N",
+    )
 
 
 def pool_config(scale: ScaleOptions, devices: DeviceOptions) -> PoolConfig | None:

@@ -20,7 +20,6 @@ from dsbd_cli.config import (
 )
 from dsbd_cli.errors import UsageError
 from dsbd_cli.grammars import Grammar
-from dsbd_cli.job.cli.answers import allowed
 from dsbd_cli.job.cli.options import (
     AnswerOptions,
     DeviceOptions,
@@ -43,11 +42,11 @@ from dsbd_cli.variants import (
     typed_names,
 )
 
-__all__ = ["TYPED", "RunSettings", "fixed_depth", "model_specs", "places", "run_settings", "spreads"]
+__all__ = ["TYPED", "RunSettings", "fixed_depth", "model_specs", "places", "run_settings"]
 
 T = TypeVar("T")
 
-NO_ANSWERS = AnswerOptions()  # not given
+NO_ANSWERS, NO_ROWS = AnswerOptions(), RowOptions()  # not given
 SPREADS = ("balanced", "balanced_low_0", "sequential")  # names of device maps that are no device
 
 # what a setting of a run is called where it is typed
@@ -89,7 +88,7 @@ def run_settings(
     method: MethodOptions,
     sampling: SamplingOptions,
     devices: DeviceOptions,
-    failing: RowOptions,
+    failing: RowOptions = NO_ROWS,
     *,
     strict: bool = False,
     answers: AnswerOptions = NO_ANSWERS,
@@ -279,22 +278,41 @@ def _rows(given: SamplingOptions, method: MethodConfig, *, strict: bool) -> RowR
     for text in given.stop or ():
         if not text.isprintable() and any("\ud800" <= char <= "\udfff" for char in text):
             raise UsageError(f"--stop is {text!r}, which is not UTF-8")
-    default = SamplingConfig()
-    sampling = SamplingConfig(
-        temperature=_given(given.temperature, default.temperature),
-        top_k=_given(given.top_k, default.top_k),
-        top_p=_given(given.top_p, default.top_p),
-        min_p=_given(given.min_p, default.min_p),
-        max_new_tokens=_given(given.max_new_tokens, default.max_new_tokens),
-        stop=tuple(given.stop or default.stop),
-        length_penalty=_given(given.length_penalty, default.length_penalty),
-        early_stopping=_given(given.early_stopping, default.early_stopping),
-        n_best=_given(given.n_best, default.n_best),
-        token_logprobs=_given(given.token_logprobs, default.token_logprobs),
-        source_lang=given.source_lang,
-        target_lang=given.target_lang,
-        prefix=given.prefix,
-        token_rules=given.token_rules,
-    )
+    asked = {item.name: getattr(given, item.name, None) for item in fields(SamplingConfig)}
+    sampling = SamplingConfig(**{name: value for name, value in asked.items() if value is not None})
     seed = _given(given.seed, RowReader().seed)
     return RowReader(sampling, seed, method.rule, method.num_beams, strict)
+
+
+REGEX = "regex:"
+
+
+def allowed(given: str | None) -> tuple[Path | None, Grammar | None]:
+    """The file of a list of answers, or a grammar; at most one of both. Raises UsageError where it cannot be read or
+    cannot be followed."""
+    if given is None:
+        return None, None
+    if given.startswith(REGEX):
+        grammar = Grammar.regex(given.removeprefix(REGEX))
+    elif given.endswith(".json"):
+        grammar = Grammar.json_schema(_text(given))
+    elif given.endswith(".lark"):
+        grammar = Grammar.lark(_text(given))
+    else:
+        if not Path(given).is_file():
+            raise UsageError(f"--allow {given} is no file")
+        return Path(given), None
+    try:
+        grammar.source()
+    except UsageError as error:
+        raise UsageError(f"--allow {given} cannot be used: {error}") from None
+    return None, grammar
+
+
+def _text(given: str) -> str:
+    try:
+        return Path(given).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"--allow {given} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--allow {given} cannot be read: it is not UTF-8") from None

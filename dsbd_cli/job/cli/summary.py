@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -16,15 +18,17 @@ from dsbd_cli._version import __version__
 from dsbd_cli.errors import DsbdError, OutputError
 from dsbd_cli.job.cli.messages import utc_now
 from dsbd_cli.job.cli.signals import StoppedError
-from dsbd_cli.job.cli.totals import Totals
 from dsbd_cli.job.data.jsonl import ClosedOutputError
 from dsbd_cli.job.data.resume import write_atomically
+from dsbd_cli.job.records.native import drafter_fields
+from dsbd_cli.requests import RequestResult
+from dsbd_cli.stats import RequestStats
 
 if TYPE_CHECKING:
     from dsbd_cli.scale.pool import WorkerReport
     from dsbd_cli.scale.worker import EngineNames
 
-__all__ = ["SUMMARY_SCHEMA", "Summary", "rows_exit_code"]
+__all__ = ["Summary", "Totals", "rows_exit_code"]
 
 SUMMARY_SCHEMA = "dsbd.summary/1"
 PACKAGES = ("torch", "transformers", "tokenizers")
@@ -104,3 +108,83 @@ def _versions() -> dict[str, str | None]:
         except PackageNotFoundError:
             found[name] = None
     return found
+
+
+class Totals:
+    """Counts of one run. Times are intervals of the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.rows = self.failed = self.skipped = self.skipped_failed = self.retried = self.duplicates = 0
+        self.prompt_tokens = self.tokens = self.all_tokens = self.truncated_rows = 0
+        self.stats = RequestStats()
+        self.errors: Counter[str] = Counter()
+
+    def add(self, result: RequestResult) -> None:
+        """Count what one result cost and gave."""
+        self.prompt_tokens += result.prompt_tokens
+        self.tokens += sum(beam.num_tokens for beam in result.hypotheses[:1])
+        self.all_tokens += sum(beam.num_tokens for beam in result.hypotheses)
+        self.truncated_rows += result.truncated_tokens > 0
+        self.stats.add(result.stats)
+
+    @property
+    def seconds(self) -> float:
+        """Since the first row could start."""
+        return max(time.perf_counter() - self.started, 1e-9)
+
+    def line(self, unfinished: int = 0) -> str:
+        """Rows, tokens/s of the best texts, steps per target call, acceptance. unfinished: tokens of rows to come."""
+        stats, rows = self.stats, "1 row" if self.rows == 1 else f"{self.rows} rows"
+        tokens = self.tokens + unfinished
+        parts = [rows, f"{tokens} tokens", f"{tokens / self.seconds:.1f} tokens/s"]
+        if stats.target_calls:
+            parts.append(f"{stats.steps / stats.target_calls:.2f} steps per call")
+        if stats.drafted:
+            rates = [(name, part.acceptance_rate) for name, part in stats.drafters.items()]
+            apart = ", ".join(f"{name} {rate:.0%}" for name, rate in rates if rate is not None)
+            parts.append(f"{stats.accepted / stats.drafted:.0%} accepted" + (f" ({apart})" if apart else ""))
+        if self.failed:
+            parts.append(f"{self.failed} failed")
+        if self.skipped:
+            parts.append(f"{self.skipped} done before")
+        if self.skipped_failed:
+            parts.append(f"{self.skipped_failed} of them failed (--existing retry answers them again)")
+        return ", ".join(parts)
+
+    def numbers(self) -> dict[str, object]:
+        """The same and more, by name; times in seconds."""
+        stats, seconds = self.stats, self.seconds
+        return {
+            "rows": {
+                "written": self.rows,
+                "answered": self.rows - self.failed,
+                "failed": self.failed,
+                "done_before": self.skipped,
+                "failed_before": self.skipped_failed,
+                "retried": self.retried,
+                "duplicate_ids": self.duplicates,
+                "truncated": self.truncated_rows,
+            },
+            "errors": dict(sorted(self.errors.items())),
+            "tokens": {
+                "prompt": self.prompt_tokens,
+                "best_texts": self.tokens,
+                "all_beams": self.all_tokens,
+                "best_texts_per_s": round(self.tokens / seconds, 3),
+            },
+            "steps": stats.steps,
+            "target_calls": stats.target_calls,
+            "draft_calls": stats.draft_calls,
+            "steps_per_call": round(stats.steps / stats.target_calls, 6) if stats.target_calls else None,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "acceptance_rate": round(stats.accepted / stats.drafted, 6) if stats.drafted else None,
+            **drafter_fields(stats.drafters),
+            "seconds": {
+                "total_s": round(seconds, 6),
+                "draft_s": round(stats.draft_s, 6),
+                "target_s": round(stats.target_s, 6),
+                "verify_s": round(stats.verify_s, 6),
+            },
+        }

@@ -6,16 +6,16 @@ import io
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import orjson
 
 from dsbd_cli.config import DTYPES, MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError
 from dsbd_cli.job.cli.declare import flag, grouped, option
+from dsbd_cli.job.cli.files import read_prompts
 from dsbd_cli.job.cli.messages import say, warn
 from dsbd_cli.job.cli.options import (
     MAIN,
@@ -24,10 +24,9 @@ from dsbd_cli.job.cli.options import (
     DtypeName,
     MethodOptions,
     PairOptions,
-    RowOptions,
     SamplingOptions,
 )
-from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, model_specs, places, run_settings, spreads
+from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, model_specs, run_settings
 from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.jsonl import read_lines
 from dsbd_cli.job.records.row import LongLine
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.engine.models.trim import TrimReport
 
-__all__ = ["HELD_OUT_EVERY", "HELD_OUT_MOST", "TRIM_SCHEMA", "hold_out", "trim_draft"]
+__all__ = ["HELD_OUT_EVERY", "HELD_OUT_MOST", "hold_out", "trim_draft"]
 
 TRIM_SCHEMA = "dsbd.trim/1"
 TRIM = "Trimming"
@@ -51,72 +50,32 @@ HELD_OUT_EVERY, HELD_OUT_MOST = 8, 64
 class TrimOptions:
     """What is counted, what is kept, where it goes."""
 
-    output: Annotated[
-        Path | None,
-        option(TRIM, "--output", "-o", text="new folder for the trimmed draft (required)", metavar="FOLDER"),
-    ] = None
-    texts: Annotated[
-        list[str] | None,
-        option(TRIM, "--texts", text="count a file that dsbd generate wrote; may be repeated", metavar="FILE"),
-    ] = None
-    prompts: Annotated[
-        Path | None,
-        option(
-            TRIM,
-            "--prompts",
-            text="answer these prompts now and count the answers; "
-            f"every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is held out",
-            metavar="FILE",
-        ),
-    ] = None
-    held_out: Annotated[
-        Path | None,
-        option(TRIM, "--held-out", text="prompts to measure on instead of every eighth one", metavar="FILE"),
-    ] = None
-    size: Annotated[
-        int | None,
-        option(TRIM, "--size", text="rows to keep, special and end tokens among them", metavar="N"),
-    ] = None
-    coverage: Annotated[
-        float | None,
-        option(TRIM, "--coverage", text="keep as many rows as cover this share of the counted tokens", metavar="X"),
-    ] = None
-    decode: Annotated[
-        Decode | None,
-        option(
-            MAIN,
-            "--decode",
-            text="how prompts are answered, and both drafts measured; search: beam search; sample: beam sampling",
-            default="sample",
-            metavar="HOW",
-        ),
-    ] = None
-    num_beams: Annotated[
-        int | None, option(MAIN, "--num-beams", text="W, live beams at most", default=_METHOD.num_beams, metavar="W")
-    ] = None
-    max_new_tokens: Annotated[
-        int | None,
-        option(
-            MAIN,
-            "--max-new-tokens",
-            text="generated tokens at most",
-            default=SamplingConfig().max_new_tokens,
-            metavar="N",
-        ),
-    ] = None
-    dtype: Annotated[
-        DtypeName | None,
-        option(TRIM, "--dtype", text=f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE"),
-    ] = None
-    device: Annotated[
-        str | None,
-        option(TRIM, "--device", text="as of generate; with a comma the target's and the draft's", metavar="DEVICE"),
-    ] = None
-    trust_remote_code: Annotated[
-        bool | None, flag(TRIM, "--trust-remote-code", text="run code that a checkpoint brings with it")
-    ] = None
-    json: Annotated[bool | None, flag(TRIM, "--json", text="one JSON object on standard output, no table")] = None
-    quiet: Annotated[bool | None, flag(TRIM, "--quiet", "-q", text="no table, nothing but errors")] = None
+    output: Path | None = option(TRIM, "new folder for the trimmed draft (required)", "-o", metavar="FOLDER")
+    texts: list[str] | None = option(TRIM, "count a file that dsbd generate wrote; may be repeated", metavar="FILE")
+    prompts: Path | None = option(
+        TRIM,
+        "answer these prompts now and count the answers; "
+        f"every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is held out",
+        metavar="FILE",
+    )
+    held_out: Path | None = option(TRIM, "prompts to measure on instead of every eighth one", metavar="FILE")
+    size: int | None = option(TRIM, "rows to keep, special and end tokens among them", metavar="N")
+    coverage: float | None = option(TRIM, "keep as many rows as cover this share of the counted tokens", metavar="X")
+    decode: Decode | None = option(
+        MAIN,
+        "how prompts are answered, and both drafts measured; search: beam search; sample: beam sampling",
+        default="sample",
+        metavar="HOW",
+    )
+    num_beams: int | None = option(MAIN, "W, live beams at most", default=_METHOD.num_beams, metavar="W")
+    max_new_tokens: int | None = option(
+        MAIN, "generated tokens at most", default=SamplingConfig().max_new_tokens, metavar="N"
+    )
+    dtype: DtypeName | None = option(TRIM, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
+    device: str | None = option(TRIM, "as of generate; with a comma the target's and the draft's", metavar="DEVICE")
+    trust_remote_code: bool | None = flag(TRIM, "run code that a checkpoint brings with it")
+    json: bool | None = flag(TRIM, "one JSON object on standard output, no table")
+    quiet: bool | None = flag(TRIM, "no table, nothing but errors", "-q")
 
 
 @grouped
@@ -140,30 +99,20 @@ def trim_draft(
     method = MethodOptions(num_beams=trim.num_beams, decode=trim.decode)
     sampling = SamplingOptions(max_new_tokens=trim.max_new_tokens)
     devices = DeviceOptions(dtype=trim.dtype, device=trim.device, trust_remote_code=trim.trust_remote_code)
-    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, RowOptions())
+    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices)
     if settings.draft is None:
         raise UsageError("there is no draft to trim: name one with --draft")
-    with ExitStack() as stack:
-        _Trimming(trim, settings, devices, trim.output, stack).run()
+    _Trimming(trim, settings, devices, trim.output).run()
 
 
 class _Trimming:
     """One run of the command."""
 
-    def __init__(
-        self, trim: TrimOptions, settings: RunSettings, devices: DeviceOptions, output: Path, stack: ExitStack
-    ) -> None:
-        self._trim, self._settings, self._devices = trim, settings, devices
-        self._output, self._stack = output, stack
-        target, own = places(devices.device)
-        own = own or (None if spreads(target) else target)
-        self._draft = ModelSpec(
-            source=settings.draft or "",
-            role="draft",
-            dtype=devices.dtype or "auto",
-            device=own or "auto",
-            trust_remote_code=bool(devices.trust_remote_code),
-        )
+    def __init__(self, trim: TrimOptions, settings: RunSettings, devices: DeviceOptions, output: Path) -> None:
+        self._trim, self._settings, self._devices, self._output = trim, settings, devices, output
+        draft = model_specs(settings, devices)[1]
+        assert draft is not None, "checked by the command"
+        self._draft = draft
         self._engine_made: Engine | None = None
 
     def run(self) -> None:
@@ -187,12 +136,7 @@ class _Trimming:
             _show(report, measured, len(held), str(self._output))
 
     def _prompts(self, path: Path | None, name: str) -> list[Request]:
-        requests: list[Request] = []
-        for number, line in _lines(path, self._stack, name) if path is not None else ():
-            row = self._settings.rows.read(line, index=len(requests), number=number)
-            if row.request is None:
-                raise UsageError(f"{name} {path}: {row.error}")
-            requests.append(row.request)
+        requests = read_prompts(name, path, self._settings.rows) if path is not None else []
         if path is not None and not requests:
             raise UsageError(f"{name} {path} holds no prompts")
         return requests
@@ -211,7 +155,7 @@ class _Trimming:
 
     def _texts(self) -> Iterator[str]:
         for name in self._trim.texts or ():
-            for number, line in _lines(Path(name), self._stack, "--texts"):
+            for number, line in _lines(Path(name)):
                 try:
                     text = answer_text(line if isinstance(line, bytes) else b"")
                 except InvalidRowError as error:
@@ -237,13 +181,7 @@ class _Trimming:
         from dsbd_cli.engine.decoding.compare import measure, with_draft
 
         before = self._engine_of()
-        small = ModelSpec(
-            str(self._output),
-            "draft",
-            self._draft.dtype,
-            self._draft.device,
-            trust_remote_code=self._draft.trust_remote_code,
-        )
+        small = replace(self._draft, source=str(self._output))
         first, second = measure((before, with_draft(before, small)), held)
         return first, second
 
@@ -280,14 +218,14 @@ def hold_out(prompts: Sequence[Request]) -> tuple[list[Request], list[Request]]:
     return [prompts[place] for place in places], [one for place, one in enumerate(prompts) if place not in places]
 
 
-def _lines(path: Path, stack: ExitStack, name: str) -> Iterator[tuple[int, bytes | LongLine]]:
-    """Numbered lines of a file. name: the option that named it, for errors."""
+def _lines(path: Path) -> Iterator[tuple[int, bytes | LongLine]]:
+    """Numbered lines of a file of --texts."""
     try:
-        stream = stack.enter_context(open_input(path))
+        with open_input(path) as stream:
+            assert isinstance(stream, io.BufferedReader), "open_input gives no other"
+            yield from read_lines(stream)
     except OSError as error:
-        raise UsageError(f"{name} {path} cannot be read: {error.strerror or error}") from None
-    assert isinstance(stream, io.BufferedReader), "open_input gives no other"
-    yield from read_lines(stream)
+        raise UsageError(f"--texts {path} cannot be read: {error.strerror or error}") from None
 
 
 def _rates(measured: Measure) -> dict[str, float | None]:

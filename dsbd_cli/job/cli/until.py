@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from dsbd_cli.config import Exactness, MethodConfig
 from dsbd_cli.errors import InvalidRowError, RowError, UsageError
@@ -48,16 +48,12 @@ WINDOW = 4  # batches that are checked together
 class UntilOptions:
     """How long a row is answered again."""
 
-    until: Annotated[
-        str | None,
-        option(
-            ENDING,
-            "--until",
-            text=f"as long as no beam passes, answer the row again with twice as many; the first beam that passes "
-            f"becomes the text:{help_lines(CHECKS.values())}",
-            metavar="CHECK",
-        ),
-    ] = None
+    until: str | None = option(
+        ENDING,
+        f"as long as no beam passes, answer the row again with twice as many; the first beam that passes "
+        f"becomes the text:{help_lines(CHECKS.values())}",
+        metavar="CHECK",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,11 +217,7 @@ def _ordered(beams: tuple[Hypothesis, ...], first: int | None) -> tuple[Hypothes
 
 def _added(one: RequestStats, other: RequestStats) -> RequestStats:
     """The counters of two rounds of one row."""
-    names = (
-        *("target_calls", "draft_calls", "steps", "drafted", "accepted", "width_sum"),
-        *("draft_s", "target_s", "verify_s", "total_s"),
-    )
-    both = replace(other, **{name: getattr(one, name) + getattr(other, name) for name in names})
-    both.kv_peak_slots = max(one.kv_peak_slots, other.kv_peak_slots)
-    both.step_log = [*one.step_log, *other.step_log]
+    both = RequestStats(step_log=[*one.step_log, *other.step_log])
+    both.add(one)
+    both.add(other)
     return both

@@ -12,7 +12,7 @@ import orjson
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.data.compression import open_input
 
-__all__ = ["is_json_lines", "read_documents"]
+__all__ = ["read_documents"]
 
 PIECE_CHARACTERS = 1 << 18
 

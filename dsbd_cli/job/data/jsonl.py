@@ -101,12 +101,13 @@ class _Unended:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def check_new(path: Path, *, option: str, overwrite: bool) -> None:
-    """Refuse, before any model is loaded, a file that exists. Devices and named pipes may be written to."""
+def check_new(path: Path, *, option: str, overwrite: bool, instead: str = "name another file") -> None:
+    """Refuse, before any model is loaded, a file that exists. Devices and named pipes may be written to. instead: what
+    to do about it."""
     if path.is_dir():
         raise UsageError(f"{option} {path} is a folder: name a file")
     if path.is_file() and not overwrite:
-        raise UsageError(f"{option} {path} exists: name another file, or replace it with --existing overwrite")
+        raise UsageError(f"{option} {path} exists: {instead}, or replace it with --existing overwrite")
     if not path.parent.is_dir():
         raise UsageError(f"{option} {path}: the folder {path.parent} does not exist")
 

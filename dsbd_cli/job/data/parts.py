@@ -47,9 +47,11 @@ class Part:
         return self.part + place * self.count
 
 
-def scan(part: Part, *, indexed: bool) -> None:
-    """Read a part through. indexed: its records say which row they are. Raises DsbdError for what is no record of its
-    rows, or stands twice."""
+def scan(part: Part, *, indexed: bool, most: int) -> None:
+    """Read a part through. indexed: its records say which row they are. most: rows that the input has at the most.
+
+    Raises DsbdError for what is no record of its rows, or stands twice.
+    """
     position = 0
     with part.path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
@@ -59,7 +61,7 @@ def scan(part: Part, *, indexed: bool) -> None:
             part.records += 1
             part.failed += record.get("error") is not None
             if indexed:
-                _note(part, record.get("index"), number, position)
+                _note(part, record.get("index"), number, position, most)
             position += len(line)
 
 
@@ -71,14 +73,15 @@ def _record(line: bytes, path: Path, number: int) -> dict[str, object]:
     raise DsbdError(f"{path}: line {number} is no record of dsbd")
 
 
-def _note(part: Part, index: object, number: int, position: int) -> None:
+def _note(part: Part, index: object, number: int, position: int, most: int) -> None:
     if type(index) is not int or index < 0:
         raise DsbdError(f"{part.path}: line {number} is no record of dsbd: it has no index")
     place, other = divmod(index, part.count)
     if other != part.part:
         raise DsbdError(f"{part.path}: line {number} is row {index}, which belongs to part {other} of {part.count}")
-    if part.rows is not None and index >= part.rows:
-        raise DsbdError(f"{part.path}: line {number} is row {index}, but the input had {part.rows} rows")
+    if index >= most:
+        had = f"{most} rows" + ("" if part.rows is not None else " at the most")
+        raise DsbdError(f"{part.path}: line {number} is row {index}, but the input had {had}")
     while len(part.offsets) <= place:
         part.offsets.append(ABSENT)
     if part.offsets[place] != ABSENT:

@@ -14,18 +14,7 @@ from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.job.pick.candidates import Candidate, CandidateRow
 from dsbd_cli.job.records.row import Fields
 
-__all__ = [
-    "METRICS",
-    "ByRisk",
-    "ByScore",
-    "ByVote",
-    "Choice",
-    "Chooser",
-    "Equal",
-    "Weights",
-    "normalised",
-    "weights_of",
-]
+__all__ = ["METRICS", "ByRisk", "ByScore", "ByVote", "Choice", "Chooser", "Equal", "Weights", "normalised"]
 
 Weights = Literal["uniform", "score", "probability"]
 Equal = Literal["text", "math"]

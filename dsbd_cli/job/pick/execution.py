@@ -16,7 +16,7 @@ from dsbd_cli.job.pick.choosers import Choice
 from dsbd_cli.lab.tasks.execute import Rows, attempt, budget_of_time, is_ordered, same_rows
 from dsbd_cli.lab.tasks.spider import open_database
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Agree", "ByExecution", "Databases", "chosen_run"]
+__all__ = ["DEFAULT_TIMEOUT_S", "ByExecution", "Databases"]
 
 Agree = Literal["first", "majority"]
 

@@ -11,7 +11,7 @@ from dsbd_cli.job.pick.candidates import CandidateRow
 from dsbd_cli.job.pick.choosers import Choice
 from dsbd_cli.job.records import Row, RowReader
 
-__all__ = ["Asked", "ByReward", "Prompts"]
+__all__ = ["ByReward", "Prompts"]
 
 Asked = str | Sequence[Mapping[str, str]]
 

@@ -7,20 +7,15 @@ Out  `native_record` (dsbd.output/1), `openai_record` (an OpenAI batch output li
 
 from __future__ import annotations
 
-from dsbd_cli.job.records.fingerprint import fingerprint_difference, run_fingerprint
-from dsbd_cli.job.records.forms import ALIASES, ROW_FIELDS
-from dsbd_cli.job.records.native import OUTPUT_SCHEMA, STEP_SCHEMA, native_record, step_records, text_record
+from dsbd_cli.job.records.forms import ROW_FIELDS
+from dsbd_cli.job.records.native import native_record, step_records, text_record
 from dsbd_cli.job.records.openai import openai_record
-from dsbd_cli.job.records.output import MethodRecord, row_error
+from dsbd_cli.job.records.output import MethodRecord, fingerprint_difference, row_error, run_fingerprint
 from dsbd_cli.job.records.reader import RowReader
-from dsbd_cli.job.records.row import Form, LongLine, Row
+from dsbd_cli.job.records.row import LongLine, Row
 
 __all__ = [
-    "ALIASES",
-    "OUTPUT_SCHEMA",
     "ROW_FIELDS",
-    "STEP_SCHEMA",
-    "Form",
     "LongLine",
     "MethodRecord",
     "Row",

@@ -9,7 +9,7 @@ import orjson
 from dsbd_cli.errors import MAX_SHOWN, InvalidRowError, shorten
 from dsbd_cli.job.records.row import Fields
 
-__all__ = ["MAX_DEPTH", "parse_object"]
+__all__ = ["parse_object"]
 
 MAX_DEPTH = 64
 LARGEST_EXACT = 2.0**63

@@ -10,7 +10,7 @@ from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.reports.bench_data import BenchRow, Choice
 from dsbd_cli.variants import FUZZY_THRESHOLD
 
-__all__ = ["DEFAULT_TOLERANCE", "ThresholdCurve", "choose", "curves", "doubts", "reference_of", "without_reference"]
+__all__ = ["DEFAULT_TOLERANCE", "choose", "curves", "doubts", "reference_of", "without_reference"]
 
 DEFAULT_TOLERANCE = 0.02
 ROUNDING = 1e-9

@@ -14,18 +14,7 @@ from dsbd_cli.config import DEFAULT_DEPTH, MAX_AUTO_DEPTH, MethodConfig
 from dsbd_cli.lab.peers.config import PeerConfig, PeerName
 from dsbd_cli.variants import DRAFTERS
 
-__all__ = [
-    "AXES",
-    "BASELINES",
-    "DEFAULT_METHODS",
-    "FUZZY_METHODS",
-    "METHODS",
-    "Axis",
-    "Method",
-    "PickName",
-    "Value",
-    "own_tokens",
-]
+__all__ = ["AXES", "BASELINES", "DEFAULT_METHODS", "FUZZY_METHODS", "METHODS", "Method", "Value", "own_tokens"]
 
 Value = int | float | str
 PickName = Literal["score", "vote", "mbr", "exec"]
@@ -100,6 +89,7 @@ class Method:
 
 
 FOREST = {"depth": DEFAULT_DEPTH, "width": "fixed"}  # what a method's name does not say
+SAMPLING, SEARCH = ({"rule": rule, "depth": 0} for rule in ("coupled", "search"))  # without a draft
 BEAMS = ("num_beams",)
 DRAFTED = ("num_beams", "drafts_per_layer", "depth")
 ANY_DRAFTER = (*DRAFTED, "drafter")
@@ -115,8 +105,8 @@ METHODS: dict[str, Method] = {
         {"rule": "rejection", "num_beams": 1, "drafts_per_layer": 1},
         ("depth",),
     ),
-    "beam-search": Method("beam search without a draft", {"rule": "search", "depth": 0}, BEAMS),
-    "beam-sampling": Method("beam sampling without a draft", {"rule": "coupled", "depth": 0}, BEAMS),
+    "beam-search": Method("beam search without a draft", SEARCH, BEAMS),
+    "beam-sampling": Method("beam sampling without a draft", SAMPLING, BEAMS),
     "dsbd-coupled": Method("rule coupled, fixed width", {"rule": "coupled"}, ANY_DRAFTER),
     "dsbd-search": Method("rule search: beam search with a draft", {"rule": "search"}, ANY_DRAFTER),
     "dsbd-coupled-auto": Method("rule coupled, D and K by measurement", {"rule": "coupled", **AUTO}, CHOSEN),
@@ -142,42 +132,17 @@ METHODS: dict[str, Method] = {
         {"rule": "fuzzy", "fuzzy_threshold": 0.2},
         (*DRAFTED, "fuzzy_threshold"),
     ),
-    "best-of-n": Method(
-        "W independent samples, the likeliest", {"rule": "coupled", "depth": 0}, BEAMS, pick="score", independent=True
-    ),
+    "best-of-n": Method("W independent samples, the likeliest", SAMPLING, BEAMS, pick="score", independent=True),
     "self-consistency": Method(
-        "W independent samples, the commonest answer",
-        {"rule": "coupled", "depth": 0},
-        BEAMS,
-        pick="vote",
-        independent=True,
+        "W independent samples, the commonest answer", SAMPLING, BEAMS, pick="vote", independent=True
     ),
-    "mbr": Method(
-        "W independent samples, the least risk (chrF)",
-        {"rule": "coupled", "depth": 0},
-        BEAMS,
-        pick="mbr",
-        independent=True,
-    ),
+    "mbr": Method("W independent samples, the least risk (chrF)", SAMPLING, BEAMS, pick="mbr", independent=True),
     "samples-exec": Method(
-        "W independent samples, the first SQL that runs",
-        {"rule": "coupled", "depth": 0},
-        BEAMS,
-        pick="exec",
-        independent=True,
+        "W independent samples, the first SQL that runs", SAMPLING, BEAMS, pick="exec", independent=True
     ),
-    "beams-vote": Method(
-        "beam sampling, the likeliest answer of W beams", {"rule": "coupled", "depth": 0}, BEAMS, pick="vote"
-    ),
-    "beams-mbr": Method(
-        "beam search, the least risk (chrF) of W beams by probability",
-        {"rule": "search", "depth": 0},
-        BEAMS,
-        pick="mbr",
-    ),
-    "beams-exec": Method(
-        "beam search, the first SQL of W beams that runs", {"rule": "search", "depth": 0}, BEAMS, pick="exec"
-    ),
+    "beams-vote": Method("beam sampling, the likeliest answer of W beams", SAMPLING, BEAMS, pick="vote"),
+    "beams-mbr": Method("beam search, the least risk (chrF) of W beams by probability", SEARCH, BEAMS, pick="mbr"),
+    "beams-exec": Method("beam search, the first SQL of W beams that runs", SEARCH, BEAMS, pick="exec"),
     "hf-greedy": Method("transformers' greedy", peer="greedy"),
     "hf-beam-search": Method("transformers' beam search", axes=BEAMS, peer="beam-search"),
     "hf-beam-sampling": Method("transformers' beam sampling", axes=BEAMS, peer="beam-sampling"),

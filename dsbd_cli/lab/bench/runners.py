@@ -191,8 +191,7 @@ def _added(parts: Sequence[RequestStats]) -> RequestStats:
     """Sums of the counters of several requests."""
     whole = RequestStats()
     for part in parts:
-        for name in ("target_calls", "draft_calls", "steps", "drafted", "accepted", "width_sum"):
-            setattr(whole, name, getattr(whole, name) + getattr(part, name))
+        whole.add(part)
         whole.step_log += part.step_log
     return whole
 

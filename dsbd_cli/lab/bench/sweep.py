@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dsbd_cli.config import MethodConfig
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, option_name
 from dsbd_cli.lab.bench.methods import AXES, DEFAULT_METHODS, METHODS, Method, Value
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.variants import runs_model, typed_names
 
-__all__ = ["Setting", "Sweep", "SweepPlan", "choose_methods", "plan", "read_values"]
+__all__ = ["Setting", "SweepPlan", "choose_methods", "plan", "read_values"]
 
 Sweep = Mapping[str, Sequence[Value]]
 
@@ -125,7 +125,7 @@ def plan(names: Sequence[str], sweep: Sweep, index: str | None = None) -> SweepP
         raise UsageError(f"--index {index} would do nothing, because no --drafter is retrieval: drop it")
     for axis in sweep:
         if not any(axis in METHODS[name].axes for name in names):
-            raise UsageError(f"--{axis.replace('_', '-')} would do nothing: it acts on none of {', '.join(names)}")
+            raise UsageError(f"{option_name(axis)} would do nothing: it acts on none of {', '.join(names)}")
     settings: list[Setting] = []
     left_out: dict[str, list[str]] = {}
     for name in names:

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from dsbd_cli.config import Exactness
 from dsbd_cli.lab.bench.methods import BASELINES
 from dsbd_cli.lab.bench.runners import Answer
-from dsbd_cli.lab.bench.statistics import bootstrap_mean, middle_half
 from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.metrics.energy import EnergyMeter, EnergyWindow
-from dsbd_cli.lab.reports.bench_data import BenchRow, Energy
-from dsbd_cli.stats import DrafterStats, RequestStats
+from dsbd_cli.lab.reports.bench_data import BenchRow, Energy, Interval
+from dsbd_cli.stats import RequestStats
 
-__all__ = ["Tally", "ratios_of"]
+__all__ = ["Tally", "bootstrap_mean", "middle_half", "ratios_of"]
 
 
 class Counters:
     """Sums of our engine's counters; nothing is kept of single requests."""
 
     def __init__(self, depth: int) -> None:
-        self._sums: Counter[str] = Counter()
+        self._requests, self._sums = 0, RequestStats()
         self._drafted, self._accepted, self._passed = ([0] * depth for _ in range(3))
-        self._drafters: dict[str, DrafterStats] = {}
 
     def add(self, stats: RequestStats) -> None:
         """One request."""
-        self._sums["requests"] += 1
-        for name in ("target_calls", "draft_calls", "steps", "drafted", "accepted", "width_sum"):
-            self._sums[name] += getattr(stats, name)
-        for name, part in stats.drafters.items():
-            self._drafters.setdefault(name, DrafterStats()).add(part)
+        self._requests += 1
+        self._sums.add(stats)
         for layer in (layer for step in stats.step_log for layer in step.layers if layer.layer <= len(self._drafted)):
             self._drafted[layer.layer - 1] += layer.drafted
             self._accepted[layer.layer - 1] += layer.accepted
@@ -40,17 +36,17 @@ class Counters:
     def fields(self) -> dict[str, object]:
         """Fields of a BenchRow; none where another code has no such counters."""
         sums = self._sums
-        if not sums["requests"]:
+        if not self._requests:
             return {}
         return {
-            "steps_per_call": _share(sums["steps"], sums["target_calls"]),
-            "acceptance_rate": _share(sums["accepted"], sums["drafted"]),
-            "accepted_by_drafter": {name: part.acceptance_rate for name, part in self._drafters.items()},
+            "steps_per_call": _share(sums.steps, sums.target_calls),
+            "acceptance_rate": _share(sums.accepted, sums.drafted),
+            "accepted_by_drafter": {name: part.acceptance_rate for name, part in sums.drafters.items()},
             "accepted_by_depth": tuple(a / d if d else 0.0 for a, d in zip(self._accepted, self._drafted, strict=True)),
-            "passed_by_depth": tuple(_share(count, sums["target_calls"]) or 0.0 for count in self._passed),
-            "mean_width": _share(sums["width_sum"], sums["steps"]),
-            "target_calls": sums["target_calls"] / sums["requests"],
-            "draft_calls": sums["draft_calls"] / sums["requests"],
+            "passed_by_depth": tuple(_share(count, sums.target_calls) or 0.0 for count in self._passed),
+            "mean_width": _share(sums.width_sum, sums.steps),
+            "target_calls": sums.target_calls / self._requests,
+            "draft_calls": sums.draft_calls / self._requests,
         }
 
 
@@ -153,3 +149,26 @@ def ratios_of(tally: Tally, others: Sequence[Tally]) -> dict[str, list[float]]:
         if pairs:
             found[name] = pairs
     return found
+
+
+RESAMPLES = 10_000
+CHUNK = 2_000_000
+
+
+def bootstrap_mean(values: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> Interval:
+    """The mean and its 95 % percentile bootstrap interval over the values (at least one)."""
+    data = np.asarray(values, dtype=np.float64)
+    rng = np.random.default_rng(seed)
+    block = max(1, CHUNK // len(data))
+    means = [
+        data[rng.integers(0, len(data), (min(block, resamples - start), len(data)))].mean(axis=1)
+        for start in range(0, resamples, block)
+    ]
+    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
+    return Interval(float(data.mean()), float(low), float(high))
+
+
+def middle_half(values: Sequence[float]) -> Interval:
+    """Median and quartiles of at least one value."""
+    low, median, high = np.quantile(np.asarray(values, dtype=np.float64), (0.25, 0.5, 0.75))
+    return Interval(float(median), float(low), float(high))

@@ -12,18 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
-__all__ = [
-    "POWERCAP",
-    "EnergyMeter",
-    "EnergyWindow",
-    "Nvml",
-    "NvmlReader",
-    "RaplReader",
-    "Reader",
-    "cuda_uuid",
-    "find_meter",
-    "import_nvml",
-]
+__all__ = ["EnergyMeter", "EnergyWindow", "NvmlReader", "RaplReader", "find_meter"]
 
 POWERCAP = Path("/sys/class/powercap")
 UNAVAILABLE = "unavailable"

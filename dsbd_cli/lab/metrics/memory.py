@@ -10,20 +10,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PeakMemory", "peak_rss_bytes", "reset_peak_rss"]
+__all__ = ["PeakMemory", "peak_rss_bytes", "reset_peak_rss", "resident_bytes"]
 
 PROC = Path("/proc/self")
 
 
+def resident_bytes(name: str = "VmRSS", proc: Path = PROC) -> int | None:
+    """Memory of this process now, or another number of its status; None where the system does not say."""
+    try:
+        lines = (proc / "status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+
+
 def peak_rss_bytes(proc: Path = PROC) -> int:
     """Most resident memory of this process since it began, or since reset_peak_rss."""
-    status = proc / "status"
-    if status.is_file():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    peak = resident_bytes("VmHWM", proc)
+    if peak is not None:
+        return peak
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 def reset_peak_rss(proc: Path = PROC) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Chain", "LayerProbe", "Rates", "acceptance_rates", "first_drafts", "passes"]
+__all__ = ["LayerProbe", "Rates", "acceptance_rates", "first_drafts", "passes"]
 
 
 @dataclass(frozen=True, slots=True)

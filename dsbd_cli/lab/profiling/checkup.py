@@ -17,6 +17,7 @@ from dsbd_cli.config import BUILTIN_TARGET, MethodConfig, ModelSpec, SamplingCon
 from dsbd_cli.engine.models.catalog import fit, local_folder
 from dsbd_cli.errors import DsbdError, ModelNotFoundError
 from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, installed, versions
+from dsbd_cli.lab.reports.words import plural
 from dsbd_cli.lab.tasks import TASKS
 from dsbd_cli.requests import Request
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.engine.models.pair import LoadedPair
 
-__all__ = ["Check", "State", "check_up"]
+__all__ = ["Check", "check_up"]
 
 State = Literal["ok", "note", "off", "broken"]
 Facts = dict[str, object]
@@ -123,10 +124,10 @@ def _machine() -> tuple[State, str, Facts]:
     from dsbd_cli.engine.decoding.budget import free_bytes, memory_bytes
 
     cpu, threads = torch.device("cpu"), torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpuplural() or 1  # macOS has none
     total, free = memory_bytes(cpu), free_bytes(cpu)
     system = f"{platform.system()} {platform.machine()}"
-    beside = f"{_count(cores, 'core')}, {_count(threads, 'thread')}"
+    beside = f"{plural(cores, 'core')}, {plural(threads, 'thread')}"
     text = f"{cpu_name()}, {beside}, {free / GIB:.1f} of {total / GIB:.1f} GiB free; {system}"
     facts = {"cpu": cpu_name(), "cores": cores, "threads": threads, "memory_bytes": total, "free_bytes": free}
     return "ok", text, {**facts, "system": system}
@@ -143,7 +144,7 @@ def _gpu() -> tuple[State, str, Facts]:
             raise BrokenError(f"torch is built for CUDA {built} and the driver is there, but torch sees no device")
         return "off", f"none; torch {'is built without CUDA' if built is None else f'is built for CUDA {built}'}", {}
     told, facts = [], []
-    for index in range(torch.cuda.device_count()):
+    for index in range(torch.cuda.deviceplural()):
         name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
         free, total = torch.cuda.mem_get_info(index)
         try:
@@ -280,7 +281,7 @@ def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:
     rows = fitting_rows(models, slots, nodes, free)
     text = (
         f"{_bytes(free)} free on {pair.target.device} with the models loaded; a token takes {_bytes(cache)} of cache; "
-        f"room for {_count(rows, 'row')} of {MEMORY_TOKENS:,} tokens and {BEAMS} beams together"
+        f"room for {plural(rows, 'row')} of {MEMORY_TOKENS:,} tokens and {BEAMS} beams together"
     )
     return "ok", text, {"free_bytes": free, "cache_bytes_per_token": cache, "rows": rows}
 
@@ -368,10 +369,6 @@ def _steps_per_second(engine: Engine, prompts: Sequence[str], seconds: float) ->
             raise BrokenError(f"no token in {took:.0f} s")
         return steps / took, took / steps
     return (steps - first) / (last - begun), target_s / calls
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _figure(number: float) -> str:

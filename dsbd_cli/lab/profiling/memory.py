@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -11,18 +10,7 @@ from dsbd_cli.lab.metrics.memory import peak_rss_bytes, reset_peak_rss
 from dsbd_cli.lab.profiling.probe import SlotPeak
 from dsbd_cli.lab.reports.profile_data import Owner
 
-__all__ = ["owners", "peak_bytes", "reset_peak", "resident_bytes"]
-
-STATUS = Path("/proc/self/status")
-
-
-def resident_bytes() -> int | None:
-    """Of this process now; None where the system does not say."""
-    try:
-        lines = STATUS.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), None)
+__all__ = ["owners", "peak_bytes", "reset_peak"]
 
 
 def reset_peak(devices: Sequence[torch.device]) -> None:

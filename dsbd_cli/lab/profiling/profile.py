@@ -36,7 +36,6 @@ from dsbd_cli.lab.reports.profile_data import (
     DepthRate,
     DrafterRate,
     ForestSize,
-    Machine,
     MeasuredSetting,
     Owner,
     Prediction,
@@ -45,7 +44,7 @@ from dsbd_cli.lab.reports.profile_data import (
     spread_of,
 )
 from dsbd_cli.requests import Request, derive_seed
-from dsbd_cli.stats import DrafterStats
+from dsbd_cli.stats import RequestStats
 from dsbd_cli.variants import TREE, WIDTH_THRESHOLD
 
 __all__ = ["ProfileSpec", "take_profile"]
@@ -251,7 +250,8 @@ class _Session:
         """From what is measured; None where no run was."""
         if self._first is None:
             return None
-        now = setting_of(self._method)
+        job, bench, method = self._job, self._bench, self._method
+        now = setting_of(method)
         runs = self._runs or {
             setting: [run] for setting, run in ((now, self._first), (NO_DRAFT, self._plain)) if run is not None
         }
@@ -259,7 +259,7 @@ class _Session:
         measured = {
             setting: _measured(setting, some, advice.prediction_of(setting, found)) for setting, some in runs.items()
         }
-        best = choose([(one.setting, one.tokens_per_s.median) for one in measured.values()], self._method.num_beams)
+        best = choose([(one.setting, one.tokens_per_s.median) for one in measured.values()], method.num_beams)
         told = advice.warnings(self._machine, list(measured.values()))
         told += advice.drafting(self._first)
         tried = [one for one in measured.values() if one.setting != now]
@@ -268,20 +268,37 @@ class _Session:
         if here is not None and now.depth:
             told += advice.neighbours(here, found, measured[now], measured.get(NO_DRAFT))
         told += self._notes + advice.missing(self._budget)
-        return _profile(
-            self._job,
-            self._bench,
-            self._machine,
-            self._first,
-            measured,
-            self._curves,
-            self._rates,
-            found,
-            best,
-            self._memory,
-            told,
-            self._forest,
-            self._rounds,
+        rate = self._rates.get((now.drafts_per_layer, now.min_width))
+        layers = zip(rate.reached, rate.passed, strict=True) if rate else ()
+        return Profile(
+            command=job.command,
+            target=bench.names[0],
+            draft=bench.names[1] if method.depth else None,
+            drafter=method.drafter if method.depth else None,
+            dtype=job.dtype,
+            rule=method.rule,
+            width=method.width,
+            num_beams=method.num_beams,
+            batch_size=bench.batch_size,
+            prompts=len(bench.requests),
+            prompt_tokens=sum(result.prompt_tokens for result in self._first.results),
+            repeats=max(self._rounds, 1),
+            seconds=bench.budget.seconds,
+            left_out=tuple(bench.budget.left_out),
+            complete=not bench.budget.stopped,
+            machine=self._machine,
+            now=measured[now],
+            tried=tuple(one for setting, one in measured.items() if setting != now),
+            curves=self._curves,
+            acceptance=tuple(DepthRate(depth, reached, passed) for depth, (reached, passed) in enumerate(layers, 1)),
+            predictions=found,
+            best=best,
+            memory=self._memory,
+            notes=tuple(told),
+            recommended_command=job.render(best),
+            forest=self._forest,
+            drafters=_drafter_rates(self._first),
+            tree=method.value(TREE) if method.depth and TREE.field in method.settled else None,
         )
 
 
@@ -566,61 +583,9 @@ def _median_run(runs: list[Run]) -> Run:
     return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
 
 
-def _profile(
-    job: ProfileSpec,
-    bench: ProfiledPair,
-    machine: Machine,
-    first: Run,
-    measured: dict[ForestSize, MeasuredSetting],
-    curves: tuple[Curve, ...],
-    rates: Acceptance,
-    found: tuple[Prediction, ...],
-    best: ForestSize,
-    memory: tuple[Owner, ...],
-    told: list[str],
-    forest: ShownForest | None,
-    rounds: int,
-) -> Profile:
-    method = job.method
-    now = setting_of(method)
-    rate = rates.get((now.drafts_per_layer, now.min_width))
-    layers = zip(rate.reached, rate.passed, strict=True) if rate else ()
-    return Profile(
-        command=job.command,
-        target=bench.names[0],
-        draft=bench.names[1] if method.depth else None,
-        drafter=method.drafter if method.depth else None,
-        dtype=job.dtype,
-        rule=method.rule,
-        width=method.width,
-        num_beams=method.num_beams,
-        batch_size=bench.batch_size,
-        prompts=len(bench.requests),
-        prompt_tokens=sum(result.prompt_tokens for result in first.results),
-        repeats=max(rounds, 1),
-        seconds=bench.budget.seconds,
-        left_out=tuple(bench.budget.left_out),
-        complete=not bench.budget.stopped,
-        machine=machine,
-        now=measured[now],
-        tried=tuple(one for setting, one in measured.items() if setting != now),
-        curves=curves,
-        acceptance=tuple(DepthRate(depth, reached, passed) for depth, (reached, passed) in enumerate(layers, 1)),
-        predictions=found,
-        best=best,
-        memory=memory,
-        notes=tuple(told),
-        recommended_command=job.render(best),
-        forest=forest,
-        drafters=_drafter_rates(first),
-        tree=method.value(TREE) if method.depth and TREE.field in method.settled else None,
-    )
-
-
 def _drafter_rates(run: Run) -> tuple[DrafterRate, ...]:
     """Of a run with two drafters, the first one first."""
-    sums: dict[str, DrafterStats] = {}
+    sums = RequestStats()
     for result in run.results:
-        for name, part in result.stats.drafters.items():
-            sums.setdefault(name, DrafterStats()).add(part)
-    return tuple(DrafterRate(name, part.drafted, part.accepted) for name, part in sums.items())
+        sums.add(result.stats)
+    return tuple(DrafterRate(name, part.drafted, part.accepted) for name, part in sums.drafters.items())

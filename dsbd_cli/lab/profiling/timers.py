@@ -25,17 +25,7 @@ from dsbd_cli.engine.decoding.timing import PhaseTimer
 from dsbd_cli.requests import Request, Segment
 from dsbd_cli.token_rules import Timestamps, TokenRules
 
-__all__ = [
-    "Forward",
-    "RunLog",
-    "TimedCodec",
-    "TimedModel",
-    "log_phases",
-    "stopwatch",
-    "synchronise",
-    "timed_codec",
-    "timed_model",
-]
+__all__ = ["RunLog", "TimedModel", "log_phases", "synchronise", "timed_codec", "timed_model"]
 
 Role = Literal["target", "draft"]
 Kind = Literal["forest", "prefill"]

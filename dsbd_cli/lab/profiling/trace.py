@@ -22,7 +22,7 @@ from dsbd_cli.lab.profiling.runs import ProfiledPair
 from dsbd_cli.lab.profiling.timers import RunLog, synchronise
 from dsbd_cli.lab.profiling.watch import WatchedDrafter
 
-__all__ = ["TRACED_ITERATIONS", "write_trace"]
+__all__ = ["write_trace"]
 
 TRACED_ITERATIONS = 8
 

@@ -9,7 +9,7 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule
 
-__all__ = ["Observer", "WatchedDrafter", "WatchedRule", "watch"]
+__all__ = ["WatchedDrafter", "watch"]
 
 
 class Observer(Protocol):

@@ -4,31 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsbd_cli.lab.reports.bench_cells import (
-    ReportColumn,
-    choice_columns,
-    choice_line,
-    choice_title,
-    environment_lines,
-    measured,
-    quality_columns,
-    reading_lines,
-    resource_columns,
-    setting_columns,
-    speed_columns,
-    work_columns,
-)
+from dsbd_cli.lab.reports import bench_cells as cells
+from dsbd_cli.lab.reports.bench_cells import ReportColumn
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow
 from dsbd_cli.lab.reports.words import plural
 
-__all__ = ["markdown_page", "markdown_table"]
+__all__ = ["markdown_page"]
 
 
 def markdown_table(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) -> str:
     """Aligned, so that it can be read as text too."""
-    cells = [[column.title for column in columns], *([column.cell(row) for column in columns] for row in rows)]
-    cells = [[cell.replace("|", "\\|") for cell in line] for line in cells]
-    widths = [max(3, *(len(line[place]) for line in cells)) for place in range(len(columns))]
+    shown = [[column.title for column in columns], *([column.cell(row) for column in columns] for row in rows)]
+    shown = [[cell.replace("|", "\\|") for cell in line] for line in shown]
+    widths = [max(3, *(len(line[place]) for line in shown)) for place in range(len(columns))]
     rule = [
         "-" * width if column.text else "-" * (width - 1) + ":" for column, width in zip(columns, widths, strict=True)
     ]
@@ -37,7 +25,7 @@ def markdown_table(columns: Sequence[ReportColumn], rows: Sequence[BenchRow]) ->
             cell.ljust(width) if column.text else cell.rjust(width)
             for cell, width, column in zip(line, widths, columns, strict=True)
         ]
-        for line in cells
+        for line in shown
     ]
     lines = [padded[0], rule, *padded[1:]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
@@ -47,26 +35,32 @@ def markdown_page(report: BenchReport, title: str = "dsbd bench") -> str:
     """Heading, command, one table per task with quality, speed, memory and energy, a second one with the work."""
     env = report.environment
     parts = [f"# {title}\n", f"`{env.get('command')}`, {env.get('date')}\n"]
-    parts.append("\n".join(f"- {line}" for line in [*environment_lines(report), *reading_lines(report.rows)]) + "\n")
+    parts.append(
+        "\n".join(f"- {line}" for line in [*cells.environment_lines(report), *cells.reading_lines(report.rows)]) + "\n"
+    )
     if not report.complete:
         parts.append("**Stopped early: this is what was measured until then.**\n")
     for task in report.tasks:
         rows = report.of(task)
-        head = setting_columns(rows)
+        head = cells.setting_columns(rows)
         parts.append(f"## {task}, {plural(max(row.records for row in rows), 'record')}\n")
         parts.append(
             markdown_table(
-                measured([*head, *quality_columns(rows), *speed_columns(rows), *resource_columns(rows)], rows), rows
+                cells.measured(
+                    [*head, *cells.quality_columns(rows), *cells.speed_columns(rows), *cells.resource_columns(rows)],
+                    rows,
+                ),
+                rows,
             )
         )
-        if work := measured(work_columns(rows), rows):
+        if work := cells.measured(cells.work_columns(rows), rows):
             parts.append(markdown_table([*head, *work], rows))
         for choice in (one for one in report.choices if one.task == task and report.curve(one)):
-            named, numbers = choice_columns(report, choice)
+            named, numbers = cells.choice_columns(report, choice)
             columns = [*named, *(column for pair in numbers.values() for column in pair)]
-            parts.append(f"### {choice_title(report, choice)}\n")
+            parts.append(f"### {cells.choice_title(report, choice)}\n")
             parts.append(markdown_table(columns, report.curve(choice)))
-            parts.append(f"{choice_line(report, choice)}\n")
+            parts.append(f"{cells.choice_line(report, choice)}\n")
     if report.notes:
         parts.append("## Notes\n")
         parts.append("\n".join(f"- {note}" for note in report.notes) + "\n")

@@ -9,21 +9,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from dsbd_cli.lab.reports.bench_cells import (
-    DASH,
-    ReportColumn,
-    choice_columns,
-    choice_line,
-    choice_title,
-    environment_lines,
-    measured,
-    quality_columns,
-    reading_lines,
-    resource_columns,
-    setting_columns,
-    speed_columns,
-    work_columns,
-)
+from dsbd_cli.lab.reports import bench_cells as cells
+from dsbd_cli.lab.reports.bench_cells import ReportColumn
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Choice
 from dsbd_cli.lab.reports.screen import Screen
 from dsbd_cli.lab.reports.words import plural
@@ -39,18 +26,18 @@ Section = tuple[str, list[ReportColumn]]
 def print_report(report: BenchReport, stream: IO[str]) -> None:
     """Write the tables. A stream that is no terminal gets plain text, 120 columns wide."""
     console = Screen(stream)
-    for line in environment_lines(report):
+    for line in cells.environment_lines(report):
         console.print(Text(line, style="dim"))
     for task in report.tasks:
         rows = report.of(task)
         heading = f"{task}, {plural(max(row.records for row in rows), 'record')}"
-        for title, columns in _packed(setting_columns(rows), _sections(rows), rows, console.width):
+        for title, columns in _packed(cells.setting_columns(rows), _sections(rows), rows, console.width):
             console.print()
             console.show(_table(f"{heading}: {title}", columns, rows))
         for choice in (one for one in report.choices if one.task == task and report.curve(one)):
             _print_choice(console, report, choice)
     console.print()
-    for line in reading_lines(report.rows):
+    for line in cells.reading_lines(report.rows):
         console.print(Text(line, style="dim"))
     for note in report.notes:
         console.print(Text(f"note: {note}"))
@@ -59,11 +46,11 @@ def print_report(report: BenchReport, stream: IO[str]) -> None:
 def _print_choice(console: Screen, report: BenchReport, choice: Choice) -> None:
     """The curve, dev beside test, and what was chosen by which rule."""
     rows = report.curve(choice)
-    head, sections = choice_columns(report, choice)
+    head, sections = cells.choice_columns(report, choice)
     for title, shown in _packed(head, sections.items(), rows, console.width):
         console.print()
-        console.show(_table(f"{choice_title(report, choice)}, {title}", shown, rows))
-    console.print(Text(choice_line(report, choice)))
+        console.show(_table(f"{cells.choice_title(report, choice)}, {title}", shown, rows))
+    console.print(Text(cells.choice_line(report, choice)))
 
 
 def _packed(
@@ -88,12 +75,12 @@ def _packed(
 def _sections(rows: Sequence[BenchRow]) -> Iterator[Section]:
     """With the columns in which something was measured."""
     for title, columns in (
-        ("quality", quality_columns(rows)),
-        ("speed", speed_columns(rows)),
-        ("memory and energy", resource_columns(rows)),
-        ("work per record", work_columns(rows)),
+        ("quality", cells.quality_columns(rows)),
+        ("speed", cells.speed_columns(rows)),
+        ("memory and energy", cells.resource_columns(rows)),
+        ("work per record", cells.work_columns(rows)),
     ):
-        if kept := measured(columns, rows):
+        if kept := cells.measured(columns, rows):
             memory_only = title == "memory and energy" and len(kept) <= 2
             yield "memory" if memory_only else title, kept
 
@@ -134,7 +121,7 @@ def _table(title: str, columns: Sequence[ReportColumn], rows: Sequence[BenchRow]
             column.title, justify="left" if column.text else "right", width=_width(column, rows), vertical="bottom"
         )
     for row in rows:
-        cells = [column.cell(row) for column in columns]
-        if any(cell != DASH for cell, column in zip(cells, columns, strict=True) if not column.text):
-            table.add_row(*cells)
+        shown = [column.cell(row) for column in columns]
+        if any(cell != cells.DASH for cell, column in zip(shown, columns, strict=True) if not column.text):
+            table.add_row(*shown)
     return table

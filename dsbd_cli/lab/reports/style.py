@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COLOURS",
-    "FORMATS",
     "INK",
     "MUTED",
     "apart",

@@ -8,18 +8,15 @@ from functools import partial
 from pathlib import Path
 
 from dsbd_cli.errors import UsageError
+from dsbd_cli.lab.tasks import TASKS
 from dsbd_cli.lab.tasks.dataset import Dataset, builtin_dataset
 from dsbd_cli.lab.tasks.lines import jsonl_dataset, mt_bench_dataset
 from dsbd_cli.lab.tasks.pairs import summary_dataset, translation_dataset, words_dataset
-from dsbd_cli.lab.tasks.qa import QaTask
-from dsbd_cli.lab.tasks.record import Task
 from dsbd_cli.lab.tasks.spider import spider_dataset
-from dsbd_cli.lab.tasks.sql import SqlTask
 from dsbd_cli.lab.tasks.squad import squad_dataset
 
 __all__ = ["TASK_NAMES", "open_dataset"]
 
-BUILTIN: dict[str, Task] = {"sql": SqlTask(), "qa": QaTask()}
 FROM_DISK: dict[str, Callable[[Path], Dataset]] = {
     "squad": squad_dataset,
     "spider": spider_dataset,
@@ -29,7 +26,7 @@ FROM_DISK: dict[str, Callable[[Path], Dataset]] = {
     "summary": summary_dataset,
     "words": words_dataset,
 }
-TASK_NAMES: tuple[str, ...] = (*BUILTIN, *FROM_DISK)
+TASK_NAMES: tuple[str, ...] = (*TASKS, *FROM_DISK)
 
 
 def open_dataset(
@@ -40,11 +37,11 @@ def open_dataset(
     """
     if metric is not None and name != "jsonl":
         raise UsageError(f"--metric {metric} is for task jsonl, but the task is {name}: drop it")
-    if name in BUILTIN:
+    if name in TASKS:
         for given in (path, dev_path):
             if given is not None:
                 raise UsageError(f"task {name} makes its own records: drop the data path {given}")
-        return builtin_dataset(BUILTIN[name], seed)
+        return builtin_dataset(TASKS[name], seed)
     if name not in FROM_DISK:
         raise UsageError(f"task is {name!r}, but must be one of {', '.join(TASK_NAMES)}")
     if path is None:

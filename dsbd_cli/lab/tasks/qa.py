@@ -6,13 +6,11 @@ import random
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dsbd_cli.lab.tasks.qa_facts import ROLES, THINGS, VERBS, Fact, make_fact, make_person, tell
-from dsbd_cli.lab.tasks.record import TaskRecord, check_split, rng_for
+from dsbd_cli.lab.tasks.record import Drawn, Task, TaskRecord
 
-TOP_LEVEL = 2
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -129,35 +127,17 @@ def word_question(asked: str, fact: Fact, others: list[Fact], rng: random.Random
     return f"{word} did {actor} {verb} {thing}"
 
 
-class QaTask:
+class QaTask(Task):
     """Questions about passages of made-up people never seen in training; the answer is a span."""
 
     name = "qa"
     metric = "exact match"
 
-    def records(self, split: str, seed: int) -> Iterator[TaskRecord]:
-        """Endless records at the full level."""
-        for group in self.groups(split, seed, 1, TOP_LEVEL):
-            yield group[0]
-
-    def groups(self, split: str, seed: int, size: int, level: int) -> Iterator[list[TaskRecord]]:
-        """Endless groups of questions about one passage each."""
-        check_split(split)
-        index = 0
-        while True:
-            rng = rng_for(self.name, split, seed, size, level, index)
-            passage = make_passage(split, rng, level)
-            pairs = [ask(passage, rng) for _ in range(size)]
-            yield [
-                TaskRecord(
-                    f"qa-{split}-{seed}-{index}" + (f"-{place}" if size > 1 else ""),
-                    f"passage: {passage.text}\nquestion: {question}\nanswer:",
-                    answer,
-                    {},
-                )
-                for place, (question, answer) in enumerate(pairs)
-            ]
-            index += 1
+    def draw(self, split: str, rng: random.Random, size: int, level: int) -> list[Drawn]:
+        """Questions about one passage."""
+        passage = make_passage(split, rng, level)
+        pairs = [ask(passage, rng) for _ in range(size)]
+        return [(f"passage: {passage.text}\nquestion: {question}\nanswer:", answer, {}) for question, answer in pairs]
 
     def score(self, record: TaskRecord, text: str) -> bool:
         """Whether the answers are the same after normalisation."""

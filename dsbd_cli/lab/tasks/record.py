@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 SPLITS = ("train", "dev", "test")
+TOP_LEVEL = 2
+Drawn = tuple[str, str, Mapping[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,30 +24,37 @@ class TaskRecord:
     meta: Mapping[str, object]
 
 
-class Task(Protocol):
-    """A generator of records and the scorer of answers to them."""
+class Task(ABC):
+    """A generator of records and the scorer of answers to them.
 
-    @property
-    def name(self) -> str:
-        """The task's name, the first part of its records' ids."""
-        ...
+    Attributes:
+        name: the first part of its records' ids.
+        metric: what `score` measures, in words.
+    """
 
-    @property
-    def metric(self) -> str:
-        """What `score` measures, in words."""
-        ...
+    name: str
+    metric: str
 
     def records(self, split: str, seed: int) -> Iterator[TaskRecord]:
-        """Endless records of a split; the same (split, seed) gives the same records."""
-        ...
+        """Endless records of a split at the full level; the same (split, seed) gives the same records."""
+        for group in self.groups(split, seed, 1, TOP_LEVEL):
+            yield group[0]
 
     def groups(self, split: str, seed: int, size: int, level: int) -> Iterator[list[TaskRecord]]:
         """Endless groups of `size` records that share one context; level 0 is the easiest."""
-        ...
+        check_split(split)
+        for index in itertools.count():
+            rng, name = rng_for(self.name, split, seed, size, level, index), f"{self.name}-{split}-{seed}-{index}"
+            drawn = self.draw(split, rng, size, level)
+            yield [TaskRecord(name + (f"-{at}" if size > 1 else ""), *parts) for at, parts in enumerate(drawn)]
 
+    @abstractmethod
+    def draw(self, split: str, rng: random.Random, size: int, level: int) -> list[Drawn]:
+        """Prompt, gold answer and what scoring needs of each record of one group."""
+
+    @abstractmethod
     def score(self, record: TaskRecord, text: str) -> bool:
         """Whether `text` answers the record."""
-        ...
 
 
 def rng_for(*key: object) -> random.Random:

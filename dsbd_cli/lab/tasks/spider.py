@@ -13,7 +13,7 @@ from dsbd_cli.lab.tasks.execute import MAX_VALUE_BYTES, Rows, allow, budget_of_t
 from dsbd_cli.lab.tasks.files import field, items, read_json
 from dsbd_cli.lab.tasks.record import TaskRecord
 
-__all__ = ["TIMEOUT_S", "open_database", "score_spider", "spider_dataset"]
+__all__ = ["open_database", "score_spider", "spider_dataset"]
 
 TIMEOUT_S = 30.0
 MAX_ROWS = 1_000_000

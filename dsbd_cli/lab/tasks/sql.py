@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import random
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from typing import cast
 
 from dsbd_cli.lab.tasks.execute import Rows, TableData, connect, run, same_rows
-from dsbd_cli.lab.tasks.record import TaskRecord, check_split, rng_for
+from dsbd_cli.lab.tasks.record import Drawn, Task, TaskRecord
 from dsbd_cli.lab.tasks.schema import Schema, make_schema
 from dsbd_cli.lab.tasks.sql_forms import Clause, ask
-
-TOP_LEVEL = 2
 
 
 def tables_of(schema: Schema) -> dict[str, TableData]:
@@ -44,37 +41,26 @@ def draw_clause(schema: Schema, database: sqlite3.Connection, rng: random.Random
             return clause
 
 
-class SqlTask:
+class SqlTask(Task):
     """Questions about schemas never seen in training; the answer is one SELECT."""
 
     name = "sql"
     metric = "execution accuracy"
 
-    def records(self, split: str, seed: int) -> Iterator[TaskRecord]:
-        """Endless records at the full level."""
-        for group in self.groups(split, seed, 1, TOP_LEVEL):
-            yield group[0]
-
-    def groups(self, split: str, seed: int, size: int, level: int) -> Iterator[list[TaskRecord]]:
-        """Endless groups of questions about one schema each."""
-        check_split(split)
-        index = 0
-        while True:
-            rng = rng_for(self.name, split, seed, size, level, index)
-            schema = draw_schema(split, rng, level)
-            tables = tables_of(schema)
-            with closing(connect(tables)) as database:
-                clauses = [draw_clause(schema, database, rng, level) for _ in range(size)]
-            yield [
-                TaskRecord(
-                    f"sql-{split}-{seed}-{index}" + (f"-{place}" if size > 1 else ""),
-                    f"schema: {schema.text()}\nquestion: {clause.words}\nsql:",
-                    clause.sql,
-                    {"tables": tables, "ordered": " ORDER BY " in clause.sql},
-                )
-                for place, clause in enumerate(clauses)
-            ]
-            index += 1
+    def draw(self, split: str, rng: random.Random, size: int, level: int) -> list[Drawn]:
+        """Questions about one schema."""
+        schema = draw_schema(split, rng, level)
+        tables = tables_of(schema)
+        with closing(connect(tables)) as database:
+            clauses = [draw_clause(schema, database, rng, level) for _ in range(size)]
+        return [
+            (
+                f"schema: {schema.text()}\nquestion: {clause.words}\nsql:",
+                clause.sql,
+                {"tables": tables, "ordered": " ORDER BY " in clause.sql},
+            )
+            for clause in clauses
+        ]
 
     def execute(self, record: TaskRecord, text: str) -> Rows | None:
         """The rows that `text` returns on the record's database; None where it fails."""

@@ -12,7 +12,7 @@ from dsbd_cli.lab.tasks.files import field, items, read_json
 from dsbd_cli.lab.tasks.qa import f1, normalize
 from dsbd_cli.lab.tasks.record import TaskRecord
 
-__all__ = ["NO_ANSWER", "score_squad", "squad_dataset"]
+__all__ = ["squad_dataset"]
 
 NO_ANSWER = "unanswerable"
 METRICS = ("exact match", "F1")
