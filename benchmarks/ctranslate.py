@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.outcome import Outcome, Runner, delivered
+from dsbd_cli.lab.peers.engines import convert
 
 __all__ = ["Converted"]
 
@@ -22,13 +22,10 @@ class Converted:
         # it computes in bfloat16 on few processors; where it does not, in float32
         self.dtype = dtype if dtype in ctranslate2.get_supported_compute_types("cpu") else "float32"
         self._folder = tempfile.TemporaryDirectory(prefix="dsbd-ctranslate2-")
-        source, made = Path(self._folder.name, "hf"), Path(self._folder.name, "ct2")
+        source = Path(self._folder.name, "hf")
         model.save_pretrained(source)
         tokenizer.save_pretrained(source)
-        ctranslate2.converters.TransformersConverter(str(source)).convert(str(made), quantization=self.dtype)
-        config = json.loads((made / "config.json").read_text())
-        # it refuses a tokenizer without begin or unknown tokens
-        (made / "config.json").write_text(json.dumps({k: "<|end|>" if v is None else v for k, v in config.items()}))
+        made = convert(source, Path(self._folder.name), self.dtype)
         self._tokenizer = tokenizer
         self._generator = ctranslate2.Generator(str(made), device="cpu", compute_type=self.dtype)
 

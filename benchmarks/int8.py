@@ -2,10 +2,13 @@
 
     python -m benchmarks.int8 error --target models/qwen2.5-coder-0.5b-instruct
     python -m benchmarks.int8 forwards --target models/qwen2.5-coder-1.5b-instruct --nodes 4,20,36 --rounds 20
+    python -m benchmarks.int8 decode --target models/qwen2.5-coder-1.5b-instruct --ctranslate2
 
 error: KL divergence from float32 and agreement of the most probable token, of bfloat16 and of int8 beside bfloat16.
-forwards: medians of forwards of so many tokens, bfloat16 and int8 in alternation in one process. One that runs SQL
-tasks: `dsbd bench --task sql` with and without `--quantize int8`.
+forwards: medians of forwards of so many tokens, bfloat16 and int8 in alternation in one process.
+decode: tokens/s of the best answer, one chat prompt at a time, beam search without a draft; every prompt is answered by
+all in turn, and the time of its own forward counts. The results are written after every prompt; `--seconds` ends it.
+One that runs SQL tasks: `dsbd bench --task sql` with and without `--quantize int8`.
 """
 
 from __future__ import annotations
@@ -13,15 +16,24 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.common import markdown_table, results_folder, write_results
+from benchmarks.instruct_prompts import prompts
+from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.models.loader import load
 from dsbd_cli.engine.models.pair import load_model
+from dsbd_cli.engine.models.registry import resolve
+from dsbd_cli.lab.peers.config import PeerConfig
+from dsbd_cli.lab.peers.engines import CTranslatePeer
+from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
 
 TEXTS = ("README.md", "docs/algorithm.md", "dsbd_cli/engine/models/quantize.py", "sample_inputs/prompts.jsonl")
 
@@ -78,16 +90,106 @@ def forwards(target: str, sizes: list[int], rounds: int) -> None:
             print(f"{nodes} tokens: bfloat16 {plain:.1f} ms, int8 {int8:.1f} ms, ratio {int8 / plain:.2f}", flush=True)
 
 
+Answering = Callable[[list[int]], tuple[int, ...]]
+
+
+def ours(model: Any, codec: Any, sampling: SamplingConfig, num_beams: int) -> Answering:
+    """Our beam search without a draft."""
+    method = MethodConfig(rule="search", num_beams=num_beams, depth=0)
+    engine = Engine(model, None, codec, method, batch_size=1)
+
+    def answer(prompt: list[int]) -> tuple[int, ...]:
+        (found,) = engine.run([Request(prompt_ids=tuple(prompt), sampling=sampling)])
+        if found.error is not None:
+            raise found.error
+        return tuple(found.hypotheses[0].token_ids)
+
+    return answer
+
+
+def answering(options: argparse.Namespace) -> tuple[dict[str, Answering], Any]:
+    """What answers a prompt, by name, and the codec."""
+    sampling, beams = SamplingConfig(max_new_tokens=options.max_new_tokens), options.num_beams
+    kind = "beam-search" if beams > 1 else "greedy"
+    plain, codec = load_model(ModelSpec(options.target, device="cpu", dtype="bfloat16"))
+    quantized, _ = load_model(ModelSpec(options.target, device="cpu", dtype="bfloat16", quantize="int8"))
+    found = {"bfloat16": ours(plain, codec, sampling, beams), "int8": ours(quantized, codec, sampling, beams)}
+    peers: dict[str, Any] = {}
+    if options.transformers:
+        config = PeerConfig(kind, beams)
+        peers["transformers bfloat16"] = TransformersPeer(config, plain, None, codec, sampling, 1)
+    if options.ctranslate2:
+        config, place = PeerConfig(kind, beams, "ctranslate2", "int8"), Path(resolve(options.target).path)
+        peers["CTranslate2 int8"] = CTranslatePeer(config, place, plain, codec, sampling, 1)
+    for name, peer in peers.items():
+        found[name] = lambda prompt, peer=peer: next(iter(peer.run([prompt], 0))).token_ids
+    return found, codec
+
+
+def decode(options: argparse.Namespace) -> None:
+    """Every prompt by all of them in turn."""
+    found, codec = answering(options)
+    folder, began, runs = results_folder(options.name), time.monotonic(), list[dict[str, Any]]()
+    for number, text in enumerate(islice(prompts(0), options.prompts + 1)):
+        prompt = codec.encode_chat([{"role": "user", "content": text}])
+        texts = {}
+        for name, answer in found.items():
+            start = time.perf_counter()
+            texts[name] = answer(prompt)
+            if number:  # the first prompt is a warm-up
+                seconds = time.perf_counter() - start
+                same = texts[name] == texts["bfloat16"]
+                runs.append(
+                    {"prompt": number, "method": name, "seconds": seconds, "tokens": len(texts[name]), "same": same}
+                )
+        if number:
+            table = decode_table(runs, list(found))
+            about = (
+                f"{Path(options.target).name}, W = {options.num_beams}, one chat prompt at a time, {number} prompts, "
+            )
+            about += f"{options.max_new_tokens} new tokens at most, {torch.get_num_threads()} threads, no draft"
+            write_results(folder, runs, f"# int8 beside bfloat16\n\n{about}.\n\n{table}")
+            print(f"{number} of {options.prompts} prompts", flush=True)
+        if options.seconds is not None and time.monotonic() - began > options.seconds:
+            break
+    if runs:
+        print(table)
+
+
+def decode_table(runs: list[dict[str, Any]], names: list[str]) -> str:
+    """tokens/s over all prompts, and the medians of ratios over the prompts."""
+    rows = []
+    for name in names:
+        some = [run for run in runs if run["method"] == name]
+        rates = [run["tokens"] / run["seconds"] for run in some]
+        row = {"": name, "tokens/s": f"{sum(run['tokens'] for run in some) / sum(run['seconds'] for run in some):.2f}"}
+        for other in names:
+            against = [run["tokens"] / run["seconds"] for run in runs if run["method"] == other]
+            row[f"x {other}"] = f"{statistics.median(a / b for a, b in zip(rates, against, strict=True)):.2f}"
+        row["texts as in bfloat16"] = f"{sum(run['same'] for run in some)} of {len(some)}"
+        rows.append(row)
+    return markdown_table(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("error", "forwards"))
+    parser.add_argument("what", choices=("error", "forwards", "decode"))
     parser.add_argument("--target", required=True)
     parser.add_argument("--tokens", type=int, default=250, help="of each text")
     parser.add_argument("--nodes", default="4,20,36", help="tokens of a forward")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--num-beams", type=int, default=4, help="of decode, as all that follow")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--transformers", action="store_true", help="compare with it: a second copy of the weights")
+    parser.add_argument("--ctranslate2", action="store_true", help="compare with its int8; it must be installed")
+    parser.add_argument("--seconds", type=float, help="ends after the prompt that is under way")
+    parser.add_argument("--name", default="int8-decode", help="of the folder of results")
     options = parser.parse_args()
     if options.what == "error":
         error(options.target, options.tokens)
+    elif options.what == "decode":
+        decode(options)
     else:
         forwards(options.target, [int(nodes) for nodes in options.nodes.split(",")], options.rounds)
 

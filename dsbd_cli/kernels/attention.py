@@ -27,9 +27,9 @@ SPLIT = 512  # slots of a part
 TILE = 64  # queries of a tile over the prompt, and slots that it takes at a time
 BLOCK = 32
 TAIL_TILE = 16
-COLUMNS = 32  # of the values that one program of the tail adds up
-WIDEST = 128  # of a head: float64 sums of a wider one fill the registers
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COLUMNS = 16  # of the values that one program of the tail adds up
+# of a head: wider ones do not fit the registers
+WIDEST = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "slots", "parts"])
@@ -182,9 +182,13 @@ def attention_twin(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, prom
 
 def attention_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernel takes these tensors: one dtype, heads alike and not too wide."""
-    same = query.dtype == key.dtype == value.dtype and query.dtype in DTYPES
+    same = query.dtype == key.dtype == value.dtype and query.dtype in WIDEST
     return (
-        same and key.shape == value.shape and key.shape[-1] <= WIDEST and key.stride(-1) == 1 and value.stride(-1) == 1
+        same
+        and key.shape == value.shape
+        and key.shape[-1] <= WIDEST[query.dtype]
+        and key.stride(-1) == 1
+        and value.stride(-1) == 1
     )
 
 

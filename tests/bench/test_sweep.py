@@ -8,7 +8,7 @@ from dsbd_cli.config import MethodConfig
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.bench.methods import AXES, BASELINES, DEFAULT_METHODS, METHODS
 from dsbd_cli.lab.bench.sweep import choose_methods, plan, read_values
-from dsbd_cli.lab.peers.config import PeerConfig
+from dsbd_cli.lab.peers import PeerConfig
 
 
 def test_every_method_of_the_table_can_be_made_with_the_defaults() -> None:
@@ -104,11 +104,11 @@ def test_names_that_cannot_be(text: str, message: str) -> None:
 
 def test_without_a_draft_only_what_needs_none() -> None:
     names, (said,) = choose_methods("all", draft=False)
-    assert names == [name for name in METHODS if not METHODS[name].drafts]
+    assert names == [name for name, one in METHODS.items() if not one.drafts and not one.separate]
     drafted = [name for name in METHODS if METHODS[name].drafts]
     assert said == f"left out: {', '.join(drafted)}: they need a draft, but --draft is none"
     assert choose_methods(None) == (list(DEFAULT_METHODS), ())
-    assert choose_methods("all") == (list(METHODS), ())
+    assert choose_methods("all") == ([name for name, one in METHODS.items() if not one.separate], ())
     with pytest.raises(UsageError, match="dsbd-coupled needs a draft"):
         choose_methods("dsbd-coupled", draft=False)
 

@@ -20,6 +20,7 @@ from dsbd_cli.engine.core.scans import (
     convolve,
     delta_chain,
     fold,
+    last,
     selective_chain,
     selective_fold,
     selective_read,
@@ -77,6 +78,11 @@ def inputs(seed: int, size: int, channels: bool) -> dict[str, Tensor]:
     }
 
 
+def stored(state: Tensor, groups: int) -> Tensor:
+    """[R, H, N, P] as a state is kept: [R, G, N, H / G * P]."""
+    return state.unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)
+
+
 def recurrence(data: dict[str, Tensor], path: list[int], *, delta: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y [H, P] of the last token of a path, its u, and the state after it, token by token."""
     state = data["state"][0].clone()
@@ -112,35 +118,34 @@ def test_a_forest_is_its_paths(seed: int, channels: bool, delta: bool) -> None:
     g = placed(data["g"], tree, places)
     c = (seen.double() @ g.flatten(2)).view(1, size, *g.shape[2:])
     keys, ends = placed(data["k"], tree, places), placed(c, tree, places)
-    u = data["v"]
+    u, state = data["v"], stored(data["state"], data["k"].shape[2])
     if delta:
-        among = weights(data["k"], data["k"], c, c, seen[:, :, tree.place], torch.float64).tril(-1)
-        scale = data["beta"].transpose(1, 2).unsqueeze(3)
-        rest = scale * (data["v"].transpose(1, 2) - carried(data["k"], c, data["state"]))
-        u = solve(among * scale, rest).transpose(1, 2)
-    weight = weights(data["q"], keys, c, ends, seen, torch.float64)
-    y = weight @ placed(u, tree, places).transpose(1, 2) + carried(data["q"], c, data["state"])
+        (among,) = weights((data["k"],), data["k"], c, c, seen[:, :, tree.place], torch.float64)
+        scale = data["beta"].unsqueeze(3)
+        rest = scale * (data["v"] - carried(data["k"], c, state))
+        u = solve(among.tril(-1) * scale.transpose(1, 2), rest.transpose(1, 2)).transpose(1, 2)
+    _, weight = weights((data["k"], data["q"]), keys, c, ends, seen, torch.float64)
+    y = (weight @ placed(u, tree, places).transpose(1, 2)).transpose(1, 2) + carried(data["q"], c, state)
     for token in range(size):
         expected, own, _ = recurrence(data, tree.path(token), delta=delta)
-        torch.testing.assert_close(y[0, :, token], expected, atol=1e-10, rtol=1e-10)
+        torch.testing.assert_close(y[0, token], expected, atol=1e-10, rtol=1e-10)
         torch.testing.assert_close(u[0, token], own, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize(("seed", "channels", "delta"), CASES[:8])
 def test_a_fold_is_the_state_after_its_last_token(seed: int, channels: bool, delta: bool) -> None:
-    """Slots that join the trunk stand anywhere among others; none at all leaves the state as it is."""
+    """Other places follow those that join the trunk; none at all leaves the state as it is."""
     size, places = 9, 14
-    tree, data = Tree.random(seed, size, places=places, path=True), inputs(seed, size, channels)
+    tree, data = Tree(list(range(-1, size - 1)), list(range(size))), inputs(seed, size, channels)
     u = torch.stack([recurrence(data, tree.path(token), delta=delta)[1] for token in range(size)]).unsqueeze(0)
-    c = data["g"].cumsum(1)
+    c, groups = data["g"].cumsum(1), data["k"].shape[2]
     arguments = [placed(part, tree, places) for part in (data["k"], u, c)]
     for count in (0, 1, 4, size):
-        joined = torch.zeros(1, places, dtype=torch.bool)
-        joined[0, tree.place[:count]] = True
-        end = c[:, count - 1] if count else torch.zeros_like(c[:, 0])
-        folded = fold(data["state"], *arguments, end, joined)
+        joined = torch.tensor([count])
+        folded = fold(stored(data["state"], groups).clone(), *arguments, joined)
         expected = recurrence(data, tree.path(count - 1), delta=delta)[2] if count else data["state"][0]
-        torch.testing.assert_close(folded[0], expected, atol=1e-10, rtol=1e-10)
+        torch.testing.assert_close(folded, stored(expected[None], groups), atol=1e-10, rtol=1e-10)
+        assert torch.equal(last(arguments[2], joined), c[:, count - 1] if count else torch.zeros_like(c[:, 0]))
 
 
 @pytest.mark.parametrize("size", [1, PART, PART + 3])
@@ -149,17 +154,20 @@ def test_a_chain_is_read_in_parts(size: int, channels: bool, delta: bool) -> Non
     """Parts hand their state on, and padding at the end changes nothing."""
     data = inputs(3, size + 2, channels)
     data["g"][:, size:] = 0
-    path = list(range(size))
+    path, groups = list(range(size)), data["k"].shape[2]
+    before = stored(data["state"], groups)
     if delta:
         data["beta"][:, size:] = 0
-        y, state = delta_chain(data["q"], data["k"], data["v"], data["g"], data["beta"], data["state"])
+        y, state = delta_chain(data["q"], data["k"], data["v"], data["g"], data["beta"], before)
     else:
         data["v"][:, size:] = 0
-        y, state = chain(data["q"], data["k"], data["v"], data["g"], data["state"])
+        y, state = chain(data["q"], data["k"], data["v"], data["g"], before)
+    assert torch.equal(before, stored(data["state"], groups))
     for token in (0, size // 2, size - 1):
         expected, _, _ = recurrence(data, path[: token + 1], delta=delta)
         torch.testing.assert_close(y[0, token], expected, atol=1e-9, rtol=1e-9)
-    torch.testing.assert_close(state[0], recurrence(data, path, delta=delta)[2], atol=1e-9, rtol=1e-9)
+    after = recurrence(data, path, delta=delta)[2]
+    torch.testing.assert_close(state, stored(after[None], groups), atol=1e-9, rtol=1e-9)
 
 
 def test_the_inverse_is_finite() -> None:
@@ -215,17 +223,17 @@ def test_a_convolution_reads_the_oldest_first() -> None:
     generator = torch.Generator().manual_seed(1)
     x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((1, 9, 6), (6, 4), (6,)))
     padded = torch.nn.functional.pad(x, (0, 0, 3, 0))
-    found = convolve(padded.unfold(1, 4, 1).transpose(2, 3), weight, bias)
+    found = convolve([padded[:, tap : tap + 9] for tap in range(4)], weight, bias)
     expected = torch.nn.functional.conv1d(padded.transpose(1, 2), weight.unsqueeze(1), bias, groups=6).transpose(1, 2)
     torch.testing.assert_close(found, expected)
 
 
 def no_decay(q: Tensor, k: Tensor, c: Tensor, ends: Tensor, seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return weights(q, k, c * 0, ends * 0, seen, dtype)
+    return weights((q,), k, c * 0, ends * 0, seen, dtype)[0]
 
 
 def siblings(q: Tensor, k: Tensor, c: Tensor, ends: Tensor, seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return weights(q, k, c, ends, torch.ones_like(seen), dtype)
+    return weights((q,), k, c, ends, torch.ones_like(seen), dtype)[0]
 
 
 @pytest.mark.parametrize("wrong", [no_decay, siblings])
@@ -236,4 +244,4 @@ def test_the_comparison_can_fail(wrong) -> None:  # type: ignore[no-untyped-def]
     seen = tree.seen(places)
     c = (seen.double() @ placed(data["g"], tree, places).flatten(2)).view(1, size, H)
     arguments = data["q"], placed(data["k"], tree, places), c, placed(c, tree, places), seen, torch.float64
-    assert (wrong(*arguments) - weights(*arguments)).abs().max() > 0.1
+    assert (wrong(*arguments) - weights((arguments[0],), *arguments[1:])[0]).abs().max() > 0.1

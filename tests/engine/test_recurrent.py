@@ -43,23 +43,29 @@ def model(family: str, noise: float = 0.0, scale: float = 3.0) -> Any:
     return made
 
 
-def expected(family: str, prompt: list[int]) -> list[list[int]]:
-    """transformers' beams: generated ids up to and with the end token."""
+def expected(family: str, batch: list[list[int]]) -> list[list[list[int]]]:
+    """transformers' beams: generated ids up to and with the end token. Prompts of one length share a call."""
     made = model(family)
     made.generation_config.eos_token_id, made.generation_config.pad_token_id = 2, 0
-    out = made.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        num_beams=BEAMS,
-        num_return_sequences=BEAMS,
-        do_sample=False,
-        max_new_tokens=NEW,
-        length_penalty=1.0,
-        early_stopping=False,
-        use_cache=family not in WITHOUT_CACHE,
-    )
-    rows = out[:, len(prompt) :].tolist()
-    return [row[: next((i + 1 for i, token in enumerate(row) if token == 2), len(row))] for row in rows]
+    lengths = {len(prompt) for prompt in batch}
+    rows: dict[tuple[int, ...], list[list[int]]] = {tuple(prompt): [] for prompt in batch}
+    for length in lengths:
+        together = [prompt for prompt in batch if len(prompt) == length]
+        out = made.generate(
+            torch.tensor(together),
+            attention_mask=torch.ones(len(together), length, dtype=torch.int64),
+            num_beams=BEAMS,
+            num_return_sequences=BEAMS,
+            do_sample=False,
+            max_new_tokens=NEW,
+            length_penalty=1.0,
+            early_stopping=False,
+            use_cache=family not in WITHOUT_CACHE,
+        )
+        for index, row in enumerate(out[:, length:].tolist()):
+            end = next((i + 1 for i, token in enumerate(row) if token == 2), len(row))
+            rows[tuple(together[index // BEAMS])].append(row[:end])
+    return [rows[tuple(prompt)] for prompt in batch]
 
 
 def engine(
@@ -71,12 +77,16 @@ def engine(
 
 @pytest.mark.parametrize("family", RECURRENT)
 def test_search_is_transformers_beam_search(family: str) -> None:
-    """All hypotheses of three prompts, without a draft and with one, one row at a time and three."""
-    batch = prompts(3, seed=4)
-    want = [expected(family, prompt) for prompt in batch]
+    """All hypotheses of eight prompts of two lengths, without a draft and with one, three rows at a time; two of them
+    also one at a time."""
+    generator = torch.Generator().manual_seed(4)
+    batch = [torch.randint(3, V, (4 + 5 * (i % 2),), generator=generator).tolist() for i in range(8)]
+    want = expected(family, batch)
     target, draft = CausalForestModel(model(family), family), CausalForestModel(model(family, 0.02), family)
-    for small, rows in ((None, 1), (draft, 1), (draft, 3)):
-        assert found(engine(target, small, batch=rows), batch, BEAMS, 1.0, False, NEW) == want
+    for small in (None, draft):
+        for rows, count in ((3, 8), (1, 2)):
+            made = engine(target, small, batch=rows)
+            assert found(made, batch[:count], BEAMS, 1.0, False, NEW) == want[:count]
 
 
 @pytest.mark.parametrize("pair", [("mamba2", "llama"), ("llama", "mamba2"), ("qwen3.5", "lfm2"), ("mamba", "mamba2")])

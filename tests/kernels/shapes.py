@@ -154,8 +154,8 @@ def product_launches() -> list[Launch]:
 def attention_launches() -> list[Launch]:
     """What attention launches: 32 heads and 8 of keys of the widths in use."""
     with _recorded({attention: "prompt tail"}) as found:
-        for dtype in attention.DTYPES:
-            for dim in (64, 128):
+        for dtype, widest in attention.WIDEST.items():
+            for dim in sorted({64, widest}):
                 query, keys = torch.empty(1, 32, 36, dim, dtype=dtype), torch.empty(1, 8, 4096, dim, dtype=dtype)
                 seen, prompt = torch.empty(1, 36, 4096, dtype=torch.bool), torch.empty(1, dtype=torch.int64)
                 attention.attention._init_fn(query, keys, keys, seen, prompt, 1.0)

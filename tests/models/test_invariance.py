@@ -13,11 +13,12 @@ from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.decoding import prefill
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.models import attention
+from dsbd_cli.engine.models import attention, mixers
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.invariance import Company, _logits, is_invariant
 from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.pair import LoadedPair, load_model, load_pair
+from dsbd_cli.engine.models.states import LinearState
 from dsbd_cli.requests import Request
 from tests.models.tiny import FIT, build
 
@@ -46,12 +47,20 @@ def test_bits_do_not_depend_on_the_company(name: str, dtype: torch.dtype) -> Non
 
 
 WIDE = {"hidden_size": 128, "vocab_size": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32}
+DELTA = {"intermediate_size": 192, "head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+         "linear_key_head_dim": 16, "linear_value_head_dim": 16, "hidden_size": 128}  # fmt: skip
 RECURRENT_SIZES: dict[str, dict[str, Any]] = {
     "mamba2": {"hidden_size": 128, "num_heads": 16, "head_dim": 16, "expand": 2},
     "lfm2": {"hidden_size": 128, "intermediate_size": 192},
     "bamba": WIDE | {"intermediate_size": 192},
     "falcon-h1": WIDE | {"intermediate_size": 192, "head_dim": 32, "mamba_d_ssm": 256},
     "granite-hybrid": WIDE | {"intermediate_size": 192, "shared_intermediate_size": 128, "num_local_experts": 0},
+    "qwen3.5": DELTA,
+    "qwen3-next": DELTA | {"linear_num_value_heads": 32, "linear_value_head_dim": 8, "mlp_only_layers": [0, 1, 2]},
+    "olmo-hybrid": DELTA,
+    "kimi-linear": {"hidden_size": 128, "intermediate_size": 192, "linear_head_dim": 16, "first_k_dense_replace": 3},
+    "lfm3": {"hidden_size": 128, "intermediate_size": 192},
+    "linearised": {"hidden_size": 128, "intermediate_size": 192},
 }
 
 
@@ -63,6 +72,32 @@ def test_recurrent_layers_keep_their_bits(name: str) -> None:
     forest = CausalForestModel(model, name)
     forest.keep_states_in(torch.float64)
     assert is_invariant(forest)
+
+
+def corrections_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node's u as its own forward has it, and rounded in the next one."""
+    write = LinearState.write
+
+    def rounded(self: LinearState, name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
+        write(self, name, values.float(), dtype)
+
+    monkeypatch.setattr(LinearState, "write", rounded)
+
+
+def narrow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """softplus as the library has it in float32."""
+    monkeypatch.setattr(mixers, "_softplus", lambda x, _: torch.nn.functional.softplus(x))
+
+
+@pytest.mark.parametrize("break_it", [corrections_in_float32, narrow_steps])
+def test_mutants_of_recurrent_layers_are_found(break_it: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the check at load, and both cures: without them the bits of Qwen3.5 move."""
+    break_it(monkeypatch)
+    model = build("qwen3.5", **DELTA)
+    pack(model)
+    forest = CausalForestModel(model, "qwen3.5")
+    forest.keep_states_in(torch.float64)
+    assert not is_invariant(forest)
 
 
 @pytest.mark.parametrize("name", ["llama one kv head", "gpt2", "gemma2 window", "gemma3 window"])

@@ -63,6 +63,26 @@ def test_what_transformers_lacks_is_refused(changes: dict[str, Any], named: str,
         load(ModelSpec(str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d_model": "wide"}, "d_model is 'wide', which must be a whole number from 1 on"),
+        ({"n_layer": 2.5}, "n_layer is 2.5, which"),
+        ({"vocab_size": 0}, "vocab_size is 0, which"),
+        ({"pad_vocab_size_multiple": True}, "pad_vocab_size_multiple is true, which"),
+        ({"tie_embeddings": "no"}, "tie_embeddings is 'no', which must be true or false"),
+        ({"ssm_cfg": [1]}, r"ssm_cfg is \[1\], which must be an object"),
+        ({"ssm_cfg": {"dt_rank": "many"}}, r"ssm_cfg\.dt_rank is 'many', which"),
+        ({"ssm_cfg": LAYER2 | {"headdim": 7}}, "headdim is 7, which does not divide"),
+    ],
+)
+def test_settings_that_make_no_sense(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Guards raw errors of Python, and of transformers, which name neither the field nor its value."""
+    (tmp_path / "config.json").write_text(json.dumps({**MAMBA, **changes}))
+    with pytest.raises(ModelError, match=message):
+        load(ModelSpec(str(tmp_path)))
+
+
 def test_tokens_are_bytes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**MAMBA, "vocab_size": 256}))
     codec = HFCodec(byte_tokenizer(tmp_path), ())

@@ -30,6 +30,22 @@ def test_equals_the_plain_product(dtype: torch.dtype, bias: bool, shape: tuple[i
 
 
 @needs_packing
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_few_outputs_keep_the_bits_of_a_row(bias: bool) -> None:
+    """Guards small layers (gates and steps of recurrent ones), whose plain product changes with the number of rows."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(256, 8, bias=bias)).requires_grad_(False)
+    x = torch.randn(1, 40, 256)
+    plain = model(x)
+    assert pack(model) == 1
+    with torch.inference_mode():
+        packed = model(x)
+        torch.testing.assert_close(packed, plain, rtol=1e-5, atol=1e-5)
+        for count in (1, 3, 4, 5, 17, 33):
+            assert torch.equal(model(x[:, :count]), packed[:, :count])
+
+
+@needs_packing
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     torch.manual_seed(4)
     linear = PackedLinear(nn.Linear(128, 96, bias=False).requires_grad_(False))

@@ -89,7 +89,7 @@ def decay_of_a_sibling(patch: pytest.MonkeyPatch) -> None:
 
 
 def convolution_by_slot(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Places, "back", lambda self, taps: self.at.unsqueeze(2) - torch.arange(taps))
+    patch.setattr(Places, "back", lambda self, taps: self.at + torch.arange(1 - taps, 0).view(-1, 1, 1))
 
 
 def uncorrected(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.packing import PackedLinear, packing_works
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import UsageError
-from dsbd_cli.lab.peers.config import PeerConfig
+from dsbd_cli.lab.peers import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer, delivered, sequence_logprob
 from dsbd_cli.lab.tasks import TASKS
 

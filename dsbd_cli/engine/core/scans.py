@@ -13,11 +13,14 @@ With log-decays g_a, c_t their sum over the tail's part of t's path (t included)
 u_t depends on t's path alone, so it is computed once and kept. Among the nodes of one forward the delta rule is
 (I + A) u = r with A strictly lower triangular, hence nilpotent: its inverse is a finite product (`solve`).
 
-Letters: R rows, n nodes, T places of the tail, G key heads, H value heads (a multiple of G), N key dim, P value dim, C
-channels, J taps of a convolution, I channels of a Mamba-1 layer. Sums are in the dtype of the state; c is float64.
+Letters: R rows, n nodes, T places of the tail, G key heads, H value heads (a multiple of G), N key dim, P value dim,
+E = H / G * P, C channels, J taps of a convolution, I channels of a Mamba-1 layer. A state is [R, G, N, E]: the value
+heads of a key head lie side by side and share a product. Sums are in the dtype of the state; c is float64.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +32,7 @@ __all__ = [
     "convolve",
     "delta_chain",
     "fold",
+    "last",
     "selective_chain",
     "selective_fold",
     "selective_read",
@@ -41,51 +45,63 @@ SELECTIVE_PART = 16  # places of a Mamba-1 layer that are folded at once, each w
 BLOCK = 1 << 22  # numbers of a product over nodes, places and channels that are held at once
 
 
-def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Each node's causal convolution: inputs [R, n, J, C] (of the node's last J ancestors, the oldest first, the node's
-    own last), weight [C, J], bias [C] or None -> [R, n, C].
+def convolve(taps: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Each node's causal convolution. taps: J times [R, n, C], inputs of its last J ancestors, the oldest first and its
+    own last. weight: [C, J]. bias: [C] or None. Returns [R, n, C], in float32 at least.
 
-    Taps are added one after another, so that the order of the sum does not depend on the shape.
+    Taps are added one after another, each product and each sum rounded by itself. So the bits of a number do not depend
+    on where it stands.
     """
-    total = inputs[:, :, 0] * weight[:, 0]
-    for tap in range(1, weight.shape[1]):
-        total = total + inputs[:, :, tap] * weight[:, tap]
-    return total if bias is None else total + bias
+    dtype = torch.promote_types(taps[0].dtype, torch.float32)
+    kernel = weight.to(dtype).t().contiguous()
+    total = taps[0].to(dtype) * kernel[0]
+    for tap, values in enumerate(taps[1:], 1):
+        total += values.to(dtype) * kernel[tap]
+    return total if bias is None else total.add_(bias.to(dtype))
 
 
-def weights(q: Tensor, k: Tensor, c_q: Tensor, c_k: Tensor, seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp(c_t - c_s) (q_t . k_s) where t sees s, else 0: [R, H, n, T].
+def weights(
+    queries: Sequence[Tensor], k: Tensor, c_q: Tensor, c_k: Tensor, seen: Tensor, dtype: torch.dtype
+) -> list[Tensor]:
+    """exp(c_t - c_s) (q_t . k_s) where t sees s, else 0, for each q of the queries: [R, H, n, T].
 
     q: [R, n, G, N]. k: [R, T, G, N]. c_q, c_k: [R, n, H] and [R, T, H], or with a dim N where each key channel has a
-    decay of its own (then G = H). seen: [R, n, T] bool.
+    decay of its own (then G = H). seen: [R, n, T] bool. Decays only fall along a path, so that a larger c_t is that of
+    a place which t does not see.
     """
-    q, k = q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2)
+    k = k.to(dtype).transpose(1, 2)
+    wanted = [q.to(dtype).transpose(1, 2) for q in queries]
     unseen = ~seen.unsqueeze(1)
+    c_q, c_k = c_q.transpose(1, 2).contiguous(), c_k.transpose(1, 2).contiguous()  # [R, H, n(, N)]
     if c_q.dim() == 3:
-        later = c_q.transpose(1, 2).unsqueeze(3) - c_k.transpose(1, 2).unsqueeze(2)
-        decay = later.masked_fill_(unseen, float("-inf")).to(dtype).exp_()  # [R, H, n, T]
-        scores = (q @ k.transpose(2, 3)).unsqueeze(2)  # [R, G, 1, n, T]
-        return (_grouped(decay, q.shape[1]) * scores).flatten(1, 2)
-    c_q, c_k = c_q.transpose(1, 2), c_k.transpose(1, 2)  # [R, H, n, N]
+        decay = (c_q.unsqueeze(3) - c_k.unsqueeze(2)).clamp_(max=0).to(dtype).exp_()
+        decay = _grouped(decay, k.shape[1])  # [R, G, H / G, n, T]
+        scores = [(q @ k.transpose(2, 3)).masked_fill_(unseen, 0).unsqueeze(2) for q in wanted]
+        more = [(decay * score).flatten(1, 2) for score in scores[1:]]
+        return [decay.mul_(scores[0]).flatten(1, 2), *more]
     rows, heads, count, dim = c_q.shape
     step = max(1, BLOCK // (rows * count * c_k.shape[2] * dim))
-    parts = []
+    found: list[list[Tensor]] = [[] for _ in wanted]
     for first in range(0, heads, step):
         part = slice(first, first + step)
-        later = c_q[:, part].unsqueeze(3) - c_k[:, part].unsqueeze(2)  # [R, h, n, T, N]
-        decay = later.masked_fill_(unseen.unsqueeze(4), float("-inf")).to(dtype).exp_()
-        decay = decay * k[:, part].unsqueeze(2)
-        parts.append((decay @ q[:, part].unsqueeze(4)).squeeze(4))
-    return torch.cat(parts, 1)
+        decay = (c_q[:, part].unsqueeze(3) - c_k[:, part].unsqueeze(2)).clamp_(max=0).to(dtype).exp_()
+        decay *= k[:, part].unsqueeze(2)  # [R, h, n, T, N]
+        for q, parts in zip(wanted, found, strict=True):
+            parts.append((decay @ q[:, part].unsqueeze(4)).squeeze(4).masked_fill_(unseen, 0))
+    return [torch.cat(parts, 1) for parts in found]
 
 
 def carried(q: Tensor, c: Tensor, state: Tensor) -> Tensor:
     """exp(c_t) q_t S: what the nodes read of the trunk's state. q [R, n, G, N], c [R, n, H] or [R, n, H, N], state
-    [R, H, N, P] -> [R, H, n, P]."""
-    q, decay = q.to(state.dtype).transpose(1, 2), c.to(state.dtype).transpose(1, 2).exp()
+    [R, G, N, E] -> [R, n, H, P]."""
+    q, decay = q.to(state.dtype), c.to(state.dtype).exp()
     if c.dim() == 4:
-        return (q * decay) @ state
-    return (q.unsqueeze(2) @ _grouped(state, q.shape[1])).flatten(1, 2) * decay.unsqueeze(3)
+        return ((q * decay).transpose(1, 2) @ state).transpose(1, 2)
+    y = q.transpose(1, 2) @ state  # [R, G, n, E]: one product for all heads of a group
+    groups = state.shape[1]
+    rows, count, heads = c.shape
+    y = y.transpose(1, 2).view(rows, count, groups, heads // groups, -1)
+    return y.mul_(decay.view(rows, count, groups, -1, 1)).flatten(2, 3)
 
 
 def solve(a: Tensor, r: Tensor) -> Tensor:
@@ -101,21 +117,32 @@ def solve(a: Tensor, r: Tensor) -> Tensor:
     return r
 
 
-def fold(state: Tensor, k: Tensor, u: Tensor, c: Tensor, end: Tensor, joined: Tensor) -> Tensor:
-    """The state [R, H, N, P] after the places that join the trunk, in whatever order they stand.
+def fold(state: Tensor, k: Tensor, u: Tensor, c: Tensor, count: Tensor) -> Tensor:
+    """The state [R, G, N, E] after the first `count` [R] places, which follow one another; in place.
 
-    k: [R, T, G, N]. u: [R, T, H, P]. c: [R, T, H] or [R, T, H, N], sums of log-decays from the state on. end: c of the
-    last of them, 0 where there is none. joined: [R, T] bool.
+    k: [R, T, G, N]. u: [R, T, H, P]. c: [R, T, H] or [R, T, H, N], sums of log-decays from the state on.
     """
     dtype = state.dtype
-    outside = ~joined.view(*joined.shape, *[1] * (c.dim() - 2))
-    left = (end.unsqueeze(1) - c).masked_fill_(outside, float("-inf")).to(dtype).exp_()  # [R, T, H(, N)]
-    kept, k, u = end.to(dtype).exp().unsqueeze(-1), k.to(dtype), u.to(dtype)
+    rows, groups, dim, width = state.shape
+    outside = torch.arange(c.shape[1], device=c.device) >= count.unsqueeze(1)
+    end = last(c, count)
+    left = (end.unsqueeze(1) - c).masked_fill_(outside.view(*outside.shape, *[1] * (c.dim() - 2)), float("-inf"))
+    left, kept = left.to(dtype).exp_(), end.to(dtype).exp()  # [R, T, H(, N)], [R, H(, N)]
     if c.dim() == 4:
-        return kept * state + (k * left).permute(0, 2, 3, 1) @ u.transpose(1, 2)
-    grouped = _grouped((u * left.unsqueeze(3)).transpose(1, 2), k.shape[2])  # [R, G, H / G, T, P]
-    added = k.permute(0, 2, 3, 1).unsqueeze(2) @ grouped
-    return kept.unsqueeze(3) * state + added.flatten(1, 2)
+        k, u = k * left, u.to(dtype)
+        state *= kept.unsqueeze(3)
+    else:
+        k, u = k.to(dtype), u * left.unsqueeze(3)
+        state.view(rows, groups, dim, -1, u.shape[3]).mul_(kept.view(rows, groups, 1, -1, 1))
+    keys, inputs = k.permute(0, 2, 3, 1).flatten(0, 1), u.reshape(rows, -1, groups, width).transpose(1, 2).flatten(0, 1)
+    state.view(-1, dim, width).baddbmm_(keys, inputs)
+    return state
+
+
+def last(c: Tensor, count: Tensor) -> Tensor:
+    """The sums of log-decays [R, T, H(, N)] at the last of the first `count` [R] places, 0 where there is none."""
+    index = (count - 1).clamp(min=0).view(-1, *[1] * (c.dim() - 1)).expand(-1, 1, *c.shape[2:])
+    return c.gather(1, index).squeeze(1) * (count > 0).view(-1, *[1] * (c.dim() - 2))
 
 
 def chain(q: Tensor, k: Tensor, u: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,32 +150,35 @@ def chain(q: Tensor, k: Tensor, u: Tensor, g: Tensor, state: Tensor) -> tuple[Te
 
     Shapes as in `weights`; u [R, n, H, P], g [R, n, H] or [R, n, H, N]. Padding at the end has u = g = 0.
     """
-    outs = []
+    outs, state = [], state.clone()
     for first in range(0, g.shape[1], PART):
         part = slice(first, first + PART)
         c = g[:, part].to(torch.float64).cumsum(1)
-        causal = _causal(c)
-        weight = weights(q[:, part], k[:, part], c, c, causal, state.dtype)
-        y = weight @ u[:, part].to(state.dtype).transpose(1, 2) + carried(q[:, part], c, state)
-        outs.append(y.transpose(1, 2))
-        state = fold(state, k[:, part], u[:, part], c, c[:, -1], causal[:, -1])
+        (weight,) = weights((q[:, part],), k[:, part], c, c, _causal(c), state.dtype)
+        y = (weight @ u[:, part].to(state.dtype).transpose(1, 2)).transpose(1, 2)
+        outs.append(y + carried(q[:, part], c, state))
+        state = fold(state, k[:, part], u[:, part], c, _all(c))
     return torch.cat(outs, 1), state
 
 
 def delta_chain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """The same for the gated delta rule: v [R, n, H, P], beta [R, n, H]. Padding has beta = g = 0."""
-    outs = []
+    outs, state = [], state.clone()
     for first in range(0, g.shape[1], PART):
         part = slice(first, first + PART)
-        c = g[:, part].to(torch.float64).cumsum(1)
-        strict = _causal(c).tril(-1)
-        scale = beta[:, part].to(state.dtype).transpose(1, 2).unsqueeze(3)
-        a = weights(k[:, part], k[:, part], c, c, strict, state.dtype) * scale
-        r = (v[:, part].to(state.dtype).transpose(1, 2) - carried(k[:, part], c, state)) * scale
-        u = solve(a, r).transpose(1, 2)
-        y, state = chain(q[:, part], k[:, part], u, g[:, part], state)
-        outs.append(y)
+        keys, c = k[:, part], g[:, part].to(torch.float64).cumsum(1)
+        alike, weight = weights((keys, q[:, part]), keys, c, c, _causal(c), state.dtype)
+        scale = beta[:, part].to(state.dtype).unsqueeze(3)
+        r = (v[:, part].to(state.dtype) - carried(keys, c, state)) * scale
+        u = solve(alike.tril(-1) * scale.transpose(1, 2), r.transpose(1, 2))
+        outs.append((weight @ u).transpose(1, 2) + carried(q[:, part], c, state))
+        state = fold(state, keys, u.transpose(1, 2), c, _all(c))
     return torch.cat(outs, 1), state
+
+
+def _all(c: Tensor) -> Tensor:
+    """[R] int64, the number of places of c [R, T, ...]."""
+    return torch.full((c.shape[0],), c.shape[1], device=c.device)
 
 
 def _grouped(values: Tensor, groups: int) -> Tensor:
@@ -169,8 +199,8 @@ def selective_read(
     b_t, place by place. Returns sum over N of h and `out` at the nodes: [R, n, I].
 
     dt, u: [R, T, I]. b: [R, T, N]. a: [I, N]. parent: [R, T] int64, place of each place's parent; T for the trunk's
-    state [R, I, N]. order: [R, T] int64, places with parents first. at: [R, n] places of the nodes, T where a node is
-    absent. out: [R, n, N].
+    state [R, I, N]. order: [R, m] int64, places with parents first, all that a node sees. at: [R, n] places of the
+    nodes, T where a node is absent. out: [R, n, N].
     """
     rows, places, _ = dt.shape
     index = torch.arange(rows, device=dt.device)
@@ -179,7 +209,7 @@ def selective_read(
     a = a.to(state.dtype)
     dt, u, b = (_ordered(part, order).to(state.dtype) for part in (dt, u, b))
     before = parent.gather(1, order)
-    for step in range(places):
+    for step in range(order.shape[1]):
         held = states[before[:, step], index]
         states[order[:, step], index] = _selective_step(held, dt[:, step], u[:, step], b[:, step], a)
     found = states[at, index.unsqueeze(1)]  # [R, n, I, N]
@@ -216,5 +246,5 @@ def _selective_step(state: Tensor, dt: Tensor, u: Tensor, b: Tensor, a: Tensor) 
 
 
 def _ordered(states: Tensor, order: Tensor) -> Tensor:
-    """[R, T, m] by [R, T] places."""
-    return states.gather(1, order.unsqueeze(2).expand_as(states))
+    """[R, T, I] by [R, m] places -> [R, m, I]."""
+    return states.gather(1, order.unsqueeze(2).expand(-1, -1, states.shape[2]))

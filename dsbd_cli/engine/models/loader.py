@@ -29,6 +29,8 @@ Checkpoint = tuple[Any, Any]
 
 SMALL_BYTES = 64 << 20  # weights of this size are no burden in float32 either
 
+COMPRESSED = "compressed-tensors"
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -47,8 +49,9 @@ def load(spec: ModelSpec, config: Any = None, **more: Any) -> Checkpoint:
         config = config or load_config(folder, spec)
         if spec.quantize is not None:
             _check_quantize(spec, config, placement)
-        # transformers draws a bar while it unpacks GGUF, and asks nobody
-        with contextlib.redirect_stderr(io.StringIO()) if is_gguf(folder) else contextlib.nullcontext():
+        # bars are drawn while these are unpacked, and nobody is asked
+        barred = is_gguf(folder) or _method_of(config) == COMPRESSED
+        with contextlib.redirect_stderr(io.StringIO()) if barred else contextlib.nullcontext():
             model = _model(folder, spec, config, placement)
         tokenizer = load_tokenizer(folder, spec)
     model.eval()
@@ -141,7 +144,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
             attn_implementation=_attention(config),
             weights_only=True,  # a .bin file cannot run code
             output_loading_info=True,
-            **_dequantised(folder),
+            **_dequantised(folder, config),
             **_renamed(folder),
             **placement,
         )
@@ -217,13 +220,24 @@ def _local(spec: ModelSpec) -> dict[str, Any]:
     return {"trust_remote_code": spec.trust_remote_code, "local_files_only": True}
 
 
-def _dequantised(place: Path) -> dict[str, Any]:
-    """GGUF's blocks become plain weights: the packed layers and the check of invariance are made for these."""
-    if not is_gguf(place):
-        return {}
-    from transformers import GgufConfig
+def _dequantised(place: Path, config: Any) -> dict[str, Any]:
+    """The blocks of GGUF and compressed-tensors become plain weights: the packed layers and the check of invariance are
+    made for these."""
+    if is_gguf(place):
+        from transformers import GgufConfig
 
-    return {"quantization_config": GgufConfig(dequantize=True)}
+        return {"quantization_config": GgufConfig(dequantize=True)}
+    if _method_of(config) != COMPRESSED:
+        return {}
+    from transformers import CompressedTensorsConfig
+
+    return {"quantization_config": CompressedTensorsConfig(run_compressed=False)}
+
+
+def _method_of(config: Any) -> str | None:
+    """How a checkpoint says that it was quantised."""
+    found = getattr(config, "quantization_config", None)
+    return found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
 
 
 def _renamed(folder: Path) -> dict[str, Any]:

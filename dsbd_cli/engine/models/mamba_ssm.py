@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsbd_cli.engine.models.tokenize import byte_alphabet
-from dsbd_cli.errors import ModelError, UnsupportedModelError
+from dsbd_cli.errors import ModelError, UnsupportedModelError, shorten
 
 __all__ = ["KEY_MAPPING", "byte_tokenizer", "read_config"]
 
@@ -43,7 +43,9 @@ def read_config(folder: Path) -> Any:
         return None
     from transformers import Mamba2Config, MambaConfig
 
-    layer = dict(stored["ssm_cfg"])
+    layer = stored["ssm_cfg"]
+    if not isinstance(layer, dict):
+        raise _wrong(folder, "ssm_cfg", layer, "an object")
     kind = layer.get("layer", "Mamba1")
     second = kind == "Mamba2"
     names = (_MAMBA2 if second else _MAMBA) | _BOTH
@@ -61,15 +63,22 @@ def read_config(folder: Path) -> Any:
             f"{folder}/config.json is a mamba_ssm checkpoint with {', '.join(unknown)}, which no model of transformers "
             "has: use a plain Mamba or Mamba-2"
         )
-    multiple = int(stored.get("pad_vocab_size_multiple", 8))
-    width, vocab = int(stored["d_model"]), -(-int(stored["vocab_size"]) // multiple) * multiple
+    for key in ("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple"):
+        _check(folder, key, stored.get(key, 1), int)
+    for key in ("residual_in_fp32", "tie_embeddings"):
+        _check(folder, key, stored.get(key, True), bool)
+    for key in sorted(set(layer) & set(names)):
+        if (key, layer[key]) != ("dt_rank", "auto"):
+            _check(folder, f"ssm_cfg.{key}", layer[key], bool if key in _BOTH else int)
+    multiple = stored.get("pad_vocab_size_multiple", 8)
+    width, vocab = stored["d_model"], -(-stored["vocab_size"] // multiple) * multiple
     settings = {
         "hidden_size": width,
-        "num_hidden_layers": int(stored["n_layer"]),
+        "num_hidden_layers": stored["n_layer"],
         "vocab_size": vocab,
         "layer_norm_epsilon": 1e-5,
-        "residual_in_fp32": bool(stored.get("residual_in_fp32", True)),
-        "tie_word_embeddings": bool(stored.get("tie_embeddings", True)),
+        "residual_in_fp32": stored.get("residual_in_fp32", True),
+        "tie_word_embeddings": stored.get("tie_embeddings", True),
         # which token ends a text is for the tokenizer to say
         "bos_token_id": None,
         "eos_token_id": None,
@@ -86,6 +95,16 @@ def read_config(folder: Path) -> Any:
             f"{folder}/config.json: headdim is {settings['head_dim']}, which does not divide expand * d_model = {inner}"
         )
     return Mamba2Config(**settings, num_heads=heads)
+
+
+def _check(folder: Path, key: str, value: object, kind: type) -> None:
+    """Raises ModelError for a setting that is not true or false, or not a whole number from 1 on."""
+    if type(value) is not kind or (kind is int and value < 1):  # type: ignore[operator]
+        raise _wrong(folder, key, value, "true or false" if kind is bool else "a whole number from 1 on")
+
+
+def _wrong(folder: Path, key: str, value: object, expected: str) -> ModelError:
+    return ModelError(f"{folder}/config.json: {key} is {shorten(value)}, which must be {expected}")
 
 
 def byte_tokenizer(folder: Path) -> Any:

@@ -55,6 +55,8 @@ def bind(model: nn.Module) -> int:
         for name, ours in SCANS.items():
             if name in names:
                 names[name] = _either(ours, names[name])
+        if names.get("F") is nn.functional:
+            names["F"] = _Functions()
         bound = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
         bound.__kwdefaults__ = forward.__kwdefaults__
         # accelerate keeps the forward that its hook wraps under another name
@@ -89,7 +91,7 @@ def _convolution(
     # x: [R, C, n]; weight: [C, J]
     out = cache.convolution(x.device, weight.shape[-1]).run(x.transpose(1, 2), weight, bias)
     if activation is not None:
-        out = ACT2FN[activation](out)
+        out = ACT2FN[activation](out.to(cache.precision))  # see _steps
     return out.transpose(1, 2).to(x.dtype)
 
 
@@ -109,13 +111,11 @@ def _mamba2(
     **kwargs: Any,
 ) -> Any:
     # x: [R, n, H, P]; dt: [R, n, H]; A: [H]; B, C: [R, n, G, N]
-    if dt_bias is not None:
-        dt = dt + dt_bias.to(dt.dtype)
-    dt = (_softplus(dt, cache) if dt_softplus else dt).clamp(*dt_limit).float()
+    dt = _steps(cache, dt, dt_bias, dt_softplus).clamp(*dt_limit).float()
     x = x.float()
     y = cache.linear(x.device).attend(C.float(), B.float(), x * dt.unsqueeze(3), A.float() * dt).to(x.dtype)
     if D is not None:
-        y = y + D.unsqueeze(-1) * x
+        y += D.unsqueeze(-1) * x
     return (y.contiguous(), y) if return_final_states else y.contiguous()
 
 
@@ -157,11 +157,8 @@ def _mamba(
     **kwargs: Any,
 ) -> Any:
     # x, dt, z: [R, I, n]; A: [I, N]; B, C: [R, N, n]
-    if delta_bias is not None:
-        dt = dt + delta_bias.to(dt.dtype).unsqueeze(-1)
-    if delta_softplus:
-        dt = _softplus(dt, cache)
-    steps, inputs = dt.transpose(1, 2).float(), x.transpose(1, 2).float()
+    steps = _steps(cache, dt.transpose(1, 2), delta_bias, delta_softplus).float()
+    inputs = x.transpose(1, 2).float()
     y = cache.selective(x.device).run(
         steps, steps * inputs, B.transpose(1, 2).float(), A.float(), C.transpose(1, 2).float()
     )
@@ -184,9 +181,26 @@ def _grouped(
     return y.to(q.dtype)
 
 
-def _softplus(x: Tensor, cache: StateCache) -> Tensor:
-    """In the states' precision: in float32 the last few numbers of a tensor take another exp than the others."""
-    return nn.functional.softplus(x.to(cache.precision)).to(x.dtype)
+def _steps(cache: StateCache, dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    """Step sizes [..., channels]. softplus in the states' precision: in float32 the last few numbers of a tensor take
+    another exp than the others."""
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return _softplus(dt, cache.precision) if softplus else dt
+
+
+def _softplus(x: Tensor, precision: torch.dtype) -> Tensor:
+    return nn.functional.softplus(x.to(precision)).to(x.dtype)
+
+
+class _Functions:
+    """torch.nn.functional as a mixer of the gated delta rule sees it: `_steps` says why its softplus is another."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn.functional, name)
+
+    def softplus(self, x: Tensor) -> Tensor:
+        cache = StateCache.current()
+        return nn.functional.softplus(x) if cache is None else _softplus(x, cache.precision)
 
 
 def _unit(x: Tensor, cache: StateCache) -> Tensor:

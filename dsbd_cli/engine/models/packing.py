@@ -29,6 +29,9 @@ MULTIPLIED = ("dt_proj",)  # layers whose weights Mamba and Jamba multiply by th
 class PackedLinear(nn.Module):
     """x W^T + b with a packed W. Inference only: the weight is no parameter and has no gradient.
 
+    Fewer outputs than MIN_FEATURES are filled up with zeros, which the result leaves out: in a product of few columns
+    the bits of a row depend on the other rows.
+
     `weight` tells shape and dtype to models that look at it (T5, Mamba) and holds no numbers: it lies on `meta`.
     """
 
@@ -36,22 +39,23 @@ class PackedLinear(nn.Module):
         super().__init__()
         weight = weight_of(linear)
         self.out_features, self.in_features = weight.shape
-        self.packed = _reorder(weight.detach())
+        self.packed = _reorder(_filled(weight.detach()))
         self.weight = torch.empty_like(linear.weight, device="meta", requires_grad=False)
-        self.bias: Tensor | None = None if linear.bias is None else linear.bias.detach()
+        self.bias: Tensor | None = None if linear.bias is None else _filled(linear.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
         rows = x.numel() // self.in_features
         if rows >= LEAST_ROWS:
-            return _product(x, self.packed, self.bias)
+            return _product(x, self.packed, self.bias)[..., : self.out_features]
         flat = nn.functional.pad(x.reshape(rows, self.in_features), (0, 0, 0, LEAST_ROWS - rows))
-        return _product(flat, self.packed, self.bias)[:rows].reshape(*x.shape[:-1], self.out_features)
+        y = _product(flat, self.packed, self.bias)[:rows, : self.out_features]
+        return y.reshape(*x.shape[:-1], self.out_features)
 
     def with_bias(self, bias: Tensor) -> PackedLinear:
         """The same weights with this bias [out_features], which costs nothing on top of the product."""
         other = copy.copy(self)
-        other.bias = bias
+        other.bias = _filled(bias)
         return other
 
     def extra_repr(self) -> str:
@@ -63,17 +67,17 @@ def pack(model: nn.Module) -> int:
 
     Each original weight is freed as soon as it is packed, unless something else shares it (tied embeddings).
     """
-    found = [item for item in plain_linears(model) if packing_works(item[2].weight.dtype)]
+    found = [item for item in plain_linears(model, least=1) if packing_works(item[2].weight.dtype)]
     for parent, name, child in found:
         setattr(parent, name, PackedLinear(child))
     return len(found)
 
 
-def plain_linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
-    """The linear layers on the CPU that do nothing but x W^T + b, with their parents and names."""
+def plain_linears(model: nn.Module, least: int = MIN_FEATURES) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
+    """The linear layers on the CPU that do nothing but x W^T + b, with their parents and names. least: outputs."""
     for parent in model.modules():
         for name, child in parent.named_children():
-            if isinstance(child, nn.Linear | Conv1D) and name not in MULTIPLIED and _suits(child):
+            if isinstance(child, nn.Linear | Conv1D) and name not in MULTIPLIED and _suits(child, least):
                 yield parent, name, child
 
 
@@ -83,14 +87,21 @@ def weight_of(linear: nn.Linear | Conv1D) -> Tensor:
     return weight
 
 
-def _suits(linear: nn.Linear | Conv1D) -> bool:
+def _filled(weight: Tensor) -> Tensor:
+    """Zeros after the last output, up to MIN_FEATURES."""
+    missing = max(0, MIN_FEATURES - weight.shape[0])
+    return nn.functional.pad(weight, (*[0] * (2 * weight.dim() - 1), missing)) if missing else weight
+
+
+def _suits(linear: nn.Linear | Conv1D, least: int) -> bool:
     weight, bias = linear.weight, linear.bias
     hooked = bool(linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))
     # one with a forward of its own, or with weights that quantised checkpoints keep in a form of theirs
     hooked |= type(linear) not in (nn.Linear, Conv1D) or "forward" in vars(linear)
     hooked |= type(weight.data) is not Tensor
     plain = weight.device.type == "cpu" and not hooked and (bias is None or bias.dtype == weight.dtype)
-    return plain and weight.is_floating_point() and min(weight.shape) >= MIN_FEATURES
+    outputs, inputs = weight_of(linear).shape
+    return plain and weight.is_floating_point() and inputs >= MIN_FEATURES and outputs >= least
 
 
 def _reorder(weight: Tensor) -> Tensor:

@@ -30,6 +30,9 @@ OUTLIERS = 32  # channels kept as they are; measured: docs/quantization.md
 LEAST_WEIGHTS = 2_000_000
 LEVELS = 127
 ZERO = 128  # unsigned inputs, whose kernel is fast; with signed ones torch takes a kernel a thousand times slower
+# Rows at a time, so that what is between stays in the caches: made integers, and multiplied. Measured on one core: 512
+# rows of 8960 are integers after 5 ms, all at a time after 27 ms (and with vector_norm for the largest after 45 ms).
+LEVEL_ROWS, PRODUCT_ROWS = 32, 128
 SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -65,7 +68,7 @@ class Int8Product:
         self._left = 0
 
     def of(self, x: Tensor) -> Tensor:
-        """x [..., i] -> [r, o] float32, the outputs of all layers beside each other. Kept until each has asked."""
+        """x [..., i] -> [r, o], the outputs of all layers beside each other. Kept until each has asked."""
         if self._x is not x or self._result is None:
             self._x, self._left = x, len(self.parts)
             self._result = self._compute(x.reshape(-1, x.shape[-1]))
@@ -75,17 +78,27 @@ class Int8Product:
         return result
 
     def _compute(self, x: Tensor) -> Tensor:
+        parts = [self._multiply(rows).to(x.dtype) for rows in x.split(PRODUCT_ROWS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        """x [r, i] -> [r, o] float32."""
         levels, steps = self.levels(x)
         sums = _product(levels, self._packed, self.scales, self._zeros)
         return sums.mul_(steps).add_(self._few(x.index_select(1, self.outliers)))
 
     def levels(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [r, i] -> integers [r, i] in 1 .. 255, and what one of them is worth [r, 1]."""
-        # products, quotients and sums that IEEE rounds exactly, one by one: fused ones would go by place
-        ordinary = x * self._kept
-        steps = torch.linalg.vector_norm(ordinary, float("inf"), -1, keepdim=True, dtype=torch.float32)
-        steps = steps.div_(LEVELS).clamp_min_(SMALLEST)
-        return torch.div(ordinary, steps).add_(ZERO + 0.5).to(torch.uint8), steps
+        levels = torch.empty_like(x, dtype=torch.uint8)
+        steps = torch.empty(len(x), 1)
+        for rows, found, step in zip(
+            x.split(LEVEL_ROWS), levels.split(LEVEL_ROWS), steps.split(LEVEL_ROWS), strict=True
+        ):
+            # products, quotients and sums that IEEE rounds exactly, one by one: fused ones would go by place
+            ordinary = rows * self._kept
+            step.copy_(ordinary.abs().amax(1, keepdim=True)).div_(LEVELS).clamp_min_(SMALLEST)
+            found.copy_(ordinary.float().div_(step).add_(ZERO + 0.5).to(torch.int32))
+        return levels, steps
 
 
 class Int8Linear(nn.Module):
@@ -103,7 +116,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features], of the same dtype."""
-        result = self.product.of(x).narrow(1, self._first, self.out_features).to(x.dtype).contiguous()
+        result = self.product.of(x).narrow(1, self._first, self.out_features).contiguous()
         return result.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

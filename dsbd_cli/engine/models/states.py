@@ -16,7 +16,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from dsbd_cli.engine.core.scans import (
     convolve,
     delta_chain,
     fold,
+    last,
     selective_chain,
     selective_fold,
     selective_read,
@@ -61,6 +62,7 @@ class Places:
         self.at = torch.where(self.real & (place >= 0) & (place < width), place, width)
         self._moved: dict[torch.device, Places] = {}
         self._back: dict[int, Tensor] = {}
+        self._flat: dict[int, Tensor] = {}
 
     def on(self, device: torch.device) -> Places:
         """The same for a layer on another device."""
@@ -75,15 +77,15 @@ class Places:
         """[R] int64, real nodes of a chain."""
         return self.real.sum(1)
 
-    @cached_property
-    def flat(self) -> Tensor:
-        """[R * n] int64: row of the cache times places, plus place; see `flat_in`."""
-        return self.flat_in(0)
-
     def flat_in(self, lead: int) -> Tensor:
         """[R * n] int64 index into planes [rows, lead + T + 1, ...] laid flat."""
+        if lead not in self._flat:
+            self._flat[lead] = (self._row_starts(lead) + lead + self.at).flatten()
+        return self._flat[lead]
+
+    def _row_starts(self, lead: int) -> Tensor:
         rows = torch.arange(self.count, device=self.at.device) if self.rows is None else self.rows
-        return (rows.unsqueeze(1) * (lead + self.width + 1) + lead + self.at).flatten()
+        return rows.unsqueeze(1) * (lead + self.width + 1)
 
     @cached_property
     def _slots(self) -> tuple[Tensor, Tensor]:
@@ -110,12 +112,18 @@ class Places:
         return self.batch.slot_positions.gather(1, self._slots[0])
 
     def back(self, taps: int) -> Tensor:
-        """[R, n, taps] int64 place of each node's last ancestors, itself first; negative: so many before the tail."""
+        """[taps - 1, R, n] int64 place of each node's last ancestors, the oldest first; negative: so many before the
+        tail."""
+        before = torch.arange(1 - taps, 0, device=self.at.device)
+        wanted = self.batch.positions + before.view(-1, 1, 1)
+        hit = self.seen & (self.depths.unsqueeze(1) == wanted.unsqueeze(3))
+        return torch.where(hit.any(3), hit.to(torch.int8).argmax(3), wanted - self.base.unsqueeze(1))
+
+    def flat_back(self, taps: int) -> Tensor:
+        """[taps - 1, R * n] int64: the same, as indices into planes whose `lead` is taps - 1 (see `flat_in`)."""
         if taps not in self._back:
-            wanted = self.batch.positions.unsqueeze(2) - torch.arange(taps, device=self.at.device)
-            hit = self.seen.unsqueeze(2) & (self.depths[:, None, None] == wanted.unsqueeze(3))
-            found = torch.where(hit.any(3), hit.to(torch.int8).argmax(3), wanted - self.base.view(-1, 1, 1))
-            self._back[taps] = found
+            places = (self.back(taps) + taps - 1).clamp(min=0)
+            self._back[taps] = (self._row_starts(taps - 1) + places).flatten(1)
         return self._back[taps]
 
     @cached_property
@@ -134,20 +142,22 @@ class Places:
 
     @cached_property
     def order(self) -> Tensor:
-        """[R, T] int64 places, parents first."""
-        return torch.argsort(self.depths, dim=1, stable=True)
+        """[R, m] int64 places, parents first: all that a node sees, and others where rows differ. All T on a GPU, which
+        would have to stop to count them."""
+        used = self.seen.any(1)
+        found = torch.argsort(torch.where(used, self.depths, self.depths.max() + 1), dim=1, stable=True)
+        return found[:, : int(used.sum(1).max())] if found.device.type == "cpu" else found
 
 
 @dataclass(frozen=True, slots=True)
 class Shift:
     """A move of the tail: order [R, T + 1] says what each place holds afterwards, before the trunk takes the first
-    `count` [R] of them; `joined` [R, T + 1] bool: those, at the places where they stood; last: [R] of the last of
-    them."""
+    `count` [R] of them. most: an upper bound of `count`. found: what `index` has made, once for all layers."""
 
     order: Tensor
     count: Tensor
-    joined: Tensor
-    last: Tensor
+    most: int
+    found: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: Tensor, target: Tensor, base: Tensor, trunk: Tensor, width: int) -> Shift:
@@ -160,25 +170,31 @@ class Shift:
         order = places.scatter(1, to, origin)
         order[:, width] = width
         count = (trunk - base).clamp(0, width)
-        first = places < count.unsqueeze(1)
-        joined = torch.zeros_like(first).scatter(1, torch.where(first, order, width), first)
-        joined[:, width] = False
-        last = order.gather(1, (count - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-        return cls(order, count, joined, last)
+        # the host of a CPU may look at a number; a GPU would have to stop for it
+        return cls(order, count, int(count.max()) if base.device.type == "cpu" else width)
+
+    def first(self, plane: Tensor, lead: int = 0) -> Tensor:
+        """[R, most, ...] of a plane [rows, lead + T + 1, ...]: what joins the trunk, in order."""
+        rows, places = len(self.order), plane.shape[1]
+        flat = torch.arange(rows, device=plane.device).unsqueeze(1) * places + lead + self.order[:, : self.most]
+        return plane.flatten(0, 1).index_select(0, flat.flatten()).view(rows, self.most, *plane.shape[2:])
 
     def index(self, lead: int) -> Tensor:
-        """[R, lead + T + 1]: what each place of a plane holds afterwards. lead: places before the tail."""
-        width = self.order.shape[1] - 1
-        wide = torch.arange(lead, device=self.order.device).expand(len(self.order), -1)
-        whole = torch.cat((wide, self.order + lead), 1)
-        ahead = torch.arange(lead + width + 1, device=self.order.device) + self.count.unsqueeze(1)
-        return whole.gather(1, ahead.clamp(max=lead + width))
+        """[R * (lead + T + 1)] into planes laid flat: what each place holds afterwards. lead: places before it."""
+        if lead not in self.found:
+            width, device = self.order.shape[1] - 1, self.order.device
+            wide = torch.arange(lead, device=device).expand(len(self.order), -1)
+            whole = torch.cat((wide, self.order + lead), 1)
+            ahead = torch.arange(lead + width + 1, device=device) + self.count.unsqueeze(1)
+            starts = torch.arange(len(self.order), device=device).unsqueeze(1) * (lead + width + 1)
+            self.found[lead] = (starts + whole.gather(1, ahead.clamp(max=lead + width))).flatten()
+        return self.found[lead]
 
     def on(self, device: torch.device) -> Shift:
         """The same for a layer on another device."""
         if device == self.order.device:
             return self
-        return Shift(self.order.to(device), self.count.to(device), self.joined.to(device), self.last.to(device))
+        return Shift(self.order.to(device), self.count.to(device), self.most, {})
 
 
 class LayerMemory:
@@ -186,6 +202,7 @@ class LayerMemory:
     reads), and tensors [R, ...] of the state. Shapes are learnt from the first forward."""
 
     lead = 0
+    wide: frozenset[str] = frozenset()  # planes in the precision of the states
 
     def __init__(self, cache: StateCache, device: torch.device) -> None:
         self.cache, self.device = cache, device
@@ -219,6 +236,11 @@ class LayerMemory:
             self.cache.generation += 1
         return self.states[name]
 
+    def keep_in(self, precision: torch.dtype) -> None:
+        """Hold states, and planes whose numbers come of them, in this dtype."""
+        self.states = {name: held.to(precision) for name, held in self.states.items()}
+        self.planes |= {name: self.planes[name].to(precision) for name in self.wide}
+
     def resize(self, rows: int, window: int) -> None:
         """Cover so many rows and places; what is there stays, less the old last place. 0 rows: give all back."""
         for name, old in self.planes.items():
@@ -234,9 +256,7 @@ class LayerMemory:
     def write(self, name: str, values: Tensor, dtype: torch.dtype) -> None:
         """Put values [R, n, ...] into the nodes' places."""
         plane = self.plane(name, tuple(values.shape[2:]), dtype)
-        places = self.places
-        flat = places.flat_in(self.lead) if self.lead else places.flat
-        plane.flatten(0, 1).index_copy_(0, flat, values.flatten(0, 1).to(dtype))
+        plane.flatten(0, 1).index_copy_(0, self.places.flat_in(self.lead), values.flatten(0, 1).to(dtype))
 
     def rows_of(self, tensor: Tensor) -> Tensor:
         """The forward's rows of a plane or state, a view where they are the first ones."""
@@ -264,12 +284,9 @@ class LayerMemory:
     def advance(self, shift: Shift) -> None:
         """Take what joined the trunk into the state, and move the rest."""
         self.fold(shift)
-        index = shift.index(self.lead)
-        rows = len(index)
-        offset = torch.arange(rows, device=index.device).unsqueeze(1) * index.shape[1]
-        flat = (offset + index).flatten()
+        rows, index = len(shift.count), shift.index(self.lead)
         for plane in self.planes.values():
-            moved = plane[:rows].flatten(0, 1).index_select(0, flat)
+            moved = plane[:rows].flatten(0, 1).index_select(0, index)
             plane[:rows] = moved.view(plane[:rows].shape)
 
     def fold(self, shift: Shift) -> None:
@@ -284,8 +301,8 @@ class Convolution(LayerMemory):
         self.taps, self.lead = taps, taps - 1
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [R, n, C], weight [C, J], bias [C] or None -> [R, n, C] in the precision of the states."""
-        places, precision = self.places, self.cache.precision
+        """x [R, n, C], weight [C, J], bias [C] or None -> [R, n, C] in float32 at least."""
+        places, count = self.places, x.shape[1]
         plane = self.plane("inputs", (x.shape[2],), x.dtype)
         if places.chain:
             full = torch.cat((self.rows_of(plane)[:, : self.lead], x), 1)
@@ -294,14 +311,11 @@ class Convolution(LayerMemory):
             held = self.rows_of(plane).clone()
             held[:, : self.lead] = last
             self.store(plane, held)
-            inputs = full.unfold(1, self.taps, 1).transpose(2, 3)
-        else:
-            self.write("inputs", x, x.dtype)
-            index = (places.back(self.taps).flip(2) + self.lead).clamp(min=0)
-            rows = torch.arange(places.count, device=x.device) if places.rows is None else places.rows
-            inputs = plane.flatten(0, 1)[rows.view(-1, 1, 1) * plane.shape[1] + index]
-        bias = None if bias is None else bias.to(precision)
-        return convolve(inputs.to(precision), weight.to(precision), bias)
+            return convolve([full[:, tap : tap + count] for tap in range(self.taps)], weight, bias)
+        self.write("inputs", x, x.dtype)
+        flat = plane.flatten(0, 1)
+        taps = [flat.index_select(0, index).view(x.shape) for index in places.flat_back(self.taps)]
+        return convolve([*taps, x], weight, bias)
 
 
 class LinearState(LayerMemory):
@@ -313,7 +327,7 @@ class LinearState(LayerMemory):
         G = H where decays are per channel.
         """
         places = self.places
-        state = self.state((u.shape[2], k.shape[3], u.shape[3]))
+        state = self._state_of(k, u)
         held = self.rows_of(state)
         if places.chain:
             y, after = chain(q, k, _masked(u, places.real), _masked(g, places.real), held)
@@ -321,28 +335,33 @@ class LinearState(LayerMemory):
             return y
         keys, c, ends = self._window(k, g)
         self.write("u", u, torch.float32)
-        weight = weights(q, keys, c, ends, places.seen, held.dtype)
+        (weight,) = weights((q,), keys, c, ends, places.seen, held.dtype)
         return self._read(weight, q, c, held)
 
     def correct(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """The same by the gated delta rule: v [R, n, H, P], beta [R, n, H]."""
         places = self.places
-        state = self.state((v.shape[2], k.shape[3], v.shape[3]))
+        state = self._state_of(k, v)
         held = self.rows_of(state)
         if places.chain:
             y, after = delta_chain(q, k, v, _masked(g, places.real), _masked(beta, places.real), held)
             self.store(state, after)
             return y
         keys, c, ends = self._window(k, g)
-        self.write("u", torch.zeros_like(v), torch.float32)  # not known yet
-        weight = weights(k, keys, c, ends, places.seen, held.dtype)  # [R, H, n, T]
-        scale = beta.to(held.dtype).transpose(1, 2).unsqueeze(3)
-        rest = scale * (v.to(held.dtype) - self._read(weight, k, c, held)).transpose(1, 2)
-        at = places.at.clamp(max=places.width - 1)[:, None, None].expand(-1, *weight.shape[1:3], -1)
-        among = (weight.gather(3, at) * scale).masked_fill_(~places.kin.unsqueeze(1), 0)  # [R, H, n, n]
-        self.write("u", solve(among.tril(-1), rest).transpose(1, 2), torch.float32)
-        weight = weights(q, keys, c, ends, places.seen, held.dtype)
+        # in the states' precision: a node uses those of its forward as they are, and they must not differ afterwards
+        self.wide = frozenset({"u"})
+        self.write("u", torch.zeros_like(v), held.dtype)  # not known yet
+        alike, weight = weights((k, q), keys, c, ends, places.seen, held.dtype)  # [R, H, n, T]
+        scale = beta.to(held.dtype).unsqueeze(3)
+        rest = scale * (v.to(held.dtype) - self._read(alike, k, c, held))
+        at = places.at.clamp(max=places.width - 1)[:, None, None].expand(-1, *alike.shape[1:3], -1)
+        among = (alike.gather(3, at) * scale.transpose(1, 2)).masked_fill_(~places.kin.unsqueeze(1), 0)  # [R, H, n, n]
+        self.write("u", solve(among.tril(-1), rest.transpose(1, 2)).transpose(1, 2), held.dtype)
         return self._read(weight, q, c, held)
+
+    def _state_of(self, k: Tensor, u: Tensor) -> Tensor:
+        groups, heads = k.shape[2], u.shape[2]
+        return self.state((groups, k.shape[3], heads // groups * u.shape[3]))
 
     def _window(self, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Store keys and decays; keys of the tail [R, T, G, N], sums of log-decays of nodes and of places."""
@@ -354,19 +373,19 @@ class LinearState(LayerMemory):
         return self.tail("k"), c, self.tail("c")
 
     def _read(self, weight: Tensor, q: Tensor, c: Tensor, held: Tensor) -> Tensor:
-        y = weight @ self.tail("u").to(held.dtype).transpose(1, 2) + carried(q, c, held)
-        return y.transpose(1, 2)
+        u = self.tail("u").transpose(1, 2)  # [R, H, T, P]
+        if held.dtype == torch.float64:  # a batch of products in float64 is twice as fast over places side by side
+            u = torch.empty(u.shape, dtype=held.dtype, device=u.device).copy_(u)
+        return carried(q, c, held).add_((weight @ u).transpose(1, 2))
 
     def fold(self, shift: Shift) -> None:
         """What joined the trunk goes into the state; sums of decays begin anew after it."""
-        rows, window = len(shift.count), self.cache.window
-        k, u, c = (self.planes[name][:rows, self.lead : self.lead + window] for name in ("k", "u", "c"))
-        last = self.lead + shift.last.view(-1, 1, *[1] * (c.dim() - 2)).expand(-1, 1, *c.shape[2:])
-        end = self.planes["c"][:rows].gather(1, last).squeeze(1)
-        end = torch.where((shift.count > 0).view(-1, *[1] * (end.dim() - 1)), end, 0.0)
-        state = self.states["state"]
-        state[:rows] = fold(state[:rows], k, u, c, end, shift.joined[:, :window])
-        c -= end.unsqueeze(1)
+        if not shift.most:
+            return
+        rows = len(shift.count)
+        k, u, c = (shift.first(self.planes[name], self.lead) for name in ("k", "u", "c"))
+        fold(self.states["state"][:rows], k, u, c, shift.count)
+        self.planes["c"][:rows] -= last(c, shift.count).unsqueeze(1)
 
 
 class GroupedState(LinearState):
@@ -451,14 +470,11 @@ class SelectiveState(LayerMemory):
 
     def fold(self, shift: Shift) -> None:
         """What joined the trunk goes into the state."""
-        rows, window = len(shift.count), self.cache.window
-        order = shift.order[:, :window]
-        dt, u, b = (
-            self.planes[name][:rows].gather(1, order.unsqueeze(2).expand(-1, -1, self.planes[name].shape[2]))
-            for name in ("dt", "u", "b")
-        )
-        state = self.states["state"]
-        state[:rows] = selective_fold(state[:rows], dt, u, b, self.a, shift.count)
+        if not shift.most:
+            return
+        state = self.states["state"][: len(shift.count)]
+        dt, u, b = (shift.first(self.planes[name]) for name in ("dt", "u", "b"))
+        state[:] = selective_fold(state, dt, u, b, self.a, shift.count)
 
 
 def _masked(values: Tensor, real: Tensor) -> Tensor:
@@ -566,7 +582,7 @@ class StateCache(ForestCache):
         """Hold states, and sum over them, in this dtype. Before `reserve`."""
         self.precision = precision
         for memory in self.memories.values():
-            memory.states = {name: held.to(precision) for name, held in memory.states.items()}
+            memory.keep_in(precision)
 
     def bytes_of_states(self, window: int) -> int:
         """Bytes of a row beside keys and values, with so many places: they do not grow with the text."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -332,14 +333,21 @@ class _Distilling:
         training, record = self._training(engine, shape), self._record
         steps = record.plan.steps
         every = max(1, steps // EVALUATIONS)
-        began, first, saved, losses = time.monotonic(), training.step, time.monotonic(), list[float]()
+        first, saved, losses = training.step, time.monotonic(), list[float]()
+        trained, measured = 0.0, list[float]()  # seconds of all steps, of each measurement
         while training.step < steps:
             if training.step % every == 0 and training.step not in {one.step for one in record.milestones}:
                 self._save(training)
+                began = time.monotonic()
                 self._reach_with(engine, training.step, losses, self._folder / CHECKPOINT, held)
                 saved = time.monotonic()
+                measured.append(saved - began)
+            began = time.monotonic()
             losses.append(training.run_step())
-            left = (time.monotonic() - began) / (training.step - first) * (steps - training.step)
+            trained += time.monotonic() - began
+            left = trained / (training.step - first) * (steps - training.step)
+            to_measure = math.ceil(steps / every) - math.ceil(training.step / every) + 1
+            left += (measured[-1] if measured else 0.0) * to_measure
             recent, latest = _mean(losses[-RECENT:]), record.milestones[-1]
             self._talk.now(
                 f"step {training.step} of {steps}, loss {recent:.3f}, {duration(left)} left, at step {latest.step} "
@@ -371,6 +379,8 @@ class _Distilling:
         self._talk.line(f"step {milestone.step} of {record.plan.steps}: {loss}{_said(milestone)}")
         if milestone.speed is not None:
             self._talk.line(_speed_said(milestone.speed))
+        elif ends:
+            self._talk.line(f"{SPEED_S:.0f} s were too short to predict the speed: dsbd profile --seconds takes longer")
 
     def _training(self, engine: Engine, shape: StudentShape) -> Training:
         """From the checkpoint where there is one."""
@@ -414,10 +424,14 @@ class _Distilling:
         assert engine.info is not None
         plain = self._settings.method
         method = MethodConfig(rule=plain.rule, num_beams=plain.num_beams, depth=DEFAULT_DEPTH)
-        self._talk.now(f"measuring acceptance on {len(held)} held-out prompts")
+
+        def told(number: int) -> None:
+            self._talk.now(f"acceptance is measured: {number} of {len(held)} held-out prompts")
+
+        told(0)
         pair = with_draft(engine, self._draft_spec(str(folder), engine.info.dtype), method)
         with self._stopping(pair.stop):
-            found = measure_acceptance(pair, held)
+            found = measure_acceptance(pair, held, told)
         if found is None or not speed:
             return found, None
         budget = Budget(SPEED_S)

@@ -1,4 +1,4 @@
-"""The table of methods that can be compared: ours, the baselines as settings of our engine, and transformers'.
+"""The table of methods that can be compared: ours, the baselines as settings of our engine, and those of others.
 
 To add a method, add an entry to METHODS; to sweep another field of MethodConfig, add it to AXES and name it in the
 `axes` of the methods that it changes.
@@ -62,9 +62,9 @@ class Method:
 
     Attributes:
         about: what it is, in a few words.
-        fixed: fields of MethodConfig that make it what it is.
+        fixed: fields of MethodConfig, or of PeerConfig, that make it what it is.
         axes: names in AXES that act on it.
-        peer: transformers' method, where it is theirs.
+        peer: the method of others, where it is theirs.
         pick: how one of num_beams candidates is chosen, as in `dsbd pick --by`; None: the best hypothesis.
         independent: the candidates are num_beams samples of one beam each, not beams of one row.
     """
@@ -77,6 +77,11 @@ class Method:
     independent: bool = False
 
     @property
+    def separate(self) -> bool:
+        """Whether another package runs it, on weights that it loads itself."""
+        return "engine" in self.fixed
+
+    @property
     def drafts(self) -> bool:
         """Whether it needs a draft model."""
         return self.peer == "assisted" if self.peer else self.fixed.get("depth") != 0
@@ -84,7 +89,7 @@ class Method:
     def config(self, point: Mapping[str, object]) -> MethodConfig | PeerConfig:
         """At one point of a sweep. Raises UsageError where the fields do not go together."""
         if self.peer is not None:
-            return PeerConfig(self.peer, **point)  # type: ignore[arg-type]
+            return PeerConfig(self.peer, **{**self.fixed, **point})  # type: ignore[arg-type]
         return MethodConfig.of({**FOREST, **self.fixed, **point})
 
 
@@ -96,6 +101,8 @@ ANY_DRAFTER = (*DRAFTED, "drafter")
 CHOSEN = ("num_beams", "drafts_per_layer", "drafter")
 AUTO = {"adaptive_depth": True, "depth": MAX_AUTO_DEPTH}
 THRESHOLD = (*DRAFTED, "width_threshold", "min_width")
+CT2_FLOAT32 = {"engine": "ctranslate2", "dtype": "float32"}
+CT2_INT8 = {"engine": "ctranslate2", "dtype": "int8"}
 
 METHODS: dict[str, Method] = {
     "greedy": Method("the likeliest token", {"rule": "search", "num_beams": 1, "depth": 0}),
@@ -147,6 +154,11 @@ METHODS: dict[str, Method] = {
     "hf-beam-search": Method("transformers' beam search", axes=BEAMS, peer="beam-search"),
     "hf-beam-sampling": Method("transformers' beam sampling", axes=BEAMS, peer="beam-sampling"),
     "hf-assisted": Method("transformers' assisted sampling, one sequence at a time", peer="assisted"),
+    "ct2-greedy": Method("CTranslate2's greedy in float32", CT2_FLOAT32, peer="greedy"),
+    "ct2-beam-search": Method("CTranslate2's beam search in float32", CT2_FLOAT32, BEAMS, peer="beam-search"),
+    "ct2-int8-greedy": Method("CTranslate2's greedy in int8", CT2_INT8, peer="greedy"),
+    "ct2-int8-beam-search": Method("CTranslate2's beam search in int8", CT2_INT8, BEAMS, peer="beam-search"),
+    "llama-cpp-greedy": Method("llama.cpp's greedy on a GGUF target", {"engine": "llama-cpp"}, peer="greedy"),
 }
 
 # What speeds are compared with: the same number of beams without a draft, and one sequence.

@@ -1,9 +1,10 @@
-"""One interface over our engine and transformers' generate: prompts in, answers out, on models that all share."""
+"""One interface over our engine and the code of others: prompts in, answers out, on models that all share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from dsbd_cli.config import Exactness, MethodConfig, SamplingConfig
@@ -11,6 +12,8 @@ from dsbd_cli.engine.decoding.answers import Catalogue
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.base import AnyDraft
 from dsbd_cli.engine.models.adapter import TransformersForest
+from dsbd_cli.engine.models.registry import resolve
+from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import ModelError
 from dsbd_cli.grammars import Grammar
@@ -20,11 +23,14 @@ from dsbd_cli.lab.bench.methods import METHODS
 from dsbd_cli.lab.bench.prepare import Prompt
 from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.peers.config import PeerConfig
+from dsbd_cli.lab.peers.engines import CTranslatePeer, LlamaPeer, SeparatePeer
 from dsbd_cli.lab.peers.transformers_generate import Delivered, TransformersPeer
 from dsbd_cli.requests import RequestResult, derive_seed
 from dsbd_cli.stats import RequestStats
 
 __all__ = ["Answer", "Runner", "make_runner"]
+
+LLAMA_ROOM = 4096  # tokens that llama.cpp makes room for, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +203,11 @@ def _added(parts: Sequence[RequestStats]) -> RequestStats:
 
 
 class PeerRunner:
-    """transformers' generate."""
+    """The code of others."""
 
-    def __init__(self, name: str, peer: TransformersPeer, seed: int, catalogue: Catalogue | None) -> None:
+    def __init__(
+        self, name: str, peer: TransformersPeer | SeparatePeer, seed: int, catalogue: Catalogue | None
+    ) -> None:
         self._title, self._peer, self._seed, self._catalogue = name, peer, seed, catalogue
         self._ends = frozenset() if catalogue is None else frozenset(catalogue.nodes.tolist())
         self._delivered: list[Delivered] = []
@@ -213,12 +221,14 @@ class PeerRunner:
         """Answers in order; none of a window in which `stop` came."""
         seed = derive_seed(self._seed, prompts[0].record.id)
         try:
-            self._delivered = list(self._peer.run([prompt.audio or prompt.ids for prompt in prompts], seed))
-        except Exception as error:  # a model that transformers cannot decode raises what it likes
+            self._delivered = list(self._deliver(prompts, seed))
+        except ModelError:
+            raise
+        except Exception as error:  # a model that others cannot decode raises what it likes
             said = " ".join(str(error).split())[:200]
+            whose = "transformers' generate" if isinstance(self._peer, TransformersPeer) else self._peer.config.engine
             raise ModelError(
-                f"{self._title}: transformers' generate fails ({type(error).__name__}: {said}): "
-                "leave it out of --methods"
+                f"{self._title}: {whose} fails ({type(error).__name__}: {said}): leave it out of --methods"
             ) from error
         if self._peer.stopped:
             return []
@@ -226,6 +236,14 @@ class PeerRunner:
             Answer(one.text, len(one.token_ids), None, None, one.kv_bytes, ranked=tuple(map(self._name, one.ranked)))
             for one in self._delivered
         ]
+
+    def _deliver(self, prompts: Sequence[Prompt], seed: int) -> Iterator[Delivered]:
+        """Answers of the other code. Raises ModelError for speech where it reads text alone."""
+        if isinstance(self._peer, TransformersPeer):
+            return self._peer.run([prompt.audio or prompt.ids for prompt in prompts], seed)
+        if any(prompt.audio for prompt in prompts):
+            raise ModelError(f"{self._title}: {self._peer.config.engine} reads no speech: leave it out of --methods")
+        return self._peer.run([prompt.ids for prompt in prompts], seed)
 
     def _name(self, ids: tuple[int, ...]) -> str:
         """Of an answer; what transformers fills up with where there are too few has none."""
@@ -235,7 +253,9 @@ class PeerRunner:
 
     def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
         """One plain forward of the target per answer of the last window."""
-        return self._peer.logprobs([prompt.audio or prompt.ids for prompt in prompts], self._delivered)
+        if isinstance(self._peer, TransformersPeer):
+            return self._peer.logprobs([prompt.audio or prompt.ids for prompt in prompts], self._delivered)
+        return self._peer.logprobs([prompt.ids for prompt in prompts], self._delivered)
 
     def stop(self) -> None:
         """End after the token that is under way."""
@@ -272,5 +292,33 @@ def make_runner(
         raise ModelError(f"{setting.method}: the target is no transformers model; leave it out of --methods")
     assistant = draft if isinstance(draft, TransformersForest) else None
     catalogue = pair.catalogues.get("")
-    peer = TransformersPeer(config, target, assistant, codec, sampling, batch_size, catalogue)
-    return PeerRunner(setting.name, peer, seed, catalogue)
+    if config.engine == "transformers":
+        peer = TransformersPeer(config, target, assistant, codec, sampling, batch_size, catalogue)
+        return PeerRunner(setting.name, peer, seed, catalogue)
+    if pair.catalogues or isinstance(target, Seq2SeqForestModel) or target.device.type != "cpu":
+        why = "--allow" if pair.catalogues else "a target with an encoder, or on a GPU"
+        raise ModelError(f"{setting.method} does not go with {why}: leave it out of --methods")
+    return PeerRunner(setting.name, _separate(setting, config, pair, target, codec, sampling, batch_size), seed, None)
+
+
+def _separate(
+    setting: Setting,
+    config: PeerConfig,
+    pair: Engine,
+    target: TransformersForest,
+    codec: HFCodec,
+    sampling: SamplingConfig,
+    batch_size: int,
+) -> SeparatePeer:
+    """Raises ModelError where the target's files are not in the form that it needs."""
+    assert pair.info is not None
+    found = resolve(pair.info.target)
+    wanted, form = ("folder", "a folder of safetensors") if config.engine == "ctranslate2" else ("file", "a GGUF file")
+    if found.kind != wanted:
+        raise ModelError(
+            f"{setting.method} reads {form}, but --target is {pair.info.target}: leave it out of --methods"
+        )
+    place = Path(found.path)
+    if config.engine == "ctranslate2":
+        return CTranslatePeer(config, place, target, codec, sampling, batch_size)
+    return LlamaPeer(config, place, target, codec, sampling, min(target.max_positions or LLAMA_ROOM, LLAMA_ROOM))

@@ -67,10 +67,10 @@ class SweepPlan:
 def choose_methods(
     text: str | None, *, draft: bool = True, drafters: Sequence[Value] = ()
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Names from a comma list, and what is to be said of them; `all` is every method, None the default ones. draft: a
-    draft model is there; drafters: of the sweep.
+    """Names from a comma list, and what is to be said of them; `all` is every method that needs no other package, None
+    the default ones. draft: a draft model is there; drafters: of the sweep.
 
-    Raises UsageError for names that do not exist, stand twice, or need the draft that is not there.
+    Raises UsageError for names that do not exist, stand twice, or need a draft or a package that is not there.
     """
     lookups = bool(drafters) and not any(runs_model(str(name)) for name in drafters)
 
@@ -78,7 +78,7 @@ def choose_methods(
         return draft or not method.drafts or (lookups and "drafter" in method.axes)
 
     if text in (None, "all"):
-        every = DEFAULT_METHODS if text is None else tuple(METHODS)
+        every = DEFAULT_METHODS if text is None else tuple(name for name in METHODS if not METHODS[name].separate)
         missing = [name for name in every if not runs(METHODS[name])]
         said = f"left out: {', '.join(missing)}: they need a draft, but --draft is none"
         return [name for name in every if name not in missing], (said,) if missing else ()
@@ -95,6 +95,10 @@ def choose_methods(
             raise UsageError(f"--methods: {name} stands there twice: drop one")
         if not runs(METHODS[name]):
             raise UsageError(f"--methods: {name} needs a draft, but --draft is none")
+        if METHODS[name].separate:
+            config = METHODS[name].config({})
+            if isinstance(config, PeerConfig) and config.missing:
+                raise UsageError(f"--methods: {name} needs a package: {config.missing}")
     return names, ()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.lab.distillation.record import Acceptance, Speed
@@ -17,12 +17,16 @@ __all__ = ["expected_speed", "measure_acceptance"]
 PERCENT = 100
 
 
-def measure_acceptance(engine: Engine, requests: Sequence[Request]) -> Acceptance | None:
-    """The engine on these requests; requests that fail are left out. None where nothing was drafted."""
+def measure_acceptance(
+    engine: Engine, requests: Sequence[Request], told: Callable[[int], None] = lambda number: None
+) -> Acceptance | None:
+    """The engine on these requests; requests that fail are left out. None where nothing was drafted. told: after each,
+    how many are done."""
     engine.log_steps = True
     depth = engine.method.depth
     reached, passed, steps, calls = [0] * depth, [0] * depth, 0, 0
-    for result in engine.run(requests):
+    for number, result in enumerate(engine.run(requests), 1):
+        told(number)
         if result.error is not None:
             continue
         steps, calls = steps + result.stats.steps, calls + result.stats.target_calls

@@ -1,4 +1,4 @@
-"""Other people's decoding of the same loaded models, to compare with. Names and settings need no torch."""
+"""Other people's decoding of the same models, to compare with. Names and settings need no torch."""
 
 from dsbd_cli.lab.peers.config import PEERS, PeerConfig
 

@@ -124,7 +124,7 @@ def _machine() -> tuple[State, str, Facts]:
     from dsbd_cli.engine.decoding.budget import free_bytes, memory_bytes
 
     cpu, threads = torch.device("cpu"), torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpuplural() or 1  # macOS has none
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
     total, free = memory_bytes(cpu), free_bytes(cpu)
     system = f"{platform.system()} {platform.machine()}"
     beside = f"{plural(cores, 'core')}, {plural(threads, 'thread')}"
@@ -144,7 +144,7 @@ def _gpu() -> tuple[State, str, Facts]:
             raise BrokenError(f"torch is built for CUDA {built} and the driver is there, but torch sees no device")
         return "off", f"none; torch {'is built without CUDA' if built is None else f'is built for CUDA {built}'}", {}
     told, facts = [], []
-    for index in range(torch.cuda.deviceplural()):
+    for index in range(torch.cuda.device_count()):
         name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
         free, total = torch.cuda.mem_get_info(index)
         try:

@@ -1,0 +1,197 @@
+"""CTranslate2 and llama.cpp on the target's own weights: same prompts, as token ids, same limits.
+
+CTranslate2 converts the checkpoint's folder, in a process of its own and into a temporary folder. llama.cpp reads the
+GGUF file that --target names; what it hands out is text, whose tokens it counts itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol, TypedDict, cast
+
+import torch
+
+from dsbd_cli.config import SamplingConfig
+from dsbd_cli.engine.models.adapter import TransformersForest
+from dsbd_cli.engine.models.tokenize import HFCodec
+from dsbd_cli.errors import ModelError
+from dsbd_cli.lab.peers.config import PeerConfig
+from dsbd_cli.lab.peers.transformers_generate import Delivered, delivered, sequence_logprob
+
+__all__ = ["CTranslatePeer", "LlamaPeer", "SeparatePeer", "convert"]
+
+LAST = 200  # characters of another program's message
+NO_TOKEN = "<|no such token|>"
+
+
+class _Result(Protocol):
+    """What is used of CTranslate2's."""
+
+    sequences_ids: list[list[int]]
+
+
+class _Generator(Protocol):
+    def generate_batch(self, start_tokens: list[list[str]], **options: object) -> list[_Result]: ...
+
+
+class _Choice(TypedDict):
+    """What is used of llama.cpp's answers."""
+
+    text: str
+    finish_reason: str
+
+
+class _Server(Protocol):
+    def handle_completions(self, request: dict[str, object]) -> dict[str, object]: ...
+
+
+class SeparatePeer:
+    """A comparator that loads the weights a second time, in a form of its own."""
+
+    def __init__(
+        self, config: PeerConfig, target: TransformersForest, codec: HFCodec, sampling: SamplingConfig, batch_size: int
+    ) -> None:
+        """sampling: its limits alone are taken. Raises ModelError for what neither can do."""
+        self.config, self.stopped = config, False
+        self.batch_size = min(batch_size, config.max_batch or batch_size)
+        self._target, self._codec, self._sampling = target, codec, sampling
+        if sampling.stop or sampling.token_rules:
+            given = "stop strings" if sampling.stop else "token rules"
+            raise ModelError(f"{config.engine} takes no {given}: leave it out of --methods")
+
+    def stop(self) -> None:
+        """End after the batch that is under way."""
+        self.stopped = True
+
+    def run(self, prompts: Sequence[Sequence[int]], seed: int) -> Iterator[Delivered]:
+        """Answers to tokenised prompts, in order."""
+        for start in range(0, len(prompts), self.batch_size):
+            if not self.stopped:
+                yield from self._batch(prompts[start : start + self.batch_size])
+
+    def _batch(self, prompts: Sequence[Sequence[int]]) -> Iterator[Delivered]:
+        raise NotImplementedError
+
+    def text(self, ids: tuple[int, ...]) -> str:
+        """As a reader gets it."""
+        return self._codec.decode(list(ids[:-1] if ids and ids[-1] in self._codec.eos_ids else ids))
+
+    def logprobs(self, prompts: Sequence[Sequence[int]], answers: Sequence[Delivered]) -> list[float]:
+        """Raw target log-probability (nats) of each answer, by separate forwards of our target; not for timing."""
+        return [
+            sequence_logprob(self._target, torch.tensor(prompt), answer.token_ids)
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+
+class CTranslatePeer(SeparatePeer):
+    """CTranslate2, greedy or beam search."""
+
+    def __init__(
+        self,
+        config: PeerConfig,
+        place: Path,
+        target: TransformersForest,
+        codec: HFCodec,
+        sampling: SamplingConfig,
+        batch_size: int,
+    ) -> None:
+        """place: the checkpoint's folder. Raises ModelError where CTranslate2 cannot convert it."""
+        super().__init__(config, target, codec, sampling, batch_size)
+        assert config.dtype is not None
+        self._generator = _generator(place, config.dtype, torch.get_num_threads())
+
+    def _batch(self, prompts: Sequence[Sequence[int]]) -> Iterator[Delivered]:
+        asked, ends = self._sampling, list(self._codec.eos_ids)
+        found = self._generator.generate_batch(
+            [[self._codec.tokenizer.convert_ids_to_tokens(token) for token in prompt] for prompt in prompts],
+            beam_size=self.config.num_beams,
+            num_hypotheses=asked.n_best if self.config.num_beams > 1 else 1,
+            length_penalty=asked.length_penalty,
+            max_length=asked.max_new_tokens,
+            end_token=ends or None,
+            return_end_token=True,
+            include_prompt_in_result=False,
+        )
+        for result in found:
+            ranked = tuple(delivered(ids, ends) for ids in result.sequences_ids)
+            yield Delivered(ranked[0], self.text(ranked[0]), None, ranked)
+
+
+@functools.lru_cache(maxsize=4)
+def _generator(place: Path, dtype: str, threads: int) -> _Generator:
+    """Greedy and beam search share one."""
+    import ctranslate2
+
+    with tempfile.TemporaryDirectory(prefix="dsbd-ctranslate2-") as folder:
+        made = convert(place, Path(folder), dtype)
+        found = ctranslate2.Generator(str(made), device="cpu", compute_type=dtype, intra_threads=threads)
+        return cast("_Generator", found)
+
+
+def convert(place: Path, folder: Path, dtype: str) -> Path:
+    """The checkpoint in CTranslate2's format, in a new folder below `folder`. Raises ModelError."""
+    made = folder / "ctranslate2"
+    command = [sys.executable, "-m", "ctranslate2.converters.transformers", "--model", str(place)]
+    done = subprocess.run(
+        [*command, "--output_dir", str(made), "--quantization", dtype], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        said = " ".join((done.stderr.strip().splitlines() or ["no message"])[-1].split())[:LAST]
+        raise ModelError(f"CTranslate2 cannot convert {place} ({said}): leave it out of --methods")
+    # it refuses a tokenizer without begin or unknown tokens
+    config = json.loads((made / "config.json").read_text(encoding="utf-8"))
+    config = {name: NO_TOKEN if value is None else value for name, value in config.items()}
+    (made / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return made
+
+
+class LlamaPeer(SeparatePeer):
+    """llama.cpp's server inside this process, greedy, one prompt at a time and with nothing kept between prompts."""
+
+    def __init__(
+        self,
+        config: PeerConfig,
+        place: Path,
+        target: TransformersForest,
+        codec: HFCodec,
+        sampling: SamplingConfig,
+        room: int,
+    ) -> None:
+        """place: a GGUF file. room: tokens of the longest prompt with its answer."""
+        super().__init__(config, target, codec, sampling, 1)
+        self._server = _server(place, room, torch.get_num_threads())
+
+    def _batch(self, prompts: Sequence[Sequence[int]]) -> Iterator[Delivered]:
+        for prompt in prompts:
+            found = self._server.handle_completions(
+                {
+                    "prompt": list(prompt),
+                    "n_predict": self._sampling.max_new_tokens,
+                    "temperature": 0.0,
+                    "cache_prompt": False,
+                }
+            )
+            if "choices" not in found:
+                raise ModelError(f"llama.cpp fails: {' '.join(str(found).split())[:LAST]}")
+            choice = cast("list[_Choice]", found["choices"])[0]
+            ended = choice["finish_reason"] == "stop"
+            ids = (*self._codec.encode(choice["text"]), *(self._codec.eos_ids[:1] if ended else ()))
+            yield Delivered(ids, choice["text"], None, (ids,))
+
+
+@functools.lru_cache(maxsize=1)
+def _server(place: Path, room: int, threads: int) -> _Server:
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(place)
+    params.n_ctx, params.n_parallel, params.verbosity = room, 1, -1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    return cast("_Server", xllamacpp.Server(params))
