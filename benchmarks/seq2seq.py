@@ -3,11 +3,12 @@
     python -m benchmarks.seq2seq --shape opus-mt --num-beams 4,5                    # random weights: speed alone
     python -m benchmarks.seq2seq --shape opus-mt --num-beams 4 --ctranslate2 float32 int8
     python -m benchmarks.seq2seq --target T --draft D --data test.jsonl             # checkpoints of your own
-    python -m benchmarks.seq2seq --target S/target --data S/test.jsonl --num-beams 10 --depth 8   # training/spelling.py
+    python -m benchmarks.seq2seq --target S/target --data S/test.jsonl --num-beams 10 --depth 8 --new-tokens 60 --alone
     python -m benchmarks.seq2seq --target G/target --draft G/draft --data G/test.jsonl --num-beams 1,4,8
 
-A line of the data is `{"prompt": ..}`, and `phonemes`, a list of right answers, where errors are to be counted (see
-training/grapheme_phoneme.py). Random weights know no draft that is worth anything, so a shape is run without one.
+The fourth is a copy task (training/spelling.py). A line of the data is `{"prompt": ..}`, and `phonemes`, a list of
+right answers, where errors are to be counted (see training/grapheme_phoneme.py). Random weights know no draft that is
+worth anything, so a shape is run without one.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def make_shape(name: str, folder: Path) -> None:
             pad_token_id=pad,
             bos_token_id=end,
             eos_token_id=end,
-            decoder_start_token_id=pad,
+            # M2M100 counts no positions of padding; NLLB begins with the end token
+            decoder_start_token_id=pad if kind is MarianMTModel else end,
             forced_eos_token_id=None,
         )
     )
@@ -79,7 +81,7 @@ def make_shape(name: str, folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", end)])
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="</s>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(folder)
 
 

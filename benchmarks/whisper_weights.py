@@ -164,6 +164,7 @@ def main() -> None:
         "lang_to_id": languages,
         "task_to_id": {task: ids[f"<|{task}|>"] for task in ("transcribe", "translate")},
         "no_timestamps_token_id": ids["<|notimestamps|>"],
+        "max_initial_timestamp_index": 50,  # as in OpenAI's checkpoints
     }
     (options.to / "generation_config.json").write_text(json.dumps(generation))
 

@@ -122,13 +122,23 @@ class TokenDetail:
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of speech. start, end: seconds; end is None where the answer was cut before it said."""
+
+    start: float
+    end: float | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Hypothesis:
     """A finished text. `logprob` is the raw log-probability (nats) of its tokens, the end token included, under the
     target as it was loaded: a forward in bfloat16 gives another value than one in float32. `score` = logprob /
     num_tokens ** length_penalty; `num_tokens` counts the end token. `answer_id`: the id that an allowed answer has in
     its catalogue, None where it has none. `valid`: the whole text matches the request's grammar, which one that was cut
     by max_new_tokens may not; None where there is no grammar. `tokens`: of each token its log-probability, where
-    token_logprobs was asked for; they sum to `logprob`, up to its float32 rounding."""
+    token_logprobs was asked for; they sum to `logprob`, up to its float32 rounding. `segments`: the text with times,
+    where timestamps were asked for."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -138,6 +148,7 @@ class Hypothesis:
     answer_id: str | int | None = None
     valid: bool | None = None
     tokens: tuple[TokenDetail, ...] | None = None
+    segments: tuple[Segment, ...] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -152,6 +163,7 @@ class RequestResult:
 
     Of an encoder-decoder target `source_tokens` are the tokens (or frames of audio) that its encoder read, which
     prompt_tokens counts as well; None with other targets. `token_rules`: those that acted, by name.
+    `language`: what a speech model heard, where the request names none.
     """
 
     request: Request
@@ -162,6 +174,7 @@ class RequestResult:
     truncated_tokens: int = 0
     source_tokens: int | None = None
     token_rules: Mapping[str, object] = field(default_factory=dict)
+    language: str | None = None
 
     @property
     def text(self) -> str:

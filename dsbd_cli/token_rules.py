@@ -12,10 +12,11 @@ from dataclasses import dataclass, fields, replace
 
 from dsbd_cli.errors import UsageError, shorten
 
-__all__ = ["BASES", "TokenRules", "asked_rules", "written_rules"]
+__all__ = ["BASES", "Timestamps", "TokenRules", "asked_rules", "written_rules"]
 
 BASES = ("checkpoint", "none")
 OFF = "none"
+FLAGS = {"0": False, "1": True}
 SEPARATOR, IDS = ",", "+"
 
 
@@ -33,6 +34,7 @@ class TokenRules:
         forced_eos_token_id: the last token that max_new_tokens allows, with log-probability 0.
         no_repeat_ngram_size: no n tokens in a row twice. 0: any.
         repetition_penalty: log-probabilities of tokens that stand in the decoder's text are multiplied by it.
+        timestamps: Whisper tells when words are spoken, by its rules of timestamp tokens; no checkpoint asks for it.
     """
 
     suppress_tokens: tuple[int, ...] = ()
@@ -44,6 +46,7 @@ class TokenRules:
     forced_eos_token_id: int | None = None
     no_repeat_ngram_size: int = 0
     repetition_penalty: float = 1.0
+    timestamps: bool = False
 
     @property
     def acting(self) -> dict[str, object]:
@@ -69,6 +72,22 @@ class TokenRules:
         forced = {name: getattr(self, name) for name in FORCED}
         known = {name: token if token is not None and token < vocab_size else None for name, token in forced.items()}
         return replace(self, **lists, **known)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Timestamps:
+    """How a speech model writes times.
+
+    Attributes:
+        first: token of 0 seconds; each one after it is `seconds` later. The one before it says that there are none.
+        latest: how many steps the first time of an answer may be at most; None: any.
+        end: the end token; tokens of text are below it.
+    """
+
+    first: int
+    seconds: float
+    latest: int | None
+    end: int
 
 
 NOTHING = TokenRules()
@@ -103,12 +122,13 @@ def written_rules(rules: Mapping[str, object]) -> str:
     asked_rules reads. Raises UsageError."""
     words = []
     for name, value in rules.items():
-        plain = isinstance(value, int | float) and not isinstance(value, bool)
+        plain = isinstance(value, int | float) and (name == "timestamps" or not isinstance(value, bool))
         listed = isinstance(value, list) and all(type(item) is int for item in value)
         if value is not None and not plain and not listed:
             message = f"token_rules.{name} is {shorten(value)}, but must be a number, a list of token ids or null"
             raise UsageError(message, field="token_rules", value=value, expected="a number, a list or null")
         shown = IDS.join(map(str, value)) if isinstance(value, list) else value
+        shown = int(shown) if isinstance(shown, bool) else shown
         words.append(f"{name}={OFF if shown is None or shown == '' else shown}")
     text = SEPARATOR.join(words)
     asked_rules(text, TokenRules(), default="none")
@@ -125,6 +145,9 @@ def _value(name: str, text: str) -> object:
             ids = tuple(int(part) for part in text.split(IDS))
             if min(ids) >= 0:
                 return ids
+        elif name == "timestamps":
+            if text in FLAGS:
+                return FLAGS[text]
         elif name == "repetition_penalty":
             number = float(text)
             if math.isfinite(number) and number > 0:
@@ -133,7 +156,11 @@ def _value(name: str, text: str) -> object:
             return int(text)
     except ValueError:
         pass
-    expected = {**dict.fromkeys(LISTS, "token ids joined by +"), "repetition_penalty": "a number above 0"}
+    expected = {
+        **dict.fromkeys(LISTS, "token ids joined by +"),
+        "repetition_penalty": "a number above 0",
+        "timestamps": "0 or 1",
+    }
     wanted = f"{expected.get(name, 'an integer, 0 or more')}, or none"
     message = f"token_rules: {name} is {shorten(text)}, but must be {wanted}"
     raise UsageError(message, field="token_rules", value=text, expected=wanted)

@@ -163,6 +163,7 @@ class Answered:
     truncated_tokens: int
     source_tokens: int | None = None
     token_rules: Mapping[str, object] = field(default_factory=dict)
+    language: str | None = None
 
     @classmethod
     def of(cls, number: int, result: RequestResult) -> Answered:

@@ -7,7 +7,7 @@ at a sibling, another order of the rules.
 from __future__ import annotations
 
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -19,11 +19,12 @@ from dsbd_cli.engine.core.forest import LayerNodes
 from dsbd_cli.engine.core.legal import NodePaths
 from dsbd_cli.engine.core.token_rules import RuleTable
 from dsbd_cli.errors import UsageError
-from dsbd_cli.token_rules import TokenRules, asked_rules, written_rules
+from dsbd_cli.token_rules import Timestamps, TokenRules, asked_rules, written_rules
 from tests.oracles.token_rules import ruled
 
 V, DEPTH = 7, 3
 ENDS = {1, 2}
+TIMES = Timestamps(first=4, seconds=0.02, latest=1, end=2)
 
 
 def rules_of(rng: random.Random) -> TokenRules:
@@ -45,6 +46,7 @@ def rules_of(rng: random.Random) -> TokenRules:
         "forced_eos_token_id": maybe(1, None),
         "no_repeat_ngram_size": maybe(rng.randrange(1, 4), 0),
         "repetition_penalty": maybe(rng.choice([0.7, 1.4]), 1.0),
+        "timestamps": maybe(True, False),
     }
     return TokenRules(**chosen)  # type: ignore[arg-type]
 
@@ -77,7 +79,8 @@ def differing(seed: int) -> int:
     length = [rng.randrange(6) for _ in range(3)]
     paths, texts = nodes_of(rng, 3, length)
     eos = torch.tensor([token in ENDS for token in range(V)])
-    table = RuleTable(eos)
+    times = replace(TIMES, latest=rng.choice([None, 0, 1]))
+    table = RuleTable(eos, times)
     table.allocate(3)
     rules = [rules_of(rng) for _ in range(3)]
     prompts = [[rng.randrange(V) for _ in range(rng.choice([1, 1, 4]))] for _ in range(3)]
@@ -87,7 +90,7 @@ def differing(seed: int) -> int:
     logprobs = torch.randn(3, 2 * (1 + DEPTH), V).log_softmax(-1)
     want = [
         [
-            ruled(logprobs[row, node].tolist(), rules[row], prompts[row], text, ENDS, new[row])
+            ruled(logprobs[row, node].tolist(), rules[row], prompts[row], text, ENDS, new[row], times)
             for node, text in enumerate(texts[row])
         ]
         for row in range(3)
@@ -124,6 +127,29 @@ def test_a_row_that_began_anew_keeps_no_rule() -> None:
     assert logprobs[8].tolist() == ruled([-1.0] * V, TokenRules(repetition_penalty=2.0), [0, 4], texts[1][0], ENDS, 9)
 
 
+def test_a_row_without_rules_keeps_none_of_the_one_before() -> None:
+    """Guards a penalty that acts on because another row has one."""
+    table = RuleTable(torch.tensor([token in ENDS for token in range(V)]), TIMES)
+    table.allocate(2)
+    table.begin(0, TokenRules(repetition_penalty=2.0, suppress_tokens=(3,), timestamps=True), [4], 9)
+    table.begin(1, TokenRules(repetition_penalty=2.0, suppress_tokens=(5,), timestamps=True), [4], 9)
+    table.begin(0, TokenRules(), [4], 9)
+    paths, _ = nodes_of(random.Random(1), 2, [3, 3])
+    acting = table.acting([0, 0], 3)
+    assert acting is not None
+    logprobs = torch.full((16, V), -1.0)
+    acting.of(paths).apply(logprobs, slice(0, 16))
+    assert (logprobs[:8] == -1.0).all()
+    assert not (logprobs[8:] == -1.0).all(1).any()
+
+
+def ignores_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoken = device._spoken
+    monkeypatch.setattr(
+        device, "_spoken", lambda text, length, first: spoken(text, length, first) * torch.tensor([1, 0, 1])
+    )
+
+
 def test_nothing_is_computed_without_rules() -> None:
     table = RuleTable(torch.zeros(V, dtype=torch.bool))
     table.allocate(2)
@@ -155,7 +181,7 @@ def forces_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "break_it", [forgets_the_prompt, penalises_after_the_bans, longer_ngrams, forces_at_every_step]
+    "break_it", [forgets_the_prompt, penalises_after_the_bans, longer_ngrams, forces_at_every_step, ignores_pairs]
 )
 def test_mutants_fail(break_it, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     break_it(monkeypatch)

@@ -22,7 +22,7 @@ from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.test_transformers import model as scaled
 from tests.engine.toys import NumberCodec
-from tests.models.pairs import TEXT, beams, build_pair, pair_codec, perturbed
+from tests.models.pairs import ENDINGS, TEXT, batch_beams, build_pair, pair_codec, perturbed
 from tests.models.tiny import V
 
 NEW = 12
@@ -42,9 +42,13 @@ def sources(count: int, seed: int = 3) -> list[list[int]]:
     return [torch.randint(6, V, (3 + 5 * (place % 4),), generator=generator).tolist() for place in range(count)]
 
 
-def answers(engine: Engine, batch: list[list[int]], sampling: SamplingConfig) -> list[RequestResult]:
+def answers(
+    engine: Engine, batch: list[list[int]], sampling: SamplingConfig | list[SamplingConfig]
+) -> list[RequestResult]:
+    each = sampling if isinstance(sampling, list) else [sampling] * len(batch)
     requests = (
-        Request(id=str(place), seed=place, prompt_ids=tuple(ids), sampling=sampling) for place, ids in enumerate(batch)
+        Request(id=str(place), seed=place, prompt_ids=tuple(ids), sampling=one)
+        for place, (ids, one) in enumerate(zip(batch, each, strict=True))
     )
     found = list(engine.run(requests))
     for result in found:
@@ -66,26 +70,53 @@ def check(found: list[RequestResult], want: list[list[tuple[list[int], float]]])
             assert [one.score for one in result.hypotheses] == pytest.approx([score for _, score in each], abs=2e-4)
 
 
-CASES = [
-    *((family, 4, 1.0, False) for family in TEXT),
-    *((family, *case) for family in ("t5", "bart", "m2m100") for case in ((1, 1.0, False), (8, 0.0, True))),
-    ("marian", 4, 2.0, True),
-]
+PROMPTS = 16
+# Beams, drafted layers, rows of a batch. Every pair of two of these occurs, and each with all ENDINGS.
+ENGINES = ((4, 0, 3), (4, 3, 3), (1, 3, 3), (1, 0, 1), (8, 0, 3), (8, 3, 1))
+EVERYWHERE = ((4, 0, 3), (4, 3, 3))  # the others by turns, and in these families all of them
+ALL = ("t5", "bart", "m2m100")
 
 
-@pytest.mark.parametrize(("family", "width", "penalty", "early"), CASES)
-def test_search_is_transformers_beam_search(family: str, width: int, penalty: float, early: bool) -> None:
-    plain = models(family)[0]
-    batch = sources(4)
-    settings = {"length_penalty": penalty, "early_stopping": early} if width > 1 else {}
-    want = [beams(plain, torch.tensor(ids), width, list(ENDS), NEW, **settings) for ids in batch]
-    sampling = SamplingConfig(max_new_tokens=NEW, length_penalty=penalty, early_stopping=early, n_best=width)
-    check(answers(engine(family, MethodConfig(rule="search", num_beams=width, depth=0), 3), batch, sampling), want)
-    drafted = MethodConfig(rule="search", num_beams=width, depth=3, drafts_per_layer=2 * width)
-    for rows in (1, 3):
-        found = answers(engine(family, drafted, rows), batch, sampling)
-        check(found, want)
-    assert sum(result.stats.steps - result.stats.target_calls for result in found) > 0
+def engines_of(place: int, family: str) -> list[tuple[int, int, int]]:
+    others = [one for one in ENGINES if one not in EVERYWHERE]
+    return list(ENGINES) if family in ALL else [*EVERYWHERE, others[place % len(others)]]
+
+
+@cache
+def wanted(family: str, width: int) -> list[Any]:
+    """transformers' answers to the prompts, each with its ENDINGS; those of one setting share a batch."""
+    batch, found = sources(PROMPTS), dict[int, Any]()
+    for number, (penalty, early) in enumerate(ENDINGS if width > 1 else ENDINGS[:1]):
+        places = [place for place in range(PROMPTS) if width == 1 or place % len(ENDINGS) == number]
+        settings = {"length_penalty": penalty, "early_stopping": early} if width > 1 else {}
+        each = batch_beams(models(family)[0], [batch[place] for place in places], width, list(ENDS), NEW, **settings)
+        found |= dict(zip(places, each, strict=True))
+    return [found[place] for place in range(PROMPTS)]
+
+
+@pytest.mark.parametrize(
+    ("family", "width", "depth", "rows"),
+    [(family, *one) for place, family in enumerate(TEXT) for one in engines_of(place, family)],
+)
+def test_search_is_transformers_beam_search(family: str, width: int, depth: int, rows: int) -> None:
+    """Every hypothesis and score of 16 prompts; one row at a time takes long, so that there each ending has one."""
+    count = PROMPTS if rows > 1 else len(ENDINGS)
+    method = MethodConfig(rule="search", num_beams=width, depth=depth, drafts_per_layer=2 * width)
+    endings = [ENDINGS[place % len(ENDINGS)] for place in range(count)]
+    asked = [
+        SamplingConfig(max_new_tokens=NEW, length_penalty=penalty, early_stopping=early, n_best=width)
+        for penalty, early in endings
+    ]
+    found = answers(engine(family, method, rows), sources(PROMPTS)[:count], asked)
+    check(found, wanted(family, width)[:count])
+    assert (sum(result.stats.steps - result.stats.target_calls for result in found) > 0) == (depth > 0)
+
+
+@pytest.mark.parametrize("family", TEXT)
+def test_one_row_at_a_time_is_transformers_beam_search(family: str) -> None:
+    method = MethodConfig(rule="search", depth=3, drafts_per_layer=8)
+    asked = [SamplingConfig(max_new_tokens=NEW, length_penalty=p, early_stopping=e, n_best=4) for p, e in ENDINGS[:4]]
+    check(answers(engine(family, method, 1), sources(PROMPTS)[:4], asked), wanted(family, 4)[:4])
 
 
 @pytest.mark.parametrize("family", TEXT)
@@ -128,7 +159,7 @@ def test_token_rules_of_the_checkpoint_are_transformers(name: str, monkeypatch: 
     family, settings = SETTINGS[name]
     plain, target, _ = models(family)
     batch = sources(5, seed=11)
-    want = [beams(plain, torch.tensor(ids), 4, list(ENDS), NEW, **settings) for ids in batch]
+    want = batch_beams(plain, batch, 4, list(ENDS), NEW, **settings)
     search = {key: settings[key] for key in ("length_penalty", "early_stopping") if key in settings}
     rules = {key: value for key, value in settings.items() if key not in search}
     for key, value in rules.items():

@@ -160,6 +160,10 @@ UNFIT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Length penalty and early stopping: a row's own, so that all of them share one engine.
+ENDINGS = ((1.0, False), (0.0, True), (2.0, True), (0.0, False), (2.0, False), (1.0, True))
+
+
 def build_pair(name: str, *, seed: int = 0, scale: float = 1.0, **changes: Any) -> Any:
     """A random model in evaluation mode, with weights large enough that a wrong mask or position shows."""
     kind, settings = {**FIT, **UNFIT}[name]
@@ -224,11 +228,21 @@ def pair_codec(model: Any, eos: tuple[int, ...]) -> Seq2SeqCodec:
 
 def beams(model: Any, source: Tensor, wanted: int, eos: list[int], new: int, **settings: Any) -> list[Any]:
     """(ids up to and with the end token, score) of transformers' beams, best first."""
+    return batch_beams(model, [source.tolist()], wanted, eos, new, **settings)[0]
+
+
+def batch_beams(
+    model: Any, sources: list[list[int]], wanted: int, eos: list[int], new: int, **settings: Any
+) -> list[list[Any]]:
+    """`beams` of several sources, in one call."""
     config = model.generation_config
     config.eos_token_id, config.num_beams, config.max_length = eos, None, None
     config.pad_token_id = 0 if config.pad_token_id is None else config.pad_token_id
+    width = max(map(len, sources))
+    rows = [source + [config.pad_token_id] * (width - len(source)) for source in sources]
     out = model.generate(
-        source.unsqueeze(0),
+        torch.tensor(rows),
+        attention_mask=torch.tensor([[place < len(source) for place in range(width)] for source in sources]).long(),
         num_beams=wanted,
         num_return_sequences=wanted,
         do_sample=False,
@@ -237,9 +251,9 @@ def beams(model: Any, source: Tensor, wanted: int, eos: list[int], new: int, **s
         return_dict_in_generate=True,
         **settings,
     )
+    scores = out.sequences_scores.tolist() if wanted > 1 else [0.0] * len(sources)
     found = []
-    scores = out.sequences_scores.tolist() if wanted > 1 else [0.0]
     for row, score in zip(out.sequences[:, 1:].tolist(), scores, strict=True):
         end = next((place + 1 for place, token in enumerate(row) if token in eos), min(len(row), new))
         found.append((row[:end], score))
-    return found
+    return [found[start : start + wanted] for start in range(0, len(found), wanted)]

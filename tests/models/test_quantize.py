@@ -15,6 +15,7 @@ from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.models import loader
 from dsbd_cli.engine.models.pair import load_model, load_pair
 from dsbd_cli.engine.models.quantize import Int8Linear, int8_missing, quantize
+from dsbd_cli.engine.models.seq2seq import sample_source
 from dsbd_cli.errors import UsageError
 from tests.models.conftest import numbers, save
 from tests.models.pairs import DISTANT
@@ -227,7 +228,8 @@ def test_a_loaded_model_is_close_and_invariant(family: str, dtype: str, any_size
 
 @needs_int8
 def test_an_encoder_decoder_model(any_size: None, tmp_path: Path) -> None:
-    """Guards the layers of an encoder and those that read it: all are reached and their texts stay invariant."""
+    """Guards the layers of an encoder and those that read it: all are reached and their texts stay invariant. Sources
+    share a forward, which they did not while that was settled before the layers were int8."""
     folder = tmp_path / "t5"
     torch.manual_seed(6)
     config = transformers.T5Config(**{**DISTANT, "d_model": 128, "d_ff": 192, "d_kv": 32})
@@ -239,6 +241,17 @@ def test_an_encoder_decoder_model(any_size: None, tmp_path: Path) -> None:
     assert not linear
     assert len(int8) == 2 * 6 + 2 * 10 + 1
     assert model.invariant
+    runs = []
+    model._encoder.register_forward_hook(lambda *_: runs.append(1))
+    sources = [sample_source(model, size, seed) for seed, size in enumerate((9, 31, 20))]
+    model.reserve(3, 8)
+    model.encode([0, 1, 2], sources)
+    together = [stored.clone() for layer in model._cross._own for stored in layer.stored]
+    assert len(runs) == 1
+    for row, source in enumerate(sources):
+        model.encode([row], [source])
+    apart = [stored for layer in model._cross._own for stored in layer.stored]
+    assert all(map(torch.equal, together, apart))
 
 
 def test_a_draft_is_loaded_as_its_target() -> None:

@@ -6,12 +6,15 @@ in no language at all.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sentencepiece
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import MBartTokenizer, NllbTokenizer
+from transformers import AutoTokenizer, M2M100Config, M2M100Tokenizer, MBartTokenizer, NllbTokenizer
 
 from dsbd_cli import Request, SamplingConfig
 from dsbd_cli.engine.models.sources import Seq2SeqCodec, make_source_codec
@@ -64,6 +67,29 @@ def test_mbart_begins_with_the_language() -> None:
     made = codec(tokenizer, "mbart", start=romanian).source(asked(target_lang="fr_XX"))
     assert (made.prompt, made.forced) == ([french], None)
     assert codec(tokenizer, "mbart", start=romanian).source(asked()).prompt == [romanian]
+
+
+def test_m2m100_knows_languages_that_its_vocabulary_lacks(tmp_path: Path) -> None:
+    """Its tokenizer is transformers' slow one; it does not call languages special, so they came out as text."""
+    lines = ["the house is small", "a small dog", "houses and dogs are here", "wo ist das haus"] * 20
+    prefix = tmp_path / "sentencepiece.bpe"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(prefix), vocab_size=60, hard_vocab_limit=False, minloglevel=2
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
+    words = dict.fromkeys(["<s>", "<pad>", "</s>", "<unk>", *map(pieces.id_to_piece, range(pieces.get_piece_size()))])
+    (tmp_path / "vocab.json").write_text(json.dumps({word: place for place, word in enumerate(words)}))
+    M2M100Tokenizer(str(tmp_path / "vocab.json"), f"{prefix}.model").save_pretrained(tmp_path / "saved")
+    M2M100Config().save_pretrained(tmp_path / "saved")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    one = codec(tokenizer, "m2m_100")
+    made = one.source(Request("the dog", sampling=SamplingConfig(source_lang="de", target_lang="fr")))
+    assert tokenizer.convert_ids_to_tokens(made.source.tolist())[0] == "__de__"
+    assert made.forced == tokenizer.get_lang_id("fr")
+    assert one.decode([made.forced, *made.source.tolist()[1:]]) == "the dog"
+    assert b" dog" in one.token_bytes()
+    with pytest.raises(InvalidRowError, match=r"target_lang is 'xx', .* it knows af, am, ar and others"):
+        one.source(asked(target_lang="xx"))
 
 
 def test_marks_stand_before_the_text() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,22 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationMixin,
+    LogitsProcessorList,
     PreTrainedTokenizerFast,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
 )
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 import dsbd_cli
 from dsbd_cli import MethodConfig, Request, SamplingConfig
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.engine.models.speech import read_audio
 from dsbd_cli.errors import PromptTooLongError
-from tests.models.pairs import build_pair
+from dsbd_cli.job.cli.app import run
+from dsbd_cli.requests import Segment
+from tests.models.pairs import ENDINGS, build_pair, perturbed
 
 SPECIAL = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>", "<|translate|>"]
 SPECIAL += ["<|notimestamps|>"]
@@ -34,6 +42,7 @@ WORDS = 60
 END, START, EN, DE, TRANSCRIBE, TRANSLATE, TIMELESS = range(WORDS, WORDS + len(SPECIAL))
 SECONDS = 1
 NEW = 10
+TIMES = range(TIMELESS + 1, TIMELESS + 25)  # 0.00, 0.02, .. seconds
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +69,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_tokens([f"<|{0.02 * step:.2f}|>" for step in range(len(TIMES))])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(path)
     WhisperFeatureExtractor(feature_size=8, chunk_length=SECONDS).save_pretrained(path)
     return path
 
 
-@pytest.fixture(scope="module")
-def sounds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Chirps of different lengths, rates and channels."""
-    folder = tmp_path_factory.mktemp("sounds")
+def chirps(folder: Path, count: int) -> list[Path]:
+    """Files of different lengths, rates and channels."""
     paths = []
-    for place, (rate, seconds, channels) in enumerate(((16000, 0.5, 1), (44100, 0.9, 2), (8000, 1.0, 1))):
+    for place in range(count):
+        rate, seconds, channels = ((16000, 0.5, 1), (44100, 0.9, 2), (8000, 1.0, 1))[place % 3]
         time = torch.arange(int(rate * seconds)) / rate
         wave = torch.sin(2 * math.pi * (200 + 300 * place) * time * (1 + time)) * 0.5
         paths.append(folder / f"{place}.wav")
@@ -79,27 +88,48 @@ def sounds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
+def sounds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return chirps(tmp_path_factory.mktemp("sounds"), 3)
+
+
+@pytest.fixture(scope="module")
 def engine(folder: Path) -> dsbd_cli.Engine:
     return dsbd_cli.load(str(folder), None, method=MethodConfig(rule="search", num_beams=5))
 
 
-def stock_beams(engine: dsbd_cli.Engine, path: Path, prompt: list[int]) -> list[list[int]]:
-    """All beams of transformers' ordinary beam search behind Whisper's prompt."""
-    model: Any = engine.target.module  # type: ignore[attr-defined]
+def features_of(path: Path) -> torch.Tensor:
+    """[1, bins, frames], by transformers' extractor."""
     extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=SECONDS)
     wave = read_audio(str(path), 16000, SECONDS).numpy()
-    features = extractor(wave, sampling_rate=16000, return_tensors="pt").input_features
-    out = GenerationMixin.generate(
+    found: torch.Tensor = extractor(wave, sampling_rate=16000, return_tensors="pt").input_features
+    return found
+
+
+def stock_beams(engine: dsbd_cli.Engine, path: Path, prompt: list[int], **more: Any) -> list[list[int]]:
+    """All beams of transformers' ordinary beam search behind Whisper's prompt."""
+    return [ids for ids, _ in scored_beams(engine, [path], prompt, **more)[0]]
+
+
+def scored_beams(
+    engine: dsbd_cli.Engine, paths: list[Path], prompt: list[int], **more: Any
+) -> list[list[tuple[list[int], float]]]:
+    """The beams of several files in one batch, with their scores."""
+    model: Any = engine.target.module  # type: ignore[attr-defined]
+    out: Any = GenerationMixin.generate(
         model,
-        features,
-        decoder_input_ids=torch.tensor([prompt]),
+        torch.cat([features_of(path) for path in paths]),
+        decoder_input_ids=torch.tensor([prompt] * len(paths)),
         num_beams=5,
         num_return_sequences=5,
         do_sample=False,
         max_new_tokens=NEW,
+        output_scores=True,
+        return_dict_in_generate=True,
+        **more,
     )
-    rows = out[:, len(prompt) :].tolist()
-    return [row[: row.index(END) + 1] if END in row else row for row in rows]
+    rows = [row[: row.index(END) + 1] if END in row else row for row in out.sequences[:, len(prompt) :].tolist()]
+    found = list(zip(rows, out.sequences_scores.tolist(), strict=True))
+    return [found[start : start + 5] for start in range(0, len(found), 5)]
 
 
 PROMPTS = {
@@ -124,14 +154,42 @@ def test_speech_is_transformers_beam_search(
     assert len({result.text for result in results}) > 1
 
 
+def test_sixteen_files_with_every_ending(engine: dsbd_cli.Engine, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Every hypothesis and score at W = 5, one row at a time and three, with and without a draft."""
+    paths = chirps(tmp_path_factory.mktemp("sixteen"), 16)
+    prompt = PROMPTS["en", None]
+    want = dict[int, Any]()
+    for number, (penalty, early) in enumerate(ENDINGS):
+        places = range(number, len(paths), len(ENDINGS))
+        settings = {"length_penalty": penalty, "early_stopping": early}
+        found = scored_beams(engine, [paths[place] for place in places], prompt, **settings)
+        want |= dict(zip(places, found, strict=True))
+    requests = []
+    for place, path in enumerate(paths):
+        penalty, early = ENDINGS[place % len(ENDINGS)]
+        asked = SamplingConfig(
+            max_new_tokens=NEW, n_best=5, source_lang="en", length_penalty=penalty, early_stopping=early
+        )
+        requests.append(Request(audio=str(path), sampling=asked))
+    target: Any = engine.target
+    draft = Seq2SeqForestModel(perturbed(target.stock(), 0.03), "draft")
+    for small, rows in ((None, 1), (draft, 3)):
+        depth = 0 if small is None else 3
+        method = MethodConfig(rule="search", num_beams=5, depth=depth, drafts_per_layer=10)
+        results = list(Engine(target, small, engine.codec, method, batch_size=rows).run(requests))
+        ids = [[list(one.token_ids) for one in result.hypotheses] for result in results]
+        assert ids == [[one for one, _ in want[place]] for place in range(len(paths))]
+        for place, result in enumerate(results):
+            scores = [score for _, score in want[place]]
+            assert [one.score for one in result.hypotheses] == pytest.approx(scores, abs=2e-4)
+    assert sum(result.stats.steps - result.stats.target_calls for result in results) > 0
+
+
 def test_whispers_own_generate_gives_the_same_text(engine: dsbd_cli.Engine, sounds: list[Path], folder: Path) -> None:
     """Its generate has ways of its own to the prompt and the lists."""
     model = WhisperForConditionalGeneration.from_pretrained(folder)
-    extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=SECONDS)
-    wave = read_audio(str(sounds[0]), 16000, SECONDS).numpy()
-    features = extractor(wave, sampling_rate=16000, return_tensors="pt").input_features
     out = model.generate(
-        features,
+        features_of(sounds[0]),
         language="de",
         task="transcribe",
         num_beams=5,
@@ -144,11 +202,98 @@ def test_whispers_own_generate_gives_the_same_text(engine: dsbd_cli.Engine, soun
     assert [token for token in out[0].tolist() if token < WORDS] == own
 
 
+def test_the_language_is_heard_as_transformers_hears_it(
+    engine: dsbd_cli.Engine, sounds: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards another argmax, a language of the row before, and a record that does not say what was taken."""
+    model: Any = engine.target.module  # type: ignore[attr-defined]
+    # many languages, so that sounds as alike as these are taken for different ones
+    languages = {f"<|{letter}{letter}|>": token for token, letter in enumerate("abcdefghijklmnopqrstuvwxyz")}
+    monkeypatch.setattr(model.generation_config, "lang_to_id", languages)
+    monkeypatch.setattr(engine.codec, "_languages", languages)
+    asked = SamplingConfig(max_new_tokens=NEW, n_best=5)
+    named = [replace(asked, source_lang=code) for code in ("cc", "bb")]
+    rows = [(sounds[0], asked), (sounds[1], named[0]), (sounds[1], asked), (sounds[2], asked), (sounds[0], named[1])]
+    results = list(engine.run([Request(audio=str(path), sampling=one) for path, one in rows]))
+    ids = [int(model.detect_language(features_of(path))) for path, _ in rows]
+    codes = {token: name.strip("<|>") for name, token in languages.items()}
+    heard = [codes[token] for token in ids]
+    assert [result.language for result in results] == [heard[0], None, heard[2], heard[3], None]
+    assert len(set(heard)) > 1, "sounds that make no difference test nothing"
+    for (path, one), token, result in zip(rows, ids, results, strict=True):
+        spoken = token if one.source_lang is None else languages[f"<|{one.source_lang}|>"]
+        want = stock_beams(engine, path, [START, spoken, TRANSCRIBE, TIMELESS])
+        assert [list(found.token_ids) for found in result.hypotheses] == want
+
+
+@pytest.mark.parametrize("latest", [None, 2])
+def test_timestamps_are_transformers(
+    engine: dsbd_cli.Engine, sounds: list[Path], latest: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards every rule of WhisperTimeStampLogitsProcessor, under a draft's nodes too, and times of segments."""
+    model: Any = engine.target.module  # type: ignore[attr-defined]
+    codec: Any = engine.codec
+    settings = model.generation_config
+    banned = [token for token in settings.suppress_tokens if token not in TIMES]
+    monkeypatch.setattr(settings, "suppress_tokens", banned)
+    monkeypatch.setattr(codec, "timestamps", replace(codec.timestamps, latest=latest))
+    stock = copy(settings)
+    stock.no_timestamps_token_id, stock.max_initial_timestamp_index = TIMELESS, latest
+    prompt = [START, EN, TRANSCRIBE]
+    want = []
+    for path in sounds:
+        rule = WhisperTimeStampLogitsProcessor(stock, begin_index=len(prompt))
+        want.append(stock_beams(engine, path, prompt, logits_processor=LogitsProcessorList([rule])))
+    sampling = SamplingConfig(max_new_tokens=NEW, n_best=5, source_lang="en", token_rules="timestamps=1")
+    requests = [Request(audio=str(path), sampling=sampling) for path in sounds]
+    for method in (MethodConfig(rule="search", num_beams=5), MethodConfig(rule="search", num_beams=5, drafter="ngram")):
+        results = list(Engine(engine.target, None, codec, method, batch_size=2).run(requests))
+        assert [[list(one.token_ids) for one in result.hypotheses] for result in results] == want
+    assert {True, False} == {token in TIMES for beams in want for beam in beams for token in beam[1:]}
+    assert results[0].token_rules["timestamps"] is True
+    for beam in (beam for result in results for beam in result.hypotheses):
+        times = [0.02 * (token - TIMES[0]) for token in beam.token_ids if token in TIMES]
+        parts = beam.segments or ()
+        told = [time for part in parts for time in (part.start, part.end) if time is not None]
+        assert told == sorted(told)
+        assert {round(time, 3) for time in told} <= {round(time, 3) for time in times}
+        assert "".join(part.text for part in parts) == beam.text
+        assert "<|" not in beam.text
+
+
+def test_bench_hears_files(engine: dsbd_cli.Engine, folder: Path, sounds: list[Path], tmp_path: Path) -> None:
+    """Guards other features, first tokens or texts on either side: both give the words that transformers gives."""
+    codec, data, found = engine.codec, tmp_path / "data.jsonl", tmp_path / "found.jsonl"
+    prompt = PROMPTS["en", None]
+    said = [codec.decode([token for token in stock_beams(engine, path, prompt)[0] if token != END]) for path in sounds]
+    rows = [{"audio": str(path), "reference": text} for path, text in zip(sounds, said, strict=True)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["bench", "--target", str(folder), "--draft", "none", "--task", "words", "--data", str(data)]
+    options += ["--methods", "beam-search,hf-beam-search", "--num-beams", "5", "--max-new-tokens", str(NEW)]
+    options += ["--source-lang", "en", "--records", "3", "--rounds", "1", "--json", str(found)]
+    assert run(options) == 0
+    lines = [line for line in map(json.loads, found.read_text().splitlines()) if "method" in line]
+    assert len(lines) == 2
+    assert [line["scores"]["1 - WER"]["value"] for line in lines] == [1.0, 1.0]
+
+
+def test_segments_are_what_stands_between_times(engine: dsbd_cli.Engine) -> None:
+    codec: Any = engine.codec
+    zero = TIMES[0]
+    assert codec.segments([zero, 5, 6, zero + 3, zero + 3, 7, zero + 9, END]) == (
+        Segment(0.0, 0.06, " w5 w6"),
+        Segment(0.06, 0.18, " w7"),
+    )
+    assert codec.segments([zero + 1, 5, END]) == (Segment(0.02, None, " w5"),)
+    assert codec.segments([zero, zero + 4, END]) == ()
+
+
 @pytest.mark.parametrize(
     ("audio", "sampling", "told"),
     [
         ("gone.wav", {"source_lang": "en"}, "cannot be read"),
-        (None, {}, "source_lang (or language) is missing"),
+        (None, {"token_rules": "timestamps=1", "prefix": "w1"}, "prefix is 'w1', which does not go with timestamps"),
+        (None, {"token_rules": "timestamps=1", "stop": "w1"}, "stop is ['w1'], which does not go with timestamps"),
         (None, {"source_lang": "xx"}, "source_lang is 'xx', which the target does not know"),
         (None, {"source_lang": "en", "target_lang": "de"}, "translates into English (en) alone"),
         ("text", {}, "audio is missing: the target writes down speech"),

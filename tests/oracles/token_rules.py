@@ -1,11 +1,13 @@
 """Token rules again, over Python floats: log-probabilities of the tokens that may follow one text, after transformers'
-processors in their order (repetition penalty, n-grams, bad words, early end, suppressed), the forced ones last."""
+processors in their order (repetition penalty, n-grams, bad words, early end, suppressed, times), what is forced last.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from dsbd_cli.token_rules import TokenRules
+from dsbd_cli.token_rules import Timestamps, TokenRules
 
 NEVER = float("-inf")
 
@@ -17,6 +19,7 @@ def ruled(
     generated: Sequence[int],
     ends: set[int],
     new: int,
+    times: Timestamps | None = None,
 ) -> list[float]:
     """logprobs: by token, before the rules. prompt: of the decoder; generated: tokens behind it. new: most tokens."""
     found, text = list(logprobs), [*prompt, *generated]
@@ -39,6 +42,8 @@ def ruled(
     if len(generated) == begin:
         for token in rules.begin_suppress_tokens:
             found[token] = NEVER
+    if rules.timestamps and times is not None:
+        _time(found, generated, times)
     for forced, here in (
         (rules.forced_bos_token_id, len(text) == 1),
         (rules.forced_eos_token_id, len(generated) == new - 1),
@@ -46,3 +51,24 @@ def ruled(
         if forced is not None and here:
             found = [0.0 if token == forced else NEVER for token in range(len(found))]
     return found
+
+
+def _time(found: list[float], generated: Sequence[int], times: Timestamps) -> None:
+    """OpenAI's rules, in the order of transformers' processor. found: by token, changed in place."""
+    first, size = times.first, len(found)
+    banned = {first - 1}
+    last = bool(generated) and generated[-1] >= first
+    before = len(generated) < 2 or generated[-2] >= first
+    if last:
+        banned |= set(range(first, size)) if before else set(range(times.end))
+    told = [token for token in generated if token >= first]
+    if told:
+        banned |= set(range(first, told[-1] + (0 if last and not before else 1)))
+    if not generated:
+        banned |= set(range(first))
+        banned |= set() if times.latest is None else set(range(first + times.latest + 1, size))
+    for token in banned:
+        found[token] = NEVER
+    together = sum(math.exp(value) for value in found[first:])
+    if together > 0 and math.log(together) > max(found[:first]):
+        found[:first] = [NEVER] * first

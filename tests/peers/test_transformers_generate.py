@@ -131,7 +131,7 @@ def test_stop_ends_between_and_within_batches(engine: Engine, prompts: list[list
 
 def test_an_empty_answer_costs_nothing(engine: Engine) -> None:
     assert isinstance(engine.target, CausalForestModel)
-    assert sequence_logprob(engine.target, [1, 2], []) == 0.0
+    assert sequence_logprob(engine.target, torch.tensor([1, 2]), []) == 0.0
 
 
 @pytest.mark.parametrize(("kind", "num_beams"), [("greedy", 2), ("assisted", 4), ("beam-search", 0), ("viterbi", 1)])

@@ -12,7 +12,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dsbd_cli.requests import Request
+from dsbd_cli.requests import Request, Segment
+from dsbd_cli.token_rules import Timestamps
 
 __all__ = ["ForestInput", "ForestModel", "SourceCodec", "SourceModel", "SourceRequest", "TextCodec"]
 
@@ -214,17 +215,28 @@ class SourceRequest:
         source: token ids [Z] int64, or features [bins, frames] float32.
         prompt: tokens that the decoder begins with. prefix: how many of the last of them are text of the answer.
         forced: token that has to follow the prompt, in place of the checkpoint's own; None: no other.
+        language: what was heard, where the request names no language of its speech; else None.
     """
 
     source: Tensor
     prompt: list[int]
     prefix: int = 0
     forced: int | None = None
+    language: str | None = None
 
 
 @runtime_checkable
 class SourceCodec(TextCodec, Protocol):
     """What a TextCodec of a model with an encoder has beside."""
+
+    @property
+    def timestamps(self) -> Timestamps | None:
+        """Tokens of times; None where the model has none."""
+        ...
+
+    def segments(self, ids: Sequence[int]) -> tuple[Segment, ...]:
+        """Generated tokens that hold times, as text with times."""
+        ...
 
     def source(self, request: Request) -> SourceRequest:
         """What a request is to encoder and decoder. Raises RowError where it cannot be answered."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.legal import NodePaths
 from dsbd_cli.engine.core.probs import NEVER
-from dsbd_cli.token_rules import TokenRules
+from dsbd_cli.token_rules import Timestamps, TokenRules
 
 __all__ = ["RuleTable"]
 
@@ -27,9 +27,9 @@ NO_TOKEN, NO_MATCH = -1, -2
 class RuleTable:
     """Rules of every row, and the decoder's prompts where a rule looks back at them. `begin` sets those of a row."""
 
-    def __init__(self, eos: Tensor) -> None:
-        """eos: [V] bool, tokens that end."""
-        self.eos = eos
+    def __init__(self, eos: Tensor, times: Timestamps | None = None) -> None:
+        """eos: [V] bool, tokens that end. times: tokens of times, where the target has them."""
+        self.eos, self.times = eos, times
         self.version = 0  # changes whenever a tensor is another one
         self.rules: list[TokenRules] = []
         self.max_new: list[int] = []
@@ -38,6 +38,7 @@ class RuleTable:
         self.lengths, self.least, self.first, self.last, self.last_at, self.size = (self._numbers(0) for _ in range(6))
         self.penalty = torch.ones(0, dtype=torch.float32, device=eos.device)
         self.banned, self.begin_banned = (torch.zeros(0, len(eos), dtype=torch.bool, device=eos.device) for _ in "ab")
+        self.timed = torch.zeros(0, dtype=torch.bool, device=eos.device)  # [R] rows with timestamps
 
     def _numbers(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.eos.device)
@@ -51,13 +52,15 @@ class RuleTable:
         self.first, self.last = self._numbers(rows) - 1, self._numbers(rows) - 1
         self.penalty = torch.ones(rows, dtype=torch.float32, device=self.eos.device)
         self.banned, self.begin_banned = (self.eos.new_zeros(0, len(self.eos)) for _ in "ab")
+        self.timed = self.eos.new_zeros(rows)
 
     def begin(self, row: int, rules: TokenRules, prompt: Sequence[int], max_new: int) -> None:
         """Set the rules of a row whose request begins. prompt: of the decoder."""
-        self.rules[row], self.max_new[row] = rules, max_new
-        if not rules.acting:
+        before, self.rules[row], self.max_new[row] = self.rules[row], rules, max_new
+        if not rules.acting and not before.acting:  # else those of the row's last request are undone
             return
         device = self.eos.device
+        self.timed[row] = rules.timestamps
         self.least[row] = max(rules.min_length - len(prompt), rules.min_new_tokens)
         forced = rules.forced_bos_token_id if len(prompt) == 1 else None
         self.first[row] = NO_TOKEN if forced is None else forced
@@ -85,7 +88,7 @@ class RuleTable:
         self.version += 1
         self.rules, self.max_new = [self.rules[row] for row in rows], [self.max_new[row] for row in rows]
         index = torch.tensor(rows, device=self.eos.device)
-        for name in ("prompt", "lengths", "least", "first", "last", "last_at", "size", "penalty"):
+        for name in ("prompt", "lengths", "least", "first", "last", "last_at", "size", "penalty", "timed"):
             setattr(self, name, getattr(self, name)[index])
         if len(self.banned):
             self.banned, self.begin_banned = self.banned[index], self.begin_banned[index]
@@ -108,6 +111,7 @@ class RuleTable:
             last=any(rules.forced_eos_token_id is not None for rules in taken),
             never=any(rules.suppress_tokens or rules.bad_words_ids for rules in taken),
             begin=generated <= 1 and any(rules.begin_suppress_tokens for rules in taken),
+            timed=any(rules.timestamps for rules in taken),
         )
         return _Rules(self, acts, (self.version, acts))
 
@@ -123,6 +127,7 @@ class _Acts:
     last: bool
     never: bool
     begin: bool
+    timed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,19 +157,23 @@ class _Rules:
             before = torch.nn.functional.pad(table.prompt, (0, generated.shape[2])).unsqueeze(1)
             text = torch.where(own < 0, before, generated.gather(2, own.clamp(0, generated.shape[2] - 1)))
             text = text.masked_fill(own >= length.unsqueeze(2), NO_TOKEN).flatten(0, 1)
-        return _AtNodes(table, self.acts, row.flatten(), length.flatten(), text)
+        spoken = None
+        if self.acts.timed and table.times is not None:
+            spoken = _spoken(generated.flatten(0, 1), length.flatten(), table.times.first)
+        return _AtNodes(table, self.acts, row.flatten(), length.flatten(), text, spoken)
 
 
 @dataclass(frozen=True, slots=True)
 class _AtNodes:
-    """Rules at m nodes: row and number of generated tokens [m] int64, and the decoder's text [m, X], NO_TOKEN past its
-    end; None where no rule looks back."""
+    """Rules at m nodes: row and number of generated tokens [m] int64, the decoder's text [m, X], NO_TOKEN past its end,
+    and what `_spoken` says of times [m, 3]; each None where no rule looks at it."""
 
     table: RuleTable
     acts: _Acts
     row: Tensor
     length: Tensor
     text: Tensor | None
+    spoken: Tensor | None = None
 
     def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:
         """A rule forbids some tokens, so that the others are too many to be listed."""
@@ -190,6 +199,8 @@ class _AtNodes:
             at = torch.where(table.first[row] >= 0, 1, 0)
             begins = (length == at).unsqueeze(1)
             logprobs.masked_fill_(begins & _columns(table.begin_banned, size)[row], NEVER)
+        if self.spoken is not None and table.times is not None:
+            _time(logprobs, table.times, table.timed[row].unsqueeze(1), length, self.spoken[part])
         if acts.first:
             _force(logprobs, torch.where(length == 0, table.first[row], NO_TOKEN))
         if acts.last:
@@ -234,3 +245,35 @@ def _repeats(text: Tensor, size: Tensor, longest: int, columns: int) -> Tensor:
     banned = real & (size > 0) & (run >= size - 1) & (text < columns)
     marks = torch.zeros(len(text), columns + 1, dtype=torch.bool, device=text.device)
     return marks.scatter_(1, torch.where(banned, text, columns), True)[:, :columns]
+
+
+def _spoken(text: Tensor, length: Tensor, first: int) -> Tensor:
+    """[k, 3] int64 of generated tokens [k, L], of which `length` [k] are there: whether the last one is a time, whether
+    the one before it is (true where there is none), and the last time, -1 without one."""
+    at = torch.arange(text.shape[1], device=text.device)
+    times = (text >= first) & (at < length.unsqueeze(1))
+    place = torch.where(times, at, -1).amax(1, keepdim=True)
+    latest = torch.where(place < 0, NO_TOKEN, text.gather(1, place.clamp(min=0))).squeeze(1)
+    ends = torch.stack((length - 1, length - 2), 1)
+    last, before = times.gather(1, ends.clamp(min=0)).unbind(1)
+    return torch.stack((last & (length > 0), before | (length < 2), latest), 1)
+
+
+def _time(logprobs: Tensor, times: Timestamps, timed: Tensor, length: Tensor, spoken: Tensor) -> None:
+    """transformers' WhisperTimeStampLogitsProcessor where `timed` [k, 1]: times come in pairs and never go back, an
+    answer begins with one, and where all of them together are likelier than any other token, one of them follows.
+
+    logprobs [k, V]; length [k] generated tokens; spoken: see _spoken.
+    """
+    token = torch.arange(logprobs.shape[1], device=logprobs.device)
+    time = token >= times.first
+    last, before, latest = spoken.unsqueeze(2).unbind(1)  # [k, 1] each
+    opened, closed = (last == 1) & (before == 1), (last == 1) & (before == 0)
+    banned = (token == times.first - 1) | (opened & time) | (closed & (token < times.end))
+    banned = banned | (time & (token < torch.where(closed, latest, latest + 1)))
+    late = token < times.first if times.latest is None else ~time | (token > times.first + times.latest)
+    banned = banned | ((length == 0).unsqueeze(1) & late)
+    logprobs.masked_fill_(timed & banned, NEVER)
+    share = logprobs[:, times.first :].to(torch.float64).logsumexp(1, keepdim=True)
+    text = logprobs[:, : times.first]
+    text.masked_fill_(timed & (share > text.amax(1, keepdim=True)), NEVER)

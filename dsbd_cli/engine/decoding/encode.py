@@ -114,6 +114,7 @@ class Encoder:
                 f"{role}'s decoder has {limit} positions"
             )
         job.prompt, job.truncated, job.source, job.prefix = prompt, dropped, source, asked.prefix
+        job.language = asked.language
         job.rules = self._rules(request, "checkpoint", asked.forced)
         forced = job.rules.forced_bos_token_id
         if forced is not None and len(prompt) == 1 and (job.catalogue is not None or request.grammar is not None):
@@ -152,6 +153,8 @@ class Encoder:
             )
         if forced is not None:
             rules = rules.having("forced_bos_token_id", forced)
+        if rules.timestamps and getattr(self.codec, "timestamps", None) is None:
+            raise InvalidRowError("token_rules: timestamps is 1, but the target has no tokens of times: drop it")
         inside = rules.within(self.target.vocab_size)
         # a checkpoint may name tokens that its head lacks; a request may not
         left = inside.acting

@@ -122,7 +122,7 @@ class Engine:
         self.catalogues, compiler = dict(catalogues or {}), self._grammars.compiler
         self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory, self.catalogues, compiler)
         self._tries = RowTries(TrieTable(target.vocab_size, device), self.catalogues.values())
-        self._rules = RuleTable(eos.to(device))
+        self._rules = RuleTable(eos.to(device), getattr(codec, "timestamps", None))
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
         if graphs is not None:
             graphs.tell = self._tell

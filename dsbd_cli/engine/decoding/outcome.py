@@ -13,7 +13,7 @@ import torch
 from dsbd_cli.engine.core.beams import Finished
 from dsbd_cli.engine.core.grammar import GrammarCompiler
 from dsbd_cli.engine.core.probs import NEVER
-from dsbd_cli.engine.core.protocols import TextCodec
+from dsbd_cli.engine.core.protocols import SourceCodec, TextCodec
 from dsbd_cli.engine.core.stops import find_stop
 from dsbd_cli.engine.decoding.jobs import Job
 from dsbd_cli.engine.decoding.state import BatchState
@@ -68,7 +68,10 @@ def collect(
         details = None
         if sampling.token_logprobs and trace is not None:
             details = token_details(trace, row, rank, ids, sampling, codec.token_bytes())
-        hypotheses.append(Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank], answer_id, valid, details))
+        spoken = codec.segments(ids) if job.rules.timestamps and isinstance(codec, SourceCodec) else None
+        hypotheses.append(
+            Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank], answer_id, valid, details, spoken)
+        )
     error: RowError | None = None
     rules = ", ".join(job.rules.acting)
     if not hypotheses and job.request.grammar is not None:
@@ -89,6 +92,7 @@ def collect(
         truncated_tokens=job.truncated,
         source_tokens=job.source_tokens,
         token_rules=job.rules.acting,
+        language=job.language,
     )
 
 

@@ -276,6 +276,9 @@ class TransformersForest:
     def _calibrate(self, tokens: Tensor) -> None:
         self.plain(tokens)
 
+    def layers_replaced(self) -> None:
+        """Its linear layers have become others: what was settled by their kind is asked again."""
+
     def _new_cache(self) -> ForestCache:
         """The cache that this kind of model needs."""
         return ForestCache()

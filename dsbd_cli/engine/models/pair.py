@@ -211,6 +211,7 @@ def _quantize(forest: TransformersForest, spec: ModelSpec) -> None:
         )
         raise UsageError(f"quantize is {spec.quantize}, but {reason}", field="quantize", value=spec.quantize)
     pack(forest.module)
+    forest.layers_replaced()
     forest.quantized = spec.quantize
 
 

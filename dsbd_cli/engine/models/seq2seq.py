@@ -50,7 +50,6 @@ class Seq2SeqForestModel(TransformersForest):
         self._shared = False
         decoder = model.get_decoder()
         self._masked = MASK in inspect.signature(type(decoder).forward).parameters
-        self._head = _biased_head(model)
         self._mask: Tensor | None = None  # of the forward under way: which source places its nodes see
         if self._masked:
             decoder.register_forward_pre_hook(self._give_mask, with_kwargs=True)
@@ -169,6 +168,15 @@ class Seq2SeqForestModel(TransformersForest):
             if self.max_source is None or width <= self.max_source:
                 return (-1, width)
         return (place if self._device.type == "cpu" else -2, *source.shape)
+
+    def layers_replaced(self) -> None:
+        for name in ("_rows_alike", "_head"):
+            vars(self).pop(name, None)
+
+    @functools.cached_property
+    def _head(self) -> PackedLinear | None:
+        """The head with the bias of the logits; None where the model adds it by itself."""
+        return _biased_head(self._model)
 
     @functools.cached_property
     def _rows_alike(self) -> bool:

@@ -6,7 +6,7 @@ name of its architecture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,8 @@ from dsbd_cli.config import SamplingConfig
 from dsbd_cli.engine.core.protocols import SourceRequest
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import InvalidRowError, ModelError, shorten
-from dsbd_cli.requests import Request
+from dsbd_cli.requests import Request, Segment
+from dsbd_cli.token_rules import Timestamps
 
 __all__ = ["Seq2SeqCodec", "make_source_codec"]
 
@@ -28,6 +29,8 @@ MULTILINGUAL = ("m2m_100", "mbart")  # architectures that cannot do without a ta
 class Seq2SeqCodec(HFCodec):
     """Text to sources and answers back, through one tokenizer."""
 
+    timestamps: Timestamps | None = None
+
     def __init__(self, tokenizer: Any, eos_ids: tuple[int, ...], start: int, model: Any) -> None:
         """start: the token that every answer begins with. model: the transformers model."""
         super().__init__(tokenizer, eos_ids)
@@ -35,6 +38,9 @@ class Seq2SeqCodec(HFCodec):
         self._required = model.config.model_type in MULTILINGUAL
         self._given_bos = getattr(model.generation_config, "forced_bos_token_id", None)
         self._speaks = hasattr(tokenizer, "src_lang")  # the tokenizer knows languages itself
+        codes: Any = getattr(tokenizer, "lang_code_to_id", None)  # M2M100 keeps them out of its vocabulary
+        self._codes: Mapping[str, int] = codes if isinstance(codes, Mapping) else {}
+        self._silent: Container[int] = frozenset(self._codes.values())  # tokens that are no text
 
     def source(self, request: Request) -> SourceRequest:
         """Source, decoder prompt and forced token of a request. Raises InvalidRowError."""
@@ -44,6 +50,14 @@ class Seq2SeqCodec(HFCodec):
         forced, start = self.begin(asked)
         ids = list(request.prompt_ids) if request.prompt_ids is not None else self._source_ids(request)
         return self._joined(torch.tensor(ids, dtype=torch.int64), [start], forced, asked)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of generated ids, without special tokens, languages and times."""
+        return super().decode([token for token in ids if token not in self._silent])
+
+    def segments(self, ids: Sequence[int]) -> tuple[Segment, ...]:
+        """None: text has no times."""
+        return ()
 
     def cut(self, source: Tensor, room: int) -> Tensor | None:
         """The last tokens of a source that fit, after those that every source begins with; None where none do."""
@@ -109,9 +123,11 @@ class Seq2SeqCodec(HFCodec):
     def _language(self, field: str, name: str) -> int:
         """The token of a language. Raises InvalidRowError."""
         vocabulary, added = self._tokenizer.get_vocab(), self._tokenizer.added_tokens_decoder
+        if name in self._codes:
+            return self._codes[name]
         found = [vocabulary[word] for word in (name, f"__{name}__") if vocabulary.get(word) in added]
         if not found:
-            some = ", ".join(item.content.strip("_") for item in list(added.values())[-3:])
+            some = ", ".join(list(self._codes)[:3] or [item.content.strip("_") for item in list(added.values())[-3:]])
             raise InvalidRowError(
                 f"{field} is {shorten(name)}, which the target's tokenizer does not know: it knows {some} and others"
             )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsbd_cli.config import SamplingConfig
 from dsbd_cli.engine.core.protocols import SourceRequest
 from dsbd_cli.engine.models.sources import Seq2SeqCodec
 from dsbd_cli.errors import InvalidRowError, PromptTooLongError, UsageError, shorten
-from dsbd_cli.requests import Request
+from dsbd_cli.requests import Request, Segment
+from dsbd_cli.token_rules import Timestamps, TokenRules, asked_rules
 
 __all__ = ["WhisperCodec", "read_audio"]
 
@@ -43,11 +47,11 @@ def read_audio(path: str, rate: int, seconds: float) -> Tensor:
 
 
 class WhisperCodec(Seq2SeqCodec):
-    """Sound files to features, and what the decoder begins with: start, language, task, no timestamps."""
+    """Sound files to features, and what the decoder begins with: start, language, task, and whether times follow."""
 
     def __init__(self, tokenizer: Any, eos_ids: tuple[int, ...], start: int, model: Any, extractor: Any) -> None:
         super().__init__(tokenizer, eos_ids, start, model)
-        self._extractor = extractor
+        self._model, self._extractor = model, extractor
         vocabulary = tokenizer.get_vocab()
         settings = model.generation_config
         self._languages: dict[str, int] = dict(getattr(settings, "lang_to_id", None) or {}) or {
@@ -56,27 +60,86 @@ class WhisperCodec(Seq2SeqCodec):
         multilingual = getattr(settings, "is_multilingual", None)
         self._multilingual = len(self._languages) > 1 if multilingual is None else bool(multilingual)
         self._marks = {name: vocabulary.get(f"<|{name}|>") for name in ("transcribe", "translate", "notimestamps")}
+        self.timestamps = self._times(settings)
+        if self.timestamps is not None:
+            self._silent = range(self.timestamps.first, model.config.vocab_size)
 
     def source(self, request: Request) -> SourceRequest:
         """Features of the file and the decoder's prompt. Raises RowError."""
         if request.audio is None:
             raise InvalidRowError("audio is missing: the target writes down speech, and reads no text")
-        begin = self._prompt(request.sampling.source_lang, request.sampling.target_lang)
-        extractor = self._extractor
+        asked, extractor = request.sampling, self._extractor
+        timed = asked_rules(asked.token_rules, TokenRules(), default="none").timestamps
+        for name, value in (("prefix", asked.prefix), ("stop", asked.stop or None)) if timed else ():
+            if value is not None:
+                raise InvalidRowError(f"{name} is {shorten(value)}, which does not go with timestamps: drop one")
+        spoken, heard = asked.source_lang, None
+        begin = [] if spoken is None and self._multilingual else self._prompt(spoken, asked.target_lang, timed=timed)
         wave = read_audio(request.audio, extractor.sampling_rate, extractor.chunk_length)
         features = extractor(wave.numpy(), sampling_rate=extractor.sampling_rate, return_tensors="pt").input_features[0]
-        return self._joined(features, begin, None, request.sampling)
+        if not begin:
+            heard = self._heard(features)
+            begin = self._prompt(heard, asked.target_lang, timed=timed)
+        return replace(self._joined(features, begin, None, asked), language=heard)
 
-    def _prompt(self, spoken: str | None, wanted: str | None) -> list[int]:
-        """Tokens before the text: the language spoken, and whether it is to be translated into English."""
+    def begin(self, asked: SamplingConfig) -> tuple[int | None, int]:
+        """Nothing is forced behind the first token: `source` gives all that an answer begins with."""
+        return None, self._start
+
+    def token_bytes(self) -> list[bytes]:
+        """As of other codecs; a time adds nothing to the text."""
+        if self._bytes is None and self.timestamps is not None:
+            first = self.timestamps.first
+            self._bytes = [b"" if token >= first else one for token, one in enumerate(super().token_bytes())]
+        return super().token_bytes()
+
+    def segments(self, ids: Sequence[int]) -> tuple[Segment, ...]:
+        """Text between two times. The last part has no end where the answer was cut before it."""
+        times = self.timestamps
+        assert times is not None, "checked when the request was read"
+        found: list[Segment] = []
+        start, text = 0.0, list[int]()
+        for token in ids:
+            if token < times.first:
+                text += [] if token in self.eos_ids else [token]
+                continue
+            now = round((token - times.first) * times.seconds, 3)
+            if text:
+                found.append(Segment(start, now, self.decode(text)))
+                text = []
+            start = now
+        return (*found, Segment(start, None, self.decode(text))) if text else tuple(found)
+
+    def _times(self, settings: Any) -> Timestamps | None:
+        """Tokens of times, as the checkpoint's generation settings say, or its vocabulary."""
+        silent = getattr(settings, "no_timestamps_token_id", None) or self._marks["notimestamps"]
+        if silent is None:
+            return None
+        seconds = self._extractor.chunk_length / self._model.config.max_source_positions
+        return Timestamps(silent + 1, seconds, getattr(settings, "max_initial_timestamp_index", None), self.eos_ids[0])
+
+    @torch.inference_mode()
+    def _heard(self, features: Tensor) -> str:
+        """The likeliest language of the speech: one forward of the encoder and one step, as transformers'
+        detect_language. features: [bins, frames]."""
+        model = self._model
+        batch = features.unsqueeze(0).to(model.device, model.dtype)
+        start = torch.tensor([[self._start]], device=model.device)
+        logits = model(input_features=batch, decoder_input_ids=start, use_cache=False).logits[0, -1]
+        names = sorted(self._languages, key=self._languages.__getitem__)
+        found = names[int(logits[[self._languages[name] for name in names]].argmax())]
+        return found.strip("<|>")
+
+    def _prompt(self, spoken: str | None, wanted: str | None, *, timed: bool) -> list[int]:
+        """Tokens before the text: the language spoken, whether it is to be translated into English, and whether times
+        come with it."""
         begin = [self._start]
         if not self._multilingual:
             for name, value in (("source_lang", spoken), ("target_lang", wanted)):
                 if value not in (None, "en"):
                     raise InvalidRowError(f"{name} is {shorten(value)}, but the target knows English alone: drop it")
-            return self._timeless(begin)
-        if spoken is None:
-            raise InvalidRowError("source_lang (or language) is missing: give the language spoken, such as en")
+            return begin if timed else self._timeless(begin)
+        assert spoken is not None, "named, or heard"
         language = self._languages.get(f"<|{_code(spoken)}|>")
         if language is None:
             raise InvalidRowError(
@@ -90,7 +153,7 @@ class WhisperCodec(Seq2SeqCodec):
         begin.append(language)
         if (token := self._marks[task]) is not None:
             begin.append(token)
-        return self._timeless(begin)
+        return begin if timed else self._timeless(begin)
 
     def _timeless(self, begin: list[int]) -> list[int]:
         token = self._marks["notimestamps"]

@@ -36,6 +36,8 @@ def native_record(row: Row, result: RequestResult | None, method: MethodRecord, 
         record["until"] = until
     record["seed"] = result.request.seed
     record["exactness"] = method.exactness or method.method.exactness
+    if result.language is not None:
+        record["language"] = result.language
     if result.token_rules:
         record["token_rules"] = result.token_rules
     record["method"] = method.encoded
@@ -92,6 +94,8 @@ def _beam(beam: Hypothesis) -> Fields:
         "num_tokens": beam.num_tokens,
         **({} if beam.valid is None else {"valid": beam.valid}),
     }
+    if beam.segments is not None:
+        fields["segments"] = [{"start": part.start, "end": part.end, "text": part.text} for part in beam.segments]
     if beam.tokens is not None:
         fields["token_ids"] = beam.token_ids
         fields["token_logprobs"] = [token.logprob for token in beam.tokens]

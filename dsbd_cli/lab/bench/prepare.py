@@ -9,7 +9,7 @@ from typing import cast
 
 from dsbd_cli.config import SamplingConfig
 from dsbd_cli.engine.core.protocols import SourceCodec, TextCodec
-from dsbd_cli.errors import InvalidRowError, UsageError
+from dsbd_cli.errors import InvalidRowError, PromptTooLongError, UsageError
 from dsbd_cli.grammars import Grammar
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
 from dsbd_cli.lab.bench.sweep import Setting
@@ -57,11 +57,18 @@ class BenchSpec:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A record and its token ids. runs: whether a text runs on the record's database; None where it has none."""
+    """A record and its token ids, or the file of its speech. runs: whether a text runs on the record's database; None
+    where it has none."""
 
     record: TaskRecord
     ids: tuple[int, ...]
     runs: Callable[[str], bool] | None = None
+    audio: str | None = None
+
+    def request(self, name: str, seed: int, sampling: SamplingConfig, grammar: Grammar | None = None) -> Request:
+        """What is asked of our engine. name: the request's id."""
+        ids = None if self.audio is not None else self.ids
+        return Request(prompt_ids=ids, audio=self.audio, id=name, seed=seed, sampling=sampling, grammar=grammar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,13 @@ def prepare(
     for record in itertools.islice(dataset.records(), MAX_SKIPPED_PER_RECORD * count):
         if len(prompts) == count:
             break
+        audio = record.meta.get("audio")
+        if isinstance(audio, str):
+            if _is_heard(record, audio, codec, sampling or SamplingConfig()):
+                prompts.append(Prompt(record, (), None, audio))
+            else:
+                too_long += 1
+            continue
         ids, as_plain = _encode(record, codec, sampling or SamplingConfig())
         if not ids:
             raise UsageError(f"record {record.id} has an empty prompt")
@@ -111,7 +125,7 @@ def prepare(
         )
     notes = list(dataset.notes)
     if too_long:
-        notes.append(f"{dataset.name}: {too_long} records longer than {room} tokens do not fit the models, left out")
+        notes.append(f"{dataset.name}: {too_long} records do not fit the models, left out: {_limit(prompts, room)}")
     if len(prompts) < count and too_long == 0:
         notes.append(f"{dataset.name}: the data holds {len(prompts)} records, fewer than the {count} asked for")
     if plain_chats:
@@ -125,6 +139,24 @@ def prepare(
 def _runs(dataset: Dataset, record: TaskRecord) -> Callable[[str], bool] | None:
     execute = dataset.execute
     return None if execute is None else lambda text: execute(record, text) is not None
+
+
+def _limit(prompts: Sequence[Prompt], room: int | None) -> str:
+    """What the records that were left out are longer than."""
+    return "their audio is too long" if prompts[0].audio is not None else f"they are longer than {room} tokens"
+
+
+def _is_heard(record: TaskRecord, audio: str, codec: TextCodec, sampling: SamplingConfig) -> bool:
+    """The target takes the speech; not where it is too long. Raises UsageError where it cannot be read."""
+    if not isinstance(codec, SourceCodec):
+        raise UsageError(f"record {record.id} is speech, but the target reads text")
+    try:
+        codec.source(Request(audio=audio, sampling=sampling))
+    except PromptTooLongError:
+        return False
+    except InvalidRowError as error:
+        raise UsageError(f"record {record.id}: {error}") from None
+    return True
 
 
 def _encode(record: TaskRecord, codec: TextCodec, sampling: SamplingConfig) -> tuple[list[int], bool]:

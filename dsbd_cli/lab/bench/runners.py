@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -25,7 +25,7 @@ from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.engines import CTranslatePeer, LlamaPeer, SeparatePeer
 from dsbd_cli.lab.peers.transformers_generate import Delivered, TransformersPeer
-from dsbd_cli.requests import Request, RequestResult, derive_seed
+from dsbd_cli.requests import RequestResult, derive_seed
 from dsbd_cli.stats import RequestStats
 
 __all__ = ["Answer", "Runner", "make_runner"]
@@ -122,14 +122,7 @@ class EngineRunner(_OnEngine):
     def run(self, prompts: Sequence[Prompt]) -> list[Answer]:
         """Answers in order; fewer after `stop`."""
         requests = [
-            Request(
-                id=p.record.id,
-                seed=derive_seed(self._seed, p.record.id),
-                prompt_ids=p.ids,
-                sampling=self._sampling,
-                grammar=self._grammar,
-            )
-            for p in prompts
+            p.request(p.record.id, derive_seed(self._seed, p.record.id), self._sampling, self._grammar) for p in prompts
         ]
         answers = []
         for result in self._engine.run(requests):
@@ -171,7 +164,7 @@ class PickRunner(_OnEngine):
         """Answers in order; fewer after `stop`."""
         each = self._count if self._independent else 1
         requests = [
-            Request(id=name, seed=derive_seed(self._seed, name), prompt_ids=p.ids, sampling=self._sampling)
+            p.request(name, derive_seed(self._seed, name), self._sampling)
             for p in prompts
             for name in ([f"{p.record.id}/{place}" for place in range(each)] if self._independent else [p.record.id])
         ]
@@ -228,7 +221,9 @@ class PeerRunner:
         """Answers in order; none of a window in which `stop` came."""
         seed = derive_seed(self._seed, prompts[0].record.id)
         try:
-            self._delivered = list(self._peer.run([prompt.ids for prompt in prompts], seed))
+            self._delivered = list(self._deliver(prompts, seed))
+        except ModelError:
+            raise
         except Exception as error:  # a model that others cannot decode raises what it likes
             said = " ".join(str(error).split())[:200]
             whose = "transformers' generate" if isinstance(self._peer, TransformersPeer) else self._peer.config.engine
@@ -242,6 +237,14 @@ class PeerRunner:
             for one in self._delivered
         ]
 
+    def _deliver(self, prompts: Sequence[Prompt], seed: int) -> Iterator[Delivered]:
+        """Answers of the other code. Raises ModelError for speech where it reads text alone."""
+        if isinstance(self._peer, TransformersPeer):
+            return self._peer.run([prompt.audio or prompt.ids for prompt in prompts], seed)
+        if any(prompt.audio for prompt in prompts):
+            raise ModelError(f"{self._title}: {self._peer.config.engine} reads no speech: leave it out of --methods")
+        return self._peer.run([prompt.ids for prompt in prompts], seed)
+
     def _name(self, ids: tuple[int, ...]) -> str:
         """Of an answer; what transformers fills up with where there are too few has none."""
         known = self._catalogue is not None and self._catalogue.trie.find(ids) in self._ends
@@ -250,6 +253,8 @@ class PeerRunner:
 
     def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
         """One plain forward of the target per answer of the last window."""
+        if isinstance(self._peer, TransformersPeer):
+            return self._peer.logprobs([prompt.audio or prompt.ids for prompt in prompts], self._delivered)
         return self._peer.logprobs([prompt.ids for prompt in prompts], self._delivered)
 
     def stop(self) -> None:

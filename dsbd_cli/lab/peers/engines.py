@@ -85,7 +85,7 @@ class SeparatePeer:
     def logprobs(self, prompts: Sequence[Sequence[int]], answers: Sequence[Delivered]) -> list[float]:
         """Raw target log-probability (nats) of each answer, by separate forwards of our target; not for timing."""
         return [
-            sequence_logprob(self._target, prompt, answer.token_ids)
+            sequence_logprob(self._target, torch.tensor(prompt), answer.token_ids)
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
 

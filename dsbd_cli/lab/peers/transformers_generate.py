@@ -10,16 +10,24 @@ Shape letters: B prompts of a batch, T tokens of the longest prompt, n new token
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from dsbd_cli.config import SamplingConfig
+from dsbd_cli.engine.core.protocols import SourceRequest
 from dsbd_cli.engine.core.trie import Trie
 from dsbd_cli.engine.decoding.answers import Catalogue
 from dsbd_cli.engine.decoding.outcome import text_of
@@ -29,6 +37,7 @@ from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.engine.models.sources import Seq2SeqCodec
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.lab.peers.config import PeerConfig
+from dsbd_cli.requests import Request
 from dsbd_cli.token_rules import asked_rules
 
 __all__ = ["Delivered", "TransformersPeer"]
@@ -43,6 +52,16 @@ class _Generating(Protocol):
     def set_attn_implementation(self, name: str) -> None: ...
 
     def generate(self, inputs: Tensor, **options: object) -> object: ...
+
+
+class _Generated(Protocol):
+    """What is used of what generate returns."""
+
+    past_key_values: object
+    sequences: Tensor
+
+
+Generate = Callable[..., _Generated]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +80,9 @@ class Delivered:
     text: str
     kv_bytes: int | None
     ranked: tuple[tuple[int, ...], ...] = ()
+
+
+Asked = Sequence[int] | str  # token ids, or a file of speech
 
 
 class _Halt(StoppingCriteria):
@@ -106,12 +128,18 @@ class TransformersPeer:
         """Whether stop was called."""
         return self._halt.told
 
-    def run(self, prompts: Sequence[Sequence[int]], seed: int) -> Iterator[Delivered]:
-        """Answers to tokenised prompts, in order. The global random state is as before afterwards."""
+    def run(self, prompts: Sequence[Asked], seed: int) -> Iterator[Delivered]:
+        """Answers to tokenised prompts or files of speech, in order. The global random state is as before
+        afterwards."""
         with stock_attention(self._module), _seeded(seed, self._target.device):
             for start in range(0, len(prompts), self.batch_size):
                 if not self._halt.told:
                     yield from self._batch(prompts[start : start + self.batch_size])
+
+    def _spoken(self, files: Sequence[str]) -> list[SourceRequest]:
+        """Features of the files, and what the decoder begins with."""
+        assert isinstance(self._codec, Seq2SeqCodec)
+        return [self._codec.source(Request(audio=file, sampling=self._sampling)) for file in files]
 
     def _generation_config(self) -> GenerationConfig:
         asked, eos = self._sampling, list(self._codec.eos_ids)
@@ -139,6 +167,7 @@ class TransformersPeer:
             self._sampling.token_rules, self._target.token_rules, default="checkpoint" if paired else "none"
         ).within(self._target.vocab_size)
         chosen = dict(rules.acting)
+        self._timed = bool(chosen.pop("timestamps", False))
         if words := chosen.get("bad_words_ids"):
             chosen["bad_words_ids"] = [[token] for token in cast("list[int]", words)]
         if isinstance(self._codec, Seq2SeqCodec):
@@ -147,7 +176,50 @@ class TransformersPeer:
             chosen |= {} if forced is None else {"forced_bos_token_id": forced}
         return chosen
 
-    def _batch(self, prompts: Sequence[Sequence[int]]) -> Iterator[Delivered]:
+    def _batch(self, prompts: Sequence[Asked]) -> Iterator[Delivered]:
+        files = [one for one in prompts if isinstance(one, str)]
+        texts = [one for one in prompts if not isinstance(one, str)]
+        inputs, begin, options = self._heard(files) if files else self._padded(texts)
+        if self._assistant is not None:
+            options["assistant_model"] = self._assistant
+        if self._sampling.stop:
+            options["tokenizer"] = self._codec.tokenizer
+        if self._catalogue is not None:
+            options["prefix_allowed_tokens_fn"] = partial(self._allowed, self._catalogue.trie, begin)
+        # Whisper has a generate of its own around it, which goes its own ways to the decoder's first tokens
+        whole = partial(cast("Generate", GenerationMixin.generate), self._module)
+        generate = whole if files else cast("Generate", self._module.generate)
+        out = generate(
+            inputs.to(self._target.device),
+            generation_config=self._settings,
+            stopping_criteria=StoppingCriteriaList([self._halt]),
+            **options,
+        )
+        held = _cache_bytes(out.past_key_values) if self._assistant is None else None
+        rows = out.sequences[:, begin:].tolist()
+        each = len(rows) // len(prompts)
+        for start in range(0, len(rows), each):
+            ranked = tuple(delivered(row, self._codec.eos_ids) for row in rows[start : start + each])
+            yield Delivered(ranked[0], self.text(ranked[0]), None if held is None else held // len(prompts), ranked)
+
+    def _heard(self, files: Sequence[str]) -> tuple[Tensor, int, dict[str, object]]:
+        """Features [B, bins, frames], how many tokens answers begin with, and options of generate."""
+        found = self._spoken(files)
+        begin = torch.tensor([one.prompt for one in found], device=self._target.device)
+        options: dict[str, object] = {"decoder_input_ids": begin}
+        assert isinstance(self._codec, Seq2SeqCodec)
+        if self._timed and (times := self._codec.timestamps) is not None:
+            config = GenerationConfig(
+                eos_token_id=times.end, no_timestamps_token_id=times.first - 1, max_initial_timestamp_index=times.latest
+            )
+            options["logits_processor"] = LogitsProcessorList(
+                [WhisperTimeStampLogitsProcessor(config, begin_index=begin.shape[1])]
+            )
+        features = torch.stack([one.source for one in found]).to(self._target.weights_dtype)
+        return features, begin.shape[1], options
+
+    def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, int, dict[str, object]]:
+        """Tokens [B, T], where answers begin in what comes out, and options of generate."""
         width = max(map(len, prompts))
         tokens = torch.zeros((len(prompts), width), dtype=torch.int64)  # [B, T]
         mask = torch.zeros_like(tokens)
@@ -156,25 +228,7 @@ class TransformersPeer:
             place = slice(0, len(prompt)) if paired else slice(width - len(prompt), width)
             tokens[row, place] = torch.tensor(prompt)
             mask[row, place] = 1
-        options: dict[str, object] = {"attention_mask": mask.to(self._target.device)}
-        if self._assistant is not None:
-            options["assistant_model"] = self._assistant
-        if self._sampling.stop:
-            options["tokenizer"] = self._codec.tokenizer
-        if self._catalogue is not None:
-            options["prefix_allowed_tokens_fn"] = partial(self._allowed, self._catalogue.trie, width)
-        out = self._module.generate(
-            tokens.to(self._target.device),
-            generation_config=self._settings,
-            stopping_criteria=StoppingCriteriaList([self._halt]),
-            **options,
-        )
-        held = _cache_bytes(out.past_key_values) if self._assistant is None else None  # type: ignore[attr-defined]
-        rows = out.sequences[:, 1 if paired else width :].tolist()  # type: ignore[attr-defined]
-        each = len(rows) // len(prompts)
-        for start in range(0, len(rows), each):
-            ranked = tuple(delivered(row, self._codec.eos_ids) for row in rows[start : start + each])
-            yield Delivered(ranked[0], self.text(ranked[0]), None if held is None else held // len(prompts), ranked)
+        return tokens, 1 if paired else width, {"attention_mask": mask.to(self._target.device)}
 
     def _allowed(self, trie: Trie, width: int, row: int, ids: Tensor) -> list[int]:
         """Tokens that may follow; the end token behind what has ended or is no answer."""
@@ -186,12 +240,17 @@ class TransformersPeer:
         body = ids[:-1] if ids and ids[-1] in self._codec.eos_ids else ids
         return text_of(list(body), self._sampling.stop, self._codec)
 
-    def logprobs(self, prompts: Sequence[Sequence[int]], answers: Sequence[Delivered]) -> list[float]:
+    def logprobs(self, prompts: Sequence[Asked], answers: Sequence[Delivered]) -> list[float]:
         """Raw target log-probability (nats) of each answer after its prompt, by separate forwards; not for timing."""
-        return [
-            sequence_logprob(self._target, prompt, answer.token_ids, self._settings.decoder_start_token_id)
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
+        found = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            if isinstance(prompt, str):
+                (asked,) = self._spoken([prompt])
+                source, begin = asked.source, asked.prompt
+            else:
+                source, begin = torch.tensor(prompt), [self._settings.decoder_start_token_id or 0]
+            found.append(sequence_logprob(self._target, source, answer.token_ids, begin))
+        return found
 
 
 def delivered(row: Sequence[int], eos: Sequence[int]) -> tuple[int, ...]:
@@ -202,17 +261,17 @@ def delivered(row: Sequence[int], eos: Sequence[int]) -> tuple[int, ...]:
 
 @torch.inference_mode()
 def sequence_logprob(
-    model: TransformersForest, prompt: Sequence[int], answer: Sequence[int], start: int | None = None
+    model: TransformersForest, prompt: Tensor, answer: Sequence[int], begin: Sequence[int] = ()
 ) -> float:
-    """Sum of log p(token | before) over the answer, in nats, from one plain forward. start: the token that answers of
-    an encoder-decoder model begin with; the prompt is its source."""
+    """Sum of log p(token | before) over the answer, in nats, from one plain forward. begin: the tokens that answers of
+    an encoder-decoder model begin with; the prompt [T] int64, or features, is its source."""
     if not answer:
         return 0.0
     if isinstance(model, Seq2SeqForestModel):
-        tokens = torch.tensor([[start or 0, *answer]], device=model.device)
-        logits = model.plain(tokens, torch.tensor(prompt))[0, :-1].float()
+        tokens = torch.tensor([[*begin, *answer]], device=model.device)
+        logits = model.plain(tokens, prompt)[0, len(begin) - 1 : -1].float()
     else:
-        tokens = torch.tensor([[*prompt, *answer]], device=model.device)
+        tokens = torch.tensor([[*prompt.tolist(), *answer]], device=model.device)
         logits = model.plain(tokens)[0, len(prompt) - 1 : -1].float()  # [n, V]
     chosen = torch.tensor(answer, device=logits.device)
     return float(logits.log_softmax(-1).gather(-1, chosen[:, None]).double().sum())

@@ -22,8 +22,8 @@ from dsbd_cli.engine.core.protocols import (
 )
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.decoding.timing import PhaseTimer
-from dsbd_cli.requests import Request
-from dsbd_cli.token_rules import TokenRules
+from dsbd_cli.requests import Request, Segment
+from dsbd_cli.token_rules import Timestamps, TokenRules
 
 __all__ = ["RunLog", "TimedModel", "log_phases", "synchronise", "timed_codec", "timed_model"]
 
@@ -303,6 +303,15 @@ class TimedSourceCodec(TimedCodec):
             return self.inner.source(request)
         finally:
             self.log.tokenise_s += time.perf_counter() - start
+
+    @property
+    def timestamps(self) -> Timestamps | None:
+        """The codec's own."""
+        return self.inner.timestamps
+
+    def segments(self, ids: Sequence[int]) -> tuple[Segment, ...]:
+        """The codec's own."""
+        return self.inner.segments(ids)
 
     def cut(self, source: Tensor, room: int) -> Tensor | None:
         """As the inner codec."""

@@ -15,7 +15,7 @@ from dsbd_cli.lab.tasks.record import TaskRecord
 
 __all__ = ["jsonl_dataset", "mt_bench_dataset"]
 
-KNOWN = {"id", "prompt", "messages", "reference", "relevant"}
+KNOWN = {"id", "prompt", "messages", "audio", "reference", "relevant"}
 
 Message = dict[str, str]
 
@@ -39,8 +39,8 @@ def mt_bench_dataset(path: Path) -> Dataset:
 
 
 def jsonl_dataset(path: Path, metric: str | None = None) -> Dataset:
-    """Lines with `prompt` or `messages`, an `id` if wanted, and on all lines or none a `reference` to be met exactly,
-    or `relevant`, the ids of the answers that a ranking should bring. metric: of the ranking.
+    """Lines with `prompt`, `messages` or `audio`, an `id` if wanted, and on all lines or none a `reference` to be met
+    exactly, or `relevant`, the ids of the answers that a ranking should bring. metric: of the ranking.
 
     Raises UsageError naming line and field.
     """
@@ -78,10 +78,12 @@ def _ranks(names: Sequence[str], record: TaskRecord, ranked: Sequence[str]) -> M
 
 def _record(place: str, row: Mapping[str, object], number: int) -> TaskRecord:
     prompt, messages, reference = row.get("prompt"), row.get("messages"), row.get("reference", "")
-    if (prompt is None) == (messages is None):
-        raise UsageError(f"{place}: give prompt or messages, one of them")
-    if prompt is not None and (not isinstance(prompt, str) or not prompt):
-        raise UsageError(f"{place}: prompt is {_shown(prompt)}, but must be a text that is not empty")
+    audio = row.get("audio")
+    if sum(one is not None for one in (prompt, messages, audio)) != 1:
+        raise UsageError(f"{place}: give prompt, messages or audio, one of them")
+    for field, given in (("prompt", prompt), ("audio", audio)):
+        if given is not None and (not isinstance(given, str) or not given):
+            raise UsageError(f"{place}: {field} is {_shown(given)}, but must be a text that is not empty")
     if messages is not None and not _are_messages(messages):
         raise UsageError(
             f"{place}: messages is {_shown(messages)}, but must be a list of objects with role and content"
@@ -91,7 +93,8 @@ def _record(place: str, row: Mapping[str, object], number: int) -> TaskRecord:
     name = row.get("id", f"line-{number + 1}")
     if not isinstance(name, str | int):
         raise UsageError(f"{place}: id is {_shown(name)}, but must be a text")
-    meta: dict[str, object] = {} if messages is None else {"messages": messages}
+    asked = {"messages": messages, "audio": audio}
+    meta: dict[str, object] = {name: value for name, value in asked.items() if value is not None}
     if "relevant" in row:
         relevant = row["relevant"]
         if not isinstance(relevant, list) or not relevant or not all(type(one) in (str, int) for one in relevant):

@@ -45,8 +45,8 @@ def summary_dataset(path: Path) -> Dataset:
 
 
 def words_dataset(path: Path) -> Dataset:
-    """Lines with `prompt` and `reference`: 1 - WER by jiwer, 0 at least. With a token per word it is the error rate of
-    phonemes or characters."""
+    """Lines with `prompt` or `audio`, and `reference`: 1 - WER by jiwer, 0 at least. With a token per word it is the
+    error rate of phonemes or characters."""
     jiwer = _library("jiwer")
 
     def score(record: TaskRecord, text: str) -> Mapping[str, float]:
