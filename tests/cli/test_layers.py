@@ -157,7 +157,7 @@ def test_every_option_can_stand_in_a_file(dsbd: Dsbd) -> None:
     from dsbd_cli.job.cli import options
     from dsbd_cli.job.cli.layers import _fields
 
-    groups = tuple(getattr(options, name) for name in options.__all__)
+    groups = tuple(getattr(options, name) for name in options.__all__ if name != "PIPED")
     table = _fields(groups)
     assert {item.name for group in groups for item in dataclasses.fields(group)} == set(table)
     assert {field.kind.__name__ for field in table.values()} == {"Path", "str", "int", "float", "bool", "list"}

@@ -125,7 +125,7 @@ def prepare(
         )
     notes = list(dataset.notes)
     if too_long:
-        notes.append(f"{dataset.name}: {too_long} records do not fit the models, left out: {_limit(prompts, room)}")
+        notes.append(f"{dataset.name}: {too_long} records {_limit(prompts, room)} do not fit the models, left out")
     if len(prompts) < count and too_long == 0:
         notes.append(f"{dataset.name}: the data holds {len(prompts)} records, fewer than the {count} asked for")
     if plain_chats:
@@ -143,7 +143,7 @@ def _runs(dataset: Dataset, record: TaskRecord) -> Callable[[str], bool] | None:
 
 def _limit(prompts: Sequence[Prompt], room: int | None) -> str:
     """What the records that were left out are longer than."""
-    return "their audio is too long" if prompts[0].audio is not None else f"they are longer than {room} tokens"
+    return "whose audio is too long" if prompts[0].audio is not None else f"longer than {room} tokens"
 
 
 def _is_heard(record: TaskRecord, audio: str, codec: TextCodec, sampling: SamplingConfig) -> bool:
