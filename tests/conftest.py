@@ -27,7 +27,7 @@ with contextlib.suppress(ModuleNotFoundError):  # GPU machines run a few files t
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays, so the collector need not look at it again and again: 7 % of the suite's time."""
+    """What is imported by now stays, so the collector need not look at it again and again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)

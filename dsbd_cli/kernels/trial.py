@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib
 import json
+import logging
 import os
 import queue
 import subprocess
@@ -84,7 +85,7 @@ def faults(device: torch.device, command: tuple[str, ...] | None = None) -> dict
         found: dict[str, str] = json.loads(place.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         kept = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
-        sys.stderr.write(f"dsbd: compiling {len(kernels())} GPU kernels (once; kept in {kept})\n")
+        logging.getLogger("dsbd_cli").warning("compiling %d GPU kernels (once; kept in %s)", len(kernels()), kept)
         found = _asked(device, command or (sys.executable, "-m", "dsbd_cli.kernels.trial", str(device)))
         if not any(word in fault for fault in found.values() for word in PASSING):
             _keep(place, found)

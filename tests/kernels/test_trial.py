@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dsbd_cli.engine.decoding import devices
+from dsbd_cli.job.cli import messages
 from dsbd_cli.kernels import Kernel, attention, layers, products, trial
 from tests.kernels import DEVICE
 
@@ -70,6 +71,7 @@ def test_all_are_tried_and_the_result_is_kept(empty_cache: Path) -> None:
 
 
 def test_a_line_tells_of_the_first_compilation_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    messages.set_style(json_lines=False, tracebacks=False)
     faults()
     line = capsys.readouterr().err
     assert line.startswith(f"dsbd: compiling {len(TRIED)} GPU kernels (once; kept in ")

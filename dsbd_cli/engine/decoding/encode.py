@@ -157,9 +157,9 @@ class Encoder:
             raise InvalidRowError("token_rules: timestamps is 1, but the target has no tokens of times: drop it")
         inside = rules.within(self.target.vocab_size)
         # a checkpoint may name tokens that its head lacks; a request may not
-        left = inside.acting
+        left, asked = inside.acting, (request.sampling.token_rules or "").replace(",", "=").split("=")
         for name, value in rules.acting.items():
-            if value != left.get(name) and name in (request.sampling.token_rules or ""):
+            if value != left.get(name) and name in asked:
                 raise InvalidRowError(
                     f"token_rules: {name} is {shorten(value)}, but the target has {self.target.vocab_size} ids"
                 )

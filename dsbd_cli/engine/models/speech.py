@@ -122,6 +122,8 @@ class WhisperCodec(Seq2SeqCodec):
     def _heard(self, features: Tensor) -> str:
         """The likeliest language of the speech: one forward of the encoder and one step, as transformers'
         detect_language. features: [bins, frames]."""
+        if not self._languages:
+            raise InvalidRowError("source_lang is missing, and the target has no tokens to guess it by")
         model = self._model
         batch = features.unsqueeze(0).to(model.device, model.dtype)
         start = torch.tensor([[self._start]], device=model.device)

@@ -85,7 +85,7 @@ def generate(
 
     The command line wins over the file, the file over the environment. A switch --x is taken back by --no-x.
     """
-    set_style(json_lines=talk.log == "json", tracebacks=tracebacks_wanted())
+    set_style(json_lines=talk.log == "json", tracebacks=tracebacks_wanted(), quiet=bool(talk.quiet))
     if talk.quiet and talk.log == "verbose":
         raise UsageError("--quiet and --log verbose cannot be used together: give one of them")
     strict = files.input_format == "strict"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import textwrap
@@ -33,10 +34,21 @@ NO_BREAK = "\u00a0"
 _json = _tracebacks = False
 
 
-def set_style(*, json_lines: bool, tracebacks: bool) -> None:
-    """From now on every line is a JSON object (--log json), an error comes with its traceback (--debug)."""
+class _Lines(logging.Handler):
+    """What the library logs, as lines of ours."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+def set_style(*, json_lines: bool, tracebacks: bool, quiet: bool = False) -> None:
+    """From now on every line is a JSON object (--log json), an error comes with its traceback (--debug), and what the
+    library logs is dropped (--quiet)."""
     global _json, _tracebacks
     _json, _tracebacks = json_lines, tracebacks
+    library = logging.getLogger("dsbd_cli")
+    library.handlers, library.propagate = [_Lines()], False
+    library.setLevel(logging.ERROR if quiet else logging.WARNING)
 
 
 def tracebacks_wanted() -> bool:

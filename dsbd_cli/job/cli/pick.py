@@ -142,7 +142,7 @@ def pick(how: PickOptions, files: PickFiles, talk: TalkOptions, arguments: Seque
 
     Exit code 3 says that some rows failed; their records say why.
     """
-    set_style(json_lines=talk.log == "json", tracebacks=tracebacks_wanted())
+    set_style(json_lines=talk.log == "json", tracebacks=tracebacks_wanted(), quiet=bool(talk.quiet))
     _check(how, files, talk)
     chooser_of = _chooser(how)
     own = FileOptions(
