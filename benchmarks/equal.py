@@ -21,6 +21,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import dsbd_cli
 from benchmarks.common import markdown_table, results_folder, write_results
 from benchmarks.instruct_prompts import prompts
@@ -62,7 +64,8 @@ def compared(target: str, todo: Sequence[tuple[int, str]], options: argparse.Nam
             line = {"target": Path(target).name, "number": number, "prompt": text, "tokens": len(mine[0])}
             line |= {"best": mine[0] == theirs.token_ids, "all": mine == list(theirs.ranked)}
             if not line["best"]:
-                gap = sequence_logprob(model, prompt, mine[0]) - sequence_logprob(model, prompt, theirs.token_ids)
+                asked = torch.tensor(prompt)
+                gap = sequence_logprob(model, asked, mine[0]) - sequence_logprob(model, asked, theirs.token_ids)
                 line |= {"ours": found.text, "transformers": theirs.text, "gap_nats": gap}
             yield line
 
