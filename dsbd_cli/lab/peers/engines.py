@@ -182,7 +182,8 @@ class LlamaPeer(SeparatePeer):
                 raise ModelError(f"llama.cpp fails: {' '.join(str(found).split())[:LAST]}")
             choice = cast("list[_Choice]", found["choices"])[0]
             ended = choice["finish_reason"] == "stop"
-            ids = (*self._codec.encode(choice["text"]), *(self._codec.eos_ids[:1] if ended else ()))
+            (body,) = self._codec.encode_pieces([choice["text"]])
+            ids = (*body, *(self._codec.eos_ids[:1] if ended else ()))
             yield Delivered(ids, choice["text"], None, (ids,))
 
 
