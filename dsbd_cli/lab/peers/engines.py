@@ -179,7 +179,8 @@ class LlamaPeer(SeparatePeer):
                 }
             )
             if "choices" not in found:
-                raise ModelError(f"llama.cpp fails: {' '.join(str(found).split())[:LAST]}")
+                said = " ".join(str(found).split())[:LAST]
+                raise ModelError(f"llama.cpp fails: {said}: leave it out of --methods, or give shorter prompts")
             choice = cast("list[_Choice]", found["choices"])[0]
             ended = choice["finish_reason"] == "stop"
             (body,) = self._codec.encode_pieces([choice["text"]])
