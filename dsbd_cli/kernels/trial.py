@@ -84,7 +84,7 @@ def faults(device: torch.device, command: tuple[str, ...] | None = None) -> dict
         found: dict[str, str] = json.loads(place.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         kept = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
-        sys.stderr.write(f"compiling {len(kernels())} GPU kernels (once; kept in {kept})\n")
+        sys.stderr.write(f"dsbd: compiling {len(kernels())} GPU kernels (once; kept in {kept})\n")
         found = _asked(device, command or (sys.executable, "-m", "dsbd_cli.kernels.trial", str(device)))
         if not any(word in fault for fault in found.values() for word in PASSING):
             _keep(place, found)
@@ -121,22 +121,24 @@ def _run(command: Sequence[str]) -> tuple[list[tuple[str, str | None]], str | No
         reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
         reader.start()
         deadline = time.monotonic() + LIMIT_S
-        while True:
-            try:
-                line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                process.kill()
-                process.wait()
-                return said, f"does not end within {LIMIT_S:.0f} s"
-            if line is None:
-                break
-            try:
-                name, fault = json.loads(line)
-            except (TypeError, ValueError):  # what a library prints
-                continue
-            said.append((str(name), None if fault is None else str(fault)))
-            deadline = time.monotonic() + LIMIT_S
-        code = process.wait()
+        try:
+            while True:
+                try:
+                    line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
+                except queue.Empty:
+                    return said, f"does not end within {LIMIT_S:.0f} s"
+                if line is None:
+                    break
+                try:
+                    name, fault = json.loads(line)
+                except (TypeError, ValueError):  # what a library prints
+                    continue
+                said.append((str(name), None if fault is None else str(fault)))
+                deadline = time.monotonic() + LIMIT_S
+            code = process.wait()
+        finally:  # where it hangs, or this process is interrupted
+            process.kill()
+            process.wait()
         errors.seek(0)
         return said, None if code == 0 else _last(errors.read(), code)
 

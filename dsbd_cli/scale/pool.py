@@ -337,8 +337,8 @@ class RayEngine:
             raise DsbdError(f"no worker is left, the last one to die was {self._last_death}")
 
     def _end(self, place: _Place) -> None:
-        """Kill the actor, if there is one. A process that does not hear of it, Ray ends by a signal after some seconds:
-        it alone knows the process, for a host name and a number may mean another one."""
+        """Kill the actor, if there is one. Ray sends a signal to a process that does not answer within some seconds. We
+        send none: a host name and a process id may mean another process."""
         import ray
 
         if place.actor is None:

@@ -72,7 +72,7 @@ def test_all_are_tried_and_the_result_is_kept(empty_cache: Path) -> None:
 def test_a_line_tells_of_the_first_compilation_alone(capsys: pytest.CaptureFixture[str]) -> None:
     faults()
     line = capsys.readouterr().err
-    assert line.startswith(f"compiling {len(TRIED)} GPU kernels (once; kept in ")
+    assert line.startswith(f"dsbd: compiling {len(TRIED)} GPU kernels (once; kept in ")
     assert line.count("\n") == 1
     faults()
     assert capsys.readouterr().err == ""
@@ -85,7 +85,7 @@ def test_each_kernel_has_the_whole_time_limit(monkeypatch: pytest.MonkeyPatch) -
         "import json, sys, time\nfor name in sys.argv[1:]: time.sleep(0.4), print(json.dumps([name, None]), flush=True)"
     )
     assert len(TRIED) * 0.4 > trial.LIMIT_S
-    assert trial.faults.__wrapped__(CPU, (sys.executable, "-c", slow)) == {}
+    assert trial.faults.__wrapped__(CPU, (sys.executable, "-ISc", slow)) == {}
 
 
 def test_a_fault_that_may_pass_is_not_kept(empty_cache: Path) -> None:

@@ -42,7 +42,7 @@ def remembered(function: Callable[ParametersT, ResultT]) -> Callable[ParametersT
 
     @functools.wraps(function)
     def call(*arguments: ParametersT.args, **named: ParametersT.kwargs) -> ResultT:
-        if _known is None:
+        if _known is None or named:
             return function(*arguments, **named)
         key = (function, *map(id, arguments))
         found = _known.get(key)

@@ -88,9 +88,13 @@ def test_an_exchange_gathers_answers_while_the_engine_has_rows() -> None:
     reads 4 rows and answers them, reads 4 more and is at work on the first of these."""
     loading, gate = threading.Event(), threading.Event()
 
+    def before(prompt: str) -> None:
+        if prompt >= "4":
+            gate.wait(60)
+
     def load() -> FakeEngine:
         loading.wait(HANG_S)
-        return fake(lambda prompt: None if prompt < "4" else gate.wait(60) and None)
+        return fake(before)
 
     made = worker(load)
     made.put([row(number, str(number)) for number in range(8)])

@@ -80,8 +80,8 @@ class Fused:
 
 @torch.inference_mode()
 def fuse(model: Any, kernels: LayerKernels) -> Fused:
-    """Change a model of one device in place: its norms, gated products, attentions and layers, where they compute what
-    the kernels do.
+    """Change a model of one device in place: its norms, gated products, attentions, layers and products, where they
+    compute what the kernels do.
 
     Nothing is changed where the model's logits would not be the same then, up to rounding, or a kernel cannot run.
     """

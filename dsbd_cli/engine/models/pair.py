@@ -149,8 +149,6 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
             forest.attention = _attention(forest)
         forest.keep_states_in(torch.float64 if wanted else torch.float32)
         forest.tested, forest.fused = _tested(forest, fused), fused.counts
-        if fused.undone:
-            forest.told = ("its layers run without kernels: with them a check at load fails",)
         if spec.quantize is not None:  # after the test, whose limits are those of the checkpoint's own rounding
             _quantize(forest, spec)
         forest.varies = variance(forest) if wanted else "nobody asked for the work that it takes"
@@ -158,6 +156,8 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
             fused.undo()
             fused, forest.attention = _fused(model, spec, exact=False), None
             forest.tested, forest.fused = _tested(forest, fused), fused.counts
+        if fused.undone:
+            forest.told = ("its layers run without kernels: with them a check at load fails",)
         forest.invariant = forest.varies is None
         if not forest.invariant:
             forest.keep_states_in(torch.float32)

@@ -113,7 +113,7 @@ class WhisperCodec(Seq2SeqCodec):
     def _times(self, settings: Any) -> Timestamps | None:
         """Tokens of times, as the checkpoint's generation settings say, or its vocabulary."""
         silent = getattr(settings, "no_timestamps_token_id", None) or self._marks["notimestamps"]
-        if silent is None:
+        if silent is None or silent + 1 >= self._model.config.vocab_size:
             return None
         seconds = self._extractor.chunk_length / self._model.config.max_source_positions
         return Timestamps(silent + 1, seconds, getattr(settings, "max_initial_timestamp_index", None), self.eos_ids[0])

@@ -5,6 +5,7 @@ A student is the target's own first layers, or a small Llama that reads and writ
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import shutil
@@ -122,11 +123,13 @@ def save_student(
         if folder.exists():
             folder.replace(before)
         unfinished.replace(folder)
+        shutil.rmtree(before, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise OutputError(f"cannot write {folder}: {getattr(error, 'strerror', None) or error}") from error
     finally:
-        for path in (unfinished, before):
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        with contextlib.suppress(OutputError):  # where the second rename failed, the first one is undone
+            recover(folder)
 
 
 def publish_student(student: nn.Module, spec: ModelSpec, folder: Path, dtype: str) -> None:
