@@ -5,7 +5,8 @@
 
 In float32, with W beams and without a draft; transformers answers by `generate(num_beams=W, num_return_sequences=W)`
 in batches padded on the left. After every batch its lines are appended to runs.jsonl and the report is written anew:
-the same command goes on after what it finds there. `--seconds` ends a call after the batch that it is in.
+the same command on the same day, or on any day where --name is an absolute path, goes on after what it finds there.
+`--seconds` ends a call after the batch that it is in.
 
 Where the best text differs, the raw log-probabilities of both under the target tell which is better: a tie that
 rounding decided has a gap of about 1e-5 nats.
@@ -21,6 +22,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import dsbd_cli
 from benchmarks.common import markdown_table, results_folder, write_results
 from benchmarks.instruct_prompts import prompts
@@ -30,6 +33,8 @@ from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import InvalidRowError
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer, sequence_logprob
+
+SETTINGS = ("num_beams", "max_new_tokens")  # that all lines of a file share
 
 
 def encoded(codec: HFCodec, text: str) -> tuple[int, ...]:
@@ -60,9 +65,11 @@ def compared(target: str, todo: Sequence[tuple[int, str]], options: argparse.Nam
                 raise found.error
             mine = [tuple(one.token_ids) for one in found.hypotheses]
             line = {"target": Path(target).name, "number": number, "prompt": text, "tokens": len(mine[0])}
+            line |= {name: getattr(options, name) for name in SETTINGS}
             line |= {"best": mine[0] == theirs.token_ids, "all": mine == list(theirs.ranked)}
             if not line["best"]:
-                gap = sequence_logprob(model, prompt, mine[0]) - sequence_logprob(model, prompt, theirs.token_ids)
+                asked = torch.tensor(prompt)
+                gap = sequence_logprob(model, asked, mine[0]) - sequence_logprob(model, asked, theirs.token_ids)
                 line |= {"ours": found.text, "transformers": theirs.text, "gap_nats": gap}
             yield line
 
@@ -103,11 +110,13 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=24)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seconds", type=float, help="of this call, about; default: no end")
-    parser.add_argument("--name", default="equal", help="of the folder of results")
+    parser.add_argument("--name", default="equal", help="of the folder of results, or its absolute path")
     options = parser.parse_args()
     folder, began = results_folder(options.name), time.monotonic()
     path = folder / "runs.jsonl"
     runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    if any(run.get(name, getattr(options, name)) != getattr(options, name) for run in runs for name in SETTINGS):
+        parser.error(f"{path} holds lines of other settings ({', '.join(SETTINGS)}): give another --name")
     texts = list(enumerate(islice(prompts(0), options.prompts)))
     for target in options.target:
         done = {run["number"] for run in runs if run["target"] == Path(target).name}

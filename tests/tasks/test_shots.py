@@ -48,3 +48,11 @@ def test_conversations_are_not_told_as_text(tmp_path: Path) -> None:
     record = next(with_shots(replace(jsonl_dataset(lines), dev=jsonl_dataset(lines)), 1).records())
     assert record.prompt == ""
     assert [turn["content"] for turn in record.meta["messages"]] == ["a", "b", "a"]  # type: ignore[attr-defined]
+
+
+def test_speech_takes_no_examples(tmp_path: Path) -> None:
+    """Guards shots that are said to stand in front of speech, where they do nothing."""
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"audio": "a.wav", "reference": "b"}\n')
+    with pytest.raises(UsageError, match="record line-1 is speech, which takes no examples: drop --shots"):
+        with_shots(replace(jsonl_dataset(lines), dev=jsonl_dataset(lines)), 1)

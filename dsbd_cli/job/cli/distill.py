@@ -379,7 +379,7 @@ class _Distilling:
         self._talk.line(f"step {milestone.step} of {record.plan.steps}: {loss}{_said(milestone)}")
         if milestone.speed is not None:
             self._talk.line(_speed_said(milestone.speed))
-        elif ends:
+        elif ends and milestone.acceptance is not None:
             self._talk.line(f"{SPEED_S:.0f} s were too short to predict the speed: dsbd profile --seconds takes longer")
 
     def _training(self, engine: Engine, shape: StudentShape) -> Training:

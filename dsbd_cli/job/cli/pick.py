@@ -169,8 +169,7 @@ def _check(how: PickOptions, files: PickFiles, talk: TalkOptions) -> None:
         )
     for name, ways in OPTIONS_OF.items():
         if getattr(how, name) is not None and how.by not in ways:
-            shown = f"{option_name(name)}"
-            raise UsageError(f"{shown} would do nothing without --by {' or '.join(ways)}: drop it")
+            raise UsageError(f"{option_name(name)} would do nothing without --by {' or '.join(ways)}: drop it")
     needed = {"exec": ("database",), "model": ("model", "prompts")}.get(how.by or "", ())
     for name in needed:
         if getattr(how, name) is None:

@@ -99,7 +99,7 @@ def prepare(
     Raises UsageError where no record fits, or conversations meet a tokenizer without a chat template.
     """
     prompts: list[Prompt] = []
-    too_long = plain_chats = 0
+    too_long = too_long_audio = plain_chats = 0
     for record in itertools.islice(dataset.records(), MAX_SKIPPED_PER_RECORD * count):
         if len(prompts) == count:
             break
@@ -108,7 +108,7 @@ def prepare(
             if _is_heard(record, audio, codec, sampling or SamplingConfig()):
                 prompts.append(Prompt(record, (), None, audio))
             else:
-                too_long += 1
+                too_long_audio += 1
             continue
         ids, as_plain = _encode(record, codec, sampling or SamplingConfig())
         if not ids:
@@ -118,6 +118,8 @@ def prepare(
             continue
         plain_chats += as_plain
         prompts.append(Prompt(record, tuple(ids), _runs(dataset, record)))
+    if not prompts and too_long_audio:
+        raise UsageError(f"no record of {dataset.name} fits: the audio of each is too long for the target: shorten it")
     if not prompts:
         raise UsageError(
             f"no record of {dataset.name} fits: with the new tokens the models hold prompts of {room} tokens; "
@@ -125,8 +127,12 @@ def prepare(
         )
     notes = list(dataset.notes)
     if too_long:
-        notes.append(f"{dataset.name}: {too_long} records {_limit(prompts, room)} do not fit the models, left out")
-    if len(prompts) < count and too_long == 0:
+        notes.append(f"{dataset.name}: {too_long} records longer than {room} tokens do not fit the models, left out")
+    if too_long_audio:
+        notes.append(
+            f"{dataset.name}: {too_long_audio} records whose audio is too long do not fit the models, left out"
+        )
+    if len(prompts) < count and too_long + too_long_audio == 0:
         notes.append(f"{dataset.name}: the data holds {len(prompts)} records, fewer than the {count} asked for")
     if plain_chats:
         notes.append(
@@ -139,11 +145,6 @@ def prepare(
 def _runs(dataset: Dataset, record: TaskRecord) -> Callable[[str], bool] | None:
     execute = dataset.execute
     return None if execute is None else lambda text: execute(record, text) is not None
-
-
-def _limit(prompts: Sequence[Prompt], room: int | None) -> str:
-    """What the records that were left out are longer than."""
-    return "whose audio is too long" if prompts[0].audio is not None else f"longer than {room} tokens"
 
 
 def _is_heard(record: TaskRecord, audio: str, codec: TextCodec, sampling: SamplingConfig) -> bool:

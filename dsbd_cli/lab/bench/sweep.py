@@ -86,7 +86,8 @@ def choose_methods(
     names = [name.strip() for name in text.split(",")]
     for place, name in enumerate(names):
         if name == "all":
-            raise UsageError("--methods: all stands for every method, so no other name goes with it: drop it")
+            told = "all stands for every method that needs no other package, so no other name goes with it: drop it"
+            raise UsageError(f"--methods: {told}")
         if name not in METHODS:
             near = difflib.get_close_matches(name, METHODS, n=3)
             hint = f"did you mean {', '.join(near)}?" if near else f"all, or some of {', '.join(METHODS)}"

@@ -179,10 +179,12 @@ class LlamaPeer(SeparatePeer):
                 }
             )
             if "choices" not in found:
-                raise ModelError(f"llama.cpp fails: {' '.join(str(found).split())[:LAST]}")
+                said = " ".join(str(found).split())[:LAST]
+                raise ModelError(f"llama.cpp fails: {said}: leave it out of --methods, or give shorter prompts")
             choice = cast("list[_Choice]", found["choices"])[0]
             ended = choice["finish_reason"] == "stop"
-            ids = (*self._codec.encode(choice["text"]), *(self._codec.eos_ids[:1] if ended else ()))
+            (body,) = self._codec.encode_pieces([choice["text"]])
+            ids = (*body, *(self._codec.eos_ids[:1] if ended else ()))
             yield Delivered(ids, choice["text"], None, (ids,))
 
 
