@@ -75,11 +75,12 @@ PROMPTS = 16
 ENGINES = ((4, 0, 3), (4, 3, 3), (1, 3, 3), (1, 0, 1), (8, 0, 3), (8, 3, 1))
 EVERYWHERE = ((4, 0, 3), (4, 3, 3))  # the others by turns, and in these families all of them
 ALL = ("t5", "bart", "m2m100")
+MORE = ((1, 0, 3), (1, 3, 1), (8, 3, 3))  # in these alone
 
 
 def engines_of(place: int, family: str) -> list[tuple[int, int, int]]:
     others = [one for one in ENGINES if one not in EVERYWHERE]
-    return list(ENGINES) if family in ALL else [*EVERYWHERE, others[place % len(others)]]
+    return [*ENGINES, *MORE] if family in ALL else [*EVERYWHERE, others[place % len(others)]]
 
 
 @cache
