@@ -11,8 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from dsbd_cli.engine.core import walks
-from dsbd_cli.engine.models import states
+from dsbd_cli.engine.models import states, walks
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.selftest import self_test
 from dsbd_cli.engine.models.states import GroupedState, LayerMemory, LinearState, Places, SelectiveState, StateCache
@@ -176,7 +175,7 @@ MUTANTS = [
 ]
 WALKED_MUTANTS = [
     (fold_forgotten, ("mamba2", "qwen3.5", "kimi-linear", "linearised")),
-    (fold_twice, ("mamba2", "qwen3.5", "kimi-linear", "linearised")),
+    (fold_twice, ("mamba2", "kimi-linear", "linearised")),  # qwen3.5 forgets too fast to show it
     (parent_by_slot, ("mamba2", "qwen3.5", "kimi-linear", "linearised")),
     (convolution_by_slot, ("mamba2", "lfm2")),
     (nothing_recalled, ("qwen3.5", "kimi-linear")),

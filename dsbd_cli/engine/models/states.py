@@ -4,7 +4,7 @@ slot.
 A layer that carries a state would need one state per beam and per drafted node. Instead each row keeps one, of the last
 token that all its live beams share, and the inputs of the tokens after it, one *place* per slot of the tail: place =
 slot % T, so that a token stays where it is when the trunk grows. `move` takes the tokens that joined the trunk into the
-state. So memory does not grow with W or with the text. core/scans.py has the sums, core/walks.py the kernels of a CPU.
+state. So memory does not grow with W or with the text. core/scans.py has the sums, walks.py the kernels of a CPU.
 
 Letters: R rows, n nodes of a forward, S active slots, T places, G key heads, H value heads, N key dim, P value dim,
 C channels, J taps of a convolution, I channels of a Mamba-1 layer.
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -136,9 +137,7 @@ class Places:
     @cached_property
     def steps(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
         """See `walks.schedule`."""
-        from dsbd_cli.engine.core import walks
-
-        return walks.schedule(*(_array(part) for part in (self.seen, self.at, self.depths)))
+        return _kernels().schedule(*(_array(part) for part in (self.seen, self.at, self.depths)))
 
     @cached_property
     def twins(self) -> Tensor | None:
@@ -184,7 +183,7 @@ class Shift:
     trunk: Tensor
     width: int
     most: int
-    found: dict[int | str, Tensor] = field(default_factory=dict)
+    found: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: Tensor, target: Tensor, base: Tensor, trunk: Tensor, width: int) -> Shift:
@@ -193,16 +192,16 @@ class Shift:
         starts = torch.arange(len(source), device=base.device).unsqueeze(1) * (width + 1)
         inside = [(slots >= start) & (slots < start + width) for slots in (source, target)]
         # what comes from outside, or goes there, is nobody's: the last place
-        flat = [
+        here, there = (
             (starts + torch.where(own, slots % width, width)).flatten()
             for own, slots in zip(inside, (source, target), strict=True)
-        ]
+        )
         most = width
         if base.device.type == "cpu":  # whose host may look at a number; a GPU would have to stop for it
             most = int((trunk - base).max().clamp(0, width))
             moved = ((source != target) & inside[1]).flatten().nonzero().squeeze(1)
-            flat = [slots.index_select(0, moved) for slots in flat]
-        return cls(*flat, base.clone(), trunk, width, most)
+            here, there = here.index_select(0, moved), there.index_select(0, moved)
+        return cls(here, there, base.clone(), trunk, width, most)
 
     @property
     def count(self) -> Tensor:
@@ -243,20 +242,20 @@ class Shift:
 
     def _last(self, lead: int) -> Tensor:
         """[R * lead] int64 into such a plane: the last tokens of the trunk, before it takes them up front."""
-        if lead not in self.found:
+        if (key := f"last {lead}") not in self.found:
             device = self.base.device
             ahead = self.count.unsqueeze(1) + torch.arange(-lead, 0, device=device)  # from the old trunk's end
             place = torch.where(ahead < 0, lead + ahead, lead + (self.base.unsqueeze(1) + ahead) % self.width)
             starts = torch.arange(len(self.base), device=device).unsqueeze(1) * (lead + self.width + 1)
-            self.found[lead] = (starts + place).flatten()
-        return self.found[lead]
+            self.found[key] = (starts + place).flatten()
+        return self.found[key]
 
     def on(self, device: torch.device) -> Shift:
         """The same for a layer on another device."""
         if device == self.base.device:
             return self
-        parts = (part.to(device) for part in (self.source, self.target, self.base, self.trunk))
-        return Shift(*parts, self.width, self.most)
+        source, target, base, trunk = (part.to(device) for part in (self.source, self.target, self.base, self.trunk))
+        return Shift(source, target, base, trunk, self.width, self.most)
 
 
 class LayerMemory:
@@ -391,13 +390,11 @@ class Convolution(LayerMemory):
         self.write("inputs", x, x.dtype)
         flat = plane.flatten(0, 1)
         if self.walked:
-            from dsbd_cli.engine.core import walks
-
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
             added = x.new_zeros(0) if bias is None else bias.float()
             back, own = places.flat_back(self.taps), x.flatten(0, 1)
             parts = (flat, back, own, weight.float().t(), added, out.view(own.shape))
-            walks.convolve(*(_array(part) for part in parts))
+            _kernels().convolve(*(_array(part) for part in parts))
             return out
         taps = [flat.index_select(0, index).view(x.shape) for index in places.flat_back(self.taps)]
         return convolve([*taps, x], weight, bias)
@@ -405,15 +402,13 @@ class Convolution(LayerMemory):
     @staticmethod
     def silu_(x: Tensor) -> None:
         """In place, with the same bits wherever a number stands; x: contiguous float32 on a CPU."""
-        from dsbd_cli.engine.core import walks
-
-        walks.silu(x.view(-1).numpy())
+        _kernels().silu(x.view(-1).numpy())
 
 
 class LinearState(LayerMemory):
     """A layer whose state is a sum of products k u^T with a decay per head or per key channel.
 
-    On a CPU the state is walked (core/walks.py): [R, H, N, P] in float32, planes k, u and the decays e. Elsewhere it is
+    On a CPU the state is walked (walks.py): [R, H, N, P] in float32, planes k, u and the decays e. Elsewhere it is
     summed (core/scans.py): [R, G, N, E] in the cache's precision, planes k, u, g and the sums of g.
     """
 
@@ -463,32 +458,24 @@ class LinearState(LayerMemory):
 
     def _walk(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
         """Either, node after node: in float32 whose order is that of the path. beta: None where v is u."""
-        from dsbd_cli.engine.core import walks
-
-        places, (rows, count, heads, width) = self.places, v.shape
+        kernels, places, (rows, count, heads, width) = _kernels(), self.places, v.shape
         groups, dim = k.shape[2:]
         decays = g.shape[3] if g.dim() == 4 else 1
-        g = g.view(rows, count, heads, decays)
-        state = self.state((heads, dim, width))
+        held, pairs = self.state((heads, dim, width)), rows * heads
         y = torch.zeros(v.shape, dtype=torch.float32)
-        numbers = _array(places.numbers)
-        q, k, v, g, beta = (
-            part.float() for part in (q, k, v, g, v.new_zeros(rows, count, 0) if beta is None else beta)
-        )
-        inputs = [_array(part) for part in (q, k, v, g, beta)]
+        betas = v.new_zeros(rows, count, 0) if beta is None else beta
+        given = [_array(part.float()) for part in (q, k, v, g.reshape(rows, count, heads, decays), betas)]
+        state, numbers, out = _array(held), _array(places.numbers), _array(y)
         if places.chain:
-            walks.shared(walks.chain, rows * heads, _array(state), numbers, _array(places.lengths), *inputs, _array(y))
+            kernels.shared(kernels.chain, pairs, state, numbers, _array(places.lengths), *given, out)
             return y
-        planes = [
-            _array(self.plane(name, shape, torch.float32))
-            for name, shape in (("k", (groups, dim)), ("u", (heads, width)), ("e", (heads, decays)))
-        ]
-        walks.put(numbers, _array(places.at), self.lead, *inputs[1:4], *planes)
-        steps = places.steps
-        walks.shared(
-            walks.forest, rows * heads, _array(state), numbers, inputs[0], inputs[2], inputs[4], *planes, self.lead,
-            *steps, _array(y),
-        )  # fmt: skip
+        shapes = {"k": (groups, dim), "u": (heads, width), "e": (heads, decays)}
+        planes = [_array(self.plane(name, shape, torch.float32)) for name, shape in shapes.items()]
+        queries, keys, values, logs, scales = given
+        kernels.put(numbers, _array(places.at), self.lead, keys, values, logs, *planes)
+        kernels.shared(
+            kernels.forest, pairs, state, numbers, queries, values, scales, *planes, self.lead, *places.steps, out
+        )
         if places.twins is not None:
             y = y.gather(1, places.twins.view(rows, count, 1, 1).expand(y.shape))
         return y
@@ -516,12 +503,10 @@ class LinearState(LayerMemory):
         """What joined the trunk goes into the state; sums of decays begin anew after it."""
         rows = len(shift.base)
         if self.walked:
-            from dsbd_cli.engine.core import walks
-
             state = self.states["state"]
             planes = (_array(self.planes[name]) for name in ("k", "u", "e"))
-            joined, count = _array(shift.joined), _array(shift.count)
-            walks.shared(walks.fold, rows * state.shape[1], _array(state), *planes, self.lead, joined, count)
+            kernels, joined, count = _kernels(), _array(shift.joined), _array(shift.count)
+            kernels.shared(kernels.fold, rows * state.shape[1], _array(state), *planes, self.lead, joined, count)
             return
         k, u, c = (shift.first(self.planes[name], self.lead) for name in ("k", "u", "c"))
         fold(self.states["state"][:rows], k, u, c, shift.count)
@@ -619,9 +604,16 @@ def _masked(values: Tensor, real: Tensor) -> Tensor:
     return values * real.view(*real.shape, *[1] * (values.dim() - 2)).to(values.dtype)
 
 
+def _kernels() -> ModuleType:
+    """numba takes a while to import, and most models need none of it."""
+    from dsbd_cli.engine.models import walks
+
+    return walks
+
+
 def _array(tensor: Tensor) -> NDArray[Any]:
     """The same numbers for a kernel, side by side."""
-    return tensor.contiguous().numpy()
+    return tensor.detach().contiguous().numpy()
 
 
 Memory = TypeVar("Memory", bound=LayerMemory)
@@ -649,7 +641,7 @@ class StateCache(ForestCache):
 
     @staticmethod
     def walks(device: torch.device) -> bool:
-        """Whether layers on this device run as kernels of core/walks.py."""
+        """Whether layers on this device run as kernels of walks.py."""
         return device.type == "cpu"
 
     @staticmethod

@@ -60,7 +60,7 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(torch.get_num_threads(), "scan")
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:
     """a b + c, rounded once."""
 
@@ -70,7 +70,7 @@ def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _power(context: Any, x: Any) -> Any:
     """2 to a whole number between -126 and 127, by its bits."""
 
@@ -84,19 +84,20 @@ def _power(context: Any, x: Any) -> Any:
 
 def _tile(*, new: bool, kept: bool, read: bool) -> Callable[..., None]:
     """One tile of a node, over all N rows of its state: s = source; if new, s = k u + e s; if kept, s is stored; if
-    read, out = sum of q s. Offsets and steps count floats of the flat arrays.
+    read, out = sum of q s. Rows of the source are `step` numbers apart, those of the target TILE; offsets count numbers
+    of the flat arrays.
 
     Written in vectors by hand: left to itself, the compiler reads and writes `out` once per row of the state.
     """
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def tile(context: Any, source: Any, source_at: Any, target: Any, target_at: Any, step: Any, e: Any, k: Any,
+    @intrinsic
+    def tile(context: Any, source: Any, source_at: Any, step: Any, target: Any, target_at: Any, e: Any, k: Any,
              k_at: Any, u: Any, u_at: Any, q: Any, q_at: Any, out: Any, out_at: Any, count: Any) -> Any:  # fmt: skip
-        given = (source, source_at, target, target_at, step, e, k, k_at, u, u_at, q, q_at, out, out_at, count)
+        given = (source, source_at, step, target, target_at, e, k, k_at, u, u_at, q, q_at, out, out_at, count)
         signature = types.void(*[types.intp if isinstance(one, types.Integer) else one for one in given])
 
         def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            source, source_at, target, target_at, step, e, k, k_at, u, u_at, q, q_at, out, out_at, count = (
+            source, source_at, step, target, target_at, e, k, k_at, u, u_at, q, q_at, out, out_at, count = (
                 value if kind == types.intp else context.make_array(kind)(context, builder, value).data
                 for kind, value in zip(signature.args, arguments, strict=True)
             )
@@ -124,7 +125,7 @@ def _tile(*, new: bool, kept: bool, read: bool) -> Callable[..., None]:
             sums = [builder.phi(_VECTOR) for _ in range(SIDE if read else 0)]
             for total in sums:
                 total.add_incoming(ir.Constant(_VECTOR, [0.0] * LANES), before)
-            offset = builder.mul(row, step)
+            offset, own = builder.mul(row, step), builder.mul(row, integer(TILE))
             decay = wide(e, row) if new else None
             key = wide(k, builder.add(k_at, row)) if new else None
             query = wide(q, builder.add(q_at, row)) if read else None
@@ -134,7 +135,7 @@ def _tile(*, new: bool, kept: bool, read: bool) -> Callable[..., None]:
                 if new:
                     held = builder.call(multiply_add, [key, inputs[lane], builder.fmul(decay, held)])
                 if kept:
-                    builder.store(held, place(target, builder.add(target_at, offset), lane), align=4)
+                    builder.store(held, place(target, builder.add(target_at, own), lane), align=4)
                 if read:
                     totals.append(builder.call(multiply_add, [query, held, sums[lane]]))
             following = builder.add(row, integer(1))
@@ -149,7 +150,7 @@ def _tile(*, new: bool, kept: bool, read: bool) -> Callable[..., None]:
 
         return signature, code
 
-    return tile  # type: ignore[no-any-return]
+    return tile
 
 
 _recall_tile = _tile(new=False, kept=False, read=True)
@@ -159,55 +160,54 @@ _read_tile = _tile(new=True, kept=False, read=True)
 
 
 @compiled
-def _recall(source, source_at, width, e, k, k_at, keys, out):  # type: ignore[no-untyped-def]
-    """out [P] = k (e S) = (k e) S. keys [N]: room for k e."""
-    count, whole = len(e), width - width % TILE
-    for n in range(count):
-        keys[n] = k[k_at + n] * e[n]
-    for at in range(0, whole, TILE):
-        _recall_tile(source, source_at + at, source, 0, width, e, k, 0, source, 0, keys, 0, out, at, count)
-    for at in range(whole, width):
+def _recall(source, source_at, step, columns, keys, out):
+    """out [columns] = keys S."""
+    count = len(keys)
+    if columns == TILE:
+        _recall_tile(source, source_at, step, source, 0, keys, keys, 0, source, 0, keys, 0, out, 0, count)
+        return
+    for at in range(columns):
         total = np.float32(0)
         for n in range(count):
-            total = _fma(keys[n], source[source_at + n * width + at], total)
+            total = _fma(keys[n], source[source_at + n * step + at], total)
         out[at] = total
 
 
 @compiled
-def _keep(source, source_at, target, target_at, width, e, k, k_at, u, u_at):  # type: ignore[no-untyped-def]
-    """target = e S + k u^T; the two may be the same."""
-    count, whole = len(e), width - width % TILE
-    for at in range(0, whole, TILE):
-        _keep_tile(source, source_at + at, target, target_at + at, width, e, k, k_at, u, u_at + at, k, 0, u, 0, count)
-    for at in range(whole, width):
+def _keep(source, source_at, step, target, target_at, columns, e, k, k_at, u, u_at):
+    """target = e S + k u^T; the two may be the same. Rows of S are `step` numbers apart, those of the target TILE."""
+    count = len(e)
+    if columns == TILE:
+        _keep_tile(source, source_at, step, target, target_at, e, k, k_at, u, u_at, k, 0, u, 0, count)
+        return
+    for at in range(columns):
         for n in range(count):
-            held = e[n] * source[source_at + n * width + at]
-            target[target_at + n * width + at] = _fma(k[k_at + n], u[u_at + at], held)
+            held = e[n] * source[source_at + n * step + at]
+            target[target_at + n * TILE + at] = _fma(k[k_at + n], u[u_at + at], held)
 
 
 @compiled
-def _step(source, source_at, target, target_at, kept, width, e, k, k_at, u, u_at, q, q_at, out, out_at):  # type: ignore[no-untyped-def]
+def _step(source, source_at, step, target, target_at, kept, columns, e, k, k_at, u, u_at, q, q_at, out, out_at):
     """The same, and out = q target; the state is stored where kept says so."""
-    count, whole = len(e), width - width % TILE
-    for at in range(0, whole, TILE):
+    count = len(e)
+    if columns == TILE:
         if kept:
-            _both_tile(source, source_at + at, target, target_at + at, width, e, k, k_at, u, u_at + at,
-                       q, q_at, out, out_at + at, count)  # fmt: skip
+            _both_tile(source, source_at, step, target, target_at, e, k, k_at, u, u_at, q, q_at, out, out_at, count)
         else:
-            _read_tile(source, source_at + at, target, 0, width, e, k, k_at, u, u_at + at,
-                       q, q_at, out, out_at + at, count)  # fmt: skip
-    for at in range(whole, width):
+            _read_tile(source, source_at, step, target, 0, e, k, k_at, u, u_at, q, q_at, out, out_at, count)
+        return
+    for at in range(columns):
         total = np.float32(0)
         for n in range(count):
-            held = _fma(k[k_at + n], u[u_at + at], e[n] * source[source_at + n * width + at])
+            held = _fma(k[k_at + n], u[u_at + at], e[n] * source[source_at + n * step + at])
             if kept:
-                target[target_at + n * width + at] = held
+                target[target_at + n * TILE + at] = held
             total = _fma(q[q_at + n], held, total)
         out[out_at + at] = total
 
 
 @compiled
-def schedule(seen, at, depths):  # type: ignore[no-untyped-def]
+def schedule(seen, at, depths):
     """The order in which nodes are walked, parents first: steps [R, T, 4], how many of each row [R], and the number of
     states that are held at once.
 
@@ -276,7 +276,7 @@ def schedule(seen, at, depths):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def put(rows, at, lead, k, u, g, keys, inputs, decays):  # type: ignore[no-untyped-def]
+def put(rows, at, lead, k, u, g, keys, inputs, decays):
     """Store k [R, n, G, N], u [R, n, H, P] and exp of g [R, n, H, 1 or N] in planes [rows, lead + T + 1, ...]."""
     places = keys.shape[1] - lead - 1
     for r in range(len(rows)):
@@ -291,7 +291,7 @@ def put(rows, at, lead, k, u, g, keys, inputs, decays):  # type: ignore[no-untyp
 
 
 @compiled
-def _spread(decay, e):  # type: ignore[no-untyped-def]
+def _spread(decay, e):
     """A decay per key channel, from one per head or per channel."""
     if len(decay) == 1:
         e[:] = decay[0]
@@ -300,7 +300,7 @@ def _spread(decay, e):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def forest(state, rows, q, v, beta, keys, inputs, decays, lead, steps, counts, most, y, first, last):  # type: ignore[no-untyped-def]
+def forest(state, rows, q, v, beta, keys, inputs, decays, lead, steps, counts, most, y, first, last):
     """y [R, n, H, P] of the nodes of `steps` (see `schedule`) from the trunk's state [rows, H, N, P] and planes as
     `put` has left them; 0 of absent nodes, and of later nodes in a place. beta: [R, n, H], or [R, n, 0] where u is
     given as it is; else u is made of v and stored.
@@ -308,78 +308,110 @@ def forest(state, rows, q, v, beta, keys, inputs, decays, lead, steps, counts, m
     heads, dim, width = state.shape[1:]
     groups, places, nodes = keys.shape[2], keys.shape[1], q.shape[1]
     corrects = beta.shape[2] > 0
-    size = dim * width
     flat, k, u, q, out = state.ravel(), keys.ravel(), inputs.ravel(), q.ravel(), y.ravel()
-    held, recalled = np.empty(most * size, np.float32), np.empty(width, np.float32)
+    size = dim * TILE
+    held, recalled = np.empty(most * size, np.float32), np.empty(TILE, np.float32)
     e, room = np.empty(dim, np.float32), np.empty(dim, np.float32)
     for pair in range(first, last):
         r, h = pair // heads, pair % heads
         group = h // (heads // groups)
-        trunk = (rows[r] * heads + h) * size
-        for index in range(counts[r]):
-            place, node, above, own = steps[r, index]
-            here = rows[r] * places + lead + place
-            k_at, u_at = (here * groups + group) * dim, (here * heads + h) * width
-            _spread(decays[rows[r], lead + place, h], e)
-            source, source_at = (flat, trunk) if above < 0 else (held, above * size)
-            if node < 0:
-                _keep(source, source_at, held, own * size, width, e, k, k_at, u, u_at)
-                continue
-            y_at, q_at = ((r * nodes + node) * heads + h) * width, ((r * nodes + node) * groups + group) * dim
-            if corrects:
-                _recall(source, source_at, width, e, k, k_at, room, recalled)
-                for p in range(width):
-                    u[u_at + p] = beta[r, node, h] * (v[r, node, h, p] - recalled[p])
-            _step(source, source_at, held, own * size, own >= 0, width, e, k, k_at, u, u_at, q, q_at, out, y_at)
+        trunk = (rows[r] * heads + h) * dim * width
+        for begin in range(0, width, TILE):
+            columns = min(TILE, width - begin)
+            for index in range(counts[r]):
+                place, node, above, own = steps[r, index]
+                here = rows[r] * places + lead + place
+                k_at, u_at = (here * groups + group) * dim, (here * heads + h) * width + begin
+                _spread(decays[rows[r], lead + place, h], e)
+                source, source_at, step = (flat, trunk + begin, width) if above < 0 else (held, above * size, TILE)
+                if node < 0:
+                    _keep(source, source_at, step, held, own * size, columns, e, k, k_at, u, u_at)
+                    continue
+                if corrects:
+                    for n in range(dim):
+                        room[n] = k[k_at + n] * e[n]
+                    _recall(source, source_at, step, columns, room, recalled)
+                    for p in range(columns):
+                        u[u_at + p] = beta[r, node, h] * (v[r, node, h, begin + p] - recalled[p])
+                y_at, q_at = ((r * nodes + node) * heads + h) * width, ((r * nodes + node) * groups + group) * dim
+                _step(source, source_at, step, held, own * size, own >= 0, columns, e, k, k_at, u, u_at,
+                      q, q_at, out, y_at + begin)  # fmt: skip
 
 
 @compiled
-def chain(state, rows, lengths, q, k, v, g, beta, y, first, last):  # type: ignore[no-untyped-def]
+def _load(state, at, width, columns, tile):
+    """Columns of a state, side by side."""
+    for n in range(len(tile) // TILE):
+        for p in range(columns):
+            tile[n * TILE + p] = state[at + n * width + p]
+
+
+@compiled
+def _store(state, at, width, columns, tile):
+    """And back."""
+    for n in range(len(tile) // TILE):
+        for p in range(columns):
+            state[at + n * width + p] = tile[n * TILE + p]
+
+
+@compiled
+def chain(state, rows, lengths, q, k, v, g, beta, y, first, last):
     """y [R, n, H, P] of tokens that follow one another, the first `lengths` [R] of each row; they go into the state."""
     heads, dim, width = state.shape[1:]
     groups, nodes = k.shape[2], k.shape[1]
     corrects = beta.shape[2] > 0
     flat, keys, q, out = state.ravel(), k.ravel(), q.ravel(), y.ravel()
-    e, room, u = np.empty(dim, np.float32), np.empty(dim, np.float32), np.empty(width, np.float32)
-    decay = np.empty(g.shape[3], np.float32)
+    held, u, decay = np.empty(dim * TILE, np.float32), np.empty(TILE, np.float32), np.empty(g.shape[3], np.float32)
+    e, room = np.empty(dim, np.float32), np.empty(dim, np.float32)
     for pair in range(first, last):
         r, h = pair // heads, pair % heads
-        group = h // (heads // groups)
         at = (rows[r] * heads + h) * dim * width
-        for i in range(lengths[r]):
-            for n in range(len(decay)):
-                decay[n] = np.exp(g[r, i, h, n])
-            _spread(decay, e)
-            k_at = ((r * nodes + i) * groups + group) * dim
-            if corrects:
-                _recall(flat, at, width, e, keys, k_at, room, u)
-                for p in range(width):
-                    u[p] = beta[r, i, h] * (v[r, i, h, p] - u[p])
-            else:
-                u[:] = v[r, i, h]
-            out_at = ((r * nodes + i) * heads + h) * width
-            _step(flat, at, flat, at, True, width, e, keys, k_at, u, 0, q, k_at, out, out_at)
+        for begin in range(0, width, TILE):
+            columns = min(TILE, width - begin)
+            _load(flat, at + begin, width, columns, held)
+            for i in range(lengths[r]):
+                for n in range(len(decay)):
+                    decay[n] = np.exp(g[r, i, h, n])
+                _spread(decay, e)
+                k_at = ((r * nodes + i) * groups + h // (heads // groups)) * dim
+                if corrects:
+                    for n in range(dim):
+                        room[n] = keys[k_at + n] * e[n]
+                    _recall(held, 0, TILE, columns, room, u)
+                    for p in range(columns):
+                        u[p] = beta[r, i, h] * (v[r, i, h, begin + p] - u[p])
+                else:
+                    for p in range(columns):
+                        u[p] = v[r, i, h, begin + p]
+                out_at = ((r * nodes + i) * heads + h) * width + begin
+                _step(held, 0, TILE, held, 0, True, columns, e, keys, k_at, u, 0, q, k_at, out, out_at)
+            _store(flat, at + begin, width, columns, held)
 
 
 @compiled
-def fold(state, keys, inputs, decays, lead, order, count, first, last):  # type: ignore[no-untyped-def]
+def fold(state, keys, inputs, decays, lead, order, count, first, last):
     """Take the places order[r, :count[r]] of planes, parents first, into the states of the first rows."""
     heads, dim, width = state.shape[1:]
     groups, places = keys.shape[2], keys.shape[1]
-    flat, k, u, e = state.ravel(), keys.ravel(), inputs.ravel(), np.empty(dim, np.float32)
+    flat, k, u = state.ravel(), keys.ravel(), inputs.ravel()
+    held, e = np.empty(dim * TILE, np.float32), np.empty(dim, np.float32)
     for pair in range(first, last):
         r, h = pair // heads, pair % heads
         at = (r * heads + h) * dim * width
-        for index in range(count[r]):
-            here = lead + order[r, index]
-            place = r * places + here
-            _spread(decays[r, here, h], e)
-            k_at = (place * groups + h // (heads // groups)) * dim
-            _keep(flat, at, flat, at, width, e, k, k_at, u, (place * heads + h) * width)
+        for begin in range(0, width if count[r] else 0, TILE):
+            columns = min(TILE, width - begin)
+            _load(flat, at + begin, width, columns, held)
+            for index in range(count[r]):
+                here = lead + order[r, index]
+                place = r * places + here
+                _spread(decays[r, here, h], e)
+                k_at = (place * groups + h // (heads // groups)) * dim
+                _keep(held, 0, TILE, held, 0, columns, e, k, k_at, u, (place * heads + h) * width + begin)
+            _store(flat, at + begin, width, columns, held)
 
 
 @compiled
-def convolve(plane, back, x, weight, bias, out):  # type: ignore[no-untyped-def]
+def convolve(plane, back, x, weight, bias, out):
     """As `scans.convolve`, for inputs that lie in a plane [places, C]: back [J - 1, n] says where, x [n, C] are the
     nodes' own. weight: [J, C]. bias: [C], or [0]. out: [n, C]."""
     taps, channels = weight.shape
@@ -398,8 +430,8 @@ def convolve(plane, back, x, weight, bias, out):  # type: ignore[no-untyped-def]
             total[c] += bias[c]
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def _exp(x):  # type: ignore[no-untyped-def]
+@njit(inline="always")
+def _exp(x):
     """exp in float32, within 2 units in the last place, in operations that a vector has as well: the library's own
     differ between the vectors and the numbers that are left over. (Cephes.)"""
     x = np.float32(-87) if x < np.float32(-87) else x
@@ -418,7 +450,7 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def silu(x):  # type: ignore[no-untyped-def]
+def silu(x):
     """x / (1 + exp(-x)) of a flat array, in place."""
     for i in range(len(x)):
         x[i] = x[i] / (np.float32(1) + _exp(-x[i]))
