@@ -86,7 +86,8 @@ class Layer:
         walks.put(self.rows, at, LEAD, own["k"], own["v"], own["g"], *self.planes)
         y = np.zeros((1, len(tokens) + 1, H, own["v"].shape[3]), np.float32)
         walks.shared(
-            walks.forest, H, self.state, self.rows, own["q"], own["v"], own["beta"], *self.planes, LEAD,
+            walks.forest, H, self.state, self.rows, own["q"], own["v"], own["beta"],
+            walks.alike(own["q"], own["k"]), *self.planes, LEAD,
             *walks.schedule(seen, at, depths), y,
         )  # fmt: skip
         assert not y[0, -1].any()
@@ -128,7 +129,18 @@ def test_the_bits_are_those_of_the_path(seed: int, width: int, channels: bool, d
     state = data["state"].numpy().copy()
     y = np.zeros((1, size, H, width), np.float32)
     walks.shared(
-        walks.chain, H, state, np.array([0]), np.array([size]), own["q"], own["k"], own["v"], own["g"], own["beta"], y
+        walks.chain,
+        H,
+        state,
+        np.array([0]),
+        np.array([size]),
+        own["q"],
+        own["k"],
+        own["v"],
+        own["g"],
+        own["beta"],
+        walks.alike(own["q"], own["k"]),
+        y,
     )
     for token in (0, size - 1):
         expected, after = recurrence(data, list(range(token + 1)), delta=delta)
