@@ -135,9 +135,14 @@ class Places:
         return self._back[taps]
 
     @cached_property
+    def walked_at(self) -> Tensor:
+        """`at`, but -1 of tokens that the state holds already."""
+        return torch.where(self.real & (self.batch.slots < self.base.unsqueeze(1)), -1, self.at)
+
+    @cached_property
     def steps(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
         """See `walks.schedule`."""
-        return _kernels().schedule(*(_array(part) for part in (self.seen, self.at, self.depths)))
+        return _kernels().schedule(*(_array(part) for part in (self.seen, self.walked_at, self.depths)))
 
     @cached_property
     def twins(self) -> Tensor | None:
@@ -473,7 +478,7 @@ class LinearState(LayerMemory):
         shapes = {"k": (groups, dim), "u": (heads, width), "e": (heads, decays)}
         planes = [_array(self.plane(name, shape, torch.float32)) for name, shape in shapes.items()]
         queries, keys, values, logs, scales = given
-        kernels.put(numbers, _array(places.at), self.lead, keys, values, logs, *planes)
+        kernels.put(numbers, _array(places.walked_at), self.lead, keys, values, logs, *planes)
         kernels.shared(
             kernels.forest, pairs, state, numbers, queries, values, scales, same, *planes, self.lead, *places.steps, out
         )

@@ -214,22 +214,25 @@ def alike(q, k):
 
 @compiled
 def schedule(seen, at, depths):
-    """The order in which nodes are walked, parents first: steps [R, T, 4], how many of each row [R], and the number of
-    states that are held at once.
+    """The order in which nodes are walked, parents first: steps [R, T + n, 4], how many of each row [R], and the number
+    of states that are held at once.
 
-    seen: [R, n, T] bool. at: [R, n] places, T where a node is absent. depths: [R, T]. A step is (place, node or -1,
-    state of the parent, state to make): -1 as the parent's is the trunk's, and -1 as the last means that no one
-    needs it.
+    seen: [R, n, T] bool. at: [R, n] places, -1 where the trunk's state holds the token already, T where a node is
+    absent. depths: [R, T]. A step is (place, node or -1, state of the parent, state to make): -1 as the parent's is the
+    trunk's, and -1 as the last means that no one needs it.
     """
     rows, nodes, places = seen.shape
-    steps, counts, most = np.full((rows, places, 4), -1, np.int64), np.zeros(rows, np.int64), 1
+    steps, counts, most = np.full((rows, places + nodes, 4), -1, np.int64), np.zeros(rows, np.int64), 1
     for r in range(rows):
         parent, children = np.full(places, -1, np.int64), np.zeros(places, np.int64)
         node_of, used = np.full(places, -1, np.int64), np.zeros(places, np.bool_)
         line = np.empty(places + 1, np.int64)
         for i in range(nodes):
             own = at[r, i]
-            if own >= places:
+            if own < 0:
+                steps[r, counts[r], 1] = i
+                counts[r] += 1
+            if own < 0 or own >= places:
                 continue
             if node_of[own] < 0:
                 node_of[own] = i
@@ -287,7 +290,7 @@ def put(rows, at, lead, k, u, g, keys, inputs, decays):
     places = keys.shape[1] - lead - 1
     for r in range(len(rows)):
         for i in range(at.shape[1]):
-            if at[r, i] < places:
+            if 0 <= at[r, i] < places:
                 place = lead + at[r, i]
                 keys[rows[r], place] = k[r, i]
                 inputs[rows[r], place] = u[r, i]
@@ -326,6 +329,10 @@ def forest(state, rows, q, v, beta, same, keys, inputs, decays, lead, steps, cou
             columns = min(TILE, width - begin)
             for index in range(counts[r]):
                 place, node, above, own = steps[r, index]
+                if place < 0:  # what the state says of its last token, without a decay
+                    _read(flat, trunk + begin, width, columns, q[r, node, group], found)
+                    y[r, node, h, begin : begin + columns] = found[:columns]
+                    continue
                 here = rows[r] * places + lead + place
                 k_at, u_at = (here * groups + group) * dim, (here * heads + h) * width + begin
                 _spread(decays[rows[r], lead + place, h], e)
