@@ -262,8 +262,9 @@ class Stepper:
     def _target(self, state: BatchState, plan: Plan, forest: Forest, context: DraftContext) -> Tensor:
         """Target logits of all nodes: [R, N, V]."""
         prompt = None
-        if plan.settled is not None and self.caches.target.device.type != "cpu":
-            prompt = state.beams.depth - state.beams.length  # without its last token, which is the root
+        if self.caches.target.device.type != "cpu":
+            # the trunk, which is there; where bits are promised the prompt without its last token, which is the root
+            prompt = state.table.trunk if plan.settled is None else state.beams.depth - state.beams.length
         if context.sheet is not None:
             batch = replace(context.sheet.input(0, plan.nodes), settled=plan.settled, tail=plan.tail, prompt=prompt)
             logits = run(self.caches.target, batch, state.table.used.device)
