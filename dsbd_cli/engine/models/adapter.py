@@ -301,6 +301,7 @@ class TransformersForest:
                 batch.tail,
                 kernel=self.attention,
                 prompt=None if self.attention is None else batch.prompt,
+                positions=batch.slot_positions,
             )
         )
         return self._sight
