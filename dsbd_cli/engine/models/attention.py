@@ -305,8 +305,8 @@ def _by_paths(
     settled = None
     if max(sight.settled):
         settled = _settled(sight, _grouped(query, key.shape[1]), key, value, mask, scale)
-    more = {"settled": settled, "softcap": softcap, "sinks": sinks, "bias": bias}
-    return tail.attend(sight.paths(mask), query, key, value, scale, **more)
+    paths = sight.paths(mask)
+    return tail.attend(paths, query, key, value, scale, settled=settled, softcap=softcap, sinks=sinks, bias=bias)
 
 
 def _grouped(query: Tensor, kv_heads: int) -> Tensor:

@@ -60,8 +60,8 @@ class List(ctypes.Structure):
     )  # fmt: skip
 
 
-ATTEND = tuple(getattr(Attend, name).offset for name, _ in Attend._fields_)
-LIST = tuple(getattr(List, name).offset for name, _ in List._fields_)
+ATTEND = tuple(getattr(Attend, field[0]).offset for field in Attend._fields_)
+LIST = tuple(getattr(List, field[0]).offset for field in List._fields_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def attend(
     wide, stride = -(-out_dim // LANES) * LANES, width | LANES
     numbers = dim * stride + width * wide + -(-2 * dim // LANES) * LANES + 4 * stride + 2 * wide
     scratch = torch.empty(threads, numbers, dtype=torch.float32)
-    joined = (0,) * 8
+    joined: tuple[int, ...] = (0,) * 8
     if settled is not None:
         part, sums = settled
         assert (part.dtype, part.stride(-1), sums.dtype) == (query.dtype, 1, torch.float32)
@@ -148,7 +148,7 @@ def attend(
             sums.data_ptr(), *(step * 4 for step in sums.stride()),
         )  # fmt: skip
     sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-    biased = (0,) * 4
+    biased: tuple[int, ...] = (0,) * 4
     if bias is not None:
         bias = bias.to(torch.float32).contiguous()
         step = bias.stride()

@@ -35,7 +35,7 @@ ROUND = 12582912.0  # 1.5 * 2^23: a number added to it loses its fraction
 LEAST_POWER = -126.0  # smaller results would be subnormal, and slow
 
 
-class _Lanes(types.Type):  # type: ignore[misc]
+class _Lanes(types.Type):
     def __init__(self) -> None:
         super().__init__(name="Lanes")
 
@@ -44,7 +44,7 @@ LANES_TYPE = _Lanes()
 
 
 @register_model(_Lanes)
-class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
+class _LanesModel(models.PrimitiveModel):
     def __init__(self, manager: Any, kind: Any) -> None:
         super().__init__(manager, kind, _V32)
 
