@@ -129,6 +129,22 @@ def test_a_kernel_that_cannot_run_changes_nothing() -> None:
     model(input_ids=torch.arange(12)[None])
 
 
+@pytest.mark.parametrize("fault", ["fails", "wrong"])
+def test_products_at_fault_leave_the_other_kernels(fault: str) -> None:
+    """Guards norms and rotations that are given up for a product that cannot run."""
+
+    def linear(x: Any, weight: Any, bias: Any) -> Any:
+        if fault == "fails":
+            raise RuntimeError("out of resource: shared memory")
+        return torch.nn.functional.linear(x, weight, bias) * 1.5
+
+    model, stock = build("llama"), build("llama")
+    fused = fuse(model, replace(TWINS, linear=linear))
+    assert (fused.counts, fused.undone) == (FOUND["llama"], False)
+    tokens = torch.arange(12)[None]
+    assert torch.allclose(model(input_ids=tokens).logits, stock(input_ids=tokens).logits, rtol=1e-4, atol=1e-5)
+
+
 @ON_CPU
 def test_logits_of_a_node_have_the_same_bits_in_any_company() -> None:
     """Products and attention by kernels. Guards one of them that goes by the number of rows, slots or nodes; the other

@@ -5,7 +5,7 @@ Shape letters: R requests (rows), n nodes in one forward, S active cache slots, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -215,14 +215,15 @@ class SourceRequest:
         source: token ids [Z] int64, or features [bins, frames] float32.
         prompt: tokens that the decoder begins with. prefix: how many of the last of them are text of the answer.
         forced: token that has to follow the prompt, in place of the checkpoint's own; None: no other.
-        language: what was heard, where the request names no language of its speech; else None.
+        listen: where the request names no language of its speech, what makes the prompt, which is as long, and the name
+            of the language from the target's logits [V] behind the prompt's first token; else None.
     """
 
     source: Tensor
     prompt: list[int]
     prefix: int = 0
     forced: int | None = None
-    language: str | None = None
+    listen: Callable[[Tensor], tuple[list[int], str]] | None = None
 
 
 @runtime_checkable
