@@ -121,7 +121,7 @@ class Encoder:
                 f"{role}'s decoder has {limit} positions"
             )
         job.prompt, job.truncated, job.source, job.prefix = prompt, dropped, source, asked.prefix
-        job.language = asked.language
+        job.listen = asked.listen
         job.rules = self._rules(request, "checkpoint", asked.forced)
         forced = job.rules.forced_bos_token_id
         if forced is not None and len(prompt) == 1 and (job.catalogue is not None or request.grammar is not None):

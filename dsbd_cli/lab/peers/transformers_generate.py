@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -104,7 +105,17 @@ class TransformersPeer(Peer):
     def _spoken(self, files: Sequence[str]) -> list[SourceRequest]:
         """Features of the files, and what the decoder begins with."""
         assert isinstance(self._codec, Seq2SeqCodec)
-        return [self._codec.source(Request(audio=file, sampling=self._sampling)) for file in files]
+        asked = [self._codec.source(Request(audio=file, sampling=self._sampling)) for file in files]
+        return [one if one.listen is None else self._listened(one, one.listen) for one in asked]
+
+    def _listened(self, asked: SourceRequest, listen: Callable[[Tensor], tuple[list[int], str]]) -> SourceRequest:
+        """With the language that the model hears, as transformers' detect_language has it."""
+        module: Any = self._module
+        features = asked.source.unsqueeze(0).to(self._target.device, module.dtype)
+        start = torch.tensor([asked.prompt[:1]], device=self._target.device)
+        with torch.inference_mode():
+            logits = module(**{module.main_input_name: features}, decoder_input_ids=start, use_cache=False).logits
+        return replace(asked, prompt=listen(logits[0, -1])[0], listen=None)
 
     def _token_rules(self) -> TokenRules:
         """Those that our engine keeps."""
