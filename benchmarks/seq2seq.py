@@ -107,7 +107,7 @@ def errors(said: list[str], rows: list[dict[str, Any]]) -> float:
     return wrong / total
 
 
-class Converted:
+class ConvertedPair:
     """The same weights in CTranslate2's format, float32 or int8, on as many threads as torch has."""
 
     def __init__(
@@ -171,7 +171,7 @@ def runners(loaded: Engine, beams: int, options: argparse.Namespace) -> dict[str
         methods["ngram"] = MethodConfig(rule="search", num_beams=beams, drafter="ngram", **drafted)
     made: dict[str, Callable[..., tuple[list[str], int]]] = {"transformers": theirs} if not options.alone else {}
     for kind in options.ctranslate2:
-        made[f"CTranslate2, {kind}"] = Converted(
+        made[f"CTranslate2, {kind}"] = ConvertedPair(
             options.checkpoint, codec.tokenizer, kind, beams, size, options.new_tokens
         )  # type: ignore[attr-defined]
     return made | {f"dsbd, {name}": Ours(loaded, method, size, sampling) for name, method in methods.items()}

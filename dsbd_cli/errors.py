@@ -38,6 +38,7 @@ __all__ = [
     "UsageError",
     "WorkerLostError",
     "option_name",
+    "plural",
     "shorten",
 ]
 
@@ -75,6 +76,11 @@ def shorten(value: object) -> str:
 def option_name(field: str) -> str:
     """--num-beams for num_beams."""
     return "--" + field.replace("_", "-")
+
+
+def plural(count: object, name: str) -> str:
+    """1 record, 2 records."""
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"
 
 
 class DsbdError(Exception):

@@ -292,6 +292,23 @@ def test_rows_that_cannot_be_answered_say_why(request_: Request, told: str) -> N
     assert told in failure(request_)
 
 
+def test_a_source_is_checked_against_every_encoder() -> None:
+    """Guards a token that only the target's encoder knows: the draft's embedding would be read beside its end."""
+
+    class Narrow(Seq2SeqForestModel):
+        source_vocab_size = property(lambda self: 50)  # type: ignore[assignment]
+
+    _, target, draft = models("bart")
+    codec = pair_codec(target.module, ENDS)
+    narrow = Narrow(draft.module, "draft")
+    one = Engine(target, narrow, codec, MethodConfig(rule="search", depth=2), batch_size=1)
+    right, wrong = one.run(
+        [Request(prompt_ids=(6, ids), sampling=SamplingConfig(max_new_tokens=2)) for ids in (49, 50)]
+    )
+    assert right.error is None
+    assert str(wrong.error) == "prompt holds token id 50, but the draft's encoder has 50 ids"
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

@@ -36,8 +36,8 @@ class ForestInput:
             all of them, windows aside. Where given, the logits of a node must not depend on anything but its path: not
             on the other nodes, the slots, the other rows or how many there are. None: speed comes first.
         tail: T, how many slots from there on a row may use at most; of use with `settled` only.
-        prompt: [R] int64, lengths of the prompts on the device, where `settled` holds zeros so that its shapes stay the
-            same; None where `settled` says it.
+        prompt: [R] int64 on the device, leading slots that every node sees. Where `settled` holds zeros, so that its
+            shapes stay the same, those of the prompts; without `settled` as many as there are. None: nobody counted.
         chain: a prefill. The real nodes of a row stand first, follow one another from the row's trunk on, and each sees
             all before it; they join the trunk.
     """

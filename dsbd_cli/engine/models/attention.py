@@ -61,10 +61,12 @@ class Sight:
         masked: bool = False,
         kernel: Kernel | None = None,
         prompt: Tensor | None = None,
+        fast: bool = False,
     ) -> None:
         """masked: all slots are settled, rounded up, and those past a row's own number are masked. Else the number is
         rounded down, and the tail begins with the rest. kernel: serves layers that it fits; prompt [R]: so many leading
-        slots of a row it takes as settled."""
+        slots of a row it takes as settled. fast: no bits are promised, and torch serves the other layers."""
+        self.fast = fast
         self.kernel = None if prompt is None else kernel
         self.prompt = prompt
         if masked:
@@ -94,8 +96,11 @@ class Sight:
             return
         width = max(LEAST_TAIL, min(self.width, slots - min(self.settled)))  # a source may be all settled
         if self._at is None:
-            start = torch.tensor(self.settled, device=seen.device).unsqueeze(1)
-            self._at = start + torch.arange(width, device=seen.device)  # [R, T]
+            at = torch.arange(width, device=seen.device)
+            if len(set(self.settled)) == 1:  # always on a GPU, where a capture takes nothing from the host
+                self._at = (at + self.settled[0]).expand(rows, -1)  # [R, T]
+            else:
+                self._at = torch.tensor(self.settled, device=seen.device).unsqueeze(1) + at
         at = self._at.unsqueeze(1).expand(-1, nodes, -1)
         tail = seen.gather(2, at.clamp(max=slots - 1)) & (at < slots)
         mask = torch.full((rows, 1, 1, nodes, width), MASKED, device=seen.device)
@@ -204,27 +209,44 @@ def grouped_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     bias = kwargs.get("position_bias")
-    plain = bias is None
-    sight = _sight.get()
-    known = None if sight is None else sight.of(attention_mask)
-    if sight is not None and known is not None:
-        assert bias is None or isinstance(bias, Tensor)
-        part, mask = known
-        sight.used += 1
-        if part is sight.across:
-            bias = None  # T5 gives zeros here: a source has no distance to an answer
-        found = None
-        if part.kernel is not None and softcap is None and s_aux is None and bias is None:
-            found = part.served(query, key, value, mask, scale)
-        odd = softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None
-        if found is None and (odd or part.kernel is not None):
-            part = part.all_tail()
-        out = _by_parts(part, query, key, value, mask, scale, softcap, s_aux, bias) if found is None else found
-    elif softcap is not None or s_aux is not None:
+    assert bias is None or isinstance(bias, Tensor)
+    out = _by_sight(query, key, value, attention_mask, scale, softcap, s_aux, bias)
+    if out is None and softcap is None and s_aux is None:
+        return _fused(module, query, key, value, attention_mask, dropout, scaling, bias is None, kwargs)
+    if out is None:
         out = _written_out(query, key, value, attention_mask, scale, softcap, s_aux)
-    else:
-        return _fused(module, query, key, value, attention_mask, dropout, scaling, plain, kwargs)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _by_sight(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor | None:
+    """[R, H * G, n, E] of a forward whose slots are split, by the kernel or by parts; None where torch's attention over
+    all slots serves."""
+    sight = _sight.get()
+    known = None if sight is None else sight.of(mask)
+    if sight is None or known is None:
+        return None
+    part, mask = known
+    if part is sight.across:
+        bias = None  # T5 gives zeros here: a source has no distance to an answer
+    found = None
+    if part.kernel is not None and softcap is None and sinks is None and bias is None:
+        found = part.served(query, key, value, mask, scale)
+    if found is None and part.fast:
+        return None
+    sight.used += 1
+    odd = softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None
+    if found is None and (odd or part.kernel is not None):
+        part = part.all_tail()
+    return _by_parts(part, query, key, value, mask, scale, softcap, sinks, bias) if found is None else found
 
 
 def _fused(

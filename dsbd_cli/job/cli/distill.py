@@ -79,7 +79,7 @@ class DistillOptions:
     hidden_size: int | None = option(
         DISTILL, "train a new Llama of this hidden size with the target's tokenizer instead", metavar="H"
     )
-    steps: int | None = option(DISTILL, f"of training, {BATCH} answers each", default=STEPS, metavar="N")
+    steps: int | None = option(DISTILL, f"of training, {BATCH} answers each", default=STEPS, metavar="N", least=1)
     learning_rate: float | None = option(
         DISTILL,
         "the highest; it rises first, and falls to 0 in the second half",
@@ -130,8 +130,6 @@ def distill(options: DistillOptions, arguments: Sequence[str]) -> None:
         raise UsageError("--input is missing: name a file of prompts")
     if options.output is None:
         raise UsageError("--output is missing: name a folder for the draft")
-    if options.steps is not None and options.steps < 1:
-        raise UsageError(f"--steps is {options.steps}, but must be 1 or more")
     rate = options.learning_rate
     if rate is not None and not 0 < rate < 1:
         raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
@@ -463,16 +461,10 @@ def _speed_said(speed: Speed) -> str:
 
 
 def _show(record: Record, folder: Path, held: int) -> None:
-    from rich.table import Table
+    from dsbd_cli.lab.reports.screen import Screen, before_and_after
 
-    from dsbd_cli.lab.reports.screen import Screen
-
-    first, last = record.milestones[0], record.milestones[-1]
-    table = Table(box=None)
-    table.add_column("")
-    for name in ("before", "after"):
-        table.add_column(name, justify="right")
-    ends = (first, last)
+    table, ends = before_and_after(), (record.milestones[0], record.milestones[-1])
+    last = ends[-1]
     table.add_row("loss, nats per token", "-", "-" if last.loss is None else f"{last.loss:.3f}")
     table.add_row("layers that pass", *(_shares(one.acceptance) if one.acceptance else "-" for one in ends))
     steps = [f"{one.acceptance.steps_per_call:.2f}" if one.acceptance else "-" for one in ends]
@@ -482,9 +474,4 @@ def _show(record: Record, folder: Path, held: int) -> None:
     console = Screen(sys.stdout)
     console.print(table)
     command = whole(f"dsbd generate --target {record.plan.target} --draft {folder}")
-    console.print(
-        f"{folder} is written, measured on {held} held-out prompts: {command}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    console.say(f"{folder} is written, measured on {held} held-out prompts: {command}")

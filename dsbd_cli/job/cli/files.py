@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from dsbd_cli.errors import UsageError, shorten
 from dsbd_cli.job.cli.messages import whole
-from dsbd_cli.job.cli.options import FileOptions
+from dsbd_cli.job.cli.options import STANDARD, FileOptions
 from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.jsonl import check_new
 from dsbd_cli.job.data.source import LineSource
@@ -23,7 +23,6 @@ from dsbd_cli.requests import Request
 from dsbd_cli.variants import FORMATS, Format
 
 __all__ = [
-    "STANDARD",
     "can_resume",
     "check_files",
     "check_report_files",
@@ -36,7 +35,6 @@ __all__ = [
     "writes",
 ]
 
-STANDARD = Path("-")
 COMPRESSED = (".gz", ".zst")
 
 
@@ -163,7 +161,7 @@ def check_report_files(files: Mapping[str, Path | None], *, existing: str | None
 
 
 def read_prompts(
-    option: str, path: Path, rows: RowReader, *, most: int | None = None, seen: Callable[[bytes], object] = len
+    option: str, path: Path, rows: RowReader, *, most: int | None = None, seen: Callable[[bytes], object] | None = None
 ) -> list[Request]:
     """The requests of a file as generate reads it, the first `most`. seen: is called with every line. Raises UsageError
     with the first bad line, and where the file cannot be read."""
@@ -175,7 +173,8 @@ def read_prompts(
                 if row.request is None:
                     raise UsageError(f"{option} {path}: {row.error}")
                 found.append(row.request)
-                seen(line if isinstance(line, bytes) else b"")
+                if seen is not None and isinstance(line, bytes):
+                    seen(line)
     except OSError as error:
         raise UsageError(f"{option} {path} cannot be read: {error.strerror or error}") from None
     return found

@@ -41,6 +41,8 @@ FILES, ROWS, METHOD = "Input and output", "Rows that fail", "How drafts are made
 SAMPLING, ENDING, DEVICES = "Sampling", "Ending and ranking", "Devices and loading"
 SOURCES = "Encoder-decoder targets"
 JOB = "Options from a file"
+STANDARD = Path("-")
+MAX_ERRORS = "end the run with exit code 1 when N rows have failed"
 
 InputFormat = Literal["auto", "strict", "text"]
 Existing = Literal["error", "overwrite", "resume", "retry"]
@@ -103,7 +105,7 @@ class RowOptions:
     on_too_long: OnTooLong | None = option(
         ROWS, f"a prompt that does not fit the models: {' or '.join(ON_TOO_LONG)}", default="error", metavar="WHAT"
     )
-    max_errors: int | None = option(ROWS, "end the run with exit code 1 when N rows have failed", metavar="N")
+    max_errors: int | None = option(ROWS, MAX_ERRORS, metavar="N", least=1)
 
 
 @dataclass(frozen=True)

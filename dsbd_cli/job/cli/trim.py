@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from dsbd_cli.config import DTYPES, MethodConfig, ModelSpec, SamplingConfig
-from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError
+from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError, plural
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.files import read_prompts
 from dsbd_cli.job.cli.messages import say, warn
@@ -42,6 +42,7 @@ __all__ = ["HELD_OUT_EVERY", "HELD_OUT_MOST", "hold_out", "trim_draft"]
 
 TRIM_SCHEMA = "dsbd.trim/1"
 TRIM = "Trimming"
+COUNTERS = ("steps", "target_calls", "draft_calls", "drafted", "accepted")
 _METHOD = MethodConfig()
 HELD_OUT_EVERY, HELD_OUT_MOST = 8, 64
 
@@ -208,7 +209,7 @@ class _Trimming:
             "held_out_prompts": prompts,
         }
         for name, numbers in zip(("before", "after"), measured or (None, None), strict=True):
-            record[name] = numbers if numbers is None else {**asdict(numbers), **_rates(numbers)}
+            record[name] = numbers if numbers is None else {**_sums(numbers), **_rates(numbers)}
         return record
 
 
@@ -228,17 +229,25 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes | LongLine]]:
         raise UsageError(f"--texts {path} cannot be read: {error.strerror or error}") from None
 
 
+def _sums(measured: Measure) -> dict[str, float]:
+    """Counters, tokens of the best texts and seconds, as they stand in the record."""
+    counters = {name: getattr(measured.stats, name) for name in COUNTERS}
+    stats = measured.stats
+    return {**counters, "tokens": measured.tokens, "draft_s": stats.draft_s, "target_s": stats.target_s}
+
+
 def _rates(measured: Measure) -> dict[str, float | None]:
     """What the sums say, None where nothing was counted."""
 
     def per(value: float, count: int) -> float | None:
         return round(value / count, 6) if count else None
 
+    stats = measured.stats
     return {
-        "acceptance_rate": per(measured.accepted, measured.drafted),
-        "steps_per_call": per(measured.steps, measured.target_calls),
-        "draft_ms_per_token": per(1e3 * measured.draft_s, measured.tokens),
-        "target_ms_per_token": per(1e3 * measured.target_s, measured.tokens),
+        "acceptance_rate": per(stats.accepted, stats.drafted),
+        "steps_per_call": per(stats.steps, stats.target_calls),
+        "draft_ms_per_token": per(1e3 * stats.draft_s, measured.tokens),
+        "target_ms_per_token": per(1e3 * stats.target_s, measured.tokens),
     }
 
 
@@ -250,14 +259,9 @@ def _warn_of_loss(before: Measure, after: Measure) -> None:
 
 
 def _show(report: TrimReport, measured: tuple[Measure, Measure] | None, prompts: int, output: str) -> None:
-    from rich.table import Table
+    from dsbd_cli.lab.reports.screen import Screen, before_and_after
 
-    from dsbd_cli.lab.reports.screen import Screen
-
-    table = Table(box=None)
-    table.add_column("")
-    table.add_column("before", justify="right")
-    table.add_column("after", justify="right")
+    table = before_and_after()
     table.add_row("head rows", str(report.vocab_size), str(report.kept))
     table.add_row("head MB", *(f"{n / 1e6:.3f}" for n in (report.head_bytes_before, report.head_bytes_after)))
     table.add_row(f"of {report.counted} counted tokens", "100 %", f"{report.coverage:.2%}")
@@ -273,6 +277,5 @@ def _show(report: TrimReport, measured: tuple[Measure, Measure] | None, prompts:
             table.add_row(told, *("-" if rate[name] is None else f"{rate[name]:.3f}" for rate in rates))
     console = Screen(sys.stdout)
     console.print(table)
-    plural = "" if prompts == 1 else "s"
-    on = f", measured on {prompts} held-out prompt{plural}" if measured is not None else ""
-    console.print(f"{output} is written{on}", markup=False, highlight=False, soft_wrap=True)
+    on = f", measured on {plural(prompts, 'held-out prompt')}" if measured is not None else ""
+    console.say(f"{output} is written{on}")

@@ -17,7 +17,7 @@ __all__ = ["read_documents"]
 PIECE_CHARACTERS = 1 << 18
 
 
-def is_json_lines(path: Path) -> bool:
+def _is_json_lines(path: Path) -> bool:
     """By the name, before .gz or .zst."""
     plain = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
     return plain.suffix in (".jsonl", ".ndjson")
@@ -28,7 +28,7 @@ def read_documents(path: Path, field: str) -> Iterator[Iterator[str]]:
 
     Raises UsageError, naming the line and the field.
     """
-    if is_json_lines(path):
+    if _is_json_lines(path):
         for number, line in _lines(path):
             if line.strip():
                 yield iter((_text(line, f"{path}, line {number}", field),))

@@ -15,12 +15,13 @@ from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule
 from dsbd_cli.engine.verify.rejection import draft_law_at
 from dsbd_cli.engine.verify.width import expected_width
 from dsbd_cli.lab.profiling.acceptance import LayerProbe
+from dsbd_cli.lab.profiling.watch import Observer
 from dsbd_cli.requests import RequestResult
 
 __all__ = ["DraftProbe", "SlotPeak", "SlotProbe"]
 
 
-class DraftProbe:
+class DraftProbe(Observer):
     """Collects LayerProbes by (row key, iteration). Reads back to the host, so nothing is timed beside it."""
 
     def __init__(self, drafts: Sequence[int], num_beams: int, threshold: float | None) -> None:
@@ -86,7 +87,7 @@ class SlotPeak:
 
 
 @dataclass(slots=True)
-class SlotProbe:
+class SlotProbe(Observer):
     """Watches the caches fill up."""
 
     num_beams: int
@@ -101,9 +102,6 @@ class SlotProbe:
         now = SlotPeak(trunk_sum, tail, rows * forest.offset(forest.depth + 1), path)
         if now.total > self.peak.total:
             self.peak = now
-
-    def verified(self, rule: Rule, view: LayerView, draws: LayerDraws) -> None:
-        """Nothing moves while a layer is verified."""
 
 
 def _sums(columns: Sequence[Tensor], live: Tensor) -> list[int]:

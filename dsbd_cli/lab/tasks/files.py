@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from dsbd_cli.errors import UsageError
 
-__all__ = ["field", "items", "read_json", "read_text"]
+__all__ = ["field", "items", "read_json", "read_text", "shown"]
 
 T = TypeVar("T")
 
@@ -37,12 +37,12 @@ def read_json(path: Path) -> object:
 def field(value: object, name: str, kind: type[T], place: str) -> T:
     """`value[name]`, which must be of this kind. place: the file and the way to `value`."""
     if not isinstance(value, dict):
-        raise UsageError(f"{place} is {_shown(value)}, but must be an object")
+        raise UsageError(f"{place} is {shown(value)}, but must be an object")
     if name not in value:
         raise UsageError(f"{place} has no field {name}")
     found = value[name]
     if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
-        raise UsageError(f"{place}.{name} is {_shown(found)}, but must be {NAMES[kind]}")
+        raise UsageError(f"{place}.{name} is {shown(found)}, but must be {NAMES[kind]}")
     return found
 
 
@@ -51,6 +51,7 @@ def items(value: object, name: str, place: str) -> list[tuple[str, object]]:
     return [(f"{place}.{name}[{number}]", item) for number, item in enumerate(field(value, name, list, place))]
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value in a message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:59]}…"
