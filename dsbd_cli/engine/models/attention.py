@@ -241,7 +241,6 @@ def grouped_attention(
     if softcap is None and s_aux is None:
         return _fused(module, query, key, value, attention_mask, dropout, scaling, bias is None, kwargs)
     out = _written_out(query, key, value, attention_mask, scale, softcap, s_aux)
-        out = _written_out(query, key, value, attention_mask, scale, softcap, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
