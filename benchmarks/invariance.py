@@ -223,7 +223,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="JSON lines with prompt (default: forty of this file)")
     parser.add_argument("--records", type=int, help="prompts at most")
     parser.add_argument("--seeds", type=int, default=1, help="rounds: each decodes every prompt with another seed")
-    parser.add_argument("--in-turn", action="store_true", help="a round is of one draft and batch size, the next in turn")
+    parser.add_argument(
+        "--in-turn", action="store_true", help="a round is of one draft and batch size, the next in turn"
+    )
     parser.add_argument("--rules", type=words, default=list(RULES))
     parser.add_argument("--batch-size", type=numbers, default=[1, 3, 8])
     parser.add_argument("--threads", type=numbers, default=[1, 2])
