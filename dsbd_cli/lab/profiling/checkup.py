@@ -313,6 +313,8 @@ def _texts(pair: LoadedPair, prompts: Sequence[str], captured: bool | None) -> t
     ways = [_engine(pair, depth=depth, captured=captured).generate(requests) for depth in (0, DEPTH)]
     found = [[[(one.token_ids, one.logprob) for one in row.hypotheses] for row in rows] for rows in ways]
     equal, total = sum(one == other for one, other in zip(*found, strict=True)), len(prompts)
+    tokens = [[[ids for ids, _ in row] for row in way] for way in found]
+    alike = sum(one == other for one, other in zip(*tokens, strict=True))
     drafter = "the draft" if pair.draft is not None else "drafts from the prompt"
     told = f"beam search with and without {drafter}: {equal} of {total} prompts give the same {BEAMS} beams"
     stats = [row.stats for row in ways[1]]
@@ -323,7 +325,7 @@ def _texts(pair: LoadedPair, prompts: Sequence[str], captured: bool | None) -> t
         return "ok", text, facts
     if pair.target.invariant:
         raise _BrokenError(f"{told}, and all should: the target passed as same-text")
-    return "note", f"{told}; others are as likely (same-law)", facts
+    return "note", f"{told} to the bit, {alike} of {total} the same tokens; others are as likely (same-law)", facts
 
 
 def _speed(pair: LoadedPair, prompts: Sequence[str], seconds: float, captured: bool | None) -> tuple[State, str, Facts]:
