@@ -280,7 +280,7 @@ class Seq2SeqForestModel(TransformersForest):
         self._mask = self._across(batch, hidden.shape[1], sight)
         head = self._head if runner is self._model else None
         try:
-            with seeing(sight), self._places.at(batch.positions, batch.slot_positions):
+            with seeing(sight), self._places.at(batch.positions, batch.slot_positions, inputs["decoder_input_ids"]):
                 output = (self._body if head else runner)(**inputs, use_cache=True, return_dict=True)
         finally:
             self._mask = None
