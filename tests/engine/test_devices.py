@@ -6,7 +6,9 @@ CUDA graph would freeze. A run on the CPU supplies the counters that a pretended
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -137,8 +139,16 @@ def test_everything_is_on_the_models_device(case: dict[str, Any], monkeypatch: p
         assert not captured or engine.stepper.graphs.replays > 0
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2 window", "opt"])
-def test_transformers_models_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "split"),
+    [
+        *((family, "") for family in ("llama", "qwen2 window", "opt")),
+        *itertools.product(("llama", "qwen2 window"), ("exact", "fast")),
+        ("llama", "by parts"),
+    ],
+)
+def test_transformers_models_too(family: str, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """split: attention by the kernel, or by tensor code where no kernel serves, as on a GPU."""
     method = MethodConfig(rule="coupled", num_beams=3, drafts_per_layer=4, depth=2)
     reports = reports_of(method, monkeypatch)
     monkeypatch.setattr(adapter, "_input_device", lambda model: DEVICE)
@@ -150,6 +160,11 @@ def test_transformers_models_too(family: str, monkeypatch: pytest.MonkeyPatch) -
         models = [CausalForestModel(model, family) for model in loaded]
         for model in models:
             model.fit_width(VOCABULARY)
+        models[0].invariant = split in ("exact", "by parts")
+        if split in ("exact", "fast"):
+            kernels = pytest.importorskip("dsbd_cli.kernels.attention", reason="triton is not installed")
+            models[0].attention = partial(kernels.attention, exact=split == "exact")
+            monkeypatch.setattr(adapter, "LONG", 0)
         engine = Engine(models[0], models[1], NumberCodec(VOCABULARY, (2,)), method, batch_size=2)
         assert decode(engine, method, iter(reports), mode, monkeypatch) == 3
 
