@@ -18,7 +18,7 @@ from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.invariance import Company, _logits, is_invariant
 from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.pair import LoadedPair, load_model, load_pair
-from dsbd_cli.engine.models.states import LinearState
+from dsbd_cli.engine.models.states import LinearState, StateCache
 from dsbd_cli.requests import Request
 from tests.models.tiny import FIT, build
 
@@ -76,9 +76,14 @@ RECURRENT_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("walked", [True, False], ids=["walked", "summed"])
 @pytest.mark.parametrize("name", RECURRENT_SIZES)
-def test_recurrent_layers_keep_their_bits(name: str) -> None:
-    """Guards states against the times at which the trunk was folded, which depend on the drafts."""
+def test_recurrent_layers_keep_their_bits(name: str, walked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards states against the times at which the trunk was folded, which depend on the drafts.
+
+    In kernels of a CPU, and in the tensor code of a GPU.
+    """
+    monkeypatch.setattr(StateCache, "walks", staticmethod(lambda device: walked))
     model = build(name, **RECURRENT_SIZES[name])
     pack(model)
     forest = CausalForestModel(model, name)
@@ -104,6 +109,7 @@ def narrow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("break_it", [corrections_in_float32, narrow_steps])
 def test_mutants_of_recurrent_layers_are_found(break_it: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the check at load, and both cures: without them the bits of Qwen3.5 move."""
+    monkeypatch.setattr(StateCache, "walks", staticmethod(lambda device: False))
     break_it(monkeypatch)
     model = build("qwen3.5", **DELTA)
     pack(model)

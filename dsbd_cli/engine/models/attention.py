@@ -67,11 +67,13 @@ class Sight:
         kernel: Kernel | None = None,
         prompt: Tensor | None = None,
         positions: Tensor | None = None,
+        fast: bool = False,
     ) -> None:
-        """positions [R, S]: depth of the token in each slot; without them depth goes by slot. masked: all slots are
-        settled, rounded up, and those past a row's own number are masked. Else the number is rounded down, and the tail
-        begins with the rest. kernel: serves layers that it fits; prompt [R]: so many leading slots of a row it takes as
-        settled."""
+        """masked: all slots are settled, rounded up, and those past a row's own number are masked. Else the number is
+        rounded down, and the tail begins with the rest. kernel: serves layers that it fits; prompt [R]: so many leading
+        slots of a row it takes as settled. positions [R, S]: depth of the token in each slot; without them depth goes
+        by slot. fast: no bits are promised, and torch serves the other layers."""
+        self.fast = fast
         self.kernel = None if prompt is None else kernel
         self.prompt = prompt
         if masked:
@@ -158,8 +160,11 @@ class Sight:
         """[R, T] int64, of which those past the last slot are not there."""
         if self._at is None:
             width = max(LEAST_TAIL, min(self.width, slots - min(self.settled)))  # a source may be all settled
-            start = torch.tensor(self.settled, device=device).unsqueeze(1)
-            self._at = start + torch.arange(width, device=device)
+            at = torch.arange(width, device=device)
+            if len(set(self.settled)) == 1:  # always on a GPU, where a capture takes nothing from the host
+                self._at = (at + self.settled[0]).expand(len(self.settled), -1)
+            else:
+                self._at = torch.tensor(self.settled, device=device).unsqueeze(1) + at
         return self._at
 
     def head(self, mask: Tensor, queries: int) -> Tensor | None:
@@ -229,29 +234,48 @@ def grouped_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     bias = kwargs.get("position_bias")
-    plain = bias is None
-    sight = _sight.get()
-    known = None if sight is None else sight.of(attention_mask)
-    if sight is not None and known is not None:
-        assert bias is None or isinstance(bias, Tensor)
-        part, mask = known
-        sight.used += 1
-        if part is sight.across:
-            bias = None  # T5 gives zeros here: a source has no distance to an answer
-        found = None
-        if part.kernel is not None and softcap is None and s_aux is None and bias is None:
-            found = part.served(query, key, value, mask, scale)
-        odd = softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None
-        if found is None and (odd or part.kernel is not None):
-            part = part.all_tail()
-        if found is None and part.width and tail.fits(query, key, value):
-            return _by_paths(part, query, key, value, mask, scale, softcap, s_aux, bias), None
-        out = _by_parts(part, query, key, value, mask, scale, softcap, s_aux, bias) if found is None else found
-    elif softcap is not None or s_aux is not None:
-        out = _written_out(query, key, value, attention_mask, scale, softcap, s_aux)
-    else:
-        return _fused(module, query, key, value, attention_mask, dropout, scaling, plain, kwargs)
+    assert bias is None or isinstance(bias, Tensor)
+    out = _by_sight(query, key, value, attention_mask, scale, softcap, s_aux, bias)
+    if out is not None:
+        return out, None
+    if softcap is None and s_aux is None:
+        return _fused(module, query, key, value, attention_mask, dropout, scaling, bias is None, kwargs)
+    out = _written_out(query, key, value, attention_mask, scale, softcap, s_aux)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _by_sight(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor | None:
+    """[R, n, H * G, E] of a forward whose slots are split, by a kernel or by parts; None where torch's attention over
+    all slots serves."""
+    sight = _sight.get()
+    known = None if sight is None else sight.of(mask)
+    if sight is None or known is None:
+        return None
+    part, mask = known
+    if part is sight.across:
+        bias = None  # T5 gives zeros here: a source has no distance to an answer
+    found = None
+    if part.kernel is not None and softcap is None and sinks is None and bias is None:
+        found = part.served(query, key, value, mask, scale)
+    if found is None and part.fast:
+        return None
+    sight.used += 1
+    odd = softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None
+    if found is None and (odd or part.kernel is not None):
+        part = part.all_tail()
+    if found is None and part.width and tail.fits(query, key, value):
+        return _by_paths(part, query, key, value, mask, scale, softcap, sinks, bias)
+    out = _by_parts(part, query, key, value, mask, scale, softcap, sinks, bias) if found is None else found
+    return out.transpose(1, 2).contiguous()
 
 
 def _fused(

@@ -35,7 +35,7 @@ ROUND = 12582912.0  # 1.5 * 2^23: a number added to it loses its fraction
 LEAST_POWER = -126.0  # smaller results would be subnormal, and slow
 
 
-class _Lanes(types.Type):
+class _Lanes(types.Type):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(name="Lanes")
 
@@ -44,7 +44,7 @@ LANES_TYPE = _Lanes()
 
 
 @register_model(_Lanes)
-class _LanesModel(models.PrimitiveModel):
+class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, kind: Any) -> None:
         super().__init__(manager, kind, _V32)
 
@@ -321,7 +321,7 @@ def _compiled(kernel: Callable[..., Any]) -> Any:
 
 
 @njit(error_model="numpy")
-def multiply(queries, keys, stride, width, dim, scores):  # type: ignore[no-untyped-def]
+def multiply(queries, keys, stride, width, dim, scores):
     """Scores [2, stride] of queries [2, dim] and keys [dim, stride], of which width count."""
     line, other = stride * WORD, dim * WORD
     t = 0
@@ -355,7 +355,7 @@ def multiply(queries, keys, stride, width, dim, scores):  # type: ignore[no-unty
 
 
 @njit(error_model="numpy")
-def add_up(weights, line, slots, count, values, wide, sums):  # type: ignore[no-untyped-def]
+def add_up(weights, line, slots, count, values, wide, sums):
     """Sums [2, wide] of values [.., wide] at the listed slots [count], by weights [2, line bytes]."""
     e = 0
     while e < wide:
@@ -386,7 +386,7 @@ def add_up(weights, line, slots, count, values, wide, sums):  # type: ignore[no-
 
 
 @njit(error_model="numpy")
-def store_four(out, a, b, c, d):  # type: ignore[no-untyped-def]
+def store_four(out, a, b, c, d):
     store_f32(out, a)
     store_f32(out + ROW, b)
     store_f32(out + 2 * ROW, c)
@@ -394,7 +394,7 @@ def store_four(out, a, b, c, d):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def widen(source, dim, narrow, target):  # type: ignore[no-untyped-def]
+def widen(source, dim, narrow, target):
     """dim numbers as float32."""
     e = 0
     while e + LANES <= dim:
@@ -406,7 +406,7 @@ def widen(source, dim, narrow, target):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def turn(source, step, count, dim, narrow, target, stride):  # type: ignore[no-untyped-def]
+def turn(source, step, count, dim, narrow, target, stride):
     """Keys of count slots, step bytes apart, as float32 [dim, stride]; zeros up to a multiple of LANES slots."""
     line, unit = stride * WORD, 2 if narrow else WORD
     t = 0
@@ -432,7 +432,7 @@ def turn(source, step, count, dim, narrow, target, stride):  # type: ignore[no-u
 
 
 @njit(error_model="numpy")
-def cap_scores(scores, width, factor):  # type: ignore[no-untyped-def]
+def cap_scores(scores, width, factor):
     """tanh(score * factor), as 1 - 2 / (1 + e^(2 score factor))."""
     one, two = splat(types.float32(1)), splat(types.float32(2))
     inner = splat(factor * types.float32(2 * LOG2_E))
@@ -445,7 +445,7 @@ def cap_scores(scores, width, factor):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def weigh(scores, slots, count, factor, bias, mass, weights):  # type: ignore[no-untyped-def]
+def weigh(scores, slots, count, factor, bias, mass, weights):
     """Weights [count] of the listed slots to base 2, zeros up to a multiple of LANES, and the largest exponent, which
     they lack. mass: an exponent that takes part in it."""
     full = (count + LANES - 1) // LANES * LANES
@@ -474,7 +474,7 @@ def weigh(scores, slots, count, factor, bias, mass, weights):  # type: ignore[no
 
 
 @njit(error_model="numpy")
-def add_weights(weights, count):  # type: ignore[no-untyped-def]
+def add_weights(weights, count):
     sums = splat(types.float32(0))
     t = 0
     while t < count:
@@ -484,7 +484,7 @@ def add_weights(weights, count):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def write_out(sums, dim, narrow, settled, share, whole, out):  # type: ignore[no-untyped-def]
+def write_out(sums, dim, narrow, settled, share, whole, out):
     """(sums + settled * share) / whole; no settled part where its address is 0."""
     e = 0
     unit = 2 if narrow else WORD
@@ -514,7 +514,7 @@ def write_out(sums, dim, narrow, settled, share, whole, out):  # type: ignore[no
 
 
 @_compiled
-def attend(at):  # type: ignore[no-untyped-def]
+def attend(at):
     """What tail.attend says, for as many (row, kv head, block of nodes) as no other thread has taken."""
     heads, groups, nodes = get_i64(at + HEADS), get_i64(at + GROUPS), get_i64(at + NODES)
     dim, out_dim = get_i64(at + DIM), get_i64(at + OUT_DIM)
@@ -609,7 +609,7 @@ def attend(at):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def list_slots(at):  # type: ignore[no-untyped-def]
+def list_slots(at):
     """What tail.Paths says, for as many rows as no other thread has taken."""
     nodes, width = get_i64(at + L_NODES), get_i64(at + L_WIDTH)
     while True:
