@@ -2,6 +2,7 @@
 
     python -m benchmarks.states --threads 1
     python -m benchmarks.states --only cost --repeats 3
+    python -m benchmarks.states --only speed --rounds 1    # 110 s of one processor, 5.3 GiB
     python -m benchmarks.states --shapes mamba2-tiny --nodes 4,12 --repeats 2 --tokens 4 --rounds 1    # a trial
 
 Random weights; time depends on shapes alone. `cost`: `share` is the time of convolution, read, solve and fold (a

@@ -86,7 +86,8 @@ class Layer:
         walks.put(self.rows, at, LEAD, own["k"], own["v"], own["g"], *self.planes)
         y = np.zeros((1, len(tokens) + 1, H, own["v"].shape[3]), np.float32)
         walks.shared(
-            walks.forest, H, self.state, self.rows, own["q"], own["v"], own["beta"], *self.planes, LEAD,
+            walks.forest, H, self.state, self.rows, own["q"], own["v"], own["beta"],
+            walks.alike(own["q"], own["k"]), *self.planes, LEAD,
             *walks.schedule(seen, at, depths), y,
         )  # fmt: skip
         assert not y[0, -1].any()
@@ -128,7 +129,18 @@ def test_the_bits_are_those_of_the_path(seed: int, width: int, channels: bool, d
     state = data["state"].numpy().copy()
     y = np.zeros((1, size, H, width), np.float32)
     walks.shared(
-        walks.chain, H, state, np.array([0]), np.array([size]), own["q"], own["k"], own["v"], own["g"], own["beta"], y
+        walks.chain,
+        H,
+        state,
+        np.array([0]),
+        np.array([size]),
+        own["q"],
+        own["k"],
+        own["v"],
+        own["g"],
+        own["beta"],
+        walks.alike(own["q"], own["k"]),
+        y,
     )
     for token in (0, size - 1):
         expected, after = recurrence(data, list(range(token + 1)), delta=delta)
@@ -152,6 +164,26 @@ def test_the_bits_are_those_of_the_path(seed: int, width: int, channels: bool, d
         assert (layer.state[1] == state[0]).all()
 
 
+@pytest.mark.parametrize("width", [5, 41])
+def test_the_last_token_of_the_trunk_is_read_again(width: int) -> None:
+    """A draft that catches up asks for the trunk's last token, which its state holds: nothing is added twice."""
+    data = inputs(2, 1, False, width)
+    layer, own = Layer(data, 4, False), arrays(data, [0], False)
+    state, y = layer.state.copy(), np.zeros((1, 1, H, width), np.float32)
+    at = np.array([[-1]])
+    steps = walks.schedule(np.zeros((1, 1, 4), np.bool_), at, np.zeros((1, 4), np.int64))
+    planes = [plane.copy() for plane in layer.planes]
+    walks.put(layer.rows, at, LEAD, own["k"], own["v"], own["g"], *layer.planes)
+    same = walks.alike(own["q"], own["k"])
+    given = (layer.state, layer.rows, own["q"], own["v"], own["beta"], same, *layer.planes, LEAD)
+    walks.shared(walks.forest, H, *given, *steps, y)
+    q = data["q"][0, 0].repeat_interleave(H // G, 0)
+    expected = torch.einsum("hn,hnp->hp", q, data["state"][0])
+    torch.testing.assert_close(torch.from_numpy(y[0, 0]), expected, atol=1e-5, rtol=1e-5)
+    assert (layer.state == state).all()
+    assert all((new == old).all() for new, old in zip(layer.planes, planes, strict=True))
+
+
 def test_threads_share_the_heads() -> None:
     """Guards pairs of row and head that no thread takes, or two."""
     data, tree = inputs(0, 9, False, 33), Tree.random(0, 9)
@@ -172,7 +204,7 @@ def test_states_are_overwritten_when_nobody_needs_them() -> None:
         steps, counts, held = walks.schedule(tree.seen(len(parents)).numpy(), np.array([tree.place]), depths)
         assert counts[0] == len(parents)
         assert held == most
-        walked = [step[0] for step in steps[0]]
+        walked = [step[0] for step in steps[0, : counts[0]]]
         assert sorted(walked) == tree.place
         assert all(parent < 0 or walked.index(parent) < walked.index(token) for token, parent in enumerate(parents))
 

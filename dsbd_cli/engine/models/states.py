@@ -135,9 +135,14 @@ class Places:
         return self._back[taps]
 
     @cached_property
+    def walked_at(self) -> Tensor:
+        """`at`, but -1 of tokens that the state holds already."""
+        return torch.where(self.real & (self.batch.slots < self.base.unsqueeze(1)), -1, self.at)
+
+    @cached_property
     def steps(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
         """See `walks.schedule`."""
-        return _kernels().schedule(*(_array(part) for part in (self.seen, self.at, self.depths)))
+        return _kernels().schedule(*(_array(part) for part in (self.seen, self.walked_at, self.depths)))
 
     @cached_property
     def twins(self) -> Tensor | None:
@@ -377,7 +382,7 @@ class Convolution(LayerMemory):
         """x [R, n, C], weight [C, J], bias [C] or None -> [R, n, C] in float32 at least."""
         places, count = self.places, x.shape[1]
         if self.walked:
-            x = x.float()
+            x = x.float().contiguous()
         plane = self.plane("inputs", (x.shape[2],), x.dtype)
         if places.chain:
             full = torch.cat((self.rows_of(plane)[:, : self.lead], x), 1)
@@ -390,7 +395,7 @@ class Convolution(LayerMemory):
         self.write("inputs", x, x.dtype)
         flat = plane.flatten(0, 1)
         if self.walked:
-            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+            out = torch.empty_like(x)
             added = x.new_zeros(0) if bias is None else bias.float()
             back, own = places.flat_back(self.taps), x.flatten(0, 1)
             parts = (flat, back, own, weight.float().t(), added, out.view(own.shape))
@@ -466,15 +471,16 @@ class LinearState(LayerMemory):
         betas = v.new_zeros(rows, count, 0) if beta is None else beta
         given = [_array(part.float()) for part in (q, k, v, g.reshape(rows, count, heads, decays), betas)]
         state, numbers, out = _array(held), _array(places.numbers), _array(y)
+        same = kernels.alike(*given[:2])
         if places.chain:
-            kernels.shared(kernels.chain, pairs, state, numbers, _array(places.lengths), *given, out)
+            kernels.shared(kernels.chain, pairs, state, numbers, _array(places.lengths), *given, same, out)
             return y
         shapes = {"k": (groups, dim), "u": (heads, width), "e": (heads, decays)}
         planes = [_array(self.plane(name, shape, torch.float32)) for name, shape in shapes.items()]
         queries, keys, values, logs, scales = given
-        kernels.put(numbers, _array(places.at), self.lead, keys, values, logs, *planes)
+        kernels.put(numbers, _array(places.walked_at), self.lead, keys, values, logs, *planes)
         kernels.shared(
-            kernels.forest, pairs, state, numbers, queries, values, scales, *planes, self.lead, *places.steps, out
+            kernels.forest, pairs, state, numbers, queries, values, scales, same, *planes, self.lead, *places.steps, out
         )
         if places.twins is not None:
             y = y.gather(1, places.twins.view(rows, count, 1, 1).expand(y.shape))

@@ -3,8 +3,12 @@
 `scans` sums over a node's ancestors, which a GPU does well. Here the recurrence is walked as it is written, node after
 node, children after their parents:
 
-    S_t = exp(g_t) S_parent + k_t u_t^T,   y_t = q_t S_t,   S the state of the trunk where t has no parent in the tail
-    gated delta rule:  u_t = beta_t (v_t - k_t (exp(g_t) S_parent))
+    S_t = exp(g_t) S_parent + k_t u_t^T,   S the state of the trunk where t has no parent in the tail
+    y_t = q_t S_t = (exp(g_t) q_t) S_parent + (q_t . k_t) u_t
+    gated delta rule:  u_t = beta_t (v_t - (exp(g_t) k_t) S_parent)
+
+The second form of y needs no S_t of a token without children. Where decays are strong, y is u times one number, and a
+norm after the layer takes away what rounding did to that number.
 
 A number of S_t takes the same operations in the same order wherever the trunk ends and whatever else is in the forward.
 So the bits do not depend on it. A state that no later node needs is overwritten, so that few are held at once.
@@ -28,7 +32,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["chain", "convolve", "fold", "forest", "put", "schedule", "shared", "silu"]
+__all__ = ["alike", "chain", "convolve", "fold", "forest", "put", "schedule", "shared", "silu"]
 
 LANES, SIDE = 8, 4  # numbers of a vector, vectors of a tile
 TILE = LANES * SIDE  # columns of a state that are walked together, held in registers
@@ -82,22 +86,23 @@ def _power(context: Any, x: Any) -> Any:
     return types.float32(types.float32), code
 
 
-def _tile(*, new: bool, kept: bool, read: bool) -> Callable[..., None]:
-    """One tile of a node, over all N rows of its state: s = source; if new, s = k u + e s; if kept, s is stored; if
-    read, out = sum of q s. Rows of the source are `step` numbers apart, those of the target TILE; offsets count numbers
+def _tile(*, kept: bool, read: bool) -> Callable[..., None]:
+    """One tile of a node, over all N rows of its parent's state s: if read, out = sum of q s; if kept, the target is
+    k u + e s. Rows of the source are `step` numbers apart, those of the target `stride`; offsets count numbers
     of the flat arrays.
 
     Written in vectors by hand: left to itself, the compiler reads and writes `out` once per row of the state.
     """
 
     @intrinsic
-    def tile(context: Any, source: Any, source_at: Any, step: Any, target: Any, target_at: Any, e: Any, k: Any,
-             k_at: Any, u: Any, u_at: Any, q: Any, q_at: Any, out: Any, out_at: Any, count: Any) -> Any:  # fmt: skip
-        given = (source, source_at, step, target, target_at, e, k, k_at, u, u_at, q, q_at, out, out_at, count)
+    def tile(context: Any, source: Any, source_at: Any, step: Any, target: Any, target_at: Any, stride: Any,
+             e: Any, k: Any, k_at: Any, u: Any, u_at: Any, q: Any, q_at: Any, out: Any, out_at: Any,
+             count: Any) -> Any:  # fmt: skip
+        given = (source, source_at, step, target, target_at, stride, e, k, k_at, u, u_at, q, q_at, out, out_at, count)
         signature = types.void(*[types.intp if isinstance(one, types.Integer) else one for one in given])
 
         def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            source, source_at, step, target, target_at, e, k, k_at, u, u_at, q, q_at, out, out_at, count = (
+            source, source_at, step, target, target_at, stride, e, k, k_at, u, u_at, q, q_at, out, out_at, count = (
                 value if kind == types.intp else context.make_array(kind)(context, builder, value).data
                 for kind, value in zip(signature.args, arguments, strict=True)
             )
@@ -116,7 +121,7 @@ def _tile(*, new: bool, kept: bool, read: bool) -> Callable[..., None]:
                 zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
                 return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), zeros)
 
-            inputs = [builder.load(place(u, u_at, lane), align=4) for lane in range(SIDE)] if new else []
+            inputs = [builder.load(place(u, u_at, lane), align=4) for lane in range(SIDE)] if kept else []
             before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
             builder.branch(loop)
             builder.position_at_end(loop)
@@ -125,19 +130,18 @@ def _tile(*, new: bool, kept: bool, read: bool) -> Callable[..., None]:
             sums = [builder.phi(_VECTOR) for _ in range(SIDE if read else 0)]
             for total in sums:
                 total.add_incoming(ir.Constant(_VECTOR, [0.0] * LANES), before)
-            offset, own = builder.mul(row, step), builder.mul(row, integer(TILE))
-            decay = wide(e, row) if new else None
-            key = wide(k, builder.add(k_at, row)) if new else None
+            offset, own = builder.mul(row, step), builder.mul(row, stride)
+            decay = wide(e, row) if kept else None
+            key = wide(k, builder.add(k_at, row)) if kept else None
             query = wide(q, builder.add(q_at, row)) if read else None
             totals = []
             for lane in range(SIDE):
                 held = builder.load(place(source, builder.add(source_at, offset), lane), align=4)
-                if new:
-                    held = builder.call(multiply_add, [key, inputs[lane], builder.fmul(decay, held)])
-                if kept:
-                    builder.store(held, place(target, builder.add(target_at, own), lane), align=4)
                 if read:
                     totals.append(builder.call(multiply_add, [query, held, sums[lane]]))
+                if kept:
+                    held = builder.call(multiply_add, [key, inputs[lane], builder.fmul(decay, held)])
+                    builder.store(held, place(target, builder.add(target_at, own), lane), align=4)
             following = builder.add(row, integer(1))
             row.add_incoming(following, loop)
             for total, later in zip(sums, totals, strict=True):
@@ -153,77 +157,82 @@ def _tile(*, new: bool, kept: bool, read: bool) -> Callable[..., None]:
     return tile
 
 
-_recall_tile = _tile(new=False, kept=False, read=True)
-_keep_tile = _tile(new=True, kept=True, read=False)
-_both_tile = _tile(new=True, kept=True, read=True)
-_read_tile = _tile(new=True, kept=False, read=True)
+_read_tile = _tile(kept=False, read=True)
+_keep_tile = _tile(kept=True, read=False)
+_both_tile = _tile(kept=True, read=True)
 
 
 @compiled
-def _recall(source, source_at, step, columns, keys, out):
-    """out [columns] = keys S."""
-    count = len(keys)
+def _read(source, source_at, step, columns, q, out):
+    """out [columns] = q S."""
+    count = len(q)
     if columns == TILE:
-        _recall_tile(source, source_at, step, source, 0, keys, keys, 0, source, 0, keys, 0, out, 0, count)
+        _read_tile(source, source_at, step, source, 0, 0, q, q, 0, source, 0, q, 0, out, 0, count)
         return
     for at in range(columns):
         total = np.float32(0)
         for n in range(count):
-            total = _fma(keys[n], source[source_at + n * step + at], total)
+            total = _fma(q[n], source[source_at + n * step + at], total)
         out[at] = total
 
 
 @compiled
-def _keep(source, source_at, step, target, target_at, columns, e, k, k_at, u, u_at):
-    """target = e S + k u^T; the two may be the same. Rows of S are `step` numbers apart, those of the target TILE."""
+def _keep(source, source_at, step, target, target_at, stride, columns, e, k, k_at, u, u_at):
+    """target = e S + k u^T; the two may be the same. Rows of S are `step` numbers apart, those of the target
+    `stride`."""
     count = len(e)
     if columns == TILE:
-        _keep_tile(source, source_at, step, target, target_at, e, k, k_at, u, u_at, k, 0, u, 0, count)
+        _keep_tile(source, source_at, step, target, target_at, stride, e, k, k_at, u, u_at, k, 0, u, 0, count)
         return
     for at in range(columns):
         for n in range(count):
             held = e[n] * source[source_at + n * step + at]
-            target[target_at + n * TILE + at] = _fma(k[k_at + n], u[u_at + at], held)
+            target[target_at + n * stride + at] = _fma(k[k_at + n], u[u_at + at], held)
 
 
 @compiled
-def _step(source, source_at, step, target, target_at, kept, columns, e, k, k_at, u, u_at, q, q_at, out, out_at):
-    """The same, and out = q target; the state is stored where kept says so."""
-    count = len(e)
+def _both(source, source_at, step, target, target_at, columns, e, k, k_at, u, u_at, q, out):
+    """Both: out = q S, and then the target."""
     if columns == TILE:
-        if kept:
-            _both_tile(source, source_at, step, target, target_at, e, k, k_at, u, u_at, q, q_at, out, out_at, count)
-        else:
-            _read_tile(source, source_at, step, target, 0, e, k, k_at, u, u_at, q, q_at, out, out_at, count)
+        _both_tile(source, source_at, step, target, target_at, TILE, e, k, k_at, u, u_at, q, 0, out, 0, len(e))
         return
-    for at in range(columns):
-        total = np.float32(0)
-        for n in range(count):
-            held = _fma(k[k_at + n], u[u_at + at], e[n] * source[source_at + n * step + at])
-            if kept:
-                target[target_at + n * TILE + at] = held
-            total = _fma(q[q_at + n], held, total)
-        out[out_at + at] = total
+    _read(source, source_at, step, columns, q, out)
+    _keep(source, source_at, step, target, target_at, TILE, columns, e, k, k_at, u, u_at)
+
+
+@compiled
+def alike(q, k):
+    """q . k of each node and key head, [R, n, G]."""
+    found = np.zeros(q.shape[:3], np.float32)
+    for r in range(q.shape[0]):
+        for i in range(q.shape[1]):
+            for n in range(q.shape[3]):
+                for g in range(q.shape[2]):
+                    found[r, i, g] = _fma(q[r, i, g, n], k[r, i, g, n], found[r, i, g])
+    return found
 
 
 @compiled
 def schedule(seen, at, depths):
-    """The order in which nodes are walked, parents first: steps [R, T, 4], how many of each row [R], and the number of
-    states that are held at once.
+    """The order in which nodes are walked, parents first: steps [R, T + n, 4], how many of each row [R], and the number
+    of states that are held at once.
 
-    seen: [R, n, T] bool. at: [R, n] places, T where a node is absent. depths: [R, T]. A step is (place, node or -1,
-    state of the parent, state to make): -1 as the parent's is the trunk's, and -1 as the last means that no one
-    needs it.
+    seen: [R, n, T] bool. at: [R, n] places, -1 where the trunk's state holds the token already, T where a node is
+    absent. depths: [R, T]. A step is (place, node or -1, state of the parent, state to make): -1 as the parent's is the
+    trunk's, and -1 as the last means that no one needs it.
     """
     rows, nodes, places = seen.shape
-    steps, counts, most = np.full((rows, places, 4), -1, np.int64), np.zeros(rows, np.int64), 1
+    steps, counts, most = np.full((rows, places + nodes, 4), -1, np.int64), np.zeros(rows, np.int64), 1
     for r in range(rows):
         parent, children = np.full(places, -1, np.int64), np.zeros(places, np.int64)
         node_of, used = np.full(places, -1, np.int64), np.zeros(places, np.bool_)
         line = np.empty(places + 1, np.int64)
         for i in range(nodes):
             own = at[r, i]
-            if own >= places:
+            if own < 0:
+                steps[r, counts[r], 1] = i
+                counts[r] += 1
+            if own < 0 or own >= places:
                 continue
             if node_of[own] < 0:
                 node_of[own] = i
@@ -281,7 +290,7 @@ def put(rows, at, lead, k, u, g, keys, inputs, decays):
     places = keys.shape[1] - lead - 1
     for r in range(len(rows)):
         for i in range(at.shape[1]):
-            if at[r, i] < places:
+            if 0 <= at[r, i] < places:
                 place = lead + at[r, i]
                 keys[rows[r], place] = k[r, i]
                 inputs[rows[r], place] = u[r, i]
@@ -300,18 +309,18 @@ def _spread(decay, e):
 
 
 @compiled
-def forest(state, rows, q, v, beta, keys, inputs, decays, lead, steps, counts, most, y, first, last):
+def forest(state, rows, q, v, beta, same, keys, inputs, decays, lead, steps, counts, most, y, first, last):
     """y [R, n, H, P] of the nodes of `steps` (see `schedule`) from the trunk's state [rows, H, N, P] and planes as
     `put` has left them; 0 of absent nodes, and of later nodes in a place. beta: [R, n, H], or [R, n, 0] where u is
-    given as it is; else u is made of v and stored.
+    given as it is; else u is made of v and stored. same: [R, n, G], see `alike`.
     """
     heads, dim, width = state.shape[1:]
-    groups, places, nodes = keys.shape[2], keys.shape[1], q.shape[1]
+    groups, places = keys.shape[2], keys.shape[1]
     corrects = beta.shape[2] > 0
-    flat, k, u, q, out = state.ravel(), keys.ravel(), inputs.ravel(), q.ravel(), y.ravel()
+    flat, k, u = state.ravel(), keys.ravel(), inputs.ravel()
     size = dim * TILE
-    held, recalled = np.empty(most * size, np.float32), np.empty(TILE, np.float32)
-    e, room = np.empty(dim, np.float32), np.empty(dim, np.float32)
+    held, found = np.empty(most * size, np.float32), np.empty(TILE, np.float32)
+    e, wanted = np.empty(dim, np.float32), np.empty(dim, np.float32)
     for pair in range(first, last):
         r, h = pair // heads, pair % heads
         group = h // (heads // groups)
@@ -320,22 +329,31 @@ def forest(state, rows, q, v, beta, keys, inputs, decays, lead, steps, counts, m
             columns = min(TILE, width - begin)
             for index in range(counts[r]):
                 place, node, above, own = steps[r, index]
+                if place < 0:  # what the state says of its last token, without a decay
+                    _read(flat, trunk + begin, width, columns, q[r, node, group], found)
+                    y[r, node, h, begin : begin + columns] = found[:columns]
+                    continue
                 here = rows[r] * places + lead + place
                 k_at, u_at = (here * groups + group) * dim, (here * heads + h) * width + begin
                 _spread(decays[rows[r], lead + place, h], e)
                 source, source_at, step = (flat, trunk + begin, width) if above < 0 else (held, above * size, TILE)
                 if node < 0:
-                    _keep(source, source_at, step, held, own * size, columns, e, k, k_at, u, u_at)
+                    _keep(source, source_at, step, held, own * size, TILE, columns, e, k, k_at, u, u_at)
                     continue
                 if corrects:
                     for n in range(dim):
-                        room[n] = k[k_at + n] * e[n]
-                    _recall(source, source_at, step, columns, room, recalled)
+                        wanted[n] = k[k_at + n] * e[n]
+                    _read(source, source_at, step, columns, wanted, found)
                     for p in range(columns):
-                        u[u_at + p] = beta[r, node, h] * (v[r, node, h, begin + p] - recalled[p])
-                y_at, q_at = ((r * nodes + node) * heads + h) * width, ((r * nodes + node) * groups + group) * dim
-                _step(source, source_at, step, held, own * size, own >= 0, columns, e, k, k_at, u, u_at,
-                      q, q_at, out, y_at + begin)  # fmt: skip
+                        u[u_at + p] = beta[r, node, h] * (v[r, node, h, begin + p] - found[p])
+                for n in range(dim):
+                    wanted[n] = q[r, node, group, n] * e[n]
+                if own < 0:
+                    _read(source, source_at, step, columns, wanted, found)
+                else:
+                    _both(source, source_at, step, held, own * size, columns, e, k, k_at, u, u_at, wanted, found)
+                for p in range(columns):
+                    y[r, node, h, begin + p] = _fma(same[r, node, group], u[u_at + p], found[p])
 
 
 @compiled
@@ -355,17 +373,17 @@ def _store(state, at, width, columns, tile):
 
 
 @compiled
-def chain(state, rows, lengths, q, k, v, g, beta, y, first, last):
+def chain(state, rows, lengths, q, k, v, g, beta, same, y, first, last):
     """y [R, n, H, P] of tokens that follow one another, the first `lengths` [R] of each row; they go into the state."""
     heads, dim, width = state.shape[1:]
     groups, nodes = k.shape[2], k.shape[1]
     corrects = beta.shape[2] > 0
-    flat, keys, q, out = state.ravel(), k.ravel(), q.ravel(), y.ravel()
+    flat, keys = state.ravel(), k.ravel()
     held, u, decay = np.empty(dim * TILE, np.float32), np.empty(TILE, np.float32), np.empty(g.shape[3], np.float32)
-    e, room = np.empty(dim, np.float32), np.empty(dim, np.float32)
+    e, wanted, found = np.empty(dim, np.float32), np.empty(dim, np.float32), np.empty(TILE, np.float32)
     for pair in range(first, last):
         r, h = pair // heads, pair % heads
-        at = (rows[r] * heads + h) * dim * width
+        at, group = (rows[r] * heads + h) * dim * width, h // (heads // groups)
         for begin in range(0, width, TILE):
             columns = min(TILE, width - begin)
             _load(flat, at + begin, width, columns, held)
@@ -373,18 +391,20 @@ def chain(state, rows, lengths, q, k, v, g, beta, y, first, last):
                 for n in range(len(decay)):
                     decay[n] = np.exp(g[r, i, h, n])
                 _spread(decay, e)
-                k_at = ((r * nodes + i) * groups + h // (heads // groups)) * dim
+                k_at = ((r * nodes + i) * groups + group) * dim
+                for p in range(columns):
+                    u[p] = v[r, i, h, begin + p]
                 if corrects:
                     for n in range(dim):
-                        room[n] = keys[k_at + n] * e[n]
-                    _recall(held, 0, TILE, columns, room, u)
+                        wanted[n] = keys[k_at + n] * e[n]
+                    _read(held, 0, TILE, columns, wanted, found)
                     for p in range(columns):
-                        u[p] = beta[r, i, h] * (v[r, i, h, begin + p] - u[p])
-                else:
-                    for p in range(columns):
-                        u[p] = v[r, i, h, begin + p]
-                out_at = ((r * nodes + i) * heads + h) * width + begin
-                _step(held, 0, TILE, held, 0, True, columns, e, keys, k_at, u, 0, q, k_at, out, out_at)
+                        u[p] = beta[r, i, h] * (u[p] - found[p])
+                for n in range(dim):
+                    wanted[n] = q[r, i, group, n] * e[n]
+                _both(held, 0, TILE, held, 0, columns, e, keys, k_at, u, 0, wanted, found)
+                for p in range(columns):
+                    y[r, i, h, begin + p] = _fma(same[r, i, group], u[p], found[p])
             _store(flat, at + begin, width, columns, held)
 
 
@@ -394,20 +414,19 @@ def fold(state, keys, inputs, decays, lead, order, count, first, last):
     heads, dim, width = state.shape[1:]
     groups, places = keys.shape[2], keys.shape[1]
     flat, k, u = state.ravel(), keys.ravel(), inputs.ravel()
-    held, e = np.empty(dim * TILE, np.float32), np.empty(dim, np.float32)
+    e = np.empty(dim, np.float32)
     for pair in range(first, last):
         r, h = pair // heads, pair % heads
         at = (r * heads + h) * dim * width
         for begin in range(0, width if count[r] else 0, TILE):
             columns = min(TILE, width - begin)
-            _load(flat, at + begin, width, columns, held)
             for index in range(count[r]):
                 here = lead + order[r, index]
                 place = r * places + here
                 _spread(decays[r, here, h], e)
                 k_at = (place * groups + h // (heads // groups)) * dim
-                _keep(held, 0, TILE, held, 0, columns, e, k, k_at, u, (place * heads + h) * width + begin)
-            _store(flat, at + begin, width, columns, held)
+                u_at = (place * heads + h) * width + begin
+                _keep(flat, at + begin, width, flat, at + begin, width, columns, e, k, k_at, u, u_at)
 
 
 @compiled
