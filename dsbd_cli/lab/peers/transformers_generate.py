@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -110,12 +110,10 @@ class TransformersPeer(Peer):
 
     def _listened(self, asked: SourceRequest, listen: Callable[[Tensor], tuple[list[int], str]]) -> SourceRequest:
         """With the language that the model hears, as transformers' detect_language has it."""
-        module: Any = self._module
-        features = asked.source.unsqueeze(0).to(self._target.device, module.dtype)
+        assert isinstance(self._target, Seq2SeqForestModel)
         start = torch.tensor([asked.prompt[:1]], device=self._target.device)
-        with torch.inference_mode():
-            logits = module(**{module.main_input_name: features}, decoder_input_ids=start, use_cache=False).logits
-        return replace(asked, prompt=listen(logits[0, -1])[0], listen=None)
+        logits = self._target.plain(start, asked.source)[0, -1]
+        return replace(asked, prompt=listen(logits)[0], listen=None)
 
     def _token_rules(self) -> TokenRules:
         """Those that our engine keeps."""
