@@ -17,7 +17,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Generic, Literal, TypeVar
 
-from dsbd_cli.errors import UsageError, option_name, shorten
+from dsbd_cli.errors import KINDS, UsageError, option_name, shorten
 
 __all__ = [
     "DRAFTERS",
@@ -701,7 +701,7 @@ def _settings(given: str, usage: str, known: Sequence[Setting[object]], text: st
             raise UsageError(f"{given}: {name} is given twice: it is spelled {usage}")
         read = setting.read(value)
         if read is None or not setting.fits(read):
-            kind = {int: "an integer, ", float: "a number, "}.get(setting.kind, "") if read is None else ""
+            kind = f"{KINDS[setting.kind]}, " if read is None else ""
             shown = f"{read:g}" if isinstance(read, float) else shorten(value if read is None else read)
             raise UsageError(f"{given}: {name} is {shown}, but must be {kind}{setting.expected}: it is spelled {usage}")
         found[setting.field] = read

@@ -14,7 +14,7 @@ from dsbd_cli.engine.decoding import compare
 from dsbd_cli.engine.models.catalog import fit
 from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.job.cli.app import run
-from dsbd_cli.job.records.texts import answer_text
+from dsbd_cli.job.data.corpus import answer_text
 from dsbd_cli.stats import RequestStats
 from tests.models.conftest import byte_level, save, wrap
 

@@ -127,6 +127,12 @@ def test_a_process_that_cannot_start_is_started_once(empty_cache: Path, tmp_path
     assert list(empty_cache.glob("kernels-*.json")) == []
 
 
+def test_the_process_finds_this_package() -> None:
+    """Guards a package that is known to this process alone, as in a notebook: all kernels would be left out."""
+    root = str(Path(trial.__file__).parents[2])
+    assert faults(start=f"assert os.environ['PYTHONPATH'].split(os.pathsep)[0] == {root!r}") == {}
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_all_together_have_a_limit_of_time(hangs: bool, monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> None:
     """Guards a load that waits two minutes for each kernel of a GPU on which all hang. What was too slow may be tried

@@ -298,7 +298,11 @@ class TransformersForest:
         fast = settled is None
         if settled is None and kernel is not None and prompt is not None and batch.mask.shape[-1] >= LONG:
             settled, tail = (0,) * len(batch.tokens), batch.mask.shape[-1]
-        self._sight = None if settled is None else Sight(settled, tail, kernel=kernel, prompt=prompt, fast=fast)
+        self._sight = (
+            None
+            if settled is None
+            else Sight(settled, tail, kernel=kernel, prompt=prompt, positions=batch.slot_positions, fast=fast)
+        )
         return self._sight
 
     def _inputs(self, batch: ForestInput) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from dsbd_cli.errors import UsageError, option_name
+from dsbd_cli.errors import KINDS, UsageError, option_name
 from dsbd_cli.job.cli.layers import Values, settle
 from dsbd_cli.variants import typed_names
 
@@ -109,7 +109,7 @@ def _number(kind: type) -> Callable[[str], object]:
         try:
             return kind(text)
         except ValueError:
-            raise ValueError(f"{text!r} is not {'an integer' if kind is int else 'a number'}") from None
+            raise ValueError(f"{text!r} is not {KINDS[kind]}") from None
 
     return read
 

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsbd_cli.config import BUILTIN_TARGET, DEFAULT_DEPTH, DTYPES, MethodConfig, ModelSpec, SamplingConfig
+from dsbd_cli.config import BUILTIN_TARGET, DEFAULT_DEPTH, DTYPES, Dtype, MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.errors import DsbdError, UsageError, option_name
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.files import read_prompts
@@ -21,7 +21,6 @@ from dsbd_cli.job.cli.options import (
     MAIN,
     Decode,
     DeviceOptions,
-    DtypeName,
     MethodOptions,
     PairOptions,
     SamplingOptions,
@@ -102,7 +101,7 @@ class DistillOptions:
         MAIN, "tokens of an answer at most", default=SamplingConfig().max_new_tokens, metavar="N"
     )
     seed: int | None = option(MAIN, "of answers, batches and new weights", default=0, metavar="N")
-    dtype: DtypeName | None = option(
+    dtype: Dtype | None = option(
         DISTILL, f"of the target: {', '.join(DTYPES)}; weights in training are float32", default="auto", metavar="DTYPE"
     )
     device: str | None = option(

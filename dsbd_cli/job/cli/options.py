@@ -13,8 +13,11 @@ from dsbd_cli.config import (
     DEFAULT_DEPTH,
     DTYPES,
     ON_TOO_LONG,
+    Dtype,
     MethodConfig,
+    Numerics,
     OnTooLong,
+    Quantize,
     SamplingConfig,
     WarpScope,
 )
@@ -47,9 +50,6 @@ MAX_ERRORS = "end the run with exit code 1 when N rows have failed"
 InputFormat = Literal["auto", "strict", "text"]
 Existing = Literal["error", "overwrite", "resume", "retry"]
 Decode = Literal["search", "sample"]
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-NumericsName = Literal["invariant", "fast"]
-QuantizeName = Literal["int8"]
 _METHOD, _SAMPLING = MethodConfig(), SamplingConfig()
 
 
@@ -225,11 +225,11 @@ class DeviceOptions:
     batch_size: str | None = option(
         DEVICES, "rows decoded together; auto: what fits in memory", default=DEFAULT_BATCH_SIZE, metavar="N"
     )
-    dtype: DtypeName | None = option(DEVICES, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
-    quantize: QuantizeName | None = option(
+    dtype: Dtype | None = option(DEVICES, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
+    quantize: Quantize | None = option(
         DEVICES, "int8: the linear layers of both models in 8 bits, on the CPU (docs/quantization.md)", metavar="int8"
     )
-    numerics: NumericsName | None = option(
+    numerics: Numerics | None = option(
         DEVICES,
         "invariant: no text depends on the draft or the batch, to the last bit; fast: without that work",
         default="invariant",

@@ -15,7 +15,7 @@ import typer
 
 from dsbd_cli._version import __version__
 from dsbd_cli.config import ModelSpec
-from dsbd_cli.errors import InvalidRowError, RowError, UsageError, option_name, plural
+from dsbd_cli.errors import InvalidRowError, RowError, UsageError, option_name, plural, reading
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.files import can_resume, check_files, open_source, resuming
 from dsbd_cli.job.cli.flow import check_errors
@@ -277,10 +277,8 @@ class _Run:
         """Where torch is imported."""
         path, how = self._how.prompts, self._how
         assert path is not None
-        try:
+        with reading(f"--prompts {path}"):
             stream = stack.enter_context(open_input(path))
-        except OSError as error:
-            raise UsageError(f"--prompts {path} cannot be read: {error.strerror or error}") from None
         from dsbd_cli.engine.models.reward import RewardModel
 
         return ByReward(

@@ -18,7 +18,7 @@ from dsbd_cli.config import (
     OnTooLong,
     SamplingConfig,
 )
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, reading
 from dsbd_cli.grammars import Grammar
 from dsbd_cli.job.cli.options import (
     AnswerOptions,
@@ -300,9 +300,5 @@ def allowed(given: str | None) -> tuple[Path | None, Grammar | None]:
 
 
 def _text(given: str) -> str:
-    try:
+    with reading(f"--allow {given}"):
         return Path(given).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"--allow {given} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"--allow {given} cannot be read: it is not UTF-8") from None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.job.cli.files import COMPRESSED, is_special
 from dsbd_cli.job.cli.options import STANDARD, FileOptions
 
@@ -44,12 +44,9 @@ class Shard:
 
     def settings(self, source: Path) -> dict[str, object]:
         """Which part of which input, for the settings beside a part. Raises UsageError."""
-        try:
-            with source.open("rb") as stream:
-                head = hashlib.blake2b(stream.read(HEAD_BYTES), digest_size=8).hexdigest()
+        with reading(f"--input {source}"), source.open("rb") as stream:
+            head = hashlib.blake2b(stream.read(HEAD_BYTES), digest_size=8).hexdigest()
             values = (f"{self.part}/{self.count}", source.stat().st_size, head, True)
-        except OSError as error:
-            raise UsageError(f"--input {source} cannot be read: {error.strerror or error}") from None
         named = SHARD_SETTINGS if source.suffix in COMPRESSED else SHARD_SETTINGS[:-1]
         return dict(zip(named, values, strict=False))
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from dsbd_cli.config import DTYPES, MethodConfig, ModelSpec, SamplingConfig
-from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError, plural
+from dsbd_cli.config import DTYPES, Dtype, MethodConfig, ModelSpec, SamplingConfig
+from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError, plural, reading
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.files import read_prompts
 from dsbd_cli.job.cli.messages import say, warn
@@ -21,16 +21,14 @@ from dsbd_cli.job.cli.options import (
     MAIN,
     Decode,
     DeviceOptions,
-    DtypeName,
     MethodOptions,
     PairOptions,
     SamplingOptions,
 )
 from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, model_specs, run_settings
 from dsbd_cli.job.data.compression import open_input
+from dsbd_cli.job.data.corpus import answer_text
 from dsbd_cli.job.data.jsonl import read_lines
-from dsbd_cli.job.records.row import LongLine
-from dsbd_cli.job.records.texts import answer_text
 from dsbd_cli.requests import Request
 
 if TYPE_CHECKING:
@@ -72,7 +70,7 @@ class TrimOptions:
     max_new_tokens: int | None = option(
         MAIN, "generated tokens at most", default=SamplingConfig().max_new_tokens, metavar="N"
     )
-    dtype: DtypeName | None = option(TRIM, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
+    dtype: Dtype | None = option(TRIM, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
     device: str | None = option(TRIM, "as of generate; with a comma the target's and the draft's", metavar="DEVICE")
     trust_remote_code: bool | None = flag(TRIM, "run code that a checkpoint brings with it")
     json: bool | None = flag(TRIM, "one JSON object on standard output, no table")
@@ -156,13 +154,15 @@ class _Trimming:
 
     def _texts(self) -> Iterator[str]:
         for name in self._trim.texts or ():
-            for number, line in _lines(Path(name)):
-                try:
-                    text = answer_text(line if isinstance(line, bytes) else b"")
-                except InvalidRowError as error:
-                    raise UsageError(f"--texts {name}, line {number}: {error}") from None
-                if text is not None:
-                    yield text
+            with reading(f"--texts {name}"), open_input(Path(name)) as stream:
+                assert isinstance(stream, io.BufferedReader), "open_input gives no other"
+                for number, line in read_lines(stream):
+                    try:
+                        text = answer_text(line if isinstance(line, bytes) else b"")
+                    except InvalidRowError as error:
+                        raise UsageError(f"--texts {name}, line {number}: {error}") from None
+                    if text is not None:
+                        yield text
 
     def _write(self, counts: Counter[int]) -> TrimReport:
         from dsbd_cli.engine.models.catalog import end_tokens
@@ -217,16 +217,6 @@ def hold_out(prompts: Sequence[Request]) -> tuple[list[Request], list[Request]]:
     """Every eighth prompt, 64 at most, to measure on; and all others."""
     places = range(HELD_OUT_EVERY - 1, len(prompts), HELD_OUT_EVERY)[:HELD_OUT_MOST]
     return [prompts[place] for place in places], [one for place, one in enumerate(prompts) if place not in places]
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes | LongLine]]:
-    """Numbered lines of a file of --texts."""
-    try:
-        with open_input(path) as stream:
-            assert isinstance(stream, io.BufferedReader), "open_input gives no other"
-            yield from read_lines(stream)
-    except OSError as error:
-        raise UsageError(f"--texts {path} cannot be read: {error.strerror or error}") from None
 
 
 def _sums(measured: Measure) -> dict[str, float]:

@@ -20,9 +20,8 @@ from dsbd_cli.lab.profiling.acceptance import Rates, acceptance_rates
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError, Expected
 from dsbd_cli.lab.profiling.curves import MIN_ROUNDS, WARM_UP, measure_forwards, node_counts, one_forward, points_of
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
-from dsbd_cli.lab.profiling.memory import owners, peak_bytes, reset_peak
 from dsbd_cli.lab.profiling.predict import Costs, Interpolation, choose, layer_costs, predictions
-from dsbd_cli.lab.profiling.probe import DraftProbe, SlotProbe
+from dsbd_cli.lab.profiling.probe import DraftProbe, SlotProbe, owners, peak_bytes, reset_peak
 from dsbd_cli.lab.profiling.runs import ProfiledPair, Run, drafts_nodes, method_for, phases_of, setting_of
 from dsbd_cli.lab.profiling.snapshot import Snapshot
 from dsbd_cli.lab.profiling.timers import Role, RunLog
