@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 __all__ = ["DrafterStats", "LayerStats", "RequestStats", "StepStats"]
 
 SUMMED = (
-    *("target_calls", "draft_calls", "steps", "drafted", "accepted", "width_sum"),
+    *("prompt_tokens_reused", "target_calls", "draft_calls", "steps", "drafted", "accepted", "width_sum"),
     *("draft_s", "target_s", "verify_s", "total_s"),
 )
 
@@ -65,8 +65,10 @@ class StepStats:
 
 @dataclass(slots=True)
 class RequestStats:
-    """Sums over the iterations of one request. drafters: by name, where there are two."""
+    """Sums over the iterations of one request. prompt_tokens_reused: leading tokens of the prompt whose keys and values
+    the target found in its cache. drafters: by name, where there are two."""
 
+    prompt_tokens_reused: int = 0
     target_calls: int = 0
     draft_calls: int = 0
     steps: int = 0

@@ -18,7 +18,7 @@ from dsbd_cli.engine.models.fused import Fused, fuse, layer_kernels
 from dsbd_cli.engine.models.generation import settings_notes
 from dsbd_cli.engine.models.head import installed
 from dsbd_cli.engine.models.hub import locate
-from dsbd_cli.engine.models.invariance import variance
+from dsbd_cli.engine.models.invariance import Verdict, check
 from dsbd_cli.engine.models.loader import eos_ids, load, load_config, load_extractor
 from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.quantize import LEAST_WEIGHTS, quantize
@@ -151,14 +151,14 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
         forest.tested, forest.fused = _tested(forest, fused), fused.counts
         if spec.quantize is not None:  # after the test, whose limits are those of the checkpoint's own rounding
             _quantize(forest, spec)
-        forest.varies = variance(forest) if wanted else "nobody asked for the work that it takes"
-        if forest.varies is not None and "linear" in fused.counts:  # its work would be for nothing
+        found = check(forest) if wanted else Verdict("nobody asked for the work that it takes")
+        if found.varies is not None and "linear" in fused.counts:  # its work would be for nothing
             fused.undo()
             fused, forest.attention = _fused(model, spec, exact=False), None
             forest.tested, forest.fused = _tested(forest, fused), fused.counts
         if fused.undone:
             forest.told = ("its layers run without kernels: with them a check at load fails",)
-        forest.invariant = forest.varies is None
+        forest.trust(found)
         if not forest.invariant:
             forest.keep_states_in(torch.float32)
     except UnsupportedModelError as error:

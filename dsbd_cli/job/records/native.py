@@ -107,6 +107,7 @@ def _beam(beam: Hypothesis) -> Fields:
 def _stats(stats: RequestStats) -> Fields:
     rate = stats.acceptance_rate
     return {
+        "prompt_tokens_reused": stats.prompt_tokens_reused,
         "target_calls": stats.target_calls,
         "draft_calls": stats.draft_calls,
         "steps": stats.steps,
