@@ -68,7 +68,6 @@ class RequestStats:
     """Sums over the iterations of one request. prompt_tokens_reused: leading tokens of the prompt whose keys and values
     the target found in its cache. drafters: by name, where there are two."""
 
-    prompt_tokens_reused: int = 0
     target_calls: int = 0
     draft_calls: int = 0
     steps: int = 0
@@ -80,6 +79,7 @@ class RequestStats:
     target_s: float = 0.0
     verify_s: float = 0.0
     total_s: float = 0.0
+    prompt_tokens_reused: int = 0
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
     step_log: list[StepStats] = field(default_factory=list)
 

@@ -266,6 +266,7 @@ class Engine:
             )
         self._running = True
         self._caches.begin(share=self.share_prefixes)
+        self._drafter.release()  # what it has read in an earlier run
         backlog = deque[Job]()
         try:
             while not self._stopping and (backlog or not source.exhausted()):

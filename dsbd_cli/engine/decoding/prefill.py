@@ -61,7 +61,8 @@ def _chunk(
     steps = torch.arange(width, device=device).unsqueeze(0)
     real = steps < length
     slots = torch.where(real, steps + start, trash)
-    index = torch.arange(max(starts) + width, device=device)
+    # rows that begin elsewhere may come to more than there are
+    index = torch.arange(min(max(starts) + width, trash + 1), device=device)
     # padding sees slot 0 alone: no row of the mask may be empty
     mask = torch.where(real.unsqueeze(-1), index <= (steps + start).unsqueeze(-1), index == 0)
     batch = ForestInput(

@@ -22,7 +22,7 @@ __all__ = ["Company", "Verdict", "check", "is_invariant"]
 
 PROMPT = 161  # tokens: five steps of settled slots and one that is left over
 WIDTH_STEP = 32  # of a prompt's forward
-LONGER = 224  # tokens of the prompt that the beginning is copied from
+LONGER = 480  # tokens of the prompt that the beginning is copied from
 SOURCES = (77, 150, 90)  # tokens of the source of the text, where it has one, and of the rows before and after it
 ANSWER = 40  # tokens after the prompt, the last one is looked at
 SLOTS = 512
@@ -155,8 +155,8 @@ def _copied_prompt(model: CheckableModel, text: Tensor, copied: int) -> None:
     they part."""
     limit = min(LONGER, model.max_positions or LONGER)
     lengths = torch.tensor([_size(model), limit])
-    other = text[1].repeat(2)[: limit - copied]
-    longer = torch.stack((text[0].repeat(2)[:limit], torch.cat((text[0, :copied], other))))
+    other = text[1].repeat(3)[: limit - copied]
+    longer = torch.stack((text[0].repeat(3)[:limit], torch.cat((text[0, :copied], other))))
     _prompt(model, longer[1:], lengths[1:], rows=torch.tensor([1]))
     model.copy_prefixes([(1, 0, copied)])
     model.clear(0, copied)
