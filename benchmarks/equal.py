@@ -31,8 +31,9 @@ from dsbd_cli import MethodConfig, ModelSpec, Request, SamplingConfig
 from dsbd_cli.engine.models.adapter import TransformersForest
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import InvalidRowError
+from dsbd_cli.lab.peers.base import sequence_logprob
 from dsbd_cli.lab.peers.config import PeerConfig
-from dsbd_cli.lab.peers.transformers_generate import TransformersPeer, sequence_logprob
+from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
 
 SETTINGS = ("num_beams", "max_new_tokens")  # that all lines of a file share
 

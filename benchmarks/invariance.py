@@ -130,6 +130,8 @@ def measure(
     """One round: a line per comparison that is not done."""
     shape = {name: getattr(options, name) for name in ("num_beams", "drafts_per_layer", "depth")}
     every = [one for one in itertools.product(options.draft, options.batch_size) if one != ("none", 1)]
+    if options.in_turn:
+        every = [every[number % len(every)]]
     for threads, rule in itertools.product(options.threads, options.rules):
         wanted = [one for one in every if (number, threads, rule, *one) not in done]
         if not wanted or (rule == "search" and number):
@@ -221,6 +223,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="JSON lines with prompt (default: forty of this file)")
     parser.add_argument("--records", type=int, help="prompts at most")
     parser.add_argument("--seeds", type=int, default=1, help="rounds: each decodes every prompt with another seed")
+    parser.add_argument(
+        "--in-turn", action="store_true", help="a round is of one draft and batch size, the next in turn"
+    )
     parser.add_argument("--rules", type=words, default=list(RULES))
     parser.add_argument("--batch-size", type=numbers, default=[1, 3, 8])
     parser.add_argument("--threads", type=numbers, default=[1, 2])
@@ -242,6 +247,7 @@ def main() -> None:
         "num_beams",
         "drafts_per_layer",
         "depth",
+        "in_turn",
     )
     settings = {name: getattr(options, name) for name in (*kept, "new_tokens")}
     settings |= {"prompts": str(options.prompts or "built in"), "records": len(prompts)}

@@ -45,14 +45,19 @@ SHAPES: dict[str, tuple[Any, Any, int, int, int, int, int]] = {
     "opus-mt": (MarianMTModel, MarianConfig, 58101, 512, 6, 8, 2048),
     "nllb-600m": (M2M100ForConditionalGeneration, M2M100Config, 256206, 1024, 12, 16, 4096),
 }
-UNKNOWN = 1
+# ids of tokens that end, fill up and are unknown, and of the first word. M2M100's positions begin behind the id that
+# fills up, and CTranslate2 takes it to be 1
+SPECIAL: dict[Any, tuple[int, int, int, int]] = {
+    MarianMTModel: (0, -1, 1, 2),
+    M2M100ForConditionalGeneration: (2, 1, 3, 4),
+}
 
 
 def make_shape(name: str, folder: Path) -> None:
-    """A checkpoint of this shape with random weights, whose tokens are numbers. Ids of special tokens are Marian's."""
+    """A checkpoint of this shape with random weights, whose tokens are numbers."""
     kind, config, vocabulary, width, layers, heads, inner = SHAPES[name]
     torch.manual_seed(0)
-    end, pad = 0, vocabulary - 1
+    end, pad, unknown, _ = (token % vocabulary for token in SPECIAL[kind])
     model = kind(
         config(
             vocab_size=vocabulary,
@@ -67,14 +72,13 @@ def make_shape(name: str, folder: Path) -> None:
             pad_token_id=pad,
             bos_token_id=end,
             eos_token_id=end,
-            # M2M100 counts no positions of padding; NLLB begins with the end token
             decoder_start_token_id=pad if kind is MarianMTModel else end,
             forced_eos_token_id=None,
         )
     )
     model.save_pretrained(folder)
     words = {f"w{index}": index for index in range(vocabulary)}
-    for word, index in (("</s>", end), ("<unk>", UNKNOWN), ("<pad>", pad)):
+    for word, index in (("</s>", end), ("<unk>", unknown), ("<pad>", pad)):
         del words[f"w{index}"]
         words[word] = index
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
@@ -103,7 +107,7 @@ def errors(said: list[str], rows: list[dict[str, Any]]) -> float:
     return wrong / total
 
 
-class Converted:
+class ConvertedPair:
     """The same weights in CTranslate2's format, float32 or int8, on as many threads as torch has."""
 
     def __init__(
@@ -167,7 +171,7 @@ def runners(loaded: Engine, beams: int, options: argparse.Namespace) -> dict[str
         methods["ngram"] = MethodConfig(rule="search", num_beams=beams, drafter="ngram", **drafted)
     made: dict[str, Callable[..., tuple[list[str], int]]] = {"transformers": theirs} if not options.alone else {}
     for kind in options.ctranslate2:
-        made[f"CTranslate2, {kind}"] = Converted(
+        made[f"CTranslate2, {kind}"] = ConvertedPair(
             options.checkpoint, codec.tokenizer, kind, beams, size, options.new_tokens
         )  # type: ignore[attr-defined]
     return made | {f"dsbd, {name}": Ours(loaded, method, size, sampling) for name, method in methods.items()}
@@ -233,7 +237,8 @@ def main() -> None:
             make_shape(options.shape, Path(folder))
             generator = torch.Generator().manual_seed(1)
             size = (options.records, options.source_tokens)
-            ids = torch.randint(2, SHAPES[options.shape][2], size, generator=generator).tolist()
+            first, last = SPECIAL[SHAPES[options.shape][0]][3], SHAPES[options.shape][2]
+            ids = torch.randint(first, last, size, generator=generator).tolist()
             rows = [{"prompt": " ".join(f"w{token}" for token in row)} for row in ids]
         else:
             if options.data is None:

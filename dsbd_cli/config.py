@@ -53,11 +53,9 @@ WarpScope = Literal["pool", "beam"]
 OnTooLong = Literal["error", "truncate-left"]
 Numerics = Literal["invariant", "fast"]
 Quantize = Literal["int8"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
-ON_TOO_LONG: tuple[str, ...] = ("error", "truncate-left")
-QUANTIZE: tuple[str, ...] = ("int8",)
-NUMERICS: tuple[str, ...] = ("invariant", "fast")
-DTYPES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
+ON_TOO_LONG, QUANTIZE, NUMERICS, DTYPES = map(get_args, (OnTooLong, Quantize, Numerics, Dtype))
 
 BUILTIN_TARGET = "builtin:target"
 BUILTIN_DRAFT = "builtin:draft"

@@ -20,9 +20,11 @@ Every message is one line, names the offending value and says what to do.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 __all__ = [
+    "KINDS",
     "MAX_SHOWN",
     "DsbdError",
     "InvalidRowError",
@@ -38,10 +40,14 @@ __all__ = [
     "UsageError",
     "WorkerLostError",
     "option_name",
+    "plural",
+    "reading",
     "shorten",
 ]
 
 MAX_SHOWN = 60
+KINDS: dict[type, str] = {int: "an integer", float: "a number", bool: "true or false"}
+KINDS |= {str: "a string", list: "a list", dict: "an object"}
 
 
 class _Brief(reprlib.Repr):
@@ -77,6 +83,11 @@ def option_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+def plural(count: object, name: str) -> str:
+    """1 record, 2 records."""
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"
+
+
 class DsbdError(Exception):
     """Base of every error a user can cause; `exit_code` is what the command returns."""
 
@@ -104,6 +115,18 @@ class UsageError(DsbdError):
         if self.field is None or self.field not in names:
             return str(self)
         return names[self.field] + str(self).removeprefix(self.field)
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """While a file is read. what: how it was named, as in `--input x.jsonl`. Raises UsageError where it cannot be read,
+    or is no text where it should be."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{what} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{what} cannot be read: it is not UTF-8") from None
 
 
 class ModelError(DsbdError):

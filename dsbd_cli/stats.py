@@ -3,6 +3,7 @@ slots."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 __all__ = ["DrafterStats", "LayerStats", "RequestStats", "StepStats"]
@@ -82,6 +83,15 @@ class RequestStats:
     prompt_tokens_reused: int = 0
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
     step_log: list[StepStats] = field(default_factory=list)
+
+    @classmethod
+    def total(cls, parts: Iterable[RequestStats]) -> RequestStats:
+        """The sums of several, with their logs."""
+        whole = cls()
+        for part in parts:
+            whole.add(part)
+            whole.step_log += part.step_log
+        return whole
 
     def add(self, other: RequestStats) -> None:
         """The sums of both, and the larger peak. The log is left alone, so that sums over many requests stay small."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 from dsbd_cli.errors import UsageError, shorten
 
-__all__ = ["BASES", "Timestamps", "TokenRules", "asked_rules", "written_rules"]
+__all__ = ["Timestamps", "TokenRules", "asked_rules", "written_rules"]
 
 BASES = ("checkpoint", "none")
 OFF = "none"

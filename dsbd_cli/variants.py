@@ -17,7 +17,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Generic, Literal, TypeVar
 
-from dsbd_cli.errors import UsageError, option_name, shorten
+from dsbd_cli.errors import KINDS, UsageError, option_name, shorten
 
 __all__ = [
     "DRAFTERS",
@@ -62,10 +62,10 @@ class Setting(Generic[T_co]):
 
     Attributes:
         field: its name in MethodConfig and in records.
-        name: how it is spelled, as in `min=2`.
         kind: the type of its value.
         default: None where it must be given, or follows from other settings.
         text: what it says.
+        name: how it is spelled, as in `min=2`; as its field where nothing is given.
         shown: the default in words, where it follows from other settings.
         choices, least, above, most: what a value may be.
         zero: what 0 stands for.
@@ -75,10 +75,10 @@ class Setting(Generic[T_co]):
     """
 
     field: str
-    name: str
     kind: type[int] | type[float] | type[str]
     default: T_co
     text: str
+    name: str = ""
     shown: str | None = None
     choices: tuple[str, ...] = ()
     least: float | None = None
@@ -88,6 +88,9 @@ class Setting(Generic[T_co]):
     required: bool = False
     only: tuple[str, str] | None = None
     is_file: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.field)
 
     @property
     def expected(self) -> str:
@@ -266,7 +269,6 @@ FUZZY_THRESHOLD: Setting[float | None] = Setting(
 )
 DIVERGENCE: Setting[DivergenceName] = Setting(
     field="divergence",
-    name="divergence",
     kind=str,
     default="kl",
     text="how the difference is measured",
@@ -274,7 +276,6 @@ DIVERGENCE: Setting[DivergenceName] = Setting(
 )
 FALLBACK: Setting[FallbackName] = Setting(
     field="fallback",
-    name="fallback",
     kind=str,
     default="target",
     text="above the threshold draw from the target, or test the drafts as rejection does",
@@ -396,7 +397,6 @@ NGRAM: Setting[int] = Setting(
 )
 INDEX: Setting[str | None] = Setting(
     field="index",
-    name="index",
     kind=str,
     default=None,
     text="a file that dsbd index made",
@@ -405,7 +405,6 @@ INDEX: Setting[str | None] = Setting(
 )
 BRANCHING: Setting[int] = Setting(
     field="branching",
-    name="branching",
     kind=int,
     default=0,
     text="children per node",
@@ -414,7 +413,6 @@ BRANCHING: Setting[int] = Setting(
 )
 TREE: Setting[TreeName] = Setting(
     field="tree",
-    name="tree",
     kind=str,
     default="greedy",
     text="how nodes are chosen (top-k is deterministic)",
@@ -703,8 +701,8 @@ def _settings(given: str, usage: str, known: Sequence[Setting[object]], text: st
             raise UsageError(f"{given}: {name} is given twice: it is spelled {usage}")
         read = setting.read(value)
         if read is None or not setting.fits(read):
-            kind = {int: "an integer, ", float: "a number, "}.get(setting.kind, "") if read is None else ""
-            shown = shorten(value if read is None or setting.kind is str else read)
+            kind = f"{KINDS[setting.kind]}, " if read is None else ""
+            shown = f"{read:g}" if isinstance(read, float) else shorten(value if read is None else read)
             raise UsageError(f"{given}: {name} is {shown}, but must be {kind}{setting.expected}: it is spelled {usage}")
         found[setting.field] = read
     for setting in known:

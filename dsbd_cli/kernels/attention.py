@@ -3,7 +3,8 @@
 The first slots of a row hold its prompt, which every node sees: no mask is read there. They are cut into parts of SPLIT
 slots, by place and not by the number of nodes, so that each part gives a node the same bits in any company; the parts
 are joined in their order. All slots behind the prompt are the tail, whose order goes by the drafts. Its sums are in
-float64, so that the order does not reach the result, as in models/attention.py, whose twin this is.
+float64, so that the order does not reach the result, as in models/attention.py, whose twin this is. Where no bits are
+promised they are in float32, and all slots that every node sees may stand for the prompt.
 
 Letters: R rows, Q query heads, H kv heads, G = Q / H, n nodes, m = G n queries of a kv head, S slots, E head dim,
 P parts.
@@ -77,10 +78,10 @@ def prompt_kernel(
 def tail_kernel(
     q, k, v, seen, prompt, p_sums, p_best, p_mass, out, scale, heads, queries, nodes, slots, dim, parts, k_row, k_head,
     k_slot, v_row, v_head, v_slot, SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The parts of the prompt, in their order, and then the tail, for a tile of the queries of one kv head and some
-    columns of the values."""
+    columns of the values. WIDE: type of the sums."""
     program = tl.program_id(0).to(tl.int64)
     row, head = program // heads, program % heads
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -89,20 +90,20 @@ def tail_kernel(
     real = there[:, None] & wide[None, :]
     begin = tl.minimum(tl.load(prompt + row), slots)
     best = tl.full((TILE,), NEVER, tl.float32)
-    mass = tl.zeros((TILE,), tl.float64)
+    mass = tl.zeros((TILE,), WIDE)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     own_columns = column < dim
     mine = there[:, None] & own_columns[None, :]
-    sums = tl.zeros((TILE, COLUMNS), tl.float64)
+    sums = tl.zeros((TILE, COLUMNS), WIDE)
     for part in tl.range(0, tl.cdiv(begin, SPLIT)):
         at = (program * parts + part) * queries + i
         highest = tl.load(p_best + at, mask=there, other=0.0)
         top = tl.maximum(best, highest)
-        old = tl.exp((best - top).to(tl.float64))
-        share = tl.exp((highest - top).to(tl.float64))
-        own = tl.load(p_sums + at[:, None] * dim + column[None, :], mask=mine, other=0.0).to(tl.float64)
+        old = tl.exp((best - top).to(WIDE))
+        share = tl.exp((highest - top).to(WIDE))
+        own = tl.load(p_sums + at[:, None] * dim + column[None, :], mask=mine, other=0.0).to(WIDE)
         sums = sums * old[:, None] + own * share[:, None]
-        mass = mass * old + tl.load(p_mass + at, mask=there, other=0.0).to(tl.float64) * share
+        mass = mass * old + tl.load(p_mass + at, mask=there, other=0.0).to(WIDE) * share
         best = top
     asked = tl.load(q + (program * queries + i)[:, None] * dim + e[None, :], mask=real, other=0.0)
     sight = seen + (row * nodes + i % nodes)[:, None] * slots
@@ -115,10 +116,10 @@ def tail_kernel(
         scores = tl.where(sees, tl.dot(asked, held, input_precision="ieee") * scale, NEVER)
         top = tl.maximum(best, tl.max(scores, 1))
         safe = tl.where(top > NEVER, top, 0.0)
-        weights = tl.exp((scores - safe[:, None]).to(tl.float64))
-        old = tl.exp((best - safe).to(tl.float64))
+        weights = tl.exp((scores - safe[:, None]).to(WIDE))
+        old = tl.exp((best - safe).to(WIDE))
         values = v + row * v_row + head * v_head + s[:, None].to(tl.int64) * v_slot + column[None, :]
-        given = tl.load(values, mask=inside[:, None] & own_columns[None, :], other=0.0).to(tl.float64)
+        given = tl.load(values, mask=inside[:, None] & own_columns[None, :], other=0.0).to(WIDE)
         sums = sums * old[:, None] + tl.sum(weights[:, :, None] * given[None, :, :], 1)
         mass = mass * old + tl.sum(weights, 1)
         best = top
@@ -127,11 +128,13 @@ def tail_kernel(
 
 
 @torch.library.custom_op("dsbd::attention", mutates_args=())
-def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, prompt: Tensor, scale: float) -> Tensor:
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, prompt: Tensor, scale: float, exact: bool
+) -> Tensor:
     """[R, Q, n, E] of query [R, Q, n, E], key and value [R, H, S, E], whose last dimension has no gaps.
 
     prompt [R] int64: so many leading slots are seen by all nodes. seen [R, n, S] bool: of the slots behind them, what
-    each node sees. A node that sees nothing gets zeros.
+    each node sees. A node that sees nothing gets zeros. exact: sums over the tail are in float64.
     """
     rows, query_heads, nodes, dim = query.shape
     heads, slots = key.shape[1:3]
@@ -158,6 +161,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, prompt: T
             **constants,
             TILE=TAIL_TILE,
             COLUMNS=COLUMNS,
+            WIDE=tl.float64 if exact else tl.float32,
             num_warps=8,
             num_stages=1,
             enable_fp_fusion=False,
@@ -166,12 +170,14 @@ def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, prompt: T
 
 
 @attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, prompt: Tensor, scale: float) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, prompt: Tensor, scale: float, exact: bool) -> Tensor:
     return query.new_empty(query.shape)
 
 
-def attention_twin(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, prompt: Tensor, scale: float) -> Tensor:
-    """The specification of `attention`."""
+def attention_twin(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, prompt: Tensor, scale: float, exact: bool
+) -> Tensor:
+    """The specification of `attention`, whose sums are exact in both cases."""
     groups = query.shape[1] // key.shape[1]
     keys, values = (one.repeat_interleave(groups, 1).to(torch.float64) for one in (key, value))
     scores = query.to(torch.float64) @ keys.transpose(2, 3) * scale  # [R, Q, n, S]
@@ -208,7 +214,8 @@ def _cases(generator: torch.Generator, device: torch.device) -> Iterator[Argumen
             seen[:, :, -1] = True
             prompt = torch.tensor([slots - 20, 0][:rows])
             key, value = (one[:, :slots].transpose(1, 2) for one in (keys, values))
-            yield query, key, value, seen.to(device), prompt.to(device), dim**-0.5
+            for exact in (True, False):
+                yield query, key, value, seen.to(device), prompt.to(device), dim**-0.5, exact
 
 
 KERNELS = (Kernel("attention", attention, attention_twin, _cases),)

@@ -21,8 +21,9 @@ from dsbd_cli.kernels.law import (
     child_state,
     ending_of,
     is_finite,
-    is_some,
+    largest,
     perturbed,
+    pool_constants,
     pool_law,
     stream_key,
     value_at,
@@ -158,6 +159,38 @@ def begin_kernel(
             tl.store(o_joined_mask + to * slots + s, seen, mask=s < slots)
 
 
+@triton.jit
+def record_law(
+    o_q_tokens, o_log_q, o_law, token, log_q, chosen, found, real, row, rows, nodes, first, layer, depth, candidates,
+    count, n, c, k, flat, NP: tl.constexpr, CP: tl.constexpr,
+):  # fmt: skip
+    """The law that the drafts come from, and what is left of it before each draw."""
+    known = (row * nodes + first + n)[:, None] * candidates + c[None, :]
+    tl.store(o_log_q + known, log_q, mask=real)
+    tl.store(o_q_tokens + known, token, mask=real)
+    drawn_of = (row * depth + layer) * count
+    rest_of = rows.to(tl.int64) * depth * count + drawn_of
+    law = tl.reshape(tl.where(real, log_q, NEVER), (NP * CP,)).to(tl.float64)
+    rest = law
+    for i in range(count):
+        here = tl.sum(tl.where((k == i) & found, chosen, -1 * (k == i).to(tl.int32)), 0)
+        rest = tl.where(flat == here, NEVER, rest)
+    top = tl.max(rest, 0)
+    shift = tl.where(is_finite(top), top, 0.0)
+    left_over = tl.log(tl.sum(tl.exp(rest - shift), 0)) + shift
+    for i in range(count):
+        j = count - 1 - i
+        here = tl.sum(tl.where((k == j) & found, chosen, -1 * (k == j).to(tl.int32)), 0)
+        log_drawn = tl.max(tl.where(flat == here, law, NEVER), 0)
+        high = tl.maximum(left_over, log_drawn)
+        low = tl.minimum(left_over, log_drawn)
+        some = high > NEVER
+        gap = tl.where(some & (low > NEVER), low - tl.where(some, high, 0.0), NEVER)
+        left_over = tl.where(some, high + tl.log(1.0 + tl.exp(gap)), NEVER)
+        tl.store(o_law + drawn_of + j, log_drawn)
+        tl.store(o_law + rest_of + j, left_over)
+
+
 @triton.jit(do_not_specialize=["rows", "nodes", "first", "above", "layer", "depth", "count", "window", "slots"])
 def extend_kernel(
     c_tokens,
@@ -262,14 +295,7 @@ def extend_kernel(
     else:
         pool = tl.reshape(allowed, (NP * CP,))
     k = tl.arange(0, KP)
-    chosen = k * 0
-    found = k < 0
-    for i in range(count):
-        value, index = tl.max(pool, 0, return_indices=True)
-        got = is_some(value)
-        chosen = tl.where((k == i) & got, index, chosen)
-        found = found | ((k == i) & got)
-        pool = tl.where(flat == index, NEVER, pool)
+    chosen, found, _, _ = largest(pool, count, k, flat)
     beam = chosen // CP
     column = chosen % CP
     mine = k < count
@@ -323,34 +349,10 @@ def extend_kernel(
         seen = seen | (inside & (t[None, :] == bit[:, None])) | (t < 0)[None, :]
         tl.store(mask + to[:, None] * slots + s[None, :], seen, mask=mine[:, None] & (s < slots)[None, :])
     if LAW:
-        # the law that the drafts come from, and what is left of it before each draw
-        known = (row * nodes + first + n)[:, None] * candidates + c[None, :]
-        tl.store(o_log_q + known, log_q, mask=real)
-        tl.store(o_q_tokens + known, token, mask=real)
-        drawn_of = (row * depth + layer) * count
-        rest_of = rows.to(tl.int64) * depth * count + drawn_of
-        law = tl.reshape(tl.where(real, log_q, NEVER), (NP * CP,)).to(tl.float64)
-        rest = law
-        for i in range(count):
-            here = tl.sum(tl.where((k == i) & found, chosen, -1 * (k == i).to(tl.int32)), 0)
-            rest = tl.where(flat == here, NEVER, rest)
-        top = tl.max(rest, 0)
-        shift = tl.where(is_finite(top), top, 0.0)
-        left_over = tl.log(tl.sum(tl.exp(rest - shift), 0)) + shift
-        for i in range(count):
-            j = count - 1 - i
-            here = tl.sum(tl.where((k == j) & found, chosen, -1 * (k == j).to(tl.int32)), 0)
-            log_drawn = tl.max(tl.where(flat == here, law, NEVER), 0)
-            high = tl.maximum(left_over, log_drawn)
-            low = tl.minimum(left_over, log_drawn)
-            some = high > NEVER
-            gap = tl.where(some & (low > NEVER), low - tl.where(some, high, 0.0), NEVER)
-            left_over = tl.where(some, high + tl.log(1.0 + tl.exp(gap)), NEVER)
-            tl.store(o_law + drawn_of + j, log_drawn)
-            tl.store(o_law + rest_of + j, left_over)
-
-
-RULES = {"coupled": 0, "search": 1, "rejection": 2}
+        record_law(
+            o_q_tokens, o_log_q, o_law, token, log_q, chosen, found, real, row, rows, nodes, first, layer, depth,
+            candidates, count, n, c, k, flat, NP, CP,
+        )  # fmt: skip
 
 
 def fits(nodes: int, count: int, candidates: int) -> bool:
@@ -427,13 +429,12 @@ def extend(
     tokens, logprobs [R, n, C]. endings: eos [V], table of the stop automaton. warp: temperature, top_k, top_p, min_p,
     cold. law: tokens and log_q [R, N, C] of the nodes that were drafted from, log_drawn and log_rest
     [2, R, D, K] float64, to be written; or nothing. shape: first
-    node and number n of those above, layer, K. flags: stop strings, top-k, top-p, min-p, cold rows, warp of each beam.
+    node and number n of those above, layer, K. flags: of law.pool_constants.
     """
     rows, above, candidates = tokens.shape
     first, _, layer, count = shape
     ints, _, weights, _, ancestors, mask = sheet
     used, trunk, positions, held = table
-    stops, top_k, top_p, min_p, cold, beam = flags
     eos, automaton = endings
     pairs = triton.next_power_of_2(above) * triton.next_power_of_2(candidates)
     with torch.cuda.device_of(tokens):
@@ -446,17 +447,8 @@ def extend(
             CP=triton.next_power_of_2(candidates),
             KP=triton.next_power_of_2(count),
             TILE=64,
-            RULE=RULES[rule],
-            STOPS=stops,
-            TOP_K=top_k,
-            TOP_P=top_p,
-            MIN_P=min_p,
-            COLD=cold,
-            BEAM=beam,
             LAW=bool(law),
-            num_warps=4 if pairs <= 1024 else 8,
-            enable_fp_fusion=False,
-            maxnreg=REGISTERS,
+            **pool_constants(rule, flags, pairs),
         )
 
 

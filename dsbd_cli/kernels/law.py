@@ -7,6 +7,8 @@ largest number, and the one at which the mass reaches top_p, are found bit by bi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 
@@ -18,9 +20,11 @@ __all__ = [
     "is_finite",
     "is_some",
     "kth",
+    "largest",
     "ordered",
     "passes",
     "perturbed",
+    "pool_constants",
     "pool_law",
     "stream_key",
     "uniform",
@@ -34,6 +38,21 @@ MIX_B = tl.constexpr(0x94D049BB133111EB)
 TOKEN = tl.constexpr(0xD1342543DE82EF95)
 NEVER = tl.constexpr(float("-inf"))
 REGISTERS = 255  # of a thread at most; left alone, ptxas stops at 128 and spills
+RULES = {"coupled": 0, "search": 1, "rejection": 2}
+
+
+def pool_constants(rule: str, flags: Sequence[bool], pairs: int) -> dict[str, int | bool]:
+    """How a kernel is launched that holds a pool of so many pairs, padded. flags: stop strings, top-k, top-p, min-p,
+    cold rows, warp of each beam."""
+    names = ("STOPS", "TOP_K", "TOP_P", "MIN_P", "COLD", "BEAM")
+    warps = 4 if pairs <= 1024 else 8
+    return {
+        "RULE": RULES[rule],
+        **dict(zip(names, flags, strict=True)),
+        "num_warps": warps,
+        "enable_fp_fusion": False,
+        "maxnreg": REGISTERS,
+    }
 
 
 @triton.jit
@@ -115,6 +134,25 @@ def value_at(x, chosen, k, flat, count):
         here = tl.sum(tl.where(k == i, chosen, 0), 0)
         found = tl.where(k == i, tl.max(tl.where(flat == here, x, NEVER), 0), found)
     return found
+
+
+@triton.jit
+def largest(pool, count, k, flat):
+    """The places of the `count` largest numbers of a pool at the places `flat`, for the numbers `k`; which of them
+    there are, their values, and the last one's."""
+    chosen = k * 0
+    found = k < 0
+    values = tl.full(k.shape, NEVER, pool.dtype)
+    last = tl.full((), NEVER, pool.dtype)
+    for i in range(count):
+        value, index = tl.max(pool, 0, return_indices=True)
+        got = is_some(value)
+        chosen = tl.where((k == i) & got, index, chosen)
+        found = found | ((k == i) & got)
+        pool = tl.where(flat == index, NEVER, pool)
+        values = tl.where(k == i, value, values)
+        last = value
+    return chosen, found, values, last
 
 
 @triton.jit

@@ -39,9 +39,12 @@ MODULES = (
     "dsbd_cli.engine.decoding.twins",
 )
 LIMIT_S = 120.0  # for one kernel, which compiles in seconds, and for the start of the process
+TOTAL_S = 300.0  # for all of them: half a minute of compiling, on a processor core of today
+CAPABILITY = (8, 0)  # of the GPUs that triton is made for
 SAID = 160  # characters of an error
 # in a fault that may be gone the next time: memory that was short, a device in use by others, a process not started, a
 # compiler that was missing
+HANGS = "does not end within"
 PASSING = (
     "out of memory",
     "busy or unavailable",
@@ -80,28 +83,40 @@ def faults(device: torch.device, command: tuple[str, ...] | None = None) -> dict
     """
     if not available():
         return {}  # none runs
+    if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < CAPABILITY:
+        needed, own = (".".join(map(str, pair)) for pair in (CAPABILITY, has))
+        return dict.fromkeys(kernels(), f"needs a GPU of compute capability {needed}, and this one has {own}")
     place = _place(device)
     try:
         found: dict[str, str] = json.loads(place.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         kept = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
-        logging.getLogger("dsbd_cli").warning("compiling %d GPU kernels (once; kept in %s)", len(kernels()), kept)
+        logging.getLogger("dsbd_cli").warning(
+            "compiling %d GPU kernels (once, %.0f minutes at most; kept in %s)", len(kernels()), TOTAL_S / 60, kept
+        )
         found = _asked(device, command or (sys.executable, "-m", "dsbd_cli.kernels.trial", str(device)))
-        if not any(word in fault for fault in found.values() for word in PASSING):
+        passing = any(word in fault for fault in found.values() for word in PASSING)
+        if not passing or any(HANGS in fault for fault in found.values()):  # else every load would wait again
             _keep(place, found)
     return found
 
 
 def _asked(device: torch.device, command: Sequence[str]) -> dict[str, str]:
-    left, found = list(kernels()), {}
+    left, found, last = list(kernels()), dict[str, str](), time.monotonic() + TOTAL_S
     while left:
-        said, end = _run([*command, *left])
+        said, end = _run([*command, *left], last)
         for line in said:
             name, fault = line
             if name in left:
                 left.remove(name)
                 if fault is not None:
                     found[name] = fault
+        if left and time.monotonic() >= last:
+            found |= dict.fromkeys(left, f"was not tried: all of them together took {TOTAL_S:.0f} s")
+            break
+        if left and end is not None and not said:  # the process did not even start: what all need is missing
+            found |= dict.fromkeys(left, f"cannot be tried, its process {end}")
+            break
         if left and end is not None:
             found[left.pop(0)] = end
         elif left:
@@ -110,24 +125,29 @@ def _asked(device: torch.device, command: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _run(command: Sequence[str]) -> tuple[list[tuple[str, str | None]], str | None]:
-    """What another process says of each kernel, and how it ended if not well."""
+def _run(command: Sequence[str], last: float) -> tuple[list[tuple[str, str | None]], str | None]:
+    """What another process says of each kernel until the moment `last`, and how it ended if not well."""
     said: list[tuple[str, str | None]] = []
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        # this package may be known to this process alone
+        path = os.pathsep.join((str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])))
+        environment = os.environ | {"PYTHONPATH": path}
         try:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace")
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace", env=environment
+            )
         except OSError as failed:
             return said, f"cannot be tried: {failed.strerror}"
         lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
         reader.start()
-        deadline = time.monotonic() + LIMIT_S
+        deadline = min(last, time.monotonic() + LIMIT_S)
         try:
             while True:
                 try:
                     line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
                 except queue.Empty:
-                    return said, f"does not end within {LIMIT_S:.0f} s"
+                    return said, f"{HANGS} {LIMIT_S:.0f} s"
                 if line is None:
                     break
                 try:
@@ -135,7 +155,7 @@ def _run(command: Sequence[str]) -> tuple[list[tuple[str, str | None]], str | No
                 except (TypeError, ValueError):  # what a library prints
                     continue
                 said.append((str(name), None if fault is None else str(fault)))
-                deadline = time.monotonic() + LIMIT_S
+                deadline = min(last, time.monotonic() + LIMIT_S)
             code = process.wait()
         finally:  # where it hangs, or this process is interrupted
             process.kill()
@@ -194,8 +214,12 @@ def _keep(place: Path, found: dict[str, str]) -> None:
 
 
 def _main(arguments: Sequence[str]) -> None:
-    """DEVICE NAME...: a line of JSON per kernel, [name, fault or null], as soon as it is tried."""
+    """DEVICE NAME...: a line of JSON per kernel, [name, fault or null], as soon as it is tried; before them one of no
+    name, where kernels and device are there."""
     device, every = torch.device(arguments[0]), kernels()
+    torch.zeros(1, device=device)
+    sys.stdout.write(json.dumps(["", None]) + "\n")
+    sys.stdout.flush()
     for name in arguments[1:]:
         sys.stdout.write(json.dumps([name, tried(every[name], device)]) + "\n")
         sys.stdout.flush()

@@ -13,18 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsbd_cli.kernels.draft import MOST_PAIRS, RULES, STREAMS
+from dsbd_cli.kernels.draft import MOST_PAIRS, STREAMS
 from dsbd_cli.kernels.law import (
     NEVER,
-    REGISTERS,
+    RULES,
     child_state,
     ending_of,
     is_finite,
     is_some,
     kth,
+    largest,
     ordered,
     passes,
     perturbed,
+    pool_constants,
     pool_law,
     uniform,
     unordered,
@@ -191,6 +193,62 @@ def best_finished(
     return m_score, m_logprob, m_length, m_by_length, m_source, m_node, m_token
 
 
+@triton.jit
+def is_broken(logprobs, valid, base, nodes, candidates):
+    """Whether a node of the request has a logit that is NaN."""
+    found = tl.full((), 0, tl.int32)
+    pairs = nodes * candidates
+    for start in tl.range(0, pairs, BLOCK):
+        here = start + tl.arange(0, BLOCK)
+        inside = here < pairs
+        x = tl.load(logprobs + base * candidates + here, mask=inside, other=0.0)
+        real = tl.load(valid + base + here // candidates, mask=inside, other=0) != 0
+        found += tl.sum(((x != x) & real).to(tl.int32), 0)
+    return found > 0
+
+
+@triton.jit
+def first_counters(report, valid, source, base, roots, drafted, depth, beams, k):
+    """Counters of all layers, reached or not: what was drafted, and 0 elsewhere."""
+    for layer in range(depth):
+        below = base + roots + layer * drafted + k
+        there = k < drafted
+        real = tl.load(valid + below, mask=there, other=0) != 0
+        second = tl.load(source + below, mask=there, other=0)
+        column = report + HEAD + layer * WIDE
+        for place in tl.static_range(WIDE):
+            if place != 1 and place != 3 and place != 7:  # noqa: PLR1714  # triton has no sets
+                tl.store(column + place, tl.full((), 0, tl.int64))
+        tl.store(column + 1, tl.sum(real.to(tl.int64), 0))
+        tl.store(column + 3, beams.to(tl.int64))
+        tl.store(column + 7, tl.sum(tl.where(real, second, 0), 0))
+
+
+@triton.jit
+def ranked(log_p, path, token, cold, ending, pairs, beams, w, flat, RULE: tl.constexpr, COLD: tl.constexpr):
+    """The live draws of the rules that draw all at once: the largest of log P and the noise, or of the scores alone.
+    pairs: of the pool, at most.
+
+    Returns their places, which there are, which of them count, and what ended.
+    """
+    pool = tl.reshape(log_p, flat.shape)
+    if RULE == 0:
+        noisy = perturbed(log_p, path[:, None], token + 1)
+        if COLD:
+            noisy = tl.where(cold, log_p, noisy)
+        pool = tl.reshape(noisy, flat.shape)
+    chosen, drawn, _, last = largest(tl.where(ending, NEVER, pool), beams, w, flat)
+    countable = drawn
+    if RULE == 1:  # an end counts among the best of all pairs
+        smallest = unordered(kth(tl.reshape(ordered(pool), (1, flat.shape[0])), tl.minimum(beams, pairs)))
+        last = tl.max(smallest, 0)
+        ended = ending & (pool >= last) & is_finite(pool)
+        countable = drawn & (value_at(pool, chosen, w, flat, beams) >= last)
+    else:
+        ended = ending & (pool > last)
+    return chosen, drawn, countable, ended
+
+
 @triton.jit(do_not_specialize=["nodes", "candidates", "drafted", "roots", "depth", "beams", "beam_stride", "q_count"])
 def walk_kernel(
     tokens,
@@ -265,39 +323,15 @@ def walk_kernel(
     c = tl.arange(0, CP)
     k = tl.arange(0, KP)
     flat = tl.arange(0, WP * CP)
-    block = tl.arange(0, BLOCK)
     kept = w < beams
     base = row * nodes
     width = HEAD + depth * WIDE
     report = o_report + row * width
-    # a node whose logits are broken ends the request
-    broken = tl.full((), 0, tl.int32)
-    pairs = nodes * candidates
-    for start in tl.range(0, pairs, BLOCK):
-        here = start + block
-        inside = here < pairs
-        x = tl.load(logprobs + base * candidates + here, mask=inside, other=0.0)
-        real = tl.load(valid + base + here // candidates, mask=inside, other=0) != 0
-        broken += tl.sum(((x != x) & real).to(tl.int32), 0)
     running = tl.load(active + row) != 0
+    broken = running & is_broken(logprobs, valid, base, nodes, candidates)
     going = running & (broken == 0)
-    tl.store(report + 1, (running & (broken > 0)).to(tl.int64))
-    # of all layers, reached or not
-    for layer in range(depth):
-        below = base + roots + layer * drafted + k
-        there = k < drafted
-        real = tl.load(valid + below, mask=there, other=0) != 0
-        second = tl.load(source + below, mask=there, other=0)
-        column = report + HEAD + layer * WIDE
-        tl.store(column + 0, tl.full((), 0, tl.int64))
-        tl.store(column + 1, tl.sum(real.to(tl.int64), 0))
-        tl.store(column + 2, tl.full((), 0, tl.int64))
-        tl.store(column + 3, beams.to(tl.int64))
-        tl.store(column + 4, tl.full((), 0, tl.int64))
-        tl.store(column + 5, tl.full((), 0, tl.int64))
-        tl.store(column + 6, tl.full((), 0, tl.int64))
-        tl.store(column + 7, tl.sum(tl.where(real, second, 0), 0))
-        tl.store(column + 8, tl.full((), 0, tl.int64))
+    tl.store(report + 1, broken.to(tl.int64))
+    first_counters(report, valid, source, base, roots, drafted, depth, beams, k)
     node = tl.where(w < roots, w, -1)
     alive = tl.load(root_valid + row * beam_stride + w, mask=w < roots, other=0) != 0
     weight = tl.load(root_weight + row * beam_stride + w, mask=w < roots, other=0.0)
@@ -414,34 +448,11 @@ def walk_kernel(
             )
             countable = drawn
         else:
-            pool = tl.reshape(log_p, (WP * CP,))
-            if RULE == 0:
-                noisy = perturbed(log_p, tl.load(path + base + known, mask=kept, other=0)[:, None], tok + 1)
-                if COLD:
-                    noisy = tl.where(tl.load(cold + row) != 0, log_p, noisy)
-                pool = tl.reshape(noisy, (WP * CP,))
-            free = tl.where(ending, NEVER, pool)
-            last = tl.full((), NEVER, tl.float32)
-            for i in range(beams):
-                value, index = tl.max(free, 0, return_indices=True)
-                got = is_some(value)
-                chosen = tl.where((w == i) & got, index, chosen)
-                drawn = drawn | ((w == i) & got)
-                free = tl.where(flat == index, NEVER, free)
-                last = value
-            countable = drawn
-            if RULE == 1:  # an end counts among the best of all pairs
-                smallest = unordered(
-                    kth(
-                        tl.reshape(ordered(pool), (1, WP * CP)),
-                        tl.minimum(beams, candidates * tl.where(layer > 0, beams, roots)),
-                    )
-                )
-                last = tl.max(smallest, 0)
-                ended = ending & (pool >= last) & is_finite(pool)
-                countable = drawn & (value_at(pool, chosen, w, flat, beams) >= last)
-            else:
-                ended = ending & (pool > last)
+            path_of = tl.load(path + base + known, mask=kept, other=0)
+            pairs = candidates * tl.where(layer > 0, beams, roots)
+            chosen, drawn, countable, ended = ranked(
+                log_p, path_of, tok, tl.load(cold + row) != 0, ending, pairs, beams, w, flat, RULE, COLD
+            )
         beam = chosen // CP
         column = chosen % CP
         n_parent = several(known, w, beam)
@@ -493,11 +504,7 @@ def walk_kernel(
         e_index = w * 0
         finished = tl.where(ended, tl.reshape(raw, (WP * CP,)), NEVER)
         if tl.max(finished, 0) > NEVER:
-            for i in range(beams):
-                value, index = tl.max(finished, 0, return_indices=True)
-                e_logprob = tl.where(w == i, value, e_logprob)
-                e_index = tl.where((w == i) & is_some(value), index, e_index)
-                finished = tl.where(flat == index, NEVER, finished)
+            e_index, _, e_logprob, _ = largest(finished, beams, w, flat)
         cut_score = tl.where(countable & over, tl.div_rn(n_logprob, scale + w * 0.0), NEVER)
         e_score = tl.div_rn(e_logprob, scale + w * 0.0)
         if tl.maximum(tl.max(e_score, 0), tl.max(cut_score, 0)) > NEVER:
@@ -551,7 +558,7 @@ def walk_kernel(
     tl.store(f_source + mine, h_source, mask=kept)
     tl.store(f_node + mine, h_node, mask=kept)
     tl.store(f_token + mine, h_token, mask=kept)
-    tl.store(report + 0, tl.maximum(done, (running & (broken > 0)).to(tl.int32)).to(tl.int64))
+    tl.store(report + 0, tl.maximum(done, broken.to(tl.int32)).to(tl.int64))
     tl.store(report + 2, steps.to(tl.int64))
     tl.store(report + 3, total_width)
 
@@ -585,12 +592,11 @@ def walk(
     [R, F]. endings: eos [V], table of the stop automaton. warp: temperature, top_k, top_p, min_p, cold. limits: active,
     max_new, length_penalty, early [R]. keys [R, D + 1, STREAMS]. law: tokens, log_q [R, N, Cq], log_drawn and log_rest
     [2, R, D, K]; or nothing. out: parent, token, node, valid, weight, logprob [R, W]; before [R, D + 1, W]; report
-    [R, FIRST + D * COLUMNS] int64, of which 0 to 3 are done, invalid, steps and the sum of widths. flags: as of
-    draft.extend.
+    [R, FIRST + D * COLUMNS] int64, of which 0 to 3 are done, invalid, steps and the sum of widths. flags: of
+    law.pool_constants.
     """
     rows, count, own = candidates[0].shape
     width, roots = out[0].shape[1], beams[0].shape[1]
-    stops, top_k, top_p, min_p, cold, beam = flags
     pairs = triton.next_power_of_2(width) * triton.next_power_of_2(own)
     given = law or (nodes[3], warp[0], warp[0])
     q_count = given[0].shape[2] if law else 1
@@ -612,18 +618,9 @@ def walk(
             WP=triton.next_power_of_2(width),
             CP=triton.next_power_of_2(own),
             KP=triton.next_power_of_2(max(drafts, 1)),
-            RULE=RULES[rule],
-            STOPS=stops,
-            TOP_K=top_k,
-            TOP_P=top_p,
-            MIN_P=min_p,
-            COLD=cold,
-            BEAM=beam,
             STEPS=own.bit_length(),
             Q_STEPS=q_count.bit_length(),
-            num_warps=4 if pairs <= 1024 else 8,
-            enable_fp_fusion=False,
-            maxnreg=REGISTERS,
+            **pool_constants(rule, flags, pairs),
         )
 
 

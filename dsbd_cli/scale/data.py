@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from dsbd_cli.config import (
@@ -124,8 +125,8 @@ class Answer:
         while self._failure is None:
             exchange = self._worker.exchange(())
             with self._changed:
-                for answer in exchange.answers:
-                    self._results[answer.number] = answer.result(self._requests.pop(answer.number))
+                for number, answer in exchange.answers:
+                    self._results[number] = replace(answer, request=self._requests.pop(number))
                 self._failure = exchange.failure
                 self._changed.notify_all()
 

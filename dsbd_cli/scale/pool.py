@@ -16,12 +16,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dsbd_cli.config import Exactness
 from dsbd_cli.engine.models.hub import locate
-from dsbd_cli.errors import DsbdError, RowError, UsageError, WorkerLostError, shorten
+from dsbd_cli.errors import DsbdError, RowError, UsageError, WorkerLostError, plural, shorten
 from dsbd_cli.requests import Request, RequestResult, Source
 from dsbd_cli.scale.quiet import quiet
 from dsbd_cli.scale.window import MAX_DEATHS, Window
@@ -168,7 +168,7 @@ class RayEngine:
             return "Ray starts"
         deaths = sum(report.deaths for report in self.reports)
         text = f"{sum(place.joined for place in self._places)} of {len(self._places)} workers"
-        return text + (f", {deaths} death{'' if deaths == 1 else 's'}" if deaths else "")
+        return text + (f", {plural(deaths, 'death')}" if deaths else "")
 
     def stop(self) -> None:
         """Ask `run` to end, for good; requests that are not done give no result."""
@@ -274,11 +274,11 @@ class RayEngine:
                     self._died(place, window, f"it gave no sign of life for {silence:.0f} s")
 
     def _answered(self, place: _Place, window: RowWindow, exchange: Exchange) -> None:
-        for answer in exchange.answers:
-            if not window.is_out(place.number, answer.number):
+        for number, answer in exchange.answers:
+            if not window.is_out(place.number, number):
                 continue
-            result = answer.result(window.request(answer.number))
-            window.answer(place.number, answer.number, result)
+            result = replace(answer, request=window.request(number))
+            window.answer(place.number, number, result)
             place.fruitless = 0
             place.steps_finished += result.stats.steps
             place.report.rows += 1
@@ -401,7 +401,7 @@ class RayEngine:
             most = gpus // self._gpus
         if self._config.address is None and self._gpus * most > gpus:
             raise UsageError(
-                f"--workers is {most} with {self._gpus} GPU{'s' if self._gpus > 1 else ''} each, "
+                f"--workers is {most} with {plural(self._gpus, 'GPU')} each, "
                 f"but there {'is' if gpus == 1 else 'are'} {gpus}: take fewer"
             )
         total = int(resources.get("CPU", cores))

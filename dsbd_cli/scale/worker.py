@@ -12,8 +12,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,14 +21,12 @@ from dsbd_cli import errors
 from dsbd_cli._version import __version__
 from dsbd_cli.config import Exactness, ModelSpec
 from dsbd_cli.errors import DsbdError, RowError
-from dsbd_cli.requests import Hypothesis, Request, RequestResult
-from dsbd_cli.stats import RequestStats
+from dsbd_cli.requests import Request, RequestResult
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
 
 __all__ = [
-    "Answered",
     "EngineNames",
     "Exchange",
     "Failure",
@@ -151,31 +149,8 @@ class Failure:
         return f"{self.kind}: {self.message}"
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A RequestResult without its request, which the driver has."""
-
-    number: int
-    hypotheses: tuple[Hypothesis, ...]
-    prompt_tokens: int
-    stats: RequestStats
-    error: RowError | None
-    truncated_tokens: int
-    source_tokens: int | None = None
-    token_rules: Mapping[str, object] = field(default_factory=dict)
-    language: str | None = None
-
-    @classmethod
-    def of(cls, number: int, result: RequestResult) -> Answered:
-        """Of a result."""
-        return cls(number, **{name: getattr(result, name) for name in _ANSWERED})
-
-    def result(self, request: Request) -> RequestResult:
-        """With the request it answers."""
-        return RequestResult(request, **{name: getattr(self, name) for name in _ANSWERED})
-
-
-_ANSWERED = tuple(item.name for item in fields(RequestResult) if item.name != "request")
+Answered = tuple[int, RequestResult]  # a row's number, and its result without the request, which the driver has
+SENT = Request("")  # in the request's place
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +215,7 @@ class Worker:
             self._loaded.set()
             for result in engine.run(self._requests(), ordered=False):
                 number, _ = self._numbers.pop(id(result.request))
-                self._outbox.put(Answered.of(number, result))
+                self._outbox.put((number, replace(result, request=SENT)))
         except BaseException as error:  # of whatever kind: the driver must hear of it
             self._failure = Failure.of(error)
             self._loaded.set()

@@ -91,7 +91,7 @@ def test_an_axis_that_acts_on_nothing_is_an_error() -> None:
     ("text", "message"),
     [
         ("dsbd-couple", "no method 'dsbd-couple': did you mean dsbd-coupled"),
-        ("dsbd-coupled,all", "all stands for every method"),
+        ("all,greedy,all", "all stands there twice"),
         ("zzz", "no method 'zzz': all, or some of greedy"),
         ("greedy,greedy", "greedy stands there twice"),
         ("greedy,", "no method ''"),
@@ -103,14 +103,41 @@ def test_names_that_cannot_be(text: str, message: str) -> None:
 
 
 def test_without_a_draft_only_what_needs_none() -> None:
-    names, (said,) = choose_methods("all", draft=False)
+    names, (said, apart) = choose_methods("all", draft=False)
     assert names == [name for name, one in METHODS.items() if not one.drafts and not one.separate]
     drafted = [name for name in METHODS if METHODS[name].drafts]
     assert said == f"left out: {', '.join(drafted)}: they need a draft, but --draft is none"
     assert choose_methods(None) == (list(DEFAULT_METHODS), ())
-    assert choose_methods("all") == ([name for name, one in METHODS.items() if not one.separate], ())
+    assert choose_methods("all") == ([name for name, one in METHODS.items() if not one.separate], (apart,))
+    separate = [name for name, one in METHODS.items() if one.separate]
+    assert apart.startswith(f"left out: {', '.join(separate)}: another package runs them")
+    assert apart.endswith(f"--methods all,{separate[0]}")
     with pytest.raises(UsageError, match="dsbd-coupled needs a draft"):
         choose_methods("dsbd-coupled", draft=False)
+
+
+def test_all_and_others_are_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the table. Guards `all` beside a name, which it covers or which needs a package."""
+    monkeypatch.setattr(PeerConfig, "missing", None)
+    own = [name for name, one in METHODS.items() if not one.separate]
+    names, (said,) = choose_methods("llama-cpp-greedy,all")
+    assert names == [*own, "llama-cpp-greedy"]
+    assert "llama-cpp" not in said
+    assert choose_methods("all,greedy") == choose_methods("all")
+    separate = [name for name, one in METHODS.items() if one.separate]
+    assert choose_methods(",".join(["all", *separate])) == (list(METHODS), ())
+
+
+def test_what_cannot_be_run_is_left_out_or_refused_by_name() -> None:
+    planned = plan(["greedy", "hf-greedy", "hf-beam-search"], {"num_beams": [2, 4]})
+    peers = planned.settings[1:]
+    for methods in (None, "all", "all,greedy"):
+        found = planned.without(peers, methods, "it is so")
+        assert [one.name for one in found.settings] == ["greedy"]
+        assert found.notes == (*planned.notes, "left out: hf-greedy, hf-beam-search: it is so")
+    with pytest.raises(UsageError, match="hf-beam-search cannot be run, because it is so: leave it out"):
+        planned.without(peers, "all, hf-beam-search", "it is so")
+    assert planned.without([], "greedy", "it is so") is planned
 
 
 def test_lists_of_values() -> None:

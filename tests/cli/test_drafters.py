@@ -53,7 +53,7 @@ REFUSED = [
     ("--drafter ngram:0", "--drafter ngram:0: longest is 0, but must be 1 or more: it is spelled ngram[:LONGEST]"),
     ("--drafter ngram:3,longest=2", "longest is given twice"),
     ("--drafter ngram:3,2", "longest is '3,2', but must be an integer, 1 or more"),
-    ("--drafter dynamic-tree:threshold,value=2", "value is 2.0, but must be above 0 and at most 1"),
+    ("--drafter dynamic-tree:threshold,value=2", "value is 2, but must be above 0 and at most 1"),
     ("--drafter beam+ngram:top-k=-1", "top-k is -1, but must be 0 (keep all) or more"),
 ]
 

@@ -122,7 +122,7 @@ WRONG = [
     (("--by", "vote", "--input-format", "lines"), "a format lines needs --candidates N"),
     (("--by", "score", "--input-format", "lines", "--candidates", "2"), "but --by score needs records"),
     (("--by", "vote", "--output-format", "lines", "--candidates", "2"), "--by vote would do nothing"),
-    (("--by", "exec", "--database", "d", "--timeout", "0"), "--timeout is 0.0, but must be"),
+    (("--by", "exec", "--database", "d", "--timeout", "0"), "--timeout is 0, but must be"),
     (("--by", "vote", "--output-format", "text", "--existing", "resume", "-o", "x"), "cannot go on with"),
 ]
 

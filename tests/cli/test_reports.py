@@ -43,7 +43,7 @@ def test_repeated_warnings_are_counted_not_told(dsbd: Dsbd) -> None:
 def test_the_share_and_the_time_left_are_told_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: 1000.0)
     talk = progress.TalkOptions()
-    reporter = progress.Reporter(talk, records_on_terminal=False)
+    reporter = progress.Reporter(talk, Path("out.jsonl"))
     assert reporter._left() == ""
     reporter.input_bytes = 1000
     reporter.at(500, skipped=True)
@@ -53,7 +53,7 @@ def test_the_share_and_the_time_left_are_told_of_a_file(monkeypatch: pytest.Monk
     assert reporter._left() == "75% done", "nothing is answered, so nobody knows"
     reporter.totals.rows, reporter.totals.stats.steps = progress.ROWS_THAT_TELL, 100
     assert reporter._left() == "75% done, 0:01:00 left"
-    assert reporter._live_text().startswith("75% done, 0:01:00 left, 10 rows")
+    assert reporter._line(live=True).startswith("75% done, 0:01:00 left, 10 rows")
 
 
 def test_the_live_line_of_two_drafters_keeps_its_clock() -> None:

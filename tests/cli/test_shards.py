@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -175,6 +176,50 @@ def test_a_row_that_the_input_cannot_have(folder: Folder) -> None:
     size = folder.input.stat().st_size
     assert done.code == 1
     assert f"line 5 is row 3000000000000, but the input had {size} rows at the most" in done.err
+
+
+def test_compressed_bytes_do_not_bound_the_rows(folder: Folder) -> None:
+    """400 rows in fewer bytes, of which no part has come to the end. Guards a bound by the size of the packed file."""
+    folder.input = folder.path / "in.jsonl.gz"
+    folder.input.write_bytes(gzip.compress(b'{"prompt": "same"}\n' * 400))
+    assert folder.input.stat().st_size < 200
+    names = folder.shards(3)
+    for name in names:
+        break_unfinished(folder, [name])
+    done = folder.merge("--partial", *names)
+    assert (done.code, done.err.count("\n")) == (3, 2), done.err
+    assert "no part has come to its end, so nobody knows how many rows the input has" in done.err
+    assert [record["index"] for record in folder.lines("all.jsonl")] == list(range(400))  # type: ignore[index]
+    # an index beyond reason takes the memory of one record
+    break_index(folder, names)
+    done = folder.merge("--partial", "--existing", "overwrite", *names)
+    assert done.code == 3
+    assert "lacks 999999999866 of its 1000000000001 rows, the first one row 402" in done.err
+    assert len(folder.lines("all.jsonl")) == 401
+
+
+@pytest.mark.parametrize(
+    "damage", [{"shard": 3}, {"shard": "auto"}, {"input_bytes": "many"}, {"input_bytes": None}], ids=str
+)
+def test_a_damaged_file_beside_a_part_is_told(folder: Folder, damage: dict[str, object]) -> None:
+    names = folder.shards(2)
+    for name in names:
+        break_unfinished(folder, [name])
+        side = Path(name + ".dsbd-run")
+        content = json.loads(side.read_text())
+        content["settings"] |= damage
+        side.write_text(json.dumps(content))
+    done = folder.merge("--partial", *names)
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert f"{names[0]}.dsbd-run is not what dsbd wrote: give parts" in done.err
+
+
+def test_openai_parts_without_an_end_are_merged_too(folder: Folder) -> None:
+    names = folder.shards(2, "--output-format", "openai")
+    for name in names:
+        break_unfinished(folder, [name])
+    assert folder.merge("--partial", *names).code == 3
+    assert len(folder.lines("all.jsonl")) == 11
 
 
 def test_partial_writes_what_there_is(folder: Folder) -> None:

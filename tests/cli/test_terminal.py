@@ -7,6 +7,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_the_log_counts_tokens_of_rows_that_are_not_done(start: Start) -> None:
 
 def reporter(rows: int, *, input_bytes: int = 1000, row_bytes: int = 10, steps: int = 0) -> Reporter:
     """After so many rows of 20 tokens; steps: of rows under way."""
-    made = Reporter(TalkOptions(quiet=True), records_on_terminal=False)
+    made = Reporter(TalkOptions(quiet=True), Path("out.jsonl"))
     made.input_bytes = input_bytes
     made.begin("", steps=lambda: made.totals.stats.steps + steps)
     for row in range(rows):

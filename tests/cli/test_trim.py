@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,8 @@ from dsbd_cli.engine.decoding import compare
 from dsbd_cli.engine.models.catalog import fit
 from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.job.cli.app import run
-from dsbd_cli.job.records.texts import answer_text
+from dsbd_cli.job.data.corpus import answer_text
+from dsbd_cli.stats import RequestStats
 from tests.models.conftest import byte_level, save, wrap
 
 PROMPTS = [json.dumps({"id": str(n), "prompt": "The quick fox " * (1 + n % 3), "seed": n}) for n in range(16)]
@@ -114,8 +114,9 @@ def test_a_draft_that_got_worse_is_told(
     generate((model, model), prompts, native)
     plain = compare._round
 
-    def timeless(engine: Engine, requests: Sequence[Request]) -> compare.Measure:
-        return dataclasses.replace(plain(engine, requests), draft_s=1.0, target_s=1.0)
+    def timeless(engine: Engine, requests: Sequence[Request], sums: compare.Measure) -> None:
+        plain(engine, requests, sums)
+        sums.stats.draft_s = sums.stats.target_s = 1.0
 
     monkeypatch.setattr(compare, "_round", timeless)
     words = ["--texts", str(native), "--held-out", prompts]
@@ -133,7 +134,8 @@ def test_a_draft_that_got_worse_is_told(
 
 def test_what_is_called_worse() -> None:
     def measure(steps: int, seconds: float) -> compare.Measure:
-        return compare.Measure(steps=steps, target_calls=100, tokens=100, draft_s=seconds / 2, target_s=seconds / 2)
+        stats = RequestStats(steps=steps, target_calls=100, draft_s=seconds / 2, target_s=seconds / 2)
+        return compare.Measure(stats, tokens=100)
 
     assert compare.worse(measure(200, 1.0), measure(199, 1.04)) is None
     assert compare.worse(measure(200, 1.0), measure(220, 0.5)) is None

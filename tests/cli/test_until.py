@@ -16,7 +16,7 @@ from dsbd_cli import MethodConfig, Request, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import InvalidRowError, RowError
 from dsbd_cli.job.cli.app import run
-from dsbd_cli.job.cli.until import Until, Widening, _added
+from dsbd_cli.job.cli.until import Until, Widening
 from dsbd_cli.job.pick.execution import ByExecution, Databases
 from dsbd_cli.job.records import RowReader
 from dsbd_cli.lab.tasks.execute import TableData
@@ -182,7 +182,7 @@ def test_counters_of_two_rounds_are_summed() -> None:
     """Guards against counters of one round alone, those of each drafter among them."""
     first = RequestStats(target_calls=2, steps=3, kv_peak_slots=9, drafters={"beam": DrafterStats(4, 1)})
     second = RequestStats(target_calls=5, steps=7, kv_peak_slots=6, drafters={"beam": DrafterStats(2, 2)})
-    both = _added(first, second)
+    both = RequestStats.total([first, second])
     assert (both.target_calls, both.steps, both.kv_peak_slots) == (7, 10, 9)
     assert both.drafters == {"beam": DrafterStats(6, 3)}
     assert first.drafters == {"beam": DrafterStats(4, 1)}

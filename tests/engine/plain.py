@@ -7,12 +7,24 @@ Slow twin of the whole engine. Random choices go through a chooser, so the law o
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
-from tests.oracles.rules import Chooser, Pair, Pool, beam_step, cold_law, cold_step, legal_rows, pool_law, search_layer
+from tests.oracles.rules import (
+    Chooser,
+    Pair,
+    Pool,
+    beam_step,
+    cold_law,
+    cold_step,
+    enumerate_law,
+    legal_rows,
+    pool_law,
+    search_layer,
+)
 
 Path = tuple[int, ...]
 Rows = Callable[[Path], Mapping[int, float]]
@@ -90,34 +102,85 @@ def _pool(
     return table, pool_law(running, table, settings.scope, settings.temperature, settings.top_k)
 
 
-def decode(rows: Rows, settings: Settings, step: Step | None = None) -> tuple[Text, ...]:
-    """Best `width` hypotheses, best first. Without `step`: beam search by raw scores."""
-    paths: list[Path] = [()]
-    weights, logprobs = {0: 0.0}, {0: 0.0}
-    finished: list[Text] = []
-    for length in range(1, settings.max_new + 1):
-        table, pool = _pool(rows, settings, tuple(paths), tuple(weights.values()), step is None)
-        raw = {(b, v): logprobs[b] + lp for b in table for v, lp in table[b].items() if lp > -math.inf}
+@dataclass(frozen=True, slots=True)
+class _Beams:
+    """A request between two steps."""
+
+    paths: tuple[Path, ...] = ((),)
+    weights: tuple[float, ...] = (0.0,)
+    logprobs: tuple[float, ...] = (0.0,)
+    finished: tuple[Text, ...] = ()
+
+
+class _Step:
+    """One step of a request: what can be drawn, and what becomes of the beams."""
+
+    def __init__(self, rows: Rows, settings: Settings, beams: _Beams, search: bool) -> None:
+        self._settings, self._beams = settings, beams
+        table, self.pool = _pool(rows, settings, beams.paths, beams.weights, search)
+        self.raw = {(b, v): beams.logprobs[b] + lp for b in table for v, lp in table[b].items() if lp > -math.inf}
+
+    def searched(self) -> _Beams | tuple[Text, ...]:
+        """After the best pairs by raw scores."""
+        drawn = search_layer(self.raw, (), self._settings.ends, self._settings.width).pairs
+        best = sorted(self.raw, key=lambda pair: self.raw[pair], reverse=True)[: self._settings.width]
+        return self._after(drawn, {pair for pair in drawn if pair in best}, self.raw)
+
+    def drawn(self, pairs: tuple[Pair, ...]) -> _Beams | tuple[Text, ...]:
+        """After these draws."""
+        assert self.pool is not None
+        return self._after(pairs, set(pairs), self.pool.weights)
+
+    def _after(
+        self, drawn: tuple[Pair, ...], counted: set[Pair], child: Mapping[Pair, float]
+    ) -> _Beams | tuple[Text, ...]:
+        """The live beams, or the hypotheses of a request that is done."""
+        paths, raw, settings = self._beams.paths, self.raw, self._settings
+        length = len(paths[0]) + 1
         last = length == settings.max_new
-        if step is None or pool is None:
-            result = search_layer(raw, (), settings.ends, settings.width)
-            drawn = result.pairs
-            best = sorted(raw, key=lambda pair: raw[pair], reverse=True)[: settings.width]
-            counted = {pair for pair in drawn if pair in best}
-            child = raw
-        else:
-            drawn = step(paths, pool.law)
-            counted, child = set(drawn), pool.weights
         live = [pair for pair in drawn if pair[1] not in settings.ends]
         scale = length**settings.length_penalty
         new = [pair for pair in drawn if pair in counted and (pair[1] in settings.ends or last)]
-        finished += [Text((*paths[b], v), raw[b, v], v not in settings.ends, raw[b, v] / scale) for b, v in new]
-        finished = sorted(finished, key=lambda text: text.score, reverse=True)[: settings.width]
+        texts = [Text((*paths[b], v), raw[b, v], v not in settings.ends, raw[b, v] / scale) for b, v in new]
+        finished = sorted((*self._beams.finished, *texts), key=lambda text: text.score, reverse=True)[: settings.width]
         full = len(finished) == settings.width
         hopeless = full and live and max(raw[pair] for pair in live) / scale <= finished[-1].score
-        if not live or hopeless or (settings.early and full):
-            break
-        paths = [(*paths[b], v) for b, v in live]
-        weights = {beam: child[pair] for beam, pair in enumerate(live)}
-        logprobs = {beam: raw[pair] for beam, pair in enumerate(live)}
-    return tuple(finished)
+        if last or not live or hopeless or (settings.early and full):
+            return tuple(finished)
+        return _Beams(
+            tuple((*paths[b], v) for b, v in live),
+            tuple(child[pair] for pair in live),
+            tuple(raw[pair] for pair in live),
+            tuple(finished),
+        )
+
+
+def decode(rows: Rows, settings: Settings, step: Step | None = None) -> tuple[Text, ...]:
+    """Best `width` hypotheses, best first. Without `step`: beam search by raw scores."""
+    found: _Beams | tuple[Text, ...] = _Beams()
+    while isinstance(found, _Beams):
+        one = _Step(rows, settings, found, step is None)
+        law = None if one.pool is None else one.pool.law
+        found = one.searched() if step is None or law is None else one.drawn(step(list(found.paths), law))
+    return found
+
+
+def results_law(rows: Rows, settings: Settings) -> dict[tuple[Path, ...], float]:
+    """Exact law of the tokens of all hypotheses. Steps are enumerated one after the other, and beams that several ways
+    lead to are followed once: the law of `enumerate_law` over `decode`, which follows every way from its beginning."""
+    results: defaultdict[tuple[Path, ...], list[float]] = defaultdict(list)
+    beams = {_Beams(): [1.0]}
+    while beams:
+        following: defaultdict[_Beams, list[float]] = defaultdict(list)
+        for one, ways in beams.items():
+            step, mass = _Step(rows, settings, one, False), math.fsum(ways)
+            assert step.pool is not None
+            law = step.pool.law
+            for pairs, chance in enumerate_law(partial(beam_step, law, settings.ends, settings.width)).items():
+                found = step.drawn(pairs)
+                if isinstance(found, _Beams):
+                    following[found].append(mass * chance)
+                else:
+                    results[tuple(text.tokens for text in found)].append(mass * chance)
+        beams = following
+    return {tokens: math.fsum(chances) for tokens, chances in results.items()}

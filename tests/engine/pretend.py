@@ -2,7 +2,7 @@
 
 The device is called `meta`, whose tensors have shapes and no numbers, so reading one fails; to the code under test it
 is any device that is not the CPU. What a GPU would refuse besides is refused here: operations over tensors of two
-devices.
+devices. `one_device` refuses the CPU altogether.
 """
 
 from __future__ import annotations
@@ -51,15 +51,24 @@ def form(value: Any) -> Any:
 
 class SameDevice(TorchDispatchMode):
     """Raises where an operation takes tensors of two devices. As on a GPU, a copy may, and any may take single numbers
-    of the host. Forms of results are kept: most operations come again and again, and working one out is slow."""
+    of the host. Forms of results are kept: most operations come again and again, and working one out is slow.
+
+    strict: raises where an operation takes or makes any tensor on the CPU.
+    """
 
     known: ClassVar[dict[Any, Any]] = {}
+    strict = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and to keep torch's compiler out costs as much as an operation."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             return self._checked(func, args, kwargs)
-        key = func, form(args), tuple((name, form(value)) for name, value in kwargs.items())
+        key = self.strict, func, form(args), tuple((name, form(value)) for name, value in kwargs.items())
         if key not in self.known:
             found = self._checked(func, args, kwargs)
             parts = found if isinstance(found, tuple) else (found,)
@@ -75,11 +84,22 @@ class SameDevice(TorchDispatchMode):
         if len(given) > 1 and func not in COPIES:
             message = f"{func}: expected all tensors to be on the same device, but found {given}"
             raise RuntimeError(message)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if self.strict:
+            for item in tensors(*args, *kwargs.values(), out):
+                assert item.device == DEVICE, f"{func} on {item.device}"
+        return out
 
 
 @contextlib.contextmanager
-def pretend() -> Iterator[None]:
+def pretend() -> Iterator[SameDevice]:
     """Everything inside is checked."""
-    with SameDevice(), patch.object(torch, "tensor", _made):
+    with SameDevice() as mode, patch.object(torch, "tensor", _made):
+        yield mode
+
+
+@contextlib.contextmanager
+def one_device(mode: SameDevice) -> Iterator[None]:
+    """No operation inside takes or makes a tensor on the CPU."""
+    with patch.object(mode, "strict", True):
         yield

@@ -24,13 +24,12 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.requests import Request, RequestResult
-from tests.engine.plain import Settings, Step, cold, coupled, decode, sampled
+from tests.engine.plain import Settings, Step, cold, coupled, decode, results_law
 from tests.engine.test_law import excess, run_engine
 from tests.engine.test_same_text import path_noise
 from tests.engine.test_transformers import FAMILIES, model, prompts
 from tests.engine.toys import NumberCodec, table_pair, table_rows
 from tests.models.tiny import V
-from tests.oracles.rules import enumerate_law
 
 Tokens = tuple[int, ...]
 VOCABULARY, END = 12, 0
@@ -222,8 +221,7 @@ def test_law_of_the_answers(rule: str, depth: int) -> None:
     codec = NumberCodec(4, (END,))
     found = {"": catalogue(codec, 4, SMALL)}
     runner = Engine(target, draft if depth else None, codec, method, batch_size=2000, catalogues=found)
-    rows = table_rows(7, 4)
-    law = enumerate_law(lambda chooser: tuple(t.tokens for t in decode(rows, settings, sampled(chooser, settings))))
+    law = results_law(table_rows(7, 4), settings)
     assert len(law) > 4
     assert excess(run_engine(runner, settings, 4000), law) < 1
 

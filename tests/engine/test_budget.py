@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.engine.decoding import budget
-from dsbd_cli.engine.decoding.budget import LOGIT_BYTES, SHARE, fitting_rows, free_bytes
+from dsbd_cli.engine.decoding.budget import LOGIT_BYTES, SHARE, fitting_rows, free_bytes, out_of_memory
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.requests import Request
 from tests.engine.toys import NumberCodec, table_pair
@@ -36,6 +37,30 @@ def test_rows_are_those_that_fit() -> None:
 
 def test_free_memory_is_less_than_all() -> None:
     assert 0 < free_bytes(torch.device("cpu")) < 1 << 50
+
+
+def test_memory_that_torch_keeps_on_a_gpu_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a batch that is small because something large was loaded and dropped before."""
+    for name, value in (("mem_get_info", (100, 1000)), ("memory_reserved", 700), ("memory_allocated", 450)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert free_bytes(torch.device("cuda")) == 350
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_which_errors_are_of_memory(error: Exception, memory: bool) -> None:
+    """Guards a run that ends where half the batch would fit: not all libraries raise torch's own error."""
+    assert out_of_memory(error) == memory
 
 
 def test_limit_of_the_container(tmp_path: Path) -> None:

@@ -6,14 +6,15 @@ CUDA graph would freeze. A run on the CPU supplies the counters that a pretended
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.engine.core.protocols import ForestInput
@@ -25,7 +26,7 @@ from dsbd_cli.engine.decoding.step import Report
 from dsbd_cli.engine.models import adapter
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.requests import Request, RequestResult
-from tests.engine.pretend import DEVICE, pretend, tensors
+from tests.engine.pretend import DEVICE, SameDevice, one_device, pretend
 from tests.engine.test_graphs import FakeRecorder
 from tests.engine.toys import NumberCodec, TableLM, table_pair
 from tests.engine.worlds import RandomPlanner
@@ -54,16 +55,6 @@ class PretendedLM(TableLM):
         return torch.zeros(*batch.tokens.shape, VOCABULARY, device=DEVICE) if logits else None
 
 
-class OneDevice(TorchDispatchMode):
-    """Raises where an operation takes or makes a tensor on the CPU."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for item in tensors(*args, *(kwargs or {}).values(), out):
-            assert item.device == DEVICE, f"{func} on {item.device}"
-        return out
-
-
 def requests(method: MethodConfig) -> list[Request]:
     plain = SamplingConfig(max_new_tokens=6, stop=("7 7",))
     warped = SamplingConfig(max_new_tokens=6, top_k=5, top_p=0.95, min_p=0.01, stop=("7 7",))
@@ -90,7 +81,9 @@ def _plan(engine: Engine, method: MethodConfig) -> None:
         engine._planner = RandomPlanner(1, method.depth, method.drafts_per_layer)
 
 
-def decode(engine: Engine, method: MethodConfig, reports: Iterator[Report], patch: pytest.MonkeyPatch) -> int:
+def decode(
+    engine: Engine, method: MethodConfig, reports: Iterator[Report], mode: SameDevice, patch: pytest.MonkeyPatch
+) -> int:
     """Results of a pretended run; its counters are those of the real one."""
 
     def told(counters: Tensor, calls: int) -> Report:
@@ -107,7 +100,7 @@ def decode(engine: Engine, method: MethodConfig, reports: Iterator[Report], patc
     step = engine.stepper.step
 
     def watched(*arguments: Any) -> Report:
-        with OneDevice():
+        with one_device(mode):
             return step(*arguments)
 
     patch.setattr(step_module, "_report", told)
@@ -138,39 +131,52 @@ def test_everything_is_on_the_models_device(case: dict[str, Any], monkeypatch: p
     case = {name: value for name, value in case.items() if name != "captured"}
     method = MethodConfig.of({"num_beams": 3, "drafts_per_layer": 4, "depth": 2, "width": "fixed", **case})
     reports = reports_of(method, monkeypatch)
-    with pretend():
+    with pretend() as mode:
         draft = PretendedLM() if method.needs_draft else None
         engine = Engine(PretendedLM(), draft, NumberCodec(VOCABULARY, (2,)), method, batch_size=2)
         engine.stepper.graphs = IterationGraphs(FakeRecorder()) if captured else None
-        assert decode(engine, method, iter(reports), monkeypatch) == 3
+        assert decode(engine, method, iter(reports), mode, monkeypatch) == 3
         assert not captured or engine.stepper.graphs.replays > 0
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2 window", "opt"])
-def test_transformers_models_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "split"),
+    [
+        *((family, "") for family in ("llama", "qwen2 window", "opt")),
+        *itertools.product(("llama", "qwen2 window"), ("exact", "fast")),
+        ("llama", "by parts"),
+    ],
+)
+def test_transformers_models_too(family: str, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """split: attention by the kernel, or by tensor code where no kernel serves, as on a GPU."""
     method = MethodConfig(rule="coupled", num_beams=3, drafts_per_layer=4, depth=2)
     reports = reports_of(method, monkeypatch)
     monkeypatch.setattr(adapter, "_input_device", lambda model: DEVICE)
     kind, settings = FIT[family]
     config = getattr(transformers, kind)(**settings)
-    with pretend():
+    with pretend() as mode:
         with torch.device(DEVICE):
             loaded = [transformers.AutoModelForCausalLM.from_config(config).eval() for _ in range(2)]
         models = [CausalForestModel(model, family) for model in loaded]
         for model in models:
             model.fit_width(VOCABULARY)
+        models[0].invariant = split in ("exact", "by parts")
+        if split in ("exact", "fast"):
+            kernels = pytest.importorskip("dsbd_cli.kernels.attention", reason="triton is not installed")
+            models[0].attention = partial(kernels.attention, exact=split == "exact")
+            monkeypatch.setattr(adapter, "LONG", 0)
         engine = Engine(models[0], models[1], NumberCodec(VOCABULARY, (2,)), method, batch_size=2)
-        assert decode(engine, method, iter(reports), monkeypatch) == 3
+        assert decode(engine, method, iter(reports), mode, monkeypatch) == 3
 
 
 def test_the_pretended_device_bites() -> None:
-    with pretend():
+    with pretend() as mode:
         x = torch.zeros(3, device=DEVICE)
         with pytest.raises(RuntimeError, match="same device"):
             x + torch.zeros(3)
-        with OneDevice(), pytest.raises(AssertionError, match="on cpu"):
+        with one_device(mode), pytest.raises(AssertionError, match="on cpu"):
             torch.zeros(3)
-        with OneDevice(), pytest.raises(AssertionError, match="on cpu"):
+        with one_device(mode), pytest.raises(AssertionError, match="on cpu"):
             torch.tensor([1.0], device=DEVICE)
         for mixed in (
             lambda: x.gather(0, torch.zeros(2, dtype=torch.int64)),

@@ -28,13 +28,11 @@ from dsbd_cli.engine.drafting.rsd import RowDraws
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 from dsbd_cli.lab.profiling.watch import watch
 from dsbd_cli.requests import Request, RequestResult
-from tests.engine import plain
-from tests.engine.plain import Settings, sampled
+from tests.engine.plain import Settings, results_law
 from tests.engine.test_depth import RandomPlanner
 from tests.engine.test_law import ENDING, PLAIN, Results, excess
 from tests.engine.test_same_text import texts
 from tests.engine.toys import NumberCodec, table_pair, table_rows
-from tests.oracles.rules import enumerate_law
 from tests.toy import HashModel
 
 VOCABULARY = 12
@@ -198,10 +196,7 @@ def law_counts(engine: Engine, settings: Settings, requests: int = 4000) -> tupl
 
 @cache
 def law_of(settings: Settings, vocabulary: int) -> dict[Results, float]:
-    rows = table_rows(7, vocabulary, LAW_PROMPT)
-    return enumerate_law(
-        lambda chooser: tuple(t.tokens for t in plain.decode(rows, settings, sampled(chooser, settings)))
-    )
+    return results_law(table_rows(7, vocabulary, LAW_PROMPT), settings)
 
 
 class MisTagged(DynamicTree):

@@ -17,6 +17,7 @@ import torch
 from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.text import Prompts
+from dsbd_cli.engine.models import places
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.requests import Request, RequestResult
@@ -118,6 +119,24 @@ def test_one_row_at_a_time_is_transformers_beam_search(family: str) -> None:
     method = MethodConfig(rule="search", depth=3, drafts_per_layer=8)
     asked = [SamplingConfig(max_new_tokens=NEW, length_penalty=p, early_stopping=e, n_best=4) for p, e in ENDINGS[:4]]
     check(answers(engine(family, method, 1), sources(PROMPTS)[:4], asked), wanted(family, 4)[:4])
+
+
+def test_an_answer_may_begin_with_padding_which_has_no_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """M2M100's padding stands nowhere. Guards a position for it."""
+    plain = build_pair("m2m100", scale=3.0, decoder_start_token_id=1)
+    assert plain.config.pad_token_id == 1
+    batch, method = sources(2), MethodConfig(rule="search", depth=0)
+    want = batch_beams(plain, batch, 4, list(ENDS), NEW)
+
+    def found() -> list[RequestResult]:
+        target = Seq2SeqForestModel(deepcopy(plain), "m2m100")
+        made = Engine(target, None, pair_codec(target.module, ENDS), method, batch_size=2)
+        return answers(made, batch, SamplingConfig(max_new_tokens=NEW, n_best=4))
+
+    check(found(), want)
+    monkeypatch.setattr(places, "_padding", lambda *_: None)
+    with pytest.raises(AssertionError):
+        check(found(), want)
 
 
 @pytest.mark.parametrize("family", TEXT)
@@ -271,6 +290,23 @@ def test_lengths_are_checked_apart() -> None:
 )
 def test_rows_that_cannot_be_answered_say_why(request_: Request, told: str) -> None:
     assert told in failure(request_)
+
+
+def test_a_source_is_checked_against_every_encoder() -> None:
+    """Guards a token that only the target's encoder knows: the draft's embedding would be read beside its end."""
+
+    class Narrow(Seq2SeqForestModel):
+        source_vocab_size = property(lambda self: 50)  # type: ignore[assignment]
+
+    _, target, draft = models("bart")
+    codec = pair_codec(target.module, ENDS)
+    narrow = Narrow(draft.module, "draft")
+    one = Engine(target, narrow, codec, MethodConfig(rule="search", depth=2), batch_size=1)
+    right, wrong = one.run(
+        [Request(prompt_ids=(6, ids), sampling=SamplingConfig(max_new_tokens=2)) for ids in (49, 50)]
+    )
+    assert right.error is None
+    assert str(wrong.error) == "prompt holds token id 50, but the draft's encoder has 50 ids"
 
 
 @pytest.mark.parametrize(

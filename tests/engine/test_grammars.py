@@ -22,10 +22,9 @@ from dsbd_cli.engine.decoding.planner import CertainPlanner, Shape
 from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.grammars import Grammar
 from dsbd_cli.requests import Request, RequestResult
-from tests.engine.plain import Path, Rows, Settings, decode, sampled
+from tests.engine.plain import Path, Rows, Settings, decode, results_law
 from tests.engine.test_law import excess, run_engine
 from tests.engine.toys import NumberCodec, table_pair, table_rows
-from tests.oracles.rules import enumerate_law
 
 END, LETTERS = 0, "abcde"
 V = 1 + len(LETTERS)
@@ -136,9 +135,7 @@ def test_the_law_of_sampling_is_that_of_plain_decoding_over_legal_pairs(rule: st
     """Chi-square as in test_law.py: alpha = 1e-5 per case, fixed seeds."""
     pattern, settings = "[abc](b|cd)[de]?", Settings(width=2, max_new=3, ends=(END,))
     rows = legal_rows(3, pattern)
-    law = enumerate_law(
-        lambda chooser: tuple(text.tokens for text in decode(rows, settings, sampled(chooser, settings)))
-    )
+    law = results_law(rows, settings)
     assert len(law) > 10
     runner = engine(rule=rule, num_beams=2, batch=2000, **method)
     run = runner.run

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -17,7 +19,8 @@ from torch import Tensor
 from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.engine.decoding import graphs as graphs_module
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.decoding.graphs import Homes, IterationGraphs, Phase, Recording
+from dsbd_cli.engine.decoding.graphs import CaptureError, CudaRecorder, Homes, IterationGraphs, Phase, Recording
+from dsbd_cli.engine.decoding.step import Work
 from dsbd_cli.errors import UsageError
 from dsbd_cli.requests import Request
 from tests.engine.toys import NumberCodec, table_pair
@@ -149,6 +152,124 @@ def test_a_shape_runs_plainly_first_and_is_captured_once() -> None:
     graphs.forget()
     graphs.run("shape", state, Work(), (phase,), laps.append)
     assert recorder.recorded == 1
+
+
+def test_a_plain_run_before_a_capture_has_the_tensors_of_the_capture() -> None:
+    """Guards kernels that are compiled inside a capture, for other strides or alignments than the plain runs had."""
+
+    @dataclass
+    class State:
+        x: Tensor
+
+    graphs, seen = IterationGraphs(FakeRecorder()), []
+    for _ in range(5):
+        state = State(torch.arange(8.0)[1::2])
+
+        def phase(state: State = state) -> None:
+            seen.append((state.x.data_ptr(), state.x.stride()))
+            state.x = state.x + 1
+
+        graphs.run("shape", state, None, (phase,), lambda number: None)
+        assert state.x.tolist() == [2.0, 4.0, 6.0, 8.0]
+    assert graphs.replays == 3
+    assert len(set(seen)) == 1
+
+
+def test_a_capture_makes_no_tensor_that_outlives_it() -> None:
+    """Guards a home in memory that other captures write, because they share one pool."""
+
+    @dataclass
+    class State:
+        x: Tensor
+
+    told: list[str] = []
+    graphs, state = IterationGraphs(FakeRecorder(), tell=told.append), State(torch.zeros(1))
+    for turn in range(4):
+        state.x = torch.zeros(1)
+
+        def phase(turn: int = turn) -> None:
+            state.x = torch.full((turn + 2,), 1.0)
+
+        class Now(FakeRecorder):
+            def record(self, phase: Phase) -> Recording:
+                phase()
+                return super().record(phase)
+
+        graphs._recorder = Now()
+        graphs.run("shape", state, None, (phase,), lambda number: None)
+        assert state.x.tolist() == [1.0] * (turn + 2)
+    (line,) = told
+    assert "a new tensor of its state, x [4]" in line
+
+
+def test_a_capture_keeps_the_counters_alone() -> None:
+    """Guards logits [R, N, V] of every shape, which would fill the memory."""
+    graphs: IterationGraphs[Work] = IterationGraphs(FakeRecorder())
+    decode(graphs, "coupled")
+    kept = [entry.work for entry in graphs._entries.values()]
+    assert kept
+    assert all(set(vars(work)) == {"counters", "draft_calls"} for work in kept)
+
+
+class Cuda:
+    """Stands in for torch.cuda: streams by name, and the end of a capture that failed, which raises once more and does
+    not give the stream back (torch 2.13)."""
+
+    def __init__(self, device: str = "cuda:0") -> None:
+        self.stream, self.device_now, self.asked = "default", device, dict[str, object]()
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("graph_pool_handle", "Stream", "CUDAGraph", "current_stream", "set_stream", "device", "graph"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name, None) or (lambda *given: "something"))
+
+    def Stream(self, device: object) -> str:  # noqa: N802
+        return f"of {device}"
+
+    def current_stream(self) -> str:
+        return self.stream
+
+    def set_stream(self, stream: str) -> None:
+        self.stream = stream
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.device_now = self.device_now, str(device)
+        yield
+        self.device_now = before
+
+    @contextmanager
+    def graph(self, graph: object, *, stream: str, **asked: object) -> Iterator[None]:
+        self.asked, before, self.stream = asked, self.stream, stream
+        assert self.device_now in stream, "a capture of another device records nothing"
+        try:
+            yield
+        except RuntimeError:
+            message = "operation failed due to a previous error during capture"
+            raise RuntimeError(message)  # noqa: B904  # as torch does
+        self.stream = before
+
+
+def test_a_capture_is_of_its_own_device_and_leaves_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a second GPU, on which torch's own stream of captures is that of the first one, and a failed capture,
+    after which all else would run on the stream of the capture."""
+    cuda = Cuda()
+    cuda.patch(monkeypatch)
+    recorder = CudaRecorder(torch.device("cuda:1"))
+    seen: list[str] = []
+    recorder.record(lambda: seen.append(cuda.stream))
+    assert seen == ["of cuda:1"]
+    assert (cuda.stream, cuda.asked["capture_error_mode"]) == ("default", "thread_local")
+
+    def failing(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(CaptureError, match=r"^operation not permitted when stream is capturing$"):
+        recorder.record(lambda: failing(RuntimeError("operation not permitted when stream is capturing")))
+    assert cuda.stream == "default"
+    for memory in (torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("Triton Error [CUDA]: out of memory")):
+        with pytest.raises(type(memory), match="out of memory"):
+            recorder.record(lambda memory=memory: failing(memory))
+        assert cuda.stream == "default"
 
 
 def test_asking_for_graphs_without_a_gpu_is_refused() -> None:

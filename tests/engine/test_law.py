@@ -21,9 +21,8 @@ from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.verify.rejection import Rejection
 from dsbd_cli.requests import Request
-from tests.engine.plain import Settings, decode, sampled
+from tests.engine.plain import Settings, results_law
 from tests.engine.toys import NumberCodec, table_pair, table_rows
-from tests.oracles.rules import enumerate_law
 
 REQUESTS = 6_000
 Results = tuple[tuple[int, ...], ...]
@@ -31,10 +30,7 @@ Results = tuple[tuple[int, ...], ...]
 
 @cache
 def exact_law(seed: int, vocabulary: int, settings: Settings) -> dict[Results, float]:
-    rows = table_rows(seed, vocabulary)
-    return enumerate_law(
-        lambda chooser: tuple(text.tokens for text in decode(rows, settings, sampled(chooser, settings)))
-    )
+    return results_law(table_rows(seed, vocabulary), settings)
 
 
 def run_engine(engine: Engine, settings: Settings, requests: int = REQUESTS) -> Counter[Results]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.engine.core import probs
 from dsbd_cli.engine.core.probs import BLOCKED_FROM, Room, best_first, top_candidates
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.requests import Request, RequestResult
@@ -99,6 +100,24 @@ def test_candidates_are_the_best_in_one_order_whatever_their_number(vocabulary: 
         if count > 1:
             fewer = top_candidates(logits, Room(count, torch.tensor([[1], [count]]), count)).logprobs
             assert ((fewer > -torch.inf).sum(-1) == torch.tensor([[1], [count]])).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_vocabulary_gives_a_row_the_same_bits_in_parts_of_any_size(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocabulary = 5 * BLOCKED_FROM + 21
+    logits = (4 * torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(3))).to(dtype)
+    alone = [top_candidates(row.view(1, 1, -1), Room(9)) for row in logits]
+    wanted = torch.log_softmax(logits.to(torch.float64), -1)
+    for swept in (1, 3 * vocabulary, 1 << 20):  # two rows, three rows or more, and all
+        monkeypatch.setattr(probs, "SWEPT", swept)
+        found = top_candidates(logits.view(1, 7, -1), Room(9))
+        assert torch.equal(found.tokens[0], torch.cat([one.tokens[0] for one in alone]))
+        assert torch.equal(found.logprobs[0], torch.cat([one.logprobs[0] for one in alone]))
+        torch.testing.assert_close(
+            found.logprobs[0], wanted.gather(1, found.tokens[0]).to(torch.float32), rtol=0, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("size", [30, 5000])

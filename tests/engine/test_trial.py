@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.engine.decoding import engine as engine_module
+from dsbd_cli.engine.decoding import trial
 from dsbd_cli.engine.decoding.engine import Engine, EngineInfo
 from dsbd_cli.engine.decoding.graphs import CaptureError, IterationGraphs, Phase, Recorder, Recording
 from dsbd_cli.engine.decoding.trial import captured_otherwise, prove_captures
@@ -50,6 +51,18 @@ class Lying(FakeRecorder):
             phase()
 
         return Again(twice)
+
+
+class Dying(FakeRecorder):
+    """Replays that raise, as where a kernel is launched with what a graph cannot hold."""
+
+    def record(self, phase: Phase) -> Recording:
+        super().record(phase)
+
+        def raises() -> None:
+            raise RuntimeError("CUDA error: invalid argument")
+
+        return Again(raises)
 
 
 def capturing(monkeypatch: pytest.MonkeyPatch, recorder: Callable[[], Recorder]) -> None:
@@ -124,8 +137,12 @@ def test_captures_that_can_be_trusted_stay(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("recorder", "said"),
-    [(lambda: Breaking(1), "a capture fails"), (Lying, "a captured iteration gives other")],
-    ids=["fails", "lies"],
+    [
+        (lambda: Breaking(1), "a capture fails"),
+        (Lying, "a captured iteration gives other"),
+        (Dying, "a captured iteration fails (CUDA error: invalid argument)"),
+    ],
+    ids=["fails", "lies", "raises"],
 )
 def test_captures_that_cannot_be_trusted_are_left_out_with_one_line(
     recorder: Callable[[], Recorder], said: str, monkeypatch: pytest.MonkeyPatch
@@ -142,6 +159,14 @@ def test_captures_that_cannot_be_trusted_are_left_out_with_one_line(
     assert texts(tried) == expected
 
 
+def test_a_gpu_that_answers_nothing_any_more_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a run that goes on plainly after an error which ends all that its process may ask of the GPU."""
+    capturing(monkeypatch, Dying)
+    monkeypatch.setattr(trial, "_answers", lambda device: False)
+    with pytest.raises(UnsupportedModelError, match="with --gpu kernels"):
+        prove_captures(engine())
+
+
 def test_a_failed_capture_restores_every_field() -> None:
     @dataclass
     class Inner:
@@ -155,7 +180,9 @@ def test_a_failed_capture_restores_every_field() -> None:
 
     class Never:
         def record(self, phase: Phase) -> Recording:
-            phase()
+            with pytest.MonkeyPatch.context() as patch:  # a capture rebinds, and writes nothing
+                patch.setattr(Tensor, "copy_", lambda home, value: home)
+                phase()
             raise CaptureError("no")
 
     told: list[str] = []

@@ -158,7 +158,8 @@ def attention_launches() -> list[Launch]:
             for dim in sorted({64, widest}):
                 query, keys = torch.empty(1, 32, 36, dim, dtype=dtype), torch.empty(1, 8, 4096, dim, dtype=dtype)
                 seen, prompt = torch.empty(1, 36, 4096, dtype=torch.bool), torch.empty(1, dtype=torch.int64)
-                attention.attention._init_fn(query, keys, keys, seen, prompt, 1.0)
+                for exact in (True, False):
+                    attention.attention._init_fn(query, keys, keys, seen, prompt, 1.0, exact)
     return found
 
 

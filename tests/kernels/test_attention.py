@@ -44,4 +44,4 @@ def ask(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, prompt: list[int]
 ) -> torch.Tensor:
     given = (one.to(DEVICE) for one in (query, key, value, seen, torch.tensor(prompt)))
-    return attention(*given, query.shape[-1] ** -0.5)
+    return attention(*given, query.shape[-1] ** -0.5, True)

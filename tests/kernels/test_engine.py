@@ -4,11 +4,13 @@ leaves otherwise than the next iteration, an admission or the reading of results
 from __future__ import annotations
 
 import pytest
+from triton.runtime.errors import OutOfResources
 
 from dsbd_cli import MethodConfig, ModelSpec, Request, UsageError, load
 from dsbd_cli.config import BUILTIN_DRAFT, BUILTIN_TARGET, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.models import pair
+from dsbd_cli.kernels import walk
 from tests.engine.toys import NumberCodec, table_pair
 from tests.kernels import DEVICE
 
@@ -16,11 +18,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 VOCABULARY = 10
 
 
-def answers(rule: str, kernels: bool) -> list[object]:
+def answers(rule: str, kernels: bool, told: list[str] | None = None) -> list[object]:
     method = MethodConfig.of({"rule": rule, "num_beams": 2, "drafts_per_layer": 3, "depth": 2, "width": "fixed"})
     target, draft = table_pair(1, VOCABULARY, 0.5, {2: 1.0})
     engine = Engine(target, draft, NumberCodec(VOCABULARY, (2,)), method, batch_size=2, kernels=kernels)
     assert bool(engine.stepper.kernels) == kernels
+    engine.tell = pytest.fail if told is None else told.append
     cut = {} if rule == "search" else {"top_k": 5}
     stops = [(), ("7 7",), ()]
     sampling = [SamplingConfig(max_new_tokens=5 + i, n_best=2, stop=stops[i], **cut) for i in range(3)]
@@ -38,6 +41,26 @@ def answers(rule: str, kernels: bool) -> list[object]:
 @pytest.mark.parametrize("rule", ["coupled", "search", "rejection"])
 def test_texts_are_those_of_tensor_code(rule: str) -> None:
     assert answers(rule, kernels=True) == answers(rule, kernels=False)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="these models are on the CPU")
+def test_a_kernel_that_fails_at_a_shape_is_left_out_in_mid_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a run that ends because a kernel which passed its trial needs more of the GPU at the shapes in use."""
+    real, calls = walk.walk, []
+
+    def fails(*arguments: object) -> None:
+        calls.append(1)
+        if len(calls) > 2:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        real(*arguments)
+
+    monkeypatch.setattr(walk, "walk", fails)
+    told: list[str] = []
+    assert answers("coupled", kernels=True, told=told) == answers("coupled", kernels=False)
+    assert len(calls) == 3
+    (line,) = told
+    assert line.startswith("iterations run without kernels")
+    assert "shared memory" in line
 
 
 def test_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ TRIED = sorted(trial.kernels())
 # what another process says: a line per kernel, noise of libraries between, and its end at one of them
 SCRIPT = """
 import json, os, sys, time
+{start}
+print(json.dumps(["", None]), flush=True)
 for name in sys.argv[1:]:
     print("a library says something")
     if name == {at!r}:
@@ -37,8 +39,8 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "dsbd"
 
 
-def faults(at: str | None = None, end: str = "pass", fault: str | None = None) -> dict[str, str]:
-    script = SCRIPT.format(at=at, end=end, fault=fault)
+def faults(at: str | None = None, end: str = "pass", fault: str | None = None, start: str = "") -> dict[str, str]:
+    script = SCRIPT.format(at=at, end=end, fault=fault, start=start)
     return trial.faults.__wrapped__(
         CPU, (sys.executable, "-ISc", script)
     )  # starts at once: one case has a limit of time
@@ -74,7 +76,7 @@ def test_a_line_tells_of_the_first_compilation_alone(capsys: pytest.CaptureFixtu
     messages.set_style(json_lines=False, tracebacks=False)
     faults()
     line = capsys.readouterr().err
-    assert line.startswith(f"dsbd: compiling {len(TRIED)} GPU kernels (once; kept in ")
+    assert line.startswith(f"dsbd: compiling {len(TRIED)} GPU kernels (once, 5 minutes at most; kept in ")
     assert line.count("\n") == 1
     faults()
     assert capsys.readouterr().err == ""
@@ -114,6 +116,45 @@ def test_the_one_at_which_the_process_ended_is_to_blame(end: str, said: str, mon
     assert said in found["gated"]
 
 
+def test_a_process_that_cannot_start_is_started_once(empty_cache: Path, tmp_path: Path) -> None:
+    """Guards a minute of waiting per kernel where torch cannot reach the GPU from another process."""
+    log = tmp_path / "starts"
+    found = faults(start=f"open({str(log)!r}, 'a').write('x'); sys.exit('CUDA error: no device for this process')")
+    assert log.read_text() == "x"
+    assert found.keys() == set(TRIED)
+    assert len(set(found.values())) == 1
+    assert "no device for this process" in found["walk"]
+    assert list(empty_cache.glob("kernels-*.json")) == []
+
+
+def test_the_process_finds_this_package() -> None:
+    """Guards a package that is known to this process alone, as in a notebook: all kernels would be left out."""
+    root = str(Path(trial.__file__).parents[2])
+    assert faults(start=f"assert os.environ['PYTHONPATH'].split(os.pathsep)[0] == {root!r}") == {}
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_all_together_have_a_limit_of_time(hangs: bool, monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> None:
+    """Guards a load that waits two minutes for each kernel of a GPU on which all hang. What was too slow may be tried
+    again, because compiled kernels are kept; where one hangs each load would wait as long."""
+    monkeypatch.setattr(trial, "TOTAL_S", 1.5)
+    monkeypatch.setattr(trial, "LIMIT_S", 0.8 if hangs else 9.0)
+    found = faults("rotate", "time.sleep(60)")
+    assert found.keys() >= {"rotate"} if hangs else found.keys() == set(TRIED) - {"norm", "gated"}
+    assert ("does not end within" in found["rotate"]) == hangs
+    assert hangs or all("all of them together took" in fault for fault in found.values())
+    assert len(list(empty_cache.glob("kernels-*.json"))) == hangs
+
+
+def test_a_gpu_that_triton_is_not_made_for_runs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards ten processes that crash one after another in the compiler."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(trial, "_asked", lambda *arguments: pytest.fail("tried"))
+    found = trial.faults.__wrapped__(GPU)
+    assert found.keys() == set(TRIED)
+    assert set(found.values()) == {"needs a GPU of compute capability 8.0, and this one has 7.5"}
+
+
 def test_what_cannot_be_tried_does_not_run() -> None:
     assert trial.faults.__wrapped__(CPU, ("/no/such/program",)).keys() == set(TRIED)
     assert trial.faults.__wrapped__(torch.device("meta"), (sys.executable, "-c", "")).keys() == set(TRIED)
@@ -121,7 +162,7 @@ def test_what_cannot_be_tried_does_not_run() -> None:
 
 def test_the_process_itself_says_what_it_finds(capfd: pytest.CaptureFixture[str]) -> None:
     trial._main([str(DEVICE), "gated"])
-    assert json.loads(capfd.readouterr().out) == ["gated", None]
+    assert [json.loads(line) for line in capfd.readouterr().out.splitlines()] == [["", None], ["gated", None]]
 
 
 def test_a_kernel_with_a_fault_is_not_in_use_and_a_line_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +14,12 @@ pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportE
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.models import adapter, pair
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.fused import LayerKernels, _as_norm, fuse, layer_kernels
 from dsbd_cli.engine.models.invariance import Company, _logits
 from dsbd_cli.engine.models.selftest import self_test
+from dsbd_cli.kernels import attention as kernels_attention
 from dsbd_cli.kernels.attention import attention
 from dsbd_cli.kernels.layers import gated_twin, norm_twin, rotate_twin
 from tests.models.tiny import build
@@ -125,6 +129,22 @@ def test_a_kernel_that_cannot_run_changes_nothing() -> None:
     model(input_ids=torch.arange(12)[None])
 
 
+@pytest.mark.parametrize("fault", ["fails", "wrong"])
+def test_products_at_fault_leave_the_other_kernels(fault: str) -> None:
+    """Guards norms and rotations that are given up for a product that cannot run."""
+
+    def linear(x: Any, weight: Any, bias: Any) -> Any:
+        if fault == "fails":
+            raise RuntimeError("out of resource: shared memory")
+        return torch.nn.functional.linear(x, weight, bias) * 1.5
+
+    model, stock = build("llama"), build("llama")
+    fused = fuse(model, replace(TWINS, linear=linear))
+    assert (fused.counts, fused.undone) == (FOUND["llama"], False)
+    tokens = torch.arange(12)[None]
+    assert torch.allclose(model(input_ids=tokens).logits, stock(input_ids=tokens).logits, rtol=1e-4, atol=1e-5)
+
+
 @ON_CPU
 def test_logits_of_a_node_have_the_same_bits_in_any_company() -> None:
     """Products and attention by kernels. Guards one of them that goes by the number of rows, slots or nodes; the other
@@ -132,12 +152,73 @@ def test_logits_of_a_node_have_the_same_bits_in_any_company() -> None:
     model = CausalForestModel(build("llama", num_hidden_layers=1), "llama")
     counts = fuse(model.module, layer_kernels({"norm", "gated", "rotate"})).counts
     assert counts["linear"] == 8  # seven of the layer and the head
-    model.attention = attention
+    model.attention = partial(attention, exact=True)
     alone = _logits(model, Company(others=0))
     assert model.by_parts
     beside = Company(rows=2, row=1, others=5, ahead=2, spread=2, at_once=2)
     assert torch.equal(_logits(model, beside), alone)
     model.release()
+
+
+@ON_CPU
+@pytest.mark.parametrize("family", ["llama", "mistral window"])
+def test_a_long_prompt_goes_through_the_kernel_without_bits_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trunk of 40 slots, a tail of 24. Guards a kernel that serves a window, whose slots not all nodes see."""
+    monkeypatch.setattr(adapter, "LONG", 64)
+    calls: list[Any] = []
+
+    def noted(*arguments: Any, exact: bool) -> torch.Tensor:
+        calls.append(arguments[4])
+        return attention(*arguments, exact)
+
+    model = CausalForestModel(build(family, num_hidden_layers=1), family)
+    generator = torch.Generator().manual_seed(5)
+    text = torch.randint(3, 60, (1, 46), generator=generator)
+    slots = torch.cat((torch.arange(40), 40 + torch.randperm(24, generator=generator)[:6].sort().values))[None]
+    slot_positions = torch.zeros(1, 64, dtype=torch.int64).scatter_(1, slots, torch.arange(46)[None])
+    logits = []
+    for kernel in (None, partial(noted, exact=False)):
+        model.attention = kernel
+        model.reserve(1, 64)
+        for first, last, prompt in ((0, 40, None), (40, 46, torch.tensor([40]))):
+            seen = torch.zeros(1, last - first, 64, dtype=torch.bool)
+            for node in range(first, last):
+                seen[0, node - first, slots[0, : node + 1]] = True
+            part = (item[:, first:last] for item in (text, torch.arange(46)[None], slots))
+            found = model.forward(ForestInput(*part, seen, slot_positions, prompt=prompt))
+        logits.append(found)
+        model.release()
+    theirs, ours = logits
+    assert theirs is not None
+    assert ours is not None
+    assert (ours - theirs).square().mean().sqrt() <= 1e-5 * theirs.std()
+    assert [prompt.tolist() for prompt in calls] == ([[40]] if family == "llama" else [])
+
+
+@ON_CPU
+@pytest.mark.parametrize("fault", ["none", "wrong", "raises"])
+def test_a_kernel_of_attention_that_fails_at_the_sizes_of_a_model_serves_nothing(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any, exact: bool) -> torch.Tensor:
+        if fault == "raises":
+            raise RuntimeError("out of resource: shared memory")
+        return attention(*arguments, exact) * (1.5 if fault == "wrong" else 1)
+
+    monkeypatch.setattr(pair, "faults", lambda device: {})
+    monkeypatch.setattr(kernels_attention, "attention", broken)
+    model = CausalForestModel(build("llama", num_hidden_layers=1), "llama")
+    pair._attend_fast(model)
+    if fault == "none":
+        assert model.attention is not None
+        assert model.told == ()
+        return
+    assert model.attention is None
+    (line,) = model.told
+    assert ("off by" if fault == "wrong" else "out of resource") in line
+    if fault == "raises":  # nor does it end the load of a target whose bits are asked for
+        model.attention = partial(broken, exact=True)
+        assert "out of resource" in (pair._variance(model) or "")
 
 
 class Launches(TorchDispatchMode):
@@ -160,12 +241,16 @@ class Launches(TorchDispatchMode):
 
 
 @ON_CPU
-def test_a_layer_launches_eight_small_kernels_at_most() -> None:
+@pytest.mark.parametrize("same_text", [False, True])
+def test_a_layer_launches_eight_small_kernels_at_most(same_text: bool) -> None:
     def launches(layers: int) -> list[str]:
         model = CausalForestModel(build("llama", num_hidden_layers=layers), "llama")
-        assert fuse(model.module, layer_kernels()).counts["layer"] == layers
+        assert fuse(model.module, layer_kernels(() if same_text else {"linear"})).counts["layer"] == layers
         model.reserve(1, 64)
         batch = chain()
+        if same_text:  # as a step gives it on a GPU
+            model.attention = partial(attention, exact=True)
+            batch = replace(batch, settled=(0,), tail=64, prompt=torch.tensor([0]))
         model.forward(batch)
         with Launches() as counting:
             model.forward(batch)

@@ -14,12 +14,12 @@ from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.decoding import prefill
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.models import attention, mixers
+from dsbd_cli.engine.models import attention, mixers, tail
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.invariance import Company, _logits, check, is_invariant
 from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.pair import LoadedPair, load_model, load_pair
-from dsbd_cli.engine.models.states import LinearState
+from dsbd_cli.engine.models.states import LinearState, StateCache
 from dsbd_cli.requests import Request
 from tests.models.tiny import FIT, build
 
@@ -40,6 +40,18 @@ def wide(name: str, dtype: torch.dtype, *, packed: bool = True, **more: Any) -> 
     return CausalForestModel(model, name)
 
 
+@pytest.fixture(params=["kernel", "torch"])
+def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tail by the kernel, and by the torch code that serves where it does not fit."""
+    if request.param == "torch":
+        in_torch(monkeypatch)
+
+
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail, "fits", lambda *_: False)
+
+
+@pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_bits_do_not_depend_on_the_company(name: str, dtype: torch.dtype) -> None:
@@ -65,9 +77,14 @@ RECURRENT_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("walked", [True, False], ids=["walked", "summed"])
 @pytest.mark.parametrize("name", RECURRENT_SIZES)
-def test_recurrent_layers_keep_their_bits(name: str) -> None:
-    """Guards states against the times at which the trunk was folded, which depend on the drafts."""
+def test_recurrent_layers_keep_their_bits(name: str, walked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards states against the times at which the trunk was folded, which depend on the drafts.
+
+    In kernels of a CPU, and in the tensor code of a GPU.
+    """
+    monkeypatch.setattr(StateCache, "walks", staticmethod(lambda device: walked))
     model = build(name, **RECURRENT_SIZES[name])
     pack(model)
     forest = CausalForestModel(model, name)
@@ -93,6 +110,7 @@ def narrow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("break_it", [corrections_in_float32, narrow_steps])
 def test_mutants_of_recurrent_layers_are_found(break_it: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the check at load, and both cures: without them the bits of Qwen3.5 move."""
+    monkeypatch.setattr(StateCache, "walks", staticmethod(lambda device: False))
     break_it(monkeypatch)
     model = build("qwen3.5", **DELTA)
     pack(model)
@@ -101,6 +119,7 @@ def test_mutants_of_recurrent_layers_are_found(break_it: Any, monkeypatch: pytes
     assert not is_invariant(forest)
 
 
+@pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("name", ["llama one kv head", "gpt2", "gemma2 window", "gemma3 window"])
 def test_bits_do_not_depend_on_any_company(name: str) -> None:
     """Guards what the few companies at load do not meet: odd numbers of nodes, rows and slots."""
@@ -136,10 +155,12 @@ def all_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
     monkeypatch.setattr(attention, "_by_parts", fused)
+    in_torch(monkeypatch)
 
 
 def narrow_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tail in float32."""
+    """The tail in float32, by slot."""
+    in_torch(monkeypatch)
     monkeypatch.setattr(attention.torch, "float64", torch.float32)
 
 
@@ -173,6 +194,9 @@ def attended(tail: int) -> torch.Tensor:
 
 def test_a_short_tail_has_the_bits_of_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards products of few columns, which take another kernel: LEAST_TAIL keeps them away."""
+    kernel = attended(64)
+    assert all(torch.equal(attended(tail), kernel) for tail in range(6, 40))
+    in_torch(monkeypatch)
     wide = attended(64)
     assert all(torch.equal(attended(tail), wide) for tail in range(6, 40))
     monkeypatch.setattr(attention, "LEAST_TAIL", 1)

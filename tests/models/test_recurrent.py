@@ -11,18 +11,32 @@ import torch
 import transformers
 from torch import Tensor
 
-from dsbd_cli.engine.models import states
+from dsbd_cli.engine.models import states, walks
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.selftest import self_test
 from dsbd_cli.engine.models.states import GroupedState, LayerMemory, LinearState, Places, SelectiveState, StateCache
 from dsbd_cli.errors import UnsupportedModelError
 from tests.models.tiny import HEAD, RECURRENT, V, build
 
+WALKED = [True, False]  # by kernels of a CPU, and by tensor code as on a GPU
 MIXED = ("mamba2", "qwen3.5", "kimi-linear", "lfm2", "mamba", "linearised")  # one of each kind of layer
 
 
+@pytest.fixture
+def walked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether recurrent layers run as kernels of a CPU; otherwise as tensor code."""
+    monkeypatch.setattr(StateCache, "walks", staticmethod(lambda device: bool(request.param)))
+    return bool(request.param)
+
+
+def summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recurrent layers run as tensor code."""
+    monkeypatch.setattr(StateCache, "walks", staticmethod(lambda device: False))
+
+
+@pytest.mark.parametrize("walked", WALKED, ids=["walked", "summed"], indirect=True)
 @pytest.mark.parametrize("name", RECURRENT)
-def test_accepts(name: str) -> None:
+def test_accepts(name: str, walked: bool) -> None:
     """Guards every family's seam: names of scans, arguments, what the cache is asked. Margin 10."""
     report = self_test(CausalForestModel(build(name), name))
     assert report.largest_error < report.limit / 10
@@ -40,8 +54,9 @@ HALVES = [
 ]
 
 
+@pytest.mark.parametrize("walked", WALKED, ids=["walked", "summed"], indirect=True)
 @pytest.mark.parametrize(("name", "dtype"), HALVES, ids=str)
-def test_accepts_halves(name: str, dtype: torch.dtype) -> None:
+def test_accepts_halves(name: str, dtype: torch.dtype, walked: bool) -> None:
     """Guards states and inputs kept in the model's own dtype, whose rounding would stay in the state for good."""
     forest = CausalForestModel(build(name).to(dtype), name)
     report = self_test(forest)
@@ -119,6 +134,31 @@ def trunk_inputs_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LayerMemory, "advance", forget)
 
 
+def parent_by_slot(patch: pytest.MonkeyPatch) -> None:
+    """A node's state is made from that of the token in the place before it."""
+    schedule = walks.schedule
+
+    def neighbours(seen: Any, at: Any, depths: Any) -> Any:
+        steps, counts, most = schedule(seen, at, depths)
+        for row, count in enumerate(counts):
+            walked = steps[row, :count]
+            walked[:] = walked[walked[:, 0].argsort()]
+            walked[:, 2], walked[:, 3] = range(-1, count - 1), range(count)
+        return steps, counts, max(most, steps.shape[1])
+
+    patch.setattr(walks, "schedule", neighbours)
+
+
+def nothing_recalled(patch: pytest.MonkeyPatch) -> None:
+    """u without what the parent's state says of its key."""
+    walk = LinearState._walk
+
+    def scaled(self: LinearState, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
+        return walk(self, q, k, v if beta is None else v * beta.unsqueeze(3), g, None)
+
+    patch.setattr(LinearState, "_walk", scaled)
+
+
 def own_group_read_as_an_earlier_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GroupedState, "_own", lambda self, q, *_: torch.zeros_like(q))
 
@@ -133,6 +173,15 @@ MUTANTS = [
     (base_not_cleared, MIXED),
     (trunk_inputs_lost, MIXED),
 ]
+WALKED_MUTANTS = [
+    (fold_forgotten, ("mamba2", "qwen3.5", "kimi-linear", "linearised")),
+    (fold_twice, ("mamba2", "kimi-linear", "linearised")),  # qwen3.5 forgets too fast to show it
+    (parent_by_slot, ("mamba2", "qwen3.5", "kimi-linear", "linearised")),
+    (convolution_by_slot, ("mamba2", "lfm2")),
+    (nothing_recalled, ("qwen3.5", "kimi-linear")),
+    (base_not_cleared, ("mamba2", "qwen3.5", "linearised")),
+    (trunk_inputs_lost, ("mamba2", "qwen3.5", "lfm2")),
+]
 
 
 @pytest.mark.parametrize(
@@ -141,6 +190,19 @@ MUTANTS = [
 )
 def test_mutants_are_refused(break_it: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the self-test itself: our own mistakes must fail it."""
+    summed(monkeypatch)
+    forest = CausalForestModel(build(name), "mutant")
+    break_it(monkeypatch)
+    with pytest.raises(UnsupportedModelError, match="tree"):
+        self_test(forest)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "name"),
+    [pytest.param(mutant, name, id=f"{mutant.__name__}-{name}") for mutant, names in WALKED_MUTANTS for name in names],
+)
+def test_walked_mutants_are_refused(break_it: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same of layers that run as kernels."""
     forest = CausalForestModel(build(name), "mutant")
     break_it(monkeypatch)
     with pytest.raises(UnsupportedModelError, match="tree"):
@@ -164,11 +226,13 @@ def test_others_are_refused_by_name(name: str) -> None:
     assert name in str(caught.value)
 
 
-def test_a_row_holds_one_state_whatever_its_length() -> None:
+@pytest.mark.parametrize("walked", WALKED, ids=["walked", "summed"], indirect=True)
+def test_a_row_holds_one_state_whatever_its_length(walked: bool) -> None:
     """Guards memory that grows with the text or with the beams."""
     forest = CausalForestModel(build("mamba2"), "mamba2")
     assert forest.kv_bytes_per_slot() == 0
-    state, place = 3 * 8 * 16 * 8 * 4, 3 * ((64 + 2 * 2 * 16) + (2 * 16 + 8 * 8 + 8 + 2 * 8)) * 4
+    decays = 8 if walked else 8 + 2 * 8
+    state, place = 3 * 8 * 16 * 8 * 4, 3 * ((64 + 2 * 2 * 16) + (2 * 16 + 8 * 8 + decays)) * 4
     kernel = 3 * 3 * (64 + 2 * 2 * 16) * 4  # three inputs of a convolution stay from the trunk
     for window in (0, 24, 96):
         assert forest.state_bytes(window) == state + kernel + (window + 1) * place

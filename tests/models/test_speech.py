@@ -28,6 +28,7 @@ from transformers.generation.logits_process import WhisperTimeStampLogitsProcess
 
 import dsbd_cli
 from dsbd_cli import MethodConfig, Request, SamplingConfig
+from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.engine.models.speech import read_audio
@@ -226,6 +227,47 @@ def test_the_language_is_heard_as_transformers_hears_it(
         assert [list(found.token_ids) for found in result.hypotheses] == want
 
 
+def test_languages_of_a_batch_are_heard_together_and_survive_out_of_memory(
+    engine: dsbd_cli.Engine, sounds: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a forward per row, an encoder that reads a source twice, and detection where no handler halves the batch;
+    then another language, or none, in the second try."""
+    asked = SamplingConfig(max_new_tokens=NEW, n_best=5)
+    rows = [sounds[0], sounds[1], sounds[2], sounds[0]]
+    alone = [next(iter(engine.run([Request(audio=str(path), sampling=asked)]))) for path in rows]
+    heard, forwards, read = Caches.first_logits, list[int](), list[int]()
+
+    def first_logits(caches: Caches, tokens: dict[int, int]) -> torch.Tensor:
+        forwards.append(len(tokens))
+        if len(tokens) > 2:
+            raise torch.OutOfMemoryError
+        return heard(caches, tokens)
+
+    encoder = engine.target.module.get_encoder()  # type: ignore[attr-defined]
+    hook = encoder.register_forward_hook(lambda *_: read.append(1))
+    monkeypatch.setattr(Caches, "first_logits", first_logits)
+    four = Engine(engine.target, None, engine.codec, engine.method, batch_size=4)
+    results = list(four.run([Request(audio=str(path), sampling=asked) for path in rows]))
+    hook.remove()
+    assert forwards == [4, 2, 2]
+    assert len(read) == 8  # every source in the batch that was too large, and once more
+    for one, result in zip(alone, results, strict=True):
+        assert result.error is None
+        assert result.language == one.language is not None
+        assert result.hypotheses == one.hypotheses
+
+
+def test_speech_wanted_in_another_language_than_english_was_spoken_in_it(
+    engine: dsbd_cli.Engine, sounds: list[Path]
+) -> None:
+    (result,) = engine.run(
+        [Request(audio=str(sounds[0]), sampling=SamplingConfig(max_new_tokens=NEW, n_best=5, target_lang="de"))]
+    )
+    want = stock_beams(engine, sounds[0], PROMPTS["german", "de"])
+    assert [list(found.token_ids) for found in result.hypotheses] == want
+    assert result.language is None  # nothing had to be heard
+
+
 @pytest.mark.parametrize("latest", [None, 2])
 def test_timestamps_are_transformers(
     engine: dsbd_cli.Engine, sounds: list[Path], latest: int | None, monkeypatch: pytest.MonkeyPatch
@@ -261,16 +303,24 @@ def test_timestamps_are_transformers(
         assert "<|" not in beam.text
 
 
-def test_bench_hears_files(engine: dsbd_cli.Engine, folder: Path, sounds: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("language", ["en", None])
+def test_bench_hears_files(
+    engine: dsbd_cli.Engine, folder: Path, sounds: list[Path], tmp_path: Path, language: str | None
+) -> None:
     """Guards other features, first tokens or texts on either side: both give the words that transformers gives."""
+    model: Any = engine.target.module  # type: ignore[attr-defined]
     codec, data, found = engine.codec, tmp_path / "data.jsonl", tmp_path / "found.jsonl"
-    prompt = PROMPTS["en", None]
-    said = [codec.decode([token for token in stock_beams(engine, path, prompt)[0] if token != END]) for path in sounds]
+    said = []
+    for path in sounds:
+        spoken = EN if language else int(model.detect_language(features_of(path)))
+        beams = stock_beams(engine, path, [START, spoken, TRANSCRIBE, TIMELESS])
+        said.append(codec.decode([token for token in beams[0] if token != END]))
     rows = [{"audio": str(path), "reference": text} for path, text in zip(sounds, said, strict=True)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["bench", "--target", str(folder), "--draft", "none", "--task", "words", "--data", str(data)]
     options += ["--methods", "beam-search,hf-beam-search", "--num-beams", "5", "--max-new-tokens", str(NEW)]
-    options += ["--source-lang", "en", "--records", "3", "--rounds", "1", "--json", str(found)]
+    options += ["--source-lang", language] if language else []
+    options += ["--records", "3", "--rounds", "1", "--json", str(found)]
     assert run(options) == 0
     lines = [line for line in map(json.loads, found.read_text().splitlines()) if "method" in line]
     assert len(lines) == 2
@@ -294,6 +344,7 @@ def test_segments_are_what_stands_between_times(engine: dsbd_cli.Engine) -> None
         ("gone.wav", {"source_lang": "en"}, "cannot be read"),
         (None, {"token_rules": "timestamps=1", "prefix": "w1"}, "prefix is 'w1', which does not go with timestamps"),
         (None, {"token_rules": "timestamps=1", "stop": "w1"}, "stop is ['w1'], which does not go with timestamps"),
+        (None, {"target_lang": "xx"}, "translates into English (en) alone"),
         (None, {"source_lang": "xx"}, "source_lang is 'xx', which the target does not know"),
         (None, {"source_lang": "en", "target_lang": "de"}, "translates into English (en) alone"),
         ("text", {}, "audio is missing: the target writes down speech"),

@@ -12,11 +12,15 @@ import pytest
 from dsbd_cli import MethodConfig, ModelSpec, Request, SamplingConfig, load
 from dsbd_cli.engine.models.registry import resolve
 from dsbd_cli.errors import ModelError, UsageError
-from dsbd_cli.lab.bench.sweep import choose_methods
+from dsbd_cli.lab.bench.prepare import Prompt
+from dsbd_cli.lab.bench.runners import make_runner
+from dsbd_cli.lab.bench.sweep import choose_methods, plan
 from dsbd_cli.lab.peers import PeerConfig, engines
 from dsbd_cli.lab.peers.engines import CTranslatePeer, LlamaPeer
+from dsbd_cli.lab.tasks.record import TaskRecord
 
 PROMPTS = ("question: what did Nesen do\nanswer:\n", "passage: Kivel was a weaver.\nquestion: who was Kivel\nanswer:\n")
+GREEDY = MethodConfig(rule="search", num_beams=1, depth=0)
 FLOAT32 = {"engine": "ctranslate2", "dtype": "float32"}
 
 
@@ -72,6 +76,32 @@ def test_llama_cpp_gets_token_ids_and_gives_text(engine: Any, monkeypatch: pytes
     assert (asked[0]["prompt"], asked[0]["n_predict"], asked[0]["cache_prompt"]) == (list(prompt), 8, False)
     with pytest.raises(ModelError, match=r"llama\.cpp fails: .*full"):
         list(peer.run([prompt], 0))
+
+
+def test_llama_cpp_itself_gives_the_answers_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is made for the longest prompt with its answer, and no more is needed."""
+    rooms, server = [], engines._server
+    monkeypatch.setattr(
+        engines, "_server", lambda place, room, threads: rooms.append(room) or server(place, room, threads)
+    )
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install 'dsbd[llama-cpp]'")
+    gguf = pytest.importorskip("tests.models.tiny_gguf", reason="gguf is not installed: pip install 'dsbd[gguf]'")
+    gguf.write_gguf(gguf.tiny_qwen2(), tmp_path / "tiny.gguf")
+    own = load(ModelSpec(str(tmp_path / "tiny.gguf"), dtype="float32"), None, method=GREEDY)
+    sampling = SamplingConfig(max_new_tokens=8)
+    prompts = ["ABC", "CAB" * 20]
+    ids = [own.codec.encode(prompt) for prompt in prompts]
+    found = plan(["llama-cpp-greedy"], {}).settings[0]
+    runner = make_runner(own, found, sampling, 0, 1, longest=max(map(len, ids)))
+    asked = [Prompt(TaskRecord(str(n), prompt, "", {}), tuple(ids[n])) for n, prompt in enumerate(prompts)]
+    answers = runner.run(asked)
+    ours = [one.hypotheses[0] for one in own.run([Request(prompt, sampling=sampling) for prompt in prompts])]
+    assert [one.text for one in answers] == [one.text for one in ours]
+    assert rooms == [len(ids[1]) + sampling.max_new_tokens + 1]
+    # it hands out no tokens: those of the text are counted, as a reader would
+    assert [one.tokens for one in answers] == [len(own.codec.encode(one.text)) for one in ours]
+    assert all(0 < one.tokens <= 8 for one in answers)
+    assert all(logprob < 0 for logprob in runner.with_logprobs(asked, answers))
 
 
 def test_what_they_cannot_do_is_refused(engine: Any) -> None:

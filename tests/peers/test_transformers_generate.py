@@ -13,7 +13,8 @@ from dsbd_cli.engine.models.packing import PackedLinear, packing_works
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.peers import PeerConfig
-from dsbd_cli.lab.peers.transformers_generate import TransformersPeer, delivered, sequence_logprob
+from dsbd_cli.lab.peers.base import delivered, sequence_logprob
+from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
 from dsbd_cli.lab.tasks import TASKS
 
 SAMPLING = SamplingConfig(max_new_tokens=24)

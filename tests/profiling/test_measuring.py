@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from dsbd_cli import DsbdError, Engine, MethodConfig, Request, SamplingConfig
+from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.sizes import size_of
 from dsbd_cli.lab.profiling.curves import forest_input, measure_forwards
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
-from dsbd_cli.lab.profiling.profile import costs_of
+from dsbd_cli.lab.profiling.profile import _prompt_tokens, costs_of
 from dsbd_cli.lab.profiling.runs import ProfiledPair, method_for, phases_of, setting_of
 from dsbd_cli.lab.profiling.timers import PHASES, RunLog, TimedModel
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, Curve, CurvePoint, ForestSize, spread_of
@@ -141,6 +142,14 @@ def test_a_row_that_fails_ends_the_profile() -> None:
         wrong.timed(METHOD)
 
 
+def test_prompts_are_counted_where_several_answers_are_asked_for() -> None:
+    """Guards a time and a cache that are planned for prompts of no tokens."""
+    target, _ = table_pair(1, 9, 0.0, {2: 1.0})
+    encoder = Encoder.alone(target, NumberCodec(9, (2,)), MethodConfig(num_beams=3, depth=0))
+    asked = [Request(prompt_ids=(3, 4, 5), sampling=SamplingConfig(n_best=count)) for count in (1, 3, 4)]
+    assert [_prompt_tokens(encoder, one) for one in asked] == [3, 3, 0], "four of three beams cannot be had"
+
+
 def test_costs_give_back_the_run_they_come_from() -> None:
     """Guards against a part of an iteration that is counted twice or not at all."""
     some = bench()
@@ -163,8 +172,8 @@ def test_costs_give_back_the_run_they_come_from() -> None:
     rest = (run.seconds - once - forwards) / run.log.iterations
     if rest > costs.iteration_s:  # else noise made no draft the slower one
         assert costs.iteration(ForestSize(2, 4)) == pytest.approx(rest + mean["target"] + 2 * mean["draft"])
-    assert (costs.steps, costs.tokens) == (run.steps, run.tokens)
-    assert costs.rows == pytest.approx(run.calls / run.log.iterations)
+    assert (costs.steps, costs.tokens) == (run.stats.steps, run.tokens)
+    assert costs.rows == pytest.approx(run.stats.target_calls / run.log.iterations)
 
 
 @pytest.mark.parametrize("every", [True, False])

@@ -11,9 +11,8 @@ from dsbd_cli.lab.profiling import advice
 from dsbd_cli.lab.profiling.acceptance import Rates
 from dsbd_cli.lab.profiling.curves import node_counts, points_of
 from dsbd_cli.lab.profiling.machine import MachineRates
-from dsbd_cli.lab.profiling.memory import owners
 from dsbd_cli.lab.profiling.predict import Costs, Interpolation, choose, layer_costs, predict, predictions
-from dsbd_cli.lab.profiling.probe import SlotPeak
+from dsbd_cli.lab.profiling.probe import SlotPeak, owners
 from dsbd_cli.lab.reports.profile_data import (
     NO_DRAFT,
     ForestSize,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +22,7 @@ REFUSED = [
     (("--workers", "many"), "--workers is 'many', but must be"),
     (("--workers", "2,ray=ray://head:10001"), "the command has to run inside the cluster"),
     (("--workers", "2,ray=head"), "ray is 'head', but must be auto or HOST:PORT"),
-    (("--workers", "2,timeout=0"), "timeout is 0.0, but must be 1 or more"),
+    (("--workers", "2,timeout=0"), "timeout is 0, but must be 1 or more"),
     (("--workers", "2,gpus=0"), "gpus is 0, but must be 1 or more"),
     (("--workers", "2", "--device", "cuda:1"), "each worker has GPUs of its own, counted from 0: drop it"),
     (("--workers", "2,gpus=1", "--device", "cpu"), "would do nothing with --device cpu"),
@@ -55,6 +56,6 @@ def test_a_ray_that_is_not_there_is_one_line(dsbd: Dsbd) -> None:
 
 
 def test_the_line_of_progress_has_the_workers() -> None:
-    made = Reporter(TalkOptions(quiet=True), records_on_terminal=False)
+    made = Reporter(TalkOptions(quiet=True), Path("out.jsonl"))
     made.note = lambda: "2 of 2 workers, 1 death"
     assert made._line().endswith(", 2 of 2 workers, 1 death")

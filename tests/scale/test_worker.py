@@ -17,7 +17,7 @@ from dsbd_cli import MethodConfig, Request, SamplingConfig, UsageError
 from dsbd_cli.engine.decoding import load as loading
 from dsbd_cli.engine.decoding.engine import EngineInfo
 from dsbd_cli.scale import Answer
-from dsbd_cli.scale.worker import Exchange, Failure, Worker, WorkerInfo, WorkerSetup, checkpoint_hash
+from dsbd_cli.scale.worker import SENT, Exchange, Failure, Worker, WorkerInfo, WorkerSetup, checkpoint_hash
 from tests.cli.fake import FakeEngine
 
 METHOD = MethodConfig(num_beams=2)
@@ -49,7 +49,7 @@ def drained(made: Worker, count: int) -> dict[int, Any]:
         assert time.monotonic() < limit
         exchange = made.exchange(())
         assert exchange.failure is None
-        found |= {answer.number: answer for answer in exchange.answers}
+        found |= dict(exchange.answers)
     return found
 
 
@@ -58,12 +58,12 @@ def test_rows_come_back_under_their_numbers() -> None:
     info = greeted(made)
     assert isinstance(info, WorkerInfo)
     assert info.exactness == "same-text"
-    requests = dict([row(7, "a"), row(3, "fail"), row(9, "b")])
-    made.put(list(requests.items()))
+    made.put([row(7, "a"), row(3, "fail"), row(9, "b")])
     found = drained(made, 3)
-    assert found[7].result(requests[7]).text == "a!0"
-    assert found[9].result(requests[9]).text == "b!0"
-    assert "900 tokens" in str(found[3].result(requests[3]).error)
+    assert found[7].text == "a!0"
+    assert found[9].text == "b!0"
+    assert "900 tokens" in str(found[3].error)
+    assert all(one.request == SENT for one in found.values()), "the driver has the requests"
 
 
 def test_an_exchange_answers_though_the_engine_is_at_work() -> None:
@@ -131,7 +131,7 @@ def test_an_engine_that_cannot_load_or_breaks_says_why() -> None:
     exchanges = [made.exchange(())]
     while exchanges[-1].failure is None:
         exchanges.append(made.exchange(()))
-    assert [answer.number for exchange in exchanges for answer in exchange.answers] == [0]
+    assert [number for exchange in exchanges for number, _ in exchange.answers] == [0]
     assert str(exchanges[-1].failure) == "RuntimeError: a bug in two lines"
     assert exchanges[-1].failure.error is None  # another worker may do better
 

@@ -73,7 +73,7 @@ def test_a_wrong_line_is_told_by_number_and_field(rows: list[object], message: s
     [
         ({"question_id": 1, "turns": []}, r"line 1: turns is \[\]"),
         ({"question_id": 1, "turns": "a"}, "line 1: turns is 'a'"),
-        ({"turns": ["a"]}, "line 1: question_id is None"),
+        ({"turns": ["a"]}, "line 1: question_id is null"),
     ],
 )
 def test_a_wrong_question_is_told(row: object, message: str, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ NEVER = float("-inf")
 BLOCKED_FROM = 1024  # tokens; smaller vocabularies are searched whole
 BLOCKS = (64, 8)
 PART = 1 << 21  # numbers worked on at a time: enough for all threads, few enough for the cache
+SWEPT = 1 << 17  # of a large vocabulary, for each thread: few enough for a cache of its own
 # exp of less is subnormal: ten times slower on processors, and no part of a float32 sum with a 1
 LOWEST = -80.0
 SORTED_TO = 512  # numbers; up to here a stable sort takes no longer than a search of what was told apart
@@ -206,12 +207,13 @@ def _candidates(logits: Tensor, count: int, own: Tensor | None = None, most: int
 
     Few rows at a time stay in the processor's cache (docs/experiments.md).
     """
-    values = logits.to(torch.float32)
-    vocabulary = values.shape[-1]
+    vocabulary = logits.shape[-1]
     full = count == vocabulary
+    swept = None if full or vocabulary < BLOCKED_FROM else _sweep(logits)
+    values = logits.to(torch.float32) if swept is None else logits
     over = None
     if not full:
-        best, ranked = _best(values, count)
+        best, ranked = _best(values, count, None if swept is None else swept[0])
         over = None if own is None else torch.arange(count, device=values.device) >= own
         tokens, order = ranked.sort(dim=-1)
         best = best.gather(-1, order)
@@ -223,10 +225,35 @@ def _candidates(logits: Tensor, count: int, own: Tensor | None = None, most: int
         last = (own - 1).clamp(max=some.shape[-1] - 1)
         limit, token = some.gather(-1, last), ranked.gather(-1, last)
         over = ((values < limit) | ((values == limit) & (tokens > token))) & (own < vocabulary)
-    highest = best.amax(-1, keepdim=True)
-    best = best - highest
-    best = best.sub_(_log_total(values - highest))
+    if swept is None:
+        highest = best.amax(-1, keepdim=True)
+        total = _log_total(values - highest)
+    else:
+        _, highest, total = swept
+    best = (best - highest).sub_(total)
     return tokens, best if over is None else best.masked_fill_(over, NEVER)
+
+
+def _sweep(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a row of a large vocabulary is searched and normalised by, read once: the largest logits of its blocks
+    [n, V // BLOCKS[0]] float32, the largest of all [n, 1] and the log of the sum of exp of what the others are below it
+    [n, 1]. logits [n, V].
+
+    On the CPU in parts so small that no memory is taken from the system for them: to touch that the first time takes
+    longer than the arithmetic (docs/experiments.md).
+    """
+    rows, vocabulary = logits.shape
+    edge = vocabulary // BLOCKS[0] * BLOCKS[0]
+    size = max(2, SWEPT * torch.get_num_threads() // vocabulary) if logits.device.type == "cpu" else max(1, rows)
+    found = []
+    for part in torch.split(logits, size):
+        values = part.to(torch.float32)
+        maxima = values[:, :edge].view(len(values), -1, BLOCKS[0]).amax(-1)
+        highest = torch.cat((maxima, values[:, edge:]), 1).amax(-1, keepdim=True)
+        below = values - highest if values is part else values.sub_(highest)
+        found.append((maxima, highest, _log_total(below)))
+    maxima, highest, total = (part[0] if len(part) == 1 else torch.cat(part) for part in zip(*found, strict=True))
+    return maxima, highest, total
 
 
 def _log_total(values: Tensor) -> Tensor:
@@ -271,11 +298,12 @@ def _legal_candidates(logits: Tensor, room: Room, legal: LegalTokens) -> Candida
     return Candidates(torch.cat(tokens).view(shape), torch.cat(best).view(shape), full=shape[-1] == vocabulary)
 
 
-def _best(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _best(values: Tensor, count: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The `count` largest of a few rows [n, V], best first, of equal ones the lower token first: values and tokens.
 
     In a large vocabulary they lie in the blocks with the best maxima, and in these in the best parts of blocks, so that
-    only those are searched.
+    only those are searched. maxima [n, V // BLOCKS[0]]: of the blocks, where they are known; the values may then be of
+    a smaller dtype, and are float32 in the result.
     """
     vocabulary, rows = values.shape[-1], len(values)
     if vocabulary < BLOCKED_FROM:
@@ -286,12 +314,14 @@ def _best(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     for size, next_size in zip(BLOCKS, (*BLOCKS[1:], 1), strict=True):
         if tokens.shape[1] > 2 * count:
             table = some.view(rows, -1, size)
-            best = torch.topk(_apart(table.amax(-1), tokens), count, dim=-1, sorted=False).indices
+            largest = table.amax(-1) if maxima is None else maxima
+            best = torch.topk(_apart(largest, tokens), count, dim=-1, sorted=False).indices
             tokens = tokens.gather(1, best)
             some = table.gather(1, best.unsqueeze(-1).expand(-1, -1, size)).flatten(1)
+        maxima = None
         tokens = (tokens.unsqueeze(-1) + torch.arange(0, size, next_size, device=values.device)).flatten(1)
     rest = torch.arange(edge, vocabulary, device=values.device).expand(rows, -1)
-    some, tokens = torch.cat((some, values[:, edge:]), 1), torch.cat((tokens, rest), 1)
+    some, tokens = torch.cat((some, values[:, edge:]), 1).to(torch.float32), torch.cat((tokens, rest), 1)
     at = torch.topk(_apart(some, tokens), count, dim=-1).indices
     return some.gather(-1, at), tokens.gather(-1, at)
 

@@ -5,7 +5,7 @@ Shape letters: R requests (rows), n nodes in one forward, S active cache slots, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -37,8 +37,8 @@ class ForestInput:
             on the other nodes, the slots, the other rows or how many there are. None: speed comes first. Of a chain,
             the slots before its first node, as many in all rows.
         tail: T, how many slots from there on a row may use at most; of use with `settled` only.
-        prompt: [R] int64, lengths of the prompts on the device, where `settled` holds zeros so that its shapes stay the
-            same; None where `settled` says it.
+        prompt: [R] int64 on the device, leading slots that every node sees. Where `settled` holds zeros, so that its
+            shapes stay the same, those of the prompts; without `settled` as many as there are. None: nobody counted.
         chain: a prefill. The real nodes of a row stand first, follow one another from the row's trunk on, and each sees
             all before it; they join the trunk.
     """
@@ -227,14 +227,15 @@ class SourceRequest:
         source: token ids [Z] int64, or features [bins, frames] float32.
         prompt: tokens that the decoder begins with. prefix: how many of the last of them are text of the answer.
         forced: token that has to follow the prompt, in place of the checkpoint's own; None: no other.
-        language: what was heard, where the request names no language of its speech; else None.
+        listen: where the request names no language of its speech, what makes the prompt, which is as long, and the name
+            of the language from the target's logits [V] behind the prompt's first token; else None.
     """
 
     source: Tensor
     prompt: list[int]
     prefix: int = 0
     forced: int | None = None
-    language: str | None = None
+    listen: Callable[[Tensor], tuple[list[int], str]] | None = None
 
 
 @runtime_checkable

@@ -94,6 +94,7 @@ class Batch:
         for row, job in new.items():
             self._caches.admit(row, job.prompt)
         self._caches.encode(_sources(new), draft=False)
+        self._listen({row: job for row, job in new.items() if job.listen is not None})
         for row, count in self._caches.prefill_target({row: job.prompt for row, job in new.items()}).items():
             new[row].stats.prompt_tokens_reused = count
         entries = dict[int, Entry]()
@@ -108,6 +109,16 @@ class Batch:
             if self.state.prompts is not None and job.source is not None and not job.source.is_floating_point():
                 # an answer that copies its source goes on behind the decoder's first tokens as the source begins
                 self.state.prompts.put(row, [*job.prompt, *job.source.tolist(), *job.prompt])
+
+    def _listen(self, unheard: dict[int, Job]) -> None:
+        """Settle the languages of speech whose rows name none, for all of them in one forward."""
+        if not unheard:
+            return
+        first = self._caches.first_logits({row: job.prompt[0] for row, job in unheard.items()})
+        for job, logits in zip(unheard.values(), first, strict=True):
+            assert job.listen is not None
+            job.prompt, job.language = job.listen(logits)
+            job.listen = None
 
     def _begin(self, job: Job) -> int:
         """The state in which what may be answered begins."""

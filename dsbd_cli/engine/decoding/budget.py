@@ -9,19 +9,30 @@ import torch
 
 from dsbd_cli.engine.core.protocols import ForestModel
 
-__all__ = ["LOGIT_BYTES", "PEEK", "fitting_rows", "free_bytes", "least_bytes", "memory_bytes"]
+__all__ = [
+    "LOGIT_BYTES",
+    "PEEK",
+    "fitting_rows",
+    "free_bytes",
+    "least_bytes",
+    "memory_bytes",
+    "out_of_memory",
+]
 
 CGROUP = Path("/sys/fs/cgroup")
 PEEK = 64  # requests looked at for their lengths
 SHARE = 0.7  # of the free memory; the rest is for activations and fragments
 MOST_ROWS = {"cuda": 128, "cpu": 16}  # more rows than this brought no more speed, or were never measured
+# in errors that are no OutOfMemoryError: of the processor's allocator, of the CUDA driver and triton, of cuBLAS
+NO_MEMORY = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
 LOGIT_BYTES = 12  # per node and token of the vocabulary: the model's own logits and two float32 copies
 
 
 def free_bytes(device: torch.device) -> int:
     """Bytes that can still be taken on a device; on the CPU what the system, and the container, give without swap."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for the next tensor
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     import psutil  # only the CPU path needs it
 
     available = int(psutil.virtual_memory().available)
@@ -70,3 +81,10 @@ def fitting_rows(
     row += beside
     available = free_bytes(device) if free is None else free
     return max(1, min(int(SHARE * available) // max(row, 1), MOST_ROWS.get(device.type, 16)))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """An allocation failed."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in NO_MEMORY)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.protocols import ForestModel, SourceModel
+from dsbd_cli.engine.core.protocols import ForestInput, ForestModel, SourceModel
 from dsbd_cli.engine.decoding.prefill import prefill
 from dsbd_cli.engine.decoding.prefix_index import PrefixIndex
 
@@ -150,6 +150,26 @@ class Caches:
             self._moving()
             if self._reserved is not None:
                 self._reserved = self._now(int(str(self._reserved[0])))
+
+    def first_logits(self, tokens: Mapping[int, int]) -> Tensor:
+        """The target's logits [n, V] behind the first tokens of rows whose sources it has read. The prompts that begin
+        with them are still to be read."""
+        device = self.target.device
+        first = torch.tensor(list(tokens.values()), device=device).unsqueeze(1)
+        zero = torch.zeros_like(first)
+        batch = ForestInput(
+            tokens=first,
+            positions=zero,
+            slots=zero,
+            mask=torch.ones(len(first), 1, 1, dtype=torch.bool, device=device),
+            slot_positions=zero,
+            rows=torch.tensor(list(tokens), device=device),
+            settled=(0,) * len(first) if self.target.invariant else None,
+            tail=1,
+        )
+        logits = self.target.forward(batch)
+        assert logits is not None
+        return logits[:, 0]
 
     def prefill_target(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, int]:
         """The target reads prompts, by row. Where its logits are invariant, a prompt is read as if it were alone.

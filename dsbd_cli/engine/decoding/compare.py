@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dsbd_cli.config import MethodConfig, ModelSpec
 from dsbd_cli.engine.decoding.engine import Engine
@@ -11,6 +11,7 @@ from dsbd_cli.engine.models.pair import check_pair, load_model
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.requests import Request
+from dsbd_cli.stats import RequestStats
 
 __all__ = ["Measure", "measure", "with_draft", "worse"]
 
@@ -19,31 +20,26 @@ LOST = 0.02  # of the steps per target call or of the time: less is what a few p
 SLOWER = 0.05
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Measure:
-    """Sums over the rounds; draft_s and target_s are seconds of the phases, tokens those of the best texts."""
+    """Sums over the rounds. stats: of all requests. tokens: of the best texts."""
 
-    steps: int = 0
-    target_calls: int = 0
-    draft_calls: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    stats: RequestStats = field(default_factory=RequestStats)
     tokens: int = 0
-    draft_s: float = 0.0
-    target_s: float = 0.0
 
-    def plus(self, other: Measure) -> Measure:
-        """Both together."""
-        return Measure(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+    @property
+    def token_ms(self) -> float:
+        """Milliseconds per token in both models."""
+        return 1e3 * (self.stats.draft_s + self.stats.target_s) / self.tokens
 
 
 def worse(before: Measure, after: Measure) -> str | None:
     """How the second draft is worse than the first: fewer steps per target call, or more time per token in both models
     together; None where it is not."""
-    if not (before.target_calls and after.target_calls and before.tokens and after.tokens):
+    if not all(one.stats.target_calls and one.tokens for one in (before, after)):
         return None
-    steps = [one.steps / one.target_calls for one in (before, after)]
-    times = [1e3 * (one.draft_s + one.target_s) / one.tokens for one in (before, after)]
+    steps = [one.stats.steps_per_call for one in (before, after)]
+    times = [one.token_ms for one in (before, after)]
     fewer, slower = 1 - steps[1] / steps[0] > LOST, times[0] > 0 and times[1] / times[0] - 1 > SLOWER
     said = []
     if fewer:
@@ -72,29 +68,16 @@ def measure(engines: Sequence[Engine], requests: Sequence[Request]) -> list[Meas
     """
     found = [Measure() for _ in engines]
     for engine in engines:
-        _round(engine, requests[:1])
+        _round(engine, requests[:1], Measure())
     for _ in range(ROUNDS):
-        for place, engine in enumerate(engines):
-            found[place] = found[place].plus(_round(engine, requests))
+        for engine, sums in zip(engines, found, strict=True):
+            _round(engine, requests, sums)
     return found
 
 
-def _round(engine: Engine, requests: Sequence[Request]) -> Measure:
-    total = Measure()
+def _round(engine: Engine, requests: Sequence[Request], sums: Measure) -> None:
     for result in engine.run(requests):
         if result.error is not None:
             raise DsbdError(f"prompt {result.request.id} cannot be measured on: {result.error}")
-        stats = result.stats
-        total = total.plus(
-            Measure(
-                steps=stats.steps,
-                target_calls=stats.target_calls,
-                draft_calls=stats.draft_calls,
-                drafted=stats.drafted,
-                accepted=stats.accepted,
-                tokens=result.hypotheses[0].num_tokens,
-                draft_s=stats.draft_s,
-                target_s=stats.target_s,
-            )
-        )
-    return total
+        sums.stats.add(result.stats)
+        sums.tokens += result.hypotheses[0].num_tokens

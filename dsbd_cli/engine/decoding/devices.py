@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from subprocess import CalledProcessError
 
 import torch
 
@@ -17,7 +18,7 @@ from dsbd_cli.errors import UsageError
 from dsbd_cli.kernels import available
 from dsbd_cli.kernels.trial import faults
 
-__all__ = ["captures", "current", "events", "kernels_for", "left_out", "out_of_memory"]
+__all__ = ["captures", "current", "events", "kernel_failed", "kernels_for", "left_out"]
 
 
 def events(device: torch.device) -> Callable[[], Event] | None:
@@ -75,6 +76,12 @@ def kernels_for(device: torch.device, wanted: bool | None) -> frozenset[str]:
     return KERNELS - faults(device).keys() if device.type == "cuda" else KERNELS
 
 
+def kernel_failed(error: Exception) -> bool:
+    """triton could not compile or launch a kernel, or its C compiler failed."""
+    own = type(error).__module__.partition(".")[0] == "triton"
+    return own or isinstance(error, CalledProcessError) or "Triton Error" in str(error)
+
+
 def left_out(device: torch.device, wanted: bool | None) -> tuple[str, ...]:
     """Which kernels do not run because they do not do on this device what their twins do; a line per kind of fault."""
     if device.type != "cuda" or wanted is False:
@@ -88,8 +95,3 @@ def left_out(device: torch.device, wanted: bool | None) -> tuple[str, ...]:
         else f"the kernels {', '.join(names)} are left out, and tensor code runs in their place: each {fault}"
         for fault, names in alike.items()
     )
-
-
-def out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    """An allocation failed. The processor's allocator has no error class of its own."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,6 +44,12 @@ class Encoder:
         roles = ((self.target, "target"), (self.draft, "draft"))
         object.__setattr__(self, "sources", self.codec if isinstance(self.codec, SourceCodec) else None)
         object.__setattr__(self, "readers", tuple(pair for pair in roles if isinstance(pair[0], SourceModel)))
+
+    @classmethod
+    def alone(cls, target: ForestModel, codec: TextCodec, method: MethodConfig) -> Encoder:
+        """For what a target reads of a request: without a draft, catalogues and bounds of memory."""
+        grammars = GrammarCompiler(codec, target.vocab_size)
+        return cls(target, None, codec, method, "error", sys.maxsize, {}, grammars)
 
     def catalogue(self, request: Request) -> Catalogue | None:
         """The answers that a request may give, None for any. Raises InvalidRowError."""
@@ -94,17 +101,17 @@ class Encoder:
 
     def _read_source(self, job: Job, codec: SourceCodec) -> None:
         """A request to a model with an encoder: lengths of source and answer are checked apart."""
-        (target, _), request = self.readers[0], job.request
+        request = job.request
         asked = codec.source(request)
         source, prompt, dropped = asked.source, asked.prompt, 0
         self._check(request, prompt)
         if not source.is_floating_point():
             if not len(source):
                 raise InvalidRowError("prompt is empty: there is nothing for the encoder to read")
-            if foreign := source[(source < 0) | (source >= target.source_vocab_size)].tolist():
-                raise InvalidRowError(
-                    f"prompt holds token id {foreign[0]}, but the target's encoder has {target.source_vocab_size} ids"
-                )
+            for model, role in self.readers:
+                if foreign := source[(source < 0) | (source >= model.source_vocab_size)].tolist():
+                    told = f"the {role}'s encoder has {model.source_vocab_size} ids"
+                    raise InvalidRowError(f"prompt holds token id {foreign[0]}, but {told}")
             source, dropped = self._fit_source(source, codec)
         self._check_memory(job.max_new)
         new, (limit, role) = job.max_new, self._limit() or (None, "")
@@ -114,7 +121,7 @@ class Encoder:
                 f"{role}'s decoder has {limit} positions"
             )
         job.prompt, job.truncated, job.source, job.prefix = prompt, dropped, source, asked.prefix
-        job.language = asked.language
+        job.listen = asked.listen
         job.rules = self._rules(request, "checkpoint", asked.forced)
         forced = job.rules.forced_bos_token_id
         if forced is not None and len(prompt) == 1 and (job.catalogue is not None or request.grammar is not None):

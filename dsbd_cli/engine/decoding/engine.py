@@ -21,9 +21,9 @@ from dsbd_cli.engine.core.token_rules import RuleTable
 from dsbd_cli.engine.core.trie import TrieTable
 from dsbd_cli.engine.decoding.answers import Catalogue, RowTries
 from dsbd_cli.engine.decoding.batch import Batch, most_steps
-from dsbd_cli.engine.decoding.budget import LOGIT_BYTES, PEEK, fitting_rows, least_bytes, memory_bytes
+from dsbd_cli.engine.decoding.budget import LOGIT_BYTES, PEEK, fitting_rows, least_bytes, memory_bytes, out_of_memory
 from dsbd_cli.engine.decoding.caches import Caches
-from dsbd_cli.engine.decoding.devices import captures, current, events, kernels_for, out_of_memory
+from dsbd_cli.engine.decoding.devices import captures, current, events, kernel_failed, kernels_for
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.decoding.jobs import AsDone, Job, ResultOrder, Results
 from dsbd_cli.engine.decoding.outcome import collect, common_tokens, ended, record_iteration
@@ -128,10 +128,7 @@ class Engine:
         if graphs is not None:
             graphs.tell = self._tell
         used = kernels_for(device, kernels)
-        for model in (target, shared):
-            if model is not None and hasattr(model, "use_kernels"):
-                model.use_kernels(used)
-        self.info = None if info is None else replace(info, kernels=tuple(sorted(used)))
+        self.info = info
         self._caches = Caches(target, shared, large_steps=graphs is not None, moving=self._forget_graphs)
         self._stepper = Stepper(
             self._caches,
@@ -142,8 +139,8 @@ class Engine:
             graphs,
             lambda: self._stopping,
             [self._rules, self._tries.table, self._grammars],
-            used,
         )
+        self._use_kernels(used)
         self._planner = planner_for(self.method)
         self._names = self.method.drafter_names if "+" in self.method.drafter else ()
         self._rows = self.batch_size  # out of memory lowers it
@@ -307,10 +304,15 @@ class Engine:
                 self._proven = max(self._proven, len(batch.jobs))
             except Stopped:
                 return
-            except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error):
+            except Exception as error:
+                running = [job for _, job in batch.running]
+                if out_of_memory(error):
+                    self._recover(running, order, backlog)
+                elif self._stepper.kernels and kernel_failed(error):
+                    self._leave_kernels(error)
+                    self._again(running, backlog)
+                else:
                     raise
-                self._recover([job for _, job in batch.running], order, backlog)
                 yield from order.ready()
                 return
             yield from order.ready()
@@ -395,10 +397,29 @@ class Engine:
         # a row that fails alone says nothing about how many others fit
         if not smaller:
             self._rows = max(1, len(running) // 2) if running else self._proven
+        self._again(running, backlog)
+
+    def _again(self, running: list[Job], backlog: deque[Job]) -> None:
+        """Requests whose batch has ended wait again, first of all."""
         for job in running:
             self.steps -= job.stats.steps
             job.stats = RequestStats()
         backlog.extendleft(reversed(running))
+
+    def _use_kernels(self, names: frozenset[str]) -> None:
+        self._stepper.kernels = names
+        if self.info is not None:
+            self.info = replace(self.info, kernels=tuple(sorted(names)))
+        for model in (self.target, self._drafter.model):
+            if model is not None and hasattr(model, "use_kernels"):
+                model.use_kernels(names)
+
+    def _leave_kernels(self, error: Exception) -> None:
+        """Tensor code from now on: a kernel that passed its trial cannot be compiled or launched at this shape."""
+        self._use_kernels(frozenset())
+        self._caches.release()
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        self._tell(f"iterations run without kernels, because one of them fails here ({said})")
 
     def _read(self, source: Source, count: int, order: Results[object], backlog: deque[Job]) -> None:
         """Up to `count` requests that can be decoded; results of those that cannot go straight out."""

@@ -22,9 +22,9 @@ __all__ = ["committed", "fits_commit", "fits_sheet", "fits_walk", "walked"]
 
 def fits_sheet(rule: str, nodes: int, drafts: int, candidates: int) -> bool:
     """Whether `begin` and `extend` can write a forest: nodes of a layer, drafts below it, candidates of each node."""
-    from dsbd_cli.kernels import draft
+    from dsbd_cli.kernels import draft, law
 
-    return rule in draft.RULES and draft.fits(nodes, drafts, candidates)
+    return rule in law.RULES and draft.fits(nodes, drafts, candidates)
 
 
 def fits_walk(state: BatchState, forest: Forest, candidates: Candidates) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from dsbd_cli.engine.decoding.budget import out_of_memory
 from dsbd_cli.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -54,17 +55,26 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # torch's own one is of the device on which it captured first
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, phase: Phase) -> Recording:
         """Capture on the device. Raises CaptureError where a kernel of the phase, or of a model, does not allow it."""
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
-                phase()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise CaptureError(" ".join(str(error).split())[:160]) from error
+        with torch.cuda.device(self._device):
+            graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            try:
+                # thread_local: what other threads of the process ask of the device does not end the capture
+                mode = "thread_local"
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
+                    phase()
+            except RuntimeError as error:
+                # the end of a capture that failed raises once more, and hides what failed
+                first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+                if out_of_memory(first):
+                    raise first from None
+                raise CaptureError(" ".join(str(first).split())[:160]) from error
+            finally:
+                torch.cuda.set_stream(before)  # such an end leaves the capture's stream the current one
         return graph
 
 
@@ -74,13 +84,16 @@ class Homes:
     def __init__(self) -> None:
         self._homes: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
 
-    def move_in(self, state: DataclassInstance) -> None:
+    def move_in(self, state: DataclassInstance, *, known: bool = False) -> None:
         """Every tensor of a state (a dataclass, nested) is copied to its home, unless it is there, and replaced by
-        it."""
+        it. known: raises CaptureError where a tensor has no home yet; one that a capture makes would lie in memory
+        which other captures write."""
         for owner, name, key in _tensors(state):
             value = getattr(owner, name)
             home = self._homes.get(key)
             if home is None:
+                if known:
+                    raise CaptureError(f"the iteration makes a new tensor of its state, {key[0]} {list(key[1])}")
                 home = self._homes[key] = value.detach().clone(memory_format=torch.contiguous_format)
             elif home is not value:
                 home.copy_(value)
@@ -161,9 +174,9 @@ class IterationGraphs(Generic[WorkT]):
         """
         entry = self._entries.pop(key, None)
         self.steady = entry is not None or self.failed is not None
-        if entry is not None:
-            self._homes.move_in(state)
-        elif self.failed is None and self._seen.get(key, 0) >= PLAIN_RUNS:
+        # before a plain run too: what is compiled there, for strides and alignments, then serves the capture
+        self._move_in(state)
+        if entry is None and self.failed is None and self._seen.get(key, 0) >= PLAIN_RUNS:
             while len(self._entries) >= MOST_GRAPHS:
                 del self._entries[next(iter(self._entries))]
             entry = self._try(state, work, phases)
@@ -172,6 +185,7 @@ class IterationGraphs(Generic[WorkT]):
             for number, phase in enumerate(phases):
                 phase()
                 lap(number)
+            self._move_in(state)
             return work
         self._entries[key] = entry  # the last one now
         for number, recording in enumerate(entry.recordings):
@@ -179,6 +193,10 @@ class IterationGraphs(Generic[WorkT]):
             lap(number)
         self.replays += 1
         return entry.work
+
+    def _move_in(self, state: DataclassInstance) -> None:
+        if self.failed is None:
+            self._homes.move_in(state)
 
     def _try(self, state: DataclassInstance, work: WorkT, phases: Sequence[Phase]) -> _Entry[WorkT] | None:
         """A capture; None where it failed, and the state is as it was. Raises UnsupportedModelError where captures are
@@ -200,10 +218,8 @@ class IterationGraphs(Generic[WorkT]):
             return None
 
     def _capture(self, state: DataclassInstance, work: WorkT, phases: Sequence[Phase]) -> _Entry[WorkT]:
-        self._homes.move_in(state)
-
         def last() -> None:
             phases[-1]()
-            self._homes.move_in(state)
+            self._homes.move_in(state, known=True)
 
         return _Entry([self._recorder.record(phase) for phase in (*phases[:-1], last)], work)

@@ -28,7 +28,8 @@ class Job:
     give, None for any.
 
     Of an encoder-decoder target `prompt` is what the decoder begins with and `source` what the encoder reads; the last
-    `prefix` tokens of the prompt are text of the answer. `language`: what was heard. `rules`: of tokens."""
+    `prefix` tokens of the prompt are text of the answer. `listen`: of SourceRequest, until the language has been heard;
+    `language`: which it was. `rules`: of tokens."""
 
     number: int
     request: Request
@@ -45,6 +46,7 @@ class Job:
     catalogue: Catalogue | None = None
     source: Tensor | None = None
     prefix: int = 0
+    listen: Callable[[Tensor], tuple[list[int], str]] | None = None
     language: str | None = None
     rules: TokenRules = field(default_factory=TokenRules)
 

@@ -37,6 +37,10 @@ class Shape(NamedTuple):
         """N."""
         return num_beams + self.depth * self.drafts_per_layer
 
+    def per_call(self, num_beams: int) -> float:
+        """Nodes in a draft call, on average: the roots, then K per further layer. The depth is 1 or more."""
+        return (num_beams + (self.depth - 1) * self.drafts_per_layer) / self.depth
+
     def within(self, steps: int) -> Shape:
         """No deeper than what `steps` steps can take, rounded up to a power of two and to SHALLOW.
 
@@ -166,6 +170,10 @@ class AdaptivePlanner(Planner):
         self._plain = self._now = Shape(0, most)
         self._shapes = [self._plain]
         self._shapes += [Shape(depth, number) for number in numbers for depth in range(1, method.depth + 1)]
+        self._sizes = {  # nodes of a row in an iteration and in a draft call
+            shape: (shape.nodes(self._beams), shape.per_call(self._beams) if shape.depth else 0)
+            for shape in self._shapes
+        }
         self._rates, self._lives = PassRates(numbers, method.depth, second), Lives(FIRST_LIFE)
         self._draft, self._rest, self._read = Line(), Line(), Line()  # a draft call, target and verify, prompts
         self._warm = set[tuple[int, Shape] | None]()  # rows and shapes that have run; None: the draft has read prompts
@@ -223,7 +231,8 @@ class AdaptivePlanner(Planner):
         if steady:
             self._rest.add(rows * shape.nodes(self._beams), seconds["target"] + seconds["verify"])
         if steady and shape.depth:
-            self._draft.add(rows * (self._per_call(shape) + reading.lag / shape.depth), seconds["draft"] / shape.depth)
+            nodes = rows * (shape.per_call(self._beams) + reading.lag / shape.depth)
+            self._draft.add(nodes, seconds["draft"] / shape.depth)
         taken = sum(seconds.values())
         if not self._to_time:
             self._saved += PROBE_SHARE * taken
@@ -247,19 +256,14 @@ class AdaptivePlanner(Planner):
     def _fits(self, shape: Shape, rows: int) -> bool:
         return not shape.depth or rows * shape.nodes(self._beams) <= self._room
 
-    def _per_call(self, shape: Shape) -> float:
-        """Nodes of one row in a draft call: the roots, then K per further layer."""
-        return (self._beams + (shape.depth - 1) * shape.drafts_per_layer) / shape.depth
-
     def _seconds(self, shapes: Sequence[Shape], rows: int) -> list[float]:
         """Expected time of an iteration, without what the draft has to catch up on."""
-        found, beams = [], self._beams
+        found = []
         (rest, per_node), (call, per_draft) = self._rest.fit(), self._draft.fit()
         per_node, per_draft = rows * per_node, rows * per_draft
-        for depth, drafts in shapes:
-            taken = max(0.0, rest + per_node * (beams + depth * drafts))
-            if depth:
-                taken += depth * max(0.0, call + per_draft * ((beams + (depth - 1) * drafts) / depth))
+        for shape in shapes:
+            nodes, drafted = self._sizes[shape]
+            taken = max(0.0, rest + per_node * nodes) + shape.depth * max(0.0, call + per_draft * drafted)
             found.append(max(taken, 1e-9))
         return found
 

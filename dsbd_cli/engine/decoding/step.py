@@ -84,6 +84,11 @@ class Work:
     logits: Tensor
     counters: Tensor
 
+    def drop(self) -> None:
+        """Let go of what no later iteration reads: each captured shape would hold logits of its own."""
+        for name in ("context", "forest", "logits", "legal_tokens"):
+            vars(self).pop(name, None)  # a replay makes none
+
 
 class Stepper:
     """Runs iterations of one batch. `steady`: the last one took the time that its shape will take again."""
@@ -149,6 +154,7 @@ class Stepper:
             key = (replace(plan, generated=0), legal and legal.key, *self._static(state))
             work = self.graphs.run(key, state, work, phases, lambda number: self.timer.lap(PHASES[number]))
             self.steady = self.graphs.steady
+        work.drop()
         return _report(work.counters, work.draft_calls)
 
     def _static(self, state: BatchState) -> tuple[Hashable, ...]:
@@ -256,8 +262,9 @@ class Stepper:
     def _target(self, state: BatchState, plan: Plan, forest: Forest, context: DraftContext) -> Tensor:
         """Target logits of all nodes: [R, N, V]."""
         prompt = None
-        if plan.settled is not None and self.caches.target.device.type != "cpu":
-            prompt = state.beams.depth - state.beams.length  # without its last token, which is the root
+        if self.caches.target.device.type != "cpu":
+            # the trunk, which is there; where bits are promised the prompt without its last token, which is the root
+            prompt = state.table.trunk if plan.settled is None else state.beams.depth - state.beams.length
         if context.sheet is not None:
             batch = replace(context.sheet.input(0, plan.nodes), settled=plan.settled, tail=plan.tail, prompt=prompt)
             logits = run(self.caches.target, batch, state.table.used.device)

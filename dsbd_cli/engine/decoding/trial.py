@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from dsbd_cli.config import SamplingConfig
 from dsbd_cli.engine.core.protocols import SourceModel
-from dsbd_cli.errors import RowError
+from dsbd_cli.errors import RowError, UnsupportedModelError
 from dsbd_cli.requests import Request, RequestResult
 
 if TYPE_CHECKING:
@@ -60,10 +62,30 @@ def captured_otherwise(engine: Engine) -> str | None:
             found.append(trial.generate(_requests(trial)))
         except RowError as error:
             return f"they cannot be tried on this target ({error})"
+        except RuntimeError as error:
+            if wanted is False:  # a plain iteration
+                raise
+            said = " ".join(str(error).split())[:160]
+            if not _answers(engine.target.device):
+                raise UnsupportedModelError(
+                    f"the GPU answers nothing any more after captured iterations were tried ({said}): leave graphs "
+                    "out, with --gpu kernels"
+                ) from error
+            return f"a captured iteration fails ({said})"
         graphs = trial.stepper.graphs
         if graphs is not None and graphs.failed is not None:
             return f"a capture fails ({graphs.failed})"
     return _difference(*found)
+
+
+def _answers(device: torch.device) -> bool:
+    """Whether a GPU still computes: some errors end all that its process may ask of it."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _requests(engine: Engine) -> Sequence[Request]:

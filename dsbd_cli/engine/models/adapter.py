@@ -31,6 +31,7 @@ __all__ = ["MaskPlan", "TransformersForest", "unsupported"]
 
 CALIBRATION = 2, 64  # sequences and their tokens; more of them find no better outliers
 NOT_COPIED = "prompts that begin alike are each read whole: a copied beginning would change bits here"
+LONG = 2048  # slots from which on the kernel of attention serves forwards of which no bits are asked, too
 LEAST_ROWS = 4  # products of fewer rows take other kernels
 # Layer kinds whose state is one key and one value per token, so that a tree of tokens can be held.
 _LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -97,7 +98,7 @@ class TransformersForest:
         self.told: tuple[str, ...] = ()  # what the user should know of how it runs
         self.fused: Mapping[str, int] = {}  # modules that run as kernels, by kind: see fused.py
         self.tested: SelfTestReport | None = None  # what the check at load has measured
-        self.attention: Callable[..., Tensor] | None = None  # the kernel of forwards that are to be invariant
+        self.attention: Callable[..., Tensor] | None = None  # the kernel
         self.quantized: str | None = None  # what its linear layers were made at load
         self._load_stock = stock
         self._stock: Any = None
@@ -311,15 +312,15 @@ class TransformersForest:
 
     def _sees(self, batch: ForestInput) -> Sight | None:
         """What the layers of a forest's forward may split their keys by; kept for by_parts."""
+        kernel, prompt, tail = self.attention, batch.prompt, batch.tail
+        settled = None if batch.chain else batch.settled
+        fast = settled is None
+        if settled is None and kernel is not None and prompt is not None and batch.mask.shape[-1] >= LONG:
+            settled, tail = (0,) * len(batch.tokens), batch.mask.shape[-1]
         self._sight = (
             None
-            if batch.settled is None or batch.chain
-            else Sight(
-                batch.settled,
-                batch.tail,
-                kernel=self.attention,
-                prompt=None if self.attention is None else batch.prompt,
-            )
+            if settled is None
+            else Sight(settled, tail, kernel=kernel, prompt=prompt, positions=batch.slot_positions, fast=fast)
         )
         return self._sight
 

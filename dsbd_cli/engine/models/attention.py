@@ -6,8 +6,10 @@ of a vectorised sum, and so changes the last bits. Here the keys of a row are sp
 
 - its *settled* slots hold the first tokens of its prompt, always the same ones in the same places. They go through
   torch's fused kernel, row by row, so that their number is the row's own.
-- its *tail* holds everything else. A score is a product of two short vectors, in float32. Sums over the slots are in
-  float64, whose rounding error is some 2^-29 of a float32's last bit, so that their order does not reach the result.
+- its *tail* holds everything else. On a CPU a kernel visits, node by node, the slots that are seen, by depth (tail.py).
+  Where it does not fit, torch takes all slots: a score is a product of two short vectors, in float32; sums over the
+  slots are in float64, whose rounding error is some 2^-29 of a float32's last bit, so that their order does not reach
+  the result.
 
 The two parts are joined by their log-sums, as blocks are in FlashAttention (Dao et al. 2022). docs/numerics.md says
 what this guarantees and what it costs.
@@ -33,6 +35,8 @@ from transformers.masking_utils import sdpa_mask
 
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.core.slots import PREFIX_STEP
+from dsbd_cli.engine.models import tail
+from dsbd_cli.engine.models.tail import Paths
 
 __all__ = ["NAME", "Blocks", "Sight", "grouped_attention", "seeing", "use_grouped_attention"]
 
@@ -65,10 +69,14 @@ class Sight:
         masked: bool = False,
         kernel: Kernel | None = None,
         prompt: Tensor | None = None,
+        positions: Tensor | None = None,
+        fast: bool = False,
     ) -> None:
         """masked: all slots are settled, rounded up, and those past a row's own number are masked. Else the number is
         rounded down, and the tail begins with the rest. kernel: serves layers that it fits; prompt [R]: so many leading
-        slots of a row it takes as settled."""
+        slots of a row it takes as settled. positions [R, S]: depth of the token in each slot; without them depth goes
+        by slot. fast: no bits are promised, and torch serves the other layers."""
+        self.fast = fast
         self.kernel = None if prompt is None else kernel
         self.prompt = prompt
         if masked:
@@ -79,7 +87,9 @@ class Sight:
         self.width = 0 if masked else tail + max(count - own for count, own in zip(settled, self.settled, strict=True))
         self._seen: dict[object, tuple[Tensor, Tensor]] = {}
         self._all_tail: Sight | None = None
+        self._positions = positions
         self._tails: dict[object, Tensor] = {}
+        self._paths: dict[object, Paths] = {}
         self._heads: dict[object, Tensor | None] = {}
         self._wide: dict[tuple[object, int], Tensor | None] = {}
         self._at: Tensor | None = None
@@ -90,26 +100,15 @@ class Sight:
 
         whole: all nodes see all settled slots.
         """
-        rows, nodes, slots = seen.shape
         key = self._key(additive)
         self._seen[key] = additive, seen
         self._heads[key] = None if whole else additive
-        if not self.width or self.kernel is not None:
-            return
-        width = max(LEAST_TAIL, min(self.width, slots - min(self.settled)))  # a source may be all settled
-        if self._at is None:
-            start = torch.tensor(self.settled, device=seen.device).unsqueeze(1)
-            self._at = start + torch.arange(width, device=seen.device)  # [R, T]
-        at = self._at.unsqueeze(1).expand(-1, nodes, -1)
-        tail = seen.gather(2, at.clamp(max=slots - 1)) & (at < slots)
-        mask = torch.full((rows, 1, 1, nodes, width), MASKED, device=seen.device)
-        self._tails[key] = mask.masked_fill_(tail[:, None, None], 0.0)
 
     def all_tail(self) -> Sight:
         """The same with no settled slots, for layers that the fused kernel cannot serve."""
         if self._all_tail is None:
             slots = max(seen.shape[-1] for _, seen in self._seen.values())
-            self._all_tail = Sight((0,) * len(self.settled), slots)
+            self._all_tail = Sight((0,) * len(self.settled), slots, positions=self._positions)
             for additive, seen in self._seen.values():
                 self._all_tail.add(additive, seen, whole=True)
         return self._all_tail
@@ -136,9 +135,40 @@ class Sight:
         assert self.kernel is not None
         return self.kernel(query, key, value, self._seen[self._key(mask)][1], self.prompt, scale)
 
+    def paths(self, mask: Tensor) -> Paths:
+        """The tail slots that each node sees, by depth."""
+        key = self._key(mask)
+        if key not in self._paths:
+            seen = self._seen[key][1]
+            slots = seen.shape[-1]
+            at = self._tail_slots(slots, seen.device)
+            depth = at if self._positions is None else self._positions.gather(1, at.clamp(max=slots - 1))
+            self._paths[key] = Paths.of(seen, at[:, 0].contiguous(), depth.argsort(dim=1, stable=True))
+        return self._paths[key]
+
     def tail(self, mask: Tensor) -> Tensor:
         """[R, 1, 1, n, T] float32, to be added to the scores of the tail."""
-        return self._tails[self._key(mask)]
+        key = self._key(mask)
+        if key not in self._tails:
+            seen = self._seen[key][1]
+            rows, nodes, slots = seen.shape
+            places = self._tail_slots(slots, seen.device)
+            at = places.unsqueeze(1).expand(-1, nodes, -1)
+            found = seen.gather(2, at.clamp(max=slots - 1)) & (at < slots)
+            fresh = torch.full((rows, 1, 1, nodes, at.shape[2]), MASKED, device=seen.device)
+            self._tails[key] = fresh.masked_fill_(found[:, None, None], 0.0)
+        return self._tails[key]
+
+    def _tail_slots(self, slots: int, device: torch.device) -> Tensor:
+        """[R, T] int64, of which those past the last slot are not there."""
+        if self._at is None:
+            width = max(LEAST_TAIL, min(self.width, slots - min(self.settled)))  # a source may be all settled
+            at = torch.arange(width, device=device)
+            if len(set(self.settled)) == 1:  # always on a GPU, where a capture takes nothing from the host
+                self._at = (at + self.settled[0]).expand(len(self.settled), -1)
+            else:
+                self._at = torch.tensor(self.settled, device=device).unsqueeze(1) + at
+        return self._at
 
     def head(self, mask: Tensor, queries: int) -> Tensor | None:
         """[R, 1, m, S], of which the settled slots are added to their scores; None where nothing is masked. The nodes
@@ -154,9 +184,8 @@ class Sight:
 
     def pick(self, states: Tensor, dtype: torch.dtype) -> Tensor:
         """Keys or values [R, H, S, E] of the tail: [R, H, T, E]. What lies past the last slot is 0."""
-        assert self._at is not None
         rows, heads, slots, dim = states.shape
-        width = self._at.shape[1]
+        width = self._tail_slots(slots, states.device).shape[1]
         if len(set(self.settled)) == 1 and self.settled[0] + width <= slots:
             # heads apart: a product would else copy them number by number
             part = states[:, :, self.settled[0] : self.settled[0] + width]
@@ -237,32 +266,52 @@ def grouped_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     bias = kwargs.get("position_bias")
-    plain = bias is None
-    sight = _sight.get()
-    if isinstance(sight, Blocks):
-        if attention_mask is not None and plain:
-            rest = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux, **kwargs}
-            return sight.attend(module, query, key, value, attention_mask, **rest)
-        sight = None
-    known = None if sight is None else sight.of(attention_mask)
-    if sight is not None and known is not None:
-        assert bias is None or isinstance(bias, Tensor)
-        part, mask = known
-        sight.used += 1
-        if part is sight.across:
-            bias = None  # T5 gives zeros here: a source has no distance to an answer
-        found = None
-        if part.kernel is not None and softcap is None and s_aux is None and bias is None:
-            found = part.served(query, key, value, mask, scale)
-        odd = softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None
-        if found is None and (odd or part.kernel is not None):
-            part = part.all_tail()
-        out = _by_parts(part, query, key, value, mask, scale, softcap, s_aux, bias) if found is None else found
-    elif softcap is not None or s_aux is not None:
-        out = _written_out(query, key, value, attention_mask, scale, softcap, s_aux)
-    else:
-        return _fused(module, query, key, value, attention_mask, dropout, scaling, plain, kwargs)
+    assert bias is None or isinstance(bias, Tensor)
+    blocks = _sight.get()
+    if isinstance(blocks, Blocks) and attention_mask is not None and bias is None:
+        rest = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux, **kwargs}
+        return blocks.attend(module, query, key, value, attention_mask, **rest)
+    out = _by_sight(query, key, value, attention_mask, scale, softcap, s_aux, bias)
+    if out is not None:
+        return out, None
+    if softcap is None and s_aux is None:
+        return _fused(module, query, key, value, attention_mask, dropout, scaling, bias is None, kwargs)
+    out = _written_out(query, key, value, attention_mask, scale, softcap, s_aux)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _by_sight(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor | None:
+    """[R, n, H * G, E] of a forward whose slots are split, by a kernel or by parts; None where torch's attention over
+    all slots serves."""
+    sight = _sight.get()
+    known = sight.of(mask) if isinstance(sight, Sight) else None
+    if not isinstance(sight, Sight) or known is None:
+        return None
+    part, mask = known
+    if part is sight.across:
+        bias = None  # T5 gives zeros here: a source has no distance to an answer
+    found = None
+    if part.kernel is not None and softcap is None and sinks is None and bias is None:
+        found = part.served(query, key, value, mask, scale)
+    if found is None and part.fast:
+        return None
+    sight.used += 1
+    odd = softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None
+    if found is None and (odd or part.kernel is not None):
+        part = part.all_tail()
+    if found is None and part.width and tail.fits(query, key, value):
+        return _by_paths(part, query, key, value, mask, scale, softcap, sinks, bias)
+    out = _by_parts(part, query, key, value, mask, scale, softcap, sinks, bias) if found is None else found
+    return out.transpose(1, 2).contiguous()
 
 
 def _fused(
@@ -301,6 +350,33 @@ def _fused(
     return out.reshape(rows, heads, count, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
+def _by_paths(
+    sight: Sight,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """[R, n, H * G, E]: settled slots by the fused kernel, the tail by ours, which joins them."""
+    settled = None
+    if max(sight.settled):
+        settled = _settled(sight, _grouped(query, key.shape[1]), key, value, mask, scale)
+    paths = sight.paths(mask)
+    return tail.attend(paths, query, key, value, scale, settled=settled, softcap=softcap, sinks=sinks, bias=bias)
+
+
+def _grouped(query: Tensor, kv_heads: int) -> Tensor:
+    """[R, H * G, n, E] as [R, H, m, E], filled up to whole steps of queries."""
+    rows, heads, count, dim = query.shape
+    queries = heads // kv_heads * count
+    grouped = query.reshape(rows, kv_heads, queries, dim)
+    return nn.functional.pad(grouped, (0, 0, 0, -queries % QUERY_STEP)) if queries % QUERY_STEP else grouped
+
+
 def _by_parts(
     sight: Sight,
     query: Tensor,
@@ -313,12 +389,10 @@ def _by_parts(
     bias: Tensor | None = None,
 ) -> Tensor:
     """[R, H * G, n, E]: settled slots by the fused kernel, the tail in float64, joined by their log-sums."""
-    rows, heads, count, dim = query.shape
+    rows, heads, count, _ = query.shape
     groups = heads // key.shape[1]
     queries = groups * count
-    grouped = query.reshape(rows, key.shape[1], queries, dim)
-    if queries % QUERY_STEP:
-        grouped = nn.functional.pad(grouped, (0, 0, 0, -queries % QUERY_STEP))  # [R, H, m, E]
+    grouped = _grouped(query, key.shape[1])
     head = _settled(sight, grouped, key, value, mask, scale) if max(sight.settled) else None
     if not sight.width:
         assert head is not None

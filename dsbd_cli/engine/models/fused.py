@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -83,8 +83,15 @@ def fuse(model: Any, kernels: LayerKernels) -> Fused:
     """Change a model of one device in place: its norms, gated products, attentions, layers and products, where they
     compute what the kernels do.
 
-    Nothing is changed where the model's logits would not be the same then, up to rounding, or a kernel cannot run.
+    Products stay the library's where they are at fault. Nothing is changed where the model's logits would not be the
+    same even then, up to rounding, or a kernel cannot run.
     """
+    fused = _tried(model, kernels)
+    return _tried(model, replace(kernels, linear=None)) if fused.undone and kernels.linear is not None else fused
+
+
+def _tried(model: Any, kernels: LayerKernels) -> Fused:
+    """All of the kernels, or nothing."""
     fused = Fused()
     tokens = torch.arange(TOKENS, device=model.device).remainder(model.config.get_text_config().vocab_size)[None]
     before = model(input_ids=tokens, use_cache=False).logits.float()

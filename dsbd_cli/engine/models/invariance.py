@@ -108,6 +108,17 @@ def _copies(model: CheckableModel, alone: Tensor) -> bool | None:
     return torch.equal(_logits(model, Company(rows=2, copied=count)), alone) if count else None
 
 
+@torch.inference_mode()
+def parting(model: CheckableModel) -> float:
+    """How far the logits of the text move where layers split their keys: root mean square, relative to the spread.
+    Leaves the cache released."""
+    try:
+        plain, parted = (_logits(model, Company(), by_parts=by_parts).double() for by_parts in (False, True))
+    finally:
+        model.release()
+    return float((parted - plain).square().mean().sqrt() / plain.std())
+
+
 def _logits(model: CheckableModel, company: Company, *, by_parts: bool = True) -> Tensor:
     """[V] logits of the last token of the answer. by_parts: forwards with `settled`."""
     model.release()

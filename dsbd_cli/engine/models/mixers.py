@@ -89,8 +89,11 @@ def _convolution(
     **kwargs: Any,
 ) -> Tensor:
     # x: [R, C, n]; weight: [C, J]
-    out = cache.convolution(x.device, weight.shape[-1]).run(x.transpose(1, 2), weight, bias)
-    if activation is not None:
+    memory = cache.convolution(x.device, weight.shape[-1])
+    out = memory.run(x.transpose(1, 2), weight, bias)
+    if activation in ("silu", "swish") and memory.walked:
+        memory.silu_(out)
+    elif activation is not None:
         out = ACT2FN[activation](out.to(cache.precision))  # see _steps
     return out.transpose(1, 2).to(x.dtype)
 

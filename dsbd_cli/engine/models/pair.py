@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from dsbd_cli.engine.models.fused import Fused, fuse, layer_kernels
 from dsbd_cli.engine.models.generation import settings_notes
 from dsbd_cli.engine.models.head import installed
 from dsbd_cli.engine.models.hub import locate
-from dsbd_cli.engine.models.invariance import Verdict, check
+from dsbd_cli.engine.models.invariance import Verdict, check, parting
 from dsbd_cli.engine.models.loader import eos_ids, load, load_config, load_extractor
 from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.quantize import LEAST_WEIGHTS, quantize
 from dsbd_cli.engine.models.ranks import Ranks, ShardedForestModel, check_ranks, load_slice
-from dsbd_cli.engine.models.selftest import SelfTestReport, self_test
+from dsbd_cli.engine.models.selftest import LIMITS, SelfTestReport, self_test
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, encoder_digest
 from dsbd_cli.engine.models.sources import make_source_codec
 from dsbd_cli.engine.models.tokenize import HFCodec
@@ -146,18 +147,20 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
             kind = Seq2SeqForestModel if paired else CausalForestModel
             forest = kind(model, spec.source, stock=(lambda: load(spec)[0]) if packed or fused.counts else None)
         if "linear" in fused.counts:
-            forest.attention = _attention(forest)
+            forest.attention = _attention(forest, exact=True)
         forest.keep_states_in(torch.float64 if wanted else torch.float32)
         forest.tested, forest.fused = _tested(forest, fused), fused.counts
         if spec.quantize is not None:  # after the test, whose limits are those of the checkpoint's own rounding
             _quantize(forest, spec)
-        found = check(forest) if wanted else Verdict("nobody asked for the work that it takes")
+        found = _check(forest) if wanted else Verdict("nobody asked for the work that it takes")
         if found.varies is not None and "linear" in fused.counts:  # its work would be for nothing
             fused.undo()
             fused, forest.attention = _fused(model, spec, exact=False), None
             forest.tested, forest.fused = _tested(forest, fused), fused.counts
         if fused.undone:
             forest.told = ("its layers run without kernels: with them a check at load fails",)
+        if spec.role == "target" and found.varies is not None and not paired and _gpu(model, spec) is not None:
+            _attend_fast(forest)
         forest.trust(found)
         if not forest.invariant:
             forest.keep_states_in(torch.float32)
@@ -178,17 +181,54 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
 def _fused(model: Any, spec: ModelSpec, *, exact: bool) -> Fused:
     """The kernels of layers put to work, where the model lies whole on one GPU. exact: those whose rows do not depend
     on each other take the place of the library's products."""
-    devices = {parameter.device for parameter in model.parameters()}
-    if not spec.kernels or not available() or len(devices) != 1 or (device := devices.pop()).type != "cuda":
+    device = _gpu(model, spec)
+    if device is None:
         return Fused()
     return fuse(model, layer_kernels({*faults(device), *(() if exact else ("linear",))}))
 
 
-def _attention(forest: TransformersForest) -> Callable[..., Tensor] | None:
-    """The kernel of attention, where it does what it should."""
+def _gpu(model: Any, spec: ModelSpec) -> torch.device | None:
+    """The GPU on which the model lies whole, where kernels may run; else None."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if not spec.kernels or not available() or len(devices) != 1 or (device := devices.pop()).type != "cuda":
+        return None
+    return device
+
+
+def _attention(forest: TransformersForest, *, exact: bool) -> Callable[..., Tensor] | None:
+    """The kernel of attention, where it does what it should. exact: its bits do not depend on the drafts."""
     from dsbd_cli.kernels.attention import attention
 
-    return None if "attention" in faults(forest.device) else attention
+    return None if "attention" in faults(forest.device) else partial(attention, exact=exact)
+
+
+def _attend_fast(forest: TransformersForest) -> None:
+    """The kernel of attention serves long prompts, where the logits of a text stay what they are with it."""
+    forest.attention = _attention(forest, exact=False)
+    if forest.attention is None:
+        return
+    try:
+        error = parting(forest)
+        fault = None if error <= LIMITS[forest.weights_dtype] else f"its logits are off by {error:.1g} of their spread"
+    except Exception as failed:
+        fault = f"the kernel fails ({_said(failed)})"
+    if fault is not None:
+        forest.attention = None
+        forest.told = (*forest.told, f"torch's attention serves long prompts, too: with the kernel {fault}")
+
+
+def _check(forest: TransformersForest) -> Verdict:
+    """As check; a kernel that fails at the sizes of this model gives no bits at all."""
+    try:
+        return check(forest)
+    except Exception as failed:
+        if forest.attention is None:
+            raise
+        return Verdict(f"a kernel fails ({_said(failed)})")
+
+
+def _said(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:160]
 
 
 def _tested(forest: TransformersForest, fused: Fused) -> SelfTestReport:

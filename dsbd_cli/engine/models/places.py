@@ -27,10 +27,12 @@ ARGUMENT = "decoder_position_ids"
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """Positions [R, n] of the nodes of the forward under way, and of what its slots hold, [R, S]."""
+    """Positions [R, n] of the nodes of the forward under way, of what its slots hold, [R, S], and the nodes' tokens
+    [R, n], where they matter."""
 
     positions: Tensor
     slot_positions: Tensor
+    tokens: Tensor | None
 
 
 class _HeardError(Exception):
@@ -54,6 +56,7 @@ class Places:
         child = getattr(decoder, "embed_positions", None)
         if self.argument is None and isinstance(child, nn.Module):
             self._table = _table(model, decoder, child, limit)
+            self._padding = _padding(model, decoder, child, self._table)
             child.forward = self._from_table(child.forward)
             self.ways.append("table")
         biased = [module for module in decoder.modules() if getattr(module, "has_relative_attention_bias", False)]
@@ -67,9 +70,9 @@ class Places:
             )
 
     @contextlib.contextmanager
-    def at(self, positions: Tensor, slot_positions: Tensor) -> Iterator[None]:
-        """Forwards inside are those of a forest: positions [R, n], slot_positions [R, S] int64."""
-        self._now = Here(positions, slot_positions)
+    def at(self, positions: Tensor, slot_positions: Tensor, tokens: Tensor | None = None) -> Iterator[None]:
+        """Forwards inside are those of a forest: positions [R, n], slot_positions [R, S], tokens [R, n] int64."""
+        self._now = Here(positions, slot_positions, tokens)
         try:
             yield
         finally:
@@ -82,8 +85,12 @@ class Places:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             if self._now is None:
                 return stock(*args, **kwargs)
-            positions = self._now.positions
-            return self._table.to(positions.device)[positions]
+            positions, tokens = self._now.positions, self._now.tokens
+            found = self._table.to(positions.device)[positions]
+            if self._padding is None or tokens is None:
+                return found
+            token, row = self._padding
+            return torch.where((tokens == token).unsqueeze(-1), row.to(found.device), found)
 
         return forward
 
@@ -111,8 +118,25 @@ class Places:
         return compute_bias
 
 
+def _padding(model: Any, decoder: Any, child: nn.Module, table: Tensor) -> tuple[int, Tensor] | None:
+    """The token that stands nowhere and what the child gives it, [d]: M2M100's padding, which some checkpoints begin
+    answers with. None where every token has a position."""
+    token = getattr(child, "padding_idx", None)
+    if token is None or not 0 <= token < decoder.get_input_embeddings().weight.shape[0]:
+        return None
+    row = _heard(model, decoder, child, torch.tensor([[token]]))[-1]
+    return None if torch.equal(row, table[0]) else (token, row)
+
+
 def _table(model: Any, decoder: Any, child: nn.Module, limit: int) -> Tensor:
-    """[P, d]: what the child gives a plain chain of P tokens, heard in an ordinary forward of the decoder.
+    """[P, d]: what the child gives a plain chain of P tokens."""
+    padding = getattr(child, "padding_idx", None)
+    token = next(index for index in range(5, 8) if index != padding)
+    return _heard(model, decoder, child, torch.full((1, limit), token))[-limit:].clone()
+
+
+def _heard(model: Any, decoder: Any, child: nn.Module, ids: Tensor) -> Tensor:
+    """[P, d]: what the child gives tokens [1, P] int64, heard in an ordinary forward of the decoder.
 
     Calling the child oneself would need to know its arguments, which differ from model to model.
     """
@@ -122,15 +146,12 @@ def _table(model: Any, decoder: Any, child: nn.Module, limit: int) -> Tensor:
         heard.append(out)
         raise _HeardError
 
-    padding = getattr(child, "padding_idx", None)
-    token = next(index for index in range(5, 8) if index != padding)
-    ids = torch.full((1, limit), token, dtype=torch.int64, device=model.device)
     source = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=model.device)
     hook = child.register_forward_hook(hear)
     why = "it has none"
     try:
         with torch.no_grad():
-            decoder(input_ids=ids, encoder_hidden_states=source, use_cache=False)
+            decoder(input_ids=ids.to(model.device), encoder_hidden_states=source, use_cache=False)
     except _HeardError:
         pass
     except Exception as error:  # a decoder that takes other arguments raises what it likes
@@ -141,4 +162,4 @@ def _table(model: Any, decoder: Any, child: nn.Module, limit: int) -> Tensor:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not tell its decoder's positions ({why}); use another model"
         )
-    return heard[0].reshape(-1, heard[0].shape[-1])[-limit:].clone()
+    return heard[0].reshape(-1, heard[0].shape[-1])

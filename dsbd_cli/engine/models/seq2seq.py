@@ -281,7 +281,7 @@ class Seq2SeqForestModel(TransformersForest):
         self._mask = self._across(batch, hidden.shape[1], sight)
         head = self._head if runner is self._model else None
         try:
-            with seeing(sight), self._places.at(batch.positions, batch.slot_positions):
+            with seeing(sight), self._places.at(batch.positions, batch.slot_positions, inputs["decoder_input_ids"]):
                 output = (self._body if head else runner)(**inputs, use_cache=True, return_dict=True)
         finally:
             self._mask = None
@@ -299,9 +299,10 @@ class Seq2SeqForestModel(TransformersForest):
         seen = seen.unsqueeze(1).expand(-1, count, -1)
         mask = torch.zeros(seen.shape, dtype=self._mask_dtype, device=self._device)
         additive = mask.masked_fill_(~seen, torch.finfo(self._mask_dtype).min)[:, None]
-        if sight is not None:  # all rows in order
+        if sight is not None:
             by_row = self._device.type == "cpu"
-            settled = tuple(self._cross.lengths[:rows]) if by_row else (0,) * rows
+            read = range(rows) if batch.rows is None or not by_row else batch.rows.tolist()
+            settled = tuple(self._cross.lengths[row] if by_row else 0 for row in read)
             masked = by_row and self._masked  # else there are as many places as the source has
             sight.across = Sight(settled, 1 if by_row else width, masked=masked)
             sight.across.add(additive, seen, whole=not masked)

@@ -73,14 +73,25 @@ class WhisperCodec(Seq2SeqCodec):
         for name, value in (("prefix", asked.prefix), ("stop", asked.stop or None)) if timed else ():
             if value is not None:
                 raise InvalidRowError(f"{name} is {shorten(value)}, which does not go with timestamps: drop one")
-        spoken, heard = asked.source_lang, None
-        begin = [] if spoken is None and self._multilingual else self._prompt(spoken, asked.target_lang, timed=timed)
+        spoken, wanted = asked.source_lang, asked.target_lang
+        if spoken is None and self._multilingual and wanted is not None and _code(wanted) != "en":
+            # what is not translated into English is written down as it was spoken
+            spoken = wanted if f"<|{_code(wanted)}|>" in self._languages else None
+        unheard = spoken is None and self._multilingual
+        if unheard and not self._languages:
+            raise InvalidRowError("source_lang is missing, and the target has no tokens to guess it by")
+        begin = self._prompt(next(iter(self._languages)).strip("<|>") if unheard else spoken, wanted, timed=timed)
         wave = read_audio(request.audio, extractor.sampling_rate, extractor.chunk_length)
         features = extractor(wave.numpy(), sampling_rate=extractor.sampling_rate, return_tensors="pt").input_features[0]
-        if not begin:
-            heard = self._heard(features)
-            begin = self._prompt(heard, asked.target_lang, timed=timed)
-        return replace(self._joined(features, begin, None, asked), language=heard)
+        made = self._joined(features, begin, None, asked)
+        if not unheard:
+            return made
+
+        def listen(logits: Tensor) -> tuple[list[int], str]:
+            heard = self._heard(logits)
+            return [*self._prompt(heard, wanted, timed=timed), *made.prompt[len(begin) :]], heard
+
+        return replace(made, listen=listen)
 
     def begin(self, asked: SamplingConfig) -> tuple[int | None, int]:
         """Nothing is forced behind the first token: `source` gives all that an answer begins with."""
@@ -118,16 +129,9 @@ class WhisperCodec(Seq2SeqCodec):
         seconds = self._extractor.chunk_length / self._model.config.max_source_positions
         return Timestamps(silent + 1, seconds, getattr(settings, "max_initial_timestamp_index", None), self.eos_ids[0])
 
-    @torch.inference_mode()
-    def _heard(self, features: Tensor) -> str:
-        """The likeliest language of the speech: one forward of the encoder and one step, as transformers'
-        detect_language. features: [bins, frames]."""
-        if not self._languages:
-            raise InvalidRowError("source_lang is missing, and the target has no tokens to guess it by")
-        model = self._model
-        batch = features.unsqueeze(0).to(model.device, model.dtype)
-        start = torch.tensor([[self._start]], device=model.device)
-        logits = model(input_features=batch, decoder_input_ids=start, use_cache=False).logits[0, -1]
+    def _heard(self, logits: Tensor) -> str:
+        """The likeliest language of speech, as transformers' detect_language has it. logits: [V], behind the first
+        token."""
         names = sorted(self._languages, key=self._languages.__getitem__)
         found = names[int(logits[[self._languages[name] for name in names]].argmax())]
         return found.strip("<|>")

@@ -3,8 +3,8 @@ slot.
 
 A layer that carries a state would need one state per beam and per drafted node. Instead each row keeps one, of the last
 token that all its live beams share, and the inputs of the tokens after it, one *place* per slot of the tail: place =
-slot - base. When the trunk grows, `move` takes the tokens that joined it into the state (core/scans.py has the sums).
-So memory does not grow with W or with the text.
+slot % T, so that a token stays where it is when the trunk grows. `move` takes the tokens that joined the trunk into the
+state. So memory does not grow with W or with the text. core/scans.py has the sums, walks.py the kernels of a CPU.
 
 Letters: R rows, n nodes of a forward, S active slots, T places, G key heads, H value heads, N key dim, P value dim,
 C channels, J taps of a convolution, I channels of a Mamba-1 layer.
@@ -18,9 +18,12 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import ModuleType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsbd_cli.engine.core.protocols import ForestInput
@@ -58,8 +61,8 @@ class Places:
         self.rows, self.chain = batch.rows, batch.chain
         self.count = batch.tokens.shape[0]
         self.real = batch.slots != trash
-        place = batch.slots - base.unsqueeze(1)
-        self.at = torch.where(self.real & (place >= 0) & (place < width), place, width)
+        past = batch.slots - base.unsqueeze(1)
+        self.at = torch.where(self.real & (past >= 0) & (past < width), batch.slots % width, width)
         self._moved: dict[torch.device, Places] = {}
         self._back: dict[int, Tensor] = {}
         self._flat: dict[int, Tensor] = {}
@@ -84,13 +87,18 @@ class Places:
         return self._flat[lead]
 
     def _row_starts(self, lead: int) -> Tensor:
-        rows = torch.arange(self.count, device=self.at.device) if self.rows is None else self.rows
-        return rows.unsqueeze(1) * (lead + self.width + 1)
+        return self.numbers.unsqueeze(1) * (lead + self.width + 1)
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """[R] int64, the same as `rows`, never None."""
+        return torch.arange(self.count, device=self.at.device) if self.rows is None else self.rows
 
     @cached_property
     def _slots(self) -> tuple[Tensor, Tensor]:
         """Slot of each place [R, T], and whether it is one that a node may see."""
-        at = self.base.unsqueeze(1) + torch.arange(self.width, device=self.base.device)
+        base = self.base.unsqueeze(1)
+        at = base + (torch.arange(self.width, device=self.base.device) - base) % self.width
         active = self.batch.mask.shape[-1]
         return at.clamp(max=active - 1), (at < active) & (at != self.trash)
 
@@ -127,6 +135,18 @@ class Places:
         return self._back[taps]
 
     @cached_property
+    def steps(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+        """See `walks.schedule`."""
+        return _kernels().schedule(*(_array(part) for part in (self.seen, self.at, self.depths)))
+
+    @cached_property
+    def twins(self) -> Tensor | None:
+        """[R, n] int64, the first node in each node's place; None where all places are different."""
+        alike = (self.at.unsqueeze(2) == self.at.unsqueeze(1)).to(torch.int8).argmax(2)
+        own = torch.arange(alike.shape[1], device=alike.device)
+        return None if bool(((alike == own) | (self.at == self.width)).all()) else alike
+
+    @cached_property
     def kin(self) -> Tensor:
         """[R, n, n] bool: the second node is an ancestor of the first, and not the same token."""
         index = self.at.clamp(max=self.width - 1).unsqueeze(1).expand(-1, self.at.shape[1], -1)
@@ -151,50 +171,91 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """A move of the tail: order [R, T + 1] says what each place holds afterwards, before the trunk takes the first
-    `count` [R] of them. most: an upper bound of `count`. found: what `index` has made, once for all layers."""
+    """A move of the tail, in places. Then the trunk takes the first `count` [R] tokens of it.
 
-    order: Tensor
-    count: Tensor
+    source, target: [m] int64 in rows of T + 1 places laid flat. base, trunk: [R] int64, slots of the trunk before and
+    after. most: an upper bound of `count`. found: what was made of these, once for all layers.
+    """
+
+    source: Tensor
+    target: Tensor
+    base: Tensor
+    trunk: Tensor
+    width: int
     most: int
-    found: dict[int, Tensor] = field(default_factory=dict)
+    found: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: Tensor, target: Tensor, base: Tensor, trunk: Tensor, width: int) -> Shift:
         """source, target: [R, m] slots; base, trunk: [R]."""
-        rows = len(source)
-        places = torch.arange(width + 1, device=base.device).expand(rows, -1)
-        to, origin = target - base.unsqueeze(1), source - base.unsqueeze(1)
-        to = torch.where((to >= 0) & (to < width), to, width)
-        origin = torch.where((origin >= 0) & (origin < width), origin, width)
-        order = places.scatter(1, to, origin)
-        order[:, width] = width
-        count = (trunk - base).clamp(0, width)
-        # the host of a CPU may look at a number; a GPU would have to stop for it
-        return cls(order, count, int(count.max()) if base.device.type == "cpu" else width)
+        start = base.unsqueeze(1)
+        starts = torch.arange(len(source), device=base.device).unsqueeze(1) * (width + 1)
+        inside = [(slots >= start) & (slots < start + width) for slots in (source, target)]
+        # what comes from outside, or goes there, is nobody's: the last place
+        here, there = (
+            (starts + torch.where(own, slots % width, width)).flatten()
+            for own, slots in zip(inside, (source, target), strict=True)
+        )
+        most = width
+        if base.device.type == "cpu":  # whose host may look at a number; a GPU would have to stop for it
+            most = int((trunk - base).max().clamp(0, width))
+            moved = ((source != target) & inside[1]).flatten().nonzero().squeeze(1)
+            here, there = here.index_select(0, moved), there.index_select(0, moved)
+        return cls(here, there, base.clone(), trunk, width, most)
+
+    @property
+    def count(self) -> Tensor:
+        """[R] int64, tokens that join the trunk."""
+        return (self.trunk - self.base).clamp(0, self.width)
+
+    @property
+    def joined(self) -> Tensor:
+        """[R, most] int64 places of what joins the trunk, in order, and of what follows it."""
+        if "joined" not in self.found:
+            ahead = torch.arange(self.most, device=self.base.device)
+            self.found["joined"] = (self.base.unsqueeze(1) + ahead) % self.width
+        return self.found["joined"]
 
     def first(self, plane: Tensor, lead: int = 0) -> Tensor:
-        """[R, most, ...] of a plane [rows, lead + T + 1, ...]: what joins the trunk, in order."""
-        rows, places = len(self.order), plane.shape[1]
-        flat = torch.arange(rows, device=plane.device).unsqueeze(1) * places + lead + self.order[:, : self.most]
+        """[R, most, ...] of a plane [rows, lead + T + 1, ...]: what `joined` says."""
+        rows, places = len(self.base), plane.shape[1]
+        flat = torch.arange(rows, device=plane.device).unsqueeze(1) * places + lead + self.joined
         return plane.flatten(0, 1).index_select(0, flat.flatten()).view(rows, self.most, *plane.shape[2:])
 
-    def index(self, lead: int) -> Tensor:
-        """[R * (lead + T + 1)] into planes laid flat: what each place holds afterwards. lead: places before it."""
-        if lead not in self.found:
-            width, device = self.order.shape[1] - 1, self.order.device
-            wide = torch.arange(lead, device=device).expand(len(self.order), -1)
-            whole = torch.cat((wide, self.order + lead), 1)
-            ahead = torch.arange(lead + width + 1, device=device) + self.count.unsqueeze(1)
-            starts = torch.arange(len(self.order), device=device).unsqueeze(1) * (lead + width + 1)
-            self.found[lead] = (starts + whole.gather(1, ahead.clamp(max=lead + width))).flatten()
-        return self.found[lead]
+    def move(self, plane: Tensor, lead: int) -> None:
+        """Move the tail of a plane [rows, lead + T + 1, ...], and take its last `lead` tokens of the trunk up front."""
+        flat = plane.flatten(0, 1)
+        if len(self.source):
+            source, target = (self._in(name, lead) for name in ("source", "target"))
+            flat.index_copy_(0, target, flat.index_select(0, source))
+        if lead and self.most:
+            last = flat.index_select(0, self._last(lead))
+            plane[: len(self.base), :lead] = last.view(len(self.base), lead, *plane.shape[2:])
+
+    def _in(self, name: str, lead: int) -> Tensor:
+        """Source or target in planes with `lead` places before the tail."""
+        flat: Tensor = getattr(self, name)
+        key = f"{name} {lead}"
+        if key not in self.found:
+            self.found[key] = flat + lead * (flat.div(self.width + 1, rounding_mode="floor") + 1)
+        return self.found[key]
+
+    def _last(self, lead: int) -> Tensor:
+        """[R * lead] int64 into such a plane: the last tokens of the trunk, before it takes them up front."""
+        if (key := f"last {lead}") not in self.found:
+            device = self.base.device
+            ahead = self.count.unsqueeze(1) + torch.arange(-lead, 0, device=device)  # from the old trunk's end
+            place = torch.where(ahead < 0, lead + ahead, lead + (self.base.unsqueeze(1) + ahead) % self.width)
+            starts = torch.arange(len(self.base), device=device).unsqueeze(1) * (lead + self.width + 1)
+            self.found[key] = (starts + place).flatten()
+        return self.found[key]
 
     def on(self, device: torch.device) -> Shift:
         """The same for a layer on another device."""
-        if device == self.order.device:
+        if device == self.base.device:
             return self
-        return Shift(self.order.to(device), self.count.to(device), self.most, {})
+        source, target, base, trunk = (part.to(device) for part in (self.source, self.target, self.base, self.trunk))
+        return Shift(source, target, base, trunk, self.width, self.most)
 
 
 class LayerMemory:
@@ -203,9 +264,11 @@ class LayerMemory:
 
     lead = 0
     wide: frozenset[str] = frozenset()  # planes in the precision of the states
+    walks = False  # whether a CPU has kernels for it
 
     def __init__(self, cache: StateCache, device: torch.device) -> None:
         self.cache, self.device = cache, device
+        self.walked = self.walks and cache.walks(device)
         self.planes: dict[str, Tensor] = {}
         self.states: dict[str, Tensor] = {}
 
@@ -232,21 +295,30 @@ class LayerMemory:
     def state(self, shape: tuple[int, ...], name: str = "state") -> Tensor:
         """A state, made where there is none."""
         if name not in self.states:
-            self.states[name] = torch.zeros((self.cache.rows, *shape), dtype=self.cache.precision, device=self.device)
+            precision = torch.float32 if self.walked else self.cache.precision
+            self.states[name] = torch.zeros((self.cache.rows, *shape), dtype=precision, device=self.device)
             self.cache.generation += 1
         return self.states[name]
 
     def keep_in(self, precision: torch.dtype) -> None:
-        """Hold states, and planes whose numbers come of them, in this dtype."""
+        """Hold states, and planes whose numbers come of them, in this dtype; walked ones stay in float32."""
+        if self.walked:
+            return
         self.states = {name: held.to(precision) for name, held in self.states.items()}
         self.planes |= {name: self.planes[name].to(precision) for name in self.wide}
 
-    def resize(self, rows: int, window: int) -> None:
-        """Cover so many rows and places; what is there stays, less the old last place. 0 rows: give all back."""
+    def resize(self, rows: int, window: int, base: Tensor) -> None:
+        """Cover so many rows and places; what is there stays, less the old last place. base: [rows] slots of the trunk.
+        0 rows: give all back."""
+        base, lead = base.to(self.device).unsqueeze(1), self.lead
         for name, old in self.planes.items():
-            new = old.new_zeros((rows, self.lead + window + 1, *old.shape[2:]))
-            kept = min(old.shape[1] - 1, new.shape[1] - 1)
-            new[: len(old), :kept] = old[:rows, :kept]
+            new = old.new_zeros((rows, lead + window + 1, *old.shape[2:]))
+            count, before = min(len(old), rows), old.shape[1] - lead - 1
+            new[:count, :lead] = old[:count, :lead]
+            if kept := min(window, before):
+                slots = base[:count] + torch.arange(kept, device=self.device)
+                row = torch.arange(count, device=self.device).unsqueeze(1)
+                new[row, lead + slots % window] = old[row, lead + slots % before]
             self.planes[name] = new
         for name, old in self.states.items():
             wide = old.new_zeros((rows, *old.shape[1:]))
@@ -282,12 +354,11 @@ class LayerMemory:
         return self.cache.places.on(self.device)
 
     def advance(self, shift: Shift) -> None:
-        """Take what joined the trunk into the state, and move the rest."""
-        self.fold(shift)
-        rows, index = len(shift.count), shift.index(self.lead)
+        """Move the tail, and take what joined the trunk into the state."""
         for plane in self.planes.values():
-            moved = plane[:rows].flatten(0, 1).index_select(0, index)
-            plane[:rows] = moved.view(plane[:rows].shape)
+            shift.move(plane, self.lead)
+        if shift.most:
+            self.fold(shift)
 
     def fold(self, shift: Shift) -> None:
         """What joined the trunk goes into the state."""
@@ -296,6 +367,8 @@ class LayerMemory:
 class Convolution(LayerMemory):
     """Inputs of a short convolution: those of the tail, and before them the last J - 1 of the trunk."""
 
+    walks = True
+
     def __init__(self, cache: StateCache, device: torch.device, taps: int) -> None:
         super().__init__(cache, device)
         self.taps, self.lead = taps, taps - 1
@@ -303,6 +376,8 @@ class Convolution(LayerMemory):
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [R, n, C], weight [C, J], bias [C] or None -> [R, n, C] in float32 at least."""
         places, count = self.places, x.shape[1]
+        if self.walked:
+            x = x.float()
         plane = self.plane("inputs", (x.shape[2],), x.dtype)
         if places.chain:
             full = torch.cat((self.rows_of(plane)[:, : self.lead], x), 1)
@@ -314,18 +389,38 @@ class Convolution(LayerMemory):
             return convolve([full[:, tap : tap + count] for tap in range(self.taps)], weight, bias)
         self.write("inputs", x, x.dtype)
         flat = plane.flatten(0, 1)
+        if self.walked:
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+            added = x.new_zeros(0) if bias is None else bias.float()
+            back, own = places.flat_back(self.taps), x.flatten(0, 1)
+            parts = (flat, back, own, weight.float().t(), added, out.view(own.shape))
+            _kernels().convolve(*(_array(part) for part in parts))
+            return out
         taps = [flat.index_select(0, index).view(x.shape) for index in places.flat_back(self.taps)]
         return convolve([*taps, x], weight, bias)
 
+    @staticmethod
+    def silu_(x: Tensor) -> None:
+        """In place, with the same bits wherever a number stands; x: contiguous float32 on a CPU."""
+        _kernels().silu(x.view(-1).numpy())
+
 
 class LinearState(LayerMemory):
-    """A layer whose state is a sum of products k u^T with a decay per head or per key channel."""
+    """A layer whose state is a sum of products k u^T with a decay per head or per key channel.
+
+    On a CPU the state is walked (walks.py): [R, H, N, P] in float32, planes k, u and the decays e. Elsewhere it is
+    summed (core/scans.py): [R, G, N, E] in the cache's precision, planes k, u, g and the sums of g.
+    """
+
+    walks = True
 
     def attend(self, q: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
         """y [R, n, H, P] of nodes with q, k [R, n, G, N], u [R, n, H, P] and log-decays g [R, n, H] or [R, n, H, N].
 
         G = H where decays are per channel.
         """
+        if self.walked:
+            return self._walk(q, k, u, g, None)
         places = self.places
         state = self._state_of(k, u)
         held = self.rows_of(state)
@@ -340,6 +435,8 @@ class LinearState(LayerMemory):
 
     def correct(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """The same by the gated delta rule: v [R, n, H, P], beta [R, n, H]."""
+        if self.walked:
+            return self._walk(q, k, v, g, beta)
         places = self.places
         state = self._state_of(k, v)
         held = self.rows_of(state)
@@ -358,6 +455,30 @@ class LinearState(LayerMemory):
         among = (alike.gather(3, at) * scale.transpose(1, 2)).masked_fill_(~places.kin.unsqueeze(1), 0)  # [R, H, n, n]
         self.write("u", solve(among.tril(-1), rest.transpose(1, 2)).transpose(1, 2), held.dtype)
         return self._read(weight, q, c, held)
+
+    def _walk(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
+        """Either, node after node: in float32 whose order is that of the path. beta: None where v is u."""
+        kernels, places, (rows, count, heads, width) = _kernels(), self.places, v.shape
+        groups, dim = k.shape[2:]
+        decays = g.shape[3] if g.dim() == 4 else 1
+        held, pairs = self.state((heads, dim, width)), rows * heads
+        y = torch.zeros(v.shape, dtype=torch.float32)
+        betas = v.new_zeros(rows, count, 0) if beta is None else beta
+        given = [_array(part.float()) for part in (q, k, v, g.reshape(rows, count, heads, decays), betas)]
+        state, numbers, out = _array(held), _array(places.numbers), _array(y)
+        if places.chain:
+            kernels.shared(kernels.chain, pairs, state, numbers, _array(places.lengths), *given, out)
+            return y
+        shapes = {"k": (groups, dim), "u": (heads, width), "e": (heads, decays)}
+        planes = [_array(self.plane(name, shape, torch.float32)) for name, shape in shapes.items()]
+        queries, keys, values, logs, scales = given
+        kernels.put(numbers, _array(places.at), self.lead, keys, values, logs, *planes)
+        kernels.shared(
+            kernels.forest, pairs, state, numbers, queries, values, scales, *planes, self.lead, *places.steps, out
+        )
+        if places.twins is not None:
+            y = y.gather(1, places.twins.view(rows, count, 1, 1).expand(y.shape))
+        return y
 
     def _state_of(self, k: Tensor, u: Tensor) -> Tensor:
         groups, heads = k.shape[2], u.shape[2]
@@ -380,9 +501,13 @@ class LinearState(LayerMemory):
 
     def fold(self, shift: Shift) -> None:
         """What joined the trunk goes into the state; sums of decays begin anew after it."""
-        if not shift.most:
+        rows = len(shift.base)
+        if self.walked:
+            state = self.states["state"]
+            planes = (_array(self.planes[name]) for name in ("k", "u", "e"))
+            kernels, joined, count = _kernels(), _array(shift.joined), _array(shift.count)
+            kernels.shared(kernels.fold, rows * state.shape[1], _array(state), *planes, self.lead, joined, count)
             return
-        rows = len(shift.count)
         k, u, c = (shift.first(self.planes[name], self.lead) for name in ("k", "u", "c"))
         fold(self.states["state"][:rows], k, u, c, shift.count)
         self.planes["c"][:rows] -= last(c, shift.count).unsqueeze(1)
@@ -470,15 +595,25 @@ class SelectiveState(LayerMemory):
 
     def fold(self, shift: Shift) -> None:
         """What joined the trunk goes into the state."""
-        if not shift.most:
-            return
-        state = self.states["state"][: len(shift.count)]
+        state = self.states["state"][: len(shift.base)]
         dt, u, b = (shift.first(self.planes[name]) for name in ("dt", "u", "b"))
         state[:] = selective_fold(state, dt, u, b, self.a, shift.count)
 
 
 def _masked(values: Tensor, real: Tensor) -> Tensor:
     return values * real.view(*real.shape, *[1] * (values.dim() - 2)).to(values.dtype)
+
+
+def _kernels() -> ModuleType:
+    """numba takes a while to import, and most models need none of it."""
+    from dsbd_cli.engine.models import walks
+
+    return walks
+
+
+def _array(tensor: Tensor) -> NDArray[Any]:
+    """The same numbers for a kernel, side by side."""
+    return tensor.detach().contiguous().numpy()
 
 
 Memory = TypeVar("Memory", bound=LayerMemory)
@@ -503,6 +638,11 @@ class StateCache(ForestCache):
         self.memories: dict[tuple[Any, ...], LayerMemory] = {}
         self._layer: tuple[int, int] = (0, 0)
         self._calls = 0
+
+    @staticmethod
+    def walks(device: torch.device) -> bool:
+        """Whether layers on this device run as kernels of walks.py."""
+        return device.type == "cpu"
 
     @staticmethod
     def current() -> StateCache | None:
@@ -621,14 +761,14 @@ class StateCache(ForestCache):
         more = self.rows - len(self.base)
         self.base = torch.nn.functional.pad(self.base, (0, more))
         for memory in self.memories.values():
-            memory.resize(self.rows, wanted)
+            memory.resize(self.rows, wanted, self.base)
 
     def release(self) -> None:
         super().release()
         self.window = 0
         self.base = self.base[:0]
         for memory in self.memories.values():
-            memory.resize(0, 0)
+            memory.resize(0, 0, self.base)
 
     def advance(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
         """Move keys, values and the tail's inputs, [R, m] slots each; take what joined the trunk into the states."""

@@ -36,7 +36,7 @@ from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.data.resume import write_atomically
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
-from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS, Value
+from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS
 from dsbd_cli.lab.bench.sweep import Setting, SweepPlan, choose_methods, plan, read_values
 from dsbd_cli.lab.tasks.choose import open_dataset
 from dsbd_cli.lab.tasks.dataset import Dataset, with_dev, with_shots
@@ -77,17 +77,14 @@ def bench(
     Without options: the built-in pair on its two tasks, in under two minutes. Ctrl-C prints what is measured by then.
     """
     draft_wanted = pair.draft != "none"
-    records = _at_least("--records", data.records, DEFAULT_RECORDS)
-    rounds = _at_least("--rounds", data.rounds, DEFAULT_ROUNDS)
-    dev_records = _at_least("--dev-records", choice.dev_records, records, least=0)
+    records, shots = data.records or DEFAULT_RECORDS, data.shots or 0
+    dev_records = records if choice.dev_records is None else choice.dev_records
     planned = _plan(sweep, draft_wanted, tuned=dev_records > 0)
-    shots = _at_least("--shots", data.shots, 0, least=0)
     chosen = _check_choice(choice, planned, dev_records, shots)
     sampling = _sampling(drawing, planned)
     settings = run_settings(pair, MethodOptions(), sampling, devices, answers=answers)
     if pair.draft is not None and draft_wanted and not any(one.drafts for one in planned.settings):
         raise UsageError(f"--draft {pair.draft} would do nothing, because no method of --methods drafts: drop it")
-    planned = _without_peers(planned, settings.rows.grammar, chosen=sweep.methods is not None)
     if settings.batch_size is None:
         raise UsageError("--batch-size auto would compare methods at different sizes: give a number")
     check_report_files(
@@ -95,7 +92,7 @@ def bench(
         existing=outputs.existing,
     )
     datasets, notes = _datasets(data, choice, shots, chosen=chosen)
-    planned = _with_databases(planned, datasets, sweep.methods)
+    planned = _runnable(planned, sweep.methods, settings.rows.grammar, datasets)
     with StopSignals(quiet=bool(outputs.quiet)) as signals:
         from dsbd_cli.lab.bench.prepare import BenchSpec
         from dsbd_cli.lab.bench.run import Bench
@@ -104,7 +101,7 @@ def bench(
             datasets=datasets,
             settings=planned.settings,
             records=records,
-            rounds=rounds,
+            rounds=data.rounds or DEFAULT_ROUNDS,
             batch_size=settings.batch_size,
             sampling=settings.rows.sampling,
             seed=settings.rows.seed,
@@ -129,49 +126,28 @@ def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> SweepPlan:
         for name, text in dataclasses.asdict(sweep).items()
         if name not in ("methods", "index") and text is not None
     }
-    methods = sweep.methods
+    methods, index = sweep.methods, None if sweep.index is None else str(sweep.index)
     if methods is None and "fuzzy_threshold" in lists:
         methods = ",".join(FUZZY_METHODS)
-    return _planned(methods, lists, None if sweep.index is None else str(sweep.index), draft, tuned=tuned)
-
-
-def _planned(
-    methods: str | None, lists: dict[str, list[Value]], index: str | None, draft: bool, *, tuned: bool
-) -> SweepPlan:
     names, notes = choose_methods(methods, draft=draft, drafters=lists.get("drafter", ()))
     planned = plan(names, lists, index)
-    planned = dataclasses.replace(planned, notes=(*notes, *planned.notes))
-    if not tuned or not without_reference(planned.settings):
-        return planned
-    note = "beam-sampling is run as well, because a fuzzy threshold is chosen by what the target alone scores"
-    again = plan(["beam-sampling", *names], lists, index)
-    return dataclasses.replace(again, notes=(*notes, note, *again.notes))
+    if tuned and without_reference(planned.settings):
+        note = "beam-sampling is run as well, because a fuzzy threshold is chosen by what the target alone scores"
+        planned, notes = plan(["beam-sampling", *names], lists, index), (*notes, note)
+    return dataclasses.replace(planned, notes=(*notes, *planned.notes))
 
 
-def _with_databases(planned: SweepPlan, datasets: Sequence[Dataset], methods: str | None) -> SweepPlan:
-    """The settings without those that run SQL where a data set has no database. Raises UsageError where they were asked
-    for by name."""
-    running = [one for one in planned.settings if METHODS[one.method].pick == "exec"]
-    without = next((one.name for one in datasets if one.execute is None), None)
-    if not running or without is None:
-        return planned
-    if methods != "all":
-        raise UsageError(f"--methods: {running[0].method} runs SQL, but {without} has no database: leave it out")
-    names = ", ".join(dict.fromkeys(one.method for one in running))
-    kept = tuple(one for one in planned.settings if one not in running)
-    return SweepPlan(kept, (*planned.notes, f"left out: {names}: they run SQL, but {without} has no database"))
-
-
-def _without_peers(planned: SweepPlan, grammar: Grammar | None, *, chosen: bool) -> SweepPlan:
-    """Only methods that can follow the grammar. chosen: --methods named them. Raises UsageError."""
-    peers = [one.name for one in planned.settings if not isinstance(one.config, MethodConfig)]
-    if grammar is None or not peers:
-        return planned
-    if chosen:
-        raise UsageError(f"{peers[0]} follows no grammar: take it from --methods")
-    kept = tuple(one for one in planned.settings if one.name not in peers)
-    note = f"{', '.join(peers)} left out: transformers' generate follows no grammar"
-    return dataclasses.replace(planned, settings=kept, notes=(*planned.notes, note))
+def _runnable(
+    planned: SweepPlan, methods: str | None, grammar: Grammar | None, datasets: Sequence[Dataset]
+) -> SweepPlan:
+    """The settings that can follow the grammar and run SQL where they have to. Raises UsageError."""
+    if grammar is not None:
+        peers = [one for one in planned.settings if not isinstance(one.config, MethodConfig)]
+        planned = planned.without(peers, methods, "only methods of our own engine follow a grammar")
+    if bare := next((one.name for one in datasets if one.execute is None), None):
+        running = [one for one in planned.settings if METHODS[one.method].pick == "exec"]
+        planned = planned.without(running, methods, f"{bare} has no database to run SQL in")
+    return planned
 
 
 def _check_choice(choice: ChoiceOptions, planned: SweepPlan, dev_records: int, shots: int) -> bool:
@@ -207,12 +183,6 @@ def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
 def _takes_cold(setting: Setting) -> bool:
     """It can be run at temperature 0."""
     return isinstance(setting.config, MethodConfig) and setting.config.takes_cold
-
-
-def _at_least(option: str, value: int | None, default: int, *, least: int = 1) -> int:
-    if value is not None and value < least:
-        raise UsageError(f"{option} is {value}, but must be {least} or more")
-    return default if value is None else value
 
 
 def _datasets(data: DataOptions, choice: ChoiceOptions, shots: int, *, chosen: bool) -> tuple[list[Dataset], list[str]]:

@@ -50,14 +50,15 @@ class DataOptions:
         default=DEFAULT_METRICS,
         metavar="NAME,...",
     )
-    records: int | None = option(DATA, "records of each task", default=DEFAULT_RECORDS, metavar="N")
+    records: int | None = option(DATA, "records of each task", default=DEFAULT_RECORDS, metavar="N", least=1)
     shots: int | None = option(
         METHODS_PANEL,
         "solved dev records in front of every prompt, as a conversation where the target has a chat template",
         default=0,
         metavar="N",
+        least=0,
     )
-    rounds: int | None = option(DATA, "times that every record is timed", default=DEFAULT_ROUNDS, metavar="N")
+    rounds: int | None = option(DATA, "times that every record is timed", default=DEFAULT_ROUNDS, metavar="N", least=1)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class SweepOptions:
 
     methods: str | None = option(
         METHODS_PANEL,
-        f"all, or some of {', '.join(METHODS)}, with commas",
+        f"all that run on the loaded models, or some of {', '.join(METHODS)}, with commas; all may be one of them",
         default=f"eleven of them; with --fuzzy-threshold {', '.join(FUZZY_METHODS)}",
         metavar="NAMES",
     )
@@ -108,6 +109,7 @@ class ChoiceOptions:
         "dev records of each task, on which one of several --fuzzy-threshold is chosen; 0 chooses nothing",
         default="as many as --records",
         metavar="N",
+        least=0,
     )
     dev_data: Path | None = option(
         CHOICE,

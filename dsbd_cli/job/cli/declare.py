@@ -6,18 +6,27 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable, Sequence
-from typing import Annotated, TypeVar
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from dsbd_cli.errors import UsageError, option_name
+from dsbd_cli.errors import KINDS, UsageError, option_name
 from dsbd_cli.job.cli.layers import Values, settle
 from dsbd_cli.variants import typed_names
 
-__all__ = ["Command", "Group", "flag", "grouped", "help_texts", "option", "switch"]
+__all__ = ["Command", "Existing", "Group", "Output", "Quiet", "flag", "grouped", "help_texts", "option", "switch"]
 
 T = TypeVar("T")
+
+# options of commands that take nothing from a job file or the environment
+Output = Annotated[Path, typer.Option("--output", "-o", help="file to write", metavar="FILE", show_default=False)]
+Existing = Annotated[
+    Literal["error", "overwrite"],
+    typer.Option("--existing", help="where the file exists: error or overwrite", metavar="WHAT"),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on standard error but errors", metavar="")]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,6 +35,7 @@ class _Declared:
 
     Attributes:
         short: another name, as `-i`.
+        least: the value, of a number. above: what it must be above.
         negative: a --no- form takes it back.
     """
 
@@ -33,7 +43,18 @@ class _Declared:
     help: str
     short: tuple[str, ...]
     metavar: str | None
+    least: int | None = None
+    above: float | None = None
     negative: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        """Raises UsageError for a number that is too small."""
+        if not isinstance(value, int | float):
+            return
+        if self.least is not None and value < self.least:
+            raise UsageError(f"{option_name(name)} is {value}, but must be {self.least} or more")
+        if self.above is not None and not value > self.above:
+            raise UsageError(f"{option_name(name)} is {value:g}, but must be above {self.above:g}")
 
     def parameter(self, name: str, kind: object) -> inspect.Parameter:
         """As typer reads it. kind: the type of the field."""
@@ -56,11 +77,19 @@ def _field(declared: _Declared) -> T:  # type: ignore[type-var] # of the type th
     return typing.cast("T", dataclasses.field(default=None, metadata={"declared": declared}))
 
 
-def option(panel: str, text: str, *short: str, default: object = None, metavar: str | None = None) -> T:  # type: ignore[type-var]
+def option(
+    panel: str,
+    text: str,
+    *short: str,
+    default: object = None,
+    metavar: str | None = None,
+    least: int | None = None,
+    above: float | None = None,
+) -> T:  # type: ignore[type-var]
     """A field of a group, and the option of its name. It is None where nobody gives it; `default` is only shown,
-    because the library fills it in."""
+    because the library fills it in. least, above: bounds of a number, checked wherever it comes from."""
     shown = text if default is None else f"{text} (default: {default})"
-    return _field(_Declared(panel, shown, short, metavar))
+    return _field(_Declared(panel, shown, short, metavar, least, above))
 
 
 def flag(panel: str, text: str, *short: str) -> T:  # type: ignore[type-var]
@@ -80,7 +109,7 @@ def _number(kind: type) -> Callable[[str], object]:
         try:
             return kind(text)
         except ValueError:
-            raise ValueError(f"{text!r} is not {'an integer' if kind is int else 'a number'}") from None
+            raise ValueError(f"{text!r} is not {KINDS[kind]}") from None
 
     return read
 
@@ -94,15 +123,16 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
     """
     every = typing.get_type_hints(function)
     hints = {name: kind for name, kind in every.items() if name not in ("return", "arguments")}
-    parameters = [
-        item.metadata["declared"].parameter(item.name, types[item.name])
-        for kind in hints.values()
-        for types in [typing.get_type_hints(kind)]
-        for item in dataclasses.fields(kind)
-    ]
+    types = {name: kind for group in hints.values() for name, kind in typing.get_type_hints(group).items()}
+    table: dict[str, _Declared] = {
+        item.name: item.metadata["declared"] for group in hints.values() for item in dataclasses.fields(group)
+    }
+    parameters = [declared.parameter(name, types[name]) for name, declared in table.items()]
 
     def command(ctx: typer.Context, **given: object) -> None:
         values = settle(tuple(hints.values()), given, ctx.command_path, elsewhere)
+        for name, declared in table.items():
+            declared.check(name, values[name])
         try:
             function(**_groups(hints, values), arguments=_arguments(ctx))
         except UsageError as error:

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsbd_cli.config import BUILTIN_TARGET, DEFAULT_DEPTH, DTYPES, MethodConfig, ModelSpec, SamplingConfig
+from dsbd_cli.config import BUILTIN_TARGET, DEFAULT_DEPTH, DTYPES, Dtype, MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.errors import DsbdError, UsageError, option_name
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.files import read_prompts
@@ -21,7 +21,6 @@ from dsbd_cli.job.cli.options import (
     MAIN,
     Decode,
     DeviceOptions,
-    DtypeName,
     MethodOptions,
     PairOptions,
     SamplingOptions,
@@ -79,7 +78,7 @@ class DistillOptions:
     hidden_size: int | None = option(
         DISTILL, "train a new Llama of this hidden size with the target's tokenizer instead", metavar="H"
     )
-    steps: int | None = option(DISTILL, f"of training, {BATCH} answers each", default=STEPS, metavar="N")
+    steps: int | None = option(DISTILL, f"of training, {BATCH} answers each", default=STEPS, metavar="N", least=1)
     learning_rate: float | None = option(
         DISTILL,
         "the highest; it rises first, and falls to 0 in the second half",
@@ -102,7 +101,7 @@ class DistillOptions:
         MAIN, "tokens of an answer at most", default=SamplingConfig().max_new_tokens, metavar="N"
     )
     seed: int | None = option(MAIN, "of answers, batches and new weights", default=0, metavar="N")
-    dtype: DtypeName | None = option(
+    dtype: Dtype | None = option(
         DISTILL, f"of the target: {', '.join(DTYPES)}; weights in training are float32", default="auto", metavar="DTYPE"
     )
     device: str | None = option(
@@ -130,8 +129,6 @@ def distill(options: DistillOptions, arguments: Sequence[str]) -> None:
         raise UsageError("--input is missing: name a file of prompts")
     if options.output is None:
         raise UsageError("--output is missing: name a folder for the draft")
-    if options.steps is not None and options.steps < 1:
-        raise UsageError(f"--steps is {options.steps}, but must be 1 or more")
     rate = options.learning_rate
     if rate is not None and not 0 < rate < 1:
         raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
@@ -463,16 +460,10 @@ def _speed_said(speed: Speed) -> str:
 
 
 def _show(record: Record, folder: Path, held: int) -> None:
-    from rich.table import Table
+    from dsbd_cli.lab.reports.screen import Screen, before_and_after
 
-    from dsbd_cli.lab.reports.screen import Screen
-
-    first, last = record.milestones[0], record.milestones[-1]
-    table = Table(box=None)
-    table.add_column("")
-    for name in ("before", "after"):
-        table.add_column(name, justify="right")
-    ends = (first, last)
+    table, ends = before_and_after(), (record.milestones[0], record.milestones[-1])
+    last = ends[-1]
     table.add_row("loss, nats per token", "-", "-" if last.loss is None else f"{last.loss:.3f}")
     table.add_row("layers that pass", *(_shares(one.acceptance) if one.acceptance else "-" for one in ends))
     steps = [f"{one.acceptance.steps_per_call:.2f}" if one.acceptance else "-" for one in ends]
@@ -482,9 +473,4 @@ def _show(record: Record, folder: Path, held: int) -> None:
     console = Screen(sys.stdout)
     console.print(table)
     command = whole(f"dsbd generate --target {record.plan.target} --draft {folder}")
-    console.print(
-        f"{folder} is written, measured on {held} held-out prompts: {command}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    console.say(f"{folder} is written, measured on {held} held-out prompts: {command}")

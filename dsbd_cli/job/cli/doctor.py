@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from dsbd_cli.config import BUILTIN_DRAFT, BUILTIN_TARGET, DTYPES, ModelSpec
+from dsbd_cli.config import BUILTIN_DRAFT, BUILTIN_TARGET, DTYPES, Dtype, ModelSpec
 from dsbd_cli.job.cli.declare import flag, grouped, option, switch
 from dsbd_cli.job.cli.messages import utc_now
 from dsbd_cli.job.cli.options import (
     MAIN,
     PIPED,
-    DtypeName,
 )
 from dsbd_cli.job.cli.settings import places
 
@@ -43,7 +42,7 @@ class DoctorOptions:
         default=f"{BUILTIN_DRAFT} with the built-in target, else none",
         metavar="MODEL",
     )
-    dtype: DtypeName | None = option(MAIN, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
+    dtype: Dtype | None = option(MAIN, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
     device: str | None = option(MAIN, "cpu, cuda, cuda:1, ...", default="auto", metavar="DEVICE")
     trust_remote_code: bool | None = flag(MAIN, "run code that a checkpoint brings with it")
     json: bool = switch(MAIN, "print one JSON document in place of the lines")

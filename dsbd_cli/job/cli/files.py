@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
-from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.job.cli.messages import whole
-from dsbd_cli.job.cli.options import FileOptions
+from dsbd_cli.job.cli.options import STANDARD, FileOptions
 from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.jsonl import check_new
 from dsbd_cli.job.data.source import LineSource
@@ -23,7 +23,6 @@ from dsbd_cli.requests import Request
 from dsbd_cli.variants import FORMATS, Format
 
 __all__ = [
-    "STANDARD",
     "can_resume",
     "check_files",
     "check_report_files",
@@ -36,7 +35,6 @@ __all__ = [
     "writes",
 ]
 
-STANDARD = Path("-")
 COMPRESSED = (".gz", ".zst")
 
 
@@ -122,22 +120,17 @@ def _same(one: Path, other: Path) -> bool:
 
 def file_hash(option: str, path: Path) -> str:
     """32 hexadecimal digits of a file's bytes. Raises UsageError."""
-    try:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    except OSError as error:
-        raise UsageError(f"{option} {path} cannot be read: {error.strerror or error}") from None
+    with reading(f"{option} {path}"), path.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def open_source(files: FileOptions, stack: ExitStack) -> tuple[BinaryIO, str, int | None]:
     """The input, its name, and its size in bytes where that is known. Raises UsageError."""
     path = files.input
     if path is not None and path != STANDARD:
-        try:
+        with reading(f"--input {path}"):
             size = path.stat().st_size if path.is_file() and path.suffix not in COMPRESSED else None
             return stack.enter_context(open_input(path)), str(path), size
-        except OSError as error:
-            raise UsageError(f"--input {path} cannot be read: {error.strerror or error}") from None
     if sys.stdin is None:
         raise UsageError("standard input is closed: name a file with --input")
     if path is None and sys.stdin.isatty():
@@ -163,19 +156,17 @@ def check_report_files(files: Mapping[str, Path | None], *, existing: str | None
 
 
 def read_prompts(
-    option: str, path: Path, rows: RowReader, *, most: int | None = None, seen: Callable[[bytes], object] = len
+    option: str, path: Path, rows: RowReader, *, most: int | None = None, seen: Callable[[bytes], object] | None = None
 ) -> list[Request]:
     """The requests of a file as generate reads it, the first `most`. seen: is called with every line. Raises UsageError
     with the first bad line, and where the file cannot be read."""
     found: list[Request] = []
-    try:
-        with open_input(path) as stream, LineSource(stream, str(path)) as source:
-            for number, line in itertools.islice(filter(None, source), most):
-                row = rows.read(line, index=len(found), number=number)
-                if row.request is None:
-                    raise UsageError(f"{option} {path}: {row.error}")
-                found.append(row.request)
-                seen(line if isinstance(line, bytes) else b"")
-    except OSError as error:
-        raise UsageError(f"{option} {path} cannot be read: {error.strerror or error}") from None
+    with reading(f"{option} {path}"), open_input(path) as stream, LineSource(stream, str(path)) as source:
+        for number, line in itertools.islice(filter(None, source), most):
+            row = rows.read(line, index=len(found), number=number)
+            if row.request is None:
+                raise UsageError(f"{option} {path}: {row.error}")
+            found.append(row.request)
+            if seen is not None and isinstance(line, bytes):
+                seen(line)
     return found

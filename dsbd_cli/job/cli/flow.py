@@ -16,7 +16,7 @@ from dsbd_cli.requests import Request, RequestResult
 if TYPE_CHECKING:
     from dsbd_cli.scale.worker import RunsRequests
 
-__all__ = ["MakeRecord", "RowFlow", "TooManyErrorsError"]
+__all__ = ["MakeRecord", "RowFlow", "TooManyErrorsError", "check_errors"]
 
 MAX_KNOWN_IDS = 1_000_000
 
@@ -32,6 +32,13 @@ class ReadRow(Protocol):
 
 class TooManyErrorsError(DsbdError):
     """As many rows failed as --max-errors allows."""
+
+
+def check_errors(failed: int, most: int | None, told: str) -> None:
+    """Raises TooManyErrorsError where as many rows failed as --max-errors says. told: what else there is to say."""
+    if most is not None and failed >= most:
+        rows = "a row has" if most == 1 else f"{most} rows have"
+        raise TooManyErrorsError(f"{rows} failed{told}")
 
 
 class RowFlow:
@@ -143,6 +150,4 @@ class RowFlow:
             self._reporter.row()
             return
         self._reporter.row(error=f"row {row.index} (id {row.id}): {error}", kind=type(error).__name__)
-        if self._max_errors is not None and self._reporter.totals.failed >= self._max_errors:
-            rows = "a row has" if self._max_errors == 1 else f"{self._max_errors} rows have"
-            raise TooManyErrorsError(f"{rows} failed, the last one at {error}")
+        check_errors(self._reporter.totals.failed, self._max_errors, f", the last one at {error}")

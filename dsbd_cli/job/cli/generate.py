@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,13 +12,14 @@ import typer
 
 from dsbd_cli._version import __version__
 from dsbd_cli.config import DEFAULT_BATCH_SIZE, MethodConfig, ModelSpec
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, plural
 from dsbd_cli.job.cli.declare import grouped, help_texts
-from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, file_hash, open_source, resuming, writes
+from dsbd_cli.job.cli.files import can_resume, check_files, file_hash, open_source, resuming, writes
 from dsbd_cli.job.cli.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
 from dsbd_cli.job.cli.layers import job_text
-from dsbd_cli.job.cli.messages import say, set_style, tracebacks_wanted
+from dsbd_cli.job.cli.messages import say
 from dsbd_cli.job.cli.options import (
+    STANDARD,
     AnswerOptions,
     DeviceOptions,
     FileOptions,
@@ -31,7 +31,7 @@ from dsbd_cli.job.cli.options import (
     TalkOptions,
 )
 from dsbd_cli.job.cli.outputs import Outputs
-from dsbd_cli.job.cli.progress import Reporter
+from dsbd_cli.job.cli.progress import Reporter, begin_talk
 from dsbd_cli.job.cli.scale_options import ScaleOptions, pool_config
 from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
 from dsbd_cli.job.cli.shard import Shard, shard_of, sharded_files
@@ -85,9 +85,7 @@ def generate(
 
     The command line wins over the file, the file over the environment. A switch --x is taken back by --no-x.
     """
-    set_style(json_lines=talk.log == "json", tracebacks=tracebacks_wanted(), quiet=bool(talk.quiet))
-    if talk.quiet and talk.log == "verbose":
-        raise UsageError("--quiet and --log verbose cannot be used together: give one of them")
+    begin_talk(talk)
     strict = files.input_format == "strict"
     settings = run_settings(pair, method, sampling, devices, failing, strict=strict, answers=answers)
     until = until_of(rounds, settings.method)
@@ -151,8 +149,7 @@ class _Run:
             assert files.input is not None
             self._fingerprint |= shard.settings(files.input)
         self._signals = StopSignals(quiet=bool(talk.quiet))
-        on_terminal = files.output in (None, STANDARD) and sys.stdout is not None and sys.stdout.isatty()
-        self.reporter = Reporter(talk, records_on_terminal=on_terminal)
+        self.reporter = Reporter(talk, files.output)
 
     def answer(self) -> int:
         """Answer the rows; returns the exit code of a run that came to its end."""
@@ -162,8 +159,7 @@ class _Run:
             stream, name, size = open_source(self._files, stack)
             self.reporter.input_bytes = size
             outputs = stack.enter_context(Outputs(self._files, self._fingerprint))
-            for line in outputs.notes:
-                self.reporter.warn(line)
+            outputs.tell(self.reporter)
             settings = {**self._fingerprint, "batch_size": self._settings.batch_size}
             summary = stack.enter_context(Summary(self._files.summary, self.reporter.totals, settings))
             stack.callback(self.reporter.stop)
@@ -176,9 +172,7 @@ class _Run:
         return rows_exit_code(self.reporter.totals)
 
     def _flow(self, source: LineSource, outputs: Outputs) -> RowFlow:
-        rows, totals = self._settings.rows, self.reporter.totals
-        if outputs.done is not None:
-            totals.skipped_failed, totals.retried = outputs.done.failed, outputs.retried
+        rows = self._settings.rows
         return RowFlow(
             source,
             self._noted(rows.read_text if self._files.input_format == "text" else rows.read),
@@ -236,8 +230,8 @@ class _Run:
             raise StoppedError(number)
         if outputs.done is not None and outputs.done.left:
             self.reporter.warn(
-                f"{self._files.output} holds {outputs.done.left} record{'' if outputs.done.left == 1 else 's'} "
-                "of rows that are not in the input any more"
+                f"{self._files.output} holds {plural(outputs.done.left, 'record')} of rows that are not in the input "
+                "any more"
             )
         rounds = "" if self._widening is None else f"; {self._widening.line()}"
         self.reporter.summary(totals.line() + rounds)

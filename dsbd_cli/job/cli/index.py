@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from dsbd_cli.config import BUILTIN_TARGET, ModelSpec
 from dsbd_cli.errors import UsageError
+from dsbd_cli.job.cli.declare import Existing, Output, Quiet
 from dsbd_cli.job.cli.messages import say
 from dsbd_cli.job.data.corpus import read_documents
 
@@ -18,14 +19,8 @@ __all__ = ["index"]
 NEWS_EVERY = 1 << 22  # tokens
 
 Corpus = Annotated[list[Path], typer.Argument(metavar="CORPUS", help="texts, or .jsonl files", show_default=False)]
-Output = Annotated[Path, typer.Option("--output", "-o", help="file to write", metavar="FILE", show_default=False)]
 Target = Annotated[str, typer.Option("--target", help="whose tokenizer: alias, folder or hub id", metavar="MODEL")]
 Field = Annotated[str, typer.Option("--field", help="the text in a line of a .jsonl file", metavar="NAME")]
-Existing = Annotated[
-    Literal["error", "overwrite"],
-    typer.Option("--existing", help="where the file exists: error or overwrite", metavar="WHAT"),
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on standard error but errors", metavar="")]
 Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="run code that a checkpoint brings with it", metavar="")
 ]

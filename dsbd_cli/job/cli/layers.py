@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 
-from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.errors import KINDS, UsageError, reading, shorten
 
 __all__ = ["Values", "job_text", "settle"]
 
@@ -37,9 +37,7 @@ class _Field:
     def expected(self) -> str:
         if self.choices:
             return f"one of {', '.join(self.choices)}"
-        return {int: "an integer", float: "a number", bool: "true or false", list: "a list of strings"}.get(
-            self.kind, "a string"
-        )
+        return "a list of strings" if self.kind is list else KINDS.get(self.kind, "a string")
 
 
 def settle(
@@ -78,10 +76,8 @@ def _field(name: str, hint: object) -> _Field:
 
 def _from_file(path: Path, table: dict[str, _Field]) -> Values:
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(f"--config {path} cannot be read: {reason}") from None
+        with reading(f"--config {path}"):
+            raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"--config {path} is not TOML: {error}") from None
     values: Values = {}

@@ -5,35 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from dsbd_cli.errors import DsbdError, UsageError
+from dsbd_cli.job.cli.declare import Existing, Output, Quiet
 from dsbd_cli.job.cli.messages import say, warn
 from dsbd_cli.job.cli.settings import TYPED
 from dsbd_cli.job.cli.shard import SHARD_SETTINGS, shard_of
 from dsbd_cli.job.cli.summary import ROWS_FAILED
 from dsbd_cli.job.data.jsonl import LineWriter, check_new
-from dsbd_cli.job.data.parts import SHOWN, Part, in_order, one_after_another, scan
-from dsbd_cli.job.data.resume import Settings, read_run, write_settings
+from dsbd_cli.job.data.parts import Part, in_order, one_after_another, scan
+from dsbd_cli.job.data.resume import Settings, read_run, settings_file, write_settings
 from dsbd_cli.job.records import fingerprint_difference
 
 __all__ = ["merge"]
 
+SHOWN = 5  # parts that are named in a message, at most
+BESIDE = "give parts, with the file beside each of them"
 
 Parts = Annotated[
     list[Path], typer.Argument(help="part files, such as out.jsonl.*-of-16", metavar="PART...", show_default=False)
 ]
-Output = Annotated[Path, typer.Option("--output", "-o", help="file to write", metavar="FILE", show_default=False)]
-Existing = Annotated[
-    Literal["error", "overwrite"],
-    typer.Option("--existing", help="where the file exists: error or overwrite", metavar="WHAT"),
-]
 Partial = Annotated[
     bool, typer.Option("--partial", help="write what there is, though rows or whole parts are missing", metavar="")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on standard error but errors", metavar="")]
 
 
 def merge(
@@ -51,8 +48,9 @@ def merge(
         raise UsageError(f"--output {output} is a part: name another file")
     found, settings, created = _parts(parts, partial=partial)
     indexed = settings.get("output_format") != "openai"
-    # without a part that has come to its end only the bytes of the input bound its rows
-    most = max([part.rows for part in found if part.rows is not None], default=int(str(settings["input_bytes"])))
+    # without a part that has come to its end only the bytes of the input bound its rows, and compressed ones do not
+    size = None if settings.get("input_compressed") else int(str(settings["input_bytes"]))
+    most = max([part.rows for part in found if part.rows is not None], default=size)
     for part in found:
         scan(part, indexed=indexed, most=most)
     holes = _holes(found, indexed=indexed, partial=partial)
@@ -60,10 +58,8 @@ def merge(
     temporary = output.with_name(f".merging.{output.name}")  # the same suffix, which says how to compress
     try:
         with ExitStack() as stack, LineWriter.create(temporary, overwrite=True) as writer:
-            lines = (line for _, line in in_order(found, stack)) if indexed else one_after_another(found)
-            for line in lines:
-                if line is not None:
-                    writer.write(line.removesuffix(b"\n"))
+            for line in in_order(found, stack) if indexed else one_after_another(found):
+                writer.write(line.removesuffix(b"\n"))
         write_settings(output, common, created)
         temporary.replace(output)
     finally:
@@ -82,10 +78,14 @@ def _parts(paths: Sequence[Path], *, partial: bool) -> tuple[list[Part], Setting
     for path in paths:
         if not path.is_file():
             raise UsageError(f"{path} is no file")
-        settings, created, rows = read_run(path, "merge", "give parts, with the file beside each of them")
-        if not isinstance(settings.get("shard"), str):
+        settings, created, rows = read_run(path, "merge", BESIDE)
+        if "shard" not in settings:
             raise UsageError(f"{path} is no part: it was written without --shard")
-        shard = shard_of(str(settings["shard"]))
+        try:
+            shard = shard_of(str(settings["shard"]), {})
+            int(str(settings["input_bytes"]))
+        except (UsageError, LookupError, ValueError):
+            raise UsageError(f"merge: {settings_file(path)} is not what dsbd wrote: {BESIDE}") from None
         if shard.part in found:
             raise UsageError(f"{found[shard.part].path} and {path} are both part {shard.part} of {shard.count}")
         if first is not None and (difference := _difference(first[1], settings)):
@@ -112,10 +112,14 @@ def _difference(old: Settings, new: Settings) -> str | None:
 
 
 def _holes(parts: Sequence[Part], *, indexed: bool, partial: bool) -> int:
-    """Rows without a record. Raises DsbdError unless `partial`."""
-    rows = max((part.rows or 0 for part in parts), default=0)
+    """Rows without a record, and one more where nobody knows how many there are. Raises DsbdError unless `partial`."""
+    rows = max(part.rows or 0 for part in parts)
     missing = 0
-    for part in parts:
+    if not rows:
+        warn("no part has come to its end, so nobody knows how many rows the input has")
+        rows = max((part.indices[-1] + 1 for part in parts if part.indices), default=0)
+        missing = 1
+    for part in parts if rows else ():
         lacks = part.wanted(part.rows or rows) - part.records
         if lacks < 0:
             raise DsbdError(f"{part.path} holds {-lacks} records more than its rows: was the input changed?")

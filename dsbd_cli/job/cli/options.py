@@ -13,8 +13,11 @@ from dsbd_cli.config import (
     DEFAULT_DEPTH,
     DTYPES,
     ON_TOO_LONG,
+    Dtype,
     MethodConfig,
+    Numerics,
     OnTooLong,
+    Quantize,
     SamplingConfig,
     WarpScope,
 )
@@ -41,13 +44,12 @@ FILES, ROWS, METHOD = "Input and output", "Rows that fail", "How drafts are made
 SAMPLING, ENDING, DEVICES = "Sampling", "Ending and ranking", "Devices and loading"
 SOURCES = "Encoder-decoder targets"
 JOB = "Options from a file"
+STANDARD = Path("-")
+MAX_ERRORS = "end the run with exit code 1 when N rows have failed"
 
 InputFormat = Literal["auto", "strict", "text"]
 Existing = Literal["error", "overwrite", "resume", "retry"]
 Decode = Literal["search", "sample"]
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-NumericsName = Literal["invariant", "fast"]
-QuantizeName = Literal["int8"]
 _METHOD, _SAMPLING = MethodConfig(), SamplingConfig()
 
 
@@ -103,7 +105,7 @@ class RowOptions:
     on_too_long: OnTooLong | None = option(
         ROWS, f"a prompt that does not fit the models: {' or '.join(ON_TOO_LONG)}", default="error", metavar="WHAT"
     )
-    max_errors: int | None = option(ROWS, "end the run with exit code 1 when N rows have failed", metavar="N")
+    max_errors: int | None = option(ROWS, MAX_ERRORS, metavar="N", least=1)
 
 
 @dataclass(frozen=True)
@@ -223,11 +225,11 @@ class DeviceOptions:
     batch_size: str | None = option(
         DEVICES, "rows decoded together; auto: what fits in memory", default=DEFAULT_BATCH_SIZE, metavar="N"
     )
-    dtype: DtypeName | None = option(DEVICES, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
-    quantize: QuantizeName | None = option(
+    dtype: Dtype | None = option(DEVICES, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
+    quantize: Quantize | None = option(
         DEVICES, "int8: the linear layers of both models in 8 bits, on the CPU (docs/quantization.md)", metavar="int8"
     )
-    numerics: NumericsName | None = option(
+    numerics: Numerics | None = option(
         DEVICES,
         "invariant: no text depends on the draft or the batch, to the last bit; fast: without that work",
         default="invariant",

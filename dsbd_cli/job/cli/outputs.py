@@ -11,8 +11,9 @@ from types import TracebackType
 from typing import Self
 
 from dsbd_cli.errors import OutputError, UsageError
-from dsbd_cli.job.cli.files import STANDARD, is_special, resumes, writes
-from dsbd_cli.job.cli.options import FileOptions
+from dsbd_cli.job.cli.files import is_special, resumes, writes
+from dsbd_cli.job.cli.options import STANDARD, FileOptions
+from dsbd_cli.job.cli.progress import Reporter
 from dsbd_cli.job.cli.settings import TYPED
 from dsbd_cli.job.data.compression import frame_maker
 from dsbd_cli.job.data.jsonl import LineWriter
@@ -62,6 +63,13 @@ class Outputs:
         for path in self._new:
             if path.is_file() and path.stat().st_size == 0:
                 path.unlink()
+
+    def tell(self, reporter: Reporter) -> None:
+        """What an earlier run has left, to be told and counted."""
+        for note in self.notes:
+            reporter.warn(note)
+        if self.done is not None:
+            reporter.totals.skipped_failed, reporter.totals.retried = self.done.failed, self.retried
 
     @property
     def is_empty(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,13 +15,13 @@ import typer
 
 from dsbd_cli._version import __version__
 from dsbd_cli.config import ModelSpec
-from dsbd_cli.errors import InvalidRowError, RowError, UsageError, option_name
+from dsbd_cli.errors import InvalidRowError, RowError, UsageError, option_name, plural, reading
 from dsbd_cli.job.cli.declare import flag, grouped, option
-from dsbd_cli.job.cli.files import STANDARD, can_resume, check_files, open_source, resuming
-from dsbd_cli.job.cli.flow import TooManyErrorsError
-from dsbd_cli.job.cli.messages import set_style, tracebacks_wanted
+from dsbd_cli.job.cli.files import can_resume, check_files, open_source, resuming
+from dsbd_cli.job.cli.flow import check_errors
 from dsbd_cli.job.cli.options import (
     MAIN,
+    MAX_ERRORS,
     PIPED,
     Existing,
     FileOptions,
@@ -30,7 +29,7 @@ from dsbd_cli.job.cli.options import (
     TalkOptions,
 )
 from dsbd_cli.job.cli.outputs import Outputs
-from dsbd_cli.job.cli.progress import Reporter
+from dsbd_cli.job.cli.progress import Reporter, begin_talk
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import rows_exit_code
 from dsbd_cli.job.data.compression import open_input
@@ -130,8 +129,8 @@ class PickFiles(StreamOptions):
         default="native",
         metavar="FORM",
     )
-    candidates: int | None = option(FILES, "candidates per row, with a format lines", metavar="N")
-    max_errors: int | None = option(FILES, "end the run with exit code 1 when N rows have failed", metavar="N")
+    candidates: int | None = option(FILES, "candidates per row, with a format lines", metavar="N", least=1)
+    max_errors: int | None = option(FILES, MAX_ERRORS, metavar="N", least=1)
 
 
 @partial(grouped, elsewhere=PIPED)
@@ -142,8 +141,8 @@ def pick(how: PickOptions, files: PickFiles, talk: TalkOptions, arguments: Seque
 
     Exit code 3 says that some rows failed; their records say why.
     """
-    set_style(json_lines=talk.log == "json", tracebacks=tracebacks_wanted(), quiet=bool(talk.quiet))
-    _check(how, files, talk)
+    begin_talk(talk)
+    _check(how, files)
     chooser_of = _chooser(how)
     own = FileOptions(
         input=files.input,
@@ -156,10 +155,8 @@ def pick(how: PickOptions, files: PickFiles, talk: TalkOptions, arguments: Seque
         raise typer.Exit(code)
 
 
-def _check(how: PickOptions, files: PickFiles, talk: TalkOptions) -> None:
+def _check(how: PickOptions, files: PickFiles) -> None:
     """Refuse what cannot work together. Raises UsageError."""
-    if talk.quiet and talk.log == "verbose":
-        raise UsageError("--quiet and --log verbose cannot be used together: give one of them")
     writes_all = files.output_format == "lines"
     if how.by is None and not writes_all:
         raise UsageError(f"--by is missing: it says how to choose, one of {', '.join(WAYS)}")
@@ -191,12 +188,8 @@ def _check(how: PickOptions, files: PickFiles, talk: TalkOptions) -> None:
             else f"--weights {how.weights}"
         )
         raise UsageError(f"--input-format lines holds texts alone, but {what} needs records: give those")
-    for name, least in (("candidates", 1), ("max_errors", 1)):
-        value = getattr(files, name)
-        if value is not None and value < least:
-            raise UsageError(f"{option_name(name)} is {value}, but must be {least} or more")
     if how.timeout is not None and not 0 < how.timeout < float("inf"):
-        raise UsageError(f"--timeout is {how.timeout}, but must be a number of seconds above 0")
+        raise UsageError(f"--timeout is {how.timeout:g}, but must be a number of seconds above 0")
 
 
 def _chooser(how: PickOptions) -> Chooser | None:
@@ -240,8 +233,7 @@ class _Run:
         }
         self._signals = StopSignals(quiet=bool(talk.quiet))
         self._stopped = False
-        on_terminal = files.output in (None, STANDARD) and sys.stdout is not None and sys.stdout.isatty()
-        self._reporter = Reporter(talk, records_on_terminal=on_terminal)
+        self._reporter = Reporter(talk, files.output)
         self._chosen = self._moved = 0
 
     def run(self, chooser: Chooser | None) -> int:
@@ -252,10 +244,7 @@ class _Run:
             stream, name, size = open_source(self._own, stack)
             self._reporter.input_bytes = size
             outputs = stack.enter_context(Outputs(self._own, self._settings))
-            for note in outputs.notes:
-                self._reporter.warn(note)
-            if outputs.done is not None:
-                totals.skipped_failed, totals.retried = outputs.done.failed, outputs.retried
+            outputs.tell(self._reporter)
             stack.callback(self._reporter.stop)
             source = stack.enter_context(LineSource(stream, name))
             if chooser is None and self._how.by == "model":
@@ -273,7 +262,7 @@ class _Run:
                     continue
                 for line in self._lines(row, chooser):
                     writer.write(line)
-                self._check_errors()
+                check_errors(totals.failed, self._files.max_errors, f"; {self._how_to_resume()}")
             writer.flush()
         if self._signals.number is not None:
             self._reporter.summary(f"stopped: {self._line()}; {self._how_to_resume()}", always=True)
@@ -288,10 +277,8 @@ class _Run:
         """Where torch is imported."""
         path, how = self._how.prompts, self._how
         assert path is not None
-        try:
+        with reading(f"--prompts {path}"):
             stream = stack.enter_context(open_input(path))
-        except OSError as error:
-            raise UsageError(f"--prompts {path} cannot be read: {error.strerror or error}") from None
         from dsbd_cli.engine.models.reward import RewardModel
 
         return ByReward(
@@ -352,15 +339,9 @@ class _Run:
             return [b"" if choice is None else dump_line(row.candidates[choice.beam].text)[1:-1]]
         return [_record(row, choice, self._how.by or "", error)]
 
-    def _check_errors(self) -> None:
-        limit = self._files.max_errors
-        if limit is not None and self._reporter.totals.failed >= limit:
-            rows = "a row has" if limit == 1 else f"{limit} rows have"
-            raise TooManyErrorsError(f"{rows} failed; {self._how_to_resume()}")
-
     def _line(self) -> str:
         totals = self._reporter.totals
-        parts = [f"{totals.rows} row{'' if totals.rows == 1 else 's'}"]
+        parts = [plural(totals.rows, "row")]
         if self._how.by is not None:
             parts.append(f"{self._moved} of {self._chosen} not the first candidate")
         parts += [f"{totals.failed} failed"] if totals.failed else []

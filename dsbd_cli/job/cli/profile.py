@@ -57,7 +57,7 @@ class PromptOptions:
     task: Literal["sql", "qa"] | None = option(
         PROMPTS, "prompts of one built-in task: sql or qa", default="both", metavar="TASK"
     )
-    records: int | None = option(PROMPTS, "prompts at most", default=RECORDS, metavar="N")
+    records: int | None = option(PROMPTS, "prompts at most", default=RECORDS, metavar="N", least=1)
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,13 @@ class ProfileOptions:
         "time for measuring, after the models are loaded; what there is no time for is left out and named",
         default=f"{SECONDS:g}",
         metavar="X",
+        above=0,
     )
-    repeats: int | None = option(PROFILE, "timed runs of each setting, taken in turn", default=REPEATS, metavar="N")
+    repeats: int | None = option(
+        PROFILE, "timed runs of each setting, taken in turn", default=REPEATS, metavar="N", least=1
+    )
     show: int | None = option(
-        PROFILE, "show the draft forest of iteration N of the first prompt as a tree", metavar="N"
+        PROFILE, "show the draft forest of iteration N of the first prompt as a tree", metavar="N", least=1
     )
     json: Path | None = option(PROFILE, "write all numbers here as one JSON document", metavar="FILE")
     plot: Path | None = option(
@@ -119,13 +122,6 @@ def profile(
             "--depth auto takes another D and K from iteration to iteration, so its phases are a mix of many: "
             "give the depth that is to be profiled"
         )
-    repeats = REPEATS if wanted.repeats is None else wanted.repeats
-    for name, value in (("--repeats", repeats), ("--show", wanted.show), ("--records", prompts.records)):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} is {value}, but must be 1 or more")
-    seconds = SECONDS if wanted.seconds is None else wanted.seconds
-    if not seconds > 0:
-        raise UsageError(f"--seconds is {seconds:g}, but must be above 0")
     if wanted.quiet and wanted.show is not None and wanted.json is None:
         raise UsageError("--show prints a tree and --quiet prints nothing but a command: drop one, or add --json")
     check_report_files(
@@ -138,7 +134,7 @@ def profile(
     with StopSignals(quiet=bool(wanted.quiet)) as signals:
         with _talk(quiet=bool(wanted.quiet)) as told:
             render = _renderer(groups, prompts.prompts)
-            found = _measure(settings, devices, requests, wanted, command, render, (repeats, seconds), told, signals)
+            found = _measure(settings, devices, requests, wanted, command, render, told, signals)
         if found is not None:
             _write(found, wanted)
         if signals.number is not None:
@@ -147,7 +143,7 @@ def profile(
 
 def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, ...]:
     """The prompts to be decoded. Raises UsageError where there are none, InvalidRowError with the first bad line."""
-    count = RECORDS if prompts.records is None else prompts.records
+    count = prompts.records or RECORDS
     if prompts.prompts is None:
         reader, tasks = settings.rows, [TASKS[prompts.task]] if prompts.task else list(TASKS.values())
         streams = [task.records("test", TASK_SEED) for task in tasks]
@@ -187,19 +183,17 @@ def _measure(
     wanted: ProfileOptions,
     command: str,
     render: Callable[[ForestSize], str],
-    limits: tuple[int, float],
     told: Callable[[str], None],
     signals: StopSignals,
 ) -> Profile | None:
-    """Where torch is imported. limits: repeats and seconds."""
+    """Where torch is imported."""
     engine, before = _load(settings, devices)
     from dsbd_cli.lab.profiling.budget import Budget
     from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
     from dsbd_cli.lab.profiling.runs import ProfiledPair
 
     assert engine.info is not None
-    repeats, seconds = limits
-    budget = Budget(seconds, told)
+    budget = Budget(wanted.seconds or SECONDS, told)
     signals.on_stop = budget.stop
     return take_profile(
         ProfileSpec(
@@ -213,7 +207,7 @@ def _measure(
                 budget,
             ),
             method=settings.method,
-            repeats=repeats,
+            repeats=wanted.repeats or REPEATS,
             command=command,
             dtype=engine.info.dtype,
             resident_before=before,

@@ -8,36 +8,47 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsbd_cli.job.cli.messages import duration, log, say, warn
-from dsbd_cli.job.cli.options import TalkOptions
+from dsbd_cli.errors import UsageError
+from dsbd_cli.job.cli.messages import duration, log, say, set_style, tracebacks_wanted, warn
+from dsbd_cli.job.cli.options import STANDARD, TalkOptions
 from dsbd_cli.job.cli.summary import Totals
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-__all__ = ["LOG_INTERVAL_S", "Reporter"]
+__all__ = ["LOG_INTERVAL_S", "Reporter", "begin_talk"]
 
 LOG_INTERVAL_S = 60.0
 MAX_SAME_WARNINGS = 3
 ROWS_THAT_TELL = 10  # their mean length says something about the rows to come
 
 
+def begin_talk(talk: TalkOptions) -> None:
+    """From now on messages are as the options want them. Raises UsageError for two that contradict each other."""
+    set_style(json_lines=talk.log == "json", tracebacks=tracebacks_wanted(), quiet=bool(talk.quiet))
+    if talk.quiet and talk.log == "verbose":
+        raise UsageError("--quiet and --log verbose cannot be used together: give one of them")
+
+
 class Reporter:
     """Counts rows and talks about them as the options want it."""
 
-    def __init__(self, talk: TalkOptions, *, records_on_terminal: bool) -> None:
-        """records_on_terminal: no live line, because records would run through it."""
+    def __init__(self, talk: TalkOptions, output: Path | None = None) -> None:
+        """output: where records go; on a terminal they leave no room for a live line."""
         self.totals = Totals()
+        shown = output in (None, STANDARD) and sys.stdout is not None and sys.stdout.isatty()
         self._quiet, self._verbose, self._json = (
             bool(talk.quiet),
             not talk.quiet and talk.log in ("verbose", "json"),
             talk.log == "json",
         )
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
-        self._live = self._terminal and not self._quiet and not self._json and not records_on_terminal
+        self._live = self._terminal and not self._quiet and not self._json and not shown
         self._progress: Progress | None = None
         self.input_bytes: int | None = None
         self.note: Callable[[], str] = str  # what else stands in the line
@@ -54,7 +65,7 @@ class Reporter:
         if self._verbose:
             say(message, event="start")
         if self._live:
-            self._progress = _live_line(self._live_text)
+            self._progress = _live_line(partial(self._line, live=True))
             self._progress.start()
         elif not self._quiet:
             threading.Thread(target=self._log, name="dsbd-log", daemon=True).start()
@@ -113,28 +124,23 @@ class Reporter:
         """Tokens of rows that are not written yet."""
         return max(0, self._steps() - self.totals.stats.steps)
 
-    def _line(self) -> str:
-        left = self._left()
-        return ", ".join(part for part in (self.totals.line(self._unfinished), self.note(), left) if part)
-
-    def _live_text(self) -> str:
-        """What changes most stands first, because a narrow terminal cuts the end."""
-        left = self._left()
-        return ", ".join(part for part in (left, self.totals.line(self._unfinished), self.note()) if part)
+    def _line(self, *, live: bool = False) -> str:
+        """live: what changes most stands first, because a narrow terminal cuts the end."""
+        left, totals, note = self._left(), self.totals.line(self._unfinished), self.note()
+        return ", ".join(filter(None, (left, totals, note) if live else (totals, note, left)))
 
     def _left(self) -> str:
         """Share of the input that is done, and the time that the rest takes if its rows are as long as those so far."""
         if not self.input_bytes:
             return ""
-        share, steps = min(1.0, self._bytes / self.input_bytes), self.totals.stats.steps
+        told, steps = f"{min(1.0, self._bytes / self.input_bytes):.0%} done", self.totals.stats.steps
         done = self._bytes - self._bytes_before
         if done <= 0 or not steps or self.totals.rows - self.totals.failed < ROWS_THAT_TELL:
-            return f"{share:.0%} done"
+            return told
         left = (self.input_bytes - self._bytes) * steps / done - self._unfinished
         if left <= 0:  # the rows under way are longer than those before, nobody knows by how much
-            return f"{share:.0%} done"
-        seconds = self.totals.seconds * left / (steps + self._unfinished)
-        return f"{share:.0%} done, {duration(seconds)} left"
+            return told
+        return f"{told}, {duration(self.totals.seconds * left / (steps + self._unfinished))} left"
 
     def _log(self) -> None:
         """Event.wait goes by the monotonic clock: a clock that is set back neither stops nor floods the log."""

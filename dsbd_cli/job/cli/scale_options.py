@@ -19,7 +19,6 @@ __all__ = ["ScaleOptions", "pool_config"]
 SCALE = "Several processes"
 NUMBER: Setting[str | None] = Setting(
     field="number",
-    name="number",
     kind=str,
     default=None,
     text="N; 4..32: begin with 4 and take up to 32 as they come; auto: as many as the GPUs allow",
@@ -27,7 +26,6 @@ NUMBER: Setting[str | None] = Setting(
 )
 RAY: Setting[str | None] = Setting(
     field="ray",
-    name="ray",
     kind=str,
     default=None,
     text="auto or HOST:PORT, a Ray that runs",
@@ -35,7 +33,6 @@ RAY: Setting[str | None] = Setting(
 )
 GPUS: Setting[int | None] = Setting(
     field="gpus",
-    name="gpus",
     kind=int,
     default=None,
     text="of each worker",
@@ -44,7 +41,6 @@ GPUS: Setting[int | None] = Setting(
 )
 TIMEOUT: Setting[float] = Setting(
     field="timeout",
-    name="timeout",
     kind=float,
     default=600.0,
     text="seconds without a sign of life after which a worker is replaced",

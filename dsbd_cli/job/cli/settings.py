@@ -18,7 +18,7 @@ from dsbd_cli.config import (
     OnTooLong,
     SamplingConfig,
 )
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, reading
 from dsbd_cli.grammars import Grammar
 from dsbd_cli.job.cli.options import (
     AnswerOptions,
@@ -102,7 +102,9 @@ def run_settings(
     rule, width = RULES[str(chosen["rule"])], chosen.get("width")
     wide = None if width is None or not WIDTHS[str(width)].dynamic else method.width
     target, draft = _pair(pair, method, str(chosen["drafter"]))
-    _check_devices(devices, draft)
+    own = places(devices.device)[1]
+    if draft is None:
+        _refuse("there is no draft", (f"{own} in --device {devices.device}", own))
     drafting = draft is not None or not runs_model(str(chosen["drafter"]))
     if not drafting:
         _refuse(
@@ -138,8 +140,6 @@ def run_settings(
         if batch_size < 1:
             raise UsageError(f"--batch-size is {batch_size}, but must be 1 or more")
     on_too_long: OnTooLong = failing.on_too_long or "error"
-    if failing.max_errors is not None and failing.max_errors < 1:
-        raise UsageError(f"--max-errors is {failing.max_errors}, but must be 1 or more")
     return RunSettings(target, draft, config, rows, batch_size, on_too_long, failing.max_errors, allow)
 
 
@@ -147,14 +147,10 @@ def model_specs(settings: RunSettings, devices: DeviceOptions) -> tuple[ModelSpe
     """How target and draft are to be loaded."""
     given = {item.name: getattr(devices, item.name) for item in fields(ModelSpec) if hasattr(devices, item.name)}
     place, draft_device = places(devices.device)
-    given |= {"device_map": place, "device": None} if spreads(place) else {"device": place}
+    spread = place is not None and (place.startswith("{") or place in SPREADS)
+    given |= {"device_map": place, "device": None} if spread else {"device": place}
     target = ModelSpec(settings.target, **{name: value for name, value in given.items() if value is not None})
     return target, None if settings.draft is None else target.of_draft(settings.draft, draft_device)
-
-
-def spreads(place: str | None) -> bool:
-    """Whether a part of --device says how the target lies on several devices."""
-    return place is not None and (place.startswith("{") or place in SPREADS)
 
 
 def places(device: str | None) -> tuple[str | None, str | None]:
@@ -251,12 +247,6 @@ def _pair(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, 
     return target, _given(pair.draft, BUILTIN_DRAFT)
 
 
-def _check_devices(devices: DeviceOptions, draft: str | None) -> None:
-    own = places(devices.device)[1]
-    if draft is None:
-        _refuse("there is no draft", (f"{own} in --device {devices.device}", own))
-
-
 def _method(given: MethodOptions, chosen: Mapping[str, object], *, drafting: bool) -> MethodConfig:
     """What is not given is left to MethodConfig, the one place of the defaults."""
     names = ("num_beams", "drafts_per_layer", "warp_scope", "memory_saving")
@@ -310,9 +300,5 @@ def allowed(given: str | None) -> tuple[Path | None, Grammar | None]:
 
 
 def _text(given: str) -> str:
-    try:
+    with reading(f"--allow {given}"):
         return Path(given).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"--allow {given} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"--allow {given} cannot be read: it is not UTF-8") from None

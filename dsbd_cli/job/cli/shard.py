@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dsbd_cli.errors import UsageError, shorten
-from dsbd_cli.job.cli.files import COMPRESSED, STANDARD, is_special
-from dsbd_cli.job.cli.options import FileOptions
+from dsbd_cli.errors import UsageError, reading, shorten
+from dsbd_cli.job.cli.files import COMPRESSED, is_special
+from dsbd_cli.job.cli.options import STANDARD, FileOptions
 
 __all__ = ["SHARD_SETTINGS", "Shard", "shard_of", "sharded_files"]
 
-SHARD_SETTINGS = ("shard", "input_bytes", "input_head")  # of the settings beside a part
+SHARD_SETTINGS = ("shard", "input_bytes", "input_head", "input_compressed")  # of the settings beside a part
 HEAD_BYTES = 1 << 16
 
 # what starts tasks, with the variables that say which one this is, the first one's number, and how many there are
@@ -44,13 +44,11 @@ class Shard:
 
     def settings(self, source: Path) -> dict[str, object]:
         """Which part of which input, for the settings beside a part. Raises UsageError."""
-        try:
-            with source.open("rb") as stream:
-                head = hashlib.blake2b(stream.read(HEAD_BYTES), digest_size=8).hexdigest()
-            values = (f"{self.part}/{self.count}", source.stat().st_size, head)
-        except OSError as error:
-            raise UsageError(f"--input {source} cannot be read: {error.strerror or error}") from None
-        return dict(zip(SHARD_SETTINGS, values, strict=True))
+        with reading(f"--input {source}"), source.open("rb") as stream:
+            head = hashlib.blake2b(stream.read(HEAD_BYTES), digest_size=8).hexdigest()
+            values = (f"{self.part}/{self.count}", source.stat().st_size, head, True)
+        named = SHARD_SETTINGS if source.suffix in COMPRESSED else SHARD_SETTINGS[:-1]
+        return dict(zip(named, values, strict=False))
 
 
 def shard_of(given: str, environment: Mapping[str, str] = os.environ) -> Shard:

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -15,12 +14,13 @@ from typing import TYPE_CHECKING, Self
 import orjson
 
 from dsbd_cli._version import __version__
-from dsbd_cli.errors import DsbdError, OutputError
+from dsbd_cli.errors import DsbdError, OutputError, plural
 from dsbd_cli.job.cli.messages import utc_now
 from dsbd_cli.job.cli.signals import StoppedError
 from dsbd_cli.job.data.jsonl import ClosedOutputError
 from dsbd_cli.job.data.resume import write_atomically
 from dsbd_cli.job.records.native import drafter_fields
+from dsbd_cli.lab.metrics.environment import installed
 from dsbd_cli.requests import RequestResult
 from dsbd_cli.stats import RequestStats
 
@@ -85,7 +85,11 @@ class Summary:
                 "kernels": list(info.kernels),
             },
             **({} if self.workers is None else {"workers": [asdict(report) for report in self.workers()]}),
-            "versions": {"dsbd": __version__, "python": platform.python_version(), **_versions()},
+            "versions": {
+                "dsbd": __version__,
+                "python": platform.python_version(),
+                **{name: installed(name) for name in PACKAGES},
+            },
         }
 
 
@@ -97,17 +101,6 @@ def _ending(error: BaseException | None, totals: Totals) -> tuple[str, int]:
     if isinstance(error, ClosedOutputError):
         return "output closed", 0
     return "failed", error.exit_code if isinstance(error, DsbdError) else 1
-
-
-def _versions() -> dict[str, str | None]:
-    """As installed: nothing is imported for it."""
-    found: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 class Totals:
@@ -135,9 +128,8 @@ class Totals:
 
     def line(self, unfinished: int = 0) -> str:
         """Rows, tokens/s of the best texts, steps per target call, acceptance. unfinished: tokens of rows to come."""
-        stats, rows = self.stats, "1 row" if self.rows == 1 else f"{self.rows} rows"
-        tokens = self.tokens + unfinished
-        parts = [rows, f"{tokens} tokens", f"{tokens / self.seconds:.1f} tokens/s"]
+        stats, tokens = self.stats, self.tokens + unfinished
+        parts = [plural(self.rows, "row"), f"{tokens} tokens", f"{tokens / self.seconds:.1f} tokens/s"]
         if stats.target_calls:
             parts.append(f"{stats.steps / stats.target_calls:.2f} steps per call")
         if stats.prompt_tokens_reused:

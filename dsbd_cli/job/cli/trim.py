@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from dsbd_cli.config import DTYPES, MethodConfig, ModelSpec, SamplingConfig
-from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError
+from dsbd_cli.config import DTYPES, Dtype, MethodConfig, ModelSpec, SamplingConfig
+from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError, plural, reading
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.files import read_prompts
 from dsbd_cli.job.cli.messages import say, warn
@@ -21,16 +21,14 @@ from dsbd_cli.job.cli.options import (
     MAIN,
     Decode,
     DeviceOptions,
-    DtypeName,
     MethodOptions,
     PairOptions,
     SamplingOptions,
 )
 from dsbd_cli.job.cli.settings import RunSettings, fixed_depth, model_specs, run_settings
 from dsbd_cli.job.data.compression import open_input
+from dsbd_cli.job.data.corpus import answer_text
 from dsbd_cli.job.data.jsonl import read_lines
-from dsbd_cli.job.records.row import LongLine
-from dsbd_cli.job.records.texts import answer_text
 from dsbd_cli.requests import Request
 
 if TYPE_CHECKING:
@@ -42,6 +40,7 @@ __all__ = ["HELD_OUT_EVERY", "HELD_OUT_MOST", "hold_out", "trim_draft"]
 
 TRIM_SCHEMA = "dsbd.trim/1"
 TRIM = "Trimming"
+COUNTERS = ("steps", "target_calls", "draft_calls", "drafted", "accepted")
 _METHOD = MethodConfig()
 HELD_OUT_EVERY, HELD_OUT_MOST = 8, 64
 
@@ -71,7 +70,7 @@ class TrimOptions:
     max_new_tokens: int | None = option(
         MAIN, "generated tokens at most", default=SamplingConfig().max_new_tokens, metavar="N"
     )
-    dtype: DtypeName | None = option(TRIM, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
+    dtype: Dtype | None = option(TRIM, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
     device: str | None = option(TRIM, "as of generate; with a comma the target's and the draft's", metavar="DEVICE")
     trust_remote_code: bool | None = flag(TRIM, "run code that a checkpoint brings with it")
     json: bool | None = flag(TRIM, "one JSON object on standard output, no table")
@@ -155,13 +154,15 @@ class _Trimming:
 
     def _texts(self) -> Iterator[str]:
         for name in self._trim.texts or ():
-            for number, line in _lines(Path(name)):
-                try:
-                    text = answer_text(line if isinstance(line, bytes) else b"")
-                except InvalidRowError as error:
-                    raise UsageError(f"--texts {name}, line {number}: {error}") from None
-                if text is not None:
-                    yield text
+            with reading(f"--texts {name}"), open_input(Path(name)) as stream:
+                assert isinstance(stream, io.BufferedReader), "open_input gives no other"
+                for number, line in read_lines(stream):
+                    try:
+                        text = answer_text(line if isinstance(line, bytes) else b"")
+                    except InvalidRowError as error:
+                        raise UsageError(f"--texts {name}, line {number}: {error}") from None
+                    if text is not None:
+                        yield text
 
     def _write(self, counts: Counter[int]) -> TrimReport:
         from dsbd_cli.engine.models.catalog import end_tokens
@@ -208,7 +209,7 @@ class _Trimming:
             "held_out_prompts": prompts,
         }
         for name, numbers in zip(("before", "after"), measured or (None, None), strict=True):
-            record[name] = numbers if numbers is None else {**asdict(numbers), **_rates(numbers)}
+            record[name] = numbers if numbers is None else {**_sums(numbers), **_rates(numbers)}
         return record
 
 
@@ -218,14 +219,11 @@ def hold_out(prompts: Sequence[Request]) -> tuple[list[Request], list[Request]]:
     return [prompts[place] for place in places], [one for place, one in enumerate(prompts) if place not in places]
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes | LongLine]]:
-    """Numbered lines of a file of --texts."""
-    try:
-        with open_input(path) as stream:
-            assert isinstance(stream, io.BufferedReader), "open_input gives no other"
-            yield from read_lines(stream)
-    except OSError as error:
-        raise UsageError(f"--texts {path} cannot be read: {error.strerror or error}") from None
+def _sums(measured: Measure) -> dict[str, float]:
+    """Counters, tokens of the best texts and seconds, as they stand in the record."""
+    counters = {name: getattr(measured.stats, name) for name in COUNTERS}
+    stats = measured.stats
+    return {**counters, "tokens": measured.tokens, "draft_s": stats.draft_s, "target_s": stats.target_s}
 
 
 def _rates(measured: Measure) -> dict[str, float | None]:
@@ -234,11 +232,12 @@ def _rates(measured: Measure) -> dict[str, float | None]:
     def per(value: float, count: int) -> float | None:
         return round(value / count, 6) if count else None
 
+    stats = measured.stats
     return {
-        "acceptance_rate": per(measured.accepted, measured.drafted),
-        "steps_per_call": per(measured.steps, measured.target_calls),
-        "draft_ms_per_token": per(1e3 * measured.draft_s, measured.tokens),
-        "target_ms_per_token": per(1e3 * measured.target_s, measured.tokens),
+        "acceptance_rate": per(stats.accepted, stats.drafted),
+        "steps_per_call": per(stats.steps, stats.target_calls),
+        "draft_ms_per_token": per(1e3 * stats.draft_s, measured.tokens),
+        "target_ms_per_token": per(1e3 * stats.target_s, measured.tokens),
     }
 
 
@@ -250,14 +249,9 @@ def _warn_of_loss(before: Measure, after: Measure) -> None:
 
 
 def _show(report: TrimReport, measured: tuple[Measure, Measure] | None, prompts: int, output: str) -> None:
-    from rich.table import Table
+    from dsbd_cli.lab.reports.screen import Screen, before_and_after
 
-    from dsbd_cli.lab.reports.screen import Screen
-
-    table = Table(box=None)
-    table.add_column("")
-    table.add_column("before", justify="right")
-    table.add_column("after", justify="right")
+    table = before_and_after()
     table.add_row("head rows", str(report.vocab_size), str(report.kept))
     table.add_row("head MB", *(f"{n / 1e6:.3f}" for n in (report.head_bytes_before, report.head_bytes_after)))
     table.add_row(f"of {report.counted} counted tokens", "100 %", f"{report.coverage:.2%}")
@@ -273,6 +267,5 @@ def _show(report: TrimReport, measured: tuple[Measure, Measure] | None, prompts:
             table.add_row(told, *("-" if rate[name] is None else f"{rate[name]:.3f}" for rate in rates))
     console = Screen(sys.stdout)
     console.print(table)
-    plural = "" if prompts == 1 else "s"
-    on = f", measured on {prompts} held-out prompt{plural}" if measured is not None else ""
-    console.print(f"{output} is written{on}", markup=False, highlight=False, soft_wrap=True)
+    on = f", measured on {plural(prompts, 'held-out prompt')}" if measured is not None else ""
+    console.say(f"{output} is written{on}")

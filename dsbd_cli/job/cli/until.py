@@ -24,7 +24,6 @@ __all__ = ["Until", "UntilOptions", "Widening", "until_of"]
 
 DATABASE: Setting[str | None] = Setting(
     field="database",
-    name="database",
     kind=str,
     default=None,
     text="SQLite file, opened read-only, {name} stands for a field of the row's metadata",
@@ -172,7 +171,7 @@ class Widening:
         left = []
         for row, answer in zip(rows, results, strict=False):
             before, result = done.get(id(row)), answer
-            stats = result.stats if before is None else _added(before.stats, result.stats)
+            stats = result.stats if before is None else RequestStats.total([before.stats, result.stats])
             if not first:
                 self.widened += width == self._until.widths[1]
                 self.extra_calls += result.stats.target_calls
@@ -213,11 +212,3 @@ class Widening:
 def _ordered(beams: tuple[Hypothesis, ...], first: int | None) -> tuple[Hypothesis, ...]:
     """The beam that passes before all others, which keep their order."""
     return beams if first is None else (beams[first], *beams[:first], *beams[first + 1 :])
-
-
-def _added(one: RequestStats, other: RequestStats) -> RequestStats:
-    """The counters of two rounds of one row."""
-    both = RequestStats(step_log=[*one.step_log, *other.step_log])
-    both.add(one)
-    both.add(other)
-    return both

@@ -22,7 +22,7 @@ class DecompressionError(OSError):
     """The compressed data is damaged or ends in the middle."""
 
 
-class Frame(Protocol):
+class _Frame(Protocol):
     """A decompressor of one frame (gzip: member)."""
 
     @property
@@ -56,11 +56,11 @@ def frame_maker(path: Path) -> Callable[[bytes], bytes] | None:
     return None
 
 
-def _gzip_frame() -> Frame:
+def _gzip_frame() -> _Frame:
     return zlib.decompressobj(GZIP_FORMAT)
 
 
-def _zstd_frame() -> Frame:
+def _zstd_frame() -> _Frame:
     import zstandard
 
     return zstandard.ZstdDecompressor().decompressobj()
@@ -70,9 +70,9 @@ class _Decompressing(io.RawIOBase):
     """The content of all frames of a file, one after the other. Unlike gzip and zstandard's own readers it is
     frugal with a frame that swells, and an end in the middle of a frame is an error for both formats."""
 
-    def __init__(self, source: BinaryIO, make: Callable[[], Frame]) -> None:
+    def __init__(self, source: BinaryIO, make: Callable[[], _Frame]) -> None:
         self._source, self._make = source, make
-        self._frame: Frame | None = None
+        self._frame: _Frame | None = None
         self._data, self._given = b"", 0
 
     def readable(self) -> bool:
@@ -102,7 +102,7 @@ class _Decompressing(io.RawIOBase):
         left, self._frame = self._frame.unused_data, None
         return left
 
-    def _decompressed(self, frame: Frame, piece: bytes) -> bytes:
+    def _decompressed(self, frame: _Frame, piece: bytes) -> bytes:
         try:
             return frame.decompress(piece)
         except Exception as error:  # zlib.error and ZstdError have no common base but this

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol, Self
 
+import orjson
+
 from dsbd_cli.errors import OutputError, UsageError
 from dsbd_cli.job.data.compression import frame_maker
 from dsbd_cli.job.records.row import MAX_LINE_BYTES, LongLine
 
-__all__ = ["ClosedOutputError", "LineWriter", "Readable", "check_new", "read_blocks", "read_lines"]
+__all__ = ["ClosedOutputError", "LineWriter", "Readable", "check_new", "read_blocks", "read_lines", "read_object"]
 
 BOM = b"\xef\xbb\xbf"
 BLOCK_BYTES = 1 << 17
@@ -99,6 +101,15 @@ class _Unended:
         if size > self._limit + len(BOM) + 1:
             return LongLine(size, pieces[0])
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def read_object(line: bytes) -> dict[str, object] | None:
+    """The JSON object of a line that this program has written; None for what is none."""
+    try:
+        found: object = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def check_new(path: Path, *, option: str, overwrite: bool, instead: str = "name another file") -> None:

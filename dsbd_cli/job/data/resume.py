@@ -20,6 +20,7 @@ from pathlib import Path
 import orjson
 
 from dsbd_cli.errors import OutputError, UsageError
+from dsbd_cli.job.data.jsonl import read_object
 from dsbd_cli.job.data.lock import lock
 
 __all__ = [
@@ -211,11 +212,7 @@ def _lines(stream: io.FileIO, end: int) -> Iterator[tuple[int, bytes]]:
 
 def _identity(line: bytes, path: Path, number: int) -> tuple[str, str, bool]:
     """id, key and whether the row failed, of a native record or a line of an OpenAI batch output."""
-    try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        record = None
-    if isinstance(record, dict):
+    if (record := read_object(line)) is not None:
         openai = "custom_id" in record
         row_id = record.get("custom_id" if openai else "id")
         key = record.get("id" if openai else "key")
@@ -263,10 +260,7 @@ def cut_unfinished_steps(stream: io.FileIO, done: DoneRows) -> int:
     while end:
         start = _line_start(stream, end)
         stream.seek(start)
-        try:
-            row_id = orjson.loads(stream.read(end - start)).get("id")
-        except (orjson.JSONDecodeError, AttributeError):
-            row_id = None
+        row_id = (read_object(stream.read(end - start)) or {}).get("id")
         if isinstance(row_id, str) and done.has_id(row_id):
             break
         end = start

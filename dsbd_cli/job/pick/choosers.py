@@ -58,7 +58,7 @@ class ByVote:
 
     Attributes:
         answer: finds the answer in a text, the last match, its first group if it has one; None: the whole text.
-        weights: what a vote counts, see weights_of.
+        weights: what a vote counts, see _weights_of.
         equal: which answers are one: the same `text` once normalised, or the same value in mathematics (`math`: 1/2 and
             0.5 agree, by math-verify).
     """
@@ -77,7 +77,7 @@ class ByVote:
         if self.equal == "math":
             answers = _same_values(answers)
         votes: dict[str, float] = {}
-        for answer, weight in zip(answers, weights_of(row.candidates, self.weights), strict=True):
+        for answer, weight in zip(answers, _weights_of(row.candidates, self.weights), strict=True):
             if answer is not None:
                 votes[answer] = votes.get(answer, 0.0) + weight
         if not votes:
@@ -153,7 +153,7 @@ class ByRisk:
 
     Attributes:
         metric: name of the utility, one of METRICS.
-        weights: what a candidate counts as a reference, see weights_of.
+        weights: what a candidate counts as a reference, see _weights_of.
     """
 
     metric: str = "chrf"
@@ -164,7 +164,7 @@ class ByRisk:
 
     def choose(self, row: CandidateRow) -> Choice:
         """Raises InvalidRowError where weights need scores that a record does not hold."""
-        weights = weights_of(row.candidates, self.weights)
+        weights = _weights_of(row.candidates, self.weights)
         total = math.fsum(weights)
         matrix = _utility(self.metric)([candidate.text.strip() for candidate in row.candidates])
         expected = [math.fsum(w * u for w, u in zip(weights, line, strict=True)) / total for line in matrix]
@@ -189,7 +189,7 @@ def _utility(metric: str) -> Utility:
     return lambda texts: [[float(bleu.sentence_score(a, [b]).score) for b in texts] for a in texts]
 
 
-def weights_of(candidates: Sequence[Candidate], weights: Weights) -> list[float]:
+def _weights_of(candidates: Sequence[Candidate], weights: Weights) -> list[float]:
     """1 for each; or exp(score), or exp(logprob), scaled so that the best has 1.
 
     `uniform` is for independent samples, whose number says how likely they are. Beams are all different texts: what

@@ -70,14 +70,14 @@ class ByExecution:
     def choose(self, row: CandidateRow) -> Choice:
         """Raises InvalidRowError where there is no database to run on."""
         texts = [candidate.text for candidate in row.candidates]
-        return chosen_run(self.databases.path(row.metadata), texts, self.agree, self.timeout_s)
+        return _chosen_run(self.databases.path(row.metadata), texts, self.agree, self.timeout_s)
 
     def passes(self, metadata: object, text: str) -> bool:
         """Whether a single candidate runs. Raises InvalidRowError where there is no database."""
-        return bool(chosen_run(self.databases.path(metadata), [text], "first", self.timeout_s).why["ran"])
+        return bool(_chosen_run(self.databases.path(metadata), [text], "first", self.timeout_s).why["ran"])
 
 
-def chosen_run(path: Path, texts: list[str], agree: Agree, timeout_s: float) -> Choice:
+def _chosen_run(path: Path, texts: list[str], agree: Agree, timeout_s: float) -> Choice:
     """The choice among statements. Raises InvalidRowError for a file that is no database."""
     try:
         with closing(open_database(path)) as database:

@@ -41,7 +41,7 @@ class Prompts:
             yield reader.read(line, index=index, number=number)
 
 
-class Rewarding(Protocol):
+class _Rewarding(Protocol):
     """What is asked of a reward model."""
 
     def scores(self, prompt: Asked, texts: Sequence[str]) -> list[float]:
@@ -52,7 +52,7 @@ class Rewarding(Protocol):
 class ByReward:
     """The candidate that a reward model gives the highest score; of equal ones the first."""
 
-    def __init__(self, model: Rewarding, prompts: Prompts) -> None:
+    def __init__(self, model: _Rewarding, prompts: Prompts) -> None:
         self._model, self._prompts = model, prompts
 
     def choose(self, row: CandidateRow) -> Choice:

@@ -9,7 +9,7 @@ from dsbd_cli.job.records.row import Fields, Row
 from dsbd_cli.requests import Hypothesis, RequestResult
 from dsbd_cli.stats import DrafterStats, RequestStats, StepStats
 
-__all__ = ["OUTPUT_SCHEMA", "STEP_SCHEMA", "drafter_fields", "native_record", "step_records", "text_record"]
+__all__ = ["drafter_fields", "native_record", "step_records", "text_record"]
 
 OUTPUT_SCHEMA = "dsbd.output/1"
 STEP_SCHEMA = "dsbd.step/1"

@@ -17,7 +17,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class ThresholdCurve:
+class _ThresholdCurve:
     """Settings of rule fuzzy that differ in their threshold alone, the smallest first.
 
     Attributes:
@@ -28,7 +28,7 @@ class ThresholdCurve:
     reference: Setting | None
 
 
-def curves(settings: Sequence[Setting]) -> tuple[ThresholdCurve, ...]:
+def curves(settings: Sequence[Setting]) -> tuple[_ThresholdCurve, ...]:
     """Every curve of two thresholds or more: a choice for each W, K and D of a sweep."""
     found: dict[tuple[object, ...], list[Setting]] = {}
     for setting in settings:
@@ -37,7 +37,7 @@ def curves(settings: Sequence[Setting]) -> tuple[ThresholdCurve, ...]:
             fields.pop(FUZZY_THRESHOLD.field)
             found.setdefault((setting.method, *fields.values()), []).append(setting)
     return tuple(
-        ThresholdCurve(tuple(sorted(some, key=_threshold)), reference_of(some[0], settings))
+        _ThresholdCurve(tuple(sorted(some, key=_threshold)), reference_of(some[0], settings))
         for some in found.values()
         if len(some) > 1
     )
@@ -54,7 +54,7 @@ def without_reference(settings: Sequence[Setting]) -> bool:
     return any(curve.reference is None for curve in curves(settings))
 
 
-def choose(task: str, curve: ThresholdCurve, rows: Mapping[str, BenchRow], tolerance: float) -> Choice:
+def choose(task: str, curve: _ThresholdCurve, rows: Mapping[str, BenchRow], tolerance: float) -> Choice:
     """Of the thresholds whose score is at most `tolerance` below the reference's the one of most steps per target call;
     of equal ones the smallest.
 
@@ -69,7 +69,7 @@ def choose(task: str, curve: ThresholdCurve, rows: Mapping[str, BenchRow], toler
     return Choice(task, names, curve.reference.name, tolerance, None if chosen is None else chosen.name)
 
 
-def doubts(task: str, curve: ThresholdCurve, rows: Mapping[str, BenchRow], tolerance: float) -> list[str]:
+def doubts(task: str, curve: _ThresholdCurve, rows: Mapping[str, BenchRow], tolerance: float) -> list[str]:
     """Why the dev scores are too few or too low to choose by; rows as for `choose`."""
     assert curve.reference is not None
     reference = rows[curve.reference.name]

@@ -21,7 +21,7 @@ PickName = Literal["score", "vote", "mbr", "exec"]
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class _Axis:
     """A field of MethodConfig that a sweep may set: its letter in labels and the type of its values."""
 
     letter: str
@@ -45,14 +45,14 @@ def _drafter(text: str) -> str:
     return text
 
 
-AXES: dict[str, Axis] = {
-    "num_beams": Axis("W", int, "an integer"),
-    "drafts_per_layer": Axis("K", int, "an integer"),
-    "depth": Axis("D", int, "an integer"),
-    "width_threshold": Axis("t", float, "a number"),
-    "min_width": Axis("Wmin", int, "an integer"),
-    "drafter": Axis("", _drafter, f"one of {', '.join(own_tokens())}, or two joined by +"),
-    "fuzzy_threshold": Axis("T", float, "a number"),
+AXES: dict[str, _Axis] = {
+    "num_beams": _Axis("W", int, "an integer"),
+    "drafts_per_layer": _Axis("K", int, "an integer"),
+    "depth": _Axis("D", int, "an integer"),
+    "width_threshold": _Axis("t", float, "a number"),
+    "min_width": _Axis("Wmin", int, "an integer"),
+    "drafter": _Axis("", _drafter, f"one of {', '.join(own_tokens())}, or two joined by +"),
+    "fuzzy_threshold": _Axis("T", float, "a number"),
 }
 
 

@@ -69,7 +69,9 @@ class Bench:
         size, room = window_size(spec.batch_size), self._room()
         self._curves = curves(spec.settings) if spec.dev_records else ()
         self._parts = list(self._divided(size, room))
-        self._runners = {setting: self._runner(setting) for setting in spec.settings}
+        ids = [prompt.ids for part in self._parts for window in part.data.windows for prompt in window]
+        longest = max(map(len, ids))
+        self._runners = {setting: self._runner(setting, longest) for setting in spec.settings}
         self._tallies = {
             (part, setting): Tally(part.task, setting, self._batch_size(setting), self._runners[setting].exactness)
             for part in self._parts
@@ -211,11 +213,17 @@ class Bench:
                 scores = [score(prompt.record, answer.text) for prompt, answer in pairs]
             tally.add_answers(answers, scores, runner.with_logprobs(prompts, answers))
 
-    def _runner(self, setting: Setting) -> Runner:
+    def _runner(self, setting: Setting, longest: int) -> Runner:
         spec = self._spec
-        ranked = any(dataset.ranks is not None for dataset in spec.datasets)
         return make_runner(
-            self._pair, setting, spec.sampling, spec.seed, spec.batch_size, ranked=ranked, grammar=spec.grammar
+            self._pair,
+            setting,
+            spec.sampling,
+            spec.seed,
+            spec.batch_size,
+            ranked=any(dataset.ranks is not None for dataset in spec.datasets),
+            grammar=spec.grammar,
+            longest=longest,
         )
 
     def _batch_size(self, setting: Setting) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -22,15 +22,14 @@ from dsbd_cli.job.pick.choosers import ByRisk, ByScore, ByVote, Chooser, Weights
 from dsbd_cli.lab.bench.methods import METHODS
 from dsbd_cli.lab.bench.prepare import Prompt
 from dsbd_cli.lab.bench.sweep import Setting
+from dsbd_cli.lab.peers.base import Asked, Delivered, Peer
 from dsbd_cli.lab.peers.config import PeerConfig
-from dsbd_cli.lab.peers.engines import CTranslatePeer, LlamaPeer, SeparatePeer
-from dsbd_cli.lab.peers.transformers_generate import Delivered, TransformersPeer
+from dsbd_cli.lab.peers.engines import CTranslatePeer, LlamaPeer
+from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
 from dsbd_cli.requests import RequestResult, derive_seed
 from dsbd_cli.stats import RequestStats
 
 __all__ = ["Answer", "Runner", "make_runner"]
-
-LLAMA_ROOM = 4096  # tokens that llama.cpp makes room for, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class _OnEngine:
             model.release()
 
 
-class EngineRunner(_OnEngine):
+class _EngineRunner(_OnEngine):
     """Our engine."""
 
     def __init__(
@@ -137,7 +136,7 @@ class EngineRunner(_OnEngine):
         return answers
 
 
-class PickRunner(_OnEngine):
+class _PickRunner(_OnEngine):
     """Our engine, and one of several candidates chosen as by `dsbd pick`: beams of one row, or samples of several.
 
     Counters are those of all rows of a prompt: what the choice has cost.
@@ -178,7 +177,7 @@ class PickRunner(_OnEngine):
         return answers
 
     def _answer(self, prompt: Prompt, results: list[RequestResult]) -> Answer:
-        stats = _added([result.stats for result in results])
+        stats = RequestStats.total(result.stats for result in results)
         kv_bytes = sum(result.stats.kv_peak_slots for result in results) * self._bytes_per_slot
         found = [one for result in results for one in result.hypotheses]
         if not found:
@@ -193,21 +192,10 @@ class PickRunner(_OnEngine):
         return Answer(best.text, best.num_tokens, best.logprob, stats, kv_bytes)
 
 
-def _added(parts: Sequence[RequestStats]) -> RequestStats:
-    """Sums of the counters of several requests."""
-    whole = RequestStats()
-    for part in parts:
-        whole.add(part)
-        whole.step_log += part.step_log
-    return whole
-
-
-class PeerRunner:
+class _PeerRunner:
     """The code of others."""
 
-    def __init__(
-        self, name: str, peer: TransformersPeer | SeparatePeer, seed: int, catalogue: Catalogue | None
-    ) -> None:
+    def __init__(self, name: str, peer: Peer, seed: int, catalogue: Catalogue | None) -> None:
         self._title, self._peer, self._seed, self._catalogue = name, peer, seed, catalogue
         self._ends = frozenset() if catalogue is None else frozenset(catalogue.nodes.tolist())
         self._delivered: list[Delivered] = []
@@ -221,14 +209,14 @@ class PeerRunner:
         """Answers in order; none of a window in which `stop` came."""
         seed = derive_seed(self._seed, prompts[0].record.id)
         try:
-            self._delivered = list(self._deliver(prompts, seed))
-        except ModelError:
-            raise
+            self._delivered = list(self._peer.run(_asked(prompts), seed))
+        except ModelError as error:
+            raise ModelError(f"{self._title}: {error}") from None
         except Exception as error:  # a model that others cannot decode raises what it likes
             said = " ".join(str(error).split())[:200]
-            whose = "transformers' generate" if isinstance(self._peer, TransformersPeer) else self._peer.config.engine
             raise ModelError(
-                f"{self._title}: {whose} fails ({type(error).__name__}: {said}): leave it out of --methods"
+                f"{self._title}: {self._peer.config.whose} fails ({type(error).__name__}: {said}): "
+                "leave it out of --methods"
             ) from error
         if self._peer.stopped:
             return []
@@ -236,14 +224,6 @@ class PeerRunner:
             Answer(one.text, len(one.token_ids), None, None, one.kv_bytes, ranked=tuple(map(self._name, one.ranked)))
             for one in self._delivered
         ]
-
-    def _deliver(self, prompts: Sequence[Prompt], seed: int) -> Iterator[Delivered]:
-        """Answers of the other code. Raises ModelError for speech where it reads text alone."""
-        if isinstance(self._peer, TransformersPeer):
-            return self._peer.run([prompt.audio or prompt.ids for prompt in prompts], seed)
-        if any(prompt.audio for prompt in prompts):
-            raise ModelError(f"{self._title}: {self._peer.config.engine} reads no speech: leave it out of --methods")
-        return self._peer.run([prompt.ids for prompt in prompts], seed)
 
     def _name(self, ids: tuple[int, ...]) -> str:
         """Of an answer; what transformers fills up with where there are too few has none."""
@@ -253,13 +233,15 @@ class PeerRunner:
 
     def with_logprobs(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> list[float]:
         """One plain forward of the target per answer of the last window."""
-        if isinstance(self._peer, TransformersPeer):
-            return self._peer.logprobs([prompt.audio or prompt.ids for prompt in prompts], self._delivered)
-        return self._peer.logprobs([prompt.ids for prompt in prompts], self._delivered)
+        return self._peer.logprobs(_asked(prompts), self._delivered)
 
     def stop(self) -> None:
         """End after the token that is under way."""
         self._peer.stop()
+
+
+def _asked(prompts: Sequence[Prompt]) -> list[Asked]:
+    return [prompt.audio or prompt.ids for prompt in prompts]
 
 
 def _named(answer_id: str | int | None, text: str) -> str:
@@ -276,49 +258,40 @@ def make_runner(
     *,
     ranked: bool = False,
     grammar: Grammar | None = None,
+    longest: int = 0,
 ) -> Runner:
     """The runner of a setting. ranked: all hypotheses are asked for. grammar: of every answer, of our engine only.
-    Raises ModelError where transformers' generate cannot be had."""
+    longest: tokens of a prompt, at most. Raises ModelError where another code does not take the target."""
     config = setting.config
     sampling = replace(sampling, n_best=setting.num_beams) if ranked else sampling
     if isinstance(config, MethodConfig) and METHODS[setting.method].pick is not None:
-        return PickRunner(pair, setting, sampling, seed, batch_size)
+        return _PickRunner(pair, setting, sampling, seed, batch_size)
     if isinstance(config, MethodConfig):
-        return EngineRunner(pair, config, sampling, seed, batch_size, grammar)
-    assert isinstance(config, PeerConfig)
+        return _EngineRunner(pair, config, sampling, seed, batch_size, grammar)
     assert grammar is None, "checked by the command"
+    peer = _peer(pair, setting.method, config, sampling, batch_size, longest)
+    return _PeerRunner(setting.name, peer, seed, pair.catalogues.get(""))
+
+
+def _peer(
+    pair: Engine, method: str, config: PeerConfig, sampling: SamplingConfig, batch_size: int, longest: int
+) -> Peer:
+    """Raises ModelError where the target, or the form of its files, is none that the other code takes."""
     target, draft, codec = pair.target, pair.draft, pair.codec
     if not isinstance(target, TransformersForest) or not isinstance(codec, HFCodec):
-        raise ModelError(f"{setting.method}: the target is no transformers model; leave it out of --methods")
-    assistant = draft if isinstance(draft, TransformersForest) else None
-    catalogue = pair.catalogues.get("")
+        raise ModelError(f"{method}: the target is no transformers model; leave it out of --methods")
     if config.engine == "transformers":
-        peer = TransformersPeer(config, target, assistant, codec, sampling, batch_size, catalogue)
-        return PeerRunner(setting.name, peer, seed, catalogue)
+        assistant = draft if isinstance(draft, TransformersForest) else None
+        return TransformersPeer(config, target, assistant, codec, sampling, batch_size, pair.catalogues.get(""))
     if pair.catalogues or isinstance(target, Seq2SeqForestModel) or target.device.type != "cpu":
         why = "--allow" if pair.catalogues else "a target with an encoder, or on a GPU"
-        raise ModelError(f"{setting.method} does not go with {why}: leave it out of --methods")
-    return PeerRunner(setting.name, _separate(setting, config, pair, target, codec, sampling, batch_size), seed, None)
-
-
-def _separate(
-    setting: Setting,
-    config: PeerConfig,
-    pair: Engine,
-    target: TransformersForest,
-    codec: HFCodec,
-    sampling: SamplingConfig,
-    batch_size: int,
-) -> SeparatePeer:
-    """Raises ModelError where the target's files are not in the form that it needs."""
+        raise ModelError(f"{method} does not go with {why}: leave it out of --methods")
     assert pair.info is not None
-    found = resolve(pair.info.target)
-    wanted, form = ("folder", "a folder of safetensors") if config.engine == "ctranslate2" else ("file", "a GGUF file")
-    if found.kind != wanted:
-        raise ModelError(
-            f"{setting.method} reads {form}, but --target is {pair.info.target}: leave it out of --methods"
-        )
-    place = Path(found.path)
-    if config.engine == "ctranslate2":
-        return CTranslatePeer(config, place, target, codec, sampling, batch_size)
-    return LlamaPeer(config, place, target, codec, sampling, min(target.max_positions or LLAMA_ROOM, LLAMA_ROOM))
+    found, converts = resolve(pair.info.target), config.engine == "ctranslate2"
+    if found.kind != ("folder" if converts else "file"):
+        form = "a folder of safetensors" if converts else "a GGUF file"
+        raise ModelError(f"{method} reads {form}, but --target is {pair.info.target}: leave it out of --methods")
+    if converts:
+        return CTranslatePeer(config, Path(found.path), target, codec, sampling, batch_size)
+    room = longest + sampling.max_new_tokens + 1  # it ends an answer one token before the room is full
+    return LlamaPeer(config, Path(found.path), target, codec, sampling, room)

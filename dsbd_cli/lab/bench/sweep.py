@@ -63,12 +63,23 @@ class SweepPlan:
     settings: tuple[Setting, ...]
     notes: tuple[str, ...]
 
+    def without(self, left: Sequence[Setting], methods: str | None, fault: str) -> SweepPlan:
+        """The plan without some settings. methods: as given; those of `left` that it names are an error: UsageError."""
+        named = [name.strip() for name in (methods or "").split(",")]
+        if asked := next((one.method for one in left if one.method in named), None):
+            raise UsageError(f"--methods: {asked} cannot be run, because {fault}: leave it out")
+        if not left:
+            return self
+        kept = tuple(one for one in self.settings if one not in left)
+        names = ", ".join(dict.fromkeys(one.method for one in left))
+        return SweepPlan(kept, (*self.notes, f"left out: {names}: {fault}"))
+
 
 def choose_methods(
     text: str | None, *, draft: bool = True, drafters: Sequence[Value] = ()
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Names from a comma list, and what is to be said of them; `all` is every method that needs no other package, None
-    the default ones. draft: a draft model is there; drafters: of the sweep.
+    """Names from a comma list, and what is to be said of them. `all` is every method on the loaded models, beside which
+    others may be named; None is the default ones. draft: a draft model is there; drafters: of the sweep.
 
     Raises UsageError for names that do not exist, stand twice, or need a draft or a package that is not there.
     """
@@ -77,30 +88,33 @@ def choose_methods(
     def runs(method: Method) -> bool:
         return draft or not method.drafts or (lookups and "drafter" in method.axes)
 
-    if text in (None, "all"):
-        every = DEFAULT_METHODS if text is None else tuple(name for name in METHODS if not METHODS[name].separate)
-        missing = [name for name in every if not runs(METHODS[name])]
-        said = f"left out: {', '.join(missing)}: they need a draft, but --draft is none"
-        return [name for name in every if name not in missing], (said,) if missing else ()
-    assert text is not None
-    names = [name.strip() for name in text.split(",")]
+    names = [] if text is None else [name.strip() for name in text.split(",")]
+    chosen, notes = [name for name in names if name != "all"], []
     for place, name in enumerate(names):
+        if name in names[:place]:
+            raise UsageError(f"--methods: {name} stands there twice: drop one")
         if name == "all":
-            told = "all stands for every method that needs no other package, so no other name goes with it: drop it"
-            raise UsageError(f"--methods: {told}")
+            continue
         if name not in METHODS:
             near = difflib.get_close_matches(name, METHODS, n=3)
             hint = f"did you mean {', '.join(near)}?" if near else f"all, or some of {', '.join(METHODS)}"
             raise UsageError(f"--methods: there is no method {name!r}: {hint}")
-        if name in names[:place]:
-            raise UsageError(f"--methods: {name} stands there twice: drop one")
         if not runs(METHODS[name]):
             raise UsageError(f"--methods: {name} needs a draft, but --draft is none")
         if METHODS[name].separate:
             config = METHODS[name].config({})
             if isinstance(config, PeerConfig) and config.missing:
                 raise UsageError(f"--methods: {name} needs a package: {config.missing}")
-    return names, ()
+    if text is not None and "all" not in names:
+        return chosen, ()
+    every = DEFAULT_METHODS if text is None else tuple(name for name in METHODS if name not in chosen)
+    if missing := [name for name in every if not runs(METHODS[name])]:
+        notes.append(f"left out: {', '.join(missing)}: they need a draft, but --draft is none")
+    if apart := [name for name in every if METHODS[name].separate]:
+        told = "another package runs them on weights of its own: name them as well, as in --methods all"
+        notes.append(f"left out: {', '.join(apart)}: {told},{apart[0]}")
+    kept = [name for name in every if name not in (*missing, *apart)]
+    return [name for name in METHODS if name in (*kept, *chosen)] if text is not None else kept, tuple(notes)
 
 
 def read_values(option: str, axis: str, text: str) -> list[Value]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import orjson
 
-from dsbd_cli.engine.core.grammar import GrammarCompiler
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.errors import RowError
@@ -50,16 +48,7 @@ def make_answers(
 ) -> list[RowError]:
     """Answer the requests and write a line for each; ends early where the engine is stopped. told: after each, how many
     are done. Returns the errors of those that cannot be answered."""
-    encoder = Encoder(
-        engine.target,
-        None,
-        engine.codec,
-        engine.method,
-        "error",
-        sys.maxsize,
-        {},
-        GrammarCompiler(engine.codec, engine.target.vocab_size),
-    )
+    encoder = Encoder.alone(engine.target, engine.codec, engine.method)
     failed = []
     for number, result in enumerate(engine.run(requests), 1):
         if result.error is not None:

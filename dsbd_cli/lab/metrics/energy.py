@@ -36,7 +36,7 @@ class Reader(Protocol):
         ...
 
 
-class Nvml(Protocol):
+class _Nvml(Protocol):
     """The functions of nvidia-ml-py (module pynvml) that are used."""
 
     def nvmlInit(self) -> None: ...  # noqa: N802
@@ -66,7 +66,7 @@ class NvmlReader:
     source = "nvml"
     min_window_s = 0.5  # the counter moves every 20 to 100 ms
 
-    def __init__(self, nvml: Nvml, uuid: str) -> None:
+    def __init__(self, nvml: _Nvml, uuid: str) -> None:
         """uuid: `GPU-...` or `MIG-...` as the driver writes it; indexes of CUDA and NVML may differ.
 
         Raises whatever NVML raises where the driver or the counter is missing.
@@ -187,13 +187,13 @@ class EnergyMeter:
             return None
 
 
-def import_nvml() -> Nvml:
+def _import_nvml() -> _Nvml:
     """The module of nvidia-ml-py. Raises ImportError."""
-    module: Nvml = import_module("pynvml")
+    module: _Nvml = import_module("pynvml")
     return module
 
 
-def cuda_uuid(device: str) -> str | None:
+def _cuda_uuid(device: str) -> str | None:
     """`GPU-...` as NVML writes it, of a torch device; None where torch does not tell."""
     import torch
 
@@ -206,8 +206,8 @@ def cuda_uuid(device: str) -> str | None:
 def find_meter(
     device: str,
     *,
-    load_nvml: Callable[[], Nvml] = import_nvml,
-    find_uuid: Callable[[str], str | None] = cuda_uuid,
+    load_nvml: Callable[[], _Nvml] = _import_nvml,
+    find_uuid: Callable[[str], str | None] = _cuda_uuid,
     powercap: Path = POWERCAP,
     synchronize: Callable[[], None] = lambda: None,
 ) -> EnergyMeter:

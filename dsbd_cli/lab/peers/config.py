@@ -8,7 +8,7 @@ from typing import Literal
 
 from dsbd_cli.errors import UsageError
 
-__all__ = ["PEERS", "PeerConfig", "PeerEngine", "PeerName"]
+__all__ = ["PEERS", "PeerConfig", "PeerName"]
 
 PeerName = Literal["greedy", "beam-search", "beam-sampling", "assisted"]
 PeerEngine = Literal["transformers", "ctranslate2", "llama-cpp"]
@@ -59,6 +59,11 @@ class PeerConfig:
     def max_batch(self) -> int | None:
         """Sequences that it can decode together; None: any number."""
         return 1 if self.kind == "assisted" or self.engine == "llama-cpp" else None
+
+    @property
+    def whose(self) -> str:
+        """Who decodes, for messages."""
+        return "transformers' generate" if self.engine == "transformers" else self.engine
 
     @property
     def missing(self) -> str | None:

@@ -21,8 +21,8 @@ from dsbd_cli.config import SamplingConfig
 from dsbd_cli.engine.models.adapter import TransformersForest
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import ModelError
+from dsbd_cli.lab.peers.base import Asked, Delivered, Peer, delivered
 from dsbd_cli.lab.peers.config import PeerConfig
-from dsbd_cli.lab.peers.transformers_generate import Delivered, delivered, sequence_logprob
 
 __all__ = ["CTranslatePeer", "LlamaPeer", "SeparatePeer", "convert"]
 
@@ -51,43 +51,26 @@ class _Server(Protocol):
     def handle_completions(self, request: dict[str, object]) -> dict[str, object]: ...
 
 
-class SeparatePeer:
+class SeparatePeer(Peer):
     """A comparator that loads the weights a second time, in a form of its own."""
 
     def __init__(
         self, config: PeerConfig, target: TransformersForest, codec: HFCodec, sampling: SamplingConfig, batch_size: int
     ) -> None:
-        """sampling: its limits alone are taken. Raises ModelError for what neither can do."""
-        self.config, self.stopped = config, False
-        self.batch_size = min(batch_size, config.max_batch or batch_size)
-        self._target, self._codec, self._sampling = target, codec, sampling
+        """Raises ModelError for what neither can do."""
+        super().__init__(config, target, codec, sampling, batch_size)
         if sampling.stop or sampling.token_rules:
             given = "stop strings" if sampling.stop else "token rules"
             raise ModelError(f"{config.engine} takes no {given}: leave it out of --methods")
 
-    def stop(self) -> None:
-        """End after the batch that is under way."""
-        self.stopped = True
+    def _batch(self, prompts: Sequence[Asked]) -> Iterator[Delivered]:
+        ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+        if len(ids) < len(prompts):
+            raise ModelError(f"{self.config.engine} reads no speech: leave it out of --methods")
+        return self._answers(ids)
 
-    def run(self, prompts: Sequence[Sequence[int]], seed: int) -> Iterator[Delivered]:
-        """Answers to tokenised prompts, in order."""
-        for start in range(0, len(prompts), self.batch_size):
-            if not self.stopped:
-                yield from self._batch(prompts[start : start + self.batch_size])
-
-    def _batch(self, prompts: Sequence[Sequence[int]]) -> Iterator[Delivered]:
+    def _answers(self, prompts: Sequence[Sequence[int]]) -> Iterator[Delivered]:
         raise NotImplementedError
-
-    def text(self, ids: tuple[int, ...]) -> str:
-        """As a reader gets it."""
-        return self._codec.decode(list(ids[:-1] if ids and ids[-1] in self._codec.eos_ids else ids))
-
-    def logprobs(self, prompts: Sequence[Sequence[int]], answers: Sequence[Delivered]) -> list[float]:
-        """Raw target log-probability (nats) of each answer, by separate forwards of our target; not for timing."""
-        return [
-            sequence_logprob(self._target, torch.tensor(prompt), answer.token_ids)
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
 
 
 class CTranslatePeer(SeparatePeer):
@@ -107,7 +90,7 @@ class CTranslatePeer(SeparatePeer):
         assert config.dtype is not None
         self._generator = _generator(place, config.dtype, torch.get_num_threads())
 
-    def _batch(self, prompts: Sequence[Sequence[int]]) -> Iterator[Delivered]:
+    def _answers(self, prompts: Sequence[Sequence[int]]) -> Iterator[Delivered]:
         asked, ends = self._sampling, list(self._codec.eos_ids)
         found = self._generator.generate_batch(
             [[self._codec.tokenizer.convert_ids_to_tokens(token) for token in prompt] for prompt in prompts],
@@ -164,11 +147,11 @@ class LlamaPeer(SeparatePeer):
         sampling: SamplingConfig,
         room: int,
     ) -> None:
-        """place: a GGUF file. room: tokens of the longest prompt with its answer."""
+        """place: a GGUF file. room: tokens of the longest prompt with its answer, and one more."""
         super().__init__(config, target, codec, sampling, 1)
         self._server = _server(place, room, torch.get_num_threads())
 
-    def _batch(self, prompts: Sequence[Sequence[int]]) -> Iterator[Delivered]:
+    def _answers(self, prompts: Sequence[Sequence[int]]) -> Iterator[Delivered]:
         for prompt in prompts:
             found = self._server.handle_completions(
                 {

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, cast
 
@@ -30,17 +30,23 @@ from dsbd_cli.config import SamplingConfig
 from dsbd_cli.engine.core.protocols import SourceRequest
 from dsbd_cli.engine.core.trie import Trie
 from dsbd_cli.engine.decoding.answers import Catalogue
-from dsbd_cli.engine.decoding.outcome import text_of
 from dsbd_cli.engine.models.adapter import TransformersForest
 from dsbd_cli.engine.models.attention import NAME as GROUPED
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.engine.models.sources import Seq2SeqCodec
 from dsbd_cli.engine.models.tokenize import HFCodec
+from dsbd_cli.lab.peers.base import Asked, Delivered, Peer, delivered
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.requests import Request
-from dsbd_cli.token_rules import asked_rules
+from dsbd_cli.token_rules import TokenRules, asked_rules
 
-__all__ = ["Delivered", "TransformersPeer"]
+__all__ = ["TransformersPeer"]
+
+
+class _Output(Protocol):
+    """What is used of a forward's."""
+
+    logits: Tensor
 
 
 class _Generating(Protocol):
@@ -48,6 +54,10 @@ class _Generating(Protocol):
 
     stock_attention: str
     config: object
+    dtype: torch.dtype
+    main_input_name: str
+
+    def __call__(self, **inputs: object) -> _Output: ...
 
     def set_attn_implementation(self, name: str) -> None: ...
 
@@ -64,39 +74,18 @@ class _Generated(Protocol):
 Generate = Callable[..., _Generated]
 
 
-@dataclass(frozen=True, slots=True)
-class Delivered:
-    """One answer.
-
-    Attributes:
-        token_ids: the new tokens up to and with the end token.
-        text: as a reader gets it: special tokens left out, cut before a stop string.
-        kv_bytes: keys and values that `generate` held for this prompt at its end, padding included; None where it
-            does not hand its cache out.
-        ranked: token ids of all returned sequences, best first.
-    """
-
-    token_ids: tuple[int, ...]
-    text: str
-    kv_bytes: int | None
-    ranked: tuple[tuple[int, ...], ...] = ()
-
-
-Asked = Sequence[int] | str  # token ids, or a file of speech
-
-
 class _Halt(StoppingCriteria):
-    """Ends all sequences once it is told to."""
+    """Ends all sequences once a peer is stopped."""
 
-    def __init__(self) -> None:
-        self.told = False
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
-        return torch.full((input_ids.shape[0],), self.told, dtype=torch.bool, device=input_ids.device)
+        return torch.full((input_ids.shape[0],), self._peer.stopped, dtype=torch.bool, device=input_ids.device)
 
 
-class TransformersPeer:
-    """One comparator over loaded models."""
+class TransformersPeer(Peer):
+    """transformers' generate over loaded models."""
 
     def __init__(
         self,
@@ -108,38 +97,42 @@ class TransformersPeer:
         batch_size: int,
         catalogue: Catalogue | None = None,
     ) -> None:
-        """draft: needed by `assisted` only. sampling: for all prompts; search and greedy take its limits alone.
-        catalogue: the only answers, held to by `prefix_allowed_tokens_fn`."""
-        self.config = config
-        self.batch_size = min(batch_size, config.max_batch or batch_size)
-        self._target, self._codec, self._sampling = target, codec, sampling
+        """draft: needed by `assisted` only. catalogue: the only answers, held to by `prefix_allowed_tokens_fn`."""
+        super().__init__(config, target, codec, sampling, batch_size)
         self._module = cast("_Generating", target.stock())
         self._assistant = draft.stock() if draft is not None and config.kind == "assisted" else None
         assert self._assistant is not None or config.kind != "assisted", "assisted generation needs a draft"
-        self._halt, self._catalogue = _Halt(), catalogue
+        self._catalogue = catalogue
+        self._rules = self._token_rules()
         self._settings = self._generation_config()
-
-    def stop(self) -> None:
-        """End soon; answers that are under way come out cut."""
-        self._halt.told = True
-
-    @property
-    def stopped(self) -> bool:
-        """Whether stop was called."""
-        return self._halt.told
 
     def run(self, prompts: Sequence[Asked], seed: int) -> Iterator[Delivered]:
         """Answers to tokenised prompts or files of speech, in order. The global random state is as before
         afterwards."""
         with stock_attention(self._module), _seeded(seed, self._target.device):
-            for start in range(0, len(prompts), self.batch_size):
-                if not self._halt.told:
-                    yield from self._batch(prompts[start : start + self.batch_size])
+            yield from super().run(prompts, seed)
 
     def _spoken(self, files: Sequence[str]) -> list[SourceRequest]:
         """Features of the files, and what the decoder begins with."""
         assert isinstance(self._codec, Seq2SeqCodec)
-        return [self._codec.source(Request(audio=file, sampling=self._sampling)) for file in files]
+        asked = [self._codec.source(Request(audio=file, sampling=self._sampling)) for file in files]
+        return [one if one.listen is None else self._listened(one, one.listen) for one in asked]
+
+    def _listened(self, asked: SourceRequest, listen: Callable[[Tensor], tuple[list[int], str]]) -> SourceRequest:
+        """With the language that the model hears, as transformers' detect_language has it."""
+        module = self._module
+        features = asked.source.unsqueeze(0).to(self._target.device, module.dtype)
+        start = torch.tensor([asked.prompt[:1]], device=self._target.device)
+        with torch.inference_mode():
+            inputs = {module.main_input_name: features, "decoder_input_ids": start, "use_cache": False}
+            logits = module(**inputs).logits
+        return replace(asked, prompt=listen(logits[0, -1])[0], listen=None)
+
+    def _token_rules(self) -> TokenRules:
+        """Those that our engine keeps."""
+        default = "checkpoint" if isinstance(self._codec, Seq2SeqCodec) else "none"
+        rules = asked_rules(self._sampling.token_rules, self._target.token_rules, default=default)
+        return rules.within(self._target.vocab_size)
 
     def _generation_config(self) -> GenerationConfig:
         asked, eos = self._sampling, list(self._codec.eos_ids)
@@ -150,7 +143,13 @@ class TransformersPeer:
         if self.config.num_beams > 1:
             chosen |= {"length_penalty": asked.length_penalty, "early_stopping": asked.early_stopping}
             chosen |= {"num_return_sequences": asked.n_best}
-        chosen |= self._rules()
+        chosen |= {name: value for name, value in self._rules.acting.items() if name != "timestamps"}
+        if words := self._rules.bad_words_ids:
+            chosen["bad_words_ids"] = [[token] for token in words]
+        if isinstance(self._codec, Seq2SeqCodec):
+            forced, start = self._codec.begin(self._sampling)
+            chosen["decoder_start_token_id"] = start
+            chosen |= {} if forced is None else {"forced_bos_token_id": forced}
         return GenerationConfig(
             max_new_tokens=asked.max_new_tokens,
             eos_token_id=eos or None,
@@ -159,22 +158,6 @@ class TransformersPeer:
             return_dict_in_generate=True,
             **chosen,
         )
-
-    def _rules(self) -> dict[str, object]:
-        """The token rules that our engine keeps, and how an encoder-decoder model begins its answers."""
-        paired = isinstance(self._codec, Seq2SeqCodec)
-        rules = asked_rules(
-            self._sampling.token_rules, self._target.token_rules, default="checkpoint" if paired else "none"
-        ).within(self._target.vocab_size)
-        chosen = dict(rules.acting)
-        self._timed = bool(chosen.pop("timestamps", False))
-        if words := chosen.get("bad_words_ids"):
-            chosen["bad_words_ids"] = [[token] for token in cast("list[int]", words)]
-        if isinstance(self._codec, Seq2SeqCodec):
-            forced, start = self._codec.begin(self._sampling)
-            chosen["decoder_start_token_id"] = start
-            chosen |= {} if forced is None else {"forced_bos_token_id": forced}
-        return chosen
 
     def _batch(self, prompts: Sequence[Asked]) -> Iterator[Delivered]:
         files = [one for one in prompts if isinstance(one, str)]
@@ -192,7 +175,7 @@ class TransformersPeer:
         out = generate(
             inputs.to(self._target.device),
             generation_config=self._settings,
-            stopping_criteria=StoppingCriteriaList([self._halt]),
+            stopping_criteria=StoppingCriteriaList([_Halt(self)]),
             **options,
         )
         held = _cache_bytes(out.past_key_values) if self._assistant is None else None
@@ -208,7 +191,7 @@ class TransformersPeer:
         begin = torch.tensor([one.prompt for one in found], device=self._target.device)
         options: dict[str, object] = {"decoder_input_ids": begin}
         assert isinstance(self._codec, Seq2SeqCodec)
-        if self._timed and (times := self._codec.timestamps) is not None:
+        if self._rules.timestamps and (times := self._codec.timestamps) is not None:
             config = GenerationConfig(
                 eos_token_id=times.end, no_timestamps_token_id=times.first - 1, max_initial_timestamp_index=times.latest
             )
@@ -235,46 +218,11 @@ class TransformersPeer:
         node = trie.find(ids[width:].tolist())
         return (trie.children(node) if node is not None else []) or [self._codec.eos_ids[0]]
 
-    def text(self, ids: tuple[int, ...]) -> str:
-        """As a reader gets it."""
-        body = ids[:-1] if ids and ids[-1] in self._codec.eos_ids else ids
-        return text_of(list(body), self._sampling.stop, self._codec)
-
-    def logprobs(self, prompts: Sequence[Asked], answers: Sequence[Delivered]) -> list[float]:
-        """Raw target log-probability (nats) of each answer after its prompt, by separate forwards; not for timing."""
-        found = []
-        for prompt, answer in zip(prompts, answers, strict=True):
-            if isinstance(prompt, str):
-                (asked,) = self._spoken([prompt])
-                source, begin = asked.source, asked.prompt
-            else:
-                source, begin = torch.tensor(prompt), [self._settings.decoder_start_token_id or 0]
-            found.append(sequence_logprob(self._target, source, answer.token_ids, begin))
-        return found
-
-
-def delivered(row: Sequence[int], eos: Sequence[int]) -> tuple[int, ...]:
-    """Tokens up to and with the first end token."""
-    end = next((place + 1 for place, token in enumerate(row) if token in eos), len(row))
-    return tuple(row[:end])
-
-
-@torch.inference_mode()
-def sequence_logprob(
-    model: TransformersForest, prompt: Tensor, answer: Sequence[int], begin: Sequence[int] = ()
-) -> float:
-    """Sum of log p(token | before) over the answer, in nats, from one plain forward. begin: the tokens that answers of
-    an encoder-decoder model begin with; the prompt [T] int64, or features, is its source."""
-    if not answer:
-        return 0.0
-    if isinstance(model, Seq2SeqForestModel):
-        tokens = torch.tensor([[*begin, *answer]], device=model.device)
-        logits = model.plain(tokens, prompt)[0, len(begin) - 1 : -1].float()
-    else:
-        tokens = torch.tensor([[*prompt.tolist(), *answer]], device=model.device)
-        logits = model.plain(tokens)[0, len(prompt) - 1 : -1].float()  # [n, V]
-    chosen = torch.tensor(answer, device=logits.device)
-    return float(logits.log_softmax(-1).gather(-1, chosen[:, None]).double().sum())
+    def _begun(self, prompt: Asked) -> tuple[Tensor, Sequence[int]]:
+        if isinstance(prompt, str):
+            (asked,) = self._spoken([prompt])
+            return asked.source, asked.prompt
+        return torch.tensor(prompt), [self._settings.decoder_start_token_id or 0]
 
 
 def _cache_bytes(cache: object) -> int:

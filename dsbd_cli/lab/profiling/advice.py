@@ -47,9 +47,9 @@ def drafting(run: Run) -> list[str]:
             f"tensors, and {fitted}"
         ]
     log = run.log
-    forwards = [one for one in log.forwards if (one.role, one.kind) == ("draft", "forest")]
+    forwards = log.of("draft")
     phase = next(one.total_s for one in phases_of(run) if one.name == "draft")
-    share = sum(one.seconds() for one in forwards) / phase if phase else 0.0
+    share = log.forward_s("draft", "forest") / phase if phase else 0.0
     return [
         "drafter bridge reads the host in its phase draft by design: the beams once an iteration and the best tokens "
         "after each draft forward, because text lives there",

@@ -105,8 +105,7 @@ class Expected:
     def iteration(self, setting: ForestSize) -> float:
         """The forwards of one iteration of one row."""
         drafting = self.draft.at(setting.drafts_per_layer) if self.draft is not None else 0.0
-        nodes = self.num_beams + setting.depth * setting.drafts_per_layer
-        return self.target.at(nodes) + setting.depth * drafting
+        return self.target.at(setting.nodes(self.num_beams)) + setting.depth * drafting
 
     def request(self, prompt_tokens: int, new_tokens: int) -> float:
         """One request at most: a prompt costs no more per token than a forest, an iteration yields a token or more."""

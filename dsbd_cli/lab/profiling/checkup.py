@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Literal
 
 from dsbd_cli.config import BUILTIN_TARGET, MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.engine.models.catalog import fit, local_folder
-from dsbd_cli.errors import DsbdError, ModelNotFoundError
+from dsbd_cli.errors import DsbdError, ModelNotFoundError, plural
 from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, installed, versions
-from dsbd_cli.lab.reports.words import plural
 from dsbd_cli.lab.tasks import TASKS
 from dsbd_cli.requests import Request
 
@@ -57,7 +56,7 @@ class Check:
     facts: Facts = field(default_factory=dict)
 
 
-class BrokenError(Exception):
+class _BrokenError(Exception):
     """A part does not do what it should; the message is its line."""
 
 
@@ -100,7 +99,7 @@ def _tried(name: str, part: Callable[[], tuple[State, str, Facts]]) -> Check:
     """The part's findings; what it raises is a finding, too."""
     try:
         return Check(name, *part())
-    except (DsbdError, BrokenError) as error:
+    except (DsbdError, _BrokenError) as error:
         return Check(name, "broken", str(error), {"error": str(error)})
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
@@ -139,9 +138,9 @@ def _gpu() -> tuple[State, str, Facts]:
     built = torch.version.cuda
     if not torch.cuda.is_available():
         if built is None and NVIDIA.exists():
-            raise BrokenError(f"there is an NVIDIA driver, but torch {torch.__version__} is built without CUDA")
+            raise _BrokenError(f"there is an NVIDIA driver, but torch {torch.__version__} is built without CUDA")
         if NVIDIA.exists():
-            raise BrokenError(f"torch is built for CUDA {built} and the driver is there, but torch sees no device")
+            raise _BrokenError(f"torch is built for CUDA {built} and the driver is there, but torch sees no device")
         return "off", f"none; torch {'is built without CUDA' if built is None else f'is built for CUDA {built}'}", {}
     told, facts = [], []
     for index in range(torch.cuda.device_count()):
@@ -151,9 +150,9 @@ def _gpu() -> tuple[State, str, Facts]:
             values = torch.arange(64.0, device=f"cuda:{index}").reshape(8, 8)
             right = bool(torch.equal((values @ values.t()).cpu(), values.cpu() @ values.cpu().t()))
         except RuntimeError as error:
-            raise BrokenError(f"cuda:{index} {name} (sm_{major}{minor}) computes nothing: {error}") from error
+            raise _BrokenError(f"cuda:{index} {name} (sm_{major}{minor}) computes nothing: {error}") from error
         if not right:
-            raise BrokenError(f"cuda:{index} {name} (sm_{major}{minor}) gives a wrong product of whole numbers")
+            raise _BrokenError(f"cuda:{index} {name} (sm_{major}{minor}) gives a wrong product of whole numbers")
         told.append(f"cuda:{index} {name}, sm_{major}{minor}, {free / GIB:.1f} of {total / GIB:.1f} GiB free")
         facts.append({"name": name, "capability": f"{major}.{minor}", "free_bytes": free, "memory_bytes": total})
     return "ok", f"{'; '.join(told)}; CUDA {built}", {"cuda": built, "devices": facts}
@@ -323,7 +322,7 @@ def _texts(pair: LoadedPair, prompts: Sequence[str], captured: bool | None) -> t
     if equal == total:
         return "ok", text, facts
     if pair.target.invariant:
-        raise BrokenError(f"{told}, and all should: the target passed as same-text")
+        raise _BrokenError(f"{told}, and all should: the target passed as same-text")
     return "note", f"{told}; others are as likely (same-law)", facts
 
 
@@ -366,7 +365,7 @@ def _steps_per_second(engine: Engine, prompts: Sequence[str], seconds: float) ->
     if not calls:  # no row was done in time
         steps = engine.steps - first
         if not steps:
-            raise BrokenError(f"no token in {took:.0f} s")
+            raise _BrokenError(f"no token in {took:.0f} s")
         return steps / took, took / steps
     return (steps - first) / (last - begun), target_s / calls
 

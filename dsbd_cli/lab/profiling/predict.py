@@ -87,7 +87,7 @@ class Costs:
     def iteration(self, setting: ForestSize) -> float:
         """Seconds of one iteration."""
         depth, drafts = setting.depth, setting.drafts_per_layer
-        total = self.iteration_s + self.target.at(self.num_beams + depth * drafts)
+        total = self.iteration_s + self.target.at(setting.nodes(self.num_beams))
         total += depth * (self.layer_s + self.draft_s * drafts)
         if depth and self.draft is not None:
             first = max(self.first_nodes, self.num_beams)

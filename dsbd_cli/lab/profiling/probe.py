@@ -1,4 +1,5 @@
-"""An observer that takes down, of every layer, which of the target's draws were drafted; and slots of the caches."""
+"""Observers: which of the target's draws were drafted, layer by layer; the caches' slots, and who holds memory at their
+peak."""
 
 from __future__ import annotations
 
@@ -14,13 +15,16 @@ from dsbd_cli.engine.drafting.base import DraftContext
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule
 from dsbd_cli.engine.verify.rejection import draft_law_at
 from dsbd_cli.engine.verify.width import expected_width
+from dsbd_cli.lab.metrics.memory import peak_rss_bytes, reset_peak_rss
 from dsbd_cli.lab.profiling.acceptance import LayerProbe
+from dsbd_cli.lab.profiling.watch import Observer
+from dsbd_cli.lab.reports.profile_data import Owner
 from dsbd_cli.requests import RequestResult
 
-__all__ = ["DraftProbe", "SlotPeak", "SlotProbe"]
+__all__ = ["DraftProbe", "SlotPeak", "SlotProbe", "owners", "peak_bytes", "reset_peak"]
 
 
-class DraftProbe:
+class DraftProbe(Observer):
     """Collects LayerProbes by (row key, iteration). Reads back to the host, so nothing is timed beside it."""
 
     def __init__(self, drafts: Sequence[int], num_beams: int, threshold: float | None) -> None:
@@ -86,7 +90,7 @@ class SlotPeak:
 
 
 @dataclass(slots=True)
-class SlotProbe:
+class SlotProbe(Observer):
     """Watches the caches fill up."""
 
     num_beams: int
@@ -102,10 +106,58 @@ class SlotProbe:
         if now.total > self.peak.total:
             self.peak = now
 
-    def verified(self, rule: Rule, view: LayerView, draws: LayerDraws) -> None:
-        """Nothing moves while a layer is verified."""
-
 
 def _sums(columns: Sequence[Tensor], live: Tensor) -> list[int]:
     sums: list[int] = (torch.stack(list(columns)) * live).sum(1).tolist()
     return sums
+
+
+def reset_peak(devices: Sequence[torch.device]) -> None:
+    """Forget earlier peaks, as far as the system allows it."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+    reset_peak_rss()
+
+
+def peak_bytes(devices: Sequence[torch.device]) -> int:
+    """Of the devices where they are GPUs, else of the process."""
+    cuda = [device for device in devices if device.type == "cuda"]
+    return sum(torch.cuda.max_memory_allocated(device) for device in cuda) if cuda else peak_rss_bytes()
+
+
+def owners(
+    weights: Sequence[tuple[str, int | None]],
+    slots: SlotPeak,
+    slot_bytes: int,
+    reserved_bytes: int,
+    num_beams: int,
+    peak: int,
+    before: int | None,
+    apart_bytes: int = 0,
+) -> tuple[Owner, ...]:
+    """The table. slot_bytes: of one slot in the models that share slots. before: bytes that the process held before it
+    loaded a model (0 on a GPU). apart_bytes: cache of a draft with tokens of its own."""
+    known = sum(size or 0 for _, size in weights) + reserved_bytes + apart_bytes + (before or 0)
+    in_use = slots.total * slot_bytes
+    found = [Owner(f"weights, {role}", size) for role, size in weights]
+    found += [
+        Owner("KV trunk", slots.trunk * slot_bytes, f"{slots.trunk} slots that all live beams of a row share"),
+        Owner("KV tail", slots.tail * slot_bytes, f"{slots.tail} slots where beams differ"),
+        Owner("KV in flight", slots.in_flight * slot_bytes, f"{slots.in_flight} nodes of one iteration"),
+        Owner("KV reserved, free", max(reserved_bytes - in_use, 0), "room to grow, padding"),
+    ]
+    if apart_bytes:
+        found.append(Owner("KV of the draft", apart_bytes, "its own tokens of the same texts, reserved"))
+    if before:
+        found.append(Owner("Python and libraries", before, "before the models were loaded"))
+    if all(size is not None for _, size in weights):
+        note = "peak less all of the above" if peak >= known else "peak less all of the above: below what can be told"
+        found.append(Owner("workspace", max(peak - known, 0), note))
+    else:
+        found.append(Owner("workspace", None, "cannot be told here"))
+    found.append(Owner("peak", peak, "measured"))
+    if num_beams > 1:
+        note = f"KV of the same texts held {num_beams} times, without drafts (computed)"
+        found.append(Owner("one cache per beam", num_beams * slots.path * slot_bytes, note))
+    return tuple(found)

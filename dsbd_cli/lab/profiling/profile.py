@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,7 +11,6 @@ from pathlib import Path
 import torch
 
 from dsbd_cli.config import MethodConfig
-from dsbd_cli.engine.core.grammar import GrammarCompiler
 from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.models.sizes import size_of
@@ -22,9 +20,8 @@ from dsbd_cli.lab.profiling.acceptance import Rates, acceptance_rates
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError, Expected
 from dsbd_cli.lab.profiling.curves import MIN_ROUNDS, WARM_UP, measure_forwards, node_counts, one_forward, points_of
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates
-from dsbd_cli.lab.profiling.memory import owners, peak_bytes, reset_peak
 from dsbd_cli.lab.profiling.predict import Costs, Interpolation, choose, layer_costs, predictions
-from dsbd_cli.lab.profiling.probe import DraftProbe, SlotProbe
+from dsbd_cli.lab.profiling.probe import DraftProbe, SlotProbe, owners, peak_bytes, reset_peak
 from dsbd_cli.lab.profiling.runs import ProfiledPair, Run, drafts_nodes, method_for, phases_of, setting_of
 from dsbd_cli.lab.profiling.snapshot import Snapshot
 from dsbd_cli.lab.profiling.timers import Role, RunLog
@@ -44,7 +41,6 @@ from dsbd_cli.lab.reports.profile_data import (
     spread_of,
 )
 from dsbd_cli.requests import Request, derive_seed
-from dsbd_cli.stats import RequestStats
 from dsbd_cli.variants import TREE, WIDTH_THRESHOLD
 
 __all__ = ["ProfileSpec", "take_profile"]
@@ -153,9 +149,10 @@ class _Session:
         """What single forwards take, and as many prompts and new tokens as one run has time for."""
         method, budget, bench = self._method, self._budget, self._bench
         budget.tell("timing one forward")
-        lengths = [_prompt_tokens(bench, one) for one in bench.requests]
+        encoder = Encoder.alone(bench.target, bench.codec, method)
+        lengths = [_prompt_tokens(encoder, one) for one in bench.requests]
         beams, drafts = method.num_beams, method.drafts_per_layer
-        nodes = sorted({beams, _forest_nodes(method) if method.depth else 4 * beams})
+        nodes = sorted({beams, setting_of(method).nodes(beams) if method.depth else 4 * beams})
         slots = _up(max(lengths) + max(*nodes, drafts) + 1, SLOT_STEP)
 
         def line(model: ForestModel, counts: list[int]) -> Interpolation:
@@ -302,19 +299,13 @@ class _Session:
         )
 
 
-def _prompt_tokens(bench: ProfiledPair, request: Request) -> int:
+def _prompt_tokens(encoder: Encoder, request: Request) -> int:
     """Of a prompt; 0 of one that cannot be decoded, which the run will say."""
-    method, grammars = MethodConfig(num_beams=1, depth=0), GrammarCompiler(bench.codec, bench.target.vocab_size)
-    encoder = Encoder(bench.target, None, bench.codec, method, "error", sys.maxsize, {}, grammars)
     try:
         job = encoder.job(0, request)
         return len(job.prompt) + (job.source_tokens or 0)
     except RowError:
         return 0
-
-
-def _forest_nodes(method: MethodConfig) -> int:
-    return method.num_beams + method.depth * method.drafts_per_layer
 
 
 def _fitting(
@@ -351,20 +342,20 @@ def _scaled(expected: Expected, run: Run, seconds: float) -> Expected:
         expected,
         prefill_s=prefill_s,
         iterations=log.iterations,
-        steps_per_call=run.steps / max(run.calls, 1),
+        steps_per_call=run.stats.steps_per_call,
         scale=(seconds - prefill_s) / forwards if forwards else 1.0,
     )
 
 
 def _rows_of(run: Run, role: Role) -> int:
-    return max(one.rows for one in run.log.forwards if (one.role, one.kind) == (role, "forest"))
+    return max(one.rows for one in run.log.of(role))
 
 
 def _curve_counts(
     method: MethodConfig, bench: ProfiledPair, expected: Expected
 ) -> list[tuple[Role, ForestModel, Interpolation, list[Choice]]]:
     """Of each model the node counts to time: all that a prediction needs, and fewer for when time is short."""
-    beams, nodes = method.num_beams, _forest_nodes(method)
+    beams, nodes = method.num_beams, setting_of(method).nodes(method.num_beams)
     most = max(_drafts(method))  # without a draft too: the curve says what a forest would cost
     every = node_counts(beams, nodes, beams + max(method.depth, LEAST_DEPTH) * most)
     choices: list[Choice] = [
@@ -426,8 +417,7 @@ def _memory(job: ProfileSpec, bench: ProfiledPair) -> tuple[tuple[Owner, ...], R
 def _curve(job: ProfileSpec, budget: Budget, role: Role, model: ForestModel, choice: Choice, run: Run) -> Curve:
     """T(N) of one model, at the rows and slots of the run."""
     counts, rounds = choice
-    forwards = [one for one in run.log.forwards if (one.role, one.kind) == (role, "forest")]
-    rows = max(one.rows for one in forwards)
+    forwards, rows = run.log.of(role), _rows_of(run, role)
     slots = max(_up(sum(one.slots for one in forwards) / len(forwards), SLOT_STEP), max(counts) + SLOT_STEP)
     measured = measure_forwards(
         model,
@@ -506,9 +496,9 @@ def costs_of(run: Run, plain: Run, other: Run, curves: tuple[Curve, ...]) -> Cos
         draft_s=draft,
         once_s=_once(run),
         plain_once_s=_once(plain),
-        rows=run.calls / log.iterations,
-        plain_rows=plain.calls / plain.log.iterations,
-        steps=run.steps,
+        rows=run.stats.target_calls / log.iterations,
+        plain_rows=plain.stats.target_calls / plain.log.iterations,
+        steps=run.stats.steps,
         tokens=run.tokens,
         num_beams=method.num_beams,
     )
@@ -525,10 +515,9 @@ def _work(run: Run, role: Role) -> tuple[list[int], float]:
     if role == "draft" and not drafts_nodes(method):
         return [], 0.0
     if log.every:
-        forwards = [one for one in log.forwards if (one.role, one.kind) == (role, "forest")]
-        return [one.nodes for one in forwards], sum(one.seconds() for one in forwards)
+        return [one.nodes for one in log.of(role)], log.forward_s(role, "forest")
     drafts, beams, depth = method.drafts_per_layer, method.num_beams, method.depth
-    nodes = [beams + depth * drafts] if role == "target" else [beams, *[drafts] * (depth - 1)] if depth else []
+    nodes = [setting_of(method).nodes(beams)] if role == "target" else [beams, *[drafts] * (depth - 1)] if depth else []
     return nodes * log.iterations, log.phases[role] if nodes else 0.0
 
 
@@ -570,9 +559,9 @@ def _measured(setting: ForestSize, runs: list[Run], predicted: Prediction | None
         seconds=spread_of([run.seconds for run in runs]),
         tokens=last.tokens,
         tokens_per_s=spread_of([run.tokens / run.seconds for run in runs]),
-        steps_per_call=last.steps / last.calls,
+        steps_per_call=last.stats.steps_per_call,
         iterations=last.log.iterations,
-        mean_width=last.width,
+        mean_width=last.stats.mean_width,
         phases=phases_of(_median_run(runs)),
         predicted=predicted,
     )
@@ -585,7 +574,4 @@ def _median_run(runs: list[Run]) -> Run:
 
 def _drafter_rates(run: Run) -> tuple[DrafterRate, ...]:
     """Of a run with two drafters, the first one first."""
-    sums = RequestStats()
-    for result in run.results:
-        sums.add(result.stats)
-    return tuple(DrafterRate(name, part.drafted, part.accepted) for name, part in sums.drafters.items())
+    return tuple(DrafterRate(name, part.drafted, part.accepted) for name, part in run.stats.drafters.items())

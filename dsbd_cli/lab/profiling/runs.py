@@ -21,6 +21,7 @@ from dsbd_cli.lab.profiling.budget import Budget, CutOffError
 from dsbd_cli.lab.profiling.timers import RunLog, log_phases, synchronise, timed_codec, timed_model
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize, Phase
 from dsbd_cli.requests import Request, RequestResult
+from dsbd_cli.stats import RequestStats
 from dsbd_cli.variants import MIN_WIDTH, RULES
 
 __all__ = ["ProfiledPair", "Run", "drafts_nodes", "method_for", "phases_of", "setting_of"]
@@ -72,19 +73,9 @@ class Run:
         return sum(result.hypotheses[0].num_tokens for result in self.results if result.hypotheses)
 
     @property
-    def steps(self) -> int:
-        """Steps of all requests."""
-        return sum(result.stats.steps for result in self.results)
-
-    @property
-    def calls(self) -> int:
-        """Target calls, counted per request."""
-        return sum(result.stats.target_calls for result in self.results)
-
-    @property
-    def width(self) -> float:
-        """Live beams per step."""
-        return sum(result.stats.width_sum for result in self.results) / max(self.steps, 1)
+    def stats(self) -> RequestStats:
+        """Counters of all requests."""
+        return RequestStats.total(result.stats for result in self.results)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.noise import seed_key
 from dsbd_cli.engine.drafting.base import DraftContext
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule
+from dsbd_cli.lab.profiling.watch import Observer
 from dsbd_cli.lab.reports.profile_data import NodeState, ShownForest, ShownNode
 
 __all__ = ["Snapshot"]
@@ -29,7 +30,7 @@ class _Layer:
 
 
 @dataclass(slots=True)
-class Snapshot:
+class Snapshot(Observer):
     """An observer that keeps iteration `number` (from 1) of the request with this seed."""
 
     seed: int

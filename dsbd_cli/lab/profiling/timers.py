@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -39,8 +39,8 @@ def synchronise(*devices: torch.device) -> None:
             torch.cuda.synchronize(device)
 
 
-class _Moments:
-    """A duration on a device's own time line, without a synchronisation of its own."""
+class Stopwatch:
+    """A duration on a device's own time line, from now on, without a synchronisation of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -63,11 +63,6 @@ class _Moments:
             first, last = self._events
             return lambda: first.elapsed_time(last) / 1e3
         return partial(float, self._seconds)
-
-
-def stopwatch(device: torch.device) -> _Moments:
-    """Starts at once."""
-    return _Moments(device)
 
 
 @dataclass(slots=True)
@@ -100,9 +95,22 @@ class RunLog:
     seen: set[Role] = field(default_factory=set)
     reserved: dict[Role, int] = field(default_factory=dict)
 
+    def of(self, role: Role, kind: Kind = "forest") -> list[Forward]:
+        """All logged forwards of one model and kind."""
+        return [one for one in self.forwards if (one.role, one.kind) == (role, kind)]
+
     def forward_s(self, role: Role, kind: Kind) -> float:
-        """Seconds of all logged forwards of one model."""
-        return sum(one.seconds() for one in self.forwards if (one.role, one.kind) == (role, kind))
+        """Seconds of all logged forwards of one model and kind."""
+        return sum(one.seconds() for one in self.of(role, kind))
+
+    @contextmanager
+    def adding(self, name: Literal["tokenise_s", "detokenise_s"]) -> Iterator[None]:
+        """Add the seconds of a block."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
     def move_s(self) -> float:
         """Seconds of all logged moves, which are part of the phase verify."""
@@ -175,7 +183,7 @@ class TimedModel:
         if self._name_scopes:
             scope = torch.profiler.record_function(f"{self.role} {kind} forward")
         with scope:
-            watch = stopwatch(self.device)
+            watch = Stopwatch(self.device)
             output = self.inner.forward(batch, logits=logits)
             seconds = watch.stop()
         rows, nodes, slots = batch.mask.shape
@@ -189,7 +197,7 @@ class TimedModel:
         if not self.log.every:
             self.inner.move(source, target, trunk)
             return
-        watch = stopwatch(self.device)
+        watch = Stopwatch(self.device)
         self.inner.move(source, target, trunk)
         self.log.moves.append(watch.stop())
 
@@ -223,7 +231,7 @@ class TimedModel:
         return self.inner.state_bytes(window)
 
 
-class TimedSourceModel(TimedModel):
+class _TimedSourceModel(TimedModel):
     """A model with an encoder, whose reading of sources is logged as a prefill."""
 
     inner: SourceModel
@@ -244,7 +252,7 @@ class TimedSourceModel(TimedModel):
 
     def encode(self, rows: Sequence[int], sources: Sequence[Tensor]) -> None:
         """The inner reading, timed."""
-        watch = stopwatch(self.device)
+        watch = Stopwatch(self.device)
         self.inner.encode(rows, sources)
         longest = max(source.shape[-1] for source in sources)
         self.log.forwards.append(Forward(self.role, "prefill", longest, len(sources), longest, False, watch.stop()))
@@ -252,11 +260,11 @@ class TimedSourceModel(TimedModel):
 
 def timed_model(inner: ForestModel, role: Role, log: RunLog, *, name_scopes: bool = False) -> TimedModel:
     """A model whose forwards are logged, of its kind."""
-    kind = TimedSourceModel if isinstance(inner, SourceModel) else TimedModel
+    kind = _TimedSourceModel if isinstance(inner, SourceModel) else TimedModel
     return kind(inner, role, log, name_scopes=name_scopes)
 
 
-class TimedCodec:
+class _TimedCodec:
     """A codec whose encoding and decoding is timed."""
 
     def __init__(self, inner: TextCodec, log: RunLog) -> None:
@@ -269,11 +277,8 @@ class TimedCodec:
 
     def encode(self, prompt: str) -> list[int]:
         """Timed."""
-        start = time.perf_counter()
-        try:
+        with self.log.adding("tokenise_s"):
             return self.inner.encode(prompt)
-        finally:
-            self.log.tokenise_s += time.perf_counter() - start
 
     def encode_pieces(self, texts: list[str]) -> list[list[int]]:
         """As the inner codec."""
@@ -281,37 +286,28 @@ class TimedCodec:
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Timed."""
-        start = time.perf_counter()
-        try:
+        with self.log.adding("tokenise_s"):
             return self.inner.encode_chat(messages)
-        finally:
-            self.log.tokenise_s += time.perf_counter() - start
 
     def decode(self, ids: list[int]) -> str:
         """Timed."""
-        start = time.perf_counter()
-        try:
+        with self.log.adding("detokenise_s"):
             return self.inner.decode(ids)
-        finally:
-            self.log.detokenise_s += time.perf_counter() - start
 
     def token_bytes(self) -> list[bytes]:
         """As the inner codec."""
         return self.inner.token_bytes()
 
 
-class TimedSourceCodec(TimedCodec):
+class _TimedSourceCodec(_TimedCodec):
     """A codec of a model with an encoder."""
 
     inner: SourceCodec
 
     def source(self, request: Request) -> SourceRequest:
         """Timed."""
-        start = time.perf_counter()
-        try:
+        with self.log.adding("tokenise_s"):
             return self.inner.source(request)
-        finally:
-            self.log.tokenise_s += time.perf_counter() - start
 
     @property
     def timestamps(self) -> Timestamps | None:
@@ -327,9 +323,9 @@ class TimedSourceCodec(TimedCodec):
         return self.inner.cut(source, room)
 
 
-def timed_codec(inner: TextCodec, log: RunLog) -> TimedCodec:
+def timed_codec(inner: TextCodec, log: RunLog) -> _TimedCodec:
     """A codec whose encoding and decoding is timed, of its kind."""
-    return TimedSourceCodec(inner, log) if isinstance(inner, SourceCodec) else TimedCodec(inner, log)
+    return _TimedSourceCodec(inner, log) if isinstance(inner, SourceCodec) else _TimedCodec(inner, log)
 
 
 class _PhaseLog(PhaseTimer):

@@ -15,12 +15,11 @@ from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.base import DraftContext
-from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule
 from dsbd_cli.errors import OutputError
 from dsbd_cli.job.data.resume import write_atomically
 from dsbd_cli.lab.profiling.runs import ProfiledPair
 from dsbd_cli.lab.profiling.timers import RunLog, synchronise
-from dsbd_cli.lab.profiling.watch import WatchedDrafter
+from dsbd_cli.lab.profiling.watch import Observer, WatchedDrafter
 
 __all__ = ["write_trace"]
 
@@ -28,7 +27,7 @@ TRACED_ITERATIONS = 8
 
 
 @dataclass(slots=True)
-class _StopAfter:
+class _StopAfter(Observer):
     """Ends a run with its `left`-th iteration."""
 
     engine: Engine
@@ -39,9 +38,6 @@ class _StopAfter:
         self.left -= 1
         if self.left <= 0:
             self.engine.stop()
-
-    def verified(self, rule: Rule, view: LayerView, draws: LayerDraws) -> None:
-        """Nothing to do."""
 
 
 @contextmanager

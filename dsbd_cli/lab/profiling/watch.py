@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter
@@ -12,16 +10,14 @@ from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule
 __all__ = ["WatchedDrafter", "watch"]
 
 
-class Observer(Protocol):
+class Observer:
     """Is told of every forest and every verified layer of all rows, on the device. Must change nothing."""
 
     def proposed(self, context: DraftContext, forest: Forest) -> None:
         """A forest was drafted."""
-        ...
 
     def verified(self, rule: Rule, view: LayerView, draws: LayerDraws) -> None:
         """A layer was verified. Layers below the one where a row stopped are verified too, for nothing."""
-        ...
 
 
 class WatchedDrafter(Drafter):
@@ -43,7 +39,7 @@ class WatchedDrafter(Drafter):
         self.inner.release()
 
 
-class WatchedRule(Rule):
+class _WatchedRule(Rule):
     """Verifies as the inner rule does, and tells. Asks for the law Q in every case, so that it can be shown."""
 
     needs_law = True
@@ -64,4 +60,4 @@ def watch(engine: Engine, observer: Observer) -> None:
     stepper = engine.stepper
     stepper.kernels -= {"walk"}
     stepper.drafter = WatchedDrafter(stepper.drafter, observer)
-    stepper.rule = WatchedRule(stepper.rule, observer)
+    stepper.rule = _WatchedRule(stepper.rule, observer)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dsbd_cli.errors import plural
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Choice, Interval
-from dsbd_cli.lab.reports.words import plural
 
 __all__ = [
     "DASH",

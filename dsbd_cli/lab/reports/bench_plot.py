@@ -39,7 +39,7 @@ FAMILIES = {
 STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))
 
 
-def colour_of(method: str) -> str:
+def _colour_of(method: str) -> str:
     """Of the family: a rule with all its widths and drafters, the methods of others, or what has no beams of ours."""
     if method.startswith(("hf-", "ct2-", "llama-cpp-")):
         return MUTED
@@ -63,7 +63,7 @@ def bench_figure(report: BenchReport) -> Figure:
         _quality(middle, shown[task], task)
         _depth(right, rows, task, height - MARGIN)
         for axes in more:
-            curve_panel(axes, report, task, {row.method: colour_of(row.method) for row in rows})
+            curve_panel(axes, report, task, {row.method: _colour_of(row.method) for row in rows})
     return figure
 
 
@@ -96,7 +96,7 @@ def _speed(axes: Axes, shown: Sequence[BenchRow], rows: Sequence[BenchRow], task
     some = f" (best {len(shown)} of {len(rows)} settings)" if len(shown) < len(rows) else ""
     plain_axes(axes, f"{task}, {records} records: speed", f"tokens per second{some}", "")
     for place, row in enumerate(shown):
-        speed, colour = row.tokens_per_s, colour_of(row.method)
+        speed, colour = row.tokens_per_s, _colour_of(row.method)
         axes.hlines(place, speed.low, speed.high, color=colour, alpha=0.4, linewidth=3)
         axes.plot(speed.value, place, "o", color=colour, markersize=6, clip_on=False)
     axes.set_yticks(range(len(shown)), [row.name for row in shown])
@@ -114,7 +114,7 @@ def _quality(axes: Axes, shown: Sequence[BenchRow], task: str) -> None:
     label = f"{metric} (%)" if metric else "log-probability per token"
     plain_axes(axes, f"{task}: quality", label, "")
     for place, row in enumerate(shown):
-        level, colour = _level(row), colour_of(row.method)
+        level, colour = _level(row), _colour_of(row.method)
         if level is None:
             continue
         if row.quality is not None:
@@ -152,7 +152,7 @@ def _depth(axes: Axes, rows: Sequence[BenchRow], task: str, height: float) -> No
         axes.set_xticks([])
         return
     drawn = [(row, _until_zero(row)) for row in chosen.values()]
-    hues = [colour_of(row.method) for row, _ in drawn]
+    hues = [_colour_of(row.method) for row, _ in drawn]
     for place, ((row, shares), colour) in enumerate(zip(drawn, hues, strict=True)):
         style, marker = STYLES[hues[:place].count(colour) % len(STYLES)]
         layers = range(1, len(shares) + 1)

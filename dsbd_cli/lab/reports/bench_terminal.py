@@ -9,11 +9,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from dsbd_cli.errors import plural
 from dsbd_cli.lab.reports import bench_cells as cells
 from dsbd_cli.lab.reports.bench_cells import ReportColumn
 from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Choice
 from dsbd_cli.lab.reports.screen import Screen
-from dsbd_cli.lab.reports.words import plural
 
 __all__ = ["print_report"]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 __all__ = [
@@ -48,10 +49,7 @@ class Spread:
 
 def spread_of(values: list[float]) -> Spread:
     """Of at least one value."""
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-    return Spread(median, ordered[0], ordered[-1], len(ordered))
+    return Spread(median(values), min(values), max(values), len(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +59,10 @@ class ForestSize:
     depth: int
     drafts_per_layer: int
     min_width: int | None = None
+
+    def nodes(self, num_beams: int) -> int:
+        """N."""
+        return num_beams + self.depth * self.drafts_per_layer
 
     @property
     def label(self) -> str:

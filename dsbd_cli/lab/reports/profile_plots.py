@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dsbd_cli.errors import plural
 from dsbd_cli.lab.reports.profile_data import Curve, Profile
 from dsbd_cli.lab.reports.style import COLOURS, new_figure, plain_axes
-from dsbd_cli.lab.reports.words import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

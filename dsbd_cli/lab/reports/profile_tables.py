@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from dsbd_cli.errors import plural
 from dsbd_cli.lab.reports.profile_data import Curve, ForestSize, MeasuredSetting, Prediction, Profile
-from dsbd_cli.lab.reports.words import plural
 
 __all__ = ["bytes_text", "profile_tables", "seconds_text"]
 

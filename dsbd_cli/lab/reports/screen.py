@@ -6,10 +6,19 @@ from typing import IO
 
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
+from rich.table import Table
 
-__all__ = ["Screen"]
+__all__ = ["Screen", "before_and_after"]
 
 LEAST_WIDTH, WIDTH_OF_FILES, NO_LIMIT = 80, 120, 10_000
+
+
+def before_and_after() -> Table:
+    """A table of two numbers a row."""
+    table = Table(box=None)
+    for place, name in enumerate(("", "before", "after")):
+        table.add_column(name, justify="right" if place else "left")
+    return table
 
 
 class Screen(Console):
@@ -30,6 +39,10 @@ class Screen(Console):
             self.print(table)
         finally:
             self.width = before
+
+    def say(self, text: str) -> None:
+        """A line as it is, which the terminal alone wraps."""
+        self.print(text, soft_wrap=True)
 
     def on_broken_pipe(self) -> None:
         """Nobody reads any more: no error, as for every command. Raises BrokenPipeError, which ends the command."""

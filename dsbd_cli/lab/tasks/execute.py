@@ -49,7 +49,7 @@ def allow(action: int, *_: str | None) -> int:
     return sqlite3.SQLITE_OK if action in READS else sqlite3.SQLITE_DENY
 
 
-def budget_of_steps(calls: int = MAX_CALLS) -> Callable[[], bool]:
+def _budget_of_steps(calls: int = MAX_CALLS) -> Callable[[], bool]:
     """A budget that is the same on every machine: `calls` x STEPS_PER_CALL steps of SQLite's virtual machine."""
     left = calls
 
@@ -78,7 +78,7 @@ def attempt(
     database: sqlite3.Connection, sql: str, *, over: Callable[[], bool] | None = None, max_rows: int = MAX_ROWS
 ) -> tuple[Rows | None, str | None]:
     """The rows of one statement as `run` gives them, or None and why there are none."""
-    asked = over or budget_of_steps()
+    asked = over or _budget_of_steps()
     database.set_progress_handler(lambda: int(asked()), STEPS_PER_CALL)
     try:
         cursor = database.execute(sql)

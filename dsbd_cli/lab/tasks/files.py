@@ -6,13 +6,11 @@ import json
 from pathlib import Path
 from typing import TypeVar
 
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import KINDS, UsageError, shorten
 
 __all__ = ["field", "items", "read_json", "read_text"]
 
 T = TypeVar("T")
-
-NAMES = {str: "a string", list: "a list", dict: "an object", int: "an integer", bool: "true or false"}
 
 
 def read_text(path: Path) -> str:
@@ -37,20 +35,15 @@ def read_json(path: Path) -> object:
 def field(value: object, name: str, kind: type[T], place: str) -> T:
     """`value[name]`, which must be of this kind. place: the file and the way to `value`."""
     if not isinstance(value, dict):
-        raise UsageError(f"{place} is {_shown(value)}, but must be an object")
+        raise UsageError(f"{place} is {shorten(value)}, but must be an object")
     if name not in value:
         raise UsageError(f"{place} has no field {name}")
     found = value[name]
     if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
-        raise UsageError(f"{place}.{name} is {_shown(found)}, but must be {NAMES[kind]}")
+        raise UsageError(f"{place}.{name} is {shorten(found)}, but must be {KINDS[kind]}")
     return found
 
 
 def items(value: object, name: str, place: str) -> list[tuple[str, object]]:
     """The list `value[name]` as pairs of place and item."""
     return [(f"{place}.{name}[{number}]", item) for number, item in enumerate(field(value, name, list, place))]
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:59]}…"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from dsbd_cli.errors import InvalidRowError, UsageError
+from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 from dsbd_cli.job.records.parse import parse_object
 from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.files import read_text
@@ -29,10 +29,10 @@ def mt_bench_dataset(path: Path) -> Dataset:
     for place, row in _rows(path):
         turns = row.get("turns")
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-            raise UsageError(f"{place}: turns is {_shown(turns)}, but must be a list of texts")
+            raise UsageError(f"{place}: turns is {shorten(turns)}, but must be a list of texts")
         name = row.get("question_id")
         if not isinstance(name, int | str):
-            raise UsageError(f"{place}: question_id is {_shown(name)}, but must be a number or a text")
+            raise UsageError(f"{place}: question_id is {shorten(name)}, but must be a number or a text")
         messages: list[Message] = [{"role": "user", "content": turns[0]}]
         records.append(TaskRecord(f"mt-bench-{name}", turns[0], "", {"messages": messages}))
     return Dataset("mt-bench", (), lambda: iter(records), _nothing)
@@ -83,22 +83,22 @@ def _record(place: str, row: Mapping[str, object], number: int) -> TaskRecord:
         raise UsageError(f"{place}: give prompt, messages or audio, one of them")
     for field, given in (("prompt", prompt), ("audio", audio)):
         if given is not None and (not isinstance(given, str) or not given):
-            raise UsageError(f"{place}: {field} is {_shown(given)}, but must be a text that is not empty")
+            raise UsageError(f"{place}: {field} is {shorten(given)}, but must be a text that is not empty")
     if messages is not None and not _are_messages(messages):
         raise UsageError(
-            f"{place}: messages is {_shown(messages)}, but must be a list of objects with role and content"
+            f"{place}: messages is {shorten(messages)}, but must be a list of objects with role and content"
         )
     if not isinstance(reference, str):
-        raise UsageError(f"{place}: reference is {_shown(reference)}, but must be a text")
+        raise UsageError(f"{place}: reference is {shorten(reference)}, but must be a text")
     name = row.get("id", f"line-{number + 1}")
     if not isinstance(name, str | int):
-        raise UsageError(f"{place}: id is {_shown(name)}, but must be a text")
+        raise UsageError(f"{place}: id is {shorten(name)}, but must be a text")
     asked = {"messages": messages, "audio": audio}
     meta: dict[str, object] = {name: value for name, value in asked.items() if value is not None}
     if "relevant" in row:
         relevant = row["relevant"]
         if not isinstance(relevant, list) or not relevant or not all(type(one) in (str, int) for one in relevant):
-            raise UsageError(f"{place}: relevant is {_shown(relevant)}, but must be a list of ids")
+            raise UsageError(f"{place}: relevant is {shorten(relevant)}, but must be a list of ids")
         meta["relevant"] = frozenset(str(one).strip() for one in relevant)
     return TaskRecord(str(name), prompt if isinstance(prompt, str) else "", reference, meta)
 
@@ -134,8 +134,3 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
                 raise UsageError(f"{path} line {number}: {error}") from None
     if not found:
         raise UsageError(f"{path} holds no line")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:59]}…"

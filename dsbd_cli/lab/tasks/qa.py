@@ -16,7 +16,7 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class _Passage:
     """A passage, the facts that it tells, and what each fact says was done."""
 
     text: str
@@ -39,7 +39,7 @@ def f1(gold: str, found: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def make_passage(split: str, rng: random.Random, level: int) -> Passage:
+def _make_passage(split: str, rng: random.Random, level: int) -> _Passage:
     """One fact at level 0, two at level 1; at level 2 one or two, and some people have roles that stand for names."""
     taken: set[str] = set()
     count = (1, 2, rng.choice((1, 2)))[level]
@@ -60,15 +60,15 @@ def make_passage(split: str, rng: random.Random, level: int) -> Passage:
         sentences.append(sentence)
         facts.append(fact)
         deeds.append(deed)
-    return Passage(" ".join(sentences), tuple(facts), tuple(deeds))
+    return _Passage(" ".join(sentences), tuple(facts), tuple(deeds))
 
 
-def name_person(fact: Fact, rng: random.Random) -> str:
+def _name_person(fact: Fact, rng: random.Random) -> str:
     """The fact's person by name, or by role where it is known."""
     return f"the {fact.person.role}" if fact.person.role and rng.random() < 0.3 else fact.person.name
 
 
-def name_thing(fact: Fact, others: list[Fact]) -> str:
+def _name_thing(fact: Fact, others: list[Fact]) -> str:
     """The fact's thing by its noun where that is enough, else in full."""
     alone = all(other.noun != fact.noun for other in others)
     return f"the {fact.noun}" if alone else fact.thing
@@ -82,46 +82,46 @@ def clear(asked: str, fact: Fact, others: list[Fact]) -> bool:
     return all(other.thing != fact.thing for other in others)
 
 
-def ask_deed(fact: Fact, deed: str, rng: random.Random) -> tuple[str, str]:
+def _ask_deed(fact: Fact, deed: str, rng: random.Random) -> tuple[str, str]:
     """A question about all that a person did."""
     hint = f" in {fact.town}" if fact.town else f" {fact.time}"
-    return f"what did {name_person(fact, rng)} do{hint if rng.random() < 0.5 else ''}", deed
+    return f"what did {_name_person(fact, rng)} do{hint if rng.random() < 0.5 else ''}", deed
 
 
-def ask(passage: Passage, rng: random.Random) -> tuple[str, str]:
+def ask(passage: _Passage, rng: random.Random) -> tuple[str, str]:
     """A question and the span that answers it."""
     while True:
         index = rng.randrange(len(passage.facts))
         fact = passage.facts[index]
         others = [other for other in passage.facts if other is not fact]
-        parts = [kind for kind in ("place", "time", "reason") if answer_of(kind, fact)]
+        parts = [kind for kind in ("place", "time", "reason") if _answer_of(kind, fact)]
         asked = rng.choice(["deed", "deed", "what", "what", "who", *parts])
         if asked == "deed":
-            return ask_deed(fact, passage.deeds[index], rng)
+            return _ask_deed(fact, passage.deeds[index], rng)
         if not clear(asked, fact, others) or (asked == "who" and not fact.helper and rng.random() < 0.5):
             continue
-        return word_question(asked, fact, others, rng), answer_of(asked, fact)
+        return _word_question(asked, fact, others, rng), _answer_of(asked, fact)
 
 
-def answer_of(asked: str, fact: Fact) -> str:
+def _answer_of(asked: str, fact: Fact) -> str:
     """The span that answers a question of this kind."""
     spans = {"who": fact.actors, "what": fact.thing, "place": fact.place, "time": fact.time, "reason": fact.reason}
     return spans[asked]
 
 
-def word_question(asked: str, fact: Fact, others: list[Fact], rng: random.Random) -> str:
+def _word_question(asked: str, fact: Fact, others: list[Fact], rng: random.Random) -> str:
     """A question about one part of a fact, active or passive, with the fact's verb or another."""
     base, synonym, synonym_past = VERBS[fact.verb]
     other_word = rng.random() < 0.25
     verb, past = (synonym, synonym_past) if other_word else (base, fact.verb)
     if asked == "who":
-        return f"who {past} {name_thing(fact, others)}"
-    actor = name_person(fact, rng)
+        return f"who {past} {_name_thing(fact, others)}"
+    actor = _name_person(fact, rng)
     passive = rng.random() < 0.6
     if asked == "what":
         return f"what was {past} by {actor}" if passive else f"what did {actor} {verb}"
     word = {"place": "where", "time": "when", "reason": "why"}[asked]
-    thing = name_thing(fact, others)
+    thing = _name_thing(fact, others)
     if passive:
         return f"{word} was {thing} {past}"
     return f"{word} did {actor} {verb} {thing}"
@@ -135,7 +135,7 @@ class QaTask(Task):
 
     def draw(self, split: str, rng: random.Random, size: int, level: int) -> list[Drawn]:
         """Questions about one passage."""
-        passage = make_passage(split, rng, level)
+        passage = _make_passage(split, rng, level)
         pairs = [ask(passage, rng) for _ in range(size)]
         return [(f"passage: {passage.text}\nquestion: {question}\nanswer:", answer, {}) for question, answer in pairs]
 

@@ -51,7 +51,7 @@ GROUPS = "sailors children travellers soldiers farmers visitors workers pilgrims
 
 
 @dataclass(frozen=True, slots=True)
-class Person:
+class _Person:
     """A person with a role that later sentences may use instead of the name."""
 
     name: str
@@ -62,7 +62,7 @@ class Person:
 class Fact:
     """One event; `helper` is empty or a second person's name."""
 
-    person: Person
+    person: _Person
     helper: str
     verb: str
     thing: str
@@ -78,12 +78,12 @@ class Fact:
         return f"{self.person.name} and {self.helper}" if self.helper else self.person.name
 
 
-def make_person(split: str, rng: random.Random, taken: set[str], role: str) -> Person:
+def make_person(split: str, rng: random.Random, taken: set[str], role: str) -> _Person:
     """A person with a made-up name."""
-    return Person(proper_name(split, rng, taken), role)
+    return _Person(proper_name(split, rng, taken), role)
 
 
-def make_thing(rng: random.Random, noun: str) -> str:
+def _make_thing(rng: random.Random, noun: str) -> str:
     """An object with an adjective or two and, half the time, its parts."""
     kinds = [rng.choice(pool) for pool in (SIZES, COLORS, MATERIALS) if rng.random() < 0.55]
     first = (kinds or [noun])[0]
@@ -92,14 +92,14 @@ def make_thing(rng: random.Random, noun: str) -> str:
     return " ".join([article, *kinds, noun]) + parts
 
 
-def make_place(rng: random.Random, town: str) -> str:
+def _make_place(rng: random.Random, town: str) -> str:
     """A spot in a town, or the town alone."""
     if rng.random() < 0.25:
         return f"in {town}"
     return f"{rng.choice(NEAR)} the {rng.choice(SPOTS)} in {town}"
 
 
-def make_time(rng: random.Random) -> str:
+def _make_time(rng: random.Random) -> str:
     """A date, a day or a season."""
     draw = rng.random()
     if draw < 0.5:
@@ -109,14 +109,14 @@ def make_time(rng: random.Random) -> str:
     return f"in the {rng.choice(PERIODS)} {rng.choice(SEASONS)}"
 
 
-def make_reason(rng: random.Random) -> str:
+def _make_reason(rng: random.Random) -> str:
     """A cause or an aim."""
     if rng.random() < 0.6:
         return f"because the {rng.choice(RUINS)} had been {rng.choice(HARMS)} by a {rng.choice(CAUSES)}"
     return f"to {rng.choice(AIMS)} the {rng.choice(GROUPS)} of the {rng.choice(LANDS)}"
 
 
-def make_fact(split: str, rng: random.Random, taken: set[str], person: Person, verb: str, noun: str) -> Fact:
+def make_fact(split: str, rng: random.Random, taken: set[str], person: _Person, verb: str, noun: str) -> Fact:
     """An event of a person with two of place, time and reason."""
     town = proper_name(split, rng, taken)
     helper = make_person(split, rng, taken, "").name if rng.random() < 0.25 else ""
@@ -125,12 +125,12 @@ def make_fact(split: str, rng: random.Random, taken: set[str], person: Person, v
         person,
         helper,
         verb,
-        make_thing(rng, noun),
+        _make_thing(rng, noun),
         noun,
-        "" if absent == "place" else make_place(rng, town),
+        "" if absent == "place" else _make_place(rng, town),
         "" if absent == "place" else town,
-        "" if absent == "time" else make_time(rng),
-        "" if absent == "reason" else make_reason(rng),
+        "" if absent == "time" else _make_time(rng),
+        "" if absent == "reason" else _make_reason(rng),
     )
 
 

@@ -42,9 +42,9 @@ class Task(ABC):
 
     def groups(self, split: str, seed: int, size: int, level: int) -> Iterator[list[TaskRecord]]:
         """Endless groups of `size` records that share one context; level 0 is the easiest."""
-        check_split(split)
+        _check_split(split)
         for index in itertools.count():
-            rng, name = rng_for(self.name, split, seed, size, level, index), f"{self.name}-{split}-{seed}-{index}"
+            rng, name = _rng_for(self.name, split, seed, size, level, index), f"{self.name}-{split}-{seed}-{index}"
             drawn = self.draw(split, rng, size, level)
             yield [TaskRecord(name + (f"-{at}" if size > 1 else ""), *parts) for at, parts in enumerate(drawn)]
 
@@ -57,13 +57,13 @@ class Task(ABC):
         """Whether `text` answers the record."""
 
 
-def rng_for(*key: object) -> random.Random:
+def _rng_for(*key: object) -> random.Random:
     """A random stream that depends on the key alone, not on the process or the platform."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
     return random.Random(int.from_bytes(digest, "big"))
 
 
-def check_split(split: str) -> None:
+def _check_split(split: str) -> None:
     """Raise ValueError unless `split` is one of SPLITS."""
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}, expected one of {', '.join(SPLITS)}")

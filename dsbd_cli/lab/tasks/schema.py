@@ -70,13 +70,13 @@ class Schema:
         return [(by_name[t.parent], t) for t in self.tables if t.parent is not None]
 
 
-def number_column(split: str, rng: random.Random, taken: set[str]) -> Column:
+def _number_column(split: str, rng: random.Random, taken: set[str]) -> Column:
     """A number column: as many distinct values as rows, so that sorting has no ties."""
     name = draw_name(split, lambda: compound(rng, COLUMN_MODIFIERS, NUMBER_NOUNS), taken)
     return Column(name, "number", tuple(rng.sample(range(3, 100), ROWS)))
 
 
-def text_column(split: str, rng: random.Random, taken: set[str], values: set[str]) -> Column:
+def _text_column(split: str, rng: random.Random, taken: set[str], values: set[str]) -> Column:
     """A text column of a few values that repeat."""
     name = draw_name(split, lambda: compound(rng, COLUMN_MODIFIERS, TEXT_NOUNS), taken)
     pool = [proper_name(split, rng, values) for _ in range(rng.randint(4, 6))]
@@ -111,10 +111,10 @@ def make_schema(split: str, rng: random.Random, tables: int, widest: int) -> Sch
         keys = [Column(f"{name}_id", "key")]
         if parent is not None:
             keys.append(Column(f"{parent}_id", "key"))
-        plain = [number_column(split, rng, taken), text_column(split, rng, taken, values)]
+        plain = [_number_column(split, rng, taken), _text_column(split, rng, taken, values)]
         for _ in range(rng.randint(2, widest) - 2):
             number = rng.random() < 0.5
-            plain.append(number_column(split, rng, taken) if number else text_column(split, rng, taken, values))
+            plain.append(_number_column(split, rng, taken) if number else _text_column(split, rng, taken, values))
         rng.shuffle(plain)
         columns = tuple(keys + plain)
         made.append(Table(name, parent, columns, fill(columns, rng)))

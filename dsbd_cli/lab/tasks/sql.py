@@ -13,12 +13,12 @@ from dsbd_cli.lab.tasks.schema import Schema, make_schema
 from dsbd_cli.lab.tasks.sql_forms import Clause, ask
 
 
-def tables_of(schema: Schema) -> dict[str, TableData]:
+def _tables_of(schema: Schema) -> dict[str, TableData]:
     """The schema's tables as plain data."""
     return {t.name: {"columns": [c.name for c in t.columns], "rows": [list(r) for r in t.rows]} for t in schema.tables}
 
 
-def draw_schema(split: str, rng: random.Random, level: int) -> Schema:
+def _draw_schema(split: str, rng: random.Random, level: int) -> Schema:
     """A schema that fits the level: one table, two, or one to three."""
     if level == 0:
         return make_schema(split, rng, 1, 3)
@@ -33,7 +33,7 @@ def telling(database: sqlite3.Connection, sql: str) -> bool:
     return bool(rows) and any(value not in (0, None) for value in (rows or [()])[0])
 
 
-def draw_clause(schema: Schema, database: sqlite3.Connection, rng: random.Random, level: int) -> Clause:
+def _draw_clause(schema: Schema, database: sqlite3.Connection, rng: random.Random, level: int) -> Clause:
     """A question whose gold result tells something."""
     while True:
         clause = ask(schema, rng, level)
@@ -49,10 +49,10 @@ class SqlTask(Task):
 
     def draw(self, split: str, rng: random.Random, size: int, level: int) -> list[Drawn]:
         """Questions about one schema."""
-        schema = draw_schema(split, rng, level)
-        tables = tables_of(schema)
+        schema = _draw_schema(split, rng, level)
+        tables = _tables_of(schema)
         with closing(connect(tables)) as database:
-            clauses = [draw_clause(schema, database, rng, level) for _ in range(size)]
+            clauses = [_draw_clause(schema, database, rng, level) for _ in range(size)]
         return [
             (
                 f"schema: {schema.text()}\nquestion: {clause.words}\nsql:",

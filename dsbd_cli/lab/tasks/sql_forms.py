@@ -81,7 +81,7 @@ def compare(column: Column, rng: random.Random) -> Clause:
     return Clause(f"{said} is {rng.choice(COMPARE[sign])} {value}", f"{column.name} {sign} {value}")
 
 
-def above_average(table: Table, rng: random.Random) -> Clause:
+def _above_average(table: Table, rng: random.Random) -> Clause:
     """A condition against the average of the whole table."""
     column = rng.choice(table.of_kind("number"))
     sign, word = rng.choice(((">", "above"), ("<", "below")))
@@ -98,7 +98,7 @@ def condition(scope: Scope, rng: random.Random, level: int) -> Clause:
         if rng.random() < 0.7:
             first = Clause(f"{scope.other.name.replace('_', ' ')} {first.words}", first.sql)
     elif level and rng.random() < 0.2:
-        first = above_average(scope.main, rng)
+        first = _above_average(scope.main, rng)
     else:
         first = compare(rng.choice(columns), rng)
     parts = [first]
@@ -125,7 +125,7 @@ def membership(schema: Schema, rng: random.Random) -> tuple[Scope, Clause]:
     return Scope(parent), Clause(f" that have some {one} whose {inner.words}", sql)
 
 
-def pick_scope(schema: Schema, rng: random.Random, level: int) -> tuple[Scope, Clause]:
+def _pick_scope(schema: Schema, rng: random.Random, level: int) -> tuple[Scope, Clause]:
     """The tables of a question and its condition (perhaps none)."""
     draw = rng.random()
     pairs = schema.pairs()
@@ -140,7 +140,7 @@ def pick_scope(schema: Schema, rng: random.Random, level: int) -> tuple[Scope, C
     return scope, (condition(scope, rng, level) if draw < 0.85 else NONE)
 
 
-def plain_select(scope: Scope, where: Clause, rng: random.Random) -> Clause:
+def _plain_select(scope: Scope, where: Clause, rng: random.Random) -> Clause:
     """One or two columns of the rows that meet the condition."""
     columns = rng.sample(scope.main.plain_columns(), rng.choice((1, 1, 2)))
     said = " and the ".join(say(column, rng) for column in columns)
@@ -150,7 +150,7 @@ def plain_select(scope: Scope, where: Clause, rng: random.Random) -> Clause:
     return Clause(words, f"SELECT {shown} FROM {scope.source}{where.sql}")
 
 
-def count_select(scope: Scope, where: Clause, rng: random.Random) -> Clause:
+def _count_select(scope: Scope, where: Clause, rng: random.Random) -> Clause:
     """How many rows meet the condition."""
     ask = rng.choice(("how many {} are there", "count the {}", "what is the number of {}"))
     if where.words and ask.endswith("there"):
@@ -158,7 +158,7 @@ def count_select(scope: Scope, where: Clause, rng: random.Random) -> Clause:
     return Clause(ask.format(many(scope.main)) + where.words, f"SELECT COUNT ( * ) FROM {scope.source}{where.sql}")
 
 
-def aggregate_select(scope: Scope, where: Clause, rng: random.Random) -> Clause:
+def _aggregate_select(scope: Scope, where: Clause, rng: random.Random) -> Clause:
     """An aggregate of a number column over the rows that meet the condition."""
     column = rng.choice(scope.main.of_kind("number"))
     name = rng.choice(tuple(AGGREGATES))
@@ -166,7 +166,7 @@ def aggregate_select(scope: Scope, where: Clause, rng: random.Random) -> Clause:
     return Clause(words, f"SELECT {name} ( {column.name} ) FROM {scope.source}{where.sql}")
 
 
-def group_select(scope: Scope, where: Clause, rng: random.Random) -> Clause:
+def _group_select(scope: Scope, where: Clause, rng: random.Random) -> Clause:
     """A count or an aggregate for each value of a text column."""
     by = rng.choice(scope.main.of_kind("text"))
     tail = f" FROM {scope.source}{where.sql} GROUP BY {by.name}"
@@ -186,7 +186,7 @@ def group_select(scope: Scope, where: Clause, rng: random.Random) -> Clause:
     return Clause(words, f"SELECT {by.name}, COUNT ( * ){tail}")
 
 
-def top_select(scope: Scope, where: Clause, rng: random.Random) -> Clause:
+def _top_select(scope: Scope, where: Clause, rng: random.Random) -> Clause:
     """The first few rows by a number column."""
     by = rng.choice(scope.main.of_kind("number"))
     shown = rng.choice([column for column in scope.main.plain_columns() if column is not by])
@@ -198,7 +198,7 @@ def top_select(scope: Scope, where: Clause, rng: random.Random) -> Clause:
     return Clause(words + (f" among those{where.words}" if where.words else ""), sql)
 
 
-def sorted_select(scope: Scope, where: Clause, rng: random.Random) -> Clause:
+def _sorted_select(scope: Scope, where: Clause, rng: random.Random) -> Clause:
     """All rows, sorted by a number column."""
     by = rng.choice(scope.main.of_kind("number"))
     shown = rng.choice([column for column in scope.main.plain_columns() if column is not by])
@@ -209,19 +209,19 @@ def sorted_select(scope: Scope, where: Clause, rng: random.Random) -> Clause:
 
 
 SELECTS = (
-    (plain_select, 4),
-    (count_select, 2),
-    (aggregate_select, 2),
-    (group_select, 2),
-    (top_select, 2),
-    (sorted_select, 1),
+    (_plain_select, 4),
+    (_count_select, 2),
+    (_aggregate_select, 2),
+    (_group_select, 2),
+    (_top_select, 2),
+    (_sorted_select, 1),
 )
 
 
 def ask(schema: Schema, rng: random.Random, level: int) -> Clause:
     """A question and its gold SQL."""
-    scope, where = pick_scope(schema, rng, level)
+    scope, where = _pick_scope(schema, rng, level)
     form = rng.choices([form for form, _ in SELECTS], [weight for _, weight in SELECTS])[0]
-    if form is plain_select and not where.words:
-        form = sorted_select
+    if form is _plain_select and not where.words:
+        form = _sorted_select
     return form(scope, where, rng)

@@ -32,7 +32,7 @@ def squad_dataset(path: Path) -> Dataset:
     records = tuple(_records(articles, second))
     if not records:
         raise UsageError(f"{path} holds no question")
-    return Dataset("squad", METRICS, lambda: iter(records), partial(score_squad, second=second))
+    return Dataset("squad", METRICS, lambda: iter(records), partial(_score_squad, second=second))
 
 
 def _records(articles: list[tuple[str, object]], second: bool) -> Iterator[TaskRecord]:
@@ -55,7 +55,7 @@ def _record(context: str, asked: object, place: str, second: bool) -> TaskRecord
     return TaskRecord(field(asked, "id", str, place), prompt, golds[0] if golds else "", {"golds": golds or ("",)})
 
 
-def score_squad(record: TaskRecord, text: str, *, second: bool) -> Mapping[str, float]:
+def _score_squad(record: TaskRecord, text: str, *, second: bool) -> Mapping[str, float]:
     """Exact match and F1, each the best over the gold answers. second: by the v2 script."""
     answer = text.strip()
     if second and normalize(answer) == NO_ANSWER:

@@ -1,0 +1,224 @@
+"""Attention over the tail by a kernel for the CPU: each node visits the slots that it sees, in order of depth.
+
+What stands beside a node, and where its ancestors' slots lie, then changes nothing: float32 is enough. The torch code
+of attention.py is the specification, and serves what does not fit here. The kernel itself is tail_kernel.py; numba,
+which compiles it, is imported when it is first called.
+
+Letters as in attention.py: R rows, H kv heads, G query heads per kv head, n nodes, S slots, T tail slots, E head dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["Paths", "attend", "fits"]
+
+LANES = 16
+DTYPES = (torch.float32, torch.bfloat16)
+SMALL = 2**18  # multiplications that are not worth waking another thread for
+FEW = 32  # queries of a kv head: fewer are not shared out, because each thread reads all keys
+SLOW = 1.5  # seconds of compiling that are worth a line
+
+_logger = logging.getLogger(__name__)
+
+
+class Attend(ctypes.Structure):
+    """Arguments of the kernel: sizes, addresses and strides in bytes."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in (
+            "taken", "threads", "items", "heads", "groups", "nodes", "dim", "out_dim", "blocks", "block",
+            "query", "query_row", "query_head", "query_node", "key", "key_row", "key_head", "key_slot",
+            "value", "value_row", "value_head", "value_slot", "out", "slots", "counts", "bounds", "list_width",
+            "settled", "settled_row", "settled_head", "settled_query", "sums", "sums_row", "sums_head", "sums_query",
+            "sinks", "bias", "bias_row", "bias_head", "bias_node", "scratch", "scratch_bytes", "narrow",
+        )),
+        ("scale", ctypes.c_float),
+        ("cap", ctypes.c_float),
+    )  # fmt: skip
+
+
+class List(ctypes.Structure):
+    """Arguments of the kernel that lists slots."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in (
+            "taken", "rows", "nodes", "width", "total", "seen", "seen_row", "seen_node", "starts", "order", "slots",
+            "counts", "bounds",
+        )
+    )  # fmt: skip
+
+
+ATTEND = tuple(getattr(Attend, field[0]).offset for field in Attend._fields_)
+LIST = tuple(getattr(List, field[0]).offset for field in List._fields_)
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The tail slots that each node sees, by depth.
+
+    slots [R, n, T] int32, counted from the row's lowest; counts [R, n] int32; bounds [R, 2] int32: the lowest slot that
+    a node of the row sees, and one past the highest. span: the largest difference of the two.
+    """
+
+    slots: Tensor
+    counts: Tensor
+    bounds: Tensor
+    span: int
+
+    @staticmethod
+    def of(seen: Tensor, starts: Tensor, order: Tensor) -> Paths:
+        """seen [R, n, S] bool; starts [R] int64, where the tails begin; order [R, T] int64, places from there on by
+        depth."""
+        rows, nodes, total = seen.shape
+        width = order.shape[1]
+        if seen.stride(2) != 1:
+            seen = seen.contiguous()
+        order = order.contiguous()
+        slots = torch.empty(rows, nodes, width, dtype=torch.int32)
+        counts, bounds = torch.empty(rows, nodes, dtype=torch.int32), torch.empty(rows, 2, dtype=torch.int32)
+        arguments = List(
+            0, rows, nodes, width, total, seen.data_ptr(), seen.stride(0), seen.stride(1), starts.data_ptr(),
+            order.data_ptr(), slots.data_ptr(), counts.data_ptr(), bounds.data_ptr(),
+        )  # fmt: skip
+        _kernels().list(arguments, rows * nodes * width, rows)
+        return Paths(slots, counts, bounds, int((bounds[:, 1] - bounds[:, 0]).max()))
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel serves such tensors here. It goes by device, dtype and layout, never by a number of nodes,
+    rows or slots: that would change bits in the middle of a text."""
+    return (
+        query.device.type == "cpu"
+        and query.dtype in DTYPES
+        and query.dtype == key.dtype == value.dtype
+        and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+        and _fused_multiply()
+    )
+
+
+def attend(
+    paths: Paths,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    *,
+    settled: tuple[Tensor, Tensor] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attention of query [R, H * G, n, E] over the listed slots of key and value [R, H, S, E]: [R, n, H * G, E].
+
+    settled: what attention over other slots gave, [R, H, m, E] with m at least G * n, and its natural log-sums
+    [R, H, m] float32. sinks: [H * G]. bias: [R or 1, H * G, n, S].
+    """
+    rows, query_heads, nodes, dim = query.shape
+    heads, out_dim, unit = key.shape[1], value.shape[3], query.element_size()
+    groups = query_heads // heads
+    out = query.new_empty(rows, nodes, query_heads, out_dim)
+    work = rows * query_heads * nodes * paths.span * (dim + out_dim)
+    threads = torch.get_num_threads()
+    blocks = 1
+    if work > SMALL and rows * heads < 2 * threads and groups * nodes >= FEW:
+        blocks = min(nodes, -(-2 * threads // (rows * heads)))
+    block = -(-nodes // blocks)
+    width = -(-paths.span // LANES) * LANES
+    wide, stride = -(-out_dim // LANES) * LANES, width | LANES
+    numbers = dim * stride + width * wide + -(-2 * dim // LANES) * LANES + 4 * stride + 2 * wide
+    scratch = torch.empty(threads, numbers, dtype=torch.float32)
+    joined: tuple[int, ...] = (0,) * 8
+    if settled is not None:
+        part, sums = settled
+        assert (part.dtype, part.stride(-1), sums.dtype) == (query.dtype, 1, torch.float32)
+        joined = (
+            part.data_ptr(), *(step * unit for step in part.stride()[:3]),
+            sums.data_ptr(), *(step * 4 for step in sums.stride()),
+        )  # fmt: skip
+    sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
+    biased: tuple[int, ...] = (0,) * 4
+    if bias is not None:
+        bias = bias.to(torch.float32).contiguous()
+        step = bias.stride()
+        biased = bias.data_ptr(), step[0] * 4 * (len(bias) > 1), step[1] * 4, step[2] * 4
+    arguments = Attend(
+        0, 0, rows * heads * blocks, heads, groups, nodes, dim, out_dim, blocks, block,
+        query.data_ptr(), *(step * unit for step in query.stride()[:3]),
+        key.data_ptr(), *(step * unit for step in key.stride()[:3]),
+        value.data_ptr(), *(step * unit for step in value.stride()[:3]),
+        out.data_ptr(), paths.slots.data_ptr(), paths.counts.data_ptr(), paths.bounds.data_ptr(), paths.slots.shape[2],
+        *joined, 0 if sinks is None else sinks.data_ptr(), *biased,
+        scratch.data_ptr(), scratch.stride(0) * 4, unit == 2, scale, softcap or 0.0,
+    )  # fmt: skip
+    _kernels().attend(arguments, work, rows * heads * blocks)
+    return out
+
+
+class _Kernels:
+    """The compiled kernels, and the threads of torch that run them."""
+
+    def __init__(self) -> None:
+        started = time.process_time()
+        from dsbd_cli.engine.models import tail_kernel
+
+        seconds = time.process_time() - started
+        if seconds > SLOW:
+            _logger.warning("compiled the attention kernel in %.1f s; later runs load it", seconds)
+        self._attend, self._list = tail_kernel.attend.address, tail_kernel.list_slots.address
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        self._run_attend, self._run_list = self._alone(self._attend), self._alone(self._list)
+        self._parallel = _team()
+
+    def attend(self, arguments: Attend, work: int, items: int) -> None:
+        self._call(self._attend, self._run_attend, arguments, work, items)
+
+    def list(self, arguments: List, work: int, items: int) -> None:
+        self._call(self._list, self._run_list, arguments, work, items)
+
+    def _call(
+        self, address: int, run: Callable[[object], object], arguments: ctypes.Structure, work: int, items: int
+    ) -> None:
+        threads = min(torch.get_num_threads(), items)
+        if threads == 1 or work < SMALL or self._parallel is None:
+            run(ctypes.addressof(arguments))
+        else:
+            self._parallel(address, ctypes.addressof(arguments), threads, 0)
+
+
+@functools.cache
+def _kernels() -> _Kernels:
+    return _Kernels()
+
+
+def _team() -> Callable[..., object] | None:
+    """GOMP_parallel of the OpenMP library that torch itself runs on, so that one team of threads serves both; None
+    where it has none (macOS)."""
+    for library in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
+        try:
+            found = ctypes.CDLL(str(library)).GOMP_parallel  # looked up in what the library depends on, too
+        except (OSError, AttributeError):
+            return None
+        found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        found.restype = None
+        return found
+    return None
+
+
+@functools.cache
+def _fused_multiply() -> bool:
+    """Whether the processor multiplies and adds in one step; else a call of the C library would, number by number."""
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return True
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX")

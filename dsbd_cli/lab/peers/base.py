@@ -1,0 +1,104 @@
+"""What every comparator is: prompts in, delivered tokens out, and their log-probabilities under our target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.config import SamplingConfig
+from dsbd_cli.engine.decoding.outcome import text_of
+from dsbd_cli.engine.models.adapter import TransformersForest
+from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
+from dsbd_cli.engine.models.tokenize import HFCodec
+from dsbd_cli.lab.peers.config import PeerConfig
+
+__all__ = ["Asked", "Delivered", "Peer", "delivered", "sequence_logprob"]
+
+Asked = Sequence[int] | str  # token ids, or a file of speech
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """One answer.
+
+    Attributes:
+        token_ids: the new tokens up to and with the end token.
+        text: as a reader gets it: special tokens left out, cut before a stop string.
+        kv_bytes: keys and values that were held for this prompt at its end, padding included; None where the other code
+            does not hand its cache out.
+        ranked: token ids of all returned sequences, best first.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    kv_bytes: int | None
+    ranked: tuple[tuple[int, ...], ...] = ()
+
+
+class Peer:
+    """One comparator over a loaded target. A subclass answers a batch."""
+
+    def __init__(
+        self, config: PeerConfig, target: TransformersForest, codec: HFCodec, sampling: SamplingConfig, batch_size: int
+    ) -> None:
+        """sampling: for all prompts; search and greedy take its limits alone."""
+        self.config, self.stopped = config, False
+        self.batch_size = min(batch_size, config.max_batch or batch_size)
+        self._target, self._codec, self._sampling = target, codec, sampling
+
+    def stop(self) -> None:
+        """End soon; answers that are under way come out cut, or not at all."""
+        self.stopped = True
+
+    def run(self, prompts: Sequence[Asked], seed: int) -> Iterator[Delivered]:
+        """Answers to tokenised prompts or files of speech, in order. Raises ModelError for what cannot be answered."""
+        for start in range(0, len(prompts), self.batch_size):
+            if not self.stopped:
+                yield from self._batch(prompts[start : start + self.batch_size])
+
+    def _batch(self, prompts: Sequence[Asked]) -> Iterator[Delivered]:
+        raise NotImplementedError
+
+    def text(self, ids: tuple[int, ...]) -> str:
+        """As a reader gets it."""
+        body = ids[:-1] if ids and ids[-1] in self._codec.eos_ids else ids
+        return text_of(list(body), self._sampling.stop, self._codec)
+
+    def logprobs(self, prompts: Sequence[Asked], answers: Sequence[Delivered]) -> list[float]:
+        """Raw target log-probability (nats) of each answer after its prompt, by separate forwards; not for timing."""
+        return [
+            sequence_logprob(self._target, source, answer.token_ids, begin)
+            for (source, begin), answer in zip(map(self._begun, prompts), answers, strict=True)
+        ]
+
+    def _begun(self, prompt: Asked) -> tuple[Tensor, Sequence[int]]:
+        """A prompt [T] int64 or features, and the tokens that answers of an encoder-decoder model begin with."""
+        assert not isinstance(prompt, str), "speech is refused or read by the subclass"
+        return torch.tensor(prompt), ()
+
+
+def delivered(row: Sequence[int], eos: Sequence[int]) -> tuple[int, ...]:
+    """Tokens up to and with the first end token."""
+    end = next((place + 1 for place, token in enumerate(row) if token in eos), len(row))
+    return tuple(row[:end])
+
+
+@torch.inference_mode()
+def sequence_logprob(
+    model: TransformersForest, prompt: Tensor, answer: Sequence[int], begin: Sequence[int] = ()
+) -> float:
+    """Sum of log p(token | before) over the answer, in nats, from one plain forward. begin: the tokens that answers of
+    an encoder-decoder model begin with; the prompt [T] int64, or features, is its source."""
+    if not answer:
+        return 0.0
+    if isinstance(model, Seq2SeqForestModel):
+        tokens = torch.tensor([[*begin, *answer]], device=model.device)
+        logits = model.plain(tokens, prompt)[0, len(begin) - 1 : -1].float()
+    else:
+        tokens = torch.tensor([[*prompt.tolist(), *answer]], device=model.device)
+        logits = model.plain(tokens)[0, len(prompt) - 1 : -1].float()  # [n, V]
+    chosen = torch.tensor(answer, device=logits.device)
+    return float(logits.log_softmax(-1).gather(-1, chosen[:, None]).double().sum())
