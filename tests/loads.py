@@ -11,21 +11,21 @@ import torch
 from dsbd_cli.engine.models import invariance, pair
 from dsbd_cli.engine.models.adapter import TransformersForest
 
-_known: dict[object, str | None] = {}
+_known: dict[object, invariance.Verdict] = {}
 
 
-def _variance(model: TransformersForest) -> str | None:
-    """`variance`, asked once in a process of the same shipped model; of any other model each time."""
+def _check(model: TransformersForest) -> invariance.Verdict:
+    """`check`, asked once in a process of the same shipped model; of any other model each time."""
     if not model.name.startswith("builtin:"):
-        return invariance.variance(model)
+        return invariance.check(model)
     key = (model.name, model.weights_dtype, model.quantized, model.by_parts, torch.get_num_threads())
     if key not in _known:
-        _known[key] = invariance.variance(model)
+        _known[key] = invariance.check(model)
     return _known[key]
 
 
 @pytest.fixture(autouse=True)
 def shipped_models_are_checked_once() -> Iterator[None]:
     """For folders whose tests are of the command; tests/models and tests/engine ask again at every load."""
-    with patch.object(pair, "variance", _variance):
+    with patch.object(pair, "check", _check):
         yield
