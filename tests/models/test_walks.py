@@ -101,7 +101,7 @@ class Layer:
 
 
 # the value dim: less than a tile, one and a rest, two
-WIDTHS = enumerate((5, 41, 64))
+WIDTHS = enumerate((5, walks.TILE + 9, 2 * walks.TILE))
 CASES = [(*width, channels, delta) for width in WIDTHS for channels in (False, True) for delta in (False, True)]
 
 
@@ -164,7 +164,7 @@ def test_the_bits_are_those_of_the_path(seed: int, width: int, channels: bool, d
         assert (layer.state[1] == state[0]).all()
 
 
-@pytest.mark.parametrize("width", [5, 41])
+@pytest.mark.parametrize("width", [5, walks.TILE + 9])
 def test_the_last_token_of_the_trunk_is_read_again(width: int) -> None:
     """A draft that catches up asks for the trunk's last token, which its state holds: nothing is added twice."""
     data = inputs(2, 1, False, width)
@@ -186,7 +186,7 @@ def test_the_last_token_of_the_trunk_is_read_again(width: int) -> None:
 
 def test_threads_share_the_heads() -> None:
     """Guards pairs of row and head that no thread takes, or two."""
-    data, tree = inputs(0, 9, False, 33), Tree.random(0, 9)
+    data, tree = inputs(0, 9, False, walks.TILE + 1), Tree.random(0, 9)
     alone = Layer(data, 9, True).forest(tree, list(range(9)))
     before = torch.get_num_threads()
     try:

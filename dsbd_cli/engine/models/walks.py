@@ -28,13 +28,15 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 __all__ = ["alike", "chain", "convolve", "fold", "forest", "put", "schedule", "shared", "silu"]
 
-LANES, SIDE = 8, 4  # numbers of a vector, vectors of a tile
+LANES = 16 if get_host_cpu_features().get("avx512f") else 8  # numbers of a vector
+SIDE = 4  # vectors of a tile
 TILE = LANES * SIDE  # columns of a state that are walked together, held in registers
 _FLOAT = ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
