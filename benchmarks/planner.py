@@ -15,9 +15,9 @@ from typing import Protocol
 
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.decoding.acceptance import Acceptance
-from dsbd_cli.engine.decoding.planner import AdaptivePlanner, Planner, Reading, Shape
+from dsbd_cli.engine.decoding.planner import AdaptivePlanner, Reading, Shape
 
-__all__ = ["WORLDS", "World", "best_fixed", "serve"]
+__all__ = ["WORLDS", "World", "best_fixed", "serve", "serve_fixed"]
 
 BEAMS, DRAFTS, DEPTH = 4, 8, 8
 METHOD = MethodConfig(num_beams=BEAMS, drafts_per_layer=DRAFTS, depth=DEPTH, adaptive_depth=True)
@@ -126,13 +126,7 @@ def serve(world: World, planner: Chooser, seed: int = 1) -> Served:
         number = seen[shape, rows] = seen.get((shape, rows), 0) + 1
         key = shape, rows, reading.lag
         times = timed[key] = timed.get(key) or _times(world, *key)
-        if world.captured:
-            if number < 3:
-                times = {name: value * 2 for name, value in times.items()}
-            if number == 3 and shape.depth:
-                times = times | {"draft": times["draft"] + world.captured}
-        elif number == 1:
-            times = {name: value * (1 + world.cold) for name, value in times.items()}
+        times = _slow(world, shape, number, times)
         if shape.depth and unread:
             times = times | {"read": world.read * unread + world.setup * first}
             first = False
@@ -157,13 +151,43 @@ def serve(world: World, planner: Chooser, seed: int = 1) -> Served:
 
 def best_fixed(world: World) -> Served:
     """Of the best single shape, or of none, known in hindsight."""
-    found = []
-    for depth in range(DEPTH + 1):
-        for number in (4, 5, 6, 8) if depth else (DRAFTS,):
-            planner = Planner(replace(METHOD, depth=depth, drafts_per_layer=number, adaptive_depth=False))
-            if not depth or world.rows * Shape(depth, number).nodes(BEAMS) <= world.room:
-                found.append(serve(world, planner))
-    return max(found, key=lambda one: one.goodput)
+    shapes = [Shape(depth, number) for depth in range(DEPTH + 1) for number in ((4, 5, 6, 8) if depth else (DRAFTS,))]
+    fitting = [one for one in shapes if not one.depth or world.rows * one.nodes(BEAMS) <= world.room]
+    return max((serve_fixed(world, shape) for shape in fitting), key=lambda one: one.goodput)
+
+
+def serve_fixed(world: World, shape: Shape, seed: int = 1) -> Served:
+    """What `serve` gives with a planner that always chooses one shape, which fits into memory: without counters and
+    times that nobody looks at, because hindsight tries dozens of shapes."""
+    chance = random.Random(seed).random
+    waiting = [(rate, world.answer) for rate in reversed(_rates(world))]
+    running: list[tuple[float, int]] = []
+    seconds, steps, iterations, first = 0.0, 0, 0, True
+    seen, usual = dict[int, int](), dict[int, float]()
+    while waiting or running:
+        unread = 0
+        while waiting and len(running) < world.rows:
+            running.append(waiting.pop())
+            unread += world.prompt
+        rows = len(running)
+        number = seen[rows] = seen.get(rows, 0) + 1
+        if number > 3 and rows in usual:
+            took = usual[rows]
+        else:
+            took = sum(_slow(world, shape, number, _times(world, shape, rows, 0)).values())
+            if number > 3:
+                usual[rows] = took
+        if shape.depth and unread:
+            took, first = took + (world.read * unread + world.setup * first), False
+        seconds, iterations = seconds + took, iterations + 1
+        left = []
+        for rate, size in running:
+            taken = 1 + _passes(world.wide, shape, rate, chance)
+            steps += taken
+            if size > taken:
+                left.append((rate, size - taken))
+        running = left
+    return Served(steps / seconds, float(shape.depth > 0))
 
 
 def _rates(world: World) -> list[float]:
@@ -185,6 +209,28 @@ def _times(world: World, shape: Shape, rows: int, lag: int) -> dict[str, float]:
         drafting += world.draft[1] * rows * (BEAMS + (shape.depth - 1) * shape.drafts_per_layer + lag)
     target = world.target[0] + world.target[1] * rows * shape.nodes(BEAMS)
     return {"draft": drafting, "target": target, "verify": world.verify * (1 + shape.depth)}
+
+
+def _slow(world: World, shape: Shape, number: int, times: dict[str, float]) -> dict[str, float]:
+    """Times of the iteration of this number, from 1, with a shape."""
+    if world.captured:
+        if number < 3:
+            return {name: value * 2 for name, value in times.items()}
+        return times | {"draft": times["draft"] + world.captured} if number == 3 and shape.depth else times
+    return {name: value * (1 + world.cold) for name, value in times.items()} if number == 1 else times
+
+
+def _passes(wide: float, shape: Shape, rate: float, chance: Callable[[], float]) -> int:
+    """Layers that pass, by the same chances as `_walk`."""
+    most, found, alive = shape.drafts_per_layer, 0, True
+    for _ in range(shape.depth):
+        if chance() >= rate:
+            needed = BEAMS + 1
+            while chance() >= wide and needed <= most:
+                needed += 1
+            alive = alive and needed <= most
+        found += alive
+    return found
 
 
 def _walk(world: World, shape: Shape, request: _Request, rng: random.Random) -> list[dict[str, int]]:

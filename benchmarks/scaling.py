@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class Constant:
     """A model that costs nothing, so that only the engine's own work is left: logits by token from a small bank."""
 
     max_positions, head_ids = None, None
-    capturable, generation = False, 0
+    capturable, copies_prefixes, generation = False, True, 0
 
     def __init__(self, vocab_size: int, seed: int, like: Constant | None = None) -> None:
         self.vocab_size, self.device = vocab_size, torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -40,7 +41,8 @@ class Constant:
 
     def reserve(self, rows: int, slots: int, window: int | None = None) -> None: ...
     def release(self) -> None: ...
-    def clear(self, row: int) -> None: ...
+    def clear(self, row: int, start: int = 0) -> None: ...
+    def copy_prefixes(self, copies: Sequence[tuple[int, int, int]]) -> None: ...
     def select_rows(self, rows: Tensor) -> None: ...
     def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None: ...
     def kv_bytes_per_slot(self) -> int:

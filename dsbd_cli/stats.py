@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 __all__ = ["DrafterStats", "LayerStats", "RequestStats", "StepStats"]
 
 SUMMED = (
-    *("target_calls", "draft_calls", "steps", "drafted", "accepted", "width_sum"),
+    *("prompt_tokens_reused", "target_calls", "draft_calls", "steps", "drafted", "accepted", "width_sum"),
     *("draft_s", "target_s", "verify_s", "total_s"),
 )
 
@@ -66,7 +66,8 @@ class StepStats:
 
 @dataclass(slots=True)
 class RequestStats:
-    """Sums over the iterations of one request. drafters: by name, where there are two."""
+    """Sums over the iterations of one request. prompt_tokens_reused: leading tokens of the prompt whose keys and values
+    the target found in its cache. drafters: by name, where there are two."""
 
     target_calls: int = 0
     draft_calls: int = 0
@@ -79,6 +80,7 @@ class RequestStats:
     target_s: float = 0.0
     verify_s: float = 0.0
     total_s: float = 0.0
+    prompt_tokens_reused: int = 0
     drafters: dict[str, DrafterStats] = field(default_factory=dict)
     step_log: list[StepStats] = field(default_factory=list)
 

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +28,13 @@ with contextlib.suppress(ModuleNotFoundError):  # GPU machines run a few files t
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays, so the collector need not look at it again and again."""
+    """What is imported by now stays, so the collector need not look at it again and again. In a fresh checkout the
+    kernel of attention is compiled before any test runs: a command that compiles it says so on stderr."""
+    from dsbd_cli.engine.models import tail
+
+    if not any((Path(tail.__file__).parent / "__pycache__").glob("tail_kernel.attend*.nbc")):
+        with contextlib.suppress(ModuleNotFoundError):
+            tail._kernels()
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)

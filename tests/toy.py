@@ -8,6 +8,8 @@ Shape letters: R rows, n nodes of a forward, S active slots, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ _STEP = 0x1E3779B97F4A7C15
 class _SlotModel:
     """The cache of a toy: one token per slot."""
 
-    capturable = False
+    capturable, copies_prefixes = False, True
     head_ids: Tensor | None = None
 
     def __init__(self, vocab_size: int, device: torch.device | str, max_positions: int | None) -> None:
@@ -70,9 +72,15 @@ class _SlotModel:
         """Keep only these rows [n] int64, in this order; the memory stays reserved."""
         self._tokens[: len(rows)] = self._tokens[rows]
 
-    def clear(self, row: int) -> None:
-        """Forget one row."""
-        self._tokens[row] = -1
+    def clear(self, row: int, start: int = 0) -> None:
+        """Forget one row from a slot on."""
+        self._tokens[row, start:] = -1
+
+    def copy_prefixes(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy leading slots between rows: (source, target, slots)."""
+        before = self._tokens.clone()
+        for source, target, count in copies:
+            self._tokens[target, :count] = before[source, :count]
 
     def release(self) -> None:
         """Give the memory back."""

@@ -504,7 +504,7 @@ def walk_kernel(
         e_index = w * 0
         finished = tl.where(ended, tl.reshape(raw, (WP * CP,)), NEVER)
         if tl.max(finished, 0) > NEVER:
-            e_index, _, e_logprob, _ = largest(finished, beams, w, flat)
+            e_index, _found, e_logprob, _last = largest(finished, beams, w, flat)
         cut_score = tl.where(countable & over, tl.div_rn(n_logprob, scale + w * 0.0), NEVER)
         e_score = tl.div_rn(e_logprob, scale + w * 0.0)
         if tl.maximum(tl.max(e_score, 0), tl.max(cut_score, 0)) > NEVER:

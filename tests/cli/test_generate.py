@@ -43,6 +43,7 @@ def test_a_record_has_the_documented_fields_in_order(dsbd: Dsbd) -> None:
         "acceptance_rate": 0.25,
         "mean_width": 4.0,
         "kv_peak_slots": 40,
+        "prompt_tokens_reused": 0,
         "draft_s": 0.123457,
         "target_s": 0.2,
         "verify_s": 0.3,

@@ -43,8 +43,12 @@ def test_logits_are_those_of_the_sequences_alone() -> None:
             ] + [old + rng.choices(range(4), k=2)]
         if round_ % 9 == 8:
             row = rng.randrange(rows)
-            cache.reset(row)
-            paths[row] = [[rng.randrange(V) for _ in range(rng.randrange(1, 90))]]
+            fresh = [rng.randrange(V) for _ in range(rng.randrange(1, 90))]
+            if round_ % 2:  # as a prompt does that begins like the one before it
+                old = rng.choice(paths[row])
+                fresh = old[: rng.randrange(len(old) + 1)] + fresh
+            cache.reset(row, fresh)
+            paths[row] = [fresh]
         if round_ == 40:
             cache.select([2, 0])
             paths, rows = [paths[2], paths[0]], 2
@@ -77,6 +81,20 @@ def test_known_beginnings_are_not_run_again() -> None:
     for token in range(50):
         cache.run([[[*prompt, 1, 5, 6, token, token]]])
     assert model._tokens.shape[1] <= 96
+
+
+def test_a_new_prompt_is_read_from_where_it_parts() -> None:
+    """Guards what stands in the first slots of a row; and what stands elsewhere, which may hold NaN and goes."""
+    model = HashModel(V, seed=3)
+    cache = PrefixCache(model)
+    cache.reset(0)
+    prompt = list(range(40))
+    cache.run([[[*prompt, 1], [*prompt, 2]]])
+    cache.reset(0, [*prompt, 2, 3])
+    assert (model._tokens[0] >= 0).sum() == 40, "the second path's last token stood behind the first one's"
+    forwards = cache.forwards
+    assert torch.equal(cache.run([[[*prompt, 2, 3]]])[0, 0], alone([*prompt, 2, 3]))
+    assert cache.forwards == forwards + 1
 
 
 def test_release_and_absent_rows() -> None:

@@ -6,10 +6,12 @@ mixes up unlike requests, believes first iterations, or wastes the run on probes
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.planner import METHOD, WORLDS, best_fixed, serve
-from dsbd_cli.engine.decoding.planner import AdaptivePlanner
+from benchmarks.planner import BEAMS, METHOD, WORLDS, best_fixed, serve, serve_fixed
+from dsbd_cli.engine.decoding.planner import AdaptivePlanner, Planner, Shape
 
 LEAST = {"little memory": 0.88, "first iterations slow": 0.92, "captured as graphs": 0.92}
 """Where finding out is dear; runs of a few seconds too."""
@@ -21,3 +23,13 @@ def test_the_planner_finds_the_fastest_shape(name: str) -> None:
     world = WORLDS[name]
     found = serve(world, AdaptivePlanner(METHOD)).goodput
     assert found > LEAST.get(name, 0.96) * best_fixed(world).goodput
+
+
+@pytest.mark.parametrize("shape", [Shape(0, 8), Shape(1, 5), Shape(3, 8)])
+@pytest.mark.parametrize("name", WORLDS)
+def test_hindsight_sees_what_a_planner_of_one_shape_would(name: str, shape: Shape) -> None:
+    """On a few requests of each world; equal to the last bit."""
+    world = replace(WORLDS[name], requests=9, answer=min(WORLDS[name].answer, 30))
+    if not shape.depth or world.rows * shape.nodes(BEAMS) <= world.room:
+        method = replace(METHOD, depth=shape.depth, drafts_per_layer=shape.drafts_per_layer, adaptive_depth=False)
+        assert serve_fixed(world, shape) == serve(world, Planner(method))

@@ -21,8 +21,9 @@ from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.verify.rejection import Rejection
 from dsbd_cli.requests import Request
-from tests.engine.plain import Settings, results_law
+from tests.engine.plain import Settings, decode, results_law, sampled
 from tests.engine.toys import NumberCodec, table_pair, table_rows
+from tests.oracles.rules import enumerate_law
 
 REQUESTS = 6_000
 Results = tuple[tuple[int, ...], ...]
@@ -96,6 +97,15 @@ def test_law_at_one_beam_is_ancestral_sampling() -> None:
     settings = Settings(width=1, max_new=4, ends=(2,))
     engine = make_engine(3, 3, settings, rule="rejection", depth=3, drafts_per_layer=1)
     assert excess(run_engine(engine, settings), exact_law(3, 3, settings)) < 1
+
+
+@pytest.mark.parametrize("settings", [PLAIN, Settings(width=1, max_new=4, ends=(2,))], ids=["two beams", "one beam"])
+def test_steps_one_by_one_have_the_law_of_whole_runs(settings: Settings) -> None:
+    rows, law = table_rows(7, 4), results_law(table_rows(7, 4), settings)
+    whole = enumerate_law(
+        lambda chooser: tuple(text.tokens for text in decode(rows, settings, sampled(chooser, settings)))
+    )
+    assert law == pytest.approx(whole, abs=1e-12)
 
 
 class AlwaysAccept(Rejection):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ class TableLM:
 
     max_positions = None
     capturable = False
-    invariant = True
+    invariant = copies_prefixes = True
     head_ids: Tensor | None = None
 
     def __init__(self, table: Tensor) -> None:
@@ -51,8 +51,13 @@ class TableLM:
         self.generation += 1
         self.tokens = self.tokens[rows]
 
-    def clear(self, row: int) -> None:
-        self.tokens[row] = 0
+    def clear(self, row: int, start: int = 0) -> None:
+        self.tokens[row, start:] = 0
+
+    def copy_prefixes(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        before = self.tokens.clone()
+        for source, target, count in copies:
+            self.tokens[target, :count] = before[source, :count]
 
     def release(self) -> None:
         self.generation += 1

@@ -103,7 +103,7 @@ class Noise:
             return int(local[name].handle.data.item())
 
         if key.shape:  # noise of paths, of which drafts only propose
-            return (number("beams"), True) if "o_report" in local else (0, False)
+            return (number("beams"), True) if "beams" in local else (0, False)
         stream = self.streams.get(key.handle.data.item(), DRAFT)
         if stream == DRAFT:
             return number("count"), False

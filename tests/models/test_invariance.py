@@ -11,11 +11,12 @@ import torch
 
 from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.engine.core.protocols import ForestModel
+from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.decoding import prefill
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.models import attention, mixers, tail
 from dsbd_cli.engine.models.causal import CausalForestModel
-from dsbd_cli.engine.models.invariance import Company, _logits, is_invariant
+from dsbd_cli.engine.models.invariance import Company, _logits, check, is_invariant
 from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.pair import LoadedPair, load_model, load_pair
 from dsbd_cli.engine.models.states import LinearState, StateCache
@@ -26,14 +27,14 @@ from tests.models.tiny import FIT, build
 KINDS = ("llama", "llama one kv head", "opt", "gpt2", "mistral window", "gemma2 window", "gemma3 window", "phi3 window")
 
 
-def wide(name: str, dtype: torch.dtype, *, packed: bool = True) -> CausalForestModel:
+def wide(name: str, dtype: torch.dtype, *, packed: bool = True, **more: Any) -> CausalForestModel:
     """A tiny model, wide enough that its products are packed."""
     settings = FIT[name][1]
     changes: dict[str, Any] = {"n_embd": 256} if "n_embd" in settings else {"hidden_size": 256}
     changes |= {"intermediate_size": 192} if "intermediate_size" in settings else {}
     changes |= {"head_dim": 64} if "head_dim" in settings else {}
     changes |= {"ffn_dim": 192, "word_embed_proj_dim": 256} if "ffn_dim" in settings else {}
-    model = build(name, **changes).to(dtype)
+    model = build(name, **changes, **more).to(dtype)
     if packed:
         pack(model)
     return CausalForestModel(model, name)
@@ -258,8 +259,79 @@ def test_fast_numerics_promise_less() -> None:
     assert engine.exactness == "same-text"
 
 
+LONG = 700  # tokens of a prompt: two chunks, and more keys than torch's kernel takes at a time
+
+
+def read(model: CausalForestModel, text: list[int], cuts: tuple[int, ...]) -> list[torch.Tensor]:
+    """Keys and values after a prompt was read up to each of the cuts, and then on."""
+    model.release()
+    model.reserve(1, LONG + 36)
+    known = 0
+    with torch.inference_mode():
+        for cut in (*cuts, len(text) - 1):
+            prefill.prefill(model, [0], [text[: cut + 1]], LONG + 35, apart=True, known=[known])
+            known = cut
+    return [slab[:, 0, : len(text) - 1].clone() for slab in model._cache._slabs.values()]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def long_model(name: str, dtype: torch.dtype) -> CausalForestModel:
+    positions = {"n_positions": 1024} if "n_positions" in FIT[name][1] else {"max_position_embeddings": 1024}
+    return wide(name, dtype, **positions)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_prompt_may_be_read_from_any_block_on(name: str, dtype: torch.dtype) -> None:
+    """Guards copied beginnings: torch's kernels go by the number of queries and of keys."""
+    model, chance = long_model(name, dtype), random.Random(4)
+    text = [chance.randrange(model.vocab_size) for _ in range(LONG)]
+    whole = read(model, text, ())
+    for cuts in ((64,), (192, 256), (448,), (512, 640)):
+        assert equal(read(model, text, cuts), whole), cuts
+    for length in (100, 290, 520):  # what begins so is another prompt
+        part = read(model, text[:length], ())
+        blocks = (length - 1) // PREFIX_STEP * PREFIX_STEP
+        assert equal([slab[:, :blocks] for slab in part], [slab[:, :blocks] for slab in whole]), length
+
+
+def test_mutants_of_a_reading_in_blocks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the test above: a cut inside a block, and a reading without blocks, move bits."""
+    model, chance = long_model("llama", torch.float32), random.Random(4)
+    text = [chance.randrange(model.vocab_size) for _ in range(LONG)]
+    whole = read(model, text, ())
+    assert not all(equal(read(model, text, (cut,)), whole) for cut in (32, 96, 256 + 32))
+    monkeypatch.setattr(attention.Blocks, "of", classmethod(lambda cls, batch: None))
+    whole = read(model, text, ())
+    assert not all(equal(read(model, text, (cut,)), whole) for cut in (64, 192, 256, 448))
+
+
+def test_a_model_whose_bits_a_copy_moves_does_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the check at load, and that it says so."""
+    good = wide("llama", torch.float32)
+    good.trust(check(good))
+    assert (good.invariant, good.copies_prefixes, good.told) == (True, True, ())
+    copy = CausalForestModel.copy_prefixes
+
+    def less(self: CausalForestModel, copies: list[tuple[int, int, int]]) -> None:
+        copy(self, [(source, target, count - 1) for source, target, count in copies])
+
+    monkeypatch.setattr(CausalForestModel, "copy_prefixes", less)
+    bad = wide("llama", torch.float32)
+    bad.trust(check(bad))
+    assert (bad.invariant, bad.copies_prefixes) == (True, False)
+    assert bad.told == ("prompts that begin alike are each read whole: a copied beginning would change bits here",)
+    recurrent = CausalForestModel(build("mamba2"), "mamba2")
+    assert not recurrent.copies_prefixes
+
+
 def test_a_prompt_is_read_the_same_way_beside_a_longer_one() -> None:
     """Guards prefill: a chunk as wide as the longest neighbour's would move bits."""
     parts = {0: [1] * 30, 1: [1] * 33, 2: [1] * 64, 3: [1] * 5}
-    assert prefill._by_width(parts, apart=True) == {32: [0, 3], 64: [1, 2]}
-    assert prefill._by_width(parts, apart=False) == {64: [0, 1, 2, 3]}
+    first = dict.fromkeys(parts, 0)
+    assert prefill._together(parts, first, apart=True) == [(32, [0, 3]), (64, [1, 2])]
+    assert prefill._together(parts, first | {2: 64}, apart=True) == [(32, [0, 3]), (64, [1]), (64, [2])]
+    assert prefill._together(parts, first, apart=False) == [(64, [0, 1, 2, 3])]

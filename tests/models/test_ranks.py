@@ -24,7 +24,8 @@ from dsbd_cli import (
 from dsbd_cli.engine.models.ranks import ShardedForestModel, check_ranks
 from tests.models.conftest import save
 
-PROMPTS = ["w5 w9 w11 w30", "w7 w8", "w40 w41 w42 w43 w44 w45"]
+SHOTS = " ".join(f"w{5 + place % 70}" for place in range(100))  # the second prompt that begins so copies it
+PROMPTS = ["w5 w9 w11 w30", "w7 w8", "w40 w41 w42 w43 w44 w45", f"{SHOTS} w7", f"{SHOTS} w9 w11"]
 REQUESTS = [Request(prompt, sampling=SamplingConfig(max_new_tokens=12, n_best=2)) for prompt in PROMPTS]
 RULES = ("search", "coupled")
 
@@ -68,6 +69,7 @@ def test_two_ranks_give_the_text_of_one_until_one_dies(family: str, tmp_path: Pa
     closing.append(split["search"])
     for rule in RULES:
         wanted, found = answers(whole[rule]), answers(split[rule])
+        assert sum(result.stats.prompt_tokens_reused for result in split[rule].run(REQUESTS)) == 64
         assert [[text for text, _ in row] for row in found] == [[text for text, _ in row] for row in wanted]
         for row, other in zip(found, wanted, strict=True):
             assert [logprob for _, logprob in row] == pytest.approx([logprob for _, logprob in other], abs=1e-3)

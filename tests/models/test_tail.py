@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -275,3 +276,26 @@ def test_a_node_that_sees_nothing_gives_zeros() -> None:
     seen = case.seen.clone()
     seen[0, 3] = False
     assert not replace(case, seen=seen).run()[0, 3].any()
+
+
+def test_compiling_is_told_and_a_folder_to_write_to_is_not_needed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards the first run, and an install that nobody may write to."""
+    from dsbd_cli.engine.models import tail_kernel
+
+    monkeypatch.setattr(tail, "SLOW", -1)
+    with caplog.at_level(logging.WARNING):
+        tail._Kernels()
+    assert "compiled the attention kernel" in caplog.text
+    asked, cfunc = [], tail_kernel.cfunc
+
+    def nowhere(*arguments: Any, **options: Any) -> Any:
+        asked.append(options.get("cache", False))
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return cfunc(*arguments, **options)
+
+    monkeypatch.setattr(tail_kernel, "cfunc", nowhere)
+    assert tail_kernel._compiled(lambda at: None).address
+    assert asked == [True, False]

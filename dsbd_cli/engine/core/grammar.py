@@ -56,13 +56,14 @@ class GrammarState:
     so what nobody holds any more is forgotten.
     """
 
-    __slots__ = ("_after", "_mask", "_matcher", "_origin", "number")
+    __slots__ = ("_after", "_few", "_mask", "_matcher", "_origin", "number")
 
     def __init__(self, matcher: LLMatcher | None, origin: _Origin) -> None:
         """matcher: its own from now on; None where nothing may follow."""
         self._matcher, self._origin = matcher, origin
         self._after: dict[int, GrammarState] = {}
         self._mask: Mask | None = None
+        self._few: list[int] | None = None
         self.number = 0  # below 0 once it stands on the device
 
     @property
@@ -104,16 +105,21 @@ class GrammarState:
         return self._mask
 
     def following(self, most: int) -> list[int] | None:
-        """The tokens that may follow, end tokens left out, ascending; None where they are more than `most`."""
-        mask = self.mask.view(np.uint32)
-        words = np.flatnonzero(mask)
-        # each word that is not 0 has a token or more, and end tokens are few
-        if len(words) > most + len(self._origin.eos):
-            return None
-        bits = np.unpackbits(mask[words].view(np.uint8), bitorder="little").reshape(len(words), 32)
-        place, bit = np.nonzero(bits)
-        tokens = [token for token in (words[place] * 32 + bit).tolist() if token not in self._origin.eos]
-        return tokens if len(tokens) <= most else None
+        """The tokens that may follow, end tokens left out, ascending; None where they are more than `most`. Kept once
+        they are found to be few: drafts come back to a state in each iteration."""
+        if self._few is None:
+            mask = self.mask.view(np.uint32)
+            words = np.flatnonzero(mask)
+            # each word that is not 0 has a token or more, and end tokens are few
+            if len(words) > most + len(self._origin.eos):
+                return None
+            bits = np.unpackbits(mask[words].view(np.uint8), bitorder="little").reshape(len(words), 32)
+            place, bit = np.nonzero(bits)
+            tokens = [token for token in (words[place] * 32 + bit).tolist() if token not in self._origin.eos]
+            if len(tokens) > most:
+                return None
+            self._few = tokens
+        return self._few if len(self._few) <= most else None
 
 
 class GrammarCompiler:

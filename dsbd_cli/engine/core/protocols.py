@@ -34,7 +34,8 @@ class ForestInput:
         rows: [R] int64 cache rows when this forward covers only some rows (prefill); None for all rows in order.
         settled: how many leading slots of each row hold its prompt, R numbers. They never move, and every node sees
             all of them, windows aside. Where given, the logits of a node must not depend on anything but its path: not
-            on the other nodes, the slots, the other rows or how many there are. None: speed comes first.
+            on the other nodes, the slots, the other rows or how many there are. None: speed comes first. Of a chain,
+            the slots before its first node, as many in all rows.
         tail: T, how many slots from there on a row may use at most; of use with `settled` only.
         prompt: [R] int64 on the device, leading slots that every node sees. Where `settled` holds zeros, so that its
             shapes stay the same, those of the prompts; without `settled` as many as there are. None: nobody counted.
@@ -136,8 +137,19 @@ class ForestModel(Protocol):
         """Keep only these cache rows, in this order: rows [n] int64 on the model's device."""
         ...
 
-    def clear(self, row: int) -> None:
-        """Zero a cache row, so that NaN a failed request left there cannot reach the next one."""
+    def clear(self, row: int, start: int = 0) -> None:
+        """Zero a cache row from a slot on, so that NaN a failed request left there cannot reach the next one."""
+        ...
+
+    @property
+    def copies_prefixes(self) -> bool:
+        """Whether all that a model keeps of a prompt's beginning stands in the leading slots of its row, so that they
+        may be copied to another row whose prompt begins alike. Where the model is `invariant`, no bit of a logit
+        changes with it."""
+        ...
+
+    def copy_prefixes(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy leading slots between rows: (source row, target row, slots) each. All reads happen before any write."""
         ...
 
     def release(self) -> None:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Compaction", "Layout", "SlotTable", "compact", "lagging", "node_slots"]
+__all__ = ["PREFIX_STEP", "Compaction", "Layout", "SlotTable", "compact", "lagging", "node_slots"]
+
+PREFIX_STEP = 64  # tokens of a prompt that are read against each other; what prompts share is counted in such blocks
 
 
 @dataclass(slots=True)

@@ -61,6 +61,7 @@ class Batch:
         self._method, self._caches, self._stops, self._keep_text = method, caches, stops, keep_text
         self._tries, self._grammars, self._rules, self._legal = tries, grammars, rules, [FREE] * rows
         self._empty = True
+        self._unread: tuple[tuple[tuple[int, int], ...], int] = (), 0  # rows and jobs, and their tokens
 
     @property
     def running(self) -> list[tuple[int, Job]]:
@@ -90,11 +91,12 @@ class Batch:
             self._allocate(slots + 2 * nodes, nodes, history)
         self.state.grow_history(history)
         self._grow(slots + nodes + 1)
-        for row in new:
-            self._caches.clear(row)
+        for row, job in new.items():
+            self._caches.admit(row, job.prompt)
         self._caches.encode(_sources(new), draft=False)
         self._listen({row: job for row, job in new.items() if job.listen is not None})
-        self._caches.prefill_target({row: job.prompt for row, job in new.items()})
+        for row, count in self._caches.prefill_target({row: job.prompt for row, job in new.items()}).items():
+            new[row].stats.prompt_tokens_reused = count
         entries = dict[int, Entry]()
         for row, job in new.items():
             sampling = job.request.sampling
@@ -149,9 +151,17 @@ class Batch:
         size = self._method.num_beams
         while size < lag:
             size *= 2
-        lengths = [(len(job.prompt), job.prefilled) for _, job in self.running]
-        unread = sum(length for length, prefilled in lengths if not prefilled)
-        return Reading(size if lag else 0, unread, sum(length for length, _ in lengths))
+        # rows to come are taken to share as much of their prompts as these do
+        prompts = sum(len(job.prompt) - job.stats.prompt_tokens_reused for _, job in self.running)
+        return Reading(size if lag else 0, self._unread_tokens(), prompts)
+
+    def _unread_tokens(self) -> int:
+        """Prompt tokens that the draft model would have to run before it drafts; counted once for the same rows."""
+        rows = [(row, job) for row, job in self.running if not job.prefilled]
+        numbers = tuple((row, job.number) for row, job in rows)
+        if self._unread[0] != numbers:
+            self._unread = numbers, self._caches.unread({row: job.prompt for row, job in rows})
+        return self._unread[1]
 
     def read_prompts(self, timer: PhaseTimer) -> None:
         """The draft model, if there is one, reads the prompts of rows that are about to draft for the first time. A

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.protocols import ForestInput, ForestModel, SourceModel
 from dsbd_cli.engine.decoding.prefill import prefill
+from dsbd_cli.engine.decoding.prefix_index import PrefixIndex
 
 __all__ = ["Caches"]
 
@@ -44,6 +45,23 @@ class Caches:
         self._slot_step, self._window_step = (128, 64) if large_steps else (32, 16)
         self._moving = moving
         self._reserved: tuple[object, ...] | None = None  # what `reserve` left: see _now
+        self._indexes: dict[int, PrefixIndex] = {}  # of models whose prefixes are shared, by place in `models`
+
+    def begin(self, *, share: bool) -> None:
+        """A run begins, and no row holds a prompt: the weights may have been trained since the last one. share: what
+        prompts of the run begin with alike is read once and copied.
+        """
+        shared = [place for place, model in enumerate(self.models) if share and model.copies_prefixes]
+        self._indexes = {place: PrefixIndex() for place in shared}
+
+    def _forget_prompts(self) -> None:
+        for index in self._indexes.values():
+            index.clear()
+
+    def forget(self, row: int) -> None:
+        """Nothing may be copied from a row: it holds NaN."""
+        for index in self._indexes.values():
+            index.drop(row)
 
     def round_slots(self, slots: int) -> int:
         """A number of slots rounded up, so that shapes repeat."""
@@ -65,6 +83,7 @@ class Caches:
         self.window = max(self.window, self.round_window(window))
         if self._reserved != self._now(rows):
             self._moving()
+            self._forget_prompts()
             for model in self.models:
                 model.release()  # else rows of one batch would multiply with slots of another
                 model.reserve(rows, self.slots, self.window)
@@ -98,15 +117,20 @@ class Caches:
     def release(self) -> None:
         """Give all memory back."""
         self._moving()
+        self._forget_prompts()
         self._reserved = None
         self.window = 0
         for model in self.models:
             model.release()
 
-    def clear(self, row: int) -> None:
-        """Zero a row for the next request: 0 times a NaN of an earlier one would be NaN."""
-        for model in self.models:
-            model.clear(row)
+    def admit(self, row: int, prompt: Sequence[int]) -> None:
+        """Make a row ready for the next request. It is zeroed, because 0 times a NaN of an earlier one would be NaN:
+        now, or when its prompt is read, for until then others may copy what it holds."""
+        for place, model in enumerate(self.models):
+            if place in self._indexes:
+                self._indexes[place].keep(row, len(prompt) - 1)  # what stands behind is written to
+            else:
+                model.clear(row)
 
     def source_bytes(self, source: Tensor | None) -> int:
         """Bytes that a source takes in the models on the target's device; 0 without one."""
@@ -147,17 +171,42 @@ class Caches:
         assert logits is not None
         return logits[:, 0]
 
-    def prefill_target(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """The target reads prompts, by row. Where its logits are invariant, a prompt is read as if it were alone."""
-        self._prefill(self.target, prompts, apart=self.target.invariant)
+    def prefill_target(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+        """The target reads prompts, by row. Where its logits are invariant, a prompt is read as if it were alone.
+        Returns how many tokens of each it did not read, because they stood in another row."""
+        return self._prefill(0, prompts, apart=self.target.invariant)
 
     def prefill_draft(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """The draft model, if there is one, reads prompts, by row."""
         if self.draft is not None:
-            self._prefill(self.draft, prompts, apart=False)
+            self._prefill(1, prompts, apart=False)
 
-    def _prefill(self, model: ForestModel, prompts: Mapping[int, Sequence[int]], *, apart: bool) -> None:
-        prefill(model, list(prompts), list(prompts.values()), trash=self.slots - 1, apart=apart)
+    def _prefill(self, place: int, prompts: Mapping[int, Sequence[int]], *, apart: bool) -> dict[int, int]:
+        model, index, trash = self.models[place], self._indexes.get(place), self.slots - 1
+        if index is None:
+            prefill(model, list(prompts), list(prompts.values()), trash=trash, apart=apart)
+            return {}
+        found: dict[int, int] = {}
+        for wave in index.plan(prompts):
+            model.copy_prefixes([(copy.source, row, copy.count) for row, copy in wave.items() if copy.source != row])
+            known = {row: copy.count for row, copy in wave.items()}
+            for row, count in known.items():
+                index.drop(row)
+                model.clear(row, count)
+            texts = [prompts[row] for row in known]
+            prefill(model, list(known), texts, trash=trash, apart=apart, known=list(known.values()))
+            for row in known:
+                index.put(row, prompts[row])
+            found |= known
+        return found
+
+    def unread(self, prompts: Mapping[int, Sequence[int]]) -> int:
+        """Tokens that the draft model would have to run to read these prompts."""
+        held = sum(map(len, prompts.values()))
+        index = self._indexes.get(1)
+        if index is None:
+            return held
+        return held - sum(copy.count for wave in index.plan(prompts) for copy in wave.values())
 
     def catch_up(self, rows: Sequence[int], tokens: Tensor, drafted: Sequence[int], trunk: Sequence[int]) -> None:
         """The draft model runs what it missed of some rows' trunks: slots drafted .. trunk of tokens [R, S]."""
@@ -178,5 +227,7 @@ class Caches:
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
+        for index in self._indexes.values():
+            index.select(rows)
         for model in self.models:
             model.select_rows(torch.tensor(rows, device=model.device))

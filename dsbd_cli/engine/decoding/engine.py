@@ -104,6 +104,7 @@ class Engine:
         self.target, self.draft, self.codec = target, draft, codec
         self.batch_size, self.log_steps = batch_size or 1, log_steps
         self.steps = 0  # taken so far, those of unfinished requests too; another thread may look
+        self.share_prefixes = True  # prompts of a run that begin alike; False: to measure what it saves
         self.one_root = True  # in a row's first iteration; False: W, as in all others, for a profile
         self.tell: Callable[[str], None] = _warn  # takes what the user should know and stops nothing
         self._fit_batch = batch_size is None
@@ -261,6 +262,8 @@ class Engine:
                 "this engine is in use by another run: finish that one, close() its iterator, or load a second engine"
             )
         self._running = True
+        self._caches.begin(share=self.share_prefixes)
+        self._drafter.release()  # what it has read in an earlier run
         backlog = deque[Job]()
         try:
             while not self._stopping and (backlog or not source.exhausted()):
@@ -360,6 +363,9 @@ class Engine:
     def _hand_out(self, batch: Batch, rows: list[int], report: Report, order: Results[object]) -> None:
         """Results of rows that are done, and errors of those whose model returned NaN. The rows are free then."""
         jobs, state, grammars = dict(batch.running), batch.state, self._grammars.compiler
+        for row in rows:
+            if report.rows[row]["invalid"]:
+                self._caches.forget(row)
         results = {
             row: _broken(jobs[row])
             if report.rows[row]["invalid"]

@@ -145,8 +145,9 @@ class BridgeDrafter(Drafter):
         self.calls = self._cache.forwards - before
         return _forest(context, found)
 
-    def _admit(self, context: DraftContext, iterations: Sequence[int]) -> None:
-        """Take the prompts of new rows. Rows that were dropped from the batch moved the others: all begin again."""
+    def _admit(self, context: DraftContext, iterations: Sequence[int]) -> set[int]:
+        """Take the prompts of new rows, and say which they are. Rows that were dropped from the batch moved the others:
+        all begin again."""
         if len(iterations) != len(self._prompts):
             self.release()
             self._prompts = [_Prompt() for _ in iterations]
@@ -154,12 +155,12 @@ class BridgeDrafter(Drafter):
         else:
             new = [row for row, iteration in enumerate(iterations) if iteration == 0]
         if not new:
-            return
+            return set()
         assert context.prompts is not None
         tokens, lengths = context.prompts.tokens[new].tolist(), context.prompts.length[new].tolist()
         for row, prompt, length in zip(new, tokens, lengths, strict=True):
-            self._cache.reset(row)
             self._prompts[row] = self._prompt(prompt[:length])
+        return set(new)
 
     def _prompt(self, prompt: Sequence[int]) -> _Prompt:
         base, piece = list(self._begin), b""
@@ -178,11 +179,11 @@ class BridgeDrafter(Drafter):
         wide = [number.unsqueeze(1).expand_as(beams.token) for number in (context.iteration, beams.length)]
         parts = (wide[0], beams.valid, beams.weight, wide[1])
         packed = torch.cat((torch.stack([part.double() for part in parts], 2), beams.history.double()), 2).tolist()
-        self._admit(context, [int(row[0][0]) for row in packed])
+        new = self._admit(context, [int(row[0][0]) for row in packed])
         room = (self._model.max_positions or 1 << 62) - MOST_PER_LAYER * context.depth - SPARE
         texts = []
-        for row, prompt in zip(packed, self._prompts, strict=True):
-            drafts, used = [], {}
+        for number, (row, prompt) in enumerate(zip(packed, self._prompts, strict=True)):
+            drafts, used = list[_Draft](), dict[bytes, list[int]]()
             for beam, (_, valid, weight, length, *history) in enumerate(row):
                 if not valid or weight == NEVER:
                     continue
@@ -197,6 +198,8 @@ class BridgeDrafter(Drafter):
                     drafts.append(_Draft(beam, ids, pending, standing_tail(text), weight))
             prompt.known = used
             texts.append(drafts)
+            if number in new:  # a prompt that begins like the last one of the row is read from where they part
+                self._cache.reset(number, drafts[0].ids if drafts else ())
         return texts
 
     def _ids(self, prompt: _Prompt, text: bytes) -> list[int]:

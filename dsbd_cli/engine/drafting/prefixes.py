@@ -57,6 +57,16 @@ class _Row:
             node = found
         return 0
 
+    def leading(self, path: Sequence[int]) -> int:
+        """How many tokens of a path stand in the first slots, in order; an empty row gives them out in this way."""
+        node = self.root
+        for place, token in enumerate(path):
+            found = node.children.get(token)
+            if found is None or found.slot != place:
+                return place
+            node = found
+        return len(path)
+
     def insert(self, path: Sequence[int]) -> tuple[_Node, list[_Node]]:
         """The last node of a path, and the nodes that had to be made for it."""
         node, made = self.root, []
@@ -102,15 +112,18 @@ class PrefixCache:
         self.forwards = 0
         self._rows: list[_Row] = []
         self._slots = 0
+        self._kept = model.copies_prefixes  # whether leading slots are all that is left of a text
 
-    def reset(self, row: int) -> None:
-        """Forget a row, which may be a new one."""
+    def reset(self, row: int, path: Sequence[int] = ()) -> None:
+        """Forget a row, which may be a new one, but what stands in its leading slots of a path."""
         while len(self._rows) <= row:
             self._rows.append(_Row(max(self._slots, STEP)))
         self._slots = max(self._slots, STEP)
+        kept = self._rows[row].leading(path) if self._kept else 0
         self._rows[row] = _Row(self._slots)
+        self._rows[row].insert(path[:kept])
         self.model.reserve(len(self._rows), self._slots)
-        self.model.clear(row)
+        self.model.clear(row, kept)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""

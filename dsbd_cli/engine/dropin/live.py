@@ -14,7 +14,7 @@ from dsbd_cli.engine.decoding.engine import Engine, EngineInfo
 from dsbd_cli.engine.decoding.trial import prove_captures
 from dsbd_cli.engine.models.attention import NAME as GROUPED
 from dsbd_cli.engine.models.causal import CausalForestModel
-from dsbd_cli.engine.models.invariance import is_invariant
+from dsbd_cli.engine.models.invariance import Verdict, check
 from dsbd_cli.engine.models.loader import eos_ids
 from dsbd_cli.engine.models.pair import check_pair
 from dsbd_cli.engine.models.selftest import self_test
@@ -24,7 +24,7 @@ from dsbd_cli.errors import UnsupportedModelError, UsageError
 __all__ = ["forest_of", "from_models", "lent"]
 
 # what was found out of a model: (dtype, device, attention) -> whether it is invariant, None where nobody asked
-_checked: WeakKeyDictionary[object, dict[tuple[str, str, str], bool | None]] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[object, dict[tuple[str, str, str], Verdict | None]] = WeakKeyDictionary()
 
 
 def from_models(
@@ -94,10 +94,11 @@ def forest_of(model: Any, role: str, *, invariant: bool = False) -> CausalForest
             self_test(forest)
             known[key] = None
         if invariant and known[key] is None:
-            known[key] = is_invariant(forest)
+            known[key] = check(forest)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{role} {_name(model)}: {error}") from error
-    forest.invariant = invariant and bool(known[key])
+    if invariant and (found := known[key]) is not None:
+        forest.trust(found)
     return forest
 
 

@@ -8,7 +8,7 @@ Shape letters: R rows, n nodes of a forward, S active cache slots, V vocabulary,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,13 @@ from dsbd_cli.errors import ModelError, UnsupportedModelError
 from dsbd_cli.token_rules import TokenRules
 
 if TYPE_CHECKING:
+    from dsbd_cli.engine.models.invariance import Verdict
     from dsbd_cli.engine.models.selftest import SelfTestReport
 
 __all__ = ["MaskPlan", "TransformersForest", "unsupported"]
 
 CALIBRATION = 2, 64  # sequences and their tokens; more of them find no better outliers
+NOT_COPIED = "prompts that begin alike are each read whole: a copied beginning would change bits here"
 LONG = 2048  # slots from which on the kernel of attention serves forwards of which no bits are asked, too
 LEAST_ROWS = 4  # products of fewer rows take other kernels
 # Layer kinds whose state is one key and one value per token, so that a tree of tokens can be held.
@@ -114,6 +116,8 @@ class TransformersForest:
         logits = self._probe()
         if self.kv_bytes_per_slot():
             self._mask_dtype = self._cache.dtype
+        # a state holds the whole text before it, not a token
+        self.copies_prefixes = bool(self.kv_bytes_per_slot()) and not self.state_bytes(0)
         self._dtype = logits.dtype
         self._width = logits.shape[-1]
         self._kept: Tensor | None = None
@@ -225,9 +229,15 @@ class TransformersForest:
         self._cache.select_rows(rows)
 
     @torch.no_grad()
-    def clear(self, row: int) -> None:
-        """Zero a cache row: NaN times a weight of zero is NaN, so a failed request would reach the next one."""
-        self._cache.clear(row)
+    def clear(self, row: int, start: int = 0) -> None:
+        """Zero a cache row from a slot on: NaN times a weight of zero is NaN, so a failed request would reach the next
+        one."""
+        self._cache.clear(row, start)
+
+    @torch.no_grad()
+    def copy_prefixes(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy leading slots between rows: (source row, target row, slots) each. All reads happen before any write."""
+        self._cache.copy_prefixes(copies)
 
     def kv_bytes_per_slot(self) -> int:
         """Bytes of keys and values that one token holds over all layers."""
@@ -267,6 +277,14 @@ class TransformersForest:
         logits: Tensor = self._model(input_ids=tokens, use_cache=False, return_dict=True).logits
         return logits.to(self._device)
 
+    def trust(self, found: Verdict) -> None:
+        """Take what the check of invariance has found: prompts that begin alike are each read whole where only that
+        keeps the bits."""
+        self.varies, self.invariant = found.varies, found.varies is None
+        if self.invariant:
+            self.copies_prefixes = bool(found.copies)
+            self.told += () if found.copies is not False else (NOT_COPIED,)
+
     def calibrate(self) -> None:
         """Run the random tokens by which `quantize` finds outliers."""
         limit = self.max_positions or CALIBRATION[1]
@@ -293,8 +311,9 @@ class TransformersForest:
         raise NotImplementedError
 
     def _sees(self, batch: ForestInput) -> Sight | None:
-        """What the layers of the forward that begins may split their keys by; kept for by_parts."""
-        kernel, prompt, settled, tail = self.attention, batch.prompt, batch.settled, batch.tail
+        """What the layers of a forest's forward may split their keys by; kept for by_parts."""
+        kernel, prompt, tail = self.attention, batch.prompt, batch.tail
+        settled = None if batch.chain else batch.settled
         fast = settled is None
         if settled is None and kernel is not None and prompt is not None and batch.mask.shape[-1] >= LONG:
             settled, tail = (0,) * len(batch.tokens), batch.mask.shape[-1]

@@ -24,6 +24,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,10 +33,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.models import tail
 from dsbd_cli.engine.models.tail import Paths
 
-__all__ = ["NAME", "Sight", "grouped_attention", "seeing", "use_grouped_attention"]
+__all__ = ["NAME", "Blocks", "Sight", "grouped_attention", "seeing", "use_grouped_attention"]
 
 NAME = "dsbd_grouped"
 SETTLED_STEP = 32  # settled slots are counted in such steps: an odd remainder takes another kernel
@@ -199,12 +202,41 @@ class Sight:
         return mask.data_ptr(), mask.shape
 
 
-_sight: ContextVar[Sight | None] = ContextVar("sight", default=None)
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A prompt is read: n tokens from slot `first` on, the same in all rows. Queries attend in blocks of PREFIX_STEP
+    tokens of the prompt, each over the slots up to its own end. So what is computed for a token depends on the tokens
+    before it alone: neither on where the reading began nor on how long the prompt is."""
+
+    first: int
+
+    @classmethod
+    def of(cls, batch: ForestInput) -> Blocks | None:
+        """None where the bits may depend on it, or where torch's kernels of another device are asked at load."""
+        if not batch.chain or batch.settled is None or batch.tokens.device.type != "cpu":
+            return None
+        return cls(batch.settled[0])
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *more: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """As grouped_attention."""
+        parts = []
+        with seeing(None):
+            for start in range(0, query.shape[2], PREFIX_STEP):
+                end = min(start + PREFIX_STEP, query.shape[2])
+                seen = slice(self.first + end)
+                states = query[:, :, start:end], key[:, :, seen], value[:, :, seen], mask[:, :, start:end, seen]
+                parts.append(grouped_attention(module, *states, *more, **kwargs)[0])
+        return torch.cat(parts, 1), None
+
+
+_sight: ContextVar[Sight | Blocks | None] = ContextVar("sight", default=None)
 
 
 @contextlib.contextmanager
-def seeing(sight: Sight | None) -> Iterator[None]:
-    """Forwards inside are those of a forest whose slots `sight` knows.
+def seeing(sight: Sight | Blocks | None) -> Iterator[None]:
+    """Forwards inside are those of a forest whose slots `sight` knows, or read a prompt in blocks.
 
     transformers calls the attention function by name and passes nothing of ours on to it.
     """
@@ -235,6 +267,10 @@ def grouped_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     bias = kwargs.get("position_bias")
     assert bias is None or isinstance(bias, Tensor)
+    blocks = _sight.get()
+    if isinstance(blocks, Blocks) and attention_mask is not None and bias is None:
+        rest = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux, **kwargs}
+        return blocks.attend(module, query, key, value, attention_mask, **rest)
     out = _by_sight(query, key, value, attention_mask, scale, softcap, s_aux, bias)
     if out is not None:
         return out, None
@@ -257,8 +293,8 @@ def _by_sight(
     """[R, n, H * G, E] of a forward whose slots are split, by a kernel or by parts; None where torch's attention over
     all slots serves."""
     sight = _sight.get()
-    known = None if sight is None else sight.of(mask)
-    if sight is None or known is None:
+    known = sight.of(mask) if isinstance(sight, Sight) else None
+    if not isinstance(sight, Sight) or known is None:
         return None
     part, mask = known
     if part is sight.across:

@@ -8,7 +8,7 @@ one scatter for all of them; a layer sees its own keys as a view [R, S, H, E].
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,10 +202,19 @@ class ForestCache(Cache):
             for plane in slab:
                 plane[: len(index)] = plane.index_select(0, index)
 
-    def clear(self, row: int) -> None:
-        """Zero one row."""
+    def clear(self, row: int, start: int = 0) -> None:
+        """Zero one row from a slot on."""
         for slab in self._slabs.values():
-            slab[:, row].zero_()
+            slab[:, row, start:].zero_()
+
+    def copy_prefixes(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy leading slots between rows: (source, target, slots) each. All reads happen before any write; plane by
+        plane, so that little memory is needed for it."""
+        for slab in self._slabs.values():
+            for plane in slab:
+                read = [plane[source, :count].clone() for source, _, count in copies]
+                for part, (_, target, count) in zip(read, copies, strict=True):
+                    plane[target, :count] = part
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -10,7 +10,7 @@ import torch
 
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models.adapter import MaskPlan, TransformersForest
-from dsbd_cli.engine.models.attention import seeing
+from dsbd_cli.engine.models.attention import Blocks, seeing
 from dsbd_cli.engine.models.cache import ForestCache
 from dsbd_cli.engine.models.mixers import REFUSED, bind, has_mixers
 from dsbd_cli.engine.models.states import StateCache
@@ -47,7 +47,7 @@ class CausalForestModel(TransformersForest):
 
     def _run(self, runner: Any, batch: ForestInput) -> Any:
         sight = self._sees(batch)
-        with self._cache.running(batch), seeing(sight):
+        with self._cache.running(batch), seeing(sight or Blocks.of(batch)):
             arguments = {"input_ids": self._inputs(batch), "use_cache": True, "return_dict": True}
             if self._without_attention:
                 return runner(cache_params=self._cache, **arguments)

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.models.selftest import CheckableModel
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, sample_source
 
-__all__ = ["Company", "is_invariant", "variance"]
+__all__ = ["Company", "Verdict", "check", "is_invariant"]
 
 PROMPT = 161  # tokens: five steps of settled slots and one that is left over
-WIDTH = 192  # of the prompt's forward
+WIDTH_STEP = 32  # of a prompt's forward
+LONGER = 480  # tokens of the prompt that the beginning is copied from
 SOURCES = (77, 150, 90)  # tokens of the source of the text, where it has one, and of the rows before and after it
 ANSWER = 40  # tokens after the prompt, the last one is looked at
 SLOTS = 512
@@ -36,6 +38,7 @@ class Company:
         spread: the answer's tokens stand anywhere in so many times as many slots as they need, in order.
         at_once: how many of the answer's tokens share the last forward.
         joined: before it, so many of them join the trunk, which recurrent layers take into their states.
+        copied: so many tokens of the prompt are read in the last row, before others than the text's, and copied.
         slots: S.
     """
 
@@ -46,6 +49,7 @@ class Company:
     spread: int = 1
     at_once: int = 1
     joined: int = 0
+    copied: int = 0
     slots: int = 256
 
     def __str__(self) -> str:
@@ -61,33 +65,47 @@ COMPANIES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of a check. varies: why a node's logits may depend on its company; None where they do not. copies: whether they
+    also stay the same where the beginning of the prompt was copied from another row; None where that was not asked."""
+
+    varies: str | None
+    copies: bool | None = None
+
+
 def is_invariant(model: CheckableModel) -> bool:
     """Whether a node's logits have the same bits in any company."""
-    return variance(model) is None
+    return check(model).varies is None
 
 
 @torch.inference_mode()
-def variance(model: CheckableModel) -> str | None:
-    """Why a node's logits may depend on its company; None where all layers attend by parts and the text's logits have
-    the same bits alone and in all COMPANIES.
+def check(model: CheckableModel) -> Verdict:
+    """Whether all layers attend by parts and the text's logits have the same bits alone and in all COMPANIES.
 
     Bits alone would not do: a sum that takes another order changes a short text now and then only. Leaves the cache
     released.
     """
     if _size(model) < 1:
-        return f"it has positions for {model.max_positions} tokens only, too few for the check"
+        return Verdict(f"it has positions for {model.max_positions} tokens only, too few for the check")
     try:
         alone = _logits(model, Company())
         if not model.by_parts:
-            return "some of its layers do not attend by our function"
+            return Verdict("some of its layers do not attend by our function")
         for company in COMPANIES:
             logits = _logits(model, company)
             if not torch.equal(logits, alone):
                 moved = (logits.double() - alone.double()).abs().max().item()
-                return f"logits moved by up to {moved:.1g} {company}"
-        return None
+                return Verdict(f"logits moved by up to {moved:.1g} {company}")
+        return Verdict(None, _copies(model, alone) if model.copies_prefixes else None)
     finally:
         model.release()
+
+
+def _copies(model: CheckableModel, alone: Tensor) -> bool | None:
+    """The text's logits [V] stay the same with a beginning of its prompt copied; None where it has too few tokens."""
+    count = _size(model) // PREFIX_STEP * PREFIX_STEP
+    return torch.equal(_logits(model, Company(rows=2, copied=count)), alone) if count else None
 
 
 @torch.inference_mode()
@@ -113,7 +131,10 @@ def _logits(model: CheckableModel, company: Company, *, by_parts: bool = True) -
     text = torch.randint(0, model.vocab_size, (company.rows, size), generator=generator)
     text = text.roll(company.row, 0)  # the first text drawn is the same in every company
     lengths = torch.tensor([max(1, prompt - 5 * abs(row - company.row)) for row in range(company.rows)])
-    _prompt(model, text, lengths)
+    if company.copied:
+        _copied_prompt(model, text, company.copied)
+    else:
+        _prompt(model, text, lengths)
     chosen = torch.randperm(ANSWER * company.spread, generator=generator)[:ANSWER].sort().values
     places = lengths.unsqueeze(1) + chosen
     split = ANSWER - company.at_once
@@ -140,19 +161,38 @@ def _encode(model: Seq2SeqForestModel, company: Company) -> None:
     model.encode(range(company.rows), sources)
 
 
-def _prompt(model: CheckableModel, text: Tensor, lengths: Tensor) -> None:
-    steps = torch.arange(WIDTH)
+def _copied_prompt(model: CheckableModel, text: Tensor, copied: int) -> None:
+    """Two prompts that begin alike, the second as long as the model takes: it is read whole, and the first from where
+    they part."""
+    limit = min(LONGER, model.max_positions or LONGER)
+    lengths = torch.tensor([_size(model), limit])
+    other = text[1].repeat(3)[: limit - copied]
+    longer = torch.stack((text[0].repeat(3)[:limit], torch.cat((text[0, :copied], other))))
+    _prompt(model, longer[1:], lengths[1:], rows=torch.tensor([1]))
+    model.copy_prefixes([(1, 0, copied)])
+    model.clear(0, copied)
+    _prompt(model, longer[:1], lengths[:1], first=copied)
+
+
+def _prompt(
+    model: CheckableModel, text: Tensor, lengths: Tensor, *, rows: Tensor | None = None, first: int = 0
+) -> None:
+    """Tokens first .. lengths [R] of texts [R, n] are read in one forward, as wide as it takes in steps of 32."""
+    width = -(-(int(lengths.max()) - first) // WIDTH_STEP) * WIDTH_STEP
+    steps = torch.arange(first, first + width)
+    index = torch.arange(first + width)
     real = steps < lengths.unsqueeze(1)
-    tokens = torch.where(real, torch.nn.functional.pad(text, (0, WIDTH - text.shape[1])), 0)
-    seen = torch.where(real.unsqueeze(2), steps <= steps.unsqueeze(1), steps == 0)
+    tokens = torch.nn.functional.pad(text, (0, max(0, first + width - text.shape[1])))[:, first : first + width]
+    seen = torch.where(real.unsqueeze(2), index <= steps.unsqueeze(1), index == 0)
     model.forward(
         ForestInput(
-            tokens=tokens,
+            tokens=torch.where(real, tokens, 0),
             positions=torch.where(real, steps, 0),
             slots=torch.where(real, steps, SLOTS - 1),
             mask=seen,
-            slot_positions=steps.expand(len(text), -1),
-            rows=torch.arange(len(text)),
+            slot_positions=index.expand(len(text), -1),
+            rows=torch.arange(len(text)) if rows is None else rows,
+            settled=(first,) * len(text),
             chain=True,
         ).to(model.device),
         logits=False,

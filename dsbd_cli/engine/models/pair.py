@@ -19,7 +19,7 @@ from dsbd_cli.engine.models.fused import Fused, fuse, layer_kernels
 from dsbd_cli.engine.models.generation import settings_notes
 from dsbd_cli.engine.models.head import installed
 from dsbd_cli.engine.models.hub import locate
-from dsbd_cli.engine.models.invariance import parting, variance
+from dsbd_cli.engine.models.invariance import Verdict, check, parting
 from dsbd_cli.engine.models.loader import eos_ids, load, load_config, load_extractor
 from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.quantize import LEAST_WEIGHTS, quantize
@@ -152,16 +152,16 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
         forest.tested, forest.fused = _tested(forest, fused), fused.counts
         if spec.quantize is not None:  # after the test, whose limits are those of the checkpoint's own rounding
             _quantize(forest, spec)
-        forest.varies = _variance(forest) if wanted else "nobody asked for the work that it takes"
-        if forest.varies is not None and "linear" in fused.counts:  # its work would be for nothing
+        found = _check(forest) if wanted else Verdict("nobody asked for the work that it takes")
+        if found.varies is not None and "linear" in fused.counts:  # its work would be for nothing
             fused.undo()
             fused, forest.attention = _fused(model, spec, exact=False), None
             forest.tested, forest.fused = _tested(forest, fused), fused.counts
         if fused.undone:
             forest.told = ("its layers run without kernels: with them a check at load fails",)
-        if spec.role == "target" and forest.varies is not None and not paired and _gpu(model, spec) is not None:
+        if spec.role == "target" and found.varies is not None and not paired and _gpu(model, spec) is not None:
             _attend_fast(forest)
-        forest.invariant = forest.varies is None
+        forest.trust(found)
         if not forest.invariant:
             forest.keep_states_in(torch.float32)
     except UnsupportedModelError as error:
@@ -217,14 +217,14 @@ def _attend_fast(forest: TransformersForest) -> None:
         forest.told = (*forest.told, f"torch's attention serves long prompts, too: with the kernel {fault}")
 
 
-def _variance(forest: TransformersForest) -> str | None:
-    """As variance; a kernel that fails at the sizes of this model gives no bits at all."""
+def _check(forest: TransformersForest) -> Verdict:
+    """As check; a kernel that fails at the sizes of this model gives no bits at all."""
     try:
-        return variance(forest)
+        return check(forest)
     except Exception as failed:
         if forest.attention is None:
             raise
-        return f"a kernel fails ({_said(failed)})"
+        return Verdict(f"a kernel fails ({_said(failed)})")
 
 
 def _said(error: Exception) -> str:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -222,10 +222,15 @@ class ShardedForestModel(CausalForestModel):
         self._tell("select_rows", rows)
         super().select_rows(rows)
 
-    def clear(self, row: int) -> None:
+    def clear(self, row: int, start: int = 0) -> None:
         """On all ranks."""
-        self._tell("clear", row)
-        super().clear(row)
+        self._tell("clear", row, start)
+        super().clear(row, start)
+
+    def copy_prefixes(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """On all ranks."""
+        self._tell("copy_prefixes", copies)
+        super().copy_prefixes(copies)
 
     def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
         """On all ranks."""

@@ -54,6 +54,7 @@ class Seq2SeqForestModel(TransformersForest):
         if self._masked:
             decoder.register_forward_pre_hook(self._give_mask, with_kwargs=True)
         super().__init__(model, name, stock)
+        self.copies_prefixes = False  # what the decoder keeps of its first tokens goes by the source
 
     @property
     def max_positions(self) -> int | None:
@@ -115,8 +116,8 @@ class Seq2SeqForestModel(TransformersForest):
         self._cross.select_rows(rows)
 
     @torch.no_grad()
-    def clear(self, row: int) -> None:
-        super().clear(row)
+    def clear(self, row: int, start: int = 0) -> None:
+        super().clear(row, start)
         self._cross.clear(row)
 
     def source_bytes(self, source: Tensor) -> int:

@@ -795,8 +795,8 @@ class StateCache(ForestCache):
                 tensor[: len(index)] = tensor.index_select(0, index)
         self.base[: len(rows)] = self.base[rows]
 
-    def clear(self, row: int) -> None:
-        super().clear(row)
+    def clear(self, row: int, start: int = 0) -> None:
+        super().clear(row, start)
         for memory in self.memories.values():
             for tensor in memory.tensors():
                 tensor[row].zero_()

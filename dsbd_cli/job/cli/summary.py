@@ -132,6 +132,8 @@ class Totals:
         parts = [plural(self.rows, "row"), f"{tokens} tokens", f"{tokens / self.seconds:.1f} tokens/s"]
         if stats.target_calls:
             parts.append(f"{stats.steps / stats.target_calls:.2f} steps per call")
+        if stats.prompt_tokens_reused:
+            parts.append(f"{stats.prompt_tokens_reused} prompt tokens reused")
         if stats.drafted:
             rates = [(name, part.acceptance_rate) for name, part in stats.drafters.items()]
             apart = ", ".join(f"{name} {rate:.0%}" for name, rate in rates if rate is not None)
@@ -161,6 +163,7 @@ class Totals:
             "errors": dict(sorted(self.errors.items())),
             "tokens": {
                 "prompt": self.prompt_tokens,
+                "prompt_reused": stats.prompt_tokens_reused,
                 "best_texts": self.tokens,
                 "all_beams": self.all_tokens,
                 "best_texts_per_s": round(self.tokens / seconds, 3),

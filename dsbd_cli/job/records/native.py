@@ -117,6 +117,7 @@ def _stats(stats: RequestStats) -> Fields:
         **drafter_fields(stats.drafters),
         "mean_width": round(stats.mean_width, 6),
         "kv_peak_slots": stats.kv_peak_slots,
+        "prompt_tokens_reused": stats.prompt_tokens_reused,
         **_seconds(stats),
         "total_s": round(stats.total_s, 6),
     }

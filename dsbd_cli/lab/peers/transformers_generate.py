@@ -43,21 +43,11 @@ from dsbd_cli.token_rules import TokenRules, asked_rules
 __all__ = ["TransformersPeer"]
 
 
-class _Output(Protocol):
-    """What is used of a forward's."""
-
-    logits: Tensor
-
-
 class _Generating(Protocol):
     """What is used of a PreTrainedModel."""
 
     stock_attention: str
     config: object
-    dtype: torch.dtype
-    main_input_name: str
-
-    def __call__(self, **inputs: object) -> _Output: ...
 
     def set_attn_implementation(self, name: str) -> None: ...
 
@@ -120,13 +110,10 @@ class TransformersPeer(Peer):
 
     def _listened(self, asked: SourceRequest, listen: Callable[[Tensor], tuple[list[int], str]]) -> SourceRequest:
         """With the language that the model hears, as transformers' detect_language has it."""
-        module = self._module
-        features = asked.source.unsqueeze(0).to(self._target.device, module.dtype)
+        assert isinstance(self._target, Seq2SeqForestModel)
         start = torch.tensor([asked.prompt[:1]], device=self._target.device)
-        with torch.inference_mode():
-            inputs = {module.main_input_name: features, "decoder_input_ids": start, "use_cache": False}
-            logits = module(**inputs).logits
-        return replace(asked, prompt=listen(logits[0, -1])[0], listen=None)
+        logits = self._target.plain(start, asked.source)[0, -1]
+        return replace(asked, prompt=listen(logits)[0], listen=None)
 
     def _token_rules(self) -> TokenRules:
         """Those that our engine keeps."""

@@ -205,9 +205,18 @@ class TimedModel:
         """As the inner model."""
         self.inner.select_rows(rows)
 
-    def clear(self, row: int) -> None:
+    def clear(self, row: int, start: int = 0) -> None:
         """As the inner model."""
-        self.inner.clear(row)
+        self.inner.clear(row, start)
+
+    @property
+    def copies_prefixes(self) -> bool:
+        """As the inner model."""
+        return self.inner.copies_prefixes
+
+    def copy_prefixes(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """As the inner model."""
+        self.inner.copy_prefixes(copies)
 
     def release(self) -> None:
         """As the inner model."""

@@ -1,0 +1,118 @@
+"""Which prompts stand in the rows of a model's cache, and which row holds the longest beginning of a new one.
+
+Prompts are compared in whole blocks of PREFIX_STEP tokens, so that a beginning that is copied ends where a block of the
+reading ends (docs/numerics.md). No tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dsbd_cli.engine.core.slots import PREFIX_STEP
+
+__all__ = ["Copy", "PrefixIndex"]
+
+Block = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Where a row takes the beginning of its prompt from: `count` leading slots of row `source`, which may be itself.
+    No slots: the prompt is read from its first token."""
+
+    source: int
+    count: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A block behind those above it. rows: that hold all of these, each with the wave in which it is read."""
+
+    children: dict[Block, _Node] = field(default_factory=dict)
+    rows: dict[int, int] = field(default_factory=dict)
+
+
+class PrefixIndex:
+    """A tree of blocks over the prompts that stand in rows."""
+
+    def __init__(self) -> None:
+        self._root = _Node()
+        self._held: dict[int, list[Block]] = {}
+
+    def clear(self) -> None:
+        """No row holds anything."""
+        self._root, self._held = _Node(), {}
+
+    def put(self, row: int, prompt: Sequence[int], wave: int = 0) -> None:
+        """The row holds this prompt, all but its last token, and nothing else."""
+        self._put(row, _blocks(prompt), wave)
+
+    def _put(self, row: int, blocks: list[Block], wave: int) -> None:
+        self.drop(row)
+        self._held[row] = blocks
+        node = self._root
+        for block in blocks:
+            node = node.children.setdefault(block, _Node())
+            node.rows[row] = wave
+
+    def drop(self, row: int) -> None:
+        """The row holds nothing."""
+        node = self._root
+        for block in self._held.pop(row, ()):
+            child = node.children[block]
+            del child.rows[row]
+            if not child.rows:
+                del node.children[block]
+                return
+            node = child
+
+    def keep(self, row: int, slots: int) -> None:
+        """Of what the row holds, no more than its leading slots."""
+        held = self._held.get(row)
+        if held is not None and len(held) * PREFIX_STEP > slots:
+            self._put(row, held[: slots // PREFIX_STEP], 0)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Only these rows are left, in this order."""
+        held = self._held
+        self.clear()
+        for place, row in enumerate(rows):
+            self._put(place, held.get(row, []), 0)
+
+    def _longest(self, blocks: Sequence[Block]) -> tuple[int, _Node]:
+        """How many of these blocks some row begins with, and where its rows are."""
+        node = self._root
+        for count, block in enumerate(blocks):
+            child = node.children.get(block)
+            if child is None:
+                return count, node
+            node = child
+        return len(blocks), node
+
+    def plan(self, prompts: Mapping[int, Sequence[int]]) -> list[dict[int, Copy]]:
+        """How the prompts of new rows are read, in waves: where each row copies from. A source of the first wave holds
+        an earlier prompt; all copies of a wave are made before any of its rows is written. A source of a later wave was
+        read in an earlier one."""
+        new = PrefixIndex()
+        waves: list[dict[int, Copy]] = []
+        for row, prompt in prompts.items():
+            blocks = _blocks(prompt)
+            standing, held = self._longest(blocks)
+            reading, beside = new._longest(blocks)
+            wave, copy = 0, Copy(row)
+            if reading > standing:
+                source = min(beside.rows, key=beside.rows.__getitem__)
+                wave, copy = beside.rows[source] + 1, Copy(source, reading * PREFIX_STEP)
+            elif standing:
+                copy = Copy(row if row in held.rows else next(iter(held.rows)), standing * PREFIX_STEP)
+            new._put(row, blocks, wave)
+            waves.extend({} for _ in range(wave + 1 - len(waves)))
+            waves[wave][row] = copy
+        return waves
+
+
+def _blocks(prompt: Sequence[int]) -> list[Block]:
+    """The whole blocks of a prompt, all but its last token."""
+    ends = range(PREFIX_STEP, len(prompt), PREFIX_STEP)
+    return [tuple(prompt[end - PREFIX_STEP : end]) for end in ends]
