@@ -218,7 +218,7 @@ def test_a_kernel_of_attention_that_fails_at_the_sizes_of_a_model_serves_nothing
     assert ("off by" if fault == "wrong" else "out of resource") in line
     if fault == "raises":  # nor does it end the load of a target whose bits are asked for
         model.attention = partial(broken, exact=True)
-        assert "out of resource" in (pair._variance(model) or "")
+        assert "out of resource" in (pair._check(model).varies or "")
 
 
 class Launches(TorchDispatchMode):
