@@ -37,7 +37,7 @@ class InTurn:
         return getattr(self._model, name)
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        if batch.settled is None:
+        if batch.settled is None or batch.chain:
             found: Tensor | None = self._model.forward(batch, logits=logits)
             return found
         fast = len(self.seconds) % 2 == 1

@@ -41,8 +41,11 @@ def engines_of(target: ModelSpec, draft: ModelSpec) -> dict[str, Engine]:
     return {RULES[0]: first, **others}
 
 
-def answers(engine: Engine) -> list[list[tuple[str, float]]]:
-    return [[(one.text, one.logprob) for one in result.hypotheses] for result in engine.run(REQUESTS)]
+def answers(engine: Engine) -> tuple[list[list[tuple[str, float]]], int]:
+    """Texts and log-probabilities, and how many prompt tokens were copied."""
+    results = list(engine.run(REQUESTS))
+    texts = [[(one.text, one.logprob) for one in result.hypotheses] for result in results]
+    return texts, sum(result.stats.prompt_tokens_reused for result in results)
 
 
 @pytest.fixture
@@ -68,8 +71,8 @@ def test_two_ranks_give_the_text_of_one_until_one_dies(family: str, tmp_path: Pa
     sharded = split["search"].target
     closing.append(split["search"])
     for rule in RULES:
-        wanted, found = answers(whole[rule]), answers(split[rule])
-        assert sum(result.stats.prompt_tokens_reused for result in split[rule].run(REQUESTS)) == 64
+        (wanted, _), (found, reused) = answers(whole[rule]), answers(split[rule])
+        assert reused == 64
         assert [[text for text, _ in row] for row in found] == [[text for text, _ in row] for row in wanted]
         for row, other in zip(found, wanted, strict=True):
             assert [logprob for _, logprob in row] == pytest.approx([logprob for _, logprob in other], abs=1e-3)

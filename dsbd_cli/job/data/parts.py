@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 
-import numpy as np
-
 from dsbd_cli.errors import DsbdError, UsageError
 from dsbd_cli.job.data.jsonl import read_object
 
@@ -84,6 +82,8 @@ def _index(part: Part, index: object, number: int, most: int | None) -> int:
 
 
 def _sort(part: Part) -> None:
+    import numpy as np  # a command that merges nothing does not wait for it
+
     order = np.asarray(part.indices).argsort(kind="stable")
     indices, offsets = (np.asarray(column)[order] for column in (part.indices, part.offsets))
     if len(twice := np.flatnonzero(indices[1:] == indices[:-1])):
