@@ -42,9 +42,9 @@ LIMIT_S = 120.0  # for one kernel, which compiles in seconds, and for the start 
 TOTAL_S = 300.0  # for all of them: half a minute of compiling, on a processor core of today
 CAPABILITY = (8, 0)  # of the GPUs that triton is made for
 SAID = 160  # characters of an error
+HANGS = "does not end within"  # in the fault of what ran past its time
 # in a fault that may be gone the next time: memory that was short, a device in use by others, a process not started, a
 # compiler that was missing
-HANGS = "does not end within"
 PASSING = (
     "out of memory",
     "busy or unavailable",

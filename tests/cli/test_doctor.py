@@ -66,7 +66,9 @@ def test_the_document(dsbd: Dsbd, folders: tuple[str, str, str]) -> None:
     facts = {name: check["facts"] for name, check in document["checks"].items()}
     assert facts["models"]["target"]["dtype"] == "float32"
     assert facts["speed"]["tokens_per_s"] > 0
-    assert facts["texts"] == {"equal": 2, "prompts": 2, "steps_per_call": facts["texts"]["steps_per_call"]}
+    steps = facts["texts"].pop("steps_per_call")
+    assert steps >= 1
+    assert facts["texts"] == {"equal": 2, "same_tokens": 2, "prompts": 2}
 
 
 def test_a_draft_that_does_not_fit_leaves_the_target_to_be_tried(dsbd: Dsbd, folders: tuple[str, str, str]) -> None:

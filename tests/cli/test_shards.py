@@ -214,6 +214,16 @@ def test_a_damaged_file_beside_a_part_is_told(folder: Folder, damage: dict[str, 
     assert f"{names[0]}.dsbd-run is not what dsbd wrote: give parts" in done.err
 
 
+@pytest.mark.parametrize("form", ["native", "openai"])
+def test_an_empty_input_has_parts_that_are_complete(folder: Folder, form: str) -> None:
+    """Guards against no rows being taken for an unknown number of rows."""
+    folder.input.write_text("")
+    done = folder.merge(*folder.shards(2, "--output-format", form))
+    assert (done.code, done.err.count("\n")) == (0, 1), done.err
+    assert "0 records of 2 parts" in done.err
+    assert folder.lines("all.jsonl") == []
+
+
 def test_openai_parts_without_an_end_are_merged_too(folder: Folder) -> None:
     names = folder.shards(2, "--output-format", "openai")
     for name in names:

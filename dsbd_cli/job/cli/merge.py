@@ -113,20 +113,21 @@ def _difference(old: Settings, new: Settings) -> str | None:
 
 def _holes(parts: Sequence[Part], *, indexed: bool, partial: bool) -> int:
     """Rows without a record, and one more where nobody knows how many there are. Raises DsbdError unless `partial`."""
-    rows = max(part.rows or 0 for part in parts)
+    rows = max((part.rows for part in parts if part.rows is not None), default=None)
     missing = 0
-    if not rows:
+    if rows is None:
         warn("no part has come to its end, so nobody knows how many rows the input has")
         rows = max((part.indices[-1] + 1 for part in parts if part.indices), default=0)
         missing = 1
-    for part in parts if rows else ():
-        lacks = part.wanted(part.rows or rows) - part.records
+    for part in parts if indexed or not missing else ():
+        wanted = part.wanted(rows if part.rows is None else part.rows)
+        lacks = wanted - part.records
         if lacks < 0:
             raise DsbdError(f"{part.path} holds {-lacks} records more than its rows: was the input changed?")
         missing += lacks
         if lacks:
             first = f", the first one row {part.first_absent()}" if indexed else ""
-            told = f"{part.path} lacks {lacks} of its {part.wanted(part.rows or rows)} rows{first}"
+            told = f"{part.path} lacks {lacks} of its {wanted} rows{first}"
             if not partial:
                 raise DsbdError(f"{told}: go on with that part first, or take --partial")
             warn(told)

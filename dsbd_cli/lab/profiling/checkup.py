@@ -319,7 +319,7 @@ def _texts(pair: LoadedPair, prompts: Sequence[str], captured: bool | None) -> t
     told = f"beam search with and without {drafter}: {equal} of {total} prompts give the same {BEAMS} beams"
     stats = [row.stats for row in ways[1]]
     steps = sum(one.steps for one in stats) / sum(one.target_calls for one in stats)
-    facts: Facts = {"equal": equal, "prompts": total, "steps_per_call": steps}
+    facts: Facts = {"equal": equal, "same_tokens": alike, "prompts": total, "steps_per_call": steps}
     text = f"{told}, bit for bit; {steps:.1f} steps per target call with it"
     if equal == total:
         return "ok", text, facts
