@@ -73,7 +73,7 @@ def test_llama_cpp_gets_token_ids_and_gives_text(engine: Any, monkeypatch: pytes
     (found,) = peer.run([prompt], 0)
     assert found.text == "a table"
     assert found.token_ids == (*engine.codec.encode("a table"), engine.codec.eos_ids[0])
-    assert (asked[0]["prompt"], asked[0]["n_predict"], asked[0]["cache_prompt"]) == (list(prompt), 8, False)
+    assert (asked[0]["prompt"], asked[0]["n_predict"], asked[0]["cache_prompt"]) == (list(prompt), 8, True)
     with pytest.raises(ModelError, match=r"llama\.cpp fails: .*full"):
         list(peer.run([prompt], 0))
 

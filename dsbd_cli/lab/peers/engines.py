@@ -136,7 +136,8 @@ def convert(place: Path, folder: Path, dtype: str) -> Path:
 
 
 class LlamaPeer(SeparatePeer):
-    """llama.cpp's server inside this process, greedy, one prompt at a time and with nothing kept between prompts."""
+    """llama.cpp's server inside this process, greedy, one prompt at a time. It keeps the last prompt, and reads of the next
+    one what differs."""
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class LlamaPeer(SeparatePeer):
                     "prompt": list(prompt),
                     "n_predict": self._sampling.max_new_tokens,
                     "temperature": 0.0,
-                    "cache_prompt": False,
+                    "cache_prompt": True,
                 }
             )
             if "choices" not in found:
