@@ -136,6 +136,7 @@ CASES: dict[str, Callable[[torch.dtype], Case]] = {
     "wide heads": lambda dtype: draw(13, dtype, dim=192, out_dim=128),
     "softcap": lambda dtype: draw(14, dtype, softcap=5.0),
     "sinks": lambda dtype: draw(15, dtype, sinks=torch.randn(6).to(dtype)),
+    "sinks far above all scores": lambda dtype: draw(15, dtype, sinks=torch.linspace(40, 180, 6).to(dtype)),
     "bias": lambda dtype: draw(16, dtype, bias=torch.randn(1, 6, 9, 200).to(dtype)),
     "bias of rows": lambda dtype: draw(17, dtype, rows=2, prompts=(9, 30), bias=torch.randn(2, 6, 9, 200).to(dtype)),
 }
