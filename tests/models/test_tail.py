@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.models import attention, tail
+from dsbd_cli.engine.models import attention, states, tail
 
 DTYPES = [torch.float32, torch.bfloat16]
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # relative to numbers of about 1
@@ -136,6 +137,7 @@ CASES: dict[str, Callable[[torch.dtype], Case]] = {
     "wide heads": lambda dtype: draw(13, dtype, dim=192, out_dim=128),
     "softcap": lambda dtype: draw(14, dtype, softcap=5.0),
     "sinks": lambda dtype: draw(15, dtype, sinks=torch.randn(6).to(dtype)),
+    "sinks far above all scores": lambda dtype: draw(15, dtype, sinks=torch.linspace(40, 180, 6).to(dtype)),
     "bias": lambda dtype: draw(16, dtype, bias=torch.randn(1, 6, 9, 200).to(dtype)),
     "bias of rows": lambda dtype: draw(17, dtype, rows=2, prompts=(9, 30), bias=torch.randn(2, 6, 9, 200).to(dtype)),
 }
@@ -299,3 +301,25 @@ def test_compiling_is_told_and_a_folder_to_write_to_is_not_needed(
     monkeypatch.setattr(tail_kernel, "cfunc", nowhere)
     assert tail_kernel._compiled(lambda at: None).address
     assert asked == [True, False]
+
+
+def test_torch_serves_where_numba_cannot_be_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards a numpy that is newer than numba knows: one line, for attention and for recurrent layers, and no crash."""
+
+    def refuse() -> None:
+        raise ImportError("Numba needs NumPy 2.4 or less")
+
+    monkeypatch.setattr(tail, "_kernels", refuse)
+    monkeypatch.setattr(states, "_kernels", refuse)
+    for function in (tail._ready, states._walkable):
+        monkeypatch.setattr(f"{function.__module__}.{function.__name__}", functools.cache(function.__wrapped__))
+    case = draw(1, torch.float32)
+    with caplog.at_level(logging.WARNING):
+        assert (case.run().double() - case.reference()).abs().max() < 1e-5
+        assert not any(states.StateCache.walks(torch.device("cpu")) for _ in range(2))
+        case.run()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert all("Numba needs NumPy 2.4 or less" in line for line in told)

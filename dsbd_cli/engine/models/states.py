@@ -13,6 +13,7 @@ C channels, J taps of a convolution, I channels of a Mamba-1 layer.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -42,6 +43,7 @@ from dsbd_cli.engine.core.scans import (
     weights,
 )
 from dsbd_cli.engine.models.cache import ForestCache
+from dsbd_cli.engine.models.tail import loadable
 
 __all__ = ["Convolution", "GroupedState", "LinearState", "Places", "SelectiveState", "StateCache"]
 
@@ -617,6 +619,11 @@ def _kernels() -> ModuleType:
     return walks
 
 
+@functools.cache
+def _walkable() -> bool:
+    return loadable(_kernels, "recurrent layers run as tensor code")
+
+
 def _array(tensor: Tensor) -> NDArray[Any]:
     """The same numbers for a kernel, side by side."""
     return tensor.detach().contiguous().numpy()
@@ -648,7 +655,7 @@ class StateCache(ForestCache):
     @staticmethod
     def walks(device: torch.device) -> bool:
         """Whether layers on this device run as kernels of walks.py."""
-        return device.type == "cpu"
+        return device.type == "cpu" and _walkable()
 
     @staticmethod
     def current() -> StateCache | None:

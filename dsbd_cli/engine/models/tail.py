@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["Paths", "attend", "fits"]
+__all__ = ["Paths", "attend", "fits", "loadable"]
 
 LANES = 16
 DTYPES = (torch.float32, torch.bfloat16)
@@ -69,13 +69,14 @@ class Paths:
     """The tail slots that each node sees, by depth.
 
     slots [R, n, T] int32, counted from the row's lowest; counts [R, n] int32; bounds [R, 2] int32: the lowest slot that
-    a node of the row sees, and one past the highest. span: the largest difference of the two.
+    a node of the row sees, and one past the highest. span: the largest difference of the two. total: S.
     """
 
     slots: Tensor
     counts: Tensor
     bounds: Tensor
     span: int
+    total: int
 
     @staticmethod
     def of(seen: Tensor, starts: Tensor, order: Tensor) -> Paths:
@@ -83,6 +84,8 @@ class Paths:
         depth."""
         rows, nodes, total = seen.shape
         width = order.shape[1]
+        assert (seen.dtype, starts.dtype, order.dtype) == (torch.bool, torch.int64, torch.int64)
+        assert (starts.shape, len(order)) == ((rows,), rows)
         if seen.stride(2) != 1:
             seen = seen.contiguous()
         order = order.contiguous()
@@ -93,7 +96,7 @@ class Paths:
             order.data_ptr(), slots.data_ptr(), counts.data_ptr(), bounds.data_ptr(),
         )  # fmt: skip
         _kernels().list(arguments, rows * nodes * width, rows)
-        return Paths(slots, counts, bounds, int((bounds[:, 1] - bounds[:, 0]).max()))
+        return Paths(slots, counts, bounds, int((bounds[:, 1] - bounds[:, 0]).max()), total)
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -104,7 +107,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and query.dtype in DTYPES
         and query.dtype == key.dtype == value.dtype
         and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-        and _fused_multiply()
+        and _ready()
     )
 
 
@@ -128,6 +131,10 @@ def attend(
     rows, query_heads, nodes, dim = query.shape
     heads, out_dim, unit = key.shape[1], value.shape[3], query.element_size()
     groups = query_heads // heads
+    # the kernel believes what it is told
+    assert (len(key), len(value), value.shape[1], key.shape[3]) == (rows, rows, heads, dim)
+    assert paths.slots.shape[:2] == (rows, nodes)
+    assert paths.total <= min(key.shape[2], value.shape[2])
     out = query.new_empty(rows, nodes, query_heads, out_dim)
     work = rows * query_heads * nodes * paths.span * (dim + out_dim)
     threads = torch.get_num_threads()
@@ -143,14 +150,18 @@ def attend(
     if settled is not None:
         part, sums = settled
         assert (part.dtype, part.stride(-1), sums.dtype) == (query.dtype, 1, torch.float32)
+        assert (part.shape[:2], part.shape[3], sums.shape) == ((rows, heads), out_dim, part.shape[:3])
+        assert part.shape[2] >= groups * nodes
         joined = (
             part.data_ptr(), *(step * unit for step in part.stride()[:3]),
             sums.data_ptr(), *(step * 4 for step in sums.stride()),
         )  # fmt: skip
-    sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
+    sinks = None if sinks is None else sinks.to(torch.float32).reshape(query_heads).contiguous()
     biased: tuple[int, ...] = (0,) * 4
     if bias is not None:
-        bias = bias.to(torch.float32).contiguous()
+        assert len(bias) in (1, rows)
+        bias = bias.to(torch.float32).expand(-1, query_heads, nodes, -1).contiguous()
+        assert bias.shape[3] >= paths.total
         step = bias.stride()
         biased = bias.data_ptr(), step[0] * 4 * (len(bias) > 1), step[1] * 4, step[2] * 4
     arguments = Attend(
@@ -214,6 +225,25 @@ def _team() -> Callable[..., object] | None:
         found.restype = None
         return found
     return None
+
+
+@functools.cache
+def _ready() -> bool:
+    return loadable(_kernels, "torch computes attention over the tail")
+
+
+def loadable(load: Callable[[], object], instead: str) -> bool:
+    """Whether kernels of numba serve here: the processor can run them fast, and they can be loaded. A line says what
+    happens `instead` where they cannot: numba refuses to be imported beside a numpy that is newer than it knows."""
+    if not _fused_multiply():
+        return False
+    try:
+        load()
+    except Exception as error:  # of numba, llvmlite or the system
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        _logger.warning("%s, because the kernels cannot be loaded (%s)", instead, said)
+        return False
+    return True
 
 
 @functools.cache

@@ -579,13 +579,16 @@ def attend(at):
                     if settled != 0:
                         source = get_i64(at + SUMS) + row * get_i64(at + SUMS_ROW) + head * get_i64(at + SUMS_HEAD)
                         mass = get_f32(source + ((group + i) * nodes + node) * get_i64(at + SUMS_QUERY)) * base
-                    top = weigh(mine, slots, count, factor, biased, mass, weights + i * line)
+                    sink = types.float32(LEAST)
+                    if sinks != 0:
+                        sink = get_f32(sinks + of * WORD) * base
+                    top = weigh(mine, slots, count, factor, biased, max(mass, sink), weights + i * line)
                     whole, share = add_weights(weights + i * line, count), types.float32(0)
                     if settled != 0:
                         share = first(exp2(splat(mass - top)))
                         whole += share
                     if sinks != 0:
-                        whole += first(exp2(splat(get_f32(sinks + of * WORD) * base - top)))
+                        whole += first(exp2(splat(sink - top)))
                     if whole == 0:  # a node that is not real may see nothing
                         whole = types.float32(1)
                     put_f32(mine, whole)
