@@ -136,8 +136,8 @@ def convert(place: Path, folder: Path, dtype: str) -> Path:
 
 
 class LlamaPeer(SeparatePeer):
-    """llama.cpp's server inside this process, greedy, one prompt at a time. It keeps the last prompt, and reads of the next
-    one what differs."""
+    """llama.cpp's server inside this process, greedy, one prompt at a time. It keeps the last prompt, and reads what
+    differs in the next one."""
 
     def __init__(
         self,
