@@ -270,8 +270,12 @@ def stop_by(number: signal.Signals) -> Callable[[Folder], Result]:
 
 
 def closed_pipe(folder: Folder) -> Result:
-    """`dsbd generate < in.jsonl | head -1`."""
-    command = f"{shlex.join(folder.command)} generate --target builtin:target -i {folder.input}"
+    """`dsbd generate < in.jsonl | head -1`. Rows with an id that was used before are left out: how far ahead the input
+    is read, and so whether they are warned of, is up to the clock."""
+    once = folder.path / "once.jsonl"
+    lines = folder.input.read_bytes().splitlines(keepends=True)
+    once.write_bytes(b"".join(line for line in lines if b"twice" not in line))
+    command = f"{shlex.join(folder.command)} generate --target builtin:target -i {once}"
     call = f"{command} | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", call], cwd=ROOT, capture_output=True, check=False, timeout=DEADLINE_S)
     require(done.returncode == 0, f"ended with {done.returncode}: {done.stderr.decode()}")
