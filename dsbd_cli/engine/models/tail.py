@@ -14,6 +14,7 @@ import functools
 import logging
 import platform
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,7 @@ class List(ctypes.Structure):
 
 ATTEND = tuple(getattr(Attend, field[0]).offset for field in Attend._fields_)
 LIST = tuple(getattr(List, field[0]).offset for field in List._fields_)
+LAYOUT = zlib.crc32(repr([(ATTEND, LIST), [field[0] for kind in (Attend, List) for field in kind._fields_]]).encode())
 
 
 @dataclass(frozen=True, slots=True)

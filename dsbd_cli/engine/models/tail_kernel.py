@@ -19,7 +19,7 @@ from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from dsbd_cli.engine.models.tail import ATTEND, LIST
+from dsbd_cli.engine.models.tail import ATTEND, LAYOUT, LIST
 
 __all__ = ["LANES", "attend", "list_slots"]
 
@@ -296,7 +296,9 @@ def exp2(builder: Any, x: Any) -> Any:
     return builder.fmul(power, builder.bitcast(builder.shl(whole, _whole(23)), _V32))
 
 
-# The kernel. `at` is the address of a tail.Attend, whose fields have these offsets.
+# The kernel. `at` is the address of a tail.Attend, whose fields have these offsets. numba keeps what it compiled until
+# this file changes, so a change of the fields has to change it: by this number.
+assert LAYOUT == 0xECCC6C7E, f"the fields in tail.py have changed: write {LAYOUT:#x} here"
 
 (
     TAKEN, THREADS, ITEMS, HEADS, GROUPS, NODES, DIM, OUT_DIM, BLOCKS, BLOCK, QUERY, QUERY_ROW, QUERY_HEAD, QUERY_NODE,
