@@ -1,7 +1,8 @@
-"""Vectors of LANES float32 numbers in kernels of numba, which lacks them.
+"""What kernels of numba lack: vectors of LANES float32 numbers, and tiles of products.
 
 Each operation is one of IEEE 754 or a fixed sequence of them, and nothing here may be reordered (no fastmath). So the
-bits are the same whatever the width of the machine's vectors is. Addresses are int64, and nothing checks them.
+bits are the same whatever the width of the machine's vectors is. A tile sums from the first input to the last, one sum
+for each row and output, so a row's bits are its own. Addresses are int64, and nothing checks them.
 
 numba keeps what it compiled until the file of the kernel changes. So a kernel's file names SOURCE, which changes with
 this file.
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
-from numba import cfunc, types
+from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
@@ -300,3 +301,105 @@ def compiled(kernel: Callable[..., Any]) -> Any:
         return cfunc(signature, cache=True, error_model="numpy")(kernel)
     except (OSError, RuntimeError):
         return cfunc(signature, error_model="numpy")(kernel)
+
+
+# Tiles: x [rows, inputs] times weights [inputs, COLUMNS], COLUMNS outputs at once. Weights lie in lines, of as many
+# inputs as fit into four bytes: [inputs / u, COLUMNS, u]. So they are read from the first to the last byte.
+COLUMNS, SIX = 64, 6  # outputs, and rows: their sums fit into the registers of AVX-512
+WORD = 4  # bytes of a float32 and of an int32
+LINE = COLUMNS * WORD
+SIDE = COLUMNS // LANES
+# what multiplies a line with four bytes of x: (sums, x, weights) for all but the first
+INSTRUCTIONS = {
+    "float32": f"llvm.fma.v{LANES}f32",
+    "bfloat16": f"llvm.x86.avx512bf16.dpbf16ps.{LANES * 32}",  # pairs; needs AVX-512 BF16
+    "int8": f"llvm.x86.avx512.vpdpbusd.{LANES * 32}",  # four unsigned ones with four signed ones; needs AVX-512 VNNI
+}
+
+
+def _tile(kind: str, rows: int) -> Any:
+    """Adds to sums [rows, COLUMNS], float32 or int32, the products of x, x_row bytes apart, with steps lines."""
+    sum_kind = WHOLES if kind == "int8" else VECTOR
+    read_kind, single = (VECTOR, F32) if kind == "float32" else (WHOLES, I32)
+
+    def build(builder: Any, x: Any, x_row: Any, weights: Any, steps: Any, sums: Any) -> None:
+        asked = [VECTOR] * 3 if kind == "float32" else [sum_kind, read_kind, read_kind]
+        multiply = cgutils.get_or_insert_function(builder.module, ir.FunctionType(sum_kind, asked), INSTRUCTIONS[kind])
+        places = [[_further(builder, sums, r * LINE + v * LANES * WORD) for v in range(SIDE)] for r in range(rows)]
+        starts = [builder.add(x, builder.mul(x_row, ir.Constant(I64, r))) for r in range(rows)]
+        before = [[loaded(builder, place, sum_kind, WORD) for place in row] for row in places]
+        entry, loop = builder.basic_block, builder.append_basic_block("step")
+        done = builder.append_basic_block("done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        step = builder.phi(I64)
+        found = [[builder.phi(sum_kind) for _ in row] for row in places]
+        line = builder.add(weights, builder.mul(step, ir.Constant(I64, LINE)))
+        side = [
+            loaded(builder, _further(builder, line, v * LANES * WORD), read_kind, LANES * WORD) for v in range(SIDE)
+        ]
+        place = builder.mul(step, ir.Constant(I64, WORD))
+        after = []
+        for start, row in zip(starts, found, strict=True):
+            one = splatted(builder, loaded(builder, builder.add(start, place), single, 1), read_kind)
+            triples = [
+                (one, part, sums) if kind == "float32" else (sums, one, part)
+                for sums, part in zip(row, side, strict=True)
+            ]
+            after.append([builder.call(multiply, triple) for triple in triples])
+        following = _further(builder, step, 1)
+        builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
+        step.add_incoming(ir.Constant(I64, 0), entry)
+        step.add_incoming(following, loop)
+        builder.position_at_end(done)
+        for r in range(rows):
+            for v in range(SIDE):
+                found[r][v].add_incoming(before[r][v], entry)
+                found[r][v].add_incoming(after[r][v], loop)
+                builder.store(after[r][v], pointer(builder, places[r][v], sum_kind), align=WORD)
+
+    return operation(types.void, *(types.int64,) * 5)(build)
+
+
+def _further(builder: Any, address: Any, distance: int) -> Any:
+    return builder.add(address, ir.Constant(I64, distance))
+
+
+def tile(kind: str) -> Callable[..., Any]:
+    """A function of numba: sums [count, COLUMNS] += x [count, ..] times steps lines of weights."""
+    one, two, three, four, five, six = (_tile(kind, rows) for rows in range(1, SIX + 1))
+
+    def add_up(count, x, x_row, weights, steps, sums):  # type: ignore[no-untyped-def]
+        groups = (count + SIX - 1) // SIX
+        for group in range(groups):
+            low, rows = group * count // groups, (group + 1) * count // groups - group * count // groups
+            at, to = x + low * x_row, sums + low * LINE
+            if rows == 6:
+                six(at, x_row, weights, steps, to)
+            elif rows == 5:
+                five(at, x_row, weights, steps, to)
+            elif rows == 4:
+                four(at, x_row, weights, steps, to)
+            elif rows == 3:
+                three(at, x_row, weights, steps, to)
+            elif rows == 2:
+                two(at, x_row, weights, steps, to)
+            else:
+                one(at, x_row, weights, steps, to)
+
+    made: Callable[..., Any] = njit(error_model="numpy")(add_up)
+    return made
+
+
+@operation(types.void, types.int64, types.int64)
+def copy_line(builder: Any, source: Any, target: Any) -> Any:
+    for v in range(SIDE):
+        value = loaded(builder, _further(builder, source, v * LANES * WORD), WHOLES, WORD)
+        builder.store(value, pointer(builder, _further(builder, target, v * LANES * WORD), WHOLES), align=WORD)
+
+
+@operation(types.void, types.int64)
+def clear_line(builder: Any, target: Any) -> Any:
+    for v in range(SIDE):
+        place = pointer(builder, _further(builder, target, v * LANES * WORD), WHOLES)
+        builder.store(ir.Constant(WHOLES, [0] * LANES), place, align=WORD)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import mmap
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,20 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from dsbd_cli.engine.models.packing import PackedLinear, packing_works, plain_linears, weight_of
+from dsbd_cli.engine.models.packing import (
+    CHUNK_ROWS,
+    COLUMNS,
+    FEW_ROWS,
+    PIECE,
+    PackedLinear,
+    features,
+    fields,
+    offsets,
+    packing_works,
+    plain_linears,
+    room,
+    weight_of,
+)
 from dsbd_cli.engine.models.tail import Kernel, kernels, loadable
 
 __all__ = ["Int8Linear", "int8_missing", "quantize"]
@@ -39,23 +51,14 @@ ZERO = 128  # unsigned inputs, whose kernel is fast; with signed ones torch take
 # Rows at a time, so that what is between stays in the caches: made integers, and multiplied. Measured on one core: 512
 # rows of 8960 are integers after 5 ms, all at a time after 27 ms (and with vector_norm for the largest after 45 ms).
 LEVEL_ROWS, PRODUCT_ROWS = 32, 128
-# Of our kernels. For more than FEW_ROWS rows a thread works on PIECE lines of weights at a time, which its cache holds.
-CHUNK_ROWS, FEW_ROWS, PIECE, INPUTS = 96, 6, 1024, 16
-HUGE = 2**21
+INPUTS = 16  # our kernels work on multiples of so many
 SMALLEST = torch.finfo(torch.float32).tiny
-
-
-COLUMNS = 64  # outputs that the kernel computes at once
-
-
-def _fields(*names: str) -> tuple[tuple[str, type[ctypes.c_int64]], ...]:
-    return tuple((name, ctypes.c_int64) for name in names)
 
 
 class Levelize(ctypes.Structure):
     """Arguments of the kernel that makes rows integers: sizes, addresses, and strides in bytes."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         "taken", "threads", "items", "rows", "share", "x", "x_row", "narrow", "inputs", "kept", "levels", "levels_row",
         "steps", "outliers", "few", "few_inputs",
     )  # fmt: skip
@@ -64,14 +67,14 @@ class Levelize(ctypes.Structure):
 class Multiply(ctypes.Structure):
     """Arguments of the kernel that multiplies: sizes, addresses, and strides in bytes."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         "taken", "threads", "items", "rows", "chunk", "blocks", "share", "levels", "levels_row", "weights", "quads",
         "piece", "offsets", "scales", "steps", "few", "few_weights", "few_inputs", "bias", "out", "out_row", "narrow",
         "scratch", "scratch_bytes",
     )  # fmt: skip
 
 
-LEVELIZE, MULTIPLY = (tuple(getattr(kind, field[0]).offset for field in kind._fields_) for kind in (Levelize, Multiply))
+LEVELIZE, MULTIPLY = offsets(Levelize), offsets(Multiply)
 LAYOUT = zlib.crc32(repr([field[0] for kind in (Levelize, Multiply) for field in kind._fields_]).encode())
 
 
@@ -141,7 +144,7 @@ class _Compiled:
         self._blocks, self._inputs = (outputs + more) // COLUMNS, inputs + wider
         pad = nn.functional.pad
         blocks = pad(integers, (0, wider, 0, more)).view(self._blocks, COLUMNS, self._inputs // 4, 4)
-        self._weights = _room(blocks.numel()).view(torch.int8)
+        self._weights = room(blocks.numel()).view(torch.int8)
         self._weights.view(self._blocks, self._inputs // 4, COLUMNS, 4).copy_(blocks.transpose(1, 2))
         self._offsets = pad(integers.sum(1, dtype=torch.int32).mul_(-ZERO), (0, more))
         self._scales, self._bias = pad(scales, (0, more)), pad(bias.float(), (0, more))
@@ -184,16 +187,6 @@ class _Compiled:
         )  # fmt: skip
         _kernels()[1](arguments, rows * columns * self._inputs, items)
         return out[:, : self._outputs]
-
-
-def _room(size: int) -> Tensor:
-    """[size] uint8 in pages of 2 MiB where the system gives them: reading memory in small pages takes longer."""
-    if size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=torch.uint8)
-    room = mmap.mmap(-1, size + 2 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    room.madvise(mmap.MADV_HUGEPAGE)
-    found = torch.frombuffer(room, dtype=torch.uint8)
-    return found.narrow(0, -found.data_ptr() % HUGE, size)
 
 
 class Int8Product:
@@ -331,10 +324,7 @@ def _kernels() -> list[Kernel]:
 @functools.cache
 def _way() -> type[_Torch] | type[_Compiled]:
     """What serves on this processor."""
-    from llvmlite.binding import get_host_cpu_features
-
-    features = get_host_cpu_features()
-    able = features.get("avx512f") and features.get("avx512vnni")
+    able = {"avx512f", "avx512vnni"} <= features()
     return _Compiled if able and loadable(_kernels, "torch computes products in int8") else _Torch
 
 

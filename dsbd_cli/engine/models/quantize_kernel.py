@@ -1,32 +1,32 @@
 """The kernels of quantize.py in numba: inputs made integers, and the product of integers with the outliers beside it.
 
-A product streams the weights once for up to SIX rows, in blocks of COLUMNS outputs that lie one after another:
-[outputs / COLUMNS, inputs / 4, COLUMNS, 4] bytes, so that one instruction multiplies four inputs with 16 outputs
-(vpdpbusd, which AVX-512 VNNI has). Sums of integers are exact. The outliers are float32, [outputs / COLUMNS, k,
-COLUMNS], and are summed from the first to the last. So a row's bits are its own, whatever rows and threads there are.
+A product streams the weights once for up to SIX rows, in the tiles of lanes.py: of four integers, and of the outliers
+in float32 beside them. Sums of integers are exact. So a row's bits are its own, whatever rows and threads there are.
 
 Addresses are int64, and nothing checks them; quantize.py does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 
 from dsbd_cli.engine.models.lanes import (
-    I32,
-    I64,
+    COLUMNS,
     LANES,
     LANES_TYPE,
+    LINE,
+    SIDE,
     SOURCE,
     VECTOR,
     WHOLES,
+    WORD,
     add,
+    clear_line,
     compiled,
+    copy_line,
     divide,
     fma,
     get_bf16,
@@ -42,13 +42,13 @@ from dsbd_cli.engine.models.lanes import (
     pointer,
     put_f32,
     splat,
-    splatted,
     store_bf16,
     store_f32,
     take,
+    tile,
     total,
 )
-from dsbd_cli.engine.models.quantize import COLUMNS, LAYOUT, LEVELIZE, MULTIPLY
+from dsbd_cli.engine.models.quantize import LAYOUT, LEVELIZE, MULTIPLY
 
 __all__ = ["TITLE", "levelize", "multiply"]
 
@@ -56,84 +56,16 @@ TITLE = "the kernels of int8 layers"
 
 # `at` is the address of a quantize.Levelize or Multiply, whose fields have these offsets. numba keeps what it compiled
 # until this file changes, so a change of the fields or of lanes.py has to change it: by these numbers.
-assert (LAYOUT, SOURCE) == (0x9099818D, 0x268CB22D), (
+assert (LAYOUT, SOURCE) == (0x9099818D, 0x503C6537), (
     f"quantize.py's fields or lanes.py changed: write {LAYOUT:#x}, {SOURCE:#x}"
 )
 (L_TAKEN, _, L_ITEMS, L_ROWS, L_SHARE, L_X, L_X_ROW, L_NARROW, L_INPUTS, L_KEPT, L_LEVELS, L_LEVELS_ROW, L_STEPS,
  L_OUTLIERS, L_FEW, L_FEW_INPUTS) = LEVELIZE  # fmt: skip
 (TAKEN, THREADS, ITEMS, ROWS, CHUNK, BLOCKS, SHARE, LEVELS, LEVELS_ROW, WEIGHTS, QUADS, PIECE, OFFSETS, SCALES, STEPS,
  FEW, FEW_WEIGHTS, FEW_INPUTS, BIAS, OUT, OUT_ROW, NARROW, SCRATCH, SCRATCH_BYTES) = MULTIPLY  # fmt: skip
-WORD = 4
-SIDE = COLUMNS // LANES
-LINE = COLUMNS * WORD  # bytes of a row of sums, and of the weights of four inputs
-SIX = 6  # rows whose sums fit into the registers
 LEVELS_HALF, ZERO = 127.0, 128
 
-
-def _tile(rows: int, whole: bool) -> Any:
-    """Adds to sums [rows, COLUMNS] the products of x [rows, .., 4 bytes], x_row bytes apart, with steps lines of
-    weights: of four integers each, or of one float32."""
-    kind, single = (WHOLES, I32) if whole else (VECTOR, ir.FloatType())
-    name = f"llvm.x86.avx512.vpdpbusd.{LANES * 32}" if whole else f"llvm.fma.v{LANES}f32"
-
-    def build(builder: Any, x: Any, x_row: Any, weights: Any, steps: Any, sums: Any) -> None:
-        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
-        places = [[builder.add(sums, _whole(r * LINE + v * LANES * WORD)) for v in range(SIDE)] for r in range(rows)]
-        starts = [builder.add(x, builder.mul(x_row, _whole(r))) for r in range(rows)]
-        before = [[loaded(builder, place, kind, WORD) for place in row] for row in places]
-        entry, loop = builder.basic_block, builder.append_basic_block("step")
-        done = builder.append_basic_block("done")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        step = builder.phi(I64)
-        found = [[builder.phi(kind) for _ in row] for row in places]
-        line, place = builder.add(weights, builder.mul(step, _whole(LINE))), builder.mul(step, _whole(WORD))
-        side = [loaded(builder, builder.add(line, _whole(v * LANES * WORD)), kind, LANES * WORD) for v in range(SIDE)]
-        after = []
-        for start, row in zip(starts, found, strict=True):
-            one = splatted(builder, loaded(builder, builder.add(start, place), single, 1), kind)
-            triples = ((total, one, w) if whole else (one, w, total) for total, w in zip(row, side, strict=True))
-            after.append([builder.call(function, triple) for triple in triples])
-        following = builder.add(step, _whole(1))
-        builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
-        step.add_incoming(_whole(0), entry)
-        step.add_incoming(following, loop)
-        builder.position_at_end(done)
-        for r in range(rows):
-            for v in range(SIDE):
-                found[r][v].add_incoming(before[r][v], entry)
-                found[r][v].add_incoming(after[r][v], loop)
-                builder.store(after[r][v], pointer(builder, places[r][v], kind), align=WORD)
-
-    return operation(types.void, *(types.int64,) * 5)(build)
-
-
-def _whole(value: int) -> Any:
-    return ir.Constant(I64, value)
-
-
-def _tiles(whole: bool) -> Callable[..., None]:
-    one, two, three, four, five, six = (_tile(rows, whole) for rows in range(1, SIX + 1))
-
-    def tile(rows, x, x_row, weights, steps, sums):
-        if rows == 6:
-            six(x, x_row, weights, steps, sums)
-        elif rows == 5:
-            five(x, x_row, weights, steps, sums)
-        elif rows == 4:
-            four(x, x_row, weights, steps, sums)
-        elif rows == 3:
-            three(x, x_row, weights, steps, sums)
-        elif rows == 2:
-            two(x, x_row, weights, steps, sums)
-        else:
-            one(x, x_row, weights, steps, sums)
-
-    made: Callable[..., None] = njit(error_model="numpy")(tile)
-    return made
-
-
-whole_tile, float_tile = _tiles(True), _tiles(False)
+whole_tile, float_tile = tile("int8"), tile("float32")
 
 
 @operation(LANES_TYPE, types.int64)
@@ -153,22 +85,6 @@ def store_bytes(builder: Any, address: Any, value: Any) -> Any:
     """The whole part of numbers in 0 .. 255."""
     kind = ir.VectorType(ir.IntType(8), LANES)
     builder.store(builder.trunc(builder.fptosi(value, WHOLES), kind), pointer(builder, address, kind), align=1)
-
-
-@operation(types.void, types.int64, types.int64)
-def copy_line(builder: Any, source: Any, target: Any) -> Any:
-    """COLUMNS numbers of four bytes."""
-    for v in range(SIDE):
-        shift = _whole(v * LANES * WORD)
-        value = loaded(builder, builder.add(source, shift), WHOLES, WORD)
-        builder.store(value, pointer(builder, builder.add(target, shift), WHOLES), align=WORD)
-
-
-@operation(types.void, types.int64)
-def clear_line(builder: Any, target: Any) -> Any:
-    for v in range(SIDE):
-        place = pointer(builder, builder.add(target, _whole(v * LANES * WORD)), WHOLES)
-        builder.store(ir.Constant(WHOLES, [0] * LANES), place, align=WORD)
 
 
 @compiled
@@ -215,20 +131,14 @@ def add_up(at, block, first, count, quads, few_inputs, sums, few):
         clear_line(few + r * LINE)
     x, x_row = get_i64(at + LEVELS) + first * get_i64(at + LEVELS_ROW), get_i64(at + LEVELS_ROW)
     weights = get_i64(at + WEIGHTS) + block * quads * LINE
-    groups = (count + SIX - 1) // SIX
     done = types.int64(0)
     while done < quads:
         steps = min(get_i64(at + PIECE), quads - done)
-        for group in range(groups):
-            low, high = group * count // groups, (group + 1) * count // groups
-            whole_tile(high - low, x + low * x_row + done * WORD, x_row, weights + done * LINE, steps,
-                       sums + low * LINE)  # fmt: skip
+        whole_tile(count, x + done * WORD, x_row, weights + done * LINE, steps, sums)
         done += steps
     x, x_row = get_i64(at + FEW) + first * few_inputs * WORD, few_inputs * WORD
     weights = get_i64(at + FEW_WEIGHTS) + block * few_inputs * LINE
-    for group in range(groups):
-        low, high = group * count // groups, (group + 1) * count // groups
-        float_tile(high - low, x + low * x_row, x_row, weights, few_inputs, few + low * LINE)
+    float_tile(count, x, x_row, weights, few_inputs, few)
 
 
 @njit(error_model="numpy")

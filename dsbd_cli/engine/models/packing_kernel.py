@@ -1,0 +1,99 @@
+"""The kernel of packing.py in numba: a product of float32 or bfloat16 with weights that are streamed once.
+
+Up to SIX rows take the weights from memory once, in the tiles of lanes.py; more take them from the cache, a piece of
+the inputs at a time, with their sums kept in float32 between. Each sum goes from the first input to the last (bfloat16:
+pair by pair). So a row's bits are its own, whatever rows and threads there are.
+
+Addresses are int64, and nothing checks them; packing.py does.
+"""
+
+from __future__ import annotations
+
+from numba import njit, types
+
+from dsbd_cli.engine.models.lanes import (
+    COLUMNS,
+    LANES,
+    LINE,
+    SIDE,
+    SOURCE,
+    WORD,
+    add,
+    clear_line,
+    compiled,
+    get_i64,
+    load_f32,
+    store_bf16,
+    store_f32,
+    take,
+    tile,
+)
+from dsbd_cli.engine.models.packing import LAYOUT, MULTIPLY, pairs
+
+__all__ = ["TITLE", "multiply"]
+
+TITLE = "the kernel of linear layers"
+
+# `at` is the address of a packing.Multiply, whose fields have these offsets. numba keeps what it compiled until this
+# file changes, so a change of the fields or of lanes.py has to change it: by these numbers.
+assert (LAYOUT, SOURCE) == (0x4F6557E7, 0x503C6537), (
+    f"packing.py's fields or lanes.py changed: write {LAYOUT:#x}, {SOURCE:#x}"
+)
+(TAKEN, THREADS, ITEMS, ROWS, CHUNK, BLOCKS, SHARE, X, X_ROW, WEIGHTS, STEPS, PIECE, BIAS, OUT, OUT_ROW, NARROW,
+ SCRATCH, SCRATCH_BYTES) = MULTIPLY  # fmt: skip
+
+float_tile = tile("float32")
+# without the instruction the code is compiled for float32 twice, and never run for bfloat16
+pair_tile = tile("bfloat16" if pairs() else "float32")
+
+
+@njit(error_model="numpy")
+def add_up(at, block, first, count, sums):
+    """Sums [count, COLUMNS] of a block of outputs."""
+    for r in range(count):
+        clear_line(sums + r * LINE)
+    steps, x_row, narrow = get_i64(at + STEPS), get_i64(at + X_ROW), get_i64(at + NARROW)
+    x, weights = get_i64(at + X) + first * x_row, get_i64(at + WEIGHTS) + block * steps * LINE
+    done = types.int64(0)
+    while done < steps:
+        part = min(get_i64(at + PIECE), steps - done)
+        if narrow:
+            pair_tile(count, x + done * WORD, x_row, weights + done * LINE, part, sums)
+        else:
+            float_tile(count, x + done * WORD, x_row, weights + done * LINE, part, sums)
+        done += part
+
+
+@njit(error_model="numpy")
+def finish(at, block, first, count, sums):
+    narrow, bias = get_i64(at + NARROW), get_i64(at + BIAS)
+    unit = types.int64(2) if narrow else types.int64(WORD)
+    out = get_i64(at + OUT) + first * get_i64(at + OUT_ROW) + block * COLUMNS * unit
+    for r in range(count):
+        for v in range(SIDE):
+            value = load_f32(sums + r * LINE + v * LANES * WORD)
+            if bias != 0:
+                value = add(value, load_f32(bias + block * LINE + v * LANES * WORD))
+            if narrow:
+                store_bf16(out + v * LANES * 2, value)
+            else:
+                store_f32(out + v * LANES * WORD, value)
+        out += get_i64(at + OUT_ROW)
+
+
+@compiled
+def multiply(at):
+    """[rows, outputs], for the shares of outputs that no other thread has taken."""
+    sums = get_i64(at + SCRATCH) + take(at + THREADS) * get_i64(at + SCRATCH_BYTES)
+    rows, chunk, share = get_i64(at + ROWS), get_i64(at + CHUNK), get_i64(at + SHARE)
+    chunks = (rows + chunk - 1) // chunk
+    while True:
+        item = take(at + TAKEN)
+        if item >= get_i64(at + ITEMS):
+            return
+        first = item % chunks * chunk
+        count = min(chunk, rows - first)
+        start = item // chunks * share
+        for block in range(start, min(start + share, get_i64(at + BLOCKS))):
+            add_up(at, block, first, count, sums)
+            finish(at, block, first, count, sums)
