@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 from benchmarks.inflate import SHAPES
-from benchmarks.speed import Bench, numbers, prepare
+from benchmarks.speed import Bench, numbers, prepare, whole
 from dsbd_cli import Engine, MethodConfig, Request
 from dsbd_cli.engine.core.grammar import GrammarMasks, GrammarWalk
 from dsbd_cli.grammars import Grammar
@@ -114,10 +114,10 @@ def main() -> None:
     parser.add_argument("--shape", default="small", choices=["small", *SHAPES])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--num-beams", type=numbers, default=[1, 4])
-    parser.add_argument("--requests", type=int, default=6)
+    parser.add_argument("--requests", type=whole, default=6)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=whole, default=3)
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0: its own choice")
     parser.add_argument("--schema", type=Path, default=SCHEMA)
     parser.add_argument("--name", default="grammar")

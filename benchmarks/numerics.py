@@ -1,9 +1,12 @@
 """What it costs that no text depends on the draft or the batch: share of an iteration.
 
     python -m benchmarks.numerics --shape tinyllama-1.1b --dtype bfloat16
+    python -m benchmarks.numerics --attention --dtype bfloat16 --name attention
 
 Every second forward of the target runs without `settled`, as `--numerics fast` does, so that both kinds meet the same
 forests, lengths and disturbances. Compared are neighbours: a forward and the one after it.
+
+With --attention: processor time of one layer of attention on one thread, the best of the rounds, in turn.
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 from benchmarks.inflate import SHAPES
-from benchmarks.speed import Bench, numbers, prepare
+from benchmarks.speed import Bench, numbers, prepare, whole
 from dsbd_cli import Engine, MethodConfig
 from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.models.attention import Sight, grouped_attention, seeing
 
 
 class InTurn:
@@ -74,17 +78,116 @@ def measure(bench: Bench, method: MethodConfig, batch_size: int) -> dict[str, fl
     }
 
 
+# heads, heads of keys, nodes, slots of the tail, rows; a head is 64 wide, prompts end near slot 192
+LAYERS = (
+    (32, 4, 4, 68, 1),
+    (32, 4, 4, 196, 1),
+    (32, 4, 36, 164, 1),
+    (9, 3, 4, 68, 1),
+    (32, 32, 4, 68, 1),
+    (32, 4, 4, 68, 4),
+    (32, 4, 36, 164, 4),
+)
+SETTLED = (192, 128, 160, 224)  # leading slots of a row that hold its prompt
+DIM = 64
+CALLS = 20  # of a round
+
+
+class Layer:
+    """Attention of one layer over random keys, in which each node sees its prompt and a chain of the tail's slots."""
+
+    def __init__(self, heads: int, kv_heads: int, nodes: int, tail: int, rows: int, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self._settled, self._width = SETTLED[:rows], tail
+        slots = max(self._settled) + tail
+        self._states = (
+            torch.randn(rows, heads, nodes, DIM).to(dtype),
+            *torch.randn(2, rows, kv_heads, slots, DIM).to(dtype),
+        )
+        index, starts = torch.arange(slots), torch.tensor(self._settled)
+        chain = torch.rand(rows, nodes, slots) < 1 / 4  # of four beams, and as much of each chain is shared
+        own = starts[:, None] + tail - nodes + torch.arange(nodes)
+        past = (index < own.unsqueeze(2)) & chain | (index == own.unsqueeze(2))
+        self._seen = past | (index < starts[:, None, None])
+        additive = torch.zeros(self._seen.shape, dtype=dtype)
+        self._mask = additive.masked_fill_(~self._seen, torch.finfo(dtype).min)[:, None]
+        self._module = nn.Module()
+        self._module.num_key_value_groups = heads // kv_heads
+        self._known = self._sight()
+        self.invariant(), self.listed()  # what is made once
+
+    def _sight(self) -> Sight:
+        sight = Sight(self._settled, self._width)
+        sight.add(self._mask, self._seen, whole=True)
+        return sight
+
+    def invariant(self) -> object:
+        """As the invariant target attends."""
+        with seeing(self._known):
+            return grouped_attention(self._module, *self._states, self._mask)
+
+    def listed(self) -> object:
+        """What each node sees, worked out once a forward."""
+        return self._sight().paths(self._mask)
+
+    def fast(self) -> object:
+        """As with `--numerics fast`."""
+        return grouped_attention(self._module, *self._states, self._mask)
+
+
+@torch.inference_mode()
+def attention(dtype: torch.dtype, rounds: int) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """Runs and rows of a table: microseconds of LAYERS."""
+    torch.set_num_threads(1)
+    runs, table = [], []
+    for heads, kv_heads, nodes, tail, rows in LAYERS:
+        layer = Layer(heads, kv_heads, nodes, tail, rows, dtype)
+        best = dict.fromkeys(("invariant", "fast", "listed"), float("inf"))
+        for _ in range(rounds):
+            for name in best:
+                call, start = getattr(layer, name), time.thread_time()
+                for _ in range(CALLS):
+                    call()
+                best[name] = min(best[name], (time.thread_time() - start) / CALLS * 1e6)
+        runs.append({"heads": heads, "kv_heads": kv_heads, "nodes": nodes, "tail": tail, "rows": rows, **best})
+        table.append(
+            {
+                "heads, of keys": f"{heads}, {kv_heads}",
+                "nodes": str(nodes),
+                "tail slots": str(tail),
+                "rows": str(rows),
+                "kernel of the tail": f"{best['invariant']:,.0f} us",
+                "torch's fused kernel over all slots": f"{best['fast']:,.0f} us",
+                "listing, once per forward": f"{best['listed']:,.0f} us",
+            }
+        )
+        print(table[-1], flush=True)
+    return runs, table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=("small", *SHAPES), default="tinyllama-1.1b")
     parser.add_argument("--draft-shape", choices=("small", *SHAPES), default="llama-68m")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--requests", type=int, default=4)
+    parser.add_argument("--requests", type=whole, default=4)
     parser.add_argument("--num-beams", type=int, default=4)
     parser.add_argument("--batch-size", type=numbers, default=[1, 4])
     parser.add_argument("--shapes", default="0x8,4x8", help="forests, depth x drafts per layer")
+    parser.add_argument("--attention", action="store_true", help="one layer of attention, without a model")
+    parser.add_argument("--rounds", type=whole, default=20, help="of --attention")
     parser.add_argument("--name", default="numerics")
     options = parser.parse_args()
+    if options.attention:
+        runs, rows = attention(getattr(torch, options.dtype), options.rounds)
+        env = environment()
+        text = (
+            f"# One layer of attention, {options.dtype}\n\n`{env['command']}` on {env['device']}, commit "
+            f"{env['commit']}. Processor time of one thread, the best of {options.rounds} rounds in turn.\n\n"
+        )
+        write_results(results_folder(options.name), runs, text + markdown_table(rows))
+        print(text + markdown_table(rows))
+        return
     bench = prepare(options.shape, options.draft_shape, getattr(torch, options.dtype), options.requests)
     runs, rows = [], []
     for batch_size in options.batch_size:

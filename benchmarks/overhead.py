@@ -22,11 +22,11 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 from benchmarks.forwards import forward_times
 from benchmarks.inflate import SHAPES
-from benchmarks.speed import Bench, numbers, prepare
+from benchmarks.speed import Bench, numbers, prepare, whole
 from dsbd_cli import Engine, MethodConfig
 from dsbd_cli.engine.models.causal import CausalForestModel
 
-READS = ("aten::item", "aten::_local_scalar_dense", "aten::nonzero", "Memcpy DtoH (Device -> Pageable)")
+READS = ("aten::_local_scalar_dense", "aten::nonzero", "Memcpy DtoH (Device -> Pageable)")
 
 
 class Stopwatch:
@@ -113,8 +113,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=("small", *SHAPES), default="tinyllama-1.1b")
     parser.add_argument("--draft-shape", choices=("small", *SHAPES), default="llama-68m")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--requests", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=whole, default=4)
+    parser.add_argument("--rounds", type=whole, default=3)
     parser.add_argument("--num-beams", type=int, default=4)
     parser.add_argument("--batch-size", type=numbers, default=[1])
     parser.add_argument("--shapes", default="0x8,2x5,4x8", help="forests, depth x drafts per layer")

@@ -96,7 +96,7 @@ def _padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tenso
 
 
 def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Bench:
-    """Inflate the pair and take `count` test records, half of each task."""
+    """Inflate the pair and take `count` test records, as many of each task."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     copies: list[list[Any]] = [[], []]  # ours is packed, or has fused layers; the comparators' is stock
     for role, name in (("target", shape), ("draft", draft_shape)):
@@ -113,7 +113,9 @@ def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Ben
             fuse(model, layer_kernels(faults(torch.device(device))))
     target, draft = (CausalForestModel(model, name) for model, name in zip(ours, (shape, draft_shape), strict=True))
     target.invariant = is_invariant(target)
-    records = [r for task in TASKS.values() for r in itertools.islice(task.records("test", 1), count // 2)]
+    shares = [(count + place) // len(TASKS) for place in range(len(TASKS))]
+    tasks = zip(TASKS.values(), shares, strict=True)
+    records = [r for task, share in tasks for r in itertools.islice(task.records("test", 1), share)]
     sampling = SamplingConfig(max_new_tokens=NEW_TOKENS)
     requests = tuple(Request(id=r.id, seed=derive_seed(0, r.id), prompt=r.prompt, sampling=sampling) for r in records)
     return Bench(target, draft, (plain[0], plain[1]), codec, requests)
@@ -148,6 +150,13 @@ def methods(bench: Bench, beams: int, batch_size: int, drafts: int, depth: int) 
     return found
 
 
+def whole(text: str) -> int:
+    """A count of 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
+
+
 def numbers(text: str) -> list[int]:
     """1,2,4 -> [1, 2, 4]."""
     return [int(part) for part in text.split(",")]
@@ -158,8 +167,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=("small", *SHAPES), default="tinyllama-1.1b")
     parser.add_argument("--draft-shape", choices=("small", *SHAPES), default="llama-68m")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=whole, default=8)
+    parser.add_argument("--rounds", type=whole, default=3)
     parser.add_argument("--num-beams", type=numbers, default=[4])
     parser.add_argument("--batch-size", type=numbers, default=[1])
     parser.add_argument("--drafts-per-layer", type=int, default=8)

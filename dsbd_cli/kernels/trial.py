@@ -43,6 +43,7 @@ TOTAL_S = 300.0  # for all of them: half a minute of compiling, on a processor c
 CAPABILITY = (8, 0)  # of the GPUs that triton is made for
 SAID = 160  # characters of an error
 HANGS = "does not end within"  # in the fault of what ran past its time
+LATE = "does not start within"  # in that of a process which said nothing until then: the machine was busy
 # in a fault that may be gone the next time: memory that was short, a device in use by others, a process not started, a
 # compiler that was missing
 PASSING = (
@@ -94,7 +95,7 @@ def faults(device: torch.device, command: tuple[str, ...] | None = None) -> dict
         logging.getLogger("dsbd_cli").warning(
             "compiling %d GPU kernels (once, %.0f minutes at most; kept in %s)", len(kernels()), TOTAL_S / 60, kept
         )
-        found = _asked(device, command or (sys.executable, "-m", "dsbd_cli.kernels.trial", str(device)))
+        found = _asked(device, command or (sys.executable, "-P", "-m", __name__, str(device)))
         passing = any(word in fault for fault in found.values() for word in PASSING)
         if not passing or any(HANGS in fault for fault in found.values()):  # else every load would wait again
             _keep(place, found)
@@ -129,9 +130,8 @@ def _run(command: Sequence[str], last: float) -> tuple[list[tuple[str, str | Non
     """What another process says of each kernel until the moment `last`, and how it ended if not well."""
     said: list[tuple[str, str | None]] = []
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        # this package may be known to this process alone
-        path = os.pathsep.join((str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])))
-        environment = os.environ | {"PYTHONPATH": path}
+        # the same packages as here: some may be known to this process alone, and in another order
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         try:
             process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace", env=environment
@@ -147,7 +147,7 @@ def _run(command: Sequence[str], last: float) -> tuple[list[tuple[str, str | Non
                 try:
                     line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
                 except queue.Empty:
-                    return said, f"{HANGS} {LIMIT_S:.0f} s"
+                    return said, f"{HANGS if said else LATE} {LIMIT_S:.0f} s"
                 if line is None:
                     break
                 try:

@@ -175,6 +175,20 @@ BROKEN: list[tuple[bytes, str]] = [
 ]
 
 
+def test_plain_text_is_told_from_broken_json() -> None:
+    """What a newcomer meets who has a file of prompts."""
+    said = [
+        str(RUN.read(line, index=0, number=1).error)
+        for line in (b"Once upon a time", b" 3 apples", b'{"prompt": x}', b"[")
+    ]
+    assert [error.endswith("; lines of plain text need --input-format text") for error in said] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
 @pytest.mark.parametrize(("line", "message"), BROKEN, ids=[repr(line[:30]) for line, _ in BROKEN])
 def test_lines_that_are_no_row(line: bytes, message: str) -> None:
     row = RUN.read(line, index=5, number=12)

@@ -14,6 +14,7 @@ from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.decoding.planner import Shape
 from dsbd_cli.engine.decoding.prefix_index import PrefixIndex
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.toys import NumberCodec
@@ -154,6 +155,46 @@ def test_a_model_that_keeps_more_than_slots_reads_every_prompt() -> None:
     results = list(decoder.run(rows))
     assert not any(result.stats.prompt_tokens_reused for result in results)
     assert signature(results) == signature(list(engine(2, share=False).run(rows)))
+
+
+class Planned:
+    """A planner that drafts in some iterations."""
+
+    def __init__(self, drafting: set[int]) -> None:
+        self._drafting, self._asked = drafting, 0
+
+    def choose(self, *_: object) -> Shape:
+        self._asked += 1
+        return Shape(2 if self._asked in self._drafting else 0, 4)
+
+    def observe(self, *_: object) -> None: ...
+
+
+def test_the_draft_copies_no_slots_that_were_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a row that ended before the draft read its prompt: there it holds the prompt before, and writes over that
+    when it catches up with a neighbour."""
+    target, draft = Reader(V, seed=1), Reader(V, seed=1, noise=0.3)
+    method = MethodConfig(num_beams=3, depth=2, adaptive_depth=False)
+    decoder = Engine(target, draft, NumberCodec(V, ()), method, batch_size=2)
+    monkeypatch.setattr(decoder, "_planner", Planned({1, 12, *range(20, 90)}))
+    read, seen = decoder._caches.prefill_draft, []
+
+    def watched(new: dict[int, tuple[int, ...]]) -> None:
+        read(new)
+        for row, prompt in new.items():
+            assert draft._tokens[row, : len(prompt) - 1].tolist() == list(prompt[:-1])
+            seen.append(tuple(prompt))
+
+    monkeypatch.setattr(decoder._caches, "prefill_draft", watched)
+    one, two = (tuple(range(start, start + PREFIX_STEP // 4)) * 4 for start in (3, 20))
+    asked = [((*one, 5), 3), ((4, 5), 60), ((*two, 5), 2), ((*one, 6), 8)]
+    rows = [
+        Request(id=str(number), prompt_ids=ids, sampling=SamplingConfig(max_new_tokens=count))
+        for number, (ids, count) in enumerate(asked)
+    ]
+    slow = [*rows[:2], *[None] * 4, rows[2], *[None] * 8, rows[3]]  # None: nothing is there in this iteration
+    assert not any(result.error for result in decoder.run(slow))
+    assert seen == [asked[0][0], asked[1][0], asked[3][0]]
 
 
 def whole_blocks(prompt: Sequence[int], other: Sequence[int]) -> int:

@@ -3,16 +3,24 @@ leaves otherwise than the next iteration, an admission or the reading of results
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from dsbd_cli import MethodConfig, ModelSpec, Request, UsageError, load
 from dsbd_cli.config import BUILTIN_DRAFT, BUILTIN_TARGET, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.models import pair
+from dsbd_cli.engine.models.causal import CausalForestModel
+from dsbd_cli.engine.models.fused import LayerKernels, fuse
+from dsbd_cli.engine.models.invariance import Verdict
 from dsbd_cli.kernels import walk
+from dsbd_cli.kernels.layers import gated_twin, norm_twin, rotate_twin
 from tests.engine.toys import NumberCodec, table_pair
 from tests.kernels import DEVICE
+from tests.models.tiny import V, build
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 VOCABULARY = 10
@@ -61,6 +69,42 @@ def test_a_kernel_that_fails_at_a_shape_is_left_out_in_mid_run(monkeypatch: pyte
     (line,) = told
     assert line.startswith("iterations run without kernels")
     assert "shared memory" in line
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="these models are on the CPU")
+def test_a_kernel_of_a_layer_that_fails_is_left_out_in_mid_run() -> None:
+    """Guards a run that ends at a layer's kernel after those of iterations are left out, and records that promise bits
+    which only kernels give."""
+    calls, last = [0], [-1]
+
+    def fails(*arguments: Any) -> tuple[Tensor, Tensor]:
+        calls[0] += 1
+        if calls == last:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        return norm_twin(*arguments)
+
+    def texts(target: CausalForestModel, told: list[str]) -> tuple[list[tuple[int, ...]], str]:
+        engine = Engine(target, None, NumberCodec(V, (2,)), MethodConfig(rule="search", num_beams=2), batch_size=2)
+        engine.tell = told.append
+        rows = [
+            Request(id=str(i), prompt_ids=(3, 4, 5 + i), sampling=SamplingConfig(max_new_tokens=8)) for i in range(3)
+        ]
+        return [result.hypotheses[0].token_ids for result in engine.run(rows)], engine.exactness
+
+    plain, target = (CausalForestModel(build("llama"), "llama") for _ in range(2))
+    target.fused = fuse(target.module, LayerKernels(fails, gated_twin, rotate_twin))
+    for model in (plain, target):
+        model.trust(Verdict(None, True))
+    last = [calls[0] + 30]
+    said, told = list[str](), list[str]()
+    (wanted, before), (found, after) = texts(plain, said), texts(target, told)
+    assert found == wanted
+    assert (before, after) == ("same-text", "same-law")
+    assert said == []
+    (line,) = told
+    assert line.startswith("iterations run without kernels")
+    assert (calls, target.fused.counts) == (last, {})
+    assert not any("forward" in vars(module) for module in target.module.modules() if "Norm" in type(module).__name__)
 
 
 def test_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

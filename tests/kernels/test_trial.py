@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -127,10 +128,23 @@ def test_a_process_that_cannot_start_is_started_once(empty_cache: Path, tmp_path
     assert list(empty_cache.glob("kernels-*.json")) == []
 
 
-def test_the_process_finds_this_package() -> None:
-    """Guards a package that is known to this process alone, as in a notebook: all kernels would be left out."""
-    root = str(Path(trial.__file__).parents[2])
-    assert faults(start=f"assert os.environ['PYTHONPATH'].split(os.pathsep)[0] == {root!r}") == {}
+def test_a_process_that_is_late_is_started_again_at_the_next_load(
+    monkeypatch: pytest.MonkeyPatch, empty_cache: Path
+) -> None:
+    """Guards kernels that are left out for ever because the machine was busy when they were to be tried."""
+    monkeypatch.setattr(trial, "LIMIT_S", 0.5)
+    found = faults(start="time.sleep(60)")
+    assert found.keys() == set(TRIED)
+    assert "cannot be tried, its process does not start within" in found["walk"]
+    assert list(empty_cache.glob("kernels-*.json")) == []
+
+
+def test_the_process_finds_what_this_one_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Guards a package that is known to this process alone, as in a notebook: all kernels would be left out; and
+    another torch, which stands behind in the path of this process and came first in that one's."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), "", *sys.path])
+    order = [path or os.getcwd() for path in sys.path]
+    assert faults(start=f"assert os.environ['PYTHONPATH'].split(os.pathsep) == {order!r}") == {}
 
 
 @pytest.mark.parametrize("hangs", [False, True])

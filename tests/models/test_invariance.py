@@ -16,7 +16,7 @@ from dsbd_cli.engine.decoding import prefill
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.models import attention, mixers, tail
 from dsbd_cli.engine.models.causal import CausalForestModel
-from dsbd_cli.engine.models.invariance import Company, _logits, check, is_invariant
+from dsbd_cli.engine.models.invariance import Company, Verdict, _logits, check, is_invariant
 from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.pair import LoadedPair, load_model, load_pair
 from dsbd_cli.engine.models.states import LinearState, StateCache
@@ -324,8 +324,16 @@ def test_a_model_whose_bits_a_copy_moves_does_not_share(monkeypatch: pytest.Monk
     bad.trust(check(bad))
     assert (bad.invariant, bad.copies_prefixes) == (True, False)
     assert bad.told == ("prompts that begin alike are each read whole: a copied beginning would change bits here",)
+    few = wide("llama", torch.float32, max_position_embeddings=PREFIX_STEP + 4)
+    few.trust(check(few))
+    assert (few.invariant, few.copies_prefixes) == (True, False)
+    assert few.told == (
+        "prompts that begin alike are each read whole: the model has too few positions to check copies of them",
+    )
     recurrent = CausalForestModel(build("mamba2"), "mamba2")
     assert not recurrent.copies_prefixes
+    recurrent.trust(Verdict(None))
+    assert recurrent.told == ()
 
 
 def test_a_prompt_is_read_the_same_way_beside_a_longer_one() -> None:

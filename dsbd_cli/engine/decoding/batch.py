@@ -227,7 +227,9 @@ class Batch:
     def remove(self, rows: Sequence[int]) -> None:
         """Free rows."""
         for row in rows:
-            self.jobs[row] = None
+            job, self.jobs[row] = self.jobs[row], None
+            if job is not None and not job.prefilled:
+                self._caches.forget(row, draft=True)
             self._tries.end(self._legal[row])
             self._legal[row] = FREE
         self.state.release(rows)

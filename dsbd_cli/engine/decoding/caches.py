@@ -58,10 +58,12 @@ class Caches:
         for index in self._indexes.values():
             index.clear()
 
-    def forget(self, row: int) -> None:
-        """Nothing may be copied from a row: it holds NaN."""
-        for index in self._indexes.values():
-            index.drop(row)
+    def forget(self, row: int, *, draft: bool = False) -> None:
+        """Nothing may be copied from a row, of the draft alone where `draft`: it holds NaN, or the draft never read its
+        last prompt, and what it lags behind by is written over what stood there before."""
+        for place, index in self._indexes.items():
+            if place or not draft:
+                index.drop(row)
 
     def round_slots(self, slots: int) -> int:
         """A number of slots rounded up, so that shapes repeat."""

@@ -308,8 +308,7 @@ class Engine:
                 running = [job for _, job in batch.running]
                 if out_of_memory(error):
                     self._recover(running, order, backlog)
-                elif self._stepper.kernels and kernel_failed(error):
-                    self._leave_kernels(error)
+                elif kernel_failed(error) and self._leave_kernels(error):
                     self._again(running, backlog)
                 else:
                     raise
@@ -414,12 +413,20 @@ class Engine:
             if model is not None and hasattr(model, "use_kernels"):
                 model.use_kernels(names)
 
-    def _leave_kernels(self, error: Exception) -> None:
-        """Tensor code from now on: a kernel that passed its trial cannot be compiled or launched at this shape."""
+    def _leave_kernels(self, error: Exception) -> bool:
+        """Tensor code from now on, in layers as in iterations: a kernel that passed its trial cannot be compiled or
+        launched at this shape. False where none was in use."""
+        used = bool(self._stepper.kernels)
         self._use_kernels(frozenset())
+        for model in {id(model): model for model in (self.target, self.draft)}.values():
+            if model is not None and hasattr(model, "leave_kernels"):
+                used = model.leave_kernels() or used
+        if not used:
+            return False
         self._caches.release()
         said = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         self._tell(f"iterations run without kernels, because one of them fails here ({said})")
+        return True
 
     def _read(self, source: Source, count: int, order: Results[object], backlog: deque[Job]) -> None:
         """Up to `count` requests that can be decoded; results of those that cannot go straight out."""

@@ -8,7 +8,7 @@ Shape letters: R rows, n nodes of a forward, S active cache slots, V vocabulary,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from dsbd_cli.errors import ModelError, UnsupportedModelError
 from dsbd_cli.token_rules import TokenRules
 
 if TYPE_CHECKING:
+    from dsbd_cli.engine.models.fused import Fused
     from dsbd_cli.engine.models.invariance import Verdict
     from dsbd_cli.engine.models.selftest import SelfTestReport
 
@@ -31,6 +32,7 @@ __all__ = ["MaskPlan", "TransformersForest", "unsupported"]
 
 CALIBRATION = 2, 64  # sequences and their tokens; more of them find no better outliers
 NOT_COPIED = "prompts that begin alike are each read whole: a copied beginning would change bits here"
+NOT_ASKED = "prompts that begin alike are each read whole: the model has too few positions to check copies of them"
 LONG = 2048  # slots from which on the kernel of attention serves forwards of which no bits are asked, too
 LEAST_ROWS = 4  # products of fewer rows take other kernels
 # Layer kinds whose state is one key and one value per token, so that a tree of tokens can be held.
@@ -96,7 +98,7 @@ class TransformersForest:
         self.invariant = False  # whether `settled` keeps its promise on this machine: see invariance.py
         self.varies: str | None = None  # why not
         self.told: tuple[str, ...] = ()  # what the user should know of how it runs
-        self.fused: Mapping[str, int] = {}  # modules that run as kernels, by kind: see fused.py
+        self.fused: Fused | None = None  # modules that run as kernels
         self.tested: SelfTestReport | None = None  # what the check at load has measured
         self.attention: Callable[..., Tensor] | None = None  # the kernel
         self.quantized: str | None = None  # what its linear layers were made at load
@@ -255,6 +257,19 @@ class TransformersForest:
         gives: no target behind its source, and both ascending."""
         self._cache.kernel = "move" in names
 
+    def leave_kernels(self) -> bool:
+        """Run without kernels from now on: layers, products and attention, too. What was found of its invariance
+        holds no longer. False where no kernel ran."""
+        fused = self.fused is not None and bool(self.fused.counts)
+        if not (fused or self.attention is not None):
+            return False
+        if self.fused is not None:
+            self.fused.undo()
+        self.attention = None
+        if self.invariant:
+            self.invariant, self.varies = False, "it was checked with kernels, one of which fails"
+        return True
+
     @torch.no_grad()
     def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
         """Copy cache contents slot by slot within each row: source, target [R, T] int64. Recurrent states take in what
@@ -282,8 +297,9 @@ class TransformersForest:
         keeps the bits."""
         self.varies, self.invariant = found.varies, found.varies is None
         if self.invariant:
+            if self.copies_prefixes and not found.copies:
+                self.told += (NOT_ASKED if found.copies is None else NOT_COPIED,)
             self.copies_prefixes = bool(found.copies)
-            self.told += () if found.copies is not False else (NOT_COPIED,)
 
     def calibrate(self) -> None:
         """Run the random tokens by which `quantize` finds outliers."""

@@ -149,14 +149,14 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
         if "linear" in fused.counts:
             forest.attention = _attention(forest, exact=True)
         forest.keep_states_in(torch.float64 if wanted else torch.float32)
-        forest.tested, forest.fused = _tested(forest, fused), fused.counts
+        forest.tested, forest.fused = _tested(forest, fused), fused
         if spec.quantize is not None:  # after the test, whose limits are those of the checkpoint's own rounding
             _quantize(forest, spec)
         found = _check(forest) if wanted else Verdict("nobody asked for the work that it takes")
         if found.varies is not None and "linear" in fused.counts:  # its work would be for nothing
             fused.undo()
             fused, forest.attention = _fused(model, spec, exact=False), None
-            forest.tested, forest.fused = _tested(forest, fused), fused.counts
+            forest.tested, forest.fused = _tested(forest, fused), fused
         if fused.undone:
             forest.told = ("its layers run without kernels: with them a check at load fails",)
         if spec.role == "target" and found.varies is not None and not paired and _gpu(model, spec) is not None:

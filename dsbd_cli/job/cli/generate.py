@@ -222,7 +222,7 @@ class _Run:
                 answering = self._widening = Widening(engine, self._until, wider, self._metadata, window=rows)
             self._signals.on_stop = answering.stop
             try:
-                flow.run(answering, self._maker(outputs.created), writer, steps)
+                flow.run(answering, self._maker(outputs.created, engine), writer, steps)
             except TooManyErrorsError as error:
                 raise TooManyErrorsError(f"{error}; {self._how_to_resume()}") from None
         if (number := self._signals.number) is not None:
@@ -236,17 +236,22 @@ class _Run:
         rounds = "" if self._widening is None else f"; {self._widening.line()}"
         self.reporter.summary(totals.line() + rounds)
 
-    def _maker(self, created: int) -> MakeRecord:
+    def _maker(self, created: int, engine: RunsRequests) -> MakeRecord:
         """How this run writes a row."""
-        method, make = replace(self._method, created=created), writes(self._files).load()
+        first, make = replace(self._method, created=created), writes(self._files).load()
+        promised = engine.exactness
         assert callable(make), "checked at the start"
+
+        def method() -> MethodRecord:  # a kernel that fails takes with it what was promised of the rows to come
+            return first if engine.exactness == promised else replace(first, exactness=engine.exactness)
+
         if self._widening is None:
-            return lambda row, result: bytes(make(row, result, method))
+            return lambda row, result: bytes(make(row, result, method()))
         told, native = self._widening.told, self._files.output_format in (None, "native")
 
         def record(row: Row, result: RequestResult | None) -> bytes:
             note = told(row)  # asked for in any case, or notes would pile up
-            return bytes(make(row, result, method, note) if native else make(row, result, method))
+            return bytes(make(row, result, method(), note) if native else make(row, result, method()))
 
         return record
 

@@ -98,7 +98,8 @@ def _not_json(line: bytes, error: orjson.JSONDecodeError) -> str:
         reason = "nested too deep"
     elif "surrogate" in reason:
         reason = "half of a surrogate pair"
-    return f"not valid JSON: {reason} at character {error.pos + 1}: {_shown(line)}"
+    hint = "" if line.lstrip()[:1] in b'{["' else "; lines of plain text need --input-format text"
+    return f"not valid JSON: {reason} at character {error.pos + 1}: {_shown(line)}{hint}"
 
 
 def _shown(line: bytes) -> str:
