@@ -530,26 +530,25 @@ def put(rows, at, lead, k, u, g, keys, inputs, decays):
 
 
 @njit(error_model="numpy", nogil=True)
-def _weigh(x, products, keys, decays, line, own, h, group, weights):
-    """Weights of the tokens of a line, by the decays after each; x becomes what reads the state. own: whether the
-    node's own token counts. products: of x and each token's key where a decay is one number for all of them."""
-    places, groups, dim = keys.shape
-    flat = keys.ravel()
-    if decays.shape[2] == 1:
-        factor = np.float32(1)
-        for past in range(len(line) - 1, -1, -1):
-            if own or past < len(line) - 1:
-                weights[past] = products[past] * factor
-            factor *= decays[line[past], h, 0]
-        for n in range(dim):
-            x[n] *= factor
-        return
+def _fade(decays, plane, h, line, factors):
+    """The product of the decays after each token of a line, where a decay is one number; returns that of all."""
+    factor = np.float32(1)
     for past in range(len(line) - 1, -1, -1):
-        if own or past < len(line) - 1:
-            weights[past] = _dot(x, 0, flat, (line[past] * groups + group) * dim, dim)
-        decay = decays[line[past], h]
+        factors[past] = factor
+        factor *= decays[plane, line[past], h, 0]
+    return factor
+
+
+@njit(error_model="numpy", nogil=True)
+def _weigh(x, keys, group, decays, plane, h, line, weights):
+    """Weights of the tokens of a line where decays are per channel; x becomes what reads the state."""
+    places, groups, dim = keys.shape[1:]
+    flat = keys.ravel()
+    for past in range(len(line) - 1, -1, -1):
+        place = line[past]
+        weights[past] = _dot(x, 0, flat, ((plane * places + place) * groups + group) * dim, dim)
         for n in range(dim):
-            x[n] *= decay[n]
+            x[n] *= decays[plane, place, h, n]
 
 
 @compiled(types.void(_F4, _I1, _I1, _F4, _F4, _F3, _I2, _F4, _F4, _F4, _F4, _F4, _I3, _I2, _I2, _I3, _I2, _I3, _I1,
@@ -564,45 +563,43 @@ def walk(state, rows, planes, q, v, beta, at, asked, alike, keys, inputs, decays
     """
     heads, dim, width = state.shape[1:]
     places, key_heads = keys.shape[1:3]
-    corrects = beta.shape[2] > 0
-    tiles = (width + TILE - 1) // TILE
-    wide = tiles * TILE
-    single = decays.shape[3] == 1
-    flat = state.ravel()
-    own = np.zeros(dim * wide if wide != width else 1, np.float32)
-    held = np.zeros(buffers * dim * wide, np.float32)
-    u = np.zeros(places * wide, np.float32)
+    nodes, most = lines.shape[1], groups.shape[1]
+    corrects, single = beta.shape[2] > 0, decays.shape[3] == 1
+    wide = (width + TILE - 1) // TILE * TILE
+    area = dim * wide
+    # of one row and head: states, inputs of the tokens that are read, what goes into a state
+    held, u = np.zeros((buffers, dim, wide), np.float32), np.zeros((places, wide), np.float32)
+    trunk = np.zeros((dim, wide if wide != width else 0), np.float32)
     e, block = np.empty(dim, np.float32), np.empty((BLOCK, dim), np.float32)
+    # of some nodes: what reads the state, what it says, and weights of the tokens since then
     x, x_key = np.empty((MANY, dim), np.float32), np.empty((MANY, dim), np.float32)
     found, found_key = np.empty((MANY, TILE), np.float32), np.empty((MANY, TILE), np.float32)
-    weights = np.zeros((MANY, LEAD + 1), np.float32)
-    weights_key = np.zeros((MANY, LEAD + 1), np.float32)
-    one = np.ones(1, np.float32)
-    nothing = np.zeros(LEAD + 1, np.float32)
-    flat_x, flat_x_key, flat_found, flat_found_key = x.ravel(), x_key.ravel(), found.ravel(), found_key.ravel()
-    flat_weights, flat_weights_key, flat_block, flat_lines = (
-        weights.ravel(), weights_key.ravel(), block.ravel(), lines.ravel(),
-    )  # fmt: skip
-    flat_blocks = blocks.ravel()
+    weights, weights_key = np.zeros((MANY, LEAD + 1), np.float32), np.zeros((MANY, LEAD + 1), np.float32)
+    factors, one = np.empty(LEAD + 1, np.float32), np.ones(1, np.float32)
+    # the same for products, which are told where to begin
+    flat_state, flat_held, flat_trunk, flat_u = state.ravel(), held.ravel(), trunk.ravel(), u.ravel()
+    flat_x, flat_x_key, flat_block = x.ravel(), x_key.ravel(), block.ravel()
+    flat_found, flat_found_key = found.ravel(), found_key.ravel()
+    flat_weights, flat_weights_key = weights.ravel(), weights_key.ravel()
+    flat_lines, flat_blocks = lines.ravel(), blocks.ravel()
     for pair in range(first, last):
         r, h = pair // heads, pair % heads
         if not uses[r]:
             continue
-        group, plane = h // (heads // key_heads), planes[r]
-        trunk = (rows[r] * heads + h) * dim * width
+        row, plane, group = rows[r], planes[r], h // (heads // key_heads)
         for index in range(uses[r]):
             place = used[r, index]
             for p in range(width):
-                u[place * wide + p] = inputs[plane, place, h, p]
-        own_at, own_step = trunk, width
-        own_state = flat
+                u[place, p] = inputs[plane, place, h, p]
+        own, own_at, own_step = flat_state, (row * heads + h) * dim * width, width
         if wide != width:
             for n in range(dim):
                 for p in range(width):
-                    own[n * wide + p] = flat[trunk + n * width + p]
-            own_at, own_step, own_state = 0, wide, own
+                    trunk[n, p] = state[row, h, n, p]
+            own, own_at, own_step = flat_trunk, 0, wide
         for number in range(sizes[r]):
             target, source = groups[r, number, 0], sources[r, number]
+            read, read_at, read_step = own, own_at, own_step
             if target >= 0:
                 e[:] = 1
                 for past in range(BLOCK - 1, -1, -1):
@@ -610,59 +607,68 @@ def walk(state, rows, planes, q, v, beta, at, asked, alike, keys, inputs, decays
                     for n in range(dim):
                         block[past, n] = keys[plane, place, group, n] * e[n]
                     if single:
-                        e *= decays[plane, place, h, 0]
+                        decay = decays[plane, place, h, 0]
+                        for n in range(dim):
+                            e[n] *= decay
                     else:
-                        e *= decays[plane, place, h]
+                        for n in range(dim):
+                            e[n] *= decays[plane, place, h, n]
+                if source >= 0:
+                    read, read_at, read_step = flat_held, source * area, wide
                 for tile in range(0, wide, TILE):
-                    if source < 0:
-                        _advance(e, own_state, own_at + tile, own_step, flat_block, u, tile, wide, flat_blocks,
-                                 (r * blocks.shape[1] + number) * BLOCK, held, target * dim * wide + tile, wide)  # fmt: skip
-                    else:
-                        _advance(e, held, source * dim * wide + tile, wide, flat_block, u, tile, wide, flat_blocks,
-                                 (r * blocks.shape[1] + number) * BLOCK, held, target * dim * wide + tile, wide)  # fmt: skip
+                    _advance(e, read, read_at + tile, read_step, flat_block, flat_u, tile, wide, flat_blocks,
+                             (r * most + number) * BLOCK, flat_held, target * area + tile, wide)  # fmt: skip
+                read, read_at, read_step = flat_held, target * area, wide
             for begin in range(groups[r, number, 1], groups[r, number, 2], MANY):
                 count = min(MANY, groups[r, number, 2] - begin)
                 for m in range(count):
                     i = order[r, begin + m]
                     line = lines[r, i, : counts[r, i]]
-                    x[m] = q[r, i, group]
-                    _weigh(x[m], asked[r, i, group] if single else nothing, keys[plane], decays[plane], line, True, h,
-                           group, weights[m])  # fmt: skip
-                    if corrects:
-                        x_key[m] = keys[plane, line[-1], group]
-                        _weigh(x_key[m], alike[r, i, group] if single else nothing, keys[plane], decays[plane], line,
-                               False, h, group, weights_key[m])  # fmt: skip
-                for tile in range(0, wide, TILE):
-                    if target < 0:
-                        _read(flat_x, count, own_state, own_at + tile, own_step, dim, flat_found)
+                    factor = np.float32(1)
+                    if single:
+                        factor = _fade(decays, plane, h, line, factors)
+                        for past in range(len(line)):
+                            weights[m, past] = factors[past] * asked[r, i, group, past]
+                    for n in range(dim):
+                        x[m, n] = q[r, i, group, n] * factor
+                    if not single:
+                        _weigh(x[m], keys, group, decays, plane, h, line, weights[m])
+                    if not corrects:
+                        continue
+                    place = line[-1]
+                    for n in range(dim):
+                        x_key[m, n] = keys[plane, place, group, n] * factor
+                    if single:
+                        for past in range(len(line)):
+                            weights_key[m, past] = factors[past] * alike[r, i, group, past]
                     else:
-                        _read(flat_x, count, held, target * dim * wide + tile, wide, dim, flat_found)
-                    if corrects and target < 0:
-                        _read(flat_x_key, count, own_state, own_at + tile, own_step, dim, flat_found_key)
-                    elif corrects:
-                        _read(flat_x_key, count, held, target * dim * wide + tile, wide, dim, flat_found_key)
+                        _weigh(x_key[m], keys, group, decays, plane, h, line, weights_key[m])
+                for tile in range(0, wide, TILE):
+                    _read(flat_x, count, read, read_at + tile, read_step, dim, flat_found)
+                    if corrects:
+                        _read(flat_x_key, count, read, read_at + tile, read_step, dim, flat_found_key)
                     columns = min(TILE, width - tile)
                     for m in range(count):
                         i = order[r, begin + m]
-                        line_at, terms = (r * lines.shape[1] + i) * (LEAD + 1), counts[r, i]
-                        here = lines[r, i, terms - 1]
+                        terms, line_at, here = counts[r, i], (r * nodes + i) * (LEAD + 1), m * TILE
                         if corrects and at[r, i] >= 0:
                             if terms > 1:
-                                _addition_of_one(one, flat_found_key, m * TILE, 0, flat_weights_key, m * (LEAD + 1), 1,
-                                                 u, tile, wide, flat_lines, line_at, terms - 1, flat_found_key,
-                                                 m * TILE, 0, 0)  # fmt: skip
+                                _addition_of_one(one, flat_found_key, here, 0, flat_weights_key, m * (LEAD + 1), 1,
+                                                 flat_u, tile, wide, flat_lines, line_at, terms - 1, flat_found_key,
+                                                 here, 0, 0)  # fmt: skip
+                            place, scale = lines[r, i, terms - 1], beta[r, i, h]
                             for p in range(columns):
-                                made = beta[r, i, h] * (v[r, i, h, tile + p] - found_key[m, p])
-                                u[here * wide + tile + p] = made
-                                inputs[plane, here, h, tile + p] = made
-                        _addition_of_one(one, flat_found, m * TILE, 0, flat_weights, m * (LEAD + 1), 1, u, tile, wide,
-                                         flat_lines, line_at, terms, flat_found, m * TILE, 0, 0)  # fmt: skip
+                                made = scale * (v[r, i, h, tile + p] - found_key[m, p])
+                                u[place, tile + p] = made
+                                inputs[plane, place, h, tile + p] = made
+                        _addition_of_one(one, flat_found, here, 0, flat_weights, m * (LEAD + 1), 1, flat_u, tile, wide,
+                                         flat_lines, line_at, terms, flat_found, here, 0, 0)  # fmt: skip
                         for p in range(columns):
                             y[r, i, h, tile + p] = found[m, p]
         if keep and sizes[r] > 1:
             for n in range(dim):
                 for p in range(width):
-                    flat[trunk + n * width + p] = held[n * wide + p]
+                    state[row, h, n, p] = held[0, n, p]
 
 
 @compiled(types.void(_F2, _I2, _F2, _F2, _F1, _F2))
