@@ -6,17 +6,21 @@ covers, a correction or decay left out, a fold or chain that rounds otherwise th
 
 from __future__ import annotations
 
+import runpy
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numba import types
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dsbd_cli.engine.core import scans
 from dsbd_cli.engine.models import walks
+from dsbd_cli.engine.models.compiled import Compiler
 from tests.core.test_scans import Tree
 
 N, G, H = 6, 2, 4  # key dim, key heads, value heads
@@ -113,7 +117,20 @@ def answers(
     y = np.zeros(own["v"].shape, np.float32)
     asked, alike = (walks.pairs(own[name], planes[0], held, plan.lines, plan.counts) for name in ("q", "k"))
     walks.shared(
-        walks.walk, len(rows) * H, state, rows, held, own["q"], own["v"], own["beta"], at, asked, alike, *planes, *plan, y
+        walks.walk,
+        len(rows) * H,
+        state,
+        rows,
+        held,
+        own["q"],
+        own["v"],
+        own["beta"],
+        at,
+        asked,
+        alike,
+        *planes,
+        *plan,
+        y,
     )
     return y
 
@@ -174,7 +191,10 @@ def test_the_bits_are_those_of_the_path(seed: int, width: int, channels: bool, d
             assert (found[: len(tokens)] == y[0, joined + first : joined + first + len(tokens)]).all()
         layer.fold([left.place[token] for token in range(size - joined)])
         assert (layer.state[1] == state[0]).all()
-        assert all((one[1, :LEAD] == other[0, size : size + LEAD]).all() for one, other in zip(layer.planes, planes, strict=True))
+        assert all(
+            (one[1, :LEAD] == other[0, size : size + LEAD]).all()
+            for one, other in zip(layer.planes, planes, strict=True)
+        )
 
 
 @pytest.mark.parametrize("delta", [False, True])
@@ -225,7 +245,10 @@ def test_states_are_overwritten_when_nobody_needs_them() -> None:
     depths = np.array([[len(tree.path(token)) for token in range(len(parents))]])
     plan = walks.forest(tree.seen(len(parents)).numpy(), np.array([tree.place]), depths, np.array([0]), LEAD)
     assert sorted(plan.order[0]) == tree.place
-    assert (plan.sizes[0], plan.buffers) == (1 + branches, 1)  # the last token of a branch is the one before a block's end
+    assert (plan.sizes[0], plan.buffers) == (
+        1 + branches,
+        1,
+    )  # the last token of a branch is the one before a block's end
 
 
 def test_a_convolution_has_the_bits_of_the_tensor_function() -> None:
@@ -254,3 +277,27 @@ def test_silu() -> None:
         part = x[first:].copy()
         walks.silu(part)
         assert (part == found[first:]).all()
+
+
+def test_a_kernel_needs_no_room_on_disk(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards a first forward that fails because the folder of compiled kernels is full, and a silent wait."""
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
+    compiled = Compiler("tests")
+    kernels = [compiled(types.int64(types.int64))(function) for function in (lambda n: n + 1, lambda n: n + 2)]
+    assert [kernel(3) for kernel in kernels] == [4, 5]
+    assert [record.getMessage() for record in caplog.records] == [
+        "compiling the kernels of tests, which no folder can keep"
+    ]
+
+
+def test_kernels_that_are_found_are_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "kernel.py").write_text("def more(n):\n    return n + 1\n")
+    for line in (["compiling the kernels of tests; later runs load them"], []):
+        caplog.clear()
+        function = runpy.run_path(str(tmp_path / "kernel.py"))["more"]
+        assert Compiler("tests")(types.int64(types.int64))(function)(1) == 2
+        assert [record.getMessage() for record in caplog.records] == line

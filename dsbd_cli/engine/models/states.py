@@ -509,7 +509,9 @@ class LinearState(LayerMemory):
         if places.chain:  # behind the last tokens of the trunk
             index = np.arange(rows)
             read = {
-                name: torch.cat((self.rows_of(plane)[:, : self.lead], plane.new_empty(rows, count + 1, *plane.shape[2:])), 1)
+                name: torch.cat(
+                    (self.rows_of(plane)[:, : self.lead], plane.new_empty(rows, count + 1, *plane.shape[2:])), 1
+                )
                 for name, plane in planes.items()
             }
             at, held = np.tile(np.arange(count), (rows, 1)), index

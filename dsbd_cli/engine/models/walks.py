@@ -23,7 +23,7 @@ on the pairs first .. last of (row, value head), so that threads can share them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
@@ -39,9 +39,23 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from dsbd_cli.engine.models.compiled import compiled
+from dsbd_cli.engine.models.compiled import Compiler
 
-__all__ = ["BLOCK", "LAG", "LEAD", "Plan", "convolve", "forest", "fold", "chain", "pairs", "put", "shared", "silu", "walk"]
+__all__ = [
+    "BLOCK",
+    "LAG",
+    "LEAD",
+    "Plan",
+    "chain",
+    "convolve",
+    "fold",
+    "forest",
+    "pairs",
+    "put",
+    "shared",
+    "silu",
+    "walk",
+]
 
 BLOCK = 8  # tokens that go into a state at once
 LAG = 16  # tokens that a token reads one by one, at least
@@ -51,6 +65,8 @@ LANES = 16 if get_host_cpu_features().get("avx512f") else 8  # numbers of a vect
 SIDE = 4  # vectors of a tile
 TILE = LANES * SIDE  # columns of a state that are worked on together
 MANY, SOME = (6, 3) if LANES == 16 else (3, 2)  # rows of a product whose sums fit into the registers
+compiled = Compiler("recurrent layers")
+
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 _ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
@@ -93,6 +109,32 @@ def _power(context: Any, x: Any) -> Any:
         return builder.bitcast(builder.shl(exponent, integer(23)), _FLOAT)
 
     return types.float32(types.float32), code
+
+
+@njit(inline="always")
+def _exp(x):
+    """exp in float32, within 2 units in the last place, in operations that a vector has as well: the library's own
+    differ between the vectors and the numbers that are left over. (Cephes.)"""
+    x = np.float32(-87) if x < np.float32(-87) else x
+    x = np.float32(88) if x > np.float32(88) else x
+    whole = np.floor(_fma(x, np.float32(1.44269504088896341), np.float32(0.5)))
+    rest = _fma(whole, np.float32(-0.693359375), x)
+    rest = _fma(whole, np.float32(2.12194440e-4), rest)
+    total = np.float32(1.9875691500e-4)
+    total = _fma(total, rest, np.float32(1.3981999507e-3))
+    total = _fma(total, rest, np.float32(8.3334519073e-3))
+    total = _fma(total, rest, np.float32(4.1665795894e-2))
+    total = _fma(total, rest, np.float32(1.6666665459e-1))
+    total = _fma(total, rest, np.float32(5.0000001201e-1))
+    total = _fma(total, rest * rest, rest) + np.float32(1)
+    return total * _power(whole)
+
+
+@compiled(types.void(types.float32[::1]))
+def silu(x):
+    """x / (1 + exp(-x)) of a flat array, in place."""
+    for i in range(len(x)):
+        x[i] = x[i] / (np.float32(1) + _exp(-x[i]))
 
 
 class _Vectors:
@@ -452,11 +494,14 @@ def fold(base: NDArray[np.int64], counts: NDArray[np.int64], joined: NDArray[np.
 def _joined(
     base: NDArray[np.int64], counts: NDArray[np.int64], nodes: int, joined: NDArray[np.int64], lead: int
 ) -> Plan:
-    rows, tail = len(base), joined.shape[1]
-    return Plan(*_line(base, counts, nodes, joined, lead, lead + tail), True)
+    return Plan(*_line(base, counts, nodes, joined, lead, lead + joined.shape[1]), True)
 
 
-@compiled(types.Tuple((_I3, _I2, _I2, _I3, _I2, _I3, _I1, _I2, _I1, types.int64))(_I1, _I1, types.int64, _I2, types.int64, types.int64))
+@compiled(
+    types.Tuple((_I3, _I2, _I2, _I3, _I2, _I3, _I1, _I2, _I1, types.int64))(
+        _I1, _I1, types.int64, _I2, types.int64, types.int64
+    )
+)
 def _line(base, lengths, nodes, joined, lead, size):
     rows = len(base)
     most = size // BLOCK + 2
@@ -689,29 +734,3 @@ def convolve(plane, back, x, weight, bias, out):
                     total[c] += values[c] * factors[c]
         for c in range(len(bias)):
             total[c] += bias[c]
-
-
-@njit(inline="always")
-def _exp(x):
-    """exp in float32, within 2 units in the last place, in operations that a vector has as well: the library's own
-    differ between the vectors and the numbers that are left over. (Cephes.)"""
-    x = np.float32(-87) if x < np.float32(-87) else x
-    x = np.float32(88) if x > np.float32(88) else x
-    whole = np.floor(_fma(x, np.float32(1.44269504088896341), np.float32(0.5)))
-    rest = _fma(whole, np.float32(-0.693359375), x)
-    rest = _fma(whole, np.float32(2.12194440e-4), rest)
-    total = np.float32(1.9875691500e-4)
-    total = _fma(total, rest, np.float32(1.3981999507e-3))
-    total = _fma(total, rest, np.float32(8.3334519073e-3))
-    total = _fma(total, rest, np.float32(4.1665795894e-2))
-    total = _fma(total, rest, np.float32(1.6666665459e-1))
-    total = _fma(total, rest, np.float32(5.0000001201e-1))
-    total = _fma(total, rest * rest, rest) + np.float32(1)
-    return total * _power(whole)
-
-
-@compiled(types.void(_F1))
-def silu(x):
-    """x / (1 + exp(-x)) of a flat array, in place."""
-    for i in range(len(x)):
-        x[i] = x[i] / (np.float32(1) + _exp(-x[i]))
