@@ -477,7 +477,7 @@ def forest(
 ) -> Plan:
     """Of nodes in planes [rows, lead + T + 1, ...]. seen: [R, n, T]. at: [R, n] places of the tail, -1 of the trunk's
     last token, T where a node is absent. depths: [R, T]. base: [R] tokens of the trunk."""
-    return Plan(*_forest(seen, at, depths, base, lead), keep=False)
+    return Plan._make((*_forest(seen, at, depths, base, lead), False))
 
 
 def chain(base: NDArray[np.int64], lengths: NDArray[np.int64], count: int, lead: int) -> Plan:
@@ -494,7 +494,7 @@ def fold(base: NDArray[np.int64], counts: NDArray[np.int64], joined: NDArray[np.
 def _joined(
     base: NDArray[np.int64], counts: NDArray[np.int64], nodes: int, joined: NDArray[np.int64], lead: int
 ) -> Plan:
-    return Plan(*_line(base, counts, nodes, joined, lead, lead + joined.shape[1]), keep=True)
+    return Plan._make((*_line(base, counts, nodes, joined, lead, lead + joined.shape[1]), True))
 
 
 @compiled(
