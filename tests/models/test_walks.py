@@ -6,20 +6,25 @@ covers, a correction or decay left out, a fold or chain that rounds otherwise th
 
 from __future__ import annotations
 
+import runpy
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numba import types
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dsbd_cli.engine.core import scans
 from dsbd_cli.engine.models import walks
+from dsbd_cli.engine.models.compiled import Compiler
 from tests.core.test_scans import Tree
 
 N, G, H = 6, 2, 4  # key dim, key heads, value heads
-LEAD = 3
+LEAD = walks.LEAD + 2  # a layer may keep more
 
 
 def inputs(seed: int, size: int, channels: bool, width: int) -> dict[str, Tensor]:
@@ -66,7 +71,7 @@ class Layer:
     """Planes and the state of row 1 of 2; the other row's must stay as they are."""
 
     def __init__(self, data: dict[str, Tensor], places: int, delta: bool) -> None:
-        self.data, self.delta, self.places = data, delta, places
+        self.data, self.delta, self.places, self.base = data, delta, places, 0
         groups, width, decays = data["k"].shape[2], data["v"].shape[3], data["g"].shape[3]
         self.state = np.full((2, H, N, width), 7, np.float32)
         self.state[1] = data["state"][0].numpy()
@@ -81,23 +86,53 @@ class Layer:
         own = {name: np.concatenate((part, part[:, :1]), 1) for name, part in own.items()}
         seen = tree.seen(self.places)[:, tokens].numpy()
         seen = np.concatenate((seen, seen[:, :1]), 1)
-        depths = np.full((1, self.places), 99)
+        depths = np.full((1, self.places), 999)
         depths[0, tree.place] = [len(tree.path(token)) for token in range(len(tree.parent))]
         walks.put(self.rows, at, LEAD, own["k"], own["v"], own["g"], *self.planes)
-        y = np.zeros((1, len(tokens) + 1, H, own["v"].shape[3]), np.float32)
-        walks.shared(
-            walks.forest, H, self.state, self.rows, own["q"], own["v"], own["beta"],
-            walks.alike(own["q"], own["k"]), *self.planes, LEAD,
-            *walks.schedule(seen, at, depths), y,
-        )  # fmt: skip
+        plan = walks.forest(seen, at, depths, np.array([self.base]), LEAD)
+        y = answers(self.state, self.rows, self.rows, own, at, self.planes, plan)
         assert not y[0, -1].any()
         return y[0, :-1]
 
     def fold(self, places: list[int]) -> None:
-        """Into the state of row 1; nothing into row 0's."""
-        order = np.array([[0] * len(places), places], np.int64)
-        walks.shared(walks.fold, 2 * H, self.state, *self.planes, LEAD, order, np.array([0, len(places)]))
+        """These join the trunk of row 1, and nothing that of row 0."""
+        joined, counts = np.array([[0] * len(places), places], np.int64), np.array([0, len(places)])
+        plan = walks.fold(np.array([0, self.base]), counts, joined, LEAD)
+        none = {name: np.zeros((2, 0, 0, 0), np.float32) for name in ("q", "k", "v")}
+        none["beta"] = np.zeros((2, 0, 0), np.float32)
+        rows = np.arange(2)
+        answers(self.state, rows, rows, none, np.zeros((2, 0), np.int64), self.planes, plan)
         assert (self.state[0] == 7).all()
+        for plane in self.planes:
+            trunk = np.concatenate((plane[1, :LEAD], plane[1, [LEAD + place for place in places]]))
+            plane[1, :LEAD] = trunk[len(places) :]
+        self.base += len(places)
+
+
+def answers(
+    state: NDArray[Any], rows: NDArray[Any], held: NDArray[Any], own: dict[str, NDArray[Any]], at: NDArray[Any],
+    planes: list[NDArray[Any]], plan: walks.Plan,
+) -> NDArray[Any]:  # fmt: skip
+    """y of a plan's nodes."""
+    y = np.zeros(own["v"].shape, np.float32)
+    asked, alike = (walks.pairs(own[name], planes[0], held, plan.lines, plan.counts) for name in ("q", "k"))
+    walks.shared(
+        walks.walk,
+        len(rows) * H,
+        state,
+        rows,
+        held,
+        own["q"],
+        own["v"],
+        own["beta"],
+        at,
+        asked,
+        alike,
+        *planes,
+        *plan,
+        y,
+    )
+    return y
 
 
 # the value dim: less than a tile, one and a rest, two
@@ -107,13 +142,17 @@ CASES = [(*width, channels, delta) for width in WIDTHS for channels in (False, T
 
 @pytest.mark.parametrize(("seed", "width", "channels", "delta"), CASES)
 def test_a_forest_is_its_paths(seed: int, width: int, channels: bool, delta: bool) -> None:
-    """In two forwards, the second of which needs what the first has left in the planes."""
-    size, places = 23, 31
+    """In two forwards, the second of which needs what the first has left in the planes.
+
+    Branches part at once and are longer than what is read token by token, so that they need states of their own.
+    """
+    size, places = 130, 150
     tree, data = Tree.random(seed, size, places=places), inputs(seed, size, channels, width)
+    assert max(len(tree.path(token)) for token in range(size)) > walks.LAG + 2 * walks.BLOCK
     layer = Layer(data, places, delta)
     before = [plane[0].copy() for plane in layer.planes]
-    y = np.concatenate((layer.forest(tree, list(range(9))), layer.forest(tree, list(range(9, size)))))
-    for token in range(size):
+    y = np.concatenate((layer.forest(tree, list(range(70))), layer.forest(tree, list(range(70, size)))))
+    for token in range(0, size, 3):
         expected = recurrence(data, tree.path(token), delta=delta)[0]
         torch.testing.assert_close(torch.from_numpy(y[token]).double(), expected, atol=2e-5, rtol=2e-5)
     assert all((plane[0] == old).all() for plane, old in zip(layer.planes, before, strict=True))
@@ -122,36 +161,26 @@ def test_a_forest_is_its_paths(seed: int, width: int, channels: bool, delta: boo
 @pytest.mark.parametrize(("seed", "width", "channels", "delta"), CASES)
 def test_the_bits_are_those_of_the_path(seed: int, width: int, channels: bool, delta: bool) -> None:
     """One path as a chain, as nodes beside others in forwards of any size, and with any part of it in the trunk."""
-    size, branch = 14, 6
+    size, branch = 45, 6
     path = list(range(-1, size - 1))
     data = inputs(seed, size + branch, channels, width)
     own = arrays(data, list(range(size)), delta)
-    state = data["state"].numpy().copy()
-    y = np.zeros((1, size, H, width), np.float32)
-    walks.shared(
-        walks.chain,
-        H,
-        state,
-        np.array([0]),
-        np.array([size]),
-        own["q"],
-        own["k"],
-        own["v"],
-        own["g"],
-        own["beta"],
-        walks.alike(own["q"], own["k"]),
-        y,
-    )
-    for token in (0, size - 1):
-        expected, after = recurrence(data, list(range(token + 1)), delta=delta)
+    state, row, at = data["state"].numpy().copy(), np.array([0]), np.arange(size)[None]
+    planes = [np.zeros((1, LEAD + size + 1, *plane.shape[2:]), np.float32) for plane in Layer(data, 0, delta).planes]
+    walks.put(row, at, LEAD, own["k"], own["v"], own["g"], *planes)
+    y = answers(state, row, row, own, at, planes, walks.chain(row, np.array([size]), size, LEAD))
+    for token in (0, size // 2, size - 1):
+        expected, _ = recurrence(data, list(range(token + 1)), delta=delta)
         torch.testing.assert_close(torch.from_numpy(y[0, token]).double(), expected, atol=2e-5, rtol=2e-5)
+    _, after = recurrence(data, list(range((size - walks.LAG) // walks.BLOCK * walks.BLOCK)), delta=delta)
     torch.testing.assert_close(torch.from_numpy(state[0]).double(), after, atol=2e-5, rtol=2e-5)
-    for joined, step in ((0, size), (5, 1), (9, 4)):
+    for joined, step in ((0, size), (5, 1), (24, 4), (33, 5)):
         places = size + branch
         tree = Tree(path + [3] * branch, [places - 1 - token for token in range(places)])
         layer = Layer(data, places, delta)
         layer.forest(tree, list(range(joined)) if joined else [0])
-        layer.fold(tree.place[:joined])
+        layer.fold(tree.place[: joined // 2])
+        layer.fold(tree.place[joined // 2 : joined])
         left = Tree([max(-1, parent - joined) for parent in tree.parent[joined:]], tree.place[joined:])
         late = {name: part if name == "state" else part[:, joined:] for name, part in data.items()}
         layer.data = late
@@ -162,25 +191,25 @@ def test_the_bits_are_those_of_the_path(seed: int, width: int, channels: bool, d
             assert (found[: len(tokens)] == y[0, joined + first : joined + first + len(tokens)]).all()
         layer.fold([left.place[token] for token in range(size - joined)])
         assert (layer.state[1] == state[0]).all()
+        assert all(
+            (one[1, :LEAD] == other[0, size : size + LEAD]).all()
+            for one, other in zip(layer.planes, planes, strict=True)
+        )
 
 
-@pytest.mark.parametrize("width", [5, walks.TILE + 9])
-def test_the_last_token_of_the_trunk_is_read_again(width: int) -> None:
-    """A draft that catches up asks for the trunk's last token, which its state holds: nothing is added twice."""
-    data = inputs(2, 1, False, width)
-    layer, own = Layer(data, 4, False), arrays(data, [0], False)
-    state, y = layer.state.copy(), np.zeros((1, 1, H, width), np.float32)
-    at = np.array([[-1]])
-    steps = walks.schedule(np.zeros((1, 1, 4), np.bool_), at, np.zeros((1, 4), np.int64))
-    planes = [plane.copy() for plane in layer.planes]
+@pytest.mark.parametrize("delta", [False, True])
+def test_the_last_token_of_the_trunk_is_read_again(delta: bool) -> None:
+    """A draft that catches up asks for the trunk's last token, whose inputs are there: nothing is added twice."""
+    size = 9
+    data = inputs(2, size, False, 5)
+    layer, tree = Layer(data, size, delta), Tree(list(range(-1, size - 1)), list(range(size)))
+    expected = layer.forest(tree, list(range(size)))[-1]
+    layer.fold(list(range(size)))
+    own, at, planes = arrays(data, [size - 1], delta), np.array([[-1]]), [plane.copy() for plane in layer.planes]
     walks.put(layer.rows, at, LEAD, own["k"], own["v"], own["g"], *layer.planes)
-    same = walks.alike(own["q"], own["k"])
-    given = (layer.state, layer.rows, own["q"], own["v"], own["beta"], same, *layer.planes, LEAD)
-    walks.shared(walks.forest, H, *given, *steps, y)
-    q = data["q"][0, 0].repeat_interleave(H // G, 0)
-    expected = torch.einsum("hn,hnp->hp", q, data["state"][0])
-    torch.testing.assert_close(torch.from_numpy(y[0, 0]), expected, atol=1e-5, rtol=1e-5)
-    assert (layer.state == state).all()
+    seen, depths = np.zeros((1, 1, size), np.bool_), np.zeros((1, size), np.int64)
+    plan = walks.forest(seen, at, depths, np.array([size]), LEAD)
+    assert (answers(layer.state, layer.rows, layer.rows, own, at, layer.planes, plan)[0, 0] == expected).all()
     assert all((new == old).all() for new, old in zip(layer.planes, planes, strict=True))
 
 
@@ -196,17 +225,30 @@ def test_threads_share_the_heads() -> None:
         torch.set_num_threads(before)
 
 
+def test_threads_are_as_many_as_torch_has() -> None:
+    """Guards a pool that keeps its first size."""
+    before = torch.get_num_threads()
+    try:
+        for count in (2, 3):
+            torch.set_num_threads(count)
+            together = threading.Barrier(count, timeout=20)
+            walks.shared(lambda first, last, together=together: together.wait(), 8)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_states_are_overwritten_when_nobody_needs_them() -> None:
-    """A path needs one state at a time, and a fork of paths one per path that waits."""
-    for parents, most in (([-1, 0, 1, 2, 3], 1), ([-1, 0, 0, 1, 2, 3, 4], 2), ([-1] * 6, 1)):
-        tree = Tree(parents, list(range(len(parents))))
-        depths = np.array([[len(tree.path(token)) for token in range(len(parents))]])
-        steps, counts, held = walks.schedule(tree.seen(len(parents)).numpy(), np.array([tree.place]), depths)
-        assert counts[0] == len(parents)
-        assert held == most
-        walked = [step[0] for step in steps[0, : counts[0]]]
-        assert sorted(walked) == tree.place
-        assert all(parent < 0 or walked.index(parent) < walked.index(token) for token, parent in enumerate(parents))
+    """One per distance from the trunk's end, whatever the number of branches."""
+    depth, branches = walks.LAG + 2 * walks.BLOCK, 3
+    parents = [-1 if token < branches else token - branches for token in range(depth * branches)]
+    tree = Tree(parents, list(range(len(parents))))
+    depths = np.array([[len(tree.path(token)) for token in range(len(parents))]])
+    plan = walks.forest(tree.seen(len(parents)).numpy(), np.array([tree.place]), depths, np.array([0]), LEAD)
+    assert sorted(plan.order[0]) == tree.place
+    assert (plan.sizes[0], plan.buffers) == (
+        1 + branches,
+        1,
+    )  # the last token of a branch is the one before a block's end
 
 
 def test_a_convolution_has_the_bits_of_the_tensor_function() -> None:
@@ -235,3 +277,27 @@ def test_silu() -> None:
         part = x[first:].copy()
         walks.silu(part)
         assert (part == found[first:]).all()
+
+
+def test_a_kernel_needs_no_room_on_disk(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards a first forward that fails because the folder of compiled kernels is full, and a silent wait."""
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
+    compiled = Compiler("tests")
+    kernels = [compiled(types.int64(types.int64))(function) for function in (lambda n: n + 1, lambda n: n + 2)]
+    assert [kernel(3) for kernel in kernels] == [4, 5]
+    assert [record.getMessage() for record in caplog.records] == [
+        "compiling the kernels of tests, which no folder can keep"
+    ]
+
+
+def test_kernels_that_are_found_are_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "kernel.py").write_text("def more(n):\n    return n + 1\n")
+    for line in (["compiling the kernels of tests; later runs load them"], []):
+        caplog.clear()
+        function = runpy.run_path(str(tmp_path / "kernel.py"))["more"]
+        assert Compiler("tests")(types.int64(types.int64))(function)(1) == 2
+        assert [record.getMessage() for record in caplog.records] == line

@@ -24,6 +24,9 @@ from dsbd_cli.errors import UnsupportedModelError
 __all__ = ["CheckableModel", "SelfTestReport", "limit_for", "self_test"]
 
 PROMPT = 7
+# Of a model with recurrent layers: long enough that tokens go into its states, and with one more token others do (see
+# walks.py).
+LONG_PROMPT = 31
 # Three roots, four levels: parent of every node, in node order; -1 hangs on the prompt.
 PARENTS = (-1, -1, -1, 0, 0, 1, 3, 4, 5, 7, 8)
 # Wider than the windows by slot that are in use (256), so that such a window cuts something off.
@@ -87,7 +90,13 @@ def _path(node: int) -> list[int]:
 
 
 def _depth(node: int) -> int:
-    return PROMPT + len(_path(node)) - 1
+    """Below the prompt."""
+    return len(_path(node)) - 1
+
+
+def _prompt_of(tokens: Tensor) -> int:
+    """How many of the tokens come before the nodes."""
+    return len(tokens) - len(PARENTS)
 
 
 def self_test(model: CheckableModel) -> SelfTestReport:
@@ -95,7 +104,7 @@ def self_test(model: CheckableModel) -> SelfTestReport:
 
     Raises UnsupportedModelError in one sentence when they disagree or the model refuses.
     """
-    total = PROMPT + len(PARENTS)
+    total = (LONG_PROMPT if model.state_bytes(0) else PROMPT) + len(PARENTS)
     generator = torch.Generator().manual_seed(20)
     tokens = torch.randint(0, model.vocab_size, (total,), generator=generator).to(model.device)
     # a permutation spread over nearly all slots: neither order nor distance of slots means anything
@@ -150,29 +159,29 @@ def _checked(
 def _separate(plain: Callable[[Tensor], Tensor], tokens: Tensor, padding: int = 0) -> Tensor:
     """[N, V] logits of every node by running its path alone. Padding on the right changes nothing before it, but
     rounding: by so many more tokens."""
-    leaves = [node for node in range(len(PARENTS)) if node not in PARENTS]
-    paths = [list(range(PROMPT)) + [PROMPT + node for node in _path(leaf)] for leaf in leaves]
+    leaves, prompt = [node for node in range(len(PARENTS)) if node not in PARENTS], _prompt_of(tokens)
+    paths = [list(range(prompt)) + [prompt + node for node in _path(leaf)] for leaf in leaves]
     longest = max(map(len, paths)) + padding
     index = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=tokens.device)
     logits = plain(tokens[index])  # [B, T, V]
     rows = [next(row for row, leaf in enumerate(leaves) if node in _path(leaf)) for node in range(len(PARENTS))]
-    depths = [_depth(node) for node in range(len(PARENTS))]
+    depths = [prompt + _depth(node) for node in range(len(PARENTS))]
     return logits[torch.tensor(rows, device=logits.device), torch.tensor(depths, device=logits.device)]
 
 
 def _packed(model: CheckableModel, tokens: Tensor, slots: Tensor, sources: Sequence[Tensor | None] = (None,)) -> Tensor:
     """[R * N, V] logits of the nodes, in one row per source: the first six with the prompt, the rest after the slots
     have moved and the rows have changed places."""
-    split, rows = PROMPT + 6, len(sources)
-    total = len(tokens)
+    total, prompt = len(tokens), _prompt_of(tokens)
+    split, rows = prompt + 6, len(sources)
     device = tokens.device
     seen = torch.zeros((total, total), dtype=torch.bool)
-    seen[:PROMPT, :PROMPT] = torch.ones(PROMPT, PROMPT).tril().bool()
+    seen[:prompt, :prompt] = torch.ones(prompt, prompt).tril().bool()
     for node in range(len(PARENTS)):
-        seen[PROMPT + node, :PROMPT] = True
-        seen[PROMPT + node, [PROMPT + other for other in _path(node)]] = True
+        seen[prompt + node, :prompt] = True
+        seen[prompt + node, [prompt + other for other in _path(node)]] = True
     seen = seen.to(device)
-    positions = torch.tensor([*range(PROMPT), *map(_depth, range(len(PARENTS)))], device=device)
+    positions = torch.tensor([*range(prompt), *(prompt + _depth(node) for node in range(len(PARENTS)))], device=device)
 
     def run(first: int, last: int) -> Tensor:
         mask = torch.zeros((last - first, SLOTS), dtype=torch.bool, device=device)
@@ -193,7 +202,7 @@ def _packed(model: CheckableModel, tokens: Tensor, slots: Tensor, sources: Seque
                 source = sources[row]
                 assert source is not None
                 model.encode([row], [source])
-        before = run(0, split)[:, PROMPT:]
+        before = run(0, split)[:, prompt:]
         moved = slots.roll(1)  # every slot's content goes to another occupied slot: reads must come before writes
         here, there = (places[None, :split].expand(rows, -1) for places in (slots, moved))
         model.move(here, there, torch.zeros(rows, dtype=torch.int64, device=device))
@@ -214,21 +223,22 @@ def _grown(model: CheckableModel, tokens: Tensor) -> tuple[Tensor, list[int]]:
     A prompt is read as a chain, six nodes follow, then the subtree of node 0 alone lives on: the trunk takes node 0.
     Then another request takes the row, whose prompt joins the trunk by a move.
     """
-    device, trash, window = tokens.device, 39, 24
+    prompt_size = _prompt_of(tokens)
+    device, trash, window = tokens.device, prompt_size + 32, prompt_size + 17
     first, kept = list(range(6)), [0, 3, 4]
     below = [node for node in range(6, len(PARENTS)) if _path(node)[0] == 0]
 
     def run(nodes: list[int], slot_of: dict[int, int], *, chain: bool = False) -> Tensor:
-        """nodes: of the forest, or -PROMPT .. -1 for the prompt. slot_of: of every node that is stored."""
+        """nodes: of the forest, or -prompt_size .. -1 for the prompt. slot_of: of every node that is stored."""
         mask = torch.zeros((1, len(nodes), trash + 1), dtype=torch.bool)
         positions = torch.zeros((1, trash + 1), dtype=torch.int64)
         for node, slot in slot_of.items():
-            positions[0, slot] = PROMPT + node if node < 0 else _depth(node)
+            positions[0, slot] = prompt_size + (node if node < 0 else _depth(node))
         for index, node in enumerate(nodes):
-            path = range(-PROMPT, node + 1) if node < 0 else [*range(-PROMPT, 0), *_path(node)]
+            path = range(-prompt_size, node + 1) if node < 0 else [*range(-prompt_size, 0), *_path(node)]
             mask[0, index, [slot_of[other] for other in path]] = True
         at = torch.tensor([slot_of[node] for node in nodes])
-        tokens_in, slots = tokens.cpu()[torch.tensor(nodes) + PROMPT][None], at[None]
+        tokens_in, slots = tokens.cpu()[torch.tensor(nodes) + prompt_size][None], at[None]
         depths = positions[:, at]
         if chain:  # with padding behind it
             tokens_in, slots, depths = (
@@ -247,20 +257,20 @@ def _grown(model: CheckableModel, tokens: Tensor) -> tuple[Tensor, list[int]]:
         slots = torch.tensor([source, target], device=device).unsqueeze(1)
         model.move(slots[0], slots[1], torch.tensor([trunk], device=device))
 
-    prompt = {node: PROMPT + node for node in range(-PROMPT, 0)}
+    prompt = {node: prompt_size + node for node in range(-prompt_size, 0)}
     try:
         model.reserve(1, trash + 1, window)
         run(list(prompt), prompt, chain=True)
-        before = run(first, prompt | {node: PROMPT + node for node in first})
-        places = [PROMPT, PROMPT + 1, PROMPT + 2]
-        move([PROMPT + node for node in kept], places, PROMPT + 1)
+        before = run(first, prompt | {node: prompt_size + node for node in first})
+        places = [prompt_size, prompt_size + 1, prompt_size + 2]
+        move([prompt_size + node for node in kept], places, prompt_size + 1)
         slots = prompt | dict(zip(kept, places, strict=True))
-        slots |= {node: PROMPT + 3 + index for index, node in enumerate(below)}
+        slots |= {node: prompt_size + 3 + index for index, node in enumerate(below)}
         after = run(below, slots)
         model.clear(0)
         run(list(prompt), prompt)
-        move(list(prompt.values()), list(prompt.values()), PROMPT)
-        again = run(first, prompt | {node: PROMPT + node for node in first})
+        move(list(prompt.values()), list(prompt.values()), prompt_size)
+        again = run(first, prompt | {node: prompt_size + node for node in first})
     finally:
         model.release()
     return torch.cat((before, after, again)), [*first, *below, *first]

@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -45,6 +45,9 @@ from dsbd_cli.engine.core.scans import (
 from dsbd_cli.engine.models.cache import ForestCache
 from dsbd_cli.engine.models.tail import loadable
 
+if TYPE_CHECKING:
+    from dsbd_cli.engine.models.walks import Plan
+
 __all__ = ["Convolution", "GroupedState", "LinearState", "Places", "SelectiveState", "StateCache"]
 
 
@@ -68,6 +71,7 @@ class Places:
         self._moved: dict[torch.device, Places] = {}
         self._back: dict[int, Tensor] = {}
         self._flat: dict[int, Tensor] = {}
+        self._plans: dict[int, Plan] = {}
 
     def on(self, device: torch.device) -> Places:
         """The same for a layer on another device."""
@@ -141,10 +145,17 @@ class Places:
         """`at`, but -1 of tokens that the state holds already."""
         return torch.where(self.real & (self.batch.slots < self.base.unsqueeze(1)), -1, self.at)
 
-    @cached_property
-    def steps(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-        """See `walks.schedule`."""
-        return _kernels().schedule(*(_array(part) for part in (self.seen, self.walked_at, self.depths)))
+    def plan(self, lead: int) -> Plan:
+        """See `walks`: of planes [rows, lead + T + 1, ...], or of a chain in planes [R, lead + n, ...]."""
+        if lead not in self._plans:
+            base = _array(self.base)
+            if self.chain:
+                plan = _kernels().chain(base, _array(self.lengths), self.at.shape[1], lead)
+            else:
+                parts = (_array(part) for part in (self.seen, self.walked_at, self.depths))
+                plan = _kernels().forest(*parts, base, lead)
+            self._plans[lead] = plan
+        return self._plans[lead]
 
     @cached_property
     def twins(self) -> Tensor | None:
@@ -191,6 +202,7 @@ class Shift:
     width: int
     most: int
     found: dict[str, Tensor] = field(default_factory=dict)
+    plans: dict[int, Plan] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: Tensor, target: Tensor, base: Tensor, trunk: Tensor, width: int) -> Shift:
@@ -223,6 +235,13 @@ class Shift:
             self.found["joined"] = (self.base.unsqueeze(1) + ahead) % self.width
         return self.found["joined"]
 
+    def plan(self, lead: int) -> Plan:
+        """See `walks`: what joins the trunk goes into states."""
+        if lead not in self.plans:
+            parts = (_array(part) for part in (self.base, self.count, self.joined))
+            self.plans[lead] = _kernels().fold(*parts, lead)
+        return self.plans[lead]
+
     def first(self, plane: Tensor, lead: int = 0) -> Tensor:
         """[R, most, ...] of a plane [rows, lead + T + 1, ...]: what `joined` says."""
         rows, places = len(self.base), plane.shape[1]
@@ -230,13 +249,16 @@ class Shift:
         return plane.flatten(0, 1).index_select(0, flat.flatten()).view(rows, self.most, *plane.shape[2:])
 
     def move(self, plane: Tensor, lead: int) -> None:
-        """Move the tail of a plane [rows, lead + T + 1, ...], and take its last `lead` tokens of the trunk up front."""
-        flat = plane.flatten(0, 1)
+        """Move the tail of a plane [rows, lead + T + 1, ...]."""
         if len(self.source):
+            flat = plane.flatten(0, 1)
             source, target = (self._in(name, lead) for name in ("source", "target"))
             flat.index_copy_(0, target, flat.index_select(0, source))
+
+    def join(self, plane: Tensor, lead: int) -> None:
+        """Take the last `lead` tokens of the grown trunk up front."""
         if lead and self.most:
-            last = flat.index_select(0, self._last(lead))
+            last = plane.flatten(0, 1).index_select(0, self._last(lead))
             plane[: len(self.base), :lead] = last.view(len(self.base), lead, *plane.shape[2:])
 
     def _in(self, name: str, lead: int) -> Tensor:
@@ -366,6 +388,8 @@ class LayerMemory:
             shift.move(plane, self.lead)
         if shift.most:
             self.fold(shift)
+        for plane in self.planes.values():
+            shift.join(plane, self.lead)
 
     def fold(self, shift: Shift) -> None:
         """What joined the trunk goes into the state."""
@@ -421,6 +445,11 @@ class LinearState(LayerMemory):
 
     walks = True
 
+    def __init__(self, cache: StateCache, device: torch.device) -> None:
+        super().__init__(cache, device)
+        if self.walked:
+            self.lead = _kernels().LEAD
+
     def attend(self, q: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
         """y [R, n, H, P] of nodes with q, k [R, n, G, N], u [R, n, H, P] and log-decays g [R, n, H] or [R, n, H, N].
 
@@ -464,29 +493,53 @@ class LinearState(LayerMemory):
         return self._read(weight, q, c, held)
 
     def _walk(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
-        """Either, node after node: in float32 whose order is that of the path. beta: None where v is u."""
+        """Either, by a kernel, in float32 whose order is that of the path. beta: None where v is u."""
         kernels, places, (rows, count, heads, width) = _kernels(), self.places, v.shape
         groups, dim = k.shape[2:]
         decays = g.shape[3] if g.dim() == 4 else 1
-        held, pairs = self.state((heads, dim, width)), rows * heads
         y = torch.zeros(v.shape, dtype=torch.float32)
         betas = v.new_zeros(rows, count, 0) if beta is None else beta
-        given = [_array(part.float()) for part in (q, k, v, g.reshape(rows, count, heads, decays), betas)]
-        state, numbers, out = _array(held), _array(places.numbers), _array(y)
-        same = kernels.alike(*given[:2])
-        if places.chain:
-            kernels.shared(kernels.chain, pairs, state, numbers, _array(places.lengths), *given, same, out)
-            return y
-        shapes = {"k": (groups, dim), "u": (heads, width), "e": (heads, decays)}
-        planes = [_array(self.plane(name, shape, torch.float32)) for name, shape in shapes.items()]
-        queries, keys, values, logs, scales = given
-        kernels.put(numbers, _array(places.walked_at), self.lead, keys, values, logs, *planes)
-        kernels.shared(
-            kernels.forest, pairs, state, numbers, queries, values, scales, same, *planes, self.lead, *places.steps, out
+        queries, keys, values, logs, scales = (
+            _array(part.float()) for part in (q, k, v, g.reshape(rows, count, heads, decays), betas)
         )
-        if places.twins is not None:
+        shapes = {"k": (groups, dim), "u": (heads, width), "e": (heads, decays)}
+        planes = {name: self.plane(name, shape, torch.float32) for name, shape in shapes.items()}
+        numbers, plan = _array(places.numbers), places.plan(self.lead)
+        at, held, read = _array(places.walked_at), numbers, planes
+        if places.chain:  # behind the last tokens of the trunk
+            index = np.arange(rows)
+            read = {
+                name: torch.cat(
+                    (self.rows_of(plane)[:, : self.lead], plane.new_empty(rows, count + 1, *plane.shape[2:])), 1
+                )
+                for name, plane in planes.items()
+            }
+            at, held = np.tile(np.arange(count), (rows, 1)), index
+        arrays = [_array(plane) for plane in read.values()]
+        kernels.put(held, at, self.lead, keys, values, logs, *arrays)
+        asked = alike = np.zeros((rows, 0, 0, 0), np.float32)
+        if decays == 1:
+            asked = kernels.pairs(queries, arrays[0], held, plan.lines, plan.counts)
+        if decays == 1 and beta is not None:
+            alike = kernels.pairs(keys, arrays[0], held, plan.lines, plan.counts)
+        kernels.shared(
+            kernels.walk, rows * heads, _array(self.state((heads, dim, width))), numbers, held, queries, values, scales,
+            at, asked, alike, *arrays, *plan, _array(y),
+        )  # fmt: skip
+        if places.chain:
+            self._keep(read)
+        elif places.twins is not None:
             y = y.gather(1, places.twins.view(rows, count, 1, 1).expand(y.shape))
         return y
+
+    def _keep(self, read: dict[str, Tensor]) -> None:
+        """After a chain: its last tokens [R, lead + n, ...] are the last of the trunk."""
+        kept = self.places.lengths.unsqueeze(1) + torch.arange(self.lead, device=self.device)
+        for name, new in read.items():
+            held = self.rows_of(self.planes[name]).clone()
+            index = kept.view(*kept.shape, *[1] * (new.dim() - 2)).expand(-1, -1, *new.shape[2:])
+            held[:, : self.lead] = new.gather(1, index)
+            self.store(self.planes[name], held)
 
     def _state_of(self, k: Tensor, u: Tensor) -> Tensor:
         groups, heads = k.shape[2], u.shape[2]
@@ -511,14 +564,22 @@ class LinearState(LayerMemory):
         """What joined the trunk goes into the state; sums of decays begin anew after it."""
         rows = len(shift.base)
         if self.walked:
-            state = self.states["state"]
-            planes = (_array(self.planes[name]) for name in ("k", "u", "e"))
-            kernels, joined, count = _kernels(), _array(shift.joined), _array(shift.count)
-            kernels.shared(kernels.fold, rows * state.shape[1], _array(state), *planes, self.lead, joined, count)
+            self._grow(shift)
             return
         k, u, c = (shift.first(self.planes[name], self.lead) for name in ("k", "u", "c"))
         fold(self.states["state"][:rows], k, u, c, shift.count)
         self.planes["c"][:rows] -= last(c, shift.count).unsqueeze(1)
+
+    def _grow(self, shift: Shift) -> None:
+        """By a kernel."""
+        state, rows = self.states["state"], len(shift.base)
+        keys, inputs, decays = (_array(self.planes[name]) for name in ("k", "u", "e"))
+        index, at, none = np.arange(rows), np.zeros((rows, 0), np.int64), np.zeros((1, 0, 0, 0), np.float32)
+        kernels, plan = _kernels(), shift.plan(self.lead)
+        kernels.shared(
+            kernels.walk, rows * state.shape[1], _array(state), index, index, none, none, none[0], at, none, none,
+            keys, inputs, decays, *plan, none,
+        )  # fmt: skip
 
 
 class GroupedState(LinearState):
@@ -530,7 +591,7 @@ class GroupedState(LinearState):
 
     def __init__(self, cache: StateCache, device: torch.device, group: int) -> None:
         super().__init__(cache, device)
-        self.group, self.lead = group, group - 1
+        self.group, self.lead = group, max(group - 1, self.lead)
 
     def grouped(self, q: Tensor, k: Tensor, v: Tensor, near: float | Tensor, far: float | Tensor) -> Tensor:
         """y [R, n, H, P] of nodes with q, k [R, n, H, N], v [R, n, H, P]; near and far: factors of the two parts."""
@@ -548,7 +609,8 @@ class GroupedState(LinearState):
                 q, keys, values, seen, positions, torch.cat((before, places.depths), 1), near, far
             )
         keys, values = torch.cat((lead["k"], k), 1), torch.cat((lead["u"], v), 1)
-        self._keep(keys, values)
+        if not self.walked:
+            self._keep({"k": keys, "u": values})
         before = positions[:, :1] - self.lead + torch.arange(keys.shape[1], device=q.device)  # [R, lead + n]
         parts = []
         for first in range(0, q.shape[1], PART):
@@ -571,15 +633,6 @@ class GroupedState(LinearState):
         scores = q @ k.transpose(2, 3)  # [R, H, n, S]
         weight = (near * scores.relu().square() - far * scores).masked_fill_(~within.unsqueeze(1), 0)
         return (weight @ v).transpose(1, 2)
-
-    def _keep(self, keys: Tensor, values: Tensor) -> None:
-        """After a chain: its last tokens [R, lead + n, ...] are the last of the trunk."""
-        kept = self.places.lengths.unsqueeze(1) + torch.arange(self.lead, device=keys.device)
-        for name, new in (("k", keys), ("u", values)):
-            held = self.rows_of(self.planes[name]).clone()
-            index = kept.view(*kept.shape, 1, 1).expand(-1, -1, *new.shape[2:])
-            held[:, : self.lead] = new.gather(1, index)
-            self.store(self.planes[name], held)
 
 
 class SelectiveState(LayerMemory):

@@ -1,29 +1,34 @@
-"""Recurrent layers over a packed forest on a CPU: each node's state is made from its parent's, in float32.
+"""Recurrent layers over a packed forest on a CPU, in float32, with the same bits wherever the trunk ends.
 
-`scans` sums over a node's ancestors, which a GPU does well. Here the recurrence is walked as it is written, node after
-node, children after their parents:
+A token reads a state that lies some tokens back, and the tokens since then one by one, as in `scans`:
 
-    S_t = exp(g_t) S_parent + k_t u_t^T,   S the state of the trunk where t has no parent in the tail
-    y_t = q_t S_t = (exp(g_t) q_t) S_parent + (q_t . k_t) u_t
-    gated delta rule:  u_t = beta_t (v_t - (exp(g_t) k_t) S_parent)
+    y_t = f_t q_t S_a + sum_s f_ts (q_t . k_s) u_s,      s on the path from a to t, t included
+    gated delta rule:  u_t = beta_t (v_t - f_t k_t S_a - sum_{s != t} f_ts (k_t . k_s) u_s)
+    next state:        S_{a + BLOCK} = f S_a + sum_s f_s k_s u_s^T
 
-The second form of y needs no S_t of a token without children. Where decays are strong, y is u times one number, and a
-norm after the layer takes away what rounding did to that number.
+where f are products of the decays in between. The *anchor* a depends on the position p of a token alone: the last
+multiple of BLOCK that lies at least LAG tokens before it, or 0. So a number takes the same operations in the same order
+wherever the trunk ends and whatever else is in the forward.
 
-A number of S_t takes the same operations in the same order wherever the trunk ends and whatever else is in the forward.
-So the bits do not depend on it. A state that no later node needs is overwritten, so that few are held at once.
+A row keeps the state at the anchor of the token that would follow its trunk, and the inputs of the last LEAD tokens of
+the trunk before those of the tail. Where branches leave the trunk, their anchors are still in it: up to LAG tokens on,
+nodes at the same distance read the same state, all of them in one product. Longer branches get states of their own,
+which are overwritten when their nodes are done.
 
-Letters as in `scans`, but a state is [R, H, N, P]. All arrays are float32 and contiguous. Every kernel works on the
-pairs first .. last of (row, value head), so that threads can share them.
+One kernel, `walk`, serves the nodes of a forest, a prompt, and a trunk that grows. They differ in their Plan.
+
+Letters as in `scans`, but a state is [R, H, N, P]. All arrays lie side by side, and are float32 or int64. `walk` works
+on the pairs first .. last of (row, value head), so that threads can share them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from contextlib import contextmanager
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,38 +37,56 @@ from llvmlite.binding import get_host_cpu_features
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
-__all__ = ["alike", "chain", "convolve", "fold", "forest", "put", "schedule", "shared", "silu"]
+from dsbd_cli.engine.models.compiled import Compiler
+
+__all__ = [
+    "BLOCK",
+    "LAG",
+    "LEAD",
+    "Plan",
+    "chain",
+    "convolve",
+    "fold",
+    "forest",
+    "pairs",
+    "put",
+    "shared",
+    "silu",
+    "walk",
+]
+
+BLOCK = 8  # tokens that go into a state at once
+LAG = 16  # tokens that a token reads one by one, at least
+LEAD = LAG + BLOCK - 1  # tokens of the trunk whose inputs are kept
 
 LANES = 16 if get_host_cpu_features().get("avx512f") else 8  # numbers of a vector
 SIDE = 4  # vectors of a tile
-TILE = LANES * SIDE  # columns of a state that are walked together, held in registers
-_FLOAT = ir.FloatType()
+TILE = LANES * SIDE  # columns of a state that are worked on together
+MANY, SOME = (6, 3) if LANES == 16 else (3, 2)  # rows of a product whose sums fit into the registers
+compiled = Compiler("recurrent layers")
+
+_FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
+_ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
 
 
-def compiled(function: Any) -> Any:
-    """The function as a kernel that lets other threads run. Kept on disk, where there is a place for it."""
-    try:
-        return njit(nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError:  # numba found no folder that it may write
-        return njit(nogil=True, error_model="numpy")(function)
-
-
-def shared(kernel: Any, pairs: int, *arguments: Any) -> None:
+def shared(kernel: Any, count: int, *arguments: Any) -> None:
     """Run a kernel over so many pairs of row and head, with as many threads as torch has."""
-    threads = min(torch.get_num_threads(), pairs)
+    threads = min(torch.get_num_threads(), count)
     if threads < 2:
-        kernel(*arguments, 0, pairs)
+        kernel(*arguments, 0, count)
         return
-    ends = [pairs * part // threads for part in range(threads + 1)]
-    for done in [_threads().submit(kernel, *arguments, *part) for part in pairwise(ends)]:
+    ends = [count * part // threads for part in range(threads + 1)]
+    pool = _threads(torch.get_num_threads())
+    for done in [pool.submit(kernel, *arguments, *part) for part in pairwise(ends)]:
         done.result()
 
 
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(torch.get_num_threads(), "scan")
+@lru_cache(maxsize=1)  # of the number of threads that torch has now
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, "scan")
 
 
 @intrinsic
@@ -88,369 +111,6 @@ def _power(context: Any, x: Any) -> Any:
     return types.float32(types.float32), code
 
 
-def _tile(*, kept: bool, read: bool) -> Callable[..., None]:
-    """One tile of a node, over all N rows of its parent's state s: if read, out = sum of q s; if kept, the target is
-    k u + e s. Rows of the source are `step` numbers apart, those of the target `stride`; offsets count numbers
-    of the flat arrays.
-
-    Written in vectors by hand: left to itself, the compiler reads and writes `out` once per row of the state.
-    """
-
-    @intrinsic
-    def tile(context: Any, source: Any, source_at: Any, step: Any, target: Any, target_at: Any, stride: Any,
-             e: Any, k: Any, k_at: Any, u: Any, u_at: Any, q: Any, q_at: Any, out: Any, out_at: Any,
-             count: Any) -> Any:  # fmt: skip
-        given = (source, source_at, step, target, target_at, stride, e, k, k_at, u, u_at, q, q_at, out, out_at, count)
-        signature = types.void(*[types.intp if isinstance(one, types.Integer) else one for one in given])
-
-        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            source, source_at, step, target, target_at, stride, e, k, k_at, u, u_at, q, q_at, out, out_at, count = (
-                value if kind == types.intp else context.make_array(kind)(context, builder, value).data
-                for kind, value in zip(signature.args, arguments, strict=True)
-            )
-            integer = count.type
-            multiply_add = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fma.v{LANES}f32"
-            )
-
-            def place(base: Any, at: Any, lane: int) -> Any:
-                where = builder.gep(base, [builder.add(at, integer(lane * LANES))])
-                return builder.bitcast(where, _VECTOR.as_pointer())
-
-            def wide(base: Any, at: Any) -> Any:
-                number = builder.load(builder.gep(base, [at]))
-                one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.IntType(32)(0))
-                zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-                return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), zeros)
-
-            inputs = [builder.load(place(u, u_at, lane), align=4) for lane in range(SIDE)] if kept else []
-            before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            row = builder.phi(integer)
-            row.add_incoming(integer(0), before)
-            sums = [builder.phi(_VECTOR) for _ in range(SIDE if read else 0)]
-            for total in sums:
-                total.add_incoming(ir.Constant(_VECTOR, [0.0] * LANES), before)
-            offset, own = builder.mul(row, step), builder.mul(row, stride)
-            decay = wide(e, row) if kept else None
-            key = wide(k, builder.add(k_at, row)) if kept else None
-            query = wide(q, builder.add(q_at, row)) if read else None
-            totals = []
-            for lane in range(SIDE):
-                held = builder.load(place(source, builder.add(source_at, offset), lane), align=4)
-                if read:
-                    totals.append(builder.call(multiply_add, [query, held, sums[lane]]))
-                if kept:
-                    held = builder.call(multiply_add, [key, inputs[lane], builder.fmul(decay, held)])
-                    builder.store(held, place(target, builder.add(target_at, own), lane), align=4)
-            following = builder.add(row, integer(1))
-            row.add_incoming(following, loop)
-            for total, later in zip(sums, totals, strict=True):
-                total.add_incoming(later, loop)
-            builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
-            builder.position_at_end(after)
-            for lane, total in enumerate(totals):
-                builder.store(total, place(out, out_at, lane), align=4)
-            return context.get_dummy_value()
-
-        return signature, code
-
-    return tile
-
-
-_read_tile = _tile(kept=False, read=True)
-_keep_tile = _tile(kept=True, read=False)
-_both_tile = _tile(kept=True, read=True)
-
-
-@compiled
-def _read(source, source_at, step, columns, q, out):
-    """out [columns] = q S."""
-    count = len(q)
-    if columns == TILE:
-        _read_tile(source, source_at, step, source, 0, 0, q, q, 0, source, 0, q, 0, out, 0, count)
-        return
-    for at in range(columns):
-        total = np.float32(0)
-        for n in range(count):
-            total = _fma(q[n], source[source_at + n * step + at], total)
-        out[at] = total
-
-
-@compiled
-def _keep(source, source_at, step, target, target_at, stride, columns, e, k, k_at, u, u_at):
-    """target = e S + k u^T; the two may be the same. Rows of S are `step` numbers apart, those of the target
-    `stride`."""
-    count = len(e)
-    if columns == TILE:
-        _keep_tile(source, source_at, step, target, target_at, stride, e, k, k_at, u, u_at, k, 0, u, 0, count)
-        return
-    for at in range(columns):
-        for n in range(count):
-            held = e[n] * source[source_at + n * step + at]
-            target[target_at + n * stride + at] = _fma(k[k_at + n], u[u_at + at], held)
-
-
-@compiled
-def _both(source, source_at, step, target, target_at, columns, e, k, k_at, u, u_at, q, out):
-    """Both: out = q S, and then the target."""
-    if columns == TILE:
-        _both_tile(source, source_at, step, target, target_at, TILE, e, k, k_at, u, u_at, q, 0, out, 0, len(e))
-        return
-    _read(source, source_at, step, columns, q, out)
-    _keep(source, source_at, step, target, target_at, TILE, columns, e, k, k_at, u, u_at)
-
-
-@compiled
-def alike(q, k):
-    """q . k of each node and key head, [R, n, G]."""
-    found = np.zeros(q.shape[:3], np.float32)
-    for r in range(q.shape[0]):
-        for i in range(q.shape[1]):
-            for n in range(q.shape[3]):
-                for g in range(q.shape[2]):
-                    found[r, i, g] = _fma(q[r, i, g, n], k[r, i, g, n], found[r, i, g])
-    return found
-
-
-@compiled
-def schedule(seen, at, depths):
-    """The order in which nodes are walked, parents first: steps [R, T + n, 4], how many of each row [R], and the number
-    of states that are held at once.
-
-    seen: [R, n, T] bool. at: [R, n] places, -1 where the trunk's state holds the token already, T where a node is
-    absent. depths: [R, T]. A step is (place, node or -1, state of the parent, state to make): -1 as the parent's is the
-    trunk's, and -1 as the last means that no one needs it.
-    """
-    rows, nodes, places = seen.shape
-    steps, counts, most = np.full((rows, places + nodes, 4), -1, np.int64), np.zeros(rows, np.int64), 1
-    for r in range(rows):
-        parent, children = np.full(places, -1, np.int64), np.zeros(places, np.int64)
-        node_of, used = np.full(places, -1, np.int64), np.zeros(places, np.bool_)
-        line = np.empty(places + 1, np.int64)
-        for i in range(nodes):
-            own = at[r, i]
-            if own < 0:
-                steps[r, counts[r], 1] = i
-                counts[r] += 1
-            if own < 0 or own >= places:
-                continue
-            if node_of[own] < 0:
-                node_of[own] = i
-            line[:] = -1
-            for place in range(places):
-                if seen[r, i, place]:
-                    used[place] = True
-                    line[depths[r, own] - depths[r, place]] = place
-            for back in range(places):
-                if line[back] >= 0:
-                    parent[line[back]] = line[back + 1]
-        for place in range(places):
-            if used[place] and parent[place] >= 0:
-                children[parent[place]] += 1
-        left = children.copy()
-        state, free, top = np.full(places, -1, np.int64), np.empty(places, np.int64), 0
-        stack, high = np.empty(places, np.int64), 0
-        for place in range(places - 1, -1, -1):
-            if used[place] and parent[place] < 0:
-                stack[high], high = place, high + 1
-        made = 0
-        while high:
-            high -= 1
-            place = stack[high]
-            above = parent[place]
-            source, target = np.int64(-1), np.int64(-1)
-            last = False
-            if above >= 0:
-                source, left[above] = state[above], left[above] - 1
-                last = left[above] == 0
-            if children[place] and last:
-                target = source
-            elif children[place] and top:
-                top -= 1
-                target = free[top]
-            elif children[place]:
-                target, made = made, made + 1
-            elif last:
-                free[top], top = source, top + 1
-            state[place] = target
-            step = counts[r]
-            steps[r, step, 0], steps[r, step, 1] = place, node_of[place]
-            steps[r, step, 2], steps[r, step, 3] = source, target
-            counts[r] = step + 1
-            for child in range(places - 1, -1, -1):
-                if used[child] and parent[child] == place:
-                    stack[high], high = child, high + 1
-        most = max(most, made)
-    return steps, counts, most
-
-
-@compiled
-def put(rows, at, lead, k, u, g, keys, inputs, decays):
-    """Store k [R, n, G, N], u [R, n, H, P] and exp of g [R, n, H, 1 or N] in planes [rows, lead + T + 1, ...]."""
-    places = keys.shape[1] - lead - 1
-    for r in range(len(rows)):
-        for i in range(at.shape[1]):
-            if 0 <= at[r, i] < places:
-                place = lead + at[r, i]
-                keys[rows[r], place] = k[r, i]
-                inputs[rows[r], place] = u[r, i]
-                for h in range(g.shape[2]):
-                    for n in range(g.shape[3]):
-                        decays[rows[r], place, h, n] = np.exp(g[r, i, h, n])
-
-
-@compiled
-def _spread(decay, e):
-    """A decay per key channel, from one per head or per channel."""
-    if len(decay) == 1:
-        e[:] = decay[0]
-    else:
-        e[:] = decay
-
-
-@compiled
-def forest(state, rows, q, v, beta, same, keys, inputs, decays, lead, steps, counts, most, y, first, last):
-    """y [R, n, H, P] of the nodes of `steps` (see `schedule`) from the trunk's state [rows, H, N, P] and planes as
-    `put` has left them; 0 of absent nodes, and of later nodes in a place. beta: [R, n, H], or [R, n, 0] where u is
-    given as it is; else u is made of v and stored. same: [R, n, G], see `alike`.
-    """
-    heads, dim, width = state.shape[1:]
-    groups, places = keys.shape[2], keys.shape[1]
-    corrects = beta.shape[2] > 0
-    flat, k, u = state.ravel(), keys.ravel(), inputs.ravel()
-    size = dim * TILE
-    held, found = np.empty(most * size, np.float32), np.empty(TILE, np.float32)
-    e, wanted = np.empty(dim, np.float32), np.empty(dim, np.float32)
-    for pair in range(first, last):
-        r, h = pair // heads, pair % heads
-        group = h // (heads // groups)
-        trunk = (rows[r] * heads + h) * dim * width
-        for begin in range(0, width, TILE):
-            columns = min(TILE, width - begin)
-            for index in range(counts[r]):
-                place, node, above, own = steps[r, index]
-                if place < 0:  # what the state says of its last token, without a decay
-                    _read(flat, trunk + begin, width, columns, q[r, node, group], found)
-                    y[r, node, h, begin : begin + columns] = found[:columns]
-                    continue
-                here = rows[r] * places + lead + place
-                k_at, u_at = (here * groups + group) * dim, (here * heads + h) * width + begin
-                _spread(decays[rows[r], lead + place, h], e)
-                source, source_at, step = (flat, trunk + begin, width) if above < 0 else (held, above * size, TILE)
-                if node < 0:
-                    _keep(source, source_at, step, held, own * size, TILE, columns, e, k, k_at, u, u_at)
-                    continue
-                if corrects:
-                    for n in range(dim):
-                        wanted[n] = k[k_at + n] * e[n]
-                    _read(source, source_at, step, columns, wanted, found)
-                    for p in range(columns):
-                        u[u_at + p] = beta[r, node, h] * (v[r, node, h, begin + p] - found[p])
-                for n in range(dim):
-                    wanted[n] = q[r, node, group, n] * e[n]
-                if own < 0:
-                    _read(source, source_at, step, columns, wanted, found)
-                else:
-                    _both(source, source_at, step, held, own * size, columns, e, k, k_at, u, u_at, wanted, found)
-                for p in range(columns):
-                    y[r, node, h, begin + p] = _fma(same[r, node, group], u[u_at + p], found[p])
-
-
-@compiled
-def _load(state, at, width, columns, tile):
-    """Columns of a state, side by side."""
-    for n in range(len(tile) // TILE):
-        for p in range(columns):
-            tile[n * TILE + p] = state[at + n * width + p]
-
-
-@compiled
-def _store(state, at, width, columns, tile):
-    """And back."""
-    for n in range(len(tile) // TILE):
-        for p in range(columns):
-            state[at + n * width + p] = tile[n * TILE + p]
-
-
-@compiled
-def chain(state, rows, lengths, q, k, v, g, beta, same, y, first, last):
-    """y [R, n, H, P] of tokens that follow one another, the first `lengths` [R] of each row; they go into the state."""
-    heads, dim, width = state.shape[1:]
-    groups, nodes = k.shape[2], k.shape[1]
-    corrects = beta.shape[2] > 0
-    flat, keys = state.ravel(), k.ravel()
-    held, u, decay = np.empty(dim * TILE, np.float32), np.empty(TILE, np.float32), np.empty(g.shape[3], np.float32)
-    e, wanted, found = np.empty(dim, np.float32), np.empty(dim, np.float32), np.empty(TILE, np.float32)
-    for pair in range(first, last):
-        r, h = pair // heads, pair % heads
-        at, group = (rows[r] * heads + h) * dim * width, h // (heads // groups)
-        for begin in range(0, width, TILE):
-            columns = min(TILE, width - begin)
-            _load(flat, at + begin, width, columns, held)
-            for i in range(lengths[r]):
-                for n in range(len(decay)):
-                    decay[n] = np.exp(g[r, i, h, n])
-                _spread(decay, e)
-                k_at = ((r * nodes + i) * groups + group) * dim
-                for p in range(columns):
-                    u[p] = v[r, i, h, begin + p]
-                if corrects:
-                    for n in range(dim):
-                        wanted[n] = keys[k_at + n] * e[n]
-                    _read(held, 0, TILE, columns, wanted, found)
-                    for p in range(columns):
-                        u[p] = beta[r, i, h] * (u[p] - found[p])
-                for n in range(dim):
-                    wanted[n] = q[r, i, group, n] * e[n]
-                _both(held, 0, TILE, held, 0, columns, e, keys, k_at, u, 0, wanted, found)
-                for p in range(columns):
-                    y[r, i, h, begin + p] = _fma(same[r, i, group], u[p], found[p])
-            _store(flat, at + begin, width, columns, held)
-
-
-@compiled
-def fold(state, keys, inputs, decays, lead, order, count, first, last):
-    """Take the places order[r, :count[r]] of planes, parents first, into the states of the first rows."""
-    heads, dim, width = state.shape[1:]
-    groups, places = keys.shape[2], keys.shape[1]
-    flat, k, u = state.ravel(), keys.ravel(), inputs.ravel()
-    e = np.empty(dim, np.float32)
-    for pair in range(first, last):
-        r, h = pair // heads, pair % heads
-        at = (r * heads + h) * dim * width
-        for begin in range(0, width if count[r] else 0, TILE):
-            columns = min(TILE, width - begin)
-            for index in range(count[r]):
-                here = lead + order[r, index]
-                place = r * places + here
-                _spread(decays[r, here, h], e)
-                k_at = (place * groups + h // (heads // groups)) * dim
-                u_at = (place * heads + h) * width + begin
-                _keep(flat, at + begin, width, flat, at + begin, width, columns, e, k, k_at, u, u_at)
-
-
-@compiled
-def convolve(plane, back, x, weight, bias, out):
-    """As `scans.convolve`, for inputs that lie in a plane [places, C]: back [J - 1, n] says where, x [n, C] are the
-    nodes' own. weight: [J, C]. bias: [C], or [0]. out: [n, C]."""
-    taps, channels = weight.shape
-    for i in range(len(x)):
-        total = out[i]
-        for tap in range(taps):
-            values = x[i] if tap == taps - 1 else plane[back[tap, i]]
-            factors = weight[tap]
-            if tap == 0:
-                for c in range(channels):
-                    total[c] = values[c] * factors[c]
-            else:
-                for c in range(channels):
-                    total[c] += values[c] * factors[c]
-        for c in range(len(bias)):
-            total[c] += bias[c]
-
-
 @njit(inline="always")
 def _exp(x):
     """exp in float32, within 2 units in the last place, in operations that a vector has as well: the library's own
@@ -470,8 +130,607 @@ def _exp(x):
     return total * _power(whole)
 
 
-@compiled
+@compiled(types.void(types.float32[::1]))
 def silu(x):
     """x / (1 + exp(-x)) of a flat array, in place."""
     for i in range(len(x)):
         x[i] = x[i] / (np.float32(1) + _exp(-x[i]))
+
+
+class _Vectors:
+    """LLVM code over vectors of LANES numbers, which numba lacks."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+        kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+        self._fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+
+    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
+        return self.builder.call(self._fma, [a, b, c])
+
+    def place(self, base: Any, at: Any, lane: int = 0) -> Any:
+        where = self.builder.gep(base, [self.builder.add(at, at.type(lane * LANES))])
+        return self.builder.bitcast(where, _VECTOR.as_pointer())
+
+    def load(self, base: Any, at: Any, lane: int = 0) -> Any:
+        return self.builder.load(self.place(base, at, lane), align=4)
+
+    def wide(self, base: Any, at: Any) -> Any:
+        """One number in all lanes."""
+        number = self.builder.load(self.builder.gep(base, [at]))
+        one = self.builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, _INT(0))
+        zeros = ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES)
+        return self.builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), zeros)
+
+    def total(self, value: Any) -> Any:
+        """Sum of the lanes: first and last half, and so on."""
+        count = LANES
+        while count > 1:
+            count //= 2
+            kind = ir.VectorType(_INT, count)
+            halves = [
+                self.builder.shuffle_vector(value, value, ir.Constant(kind, list(range(first, first + count))))
+                for first in (0, count)
+            ]
+            value = self.builder.fadd(*halves)
+        return self.builder.extract_element(value, _INT(0))
+
+    @contextmanager
+    def loop(self, count: Any, sums: list[Any]) -> Iterator[Any]:
+        """The code inside runs for each number below `count`, which is 1 at least. It replaces the items of `sums`;
+        afterwards they are the last ones."""
+        builder, before = self.builder, self.builder.block
+        body, after = builder.append_basic_block(), builder.append_basic_block()
+        builder.branch(body)
+        builder.position_at_end(body)
+        number = builder.phi(count.type)
+        number.add_incoming(count.type(0), before)
+        held = [builder.phi(_VECTOR) for _ in sums]
+        for one, start in zip(held, sums, strict=True):
+            one.add_incoming(start, before)
+        sums[:] = held
+        yield number
+        following = builder.add(number, count.type(1))
+        number.add_incoming(following, builder.block)
+        for one, last in zip(held, sums, strict=True):
+            one.add_incoming(last, builder.block)
+        builder.cbranch(builder.icmp_signed("<", following, count), body, after)
+        builder.position_at_end(after)
+
+
+def _values(context: Any, builder: Any, signature: Any, arguments: Any) -> list[Any]:
+    """Numbers as they are, arrays as pointers."""
+    return [
+        value if kind == types.intp else context.make_array(kind)(context, builder, value).data
+        for kind, value in zip(signature.args, arguments, strict=True)
+    ]
+
+
+def _given(kinds: tuple[Any, ...]) -> list[Any]:
+    return [types.intp if isinstance(kind, types.Integer) else kind for kind in kinds]
+
+
+@intrinsic
+def _dot_vectors(context: Any, a: Any, a_at: Any, b: Any, b_at: Any, count: Any) -> Any:
+    """The product of so many vectors, in LANES sums that are added at the end."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        a, a_at, b, b_at, count = _values(context, builder, signature, arguments)
+        vectors, sums = _Vectors(builder), [_ZERO]
+        with vectors.loop(count, sums) as number:
+            past = builder.mul(number, count.type(LANES))
+            left, right = (vectors.load(base, builder.add(at, past)) for base, at in ((a, a_at), (b, b_at)))
+            sums[0] = vectors.multiply_add(left, right, sums[0])
+        return vectors.total(sums[0])
+
+    return types.float32(*_given((a, a_at, b, b_at, count))), code
+
+
+def _product(rows: int) -> Any:
+    """out[m] = sum_j a[m, j] b[j] for so many rows m of TILE columns, j from 0 up. Rows of a are `a_step` numbers
+    apart, rows of b `b_step`, and rows of out TILE. Offsets count numbers of the flat arrays.
+
+    Written in vectors by hand: left to itself, the compiler reads and writes `out` at every j.
+    """
+
+    @intrinsic
+    def product(context: Any, a: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, count: Any, out: Any,
+                first: Any) -> Any:  # fmt: skip
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            a, a_step, b, b_at, b_step, count, out, first = _values(context, builder, signature, arguments)
+            vectors, number = _Vectors(builder), count.type
+            sums = [_ZERO] * (rows * SIDE)
+            lines = [builder.mul(a_step, builder.add(first, number(m))) for m in range(rows)]
+            with vectors.loop(count, sums) as j:
+                line = builder.add(b_at, builder.mul(b_step, j))
+                held = [vectors.load(b, line, lane) for lane in range(SIDE)]
+                for m in range(rows):
+                    factor = vectors.wide(a, builder.add(lines[m], j))
+                    for lane in range(SIDE):
+                        sums[m * SIDE + lane] = vectors.multiply_add(factor, held[lane], sums[m * SIDE + lane])
+            for m in range(rows):
+                line = builder.mul(builder.add(first, number(m)), number(TILE))
+                for lane in range(SIDE):
+                    builder.store(sums[m * SIDE + lane], vectors.place(out, line, lane), align=4)
+            return context.get_dummy_value()
+
+        return types.void(*_given((a, a_step, b, b_at, b_step, count, out, first))), code
+
+    return product
+
+
+_product_of_many, _product_of_some, _product_of_one = _product(MANY), _product(SOME), _product(1)
+
+
+def _addition(rows: int) -> Any:
+    """out[m] = e[m] source[m] + sum_j a[j, m] b[listed[j]] for so many rows m of TILE columns, j from 0 up. Rows of a
+    are `a_step` numbers apart, and so on."""
+
+    @intrinsic
+    def addition(context: Any, e: Any, source: Any, source_at: Any, source_step: Any, a: Any, a_at: Any, a_step: Any,
+                 b: Any, b_at: Any, b_step: Any, listed: Any, listed_at: Any, count: Any, out: Any, out_at: Any,
+                 out_step: Any, first: Any) -> Any:  # fmt: skip
+        given = (e, source, source_at, source_step, a, a_at, a_step, b, b_at, b_step, listed, listed_at, count, out,
+                 out_at, out_step, first)  # fmt: skip
+
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            (e, source, source_at, source_step, a, a_at, a_step, b, b_at, b_step, listed, listed_at, count, out,
+             out_at, out_step, first) = _values(context, builder, signature, arguments)  # fmt: skip
+            vectors, number = _Vectors(builder), count.type
+            own = [builder.add(first, number(m)) for m in range(rows)]
+            sums = []
+            for m in range(rows):
+                factor, line = vectors.wide(e, own[m]), builder.add(source_at, builder.mul(source_step, own[m]))
+                sums += [builder.fmul(factor, vectors.load(source, line, lane)) for lane in range(SIDE)]
+            with vectors.loop(count, sums) as j:
+                place = builder.load(builder.gep(listed, [builder.add(listed_at, j)]))
+                line = builder.add(b_at, builder.mul(b_step, place))
+                held = [vectors.load(b, line, lane) for lane in range(SIDE)]
+                left = builder.add(a_at, builder.mul(a_step, j))
+                for m in range(rows):
+                    factor = vectors.wide(a, builder.add(left, own[m]))
+                    for lane in range(SIDE):
+                        sums[m * SIDE + lane] = vectors.multiply_add(factor, held[lane], sums[m * SIDE + lane])
+            for m in range(rows):
+                line = builder.add(out_at, builder.mul(out_step, own[m]))
+                for lane in range(SIDE):
+                    builder.store(sums[m * SIDE + lane], vectors.place(out, line, lane), align=4)
+            return context.get_dummy_value()
+
+        return types.void(*_given(given)), code
+
+    return addition
+
+
+_addition_of_many, _addition_of_one = _addition(MANY), _addition(1)
+
+
+@njit(error_model="numpy", nogil=True)
+def _dot(a, a_at, b, b_at, count):
+    """a . b over so many numbers, always in the same order."""
+    whole = count // LANES
+    total = np.float32(0)
+    if whole:
+        total = _dot_vectors(a, a_at, b, b_at, whole)
+    for n in range(whole * LANES, count):
+        total = _fma(a[a_at + n], b[b_at + n], total)
+    return total
+
+
+@njit(error_model="numpy", nogil=True)
+def _read(a, rows, b, b_at, b_step, count, out):
+    """out [rows, TILE] = a [rows, count] b."""
+    first = 0
+    while rows - first >= MANY:
+        _product_of_many(a, count, b, b_at, b_step, count, out, first)
+        first += MANY
+    while rows - first >= SOME:
+        _product_of_some(a, count, b, b_at, b_step, count, out, first)
+        first += SOME
+    while first < rows:
+        _product_of_one(a, count, b, b_at, b_step, count, out, first)
+        first += 1
+
+
+@njit(error_model="numpy", nogil=True)
+def _advance(e, source, source_at, source_step, keys, u, u_at, u_step, listed, listed_at, out, out_at, out_step):
+    """out = e source + sum of keys [BLOCK, N] and the listed u, in TILE columns. out may be the source."""
+    dim, n = len(e), 0
+    while dim - n >= MANY:
+        _addition_of_many(e, source, source_at, source_step, keys, 0, dim, u, u_at, u_step, listed, listed_at, BLOCK,
+                          out, out_at, out_step, n)  # fmt: skip
+        n += MANY
+    while n < dim:
+        _addition_of_one(e, source, source_at, source_step, keys, 0, dim, u, u_at, u_step, listed, listed_at, BLOCK,
+                         out, out_at, out_step, n)  # fmt: skip
+        n += 1
+
+
+_I1, _I2, _I3 = types.int64[::1], types.int64[:, ::1], types.int64[:, :, ::1]
+_F1, _F2, _F3, _F4 = types.float32[::1], types.float32[:, ::1], types.float32[:, :, ::1], types.float32[:, :, :, ::1]
+_B1, _B3 = types.boolean[::1], types.boolean[:, :, ::1]
+
+
+class Plan(NamedTuple):
+    """Which nodes of each row read which state, and which tokens one by one. Places count from the start of a row of
+    the planes.
+
+    lines: [R, n, LEAD + 1] places of the tokens that a node reads, the oldest first and its own last. counts: [R, n]
+    how many, 0 where a node is not answered. groups: [R, g, 3]: the buffer of the state, -1 for the row's own, and
+    which nodes of `order` [R, n] read it. sources: [R, g] the buffer that it is made from, where it is made. blocks:
+    [R, g, BLOCK] tokens that go into it then. sizes: [R] groups of each row. used: [R, places] places that are needed,
+    and uses: [R] how many. buffers: states at a time. keep: whether the last state of a row replaces its own.
+    """
+
+    lines: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    order: NDArray[np.int64]
+    groups: NDArray[np.int64]
+    sources: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    used: NDArray[np.int64]
+    uses: NDArray[np.int64]
+    buffers: int
+    keep: bool
+
+
+@njit(error_model="numpy", nogil=True)
+def _anchor(position):
+    """Where the state lies that the token of a position reads."""
+    return max(0, (position - LAG) // BLOCK * BLOCK)
+
+
+@compiled(types.Tuple((_I3, _I2, _I2, _I3, _I2, _I3, _I1, _I2, _I1, types.int64))(_B3, _I2, _I2, _I1, types.int64))
+def _forest(seen, at, depths, base, lead):
+    rows, nodes, places = seen.shape
+    size = lead + places + 1
+    most = size + 1
+    lines, counts = np.zeros((rows, nodes, LEAD + 1), np.int64), np.zeros((rows, nodes), np.int64)
+    order = np.zeros((rows, nodes), np.int64)
+    groups, sources = np.zeros((rows, most, 3), np.int64), np.zeros((rows, most), np.int64)
+    blocks = np.zeros((rows, most, BLOCK), np.int64)
+    sizes = np.zeros(rows, np.int64)
+    used, uses = np.zeros((rows, size), np.int64), np.zeros(rows, np.int64)
+    buffers = 1
+    path = np.empty(lead + places + 1, np.int64)
+    for r in range(rows):
+        start = _anchor(base[r])
+        # states that are needed, each known by the place of its last token; 0 is the row's own
+        known = np.full(size, -1, np.int64)
+        parent, level, last = np.full(most, -1, np.int64), np.zeros(most, np.int64), np.zeros((most, BLOCK), np.int64)
+        made = 1
+        state, depth = np.full(nodes, -1, np.int64), np.zeros(nodes, np.int64)
+        taken, needed = np.zeros(size, np.bool_), np.zeros(size, np.bool_)
+        for i in range(nodes):
+            own = at[r, i]
+            if own >= places or (own >= 0 and taken[lead + own]):
+                continue
+            before = base[r] - start
+            for past in range(before):
+                path[past] = lead - before + past
+            length = before
+            if own >= 0:
+                taken[lead + own] = True
+                # depths of what it sees are those of its path
+                path[before : before + places] = -1
+                for place in range(places):
+                    if seen[r, i, place]:
+                        path[before + places - 1 - (depths[r, own] - depths[r, place])] = lead + place
+                for back in range(places):
+                    if path[before + back] >= 0:
+                        path[length] = path[before + back]
+                        length += 1
+            position = start + length - 1
+            anchor = max(start, _anchor(position))
+            above = 0
+            for end in range(start + BLOCK, anchor + 1, BLOCK):
+                name = path[end - 1 - start]
+                if known[name] < 0:
+                    known[name] = made
+                    parent[made], level[made] = above, level[above] + 1
+                    for past in range(BLOCK):
+                        last[made, past] = path[end - BLOCK - start + past]
+                        needed[last[made, past]] = True
+                    made += 1
+                above = known[name]
+            state[i], depth[i] = above, position
+            counts[r, i] = position + 1 - anchor
+            for past in range(counts[r, i]):
+                lines[r, i, past] = path[anchor - start + past]
+                needed[lines[r, i, past]] = True
+        # a state's nodes, then the states that are made from it, one after the other
+        stack, high = np.zeros(most, np.int64), 1
+        done = 0
+        while high:
+            high -= 1
+            one = stack[high]
+            group = sizes[r]
+            sizes[r] = group + 1
+            groups[r, group, 0], sources[r, group] = level[one] - 1, level[one] - 2
+            blocks[r, group] = last[one]
+            groups[r, group, 1] = done
+            for i in range(nodes):
+                if state[i] != one:
+                    continue
+                here = done
+                while here > groups[r, group, 1] and depth[order[r, here - 1]] > depth[i]:
+                    order[r, here] = order[r, here - 1]
+                    here -= 1
+                order[r, here] = i
+                done += 1
+            groups[r, group, 2] = done
+            buffers = max(buffers, level[one])
+            for child in range(made - 1, 0, -1):
+                if parent[child] == one:
+                    stack[high] = child
+                    high += 1
+        for place in range(size):
+            if needed[place]:
+                used[r, uses[r]] = place
+                uses[r] += 1
+    return lines, counts, order, groups, sources, blocks, sizes, used, uses, buffers
+
+
+def forest(
+    seen: NDArray[np.bool_], at: NDArray[np.int64], depths: NDArray[np.int64], base: NDArray[np.int64], lead: int
+) -> Plan:
+    """Of nodes in planes [rows, lead + T + 1, ...]. seen: [R, n, T]. at: [R, n] places of the tail, -1 of the trunk's
+    last token, T where a node is absent. depths: [R, T]. base: [R] tokens of the trunk."""
+    return Plan._make((*_forest(seen, at, depths, base, lead), False))
+
+
+def chain(base: NDArray[np.int64], lengths: NDArray[np.int64], count: int, lead: int) -> Plan:
+    """Of tokens that follow the trunk, `lengths` [R] of `count` in each row, in planes [R, lead + count, ...]; they
+    become part of it."""
+    return _joined(base, lengths, count, np.tile(lead + np.arange(count), (len(base), 1)), lead)
+
+
+def fold(base: NDArray[np.int64], counts: NDArray[np.int64], joined: NDArray[np.int64], lead: int) -> Plan:
+    """Of a trunk that takes the first `counts` [R] of the places joined [R, m] of the tail, and no node."""
+    return _joined(base, counts, 0, lead + joined, lead)
+
+
+def _joined(
+    base: NDArray[np.int64], counts: NDArray[np.int64], nodes: int, joined: NDArray[np.int64], lead: int
+) -> Plan:
+    return Plan._make((*_line(base, counts, nodes, joined, lead, lead + joined.shape[1]), True))
+
+
+@compiled(
+    types.Tuple((_I3, _I2, _I2, _I3, _I2, _I3, _I1, _I2, _I1, types.int64))(
+        _I1, _I1, types.int64, _I2, types.int64, types.int64
+    )
+)
+def _line(base, lengths, nodes, joined, lead, size):
+    rows = len(base)
+    most = size // BLOCK + 2
+    lines, counts = np.zeros((rows, nodes, LEAD + 1), np.int64), np.zeros((rows, nodes), np.int64)
+    order = np.zeros((rows, nodes), np.int64)
+    groups, sources = np.zeros((rows, most, 3), np.int64), np.zeros((rows, most), np.int64)
+    blocks = np.zeros((rows, most, BLOCK), np.int64)
+    sizes = np.zeros(rows, np.int64)
+    used, uses = np.zeros((rows, size), np.int64), np.zeros(rows, np.int64)
+    path = np.empty(size, np.int64)
+    for r in range(rows):
+        start, end = _anchor(base[r]), base[r] + lengths[r]
+        before = base[r] - start
+        for past in range(before):
+            path[past] = lead - before + past
+        for past in range(lengths[r]):
+            path[before + past] = joined[r, past]
+        node = 0
+        for anchor in range(start, _anchor(end) + 1, BLOCK):
+            group = sizes[r]
+            sizes[r] = group + 1
+            groups[r, group, 0] = -1 if anchor == start else 0
+            sources[r, group] = -1 if anchor == start + BLOCK else 0
+            if anchor > start:
+                for past in range(BLOCK):
+                    blocks[r, group, past] = path[anchor - BLOCK - start + past]
+            groups[r, group, 1] = node
+            while node < min(nodes, lengths[r]) and _anchor(base[r] + node) == anchor:
+                order[r, node] = node
+                counts[r, node] = base[r] + node + 1 - anchor
+                for past in range(counts[r, node]):
+                    lines[r, node, past] = path[anchor - start + past]
+                node += 1
+            groups[r, group, 2] = node
+        if nodes or sizes[r] > 1:
+            uses[r] = before + lengths[r] if nodes else (sizes[r] - 1) * BLOCK
+            used[r, : uses[r]] = path[: uses[r]]
+    return lines, counts, order, groups, sources, blocks, sizes, used, uses, 1
+
+
+@compiled(_F4(_F4, _F4, _I1, _I3, _I2))
+def pairs(q, keys, rows, lines, counts):
+    """q . k of each node and the tokens of its line, [R, n, G, LEAD + 1], from planes [rows, places, G, N]."""
+    nodes, groups, dim = q.shape[1:]
+    found = np.zeros((len(rows), nodes, groups, LEAD + 1), np.float32)
+    flat, held = q.ravel(), keys.ravel()
+    for r in range(len(rows)):
+        for i in range(nodes):
+            for group in range(groups):
+                q_at = ((r * nodes + i) * groups + group) * dim
+                for past in range(counts[r, i]):
+                    k_at = ((rows[r] * keys.shape[1] + lines[r, i, past]) * groups + group) * dim
+                    found[r, i, group, past] = _dot(flat, q_at, held, k_at, dim)
+    return found
+
+
+@compiled(types.void(_I1, _I2, types.int64, _F4, _F4, _F4, _F4, _F4, _F4))
+def put(rows, at, lead, k, u, g, keys, inputs, decays):
+    """Store k [R, n, G, N], u [R, n, H, P] and exp of g [R, n, H, 1 or N] in planes [rows, lead + T + 1, ...], the
+    last place of which is nobody's."""
+    places = keys.shape[1] - lead - 1
+    for r in range(len(rows)):
+        for i in range(at.shape[1]):
+            if 0 <= at[r, i] < places:
+                place = lead + at[r, i]
+                keys[rows[r], place] = k[r, i]
+                inputs[rows[r], place] = u[r, i]
+                for h in range(g.shape[2]):
+                    for n in range(g.shape[3]):
+                        decays[rows[r], place, h, n] = np.exp(g[r, i, h, n])
+
+
+@njit(error_model="numpy", nogil=True)
+def _fade(decays, plane, h, line, factors):
+    """The product of the decays after each token of a line, where a decay is one number; returns that of all."""
+    factor = np.float32(1)
+    for past in range(len(line) - 1, -1, -1):
+        factors[past] = factor
+        factor *= decays[plane, line[past], h, 0]
+    return factor
+
+
+@njit(error_model="numpy", nogil=True)
+def _weigh(x, keys, group, decays, plane, h, line, weights):
+    """Weights of the tokens of a line where decays are per channel; x becomes what reads the state."""
+    places, groups, dim = keys.shape[1:]
+    flat = keys.ravel()
+    for past in range(len(line) - 1, -1, -1):
+        place = line[past]
+        weights[past] = _dot(x, 0, flat, ((plane * places + place) * groups + group) * dim, dim)
+        for n in range(dim):
+            x[n] *= decays[plane, place, h, n]
+
+
+@compiled(types.void(_F4, _I1, _I1, _F4, _F4, _F3, _I2, _F4, _F4, _F4, _F4, _F4, _I3, _I2, _I2, _I3, _I2, _I3, _I1,
+                     _I2, _I1, types.int64, types.boolean, _F4, types.int64, types.int64))  # fmt: skip
+def walk(state, rows, planes, q, v, beta, at, asked, alike, keys, inputs, decays, lines, counts, order, groups, sources,
+         blocks, sizes, used, uses, buffers, keep, y, first, last):  # fmt: skip
+    """y [R, n, H, P] of the nodes of a Plan, from states [., H, N, P] and planes [., places, ...] as `put` leaves them.
+
+    rows, planes: [R] which of them. beta: [R, n, H], or [R, n, 0] where u is given as it is; else u is made of v and
+    stored, except where at [R, n] is negative. asked, alike: `pairs` of q, and of each node's own key where there are
+    betas; not read where decays are per channel. y of nodes that are not answered stays.
+    """
+    heads, dim, width = state.shape[1:]
+    places, key_heads = keys.shape[1:3]
+    nodes, most = lines.shape[1], groups.shape[1]
+    corrects, single = beta.shape[2] > 0, decays.shape[3] == 1
+    wide = (width + TILE - 1) // TILE * TILE
+    area = dim * wide
+    # of one row and head: states, inputs of the tokens that are read, what goes into a state
+    held, u = np.zeros((buffers, dim, wide), np.float32), np.zeros((places, wide), np.float32)
+    trunk = np.zeros((dim, wide if wide != width else 0), np.float32)
+    e, block = np.empty(dim, np.float32), np.empty((BLOCK, dim), np.float32)
+    # of some nodes: what reads the state, what it says, and weights of the tokens since then
+    x, x_key = np.empty((MANY, dim), np.float32), np.empty((MANY, dim), np.float32)
+    found, found_key = np.empty((MANY, TILE), np.float32), np.empty((MANY, TILE), np.float32)
+    weights, weights_key = np.zeros((MANY, LEAD + 1), np.float32), np.zeros((MANY, LEAD + 1), np.float32)
+    factors, one = np.empty(LEAD + 1, np.float32), np.ones(1, np.float32)
+    # the same for products, which are told where to begin
+    flat_state, flat_held, flat_trunk, flat_u = state.ravel(), held.ravel(), trunk.ravel(), u.ravel()
+    flat_x, flat_x_key, flat_block = x.ravel(), x_key.ravel(), block.ravel()
+    flat_found, flat_found_key = found.ravel(), found_key.ravel()
+    flat_weights, flat_weights_key = weights.ravel(), weights_key.ravel()
+    flat_lines, flat_blocks = lines.ravel(), blocks.ravel()
+    for pair in range(first, last):
+        r, h = pair // heads, pair % heads
+        if not uses[r]:
+            continue
+        row, plane, group = rows[r], planes[r], h // (heads // key_heads)
+        for index in range(uses[r]):
+            place = used[r, index]
+            for p in range(width):
+                u[place, p] = inputs[plane, place, h, p]
+        own, own_at, own_step = flat_state, (row * heads + h) * dim * width, width
+        if wide != width:
+            for n in range(dim):
+                for p in range(width):
+                    trunk[n, p] = state[row, h, n, p]
+            own, own_at, own_step = flat_trunk, 0, wide
+        for number in range(sizes[r]):
+            target, source = groups[r, number, 0], sources[r, number]
+            read, read_at, read_step = own, own_at, own_step
+            if target >= 0:
+                e[:] = 1
+                for past in range(BLOCK - 1, -1, -1):
+                    place = blocks[r, number, past]
+                    for n in range(dim):
+                        block[past, n] = keys[plane, place, group, n] * e[n]
+                    if single:
+                        decay = decays[plane, place, h, 0]
+                        for n in range(dim):
+                            e[n] *= decay
+                    else:
+                        for n in range(dim):
+                            e[n] *= decays[plane, place, h, n]
+                if source >= 0:
+                    read, read_at, read_step = flat_held, source * area, wide
+                for tile in range(0, wide, TILE):
+                    _advance(e, read, read_at + tile, read_step, flat_block, flat_u, tile, wide, flat_blocks,
+                             (r * most + number) * BLOCK, flat_held, target * area + tile, wide)  # fmt: skip
+                read, read_at, read_step = flat_held, target * area, wide
+            for begin in range(groups[r, number, 1], groups[r, number, 2], MANY):
+                count = min(MANY, groups[r, number, 2] - begin)
+                for m in range(count):
+                    i = order[r, begin + m]
+                    line = lines[r, i, : counts[r, i]]
+                    factor = np.float32(1)
+                    if single:
+                        factor = _fade(decays, plane, h, line, factors)
+                        for past in range(len(line)):
+                            weights[m, past] = factors[past] * asked[r, i, group, past]
+                    for n in range(dim):
+                        x[m, n] = q[r, i, group, n] * factor
+                    if not single:
+                        _weigh(x[m], keys, group, decays, plane, h, line, weights[m])
+                    if not corrects:
+                        continue
+                    place = line[-1]
+                    for n in range(dim):
+                        x_key[m, n] = keys[plane, place, group, n] * factor
+                    if single:
+                        for past in range(len(line)):
+                            weights_key[m, past] = factors[past] * alike[r, i, group, past]
+                    else:
+                        _weigh(x_key[m], keys, group, decays, plane, h, line, weights_key[m])
+                for tile in range(0, wide, TILE):
+                    _read(flat_x, count, read, read_at + tile, read_step, dim, flat_found)
+                    if corrects:
+                        _read(flat_x_key, count, read, read_at + tile, read_step, dim, flat_found_key)
+                    columns = min(TILE, width - tile)
+                    for m in range(count):
+                        i = order[r, begin + m]
+                        terms, line_at, here = counts[r, i], (r * nodes + i) * (LEAD + 1), m * TILE
+                        if corrects and at[r, i] >= 0:
+                            if terms > 1:
+                                _addition_of_one(one, flat_found_key, here, 0, flat_weights_key, m * (LEAD + 1), 1,
+                                                 flat_u, tile, wide, flat_lines, line_at, terms - 1, flat_found_key,
+                                                 here, 0, 0)  # fmt: skip
+                            place, scale = lines[r, i, terms - 1], beta[r, i, h]
+                            for p in range(columns):
+                                made = scale * (v[r, i, h, tile + p] - found_key[m, p])
+                                u[place, tile + p] = made
+                                inputs[plane, place, h, tile + p] = made
+                        _addition_of_one(one, flat_found, here, 0, flat_weights, m * (LEAD + 1), 1, flat_u, tile, wide,
+                                         flat_lines, line_at, terms, flat_found, here, 0, 0)  # fmt: skip
+                        for p in range(columns):
+                            y[r, i, h, tile + p] = found[m, p]
+        if keep and sizes[r] > 1:
+            for n in range(dim):
+                for p in range(width):
+                    state[row, h, n, p] = held[0, n, p]
+
+
+@compiled(types.void(_F2, _I2, _F2, _F2, _F1, _F2))
+def convolve(plane, back, x, weight, bias, out):
+    """As `scans.convolve`, for inputs that lie in a plane [places, C]: back [J - 1, n] says where, x [n, C] are the
+    nodes' own. weight: [J, C]. bias: [C], or [0]. out: [n, C]."""
+    taps, channels = weight.shape
+    for i in range(len(x)):
+        total = out[i]
+        for tap in range(taps):
+            values = x[i] if tap == taps - 1 else plane[back[tap, i]]
+            factors = weight[tap]
+            if tap == 0:
+                for c in range(channels):
+                    total[c] = values[c] * factors[c]
+            else:
+                for c in range(channels):
+                    total[c] += values[c] * factors[c]
+        for c in range(len(bias)):
+            total[c] += bias[c]
