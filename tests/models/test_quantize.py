@@ -39,6 +39,16 @@ class Attention(nn.Module):
         return self.out(self.left(x) * self.right(x))
 
 
+WAYS = [module._Torch] if module._way() is module._Torch else [module._Torch, module._Compiled]
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torch's operators, and our kernel where the processor has its instructions."""
+    monkeypatch.setattr(module, "_way", lambda: request.param)
+    return request.param
+
+
 def block(dtype: torch.dtype = torch.float32, bias: bool = True) -> Attention:
     torch.manual_seed(1)
     return Attention(dtype, bias).requires_grad_(False)
@@ -73,6 +83,7 @@ def int8_reference(linear: nn.Linear, x: Tensor, outliers: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 4, 37])
+@pytest.mark.usefixtures("way")
 def test_equals_a_reference_on_integers(dtype: torch.dtype, bias: bool, rows: int) -> None:
     model, x = block(dtype, bias), inputs(rows, dtype)
     plain = model.left
@@ -87,21 +98,40 @@ def test_equals_a_reference_on_integers(dtype: torch.dtype, bias: bool, rows: in
 
 
 @needs_int8
-def test_the_sums_are_those_of_the_integers_exactly() -> None:
-    model, x = block(bias=False), inputs(9)
-    plain = model.left
-    small(model, x)
-    layer = model.left
-    assert isinstance(layer, Int8Linear)
-    product = layer.product
-    levels, _ = product.levels(x)
-    kept = torch.ones(160).index_fill(0, product.outliers, 0)
-    weight = torch.round(plain.weight * kept / product.scales[:72, None]).long()
-    packed = module._prepack(weight.to(torch.int8))
+@pytest.mark.parametrize("shape", [(9, 160, 72), (5, 72, 160), (210, 64, 130), (7, 5000, 3)])
+def test_the_sums_are_those_of_the_integers_exactly(way: Any, shape: tuple[int, int, int]) -> None:
+    rows, inputs, outputs = shape
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randint(-127, 128, (outputs, inputs), generator=generator)
+    x = torch.randn(rows, inputs, generator=generator)
+    none = torch.zeros(1, dtype=torch.int64), torch.zeros(outputs, 1), torch.zeros(outputs)
     with torch.inference_mode():
-        sums = module._product(levels, packed, torch.ones(72), torch.zeros(72, dtype=torch.int32))
-    assert torch.equal(sums.long(), (levels.long() - 128) @ weight.t())
+        made = way(weight.to(torch.int8), torch.ones(outputs), *none, torch.ones(inputs))
+        levels, steps, few = made.levels(x)
+        sums = made.multiply(levels, torch.ones(rows, 1), few)
     assert levels.min() >= 1  # symmetric: 0 is never used
+    assert torch.equal(levels[:, :inputs].long(), torch.floor(x / steps + 128.5).long())
+    assert torch.equal(few, x[:, :1])
+    exact = (levels[:, :inputs].long() - 128) @ weight.t()
+    assert exact.abs().max() < 2**24  # float32 holds them
+    assert torch.equal(sums.long(), exact)
+
+
+@needs_int8
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strange", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_in_its_row(way: Any, dtype: torch.dtype, strange: float) -> None:
+    """Guards failed rows, which are found by their logits."""
+    model, x = block(dtype), inputs(9, dtype)
+    small(model, inputs(8, dtype, seed=3))
+    with torch.inference_mode():
+        wanted = model.left(x)
+        for channel in (0, 5):  # one of the integers, an outlier
+            bad = x.clone()
+            bad[4, channel] = strange
+            found = model.left(bad)
+            assert not found[4].isfinite().any()
+            assert torch.equal(found[[0, 3, 5, 8]], wanted[[0, 3, 5, 8]])
 
 
 @needs_int8
@@ -119,7 +149,31 @@ def test_the_channels_with_the_largest_values_are_kept_as_they_are() -> None:
 
 
 @needs_int8
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_rows_and_threads_change_no_bits(way: Any, threads: int) -> None:
+    """Guards the parts that threads take: of rows, of outputs, and of inputs where the weights fill the cache."""
+    generator = torch.Generator().manual_seed(6)
+    weight = torch.randint(-127, 128, (200, 4800), generator=generator).to(torch.int8)
+    kept = torch.ones(4800).index_fill(0, torch.arange(32), 0)
+    weight[:, :32] = 0
+    few, bias = torch.randn(200, 32, generator=generator), torch.randn(200, generator=generator)
+    x = torch.randn(130, 4800, generator=generator)
+    before = torch.get_num_threads()
+    try:
+        with torch.inference_mode():
+            made = way(weight, torch.rand(200, generator=generator), torch.arange(32), few, bias, kept)
+            torch.set_num_threads(1)
+            alone = torch.cat([made(x[i : i + 1]) for i in range(130)])
+            torch.set_num_threads(threads)
+            for first, last in ((0, 130), (0, 6), (3, 10), (20, 129)):
+                assert torch.equal(made(x[first:last]), alone[first:last])
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_int8
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("way")
 def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
     model = block(dtype)
     small(model, inputs(8, dtype, seed=3))
@@ -280,8 +334,8 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
 
 def test_a_processor_that_saturates_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards processors whose 8-bit products stop at 16 bits, and builds without the operators."""
-    monkeypatch.setattr(module, "_product", lambda *_: torch.full((5, 96), 32767.0))
-    monkeypatch.setattr(module, "_prepack", lambda weight: weight)
+    monkeypatch.setattr(module, "_way", lambda: module._Torch)
+    monkeypatch.setattr(module._Torch, "multiply", lambda *_: torch.full((5, 96), 32767.0))
     int8_missing.cache_clear()
     try:
         assert int8_missing() == "this processor's int8 products are not exact"

@@ -284,13 +284,13 @@ def test_compiling_is_told_and_a_folder_to_write_to_is_not_needed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Guards the first run, and an install that nobody may write to."""
-    from dsbd_cli.engine.models import tail_kernel
+    from dsbd_cli.engine.models import lanes
 
     monkeypatch.setattr(tail, "SLOW", -1)
     with caplog.at_level(logging.WARNING):
-        tail._Kernels()
+        tail._kernels.__wrapped__()
     assert "compiled the attention kernel" in caplog.text
-    asked, cfunc = [], tail_kernel.cfunc
+    asked, cfunc = [], lanes.cfunc
 
     def nowhere(*arguments: Any, **options: Any) -> Any:
         asked.append(options.get("cache", False))
@@ -298,8 +298,8 @@ def test_compiling_is_told_and_a_folder_to_write_to_is_not_needed(
             raise RuntimeError("cannot cache function: no locator available")
         return cfunc(*arguments, **options)
 
-    monkeypatch.setattr(tail_kernel, "cfunc", nowhere)
-    assert tail_kernel._compiled(lambda at: None).address
+    monkeypatch.setattr(lanes, "cfunc", nowhere)
+    assert lanes.compiled(lambda at: None).address
     assert asked == [True, False]
 
 

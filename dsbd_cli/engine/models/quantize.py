@@ -5,23 +5,29 @@ rows beside it. The few input channels whose values are far larger than the othe
 are multiplied as they are, in the checkpoint's dtype (LLM.int8(), Dettmers et al. 2022). Which channels these are is
 found once, at load, on random tokens; choosing them anew for every batch would make rows depend on each other.
 
-The two operators used are torch's, but not documented: `int8_missing` tries them against integers.
+Two ways give the same integers. Where the processor has AVX-512 VNNI, a kernel of our own makes a row integers in one
+pass and streams the weights once for the integers and the outliers (quantize_kernel.py). Elsewhere operators of torch
+serve, which are not documented. `int8_missing` tries the one that serves against integers.
 
 Letters: r rows (tokens), i input channels, o output channels, k outlier channels.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import mmap
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from dsbd_cli.engine.models.packing import PackedLinear, packing_works, plain_linears, weight_of
+from dsbd_cli.engine.models.tail import Kernel, kernels, loadable
 
 __all__ = ["Int8Linear", "int8_missing", "quantize"]
 
@@ -33,7 +39,161 @@ ZERO = 128  # unsigned inputs, whose kernel is fast; with signed ones torch take
 # Rows at a time, so that what is between stays in the caches: made integers, and multiplied. Measured on one core: 512
 # rows of 8960 are integers after 5 ms, all at a time after 27 ms (and with vector_norm for the largest after 45 ms).
 LEVEL_ROWS, PRODUCT_ROWS = 32, 128
+# Of our kernels. For more than FEW_ROWS rows a thread works on PIECE lines of weights at a time, which its cache holds.
+CHUNK_ROWS, FEW_ROWS, PIECE, INPUTS = 96, 6, 1024, 16
+HUGE = 2**21
 SMALLEST = torch.finfo(torch.float32).tiny
+
+
+COLUMNS = 64  # outputs that the kernel computes at once
+
+
+def _fields(*names: str) -> tuple[tuple[str, type[ctypes.c_int64]], ...]:
+    return tuple((name, ctypes.c_int64) for name in names)
+
+
+class Levelize(ctypes.Structure):
+    """Arguments of the kernel that makes rows integers: sizes, addresses, and strides in bytes."""
+
+    _fields_ = _fields(
+        "taken", "threads", "items", "rows", "share", "x", "x_row", "narrow", "inputs", "kept", "levels", "levels_row",
+        "steps", "outliers", "few", "few_inputs",
+    )  # fmt: skip
+
+
+class Multiply(ctypes.Structure):
+    """Arguments of the kernel that multiplies: sizes, addresses, and strides in bytes."""
+
+    _fields_ = _fields(
+        "taken", "threads", "items", "rows", "chunk", "blocks", "share", "levels", "levels_row", "weights", "quads",
+        "piece", "offsets", "scales", "steps", "few", "few_weights", "few_inputs", "bias", "out", "out_row", "narrow",
+        "scratch", "scratch_bytes",
+    )  # fmt: skip
+
+
+LEVELIZE, MULTIPLY = (tuple(getattr(kind, field[0]).offset for field in kind._fields_) for kind in (Levelize, Multiply))
+LAYOUT = zlib.crc32(repr([field[0] for kind in (Levelize, Multiply) for field in kind._fields_]).encode())
+
+
+class _Way(Protocol):
+    """How a product of int8 layers is computed."""
+
+    def __init__(
+        self, integers: Tensor, scales: Tensor, outliers: Tensor, few: Tensor, bias: Tensor, kept: Tensor
+    ) -> None:
+        """integers [o, i] int8, 0 for outliers; scales [o] float32; outliers [k]; few [o, k], their weights in the
+        checkpoint's dtype; bias [o]; kept [i], 0 for outliers and 1 for others."""
+
+    def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [r, i] -> integers [r, i] in 1 .. 255, what one of them is worth [r, 1], outliers [r, k]."""
+
+    def multiply(self, levels: Tensor, steps: Tensor, few: Tensor) -> Tensor:
+        """What `levels` gave -> [r, o]."""
+
+
+class _Torch:
+    """By torch's operators."""
+
+    def __init__(
+        self, integers: Tensor, scales: Tensor, outliers: Tensor, few: Tensor, bias: Tensor, kept: Tensor
+    ) -> None:
+        layer = nn.Linear(few.shape[1], len(few), dtype=few.dtype).requires_grad_(False)
+        layer.weight.copy_(few)
+        layer.bias.copy_(bias)
+        self._few: nn.Module = PackedLinear(layer) if packing_works(few.dtype) else layer
+        self._scales, self._outliers, self._kept = scales, outliers, kept.to(few.dtype)
+        self._packed = torch.ops.onednn.qlinear_prepack(integers, None)
+        self._zeros = torch.zeros(len(integers), dtype=torch.int32)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [r, i] -> [r, o]."""
+        parts = [self.multiply(*self.levels(rows)) for rows in x.split(PRODUCT_ROWS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        levels = torch.empty_like(x, dtype=torch.uint8)
+        steps = torch.empty(len(x), 1)
+        for rows, found, step in zip(
+            x.split(LEVEL_ROWS), levels.split(LEVEL_ROWS), steps.split(LEVEL_ROWS), strict=True
+        ):
+            # products, quotients and sums that IEEE rounds exactly, one by one: fused ones would go by place
+            ordinary = rows * self._kept
+            step.copy_(ordinary.abs().amax(1, keepdim=True)).div_(LEVELS).clamp_min_(SMALLEST)
+            found.copy_(ordinary.float().div_(step).add_(ZERO + 0.5).to(torch.int32))
+        return levels, steps, x.index_select(1, self._outliers)
+
+    def multiply(self, levels: Tensor, steps: Tensor, few: Tensor) -> Tensor:
+        sums: Tensor = torch.ops.onednn.qlinear_pointwise(
+            levels, 1.0, ZERO, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return sums.mul_(steps).add_(self._few(few)).to(few.dtype)
+
+
+class _Compiled:
+    """By the kernels of quantize_kernel.py. Outputs are filled up to a multiple of COLUMNS, inputs to one of INPUTS."""
+
+    def __init__(
+        self, integers: Tensor, scales: Tensor, outliers: Tensor, few: Tensor, bias: Tensor, kept: Tensor
+    ) -> None:
+        outputs, inputs = integers.shape
+        self._outputs, self._dtype = outputs, few.dtype
+        more, wider = -outputs % COLUMNS, -inputs % INPUTS
+        self._blocks, self._inputs = (outputs + more) // COLUMNS, inputs + wider
+        pad = nn.functional.pad
+        blocks = pad(integers, (0, wider, 0, more)).view(self._blocks, COLUMNS, self._inputs // 4, 4)
+        self._weights = _room(blocks.numel()).view(torch.int8)
+        self._weights.view(self._blocks, self._inputs // 4, COLUMNS, 4).copy_(blocks.transpose(1, 2))
+        self._offsets = pad(integers.sum(1, dtype=torch.int32).mul_(-ZERO), (0, more))
+        self._scales, self._bias = pad(scales, (0, more)), pad(bias.float(), (0, more))
+        self._few = pad(few.float(), (0, 0, 0, more)).view(self._blocks, COLUMNS, -1).transpose(1, 2).contiguous()
+        self._kept, self._outliers = pad(kept.float(), (0, wider)), outliers.contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [r, i] -> [r, o]."""
+        return self.multiply(*self.levels(x))
+
+    def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert x.dtype == self._dtype
+        if x.shape[1] < self._inputs or x.stride(1) != 1:
+            x = nn.functional.pad(x, (0, self._inputs - x.shape[1])).contiguous()
+        rows, share = len(x), min(len(x), LEVEL_ROWS)
+        levels = torch.empty(rows, self._inputs, dtype=torch.uint8)
+        steps, few = torch.empty(rows, 1), torch.empty(rows, len(self._outliers))
+        items = -(-rows // share)
+        arguments = Levelize(
+            0, 0, items, rows, share, x.data_ptr(), x.stride(0) * x.element_size(), x.element_size() == 2,
+            self._inputs, self._kept.data_ptr(), levels.data_ptr(), self._inputs, steps.data_ptr(),
+            self._outliers.data_ptr(), few.data_ptr(), few.shape[1],
+        )  # fmt: skip
+        _kernels()[0](arguments, rows * self._inputs, items)
+        return levels, steps, few
+
+    def multiply(self, levels: Tensor, steps: Tensor, few: Tensor) -> Tensor:
+        rows, threads, columns = len(levels), torch.get_num_threads(), self._blocks * COLUMNS
+        out = torch.empty(rows, columns, dtype=self._dtype)
+        chunk, share = min(rows, CHUNK_ROWS), max(1, self._blocks // (4 * threads))
+        items = -(-self._blocks // share) * -(-rows // chunk)
+        scratch = torch.empty(threads, 2 * chunk * COLUMNS)
+        quads = self._inputs // 4
+        arguments = Multiply(
+            0, 0, items, rows, chunk, self._blocks, share, levels.data_ptr(), levels.stride(0),
+            self._weights.data_ptr(), quads, quads if rows <= FEW_ROWS else PIECE, self._offsets.data_ptr(),
+            self._scales.data_ptr(), steps.data_ptr(), few.data_ptr(), self._few.data_ptr(), few.shape[1],
+            self._bias.data_ptr(), out.data_ptr(), columns * out.element_size(), out.element_size() == 2,
+            scratch.data_ptr(), scratch.stride(0) * 4,
+        )  # fmt: skip
+        _kernels()[1](arguments, rows * columns * self._inputs, items)
+        return out[:, : self._outputs]
+
+
+def _room(size: int) -> Tensor:
+    """[size] uint8 in pages of 2 MiB where the system gives them: reading memory in small pages takes longer."""
+    if size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8)
+    room = mmap.mmap(-1, size + 2 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room.madvise(mmap.MADV_HUGEPAGE)
+    found = torch.frombuffer(room, dtype=torch.uint8)
+    return found.narrow(0, -found.data_ptr() % HUGE, size)
 
 
 class Int8Product:
@@ -41,7 +201,9 @@ class Int8Product:
 
     Attributes:
         outliers: [k] input channels that are multiplied as they are.
+        scales: [o] float32, what an integer of a weight is worth.
         parts: outputs of each layer.
+        way: computes the product.
     """
 
     def __init__(self, linears: Sequence[nn.Linear | Conv1D], largest: Tensor) -> None:
@@ -53,16 +215,14 @@ class Int8Product:
         ]
         self.parts = [len(bias) for bias in biases]
         self.outliers = largest.topk(min(OUTLIERS, len(largest) // 2)).indices.sort().values
-        few = nn.Linear(len(self.outliers), len(weight), dtype=weight.dtype).requires_grad_(False)
-        few.weight.copy_(weight[:, self.outliers])
-        few.bias.copy_(torch.cat(biases))
-        self._few: nn.Module = PackedLinear(few) if packing_works(weight.dtype) else few
-        self._kept = torch.ones(len(largest), dtype=weight.dtype)
-        self._kept[self.outliers] = 0
-        ordinary = weight.float().mul_(self._kept.float())
+        kept = torch.ones(len(largest))
+        kept[self.outliers] = 0
+        few = weight[:, self.outliers]
+        ordinary = weight.float().mul_(kept)
+        del weight
         self.scales = (ordinary.abs().amax(1) / LEVELS).clamp_min(SMALLEST)
-        self._packed = _prepack(ordinary.div_(self.scales.unsqueeze(1)).round_().to(torch.int8))
-        self._zeros = torch.zeros(len(weight), dtype=torch.int32)
+        integers = ordinary.div_(self.scales.unsqueeze(1)).round_().to(torch.int8)
+        self.way = _way()(integers, self.scales, self.outliers, few, torch.cat(biases), kept)
         self._x: Tensor | None = None
         self._result: Tensor | None = None
         self._left = 0
@@ -71,34 +231,11 @@ class Int8Product:
         """x [..., i] -> [r, o], the outputs of all layers beside each other. Kept until each has asked."""
         if self._x is not x or self._result is None:
             self._x, self._left = x, len(self.parts)
-            self._result = self._compute(x.reshape(-1, x.shape[-1]))
+            self._result = self.way(x.reshape(-1, x.shape[-1]))
         result, self._left = self._result, self._left - 1
         if not self._left:
             self._x = self._result = None
         return result
-
-    def _compute(self, x: Tensor) -> Tensor:
-        parts = [self._multiply(rows).to(x.dtype) for rows in x.split(PRODUCT_ROWS)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        """x [r, i] -> [r, o] float32."""
-        levels, steps = self.levels(x)
-        sums = _product(levels, self._packed, self.scales, self._zeros)
-        return sums.mul_(steps).add_(self._few(x.index_select(1, self.outliers)))
-
-    def levels(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [r, i] -> integers [r, i] in 1 .. 255, and what one of them is worth [r, 1]."""
-        levels = torch.empty_like(x, dtype=torch.uint8)
-        steps = torch.empty(len(x), 1)
-        for rows, found, step in zip(
-            x.split(LEVEL_ROWS), levels.split(LEVEL_ROWS), steps.split(LEVEL_ROWS), strict=True
-        ):
-            # products, quotients and sums that IEEE rounds exactly, one by one: fused ones would go by place
-            ordinary = rows * self._kept
-            step.copy_(ordinary.abs().amax(1, keepdim=True)).div_(LEVELS).clamp_min_(SMALLEST)
-            found.copy_(ordinary.float().div_(step).add_(ZERO + 0.5).to(torch.int32))
-        return levels, steps
 
 
 class Int8Linear(nn.Module):
@@ -186,34 +323,40 @@ def quantize(model: nn.Module, calibrate: Callable[[], object], least: int = LEA
     return made
 
 
-def _prepack(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.onednn.qlinear_prepack(weight, None)
-    return packed
+@functools.cache
+def _kernels() -> list[Kernel]:
+    return kernels("quantize_kernel", "levelize", "multiply")
 
 
-def _product(levels: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    """[r, o] float32: sums of integers times the scale of each output channel."""
-    result: Tensor = torch.ops.onednn.qlinear_pointwise(
-        levels, 1.0, ZERO, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
-    )
-    return result
+@functools.cache
+def _way() -> type[_Torch] | type[_Compiled]:
+    """What serves on this processor."""
+    from llvmlite.binding import get_host_cpu_features
+
+    features = get_host_cpu_features()
+    able = features.get("avx512f") and features.get("avx512vnni")
+    return _Compiled if able and loadable(_kernels, "torch computes products in int8") else _Torch
 
 
 @functools.cache
 def int8_missing() -> str | None:
     """Why this build of torch on this processor has no exact int8 product, or None."""
     operators: Any = torch.ops.onednn
-    if not (hasattr(operators, "qlinear_prepack") and hasattr(operators, "qlinear_pointwise")):
+    way = _way()
+    if way is _Torch and not (hasattr(operators, "qlinear_prepack") and hasattr(operators, "qlinear_pointwise")):
         return "this build of torch has no int8 linear layers (oneDNN)"
     generator = torch.Generator().manual_seed(0)
     # largest values beside each other: processors without exact 8-bit products saturate there
     weight = LEVELS * (2 * torch.randint(0, 2, (96, 128), generator=generator) - 1)
     levels = 1 + 254 * torch.randint(0, 2, (5, 128), generator=generator)
     weight[:, :32], levels[:, :32] = LEVELS, 255
+    none = torch.zeros(1, dtype=torch.int64)  # an outlier of weight 0
     try:
         with torch.inference_mode():
-            ones, zeros = torch.ones(96), torch.zeros(96, dtype=torch.int32)
-            ours = _product(levels.to(torch.uint8), _prepack(weight.to(torch.int8)), ones, zeros)
+            made = way(
+                weight.to(torch.int8), torch.ones(96), none, torch.zeros(96, 1), torch.zeros(96), torch.ones(128)
+            )
+            ours = made.multiply(levels.to(torch.uint8), torch.ones(5, 1), torch.zeros(5, 1))
     except (RuntimeError, NotImplementedError) as error:
         return f"torch's int8 linear layers fail on this processor: {' '.join(str(error).split())[:100]}"
     exact = (levels - ZERO) @ weight.t()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import logging
 import platform
 import time
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["Paths", "attend", "fits", "loadable"]
+__all__ = ["Kernel", "Paths", "attend", "fits", "kernels", "loadable"]
 
 LANES = 16
 DTYPES = (torch.float32, torch.bfloat16)
@@ -97,7 +98,7 @@ class Paths:
             0, rows, nodes, width, total, seen.data_ptr(), seen.stride(0), seen.stride(1), starts.data_ptr(),
             order.data_ptr(), slots.data_ptr(), counts.data_ptr(), bounds.data_ptr(),
         )  # fmt: skip
-        _kernels().list(arguments, rows * nodes * width, rows)
+        _kernels()[1](arguments, rows * nodes * width, rows)
         return Paths(slots, counts, bounds, int((bounds[:, 1] - bounds[:, 0]).max()), total)
 
 
@@ -175,46 +176,44 @@ def attend(
         *joined, 0 if sinks is None else sinks.data_ptr(), *biased,
         scratch.data_ptr(), scratch.stride(0) * 4, unit == 2, scale, softcap or 0.0,
     )  # fmt: skip
-    _kernels().attend(arguments, work, rows * heads * blocks)
+    _kernels()[0](arguments, work, rows * heads * blocks)
     return out
 
 
-class _Kernels:
-    """The compiled kernels, and the threads of torch that run them."""
+class Kernel:
+    """A compiled kernel, and the threads of torch that run it. Its arguments begin with two counters, items taken and
+    threads that have come, both 0."""
 
-    def __init__(self) -> None:
-        started = time.process_time()
-        from dsbd_cli.engine.models import tail_kernel
+    def __init__(self, address: int) -> None:
+        self._address, self._team = address, _team()
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
-        seconds = time.process_time() - started
-        if seconds > SLOW:
-            _logger.warning("compiled the attention kernel in %.1f s; later runs load it", seconds)
-        self._attend, self._list = tail_kernel.attend.address, tail_kernel.list_slots.address
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-        self._run_attend, self._run_list = self._alone(self._attend), self._alone(self._list)
-        self._parallel = _team()
-
-    def attend(self, arguments: Attend, work: int, items: int) -> None:
-        self._call(self._attend, self._run_attend, arguments, work, items)
-
-    def list(self, arguments: List, work: int, items: int) -> None:
-        self._call(self._list, self._run_list, arguments, work, items)
-
-    def _call(
-        self, address: int, run: Callable[[object], object], arguments: ctypes.Structure, work: int, items: int
-    ) -> None:
+    def __call__(self, arguments: ctypes.Structure, work: int, items: int) -> None:
+        """work: multiplications or so. items: parts that threads can take."""
         threads = min(torch.get_num_threads(), items)
-        if threads == 1 or work < SMALL or self._parallel is None:
-            run(ctypes.addressof(arguments))
+        if threads == 1 or work < SMALL or self._team is None:
+            self._alone(ctypes.addressof(arguments))
         else:
-            self._parallel(address, ctypes.addressof(arguments), threads, 0)
+            self._team(self._address, ctypes.addressof(arguments), threads, 0)
+
+
+def kernels(module: str, *names: str) -> list[Kernel]:
+    """Kernels of a module beside this one, which compiles them when it is first imported; a line says so if it takes
+    long."""
+    started = time.process_time()
+    found = importlib.import_module(f"{__package__}.{module}")
+    seconds = time.process_time() - started
+    if seconds > SLOW:
+        _logger.warning("compiled %s in %.1f s; later runs load it", found.TITLE, seconds)
+    return [Kernel(getattr(found, name).address) for name in names]
 
 
 @functools.cache
-def _kernels() -> _Kernels:
-    return _Kernels()
+def _kernels() -> list[Kernel]:
+    return kernels("tail_kernel", "attend", "list_slots")
 
 
+@functools.cache
 def _team() -> Callable[..., object] | None:
     """GOMP_parallel of the OpenMP library that torch itself runs on, so that one team of threads serves both; None
     where it has none (macOS)."""

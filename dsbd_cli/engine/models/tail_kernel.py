@@ -1,304 +1,58 @@
 """The kernel of tail.py in numba: attention over the listed slots of a forest, joined with the settled part.
 
-Two parts. First vectors of LANES float32 numbers, which numba lacks: each operation on them is one of IEEE 754 or a
-fixed sequence of them, and nothing here may be reordered (no fastmath). So the bits are the same whatever the width of
-the machine's vectors is. Then the kernel. A sum over the head goes from its first number to its last; a sum over slots
-goes by depth, for values one by one, for weights in LANES partial sums that are added in a fixed order.
+A sum over the head goes from its first number to its last; a sum over slots goes by depth, for values one by one, for
+weights in LANES partial sums that are added in a fixed order.
 
-Addresses are int64, and nothing checks them; tail.py does. Both parts stand in one file, because numba looks at this
-file alone to see whether what it has stored is still true.
+Addresses are int64, and nothing checks them; tail.py does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from numba import njit, types
 
-from llvmlite import ir
-from numba import cfunc, njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
-
+from dsbd_cli.engine.models.lanes import (
+    LANES,
+    SOURCE,
+    add,
+    compiled,
+    divide,
+    exp2,
+    first,
+    fma,
+    get_bf16,
+    get_f32,
+    get_i32,
+    get_i64,
+    get_u8,
+    larger,
+    largest,
+    load_bf16,
+    load_f32,
+    mul,
+    put_bf16,
+    put_f32,
+    put_i32,
+    smaller,
+    splat,
+    store_bf16,
+    store_f32,
+    sub,
+    take,
+    total,
+    turn_bf16,
+    turn_f32,
+)
 from dsbd_cli.engine.models.tail import ATTEND, LAYOUT, LIST
 
-__all__ = ["LANES", "attend", "list_slots"]
+__all__ = ["TITLE", "attend", "list_slots"]
 
-LANES = 16
-
-_F32, _I32, _I16, _I64, _I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(64), ir.IntType(8)
-_V32, _VI32, _VI16 = (ir.VectorType(kind, LANES) for kind in (_F32, _I32, _I16))
-
-# 2^f for f in [-0.5, 0.5]: the polynomial of degree 6 through its Chebyshev nodes, relative error 3e-9
-EXP2 = (1.0, 0.6931472067028327, 0.2402265092228862, 0.05550327226670292, 0.009618056678548023, 0.0013400428177566112,
-        0.00015461444691139306)  # fmt: skip
-ROUND = 12582912.0  # 1.5 * 2^23: a number added to it loses its fraction
-LEAST_POWER = -126.0  # smaller results would be subnormal, and slow
-
-
-class _Lanes(types.Type):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__(name="Lanes")
-
-
-LANES_TYPE = _Lanes()
-
-
-@register_model(_Lanes)
-class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, _V32)
-
-
-def _operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make an intrinsic of what builds its LLVM code from (builder, *values)."""
-
-    def made(build: Callable[..., Any]) -> Any:
-        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            found = build(builder, *values)
-            return context.get_dummy_value() if found is None else found
-
-        signature = result(*arguments)
-        # numba asks for one parameter per argument
-        names = ", ".join(f"a{place}" for place in range(len(arguments)))
-        scope: dict[str, Any] = {"signature": signature, "code": code}
-        exec(f"def {build.__name__}(context, {names}): return signature, code", scope)
-        return intrinsic(scope[build.__name__])
-
-    return made
-
-
-def _at(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.inttoptr(address, kind.as_pointer())
-
-
-def _load(builder: Any, address: Any, kind: Any, align: int) -> Any:
-    return builder.load(_at(builder, address, kind), align=align)
-
-
-def _splat(builder: Any, value: Any, kind: Any = _V32) -> Any:
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(_VI32, [0] * LANES))
-
-
-def _number(value: float) -> Any:
-    return ir.Constant(_V32, [value] * LANES)
-
-
-def _whole(value: int) -> Any:
-    return ir.Constant(_VI32, [value] * LANES)
-
-
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    kind = ir.FunctionType(_V32, [_V32] * 3)
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32"), (a, b, c))
-
-
-@_operation(types.float32, types.int64)
-def get_f32(builder: Any, address: Any) -> Any:
-    return _load(builder, address, _F32, 4)
-
-
-@_operation(types.float32, types.int64)
-def get_bf16(builder: Any, address: Any) -> Any:
-    wide = builder.zext(_load(builder, address, _I16, 2), _I32)
-    return builder.bitcast(builder.shl(wide, ir.Constant(_I32, 16)), _F32)
-
-
-@_operation(types.int64, types.int64)
-def get_i32(builder: Any, address: Any) -> Any:
-    return builder.sext(_load(builder, address, _I32, 4), _I64)
-
-
-@_operation(types.int64, types.int64)
-def get_i64(builder: Any, address: Any) -> Any:
-    return _load(builder, address, _I64, 8)
-
-
-@_operation(types.int64, types.int64)
-def get_u8(builder: Any, address: Any) -> Any:
-    return builder.zext(_load(builder, address, _I8, 1), _I64)
-
-
-@_operation(types.void, types.int64, types.float32)
-def put_f32(builder: Any, address: Any, value: Any) -> Any:
-    builder.store(value, _at(builder, address, _F32), align=4)
-
-
-@_operation(types.void, types.int64, types.int64)
-def put_i32(builder: Any, address: Any, value: Any) -> Any:
-    builder.store(builder.trunc(value, _I32), _at(builder, address, _I32), align=4)
-
-
-@_operation(types.int64, types.int64)
-def take(builder: Any, address: Any) -> Any:
-    """Add one to the int64 there, at once for all threads; what it was before."""
-    return builder.atomic_rmw("add", _at(builder, address, _I64), ir.Constant(_I64, 1), "monotonic")
-
-
-@_operation(LANES_TYPE, types.float32)
-def splat(builder: Any, value: Any) -> Any:
-    return _splat(builder, value)
-
-
-@_operation(LANES_TYPE, types.int64)
-def load_f32(builder: Any, address: Any) -> Any:
-    return _load(builder, address, _V32, 4)
-
-
-def _widened(builder: Any, values: Any) -> Any:
-    return builder.bitcast(builder.shl(builder.zext(values, _VI32), _whole(16)), _V32)
-
-
-@_operation(LANES_TYPE, types.int64)
-def load_bf16(builder: Any, address: Any) -> Any:
-    return _widened(builder, _load(builder, address, _VI16, 2))
-
-
-@_operation(types.void, types.int64, LANES_TYPE)
-def store_f32(builder: Any, address: Any, value: Any) -> Any:
-    builder.store(value, _at(builder, address, _V32), align=4)
-
-
-def _rounded(builder: Any, value: Any, whole: Any, narrow: Any, floats: Any, const: Callable[[int], Any]) -> Any:
-    """float32 to the nearest bfloat16, ties to even; NaN stays NaN."""
-    bits = builder.bitcast(value, whole)
-    odd = builder.and_(builder.lshr(bits, const(16)), const(1))
-    near = builder.lshr(builder.add(builder.add(bits, const(0x7FFF)), odd), const(16))
-    strange = builder.fcmp_unordered("uno", value, ir.Constant(floats, None))
-    return builder.trunc(builder.select(strange, const(0x7FC0), near), narrow)
-
-
-@_operation(types.void, types.int64, LANES_TYPE)
-def store_bf16(builder: Any, address: Any, value: Any) -> Any:
-    builder.store(_rounded(builder, value, _VI32, _VI16, _V32, _whole), _at(builder, address, _VI16), align=2)
-
-
-@_operation(types.void, types.int64, types.float32)
-def put_bf16(builder: Any, address: Any, value: Any) -> Any:
-    near = _rounded(builder, value, _I32, _I16, _F32, lambda number: ir.Constant(_I32, number))
-    builder.store(near, _at(builder, address, _I16), align=2)
-
-
-@_operation(LANES_TYPE, LANES_TYPE, LANES_TYPE, LANES_TYPE)
-def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once."""
-    return _fma(builder, a, b, c)
-
-
-@_operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
-def add(builder: Any, a: Any, b: Any) -> Any:
-    return builder.fadd(a, b)
-
-
-@_operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
-def sub(builder: Any, a: Any, b: Any) -> Any:
-    return builder.fsub(a, b)
-
-
-@_operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
-def mul(builder: Any, a: Any, b: Any) -> Any:
-    return builder.fmul(a, b)
-
-
-@_operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
-def divide(builder: Any, a: Any, b: Any) -> Any:
-    return builder.fdiv(a, b)
-
-
-def _larger(builder: Any, a: Any, b: Any) -> Any:
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-
-@_operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
-def smaller(builder: Any, a: Any, b: Any) -> Any:
-    """NaN in a gives NaN."""
-    return builder.select(builder.fcmp_ordered(">", a, b), b, a)
-
-
-@_operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
-def larger(builder: Any, a: Any, b: Any) -> Any:
-    return _larger(builder, a, b)
-
-
-def _halved(builder: Any, value: Any, join: Callable[[Any, Any, Any], Any]) -> Any:
-    count = LANES
-    while count > 1:
-        count //= 2
-        kind = ir.VectorType(_I32, count)
-        low = builder.shuffle_vector(value, value, ir.Constant(kind, list(range(count))))
-        high = builder.shuffle_vector(value, value, ir.Constant(kind, list(range(count, 2 * count))))
-        value = join(builder, low, high)
-    return builder.extract_element(value, ir.Constant(_I32, 0))
-
-
-@_operation(types.float32, LANES_TYPE)
-def total(builder: Any, value: Any) -> Any:
-    """Sum of the lanes, always in the same order: first and last half, and so on."""
-    return _halved(builder, value, lambda builder, a, b: builder.fadd(a, b))
-
-
-@_operation(types.float32, LANES_TYPE)
-def largest(builder: Any, value: Any) -> Any:
-    return _halved(builder, value, _larger)
-
-
-@_operation(types.float32, LANES_TYPE)
-def first(builder: Any, value: Any) -> Any:
-    return builder.extract_element(value, ir.Constant(_I32, 0))
-
-
-def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
-    """LANES vectors of LANES numbers: blocks of half the size change places, and so on."""
-    step = LANES // 2
-    while step:
-        for place in range(LANES):
-            if place & step:
-                continue
-            a, b = rows[place], rows[place + step]
-            kept = [LANES + lane - step if lane & step else lane for lane in range(LANES)]
-            other = [LANES + lane if lane & step else lane + step for lane in range(LANES)]
-            rows[place], rows[place + step] = (
-                builder.shuffle_vector(a, b, ir.Constant(_VI32, order)) for order in (kept, other)
-            )
-        step //= 2
-    return rows
-
-
-def _turned(narrow: bool) -> Callable[..., Any]:
-    def build(builder: Any, source: Any, step: Any, target: Any, line: Any) -> None:
-        rows = []
-        for _ in range(LANES):
-            row = _load(builder, source, _VI16 if narrow else _V32, 2 if narrow else 4)
-            rows.append(_widened(builder, row) if narrow else row)
-            source = builder.add(source, step)
-        for row in _transpose(builder, rows):
-            builder.store(row, _at(builder, target, _V32), align=4)
-            target = builder.add(target, line)
-
-    return build
-
-
-turn_f32 = _operation(types.void, *(types.int64,) * 4)(_turned(False))
-turn_bf16 = _operation(types.void, *(types.int64,) * 4)(_turned(True))
-
-
-@_operation(LANES_TYPE, LANES_TYPE)
-def exp2(builder: Any, x: Any) -> Any:
-    """2^x of numbers up to 126; those below -126 give 2^-126, NaN gives NaN."""
-    least = _number(LEAST_POWER)
-    x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
-    shifted = builder.fadd(x, _number(ROUND))
-    rest = builder.fsub(x, builder.fsub(shifted, _number(ROUND)))
-    power = _number(EXP2[-1])
-    for factor in EXP2[-2::-1]:
-        power = _fma(builder, power, rest, _number(factor))
-    whole = builder.add(builder.bitcast(shifted, _VI32), _whole(127 - 0x4B400000))
-    return builder.fmul(power, builder.bitcast(builder.shl(whole, _whole(23)), _V32))
-
+TITLE = "the attention kernel"
 
 # The kernel. `at` is the address of a tail.Attend, whose fields have these offsets. numba keeps what it compiled until
-# this file changes, so a change of the fields has to change it: by this number.
-assert LAYOUT == 0xECCC6C7E, f"the fields in tail.py have changed: write {LAYOUT:#x} here"
+# this file changes, so a change of the fields or of lanes.py has to change it: by these numbers.
+assert (LAYOUT, SOURCE) == (0xECCC6C7E, 0x268CB22D), (
+    f"tail.py's fields or lanes.py changed: write {LAYOUT:#x}, {SOURCE:#x}"
+)
 
 (
     TAKEN, THREADS, ITEMS, HEADS, GROUPS, NODES, DIM, OUT_DIM, BLOCKS, BLOCK, QUERY, QUERY_ROW, QUERY_HEAD, QUERY_NODE,
@@ -311,15 +65,6 @@ LEAST = -3.0e38  # a score below all others
 WORD = 4  # bytes of a float32 and of an int32
 ROW = LANES * WORD  # bytes of a vector
 FOUR = 4 * LANES  # numbers that are worked on at once, so that they stay in registers
-
-
-def _compiled(kernel: Callable[..., Any]) -> Any:
-    """Kept for later runs where numba finds a folder that it may write to."""
-    signature = types.void(types.int64)
-    try:
-        return cfunc(signature, cache=True, error_model="numpy")(kernel)
-    except (OSError, RuntimeError):
-        return cfunc(signature, error_model="numpy")(kernel)
 
 
 @njit(error_model="numpy")
@@ -515,7 +260,7 @@ def write_out(sums, dim, narrow, settled, share, whole, out):
             e += 1
 
 
-@_compiled
+@compiled
 def attend(at):
     """What tail.attend says, for as many (row, kv head, block of nodes) as no other thread has taken."""
     heads, groups, nodes = get_i64(at + HEADS), get_i64(at + GROUPS), get_i64(at + NODES)
@@ -613,7 +358,7 @@ def attend(at):
 ) = LIST  # fmt: skip
 
 
-@_compiled
+@compiled
 def list_slots(at):
     """What tail.Paths says, for as many rows as no other thread has taken."""
     nodes, width = get_i64(at + L_NODES), get_i64(at + L_WIDTH)

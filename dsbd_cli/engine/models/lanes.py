@@ -1,0 +1,302 @@
+"""Vectors of LANES float32 numbers in kernels of numba, which lacks them.
+
+Each operation is one of IEEE 754 or a fixed sequence of them, and nothing here may be reordered (no fastmath). So the
+bits are the same whatever the width of the machine's vectors is. Addresses are int64, and nothing checks them.
+
+numba keeps what it compiled until the file of the kernel changes. So a kernel's file names SOURCE, which changes with
+this file.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llvmlite import ir
+from numba import cfunc, types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+LANES = 16
+SOURCE = zlib.crc32(Path(__file__).read_bytes())
+
+F32, I32, I16, I64, I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(64), ir.IntType(8)
+VECTOR, WHOLES, HALVES = (ir.VectorType(kind, LANES) for kind in (F32, I32, I16))
+
+# 2^f for f in [-0.5, 0.5]: the polynomial of degree 6 through its Chebyshev nodes, relative error 3e-9
+EXP2 = (1.0, 0.6931472067028327, 0.2402265092228862, 0.05550327226670292, 0.009618056678548023, 0.0013400428177566112,
+        0.00015461444691139306)  # fmt: skip
+ROUND = 12582912.0  # 1.5 * 2^23: a number added to it loses its fraction
+LEAST_POWER = -126.0  # smaller results would be subnormal, and slow
+
+
+class _Lanes(types.Type):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(name="Lanes")
+
+
+LANES_TYPE = _Lanes()
+
+
+@register_model(_Lanes)
+class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, VECTOR)
+
+
+def operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make an intrinsic of what builds its LLVM code from (builder, *values)."""
+
+    def made(build: Callable[..., Any]) -> Any:
+        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            found = build(builder, *values)
+            return context.get_dummy_value() if found is None else found
+
+        signature = result(*arguments)
+        # numba asks for one parameter per argument
+        names = ", ".join(f"a{place}" for place in range(len(arguments)))
+        scope: dict[str, Any] = {"signature": signature, "code": code}
+        exec(f"def {build.__name__}(context, {names}): return signature, code", scope)
+        return intrinsic(scope[build.__name__])
+
+    return made
+
+
+def pointer(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def loaded(builder: Any, address: Any, kind: Any, align: int) -> Any:
+    return builder.load(pointer(builder, address, kind), align=align)
+
+
+def splatted(builder: Any, value: Any, kind: Any = VECTOR) -> Any:
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(WHOLES, [0] * LANES))
+
+
+def _number(value: float) -> Any:
+    return ir.Constant(VECTOR, [value] * LANES)
+
+
+def _whole(value: int) -> Any:
+    return ir.Constant(WHOLES, [value] * LANES)
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32"), (a, b, c))
+
+
+@operation(types.float32, types.int64)
+def get_f32(builder: Any, address: Any) -> Any:
+    return loaded(builder, address, F32, 4)
+
+
+@operation(types.float32, types.int64)
+def get_bf16(builder: Any, address: Any) -> Any:
+    wide = builder.zext(loaded(builder, address, I16, 2), I32)
+    return builder.bitcast(builder.shl(wide, ir.Constant(I32, 16)), F32)
+
+
+@operation(types.int64, types.int64)
+def get_i32(builder: Any, address: Any) -> Any:
+    return builder.sext(loaded(builder, address, I32, 4), I64)
+
+
+@operation(types.int64, types.int64)
+def get_i64(builder: Any, address: Any) -> Any:
+    return loaded(builder, address, I64, 8)
+
+
+@operation(types.int64, types.int64)
+def get_u8(builder: Any, address: Any) -> Any:
+    return builder.zext(loaded(builder, address, I8, 1), I64)
+
+
+@operation(types.void, types.int64, types.float32)
+def put_f32(builder: Any, address: Any, value: Any) -> Any:
+    builder.store(value, pointer(builder, address, F32), align=4)
+
+
+@operation(types.void, types.int64, types.int64)
+def put_i32(builder: Any, address: Any, value: Any) -> Any:
+    builder.store(builder.trunc(value, I32), pointer(builder, address, I32), align=4)
+
+
+@operation(types.int64, types.int64)
+def take(builder: Any, address: Any) -> Any:
+    """Add one to the int64 there, at once for all threads; what it was before."""
+    return builder.atomic_rmw("add", pointer(builder, address, I64), ir.Constant(I64, 1), "monotonic")
+
+
+@operation(LANES_TYPE, types.float32)
+def splat(builder: Any, value: Any) -> Any:
+    return splatted(builder, value)
+
+
+@operation(LANES_TYPE, types.int64)
+def load_f32(builder: Any, address: Any) -> Any:
+    return loaded(builder, address, VECTOR, 4)
+
+
+def _widened(builder: Any, values: Any) -> Any:
+    return builder.bitcast(builder.shl(builder.zext(values, WHOLES), _whole(16)), VECTOR)
+
+
+@operation(LANES_TYPE, types.int64)
+def load_bf16(builder: Any, address: Any) -> Any:
+    return _widened(builder, loaded(builder, address, HALVES, 2))
+
+
+@operation(types.void, types.int64, LANES_TYPE)
+def store_f32(builder: Any, address: Any, value: Any) -> Any:
+    builder.store(value, pointer(builder, address, VECTOR), align=4)
+
+
+def _rounded(builder: Any, value: Any, whole: Any, narrow: Any, floats: Any, const: Callable[[int], Any]) -> Any:
+    """float32 to the nearest bfloat16, ties to even; NaN stays NaN."""
+    bits = builder.bitcast(value, whole)
+    odd = builder.and_(builder.lshr(bits, const(16)), const(1))
+    near = builder.lshr(builder.add(builder.add(bits, const(0x7FFF)), odd), const(16))
+    strange = builder.fcmp_unordered("uno", value, ir.Constant(floats, None))
+    return builder.trunc(builder.select(strange, const(0x7FC0), near), narrow)
+
+
+@operation(types.void, types.int64, LANES_TYPE)
+def store_bf16(builder: Any, address: Any, value: Any) -> Any:
+    builder.store(_rounded(builder, value, WHOLES, HALVES, VECTOR, _whole), pointer(builder, address, HALVES), align=2)
+
+
+@operation(types.void, types.int64, types.float32)
+def put_bf16(builder: Any, address: Any, value: Any) -> Any:
+    near = _rounded(builder, value, I32, I16, F32, lambda number: ir.Constant(I32, number))
+    builder.store(near, pointer(builder, address, I16), align=2)
+
+
+@operation(LANES_TYPE, LANES_TYPE, LANES_TYPE, LANES_TYPE)
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+    return _fma(builder, a, b, c)
+
+
+@operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
+def add(builder: Any, a: Any, b: Any) -> Any:
+    return builder.fadd(a, b)
+
+
+@operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
+def sub(builder: Any, a: Any, b: Any) -> Any:
+    return builder.fsub(a, b)
+
+
+@operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
+def mul(builder: Any, a: Any, b: Any) -> Any:
+    return builder.fmul(a, b)
+
+
+@operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
+def divide(builder: Any, a: Any, b: Any) -> Any:
+    return builder.fdiv(a, b)
+
+
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
+def smaller(builder: Any, a: Any, b: Any) -> Any:
+    """NaN in a gives NaN."""
+    return builder.select(builder.fcmp_ordered(">", a, b), b, a)
+
+
+@operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
+def larger(builder: Any, a: Any, b: Any) -> Any:
+    return _larger(builder, a, b)
+
+
+def _halved(builder: Any, value: Any, join: Callable[[Any, Any, Any], Any]) -> Any:
+    count = LANES
+    while count > 1:
+        count //= 2
+        kind = ir.VectorType(I32, count)
+        low = builder.shuffle_vector(value, value, ir.Constant(kind, list(range(count))))
+        high = builder.shuffle_vector(value, value, ir.Constant(kind, list(range(count, 2 * count))))
+        value = join(builder, low, high)
+    return builder.extract_element(value, ir.Constant(I32, 0))
+
+
+@operation(types.float32, LANES_TYPE)
+def total(builder: Any, value: Any) -> Any:
+    """Sum of the lanes, always in the same order: first and last half, and so on."""
+    return _halved(builder, value, lambda builder, a, b: builder.fadd(a, b))
+
+
+@operation(types.float32, LANES_TYPE)
+def largest(builder: Any, value: Any) -> Any:
+    return _halved(builder, value, _larger)
+
+
+@operation(types.float32, LANES_TYPE)
+def first(builder: Any, value: Any) -> Any:
+    return builder.extract_element(value, ir.Constant(I32, 0))
+
+
+def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
+    """LANES vectors of LANES numbers: blocks of half the size change places, and so on."""
+    step = LANES // 2
+    while step:
+        for place in range(LANES):
+            if place & step:
+                continue
+            a, b = rows[place], rows[place + step]
+            kept = [LANES + lane - step if lane & step else lane for lane in range(LANES)]
+            other = [LANES + lane if lane & step else lane + step for lane in range(LANES)]
+            rows[place], rows[place + step] = (
+                builder.shuffle_vector(a, b, ir.Constant(WHOLES, order)) for order in (kept, other)
+            )
+        step //= 2
+    return rows
+
+
+def _turned(narrow: bool) -> Callable[..., Any]:
+    def build(builder: Any, source: Any, step: Any, target: Any, line: Any) -> None:
+        rows = []
+        for _ in range(LANES):
+            row = loaded(builder, source, HALVES if narrow else VECTOR, 2 if narrow else 4)
+            rows.append(_widened(builder, row) if narrow else row)
+            source = builder.add(source, step)
+        for row in _transpose(builder, rows):
+            builder.store(row, pointer(builder, target, VECTOR), align=4)
+            target = builder.add(target, line)
+
+    return build
+
+
+turn_f32 = operation(types.void, *(types.int64,) * 4)(_turned(False))
+turn_bf16 = operation(types.void, *(types.int64,) * 4)(_turned(True))
+
+
+@operation(LANES_TYPE, LANES_TYPE)
+def exp2(builder: Any, x: Any) -> Any:
+    """2^x of numbers up to 126; those below -126 give 2^-126, NaN gives NaN."""
+    least = _number(LEAST_POWER)
+    x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
+    shifted = builder.fadd(x, _number(ROUND))
+    rest = builder.fsub(x, builder.fsub(shifted, _number(ROUND)))
+    power = _number(EXP2[-1])
+    for factor in EXP2[-2::-1]:
+        power = _fma(builder, power, rest, _number(factor))
+    whole = builder.add(builder.bitcast(shifted, WHOLES), _whole(127 - 0x4B400000))
+    return builder.fmul(power, builder.bitcast(builder.shl(whole, _whole(23)), VECTOR))
+
+
+def compiled(kernel: Callable[..., Any]) -> Any:
+    """Kept for later runs where numba finds a folder that it may write to."""
+    signature = types.void(types.int64)
+    try:
+        return cfunc(signature, cache=True, error_model="numpy")(kernel)
+    except (OSError, RuntimeError):
+        return cfunc(signature, error_model="numpy")(kernel)
