@@ -3,12 +3,12 @@
     python -m benchmarks.seq2seq --shape opus-mt --num-beams 4,5                    # random weights: speed alone
     python -m benchmarks.seq2seq --shape opus-mt --num-beams 4 --ctranslate2 float32 int8
     python -m benchmarks.seq2seq --target T --draft D --data test.jsonl             # checkpoints of your own
-    python -m benchmarks.seq2seq --target S/target --data S/test.jsonl --num-beams 10 --depth 8 --new-tokens 60 --alone
+    python -m benchmarks.seq2seq --target R/target --data R/test.jsonl --num-beams 1,4,10 --batch-size 1 --new-tokens 60
     python -m benchmarks.seq2seq --target G/target --draft G/draft --data G/test.jsonl --num-beams 1,4,8
 
-The fourth is a copy task (training/spelling.py). A line of the data is `{"prompt": ..}`, and `phonemes`, a list of
-right answers, where errors are to be counted (see training/grapheme_phoneme.py). Random weights know no draft that is
-worth anything, so a shape is run without one.
+The fourth is a copy task (training/reactions.py; training/spelling.py is another). A line of the data is `{"prompt":
+..}`, and `phonemes`, a list of right answers, where errors are to be counted (see training/grapheme_phoneme.py). Random
+weights know no draft that is worth anything, so a shape is run without one.
 """
 
 from __future__ import annotations
@@ -164,11 +164,11 @@ def runners(loaded: Engine, beams: int, options: argparse.Namespace) -> dict[str
 
     drafted = {"depth": options.depth, "drafts_per_layer": options.drafts_per_layer}
     drafted = {name: value for name, value in drafted.items() if value is not None}
-    methods: dict[str, MethodConfig] = {"no draft": MethodConfig(rule="search", num_beams=beams, depth=0)}
+    methods: dict[str, MethodConfig] = {"no draft": MethodConfig(rule=options.rule, num_beams=beams, depth=0)}
     if loaded.draft is not None:
-        methods["draft"] = MethodConfig(rule="search", num_beams=beams, **drafted)
+        methods["draft"] = MethodConfig(rule=options.rule, num_beams=beams, **drafted)
     if not options.shape:
-        methods["ngram"] = MethodConfig(rule="search", num_beams=beams, drafter="ngram", **drafted)
+        methods["ngram"] = MethodConfig(rule=options.rule, num_beams=beams, drafter="ngram", **drafted)
     made: dict[str, Callable[..., tuple[list[str], int]]] = {"transformers": theirs} if not options.alone else {}
     for kind in options.ctranslate2:
         made[f"CTranslate2, {kind}"] = ConvertedPair(
@@ -229,9 +229,12 @@ def main() -> None:
         "--ctranslate2", nargs="+", default=[], choices=("float32", "int8"), help="compare with it, in these types"
     )
     parser.add_argument("--drafts-per-layer", type=int)
+    parser.add_argument("--rule", choices=("search", "coupled"), default="search", help="coupled: with --alone")
     parser.add_argument("--alone", action="store_true", help="without transformers")
     parser.add_argument("--name", default="seq2seq")
     options = parser.parse_args()
+    if options.rule != "search" and not options.alone:
+        parser.error("--rule coupled samples, so its texts are none of transformers': add --alone")
     with tempfile.TemporaryDirectory(prefix="dsbd-seq2seq-") as folder:
         if options.shape:
             make_shape(options.shape, Path(folder))

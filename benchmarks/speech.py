@@ -2,6 +2,11 @@
 
     python -m benchmarks.whisper_weights --from CT2_FOLDER --to WHISPER_FOLDER  # see there
     python -m benchmarks.speech --target WHISPER_FOLDER --sounds DIR
+    python -m benchmarks.speech --target WHISPER_FOLDER --sounds DIR --ctranslate2 CT2_FOLDER  # seconds as well
+
+The second compares texts. The third runs dsbd, transformers and CTranslate2 (the folder that the checkpoint was made
+from, in float32 and in int8) by turns on the same sounds, and prints the word error rate and the seconds of each. All
+begin with the sound file and share the code that reads it and makes its features.
 
 Speaks the sentences below with espeak-ng into DIR, unless their files are there. Prints n of n. Needs the extra `audio`
 and jiwer.
@@ -10,7 +15,10 @@ and jiwer.
 from __future__ import annotations
 
 import argparse
+import statistics
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +27,8 @@ import torch
 from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 import dsbd_cli
-from dsbd_cli import MethodConfig, Request, RequestResult, SamplingConfig
+from benchmarks.common import environment, markdown_table, results_folder, write_results
+from dsbd_cli import MethodConfig, ModelSpec, Request, RequestResult, SamplingConfig
 from dsbd_cli.engine.models.speech import read_audio
 
 SENTENCES = (
@@ -77,6 +86,108 @@ class Stock:
         return int(self.model.detect_language(features))
 
 
+class Converted:
+    """The same weights in CTranslate2's format, on as many threads as torch has."""
+
+    def __init__(self, folder: Path, kind: str, stock: Stock, beams: int, new_tokens: int, tokenizer: Any) -> None:
+        """kind: float32 or int8. tokenizer: of the checkpoint. Raises ModuleNotFoundError where ctranslate2 is not
+        installed."""
+        import ctranslate2
+
+        threads = {"intra_threads": torch.get_num_threads(), "inter_threads": 1}
+        self._model = ctranslate2.models.Whisper(str(folder), device="cpu", compute_type=kind, **threads)
+        self._view: Any = ctranslate2.StorageView.from_array
+        self._features, self._tokenizer = stock.features, tokenizer
+        self._begin = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
+        # its own limit counts the prompt; patience 1 and length penalty 1 are what transformers has
+        self._settings = {"beam_size": beams, "max_length": new_tokens + len(self._begin), "length_penalty": 1}
+
+    def __call__(self, files: list[Path]) -> list[str]:
+        """Texts."""
+        features = torch.cat([self._features(file) for file in files]).numpy()
+        found = self._model.generate(self._view(features), [self._begin] * len(files), **self._settings)
+        return [self._tokenizer.decode(one.sequences_ids[0], skip_special_tokens=True) for one in found]
+
+
+def in_turns(options: argparse.Namespace) -> None:
+    """Seconds and word error rates of dsbd, transformers and CTranslate2, and the report."""
+    files = spoken(options.sounds, options.records)
+    stock = Stock(options.target, options.num_beams, options.new_tokens)
+    method = MethodConfig(rule="search", num_beams=options.num_beams, depth=0)
+    sampling = SamplingConfig(max_new_tokens=options.new_tokens, source_lang="en")
+    found: dict[str, Callable[[list[Path]], list[str]]] = {}
+    for kind in options.kinds:
+        spec = ModelSpec(
+            options.target,
+            dtype="float32" if kind == "int8" else kind,
+            quantize="int8" if kind == "int8" else None,
+        )
+        engine = dsbd_cli.load(spec, None, method=method, batch_size=options.batch_size)
+        codec: Any = engine.codec
+
+        def ours(some: list[Path], engine: Any = engine) -> list[str]:
+            results = engine.generate([Request(audio=str(file), sampling=sampling) for file in some])
+            for result in results:
+                result.check()
+            return [result.text for result in results]
+
+        found[f"dsbd, {kind}"] = ours
+    end = codec.eos_ids[0]
+
+    def theirs(some: list[Path]) -> list[str]:
+        return [codec.decode([token for token in stock.ids(stock.features(file)) if token < end]) for file in some]
+
+    found["transformers, float32"] = theirs
+    for kind in ("float32", "int8"):
+        found[f"CTranslate2, {kind}"] = Converted(
+            options.ctranslate2, kind, stock, options.num_beams, options.new_tokens, codec.tokenizer
+        )
+    seconds: dict[str, list[float]] = {name: [] for name in found}
+    said: dict[str, list[str]] = {}
+    for run in found.values():
+        run(files[:1])
+    for _ in range(options.rounds):
+        for name, run in found.items():
+            start, texts = time.perf_counter(), []
+            for first in range(0, len(files), options.batch_size):
+                texts += run(files[first : first + options.batch_size])
+            seconds[name].append(time.perf_counter() - start)
+            said[name] = texts
+    meant = [words(one) for one in SENTENCES[: len(files)]]
+    runs = [
+        {
+            "method": name,
+            "seconds": seconds[name],
+            "word_error_rate": jiwer.wer(meant, [words(text) for text in texts]),
+            "texts_as_transformers": sum(
+                a.strip() == b.strip() for a, b in zip(texts, said["transformers, float32"], strict=True)
+            ),
+            "texts": texts,
+        }
+        for name, texts in said.items()
+    ]
+    env = environment()
+    table = markdown_table(
+        [
+            {
+                "method": str(run["method"]),
+                "median seconds": f"{statistics.median(seconds[str(run['method'])]):.2f}",
+                "from, to": f"{min(seconds[str(run['method'])]):.2f}, {max(seconds[str(run['method'])]):.2f}",
+                "word error rate": f"{100 * run['word_error_rate']:.0f} %",
+                "texts as transformers": f"{run['texts_as_transformers']} of {len(files)}",
+            }
+            for run in runs
+        ]
+    )
+    report = (
+        f"# Speech: {options.target}, {options.num_beams} beams, batches of {options.batch_size} (transformers: one at "
+        f"a time)\n\n`{env['command']}` on {env['device']}, commit {env['commit']}. Seconds are of all {len(files)} "
+        f"files, reading them included.\n\n"
+    )
+    write_results(results_folder(options.name), runs, report + table)
+    print(table)
+
+
 def main() -> None:
     """Parse the options and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -86,7 +197,19 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--records", type=int, default=len(SENTENCES), choices=range(1, len(SENTENCES) + 1))
+    parser.add_argument("--ctranslate2", type=Path, help="folder in its format: compare seconds with it")
+    parser.add_argument(
+        "--kinds", nargs="+", default=["float32", "int8"], choices=("float32", "bfloat16", "int8"), help="of dsbd"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--name", default="speech")
     options = parser.parse_args()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    if options.ctranslate2 is not None:
+        in_turns(options)
+        return
     files = spoken(options.sounds, options.records)
     method = MethodConfig(rule="search", num_beams=options.num_beams, depth=0)
     engine = dsbd_cli.load(options.target, None, method=method, batch_size=options.batch_size)

@@ -103,31 +103,42 @@ def test_contexts_are_prompt_and_history() -> None:
 
 
 def lookup(text: list[int], longest: int, depth: int) -> list[tuple[int, ...]]:
-    """Continuations, best place first: longest match, then the latest; a path past the end repeats itself."""
+    """Continuations, best place first: the most alike, then the latest; a path past the end repeats itself."""
 
-    def match(place: int) -> int:
-        size = 0
-        while size < min(longest, place) and text[place - 1 - size] == text[-1 - size]:
-            size += 1
-        return size
+    def worth(place: int) -> int:
+        backs = range(1, min(longest, place) + 1)
+        return sum(max(1, round(1000 * 0.85 ** (back - 1))) for back in backs if text[place - back] == text[-back])
 
-    places = [place for place in range(1, len(text)) if match(place)]
-    places.sort(key=lambda place: (match(place), place), reverse=True)
+    places = [place for place in range(1, len(text)) if worth(place)]
+    places.sort(key=lambda place: (worth(place), place), reverse=True)
     return [tuple(text[p + step % (len(text) - p)] for step in range(depth)) for p in places]
 
 
-@pytest.mark.parametrize("longest", [1, 3, 8])
+@pytest.mark.parametrize("longest", [1, 3, 12])
 def test_ngram_is_its_scalar_twin(longest: int) -> None:
     texts = random_texts(longest)
     context = make_context(texts, 3, 5, 4)
     paths = NgramSource(longest).paths(context)
     for row, beams in enumerate(texts):
         expected = [
-            (beam, tokens, 0.5**rank / len(beams))
+            (beam, tokens, (1 + 1 / len(beams)) * 0.25**rank)
             for beam, own in enumerate(beams)
             for rank, tokens in enumerate(lookup(own, longest, 4)[:5])
         ]
         assert _same(as_lists(paths, row), expected)
+
+
+def test_ngram_goes_on_behind_a_changed_token() -> None:
+    """The beams copy 1 .. 9; one of them has changed the last token, the other one the token before it."""
+    source = [1, 2, 3, 4, 5, 6, 7, 8, 9, 20]
+    changed = [*source, 1, 2, 3, 4, 15], [*source, 1, 2, 3, 14, 5]
+    forest = PathDrafter(NgramSource(12)).propose(make_context([list(changed)], 2, 2, 4))
+    found = {
+        (int(forest.layers[4].root[0, k]), *forest.layers[4].path_tokens[0, k].tolist())
+        for k in range(2)
+        if forest.layers[4].valid[0, k]
+    }
+    assert found == {(0, 6, 7, 8, 9), (1, 6, 7, 8, 9)}
 
 
 def _same(found: list[tuple[int, tuple[int, ...], float]], expected: list[tuple[int, tuple[int, ...], float]]) -> bool:

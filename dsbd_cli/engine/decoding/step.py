@@ -134,6 +134,7 @@ class Stepper:
             # 3. Verify layer by layer: a layer passes if it yields its width in live beams. The first that does not is
             #    completed by the exact law, and so is the bonus layer below the last one
             candidates = self._candidates(state, work.forest, work.logits, work.legal_tokens)
+            self.drafter.learn(work.forest, candidates)
             step_by_step = walked if self._walks(state, work.forest, candidates) else walk
             outcome = step_by_step(state, work.forest, candidates, self.rule, self.endings, work.context.keys)
             # 4. Commit: both caches keep only the ancestors of the live beams

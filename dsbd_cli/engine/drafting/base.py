@@ -1,4 +1,4 @@
-"""What a drafter is given and what it returns. A drafter never looks at the target's logits."""
+"""What a drafter is given and what it returns. A drafter never looks at the target's logits of its own iteration."""
 
 from __future__ import annotations
 
@@ -163,6 +163,11 @@ class Drafter(Protocol):
         """For every row that runs, how many nodes each layer has that is certain to pass, where the drafter knows it
         before an iteration of `depth` layers of `count` nodes at most; None where it does not."""
         return None
+
+    def learn(self, forest: Forest, candidates: Candidates) -> None:
+        """What the target said of the nodes [R, N] that were proposed last. A proposal may go by what was said before
+        its iteration, by nothing that is said in it."""
+        return
 
     def release(self) -> None:
         """Give back the memory of a cache of its own. That of `model` belongs to the engine."""

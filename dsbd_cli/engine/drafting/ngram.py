@@ -1,41 +1,56 @@
-"""Prompt lookup: what followed the last tokens the last time they stood in the prompt or the output (the retrieval
-store of the prompt in RASD, arXiv 2503.03434; prompt lookup decoding). No model, no state; everything is a comparison
-of tensors."""
+"""Prompt lookup: what followed the last tokens, or tokens much like them, where they stood before in the prompt or the
+output (the retrieval store of the prompt in RASD, arXiv 2503.03434; prompt lookup decoding). No model, no state;
+everything is a comparison of tensors.
+
+Tokens are compared one by one with those behind an earlier place, so a beam that has changed a token of what it copies
+goes on behind the place it came from. Most beams of a search are such: they differ from the best one in a token or two.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
+from dsbd_cli.engine.core.forest import Forest, LayerNodes
+from dsbd_cli.engine.core.noise import DRAFT
+from dsbd_cli.engine.core.pool import DraftRequest
+from dsbd_cli.engine.core.probs import NEVER, Candidates, pool_law
+from dsbd_cli.engine.core.sampler import largest
+from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, children, roots
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
-from dsbd_cli.engine.drafting.text import contexts, suffix
+from dsbd_cli.engine.drafting.recall import Recall, prompt_keys
+from dsbd_cli.engine.drafting.text import NO_TOKEN, contexts, suffix
 from dsbd_cli.variants import NGRAM
 
-__all__ = ["NgramSource", "make"]
+__all__ = ["NgramDrafter", "NgramSource", "make"]
+
+PLACES = 4  # of each beam that are followed
+FOUND, OTHER = -0.02, 3.0  # guessed log-probability of what stands at the best place, and how much less at each other
+UNIT, DECAY = 1000, 0.85  # worth of the last token where it is equal, and of each token before it, of the next
 
 
 class NgramSource:
-    """Paths behind earlier places that end as the beam does: the longest match first, of equal ones the latest."""
+    """Paths behind earlier places that end much as the beam does: the most alike first, of equal ones the latest."""
 
     def __init__(self, longest: int) -> None:
-        """longest: n, most tokens of a match that count."""
+        """longest: n, last tokens that are compared."""
         self.longest = longest
 
     def paths(self, context: DraftContext) -> Paths:
-        """K places of every beam; each weighs half of the one before it, so the best match keeps its whole path.
+        """K places of every beam, the best one of each beam before any beam's second: a layer passes where every beam
+        goes on as drafted. Of places of one rank those of likelier beams weigh more.
 
         A path that reaches the end of the text goes on from its own beginning: the text has repeated itself so far.
         """
         assert context.prompts is not None
         tokens, length = contexts(context.prompts, context.beams)
-        rank, start = _matches(tokens, length, self.longest).topk(min(context.drafts_per_layer, tokens.shape[2]), 2)
+        rank, start = _alike(tokens, length, self.longest).topk(min(context.drafts_per_layer, tokens.shape[2]), 2)
         rows, beams, places = start.shape
         steps = torch.arange(context.depth, device=tokens.device)
         period = (length.view(-1, 1, 1) - start).clamp(min=1).unsqueeze(-1)
         at = start.unsqueeze(-1) + steps % period  # [R, W, c, D]
         found = tokens.gather(2, at.flatten(2)).view(rows, beams, places, context.depth)
-        weight = beam_share(context.beams).unsqueeze(-1) * 0.5 ** torch.arange(places, device=tokens.device)
+        weight = (1 + beam_share(context.beams)).unsqueeze(-1) * 0.25 ** torch.arange(places, device=tokens.device)
         real = (rank >= 0) & context.beams.valid.unsqueeze(-1)
         return Paths(
             root=torch.arange(beams, device=tokens.device).view(1, -1, 1).expand_as(start).flatten(1),
@@ -45,24 +60,117 @@ class NgramSource:
         )
 
 
-def _matches(tokens: Tensor, length: Tensor, longest: int) -> Tensor:
-    """For every place: how good it is to go on there, or -1: [R, W, X] int64. Match length first, then lateness.
+def _alike(tokens: Tensor, length: Tensor, longest: int) -> Tensor:
+    """For every place: how good it is to go on there, or -1: [R, W, X] int64. First how much the tokens before it are
+    like the last ones, then lateness.
 
     tokens: [R, W, X]; length: [R].
     """
     width = tokens.shape[2]
     place = torch.arange(width, device=tokens.device)
     last = suffix(tokens, length, longest)
-    alive = ((place >= 1) & (place < length.unsqueeze(1))).unsqueeze(1).expand_as(tokens)
-    match = torch.zeros_like(tokens)
+    last = torch.where(last == NO_TOKEN, NO_TOKEN - 1, last)  # equal to nothing
+    before = torch.nn.functional.pad(tokens, (longest, 0), value=NO_TOKEN)
+    worth = torch.zeros_like(tokens)
     for back in range(1, longest + 1):
-        before = torch.nn.functional.pad(tokens, (back, 0), value=-1)[:, :, :width]
-        wanted = last[:, :, longest - back].unsqueeze(-1)
-        alive = alive & (before == wanted) & (wanted >= 0)
-        match = match + alive
-    return torch.where(match > 0, match * width + place, -1)
+        at = longest - back
+        equal = before[:, :, at : at + width] == last[:, :, at : at + 1]
+        worth.add_(equal, alpha=max(1, round(UNIT * DECAY ** (back - 1))))
+    real = (worth > 0) & (place < length.unsqueeze(1)).unsqueeze(1)
+    return torch.where(real, worth * width + place, -1)
+
+
+class NgramDrafter(PathDrafter):
+    """The best K pairs of each layer under a guessed law: what the target said of the node in the iteration before,
+    or else, with nearly all of the mass, what follows the places that are most alike.
+
+    Every node follows a place of the text, so that a beam which leaves the copy by a token goes on behind it.
+    """
+
+    def __init__(self, source: NgramSource, *, recalls: bool) -> None:
+        """recalls: what the target says is kept from one iteration to the next."""
+        super().__init__(source)
+        self._longest, self._recalls = source.longest, recalls
+        self._recall: Recall | None = None
+        self._prompts: Tensor | None = None
+
+    def propose(self, context: DraftContext) -> Forest:
+        """The K best pairs of every layer."""
+        assert context.prompts is not None
+        beams, count = context.beams, context.drafts_per_layer
+        forest = Forest(beams.token.shape[1], count, [roots(context)])
+        self._prompts = prompt_keys(context.prompts) if self._recalls else None
+        if context.depth == 0:
+            return forest
+        text, length = contexts(context.prompts, beams)
+        rank, place = _alike(text, length, self._longest).topk(min(PLACES, text.shape[2]), 2)
+        period = (length.view(-1, 1, 1) - place).clamp(min=1)
+        place = torch.where(rank >= 0, place, -1)
+        width, flat = text.shape[2], text.flatten(1)
+        for layer in range(context.depth):
+            nodes = forest.layers[layer]
+            at = (nodes.root.unsqueeze(-1) * width + place.clamp(min=0)).flatten(1)
+            guess = torch.where(place >= 0, flat.gather(1, at).view_as(place), NO_TOKEN)  # [R, n, p]
+            drafts = self._draws(context, nodes, layer, guess)
+            forest.layers.append(children(context, forest, layer, drafts))
+            forest.laws.append(None)
+            # where the children stand: behind the place that guessed their token, else behind the best place
+            above = drafts.above.unsqueeze(-1).expand(-1, -1, place.shape[2])
+            by = (guess.gather(1, above) == drafts.token.unsqueeze(-1)).to(torch.int8).argmax(-1, keepdim=True)
+            period = period.gather(1, above).gather(2, by)
+            place = place.gather(1, above).gather(2, by)
+            beyond = torch.where(place >= 0, place + 1, -1)
+            place = torch.where(beyond >= length.view(-1, 1, 1), beyond - period, beyond)
+        return forest
+
+    def _draws(self, context: DraftContext, nodes: LayerNodes, layer: int, guess: Tensor) -> LayerDrafts:
+        """The best pairs below one layer. guess: [R, n, p] tokens, best first, NO_TOKEN where there is none."""
+        count, sampler = context.drafts_per_layer, context.sampler
+        places, recall = guess.shape[2], self._recall
+        room = max(count, places, recall.width if recall is not None else 0)
+        order = torch.arange(places, device=guess.device)
+        earlier = (guess.unsqueeze(-1) == guess.unsqueeze(-2)) & (order.unsqueeze(-1) > order)
+        real = (guess >= 0) & ~earlier.any(-1)
+        logprobs = torch.where(real, FOUND - OTHER * order, NEVER)
+        tokens = torch.nn.functional.pad(guess.clamp(min=0), (0, room - places))
+        logprobs = torch.nn.functional.pad(logprobs, (0, room - places), value=NEVER)
+        if recall is not None:
+            assert self._prompts is not None
+            known, said, law = recall.at(nodes.path ^ self._prompts.unsqueeze(1))
+            more = room - recall.width
+            tokens = torch.where(known.unsqueeze(-1), torch.nn.functional.pad(said, (0, more)), tokens)
+            law = torch.nn.functional.pad(law, (0, more), value=NEVER)
+            logprobs = torch.where(known.unsqueeze(-1), law, logprobs)
+        live = nodes.valid & ~nodes.ends
+        if sampler.random:
+            pool = pool_law(Candidates(tokens, logprobs, full=False), nodes.weight, live, context.warp)
+            keys, weight = pool.log_p, pool.weight
+        else:
+            keys = weight = torch.where(live, nodes.weight, NEVER).unsqueeze(-1) + logprobs
+        if not context.drafts_end:
+            keys = keys.masked_fill(context.endings.ends(nodes.stop_state, tokens), NEVER)
+        if sampler.path_noise:
+            stream = context.keys[:, layer, DRAFT]
+            keys = keys + sampler.noise(DraftRequest(keys, tokens, nodes.path, stream, count, context.warp.silent))
+        index, valid = largest(keys, count)
+        return LayerDrafts(
+            above=index // room,
+            token=tokens.flatten(1).gather(1, index),
+            valid=valid,
+            sampled=torch.zeros_like(valid),
+            weight=weight.flatten(1).gather(1, index),
+        )
+
+    def learn(self, forest: Forest, candidates: Candidates) -> None:
+        """Keep what the target said."""
+        if self._prompts is not None:
+            self._recall = Recall.of(forest, candidates, self._prompts)
+
+    def release(self) -> None:
+        """Forget it."""
+        self._recall = self._prompts = None
 
 
 def make(of: DrafterInputs) -> PathDrafter:
-    """Drafter `ngram`."""
-    return PathDrafter(NgramSource(of.method.value(NGRAM)))
+    """Drafter `ngram`. A captured iteration finds its inputs where they were, so nothing is kept on a GPU."""
+    return NgramDrafter(NgramSource(of.method.value(NGRAM)), recalls=of.device.type == "cpu")
