@@ -222,7 +222,7 @@ def test_settings_that_do_not_act_are_null() -> None:
     assert (beam["drafter"], beam["ngram"], beam["tree"], beam["fusion_top_k"]) == ("beam", None, None, None)
     assert beam["width_threshold"] is None
     both = written(drafter="beam+ngram", width="threshold")
-    assert (both["ngram"], both["fusion_top_k"], both["width_threshold"]) == (4, 16, 0.7)
+    assert (both["ngram"], both["fusion_top_k"], both["width_threshold"]) == (12, 16, 0.7)
 
 
 def test_markdown_tables_are_whole() -> None:
