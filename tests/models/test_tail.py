@@ -313,7 +313,7 @@ def test_torch_serves_where_numba_cannot_be_loaded(
 
     monkeypatch.setattr(tail, "_kernels", refuse)
     monkeypatch.setattr(states, "_kernels", refuse)
-    for function in (tail._ready, states._walkable):
+    for function in (tail.serves, states._walkable):
         monkeypatch.setattr(f"{function.__module__}.{function.__name__}", functools.cache(function.__wrapped__))
     case = draw(1, torch.float32)
     with caplog.at_level(logging.WARNING):

@@ -183,6 +183,11 @@ class PackedLinear(nn.Module):
         """The weights as they are stored."""
         return self._product.weights
 
+    @property
+    def compiled(self) -> bool:
+        """Whether a kernel of our own computes it."""
+        return isinstance(self._product, _Compiled)
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
         return self._product(x, self._bias)

@@ -245,6 +245,11 @@ class Int8Linear(nn.Module):
         """The weights of the whole product as they are stored."""
         return self.product.way.weights
 
+    @property
+    def compiled(self) -> bool:
+        """Whether kernels of our own compute it."""
+        return isinstance(self.product.way, _Compiled)
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
 

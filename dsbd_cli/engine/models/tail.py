@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsbd_cli.engine.models.native import SMALL, Kernel, kernels, loadable, offsets
 
-__all__ = ["Paths", "attend", "fits"]
+__all__ = ["Paths", "attend", "fits", "serves"]
 
 LANES = 16
 DTYPES = (torch.float32, torch.bfloat16)
@@ -102,7 +102,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and query.dtype in DTYPES
         and query.dtype == key.dtype == value.dtype
         and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-        and _ready()
+        and serves()
     )
 
 
@@ -178,5 +178,6 @@ def _kernels() -> list[Kernel]:
 
 
 @functools.cache
-def _ready() -> bool:
+def serves() -> bool:
+    """Whether the kernel can run here."""
     return loadable(_kernels, "torch computes attention over the tail")

@@ -258,16 +258,31 @@ def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
 
     device = pair.target.device
     if device.type != "cuda" or not available():
-        why = "triton is not installed" if device.type == "cuda" else f"they run on a GPU; the target is on {device}"
-        return "off", why, {}
+        return _processor_kernels(pair) if device.type == "cpu" else ("off", f"triton does not run on {device}", {})
     tried, wrong = sorted(kernels()), faults(device)
-    fused: dict[str, int] = dict(getattr(pair.target, "fused", {}))
+    fused: dict[str, int] = dict(getattr(getattr(pair.target, "fused", None), "counts", {}))
     facts: Facts = {"tried": tried, "left_out": wrong, "in_use": sorted(kernels_for(device, None)), "fused": fused}
     equal = ", ".join(name for name in tried if name not in wrong) or "none"
     layers = ", ".join(f"{count} x {name}" for name, count in fused.items()) or "nothing"
     text = f"equal to tensor code on {device}: {equal}; of the target's modules run so: {layers}"
     text = "; ".join([text, *left_out(device, None)])
     return ("broken" if wrong else "ok"), text, facts
+
+
+def _processor_kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
+    """Of numba: which linear layers of the target, and attention, run as kernels."""
+    from dsbd_cli.engine.models import tail
+    from dsbd_cli.engine.models.packing import PackedLinear
+    from dsbd_cli.engine.models.quantize import Int8Linear
+
+    module = getattr(pair.target, "module", None)
+    layers = [] if module is None else [one for one in module.modules() if isinstance(one, PackedLinear | Int8Linear)]
+    ours, attention = sum(one.compiled for one in layers), module is not None and tail.serves()
+    facts: Facts = {"linear_layers": len(layers), "linear_layers_as_kernels": ours, "attention": attention}
+    if not ours and not attention:
+        return "off", "torch computes linear layers and attention", facts
+    attends = "attention runs as a kernel" if attention else "torch computes attention"
+    return "ok", f"{ours} of {len(layers)} packed linear layers run as kernels of numba; {attends}", facts
 
 
 def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:
