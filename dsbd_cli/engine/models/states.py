@@ -536,10 +536,8 @@ class LinearState(LayerMemory):
         """After a chain: its last tokens [R, lead + n, ...] are the last of the trunk."""
         kept = self.places.lengths.unsqueeze(1) + torch.arange(self.lead, device=self.device)
         for name, new in read.items():
-            held = self.rows_of(self.planes[name]).clone()
             index = kept.view(*kept.shape, *[1] * (new.dim() - 2)).expand(-1, -1, *new.shape[2:])
-            held[:, : self.lead] = new.gather(1, index)
-            self.store(self.planes[name], held)
+            self.planes[name][self.places.numbers, : self.lead] = new.gather(1, index)
 
     def _state_of(self, k: Tensor, u: Tensor) -> Tensor:
         groups, heads = k.shape[2], u.shape[2]
