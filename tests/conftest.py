@@ -29,12 +29,14 @@ with contextlib.suppress(ModuleNotFoundError):  # GPU machines run a few files t
 
 def pytest_collection_finish() -> None:
     """What is imported by now stays, so the collector need not look at it again and again. In a fresh checkout the
-    kernel of attention is compiled before any test runs: a command that compiles it says so on stderr."""
-    from dsbd_cli.engine.models import tail
+    kernels of attention and products are compiled before any test runs: a command that compiles them says so."""
+    from dsbd_cli.engine.models import packing, tail
 
-    if not any((Path(tail.__file__).parent / "__pycache__").glob("tail_kernel.attend*.nbc")):
-        with contextlib.suppress(ModuleNotFoundError):
-            tail._kernels()
+    kept = Path(tail.__file__).parent / "__pycache__"
+    for kernel, load in (("tail_kernel.attend", tail._kernels), ("packing_kernel.multiply", packing._kernel)):
+        if not any(kept.glob(f"{kernel}*.nbc")):
+            with contextlib.suppress(ModuleNotFoundError):
+                load()
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)

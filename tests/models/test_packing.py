@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from dsbd_cli.engine.models import packing
 from dsbd_cli.engine.models.packing import PackedLinear, pack, packing_works
 
 needs_packing = pytest.mark.skipif(not packing_works(torch.float32), reason="this torch build cannot pack weights")
 
 
-@needs_packing
+@pytest.fixture(params=["_Compiled", "_Torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Our kernel alone, or torch's operators alone."""
+    works = packing._works
+    monkeypatch.setattr(packing, "_works", lambda way, dtype: way.__name__ == request.param and works(way, dtype))
+    return str(request.param)
+
+
+def serves(dtype: torch.dtype) -> None:
+    if not packing_works(dtype):
+        pytest.skip(f"does not serve {dtype} on this processor")
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 1), (1, 4), (3, 37)])
+@pytest.mark.parametrize("shape", [(0, 1), (1, 1), (1, 3), (2, 1), (1, 4), (3, 37)])
 def test_equals_the_plain_product(dtype: torch.dtype, bias: bool, shape: tuple[int, int]) -> None:
-    if not packing_works(dtype):
-        pytest.skip("no fast bfloat16 on this processor")
+    serves(dtype)
     torch.manual_seed(3)
     linear = nn.Linear(160, 72, bias=bias, dtype=dtype).requires_grad_(False)
     x = torch.randn(*shape, 160, dtype=dtype)
@@ -45,14 +61,102 @@ def test_a_few_outputs_keep_the_bits_of_a_row(bias: bool) -> None:
             assert torch.equal(model(x[:, :count]), packed[:, :count])
 
 
-@needs_packing
-def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None:
+    serves(dtype)
     torch.manual_seed(4)
-    linear = PackedLinear(nn.Linear(128, 96, bias=False).requires_grad_(False))
-    x = torch.randn(1, 9, 128)
+    linear = PackedLinear(nn.Linear(128, 96, bias=False, dtype=dtype).requires_grad_(False))
+    x = torch.randn(1, 9, 128, dtype=dtype)
     with torch.inference_mode():
         alone = torch.cat([linear(x[:, i : i + 1]) for i in range(9)], 1)
-        torch.testing.assert_close(linear(x), alone, rtol=1e-5, atol=1e-5)
+        assert torch.equal(linear(x), alone)
+
+
+@pytest.mark.parametrize(("dtype", "inputs"), [(torch.float32, 2600), (torch.bfloat16, 4500)])
+@pytest.mark.parametrize("way", ["_Compiled"], indirect=True)
+def test_parts_of_rows_inputs_and_outputs_change_no_bits(way: str, dtype: torch.dtype, inputs: int) -> None:
+    """Guards what our kernel shares out: inputs beyond a piece, rows beyond a chunk, outputs to threads."""
+    serves(dtype)
+    generator = torch.Generator().manual_seed(5)
+    linear = nn.Linear(inputs, 1300, dtype=dtype).requires_grad_(False)
+    x = torch.randn(111, inputs, generator=generator).to(dtype)
+    before = torch.get_num_threads()
+    try:
+        with torch.inference_mode():
+            packed = PackedLinear(linear)
+            torch.set_num_threads(1)
+            alone = torch.cat([packed(row) for row in x.split(1)])
+            exact = x.double() @ linear.weight.double().t() + linear.bias.double()
+            limit = 1e-5 if dtype == torch.float32 else 1e-2
+            assert (alone.double() - exact).abs().max() <= limit * exact.abs().max()
+            for threads in (1, 2, 3, 7):
+                torch.set_num_threads(threads)
+                for first, last in ((0, 111), (0, 5), (3, 10), (7, 104)):
+                    assert torch.equal(packed(x[first:last]), alone[first:last])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_may_be_views(dtype: torch.dtype) -> None:
+    serves(dtype)
+    linear = PackedLinear(nn.Linear(160, 72, dtype=dtype).requires_grad_(False))
+    wide = torch.randn(7, 400, generator=torch.Generator().manual_seed(6)).to(dtype)
+    with torch.inference_mode():
+        for x in (wide[:, 200:360], wide[::2, 3:163], wide.t()[:160].t(), wide[:1, :160].expand(5, 160)):
+            assert torch.equal(linear(x), linear(x.contiguous()))
+
+
+@pytest.mark.parametrize("way", ["_Compiled"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_no_number_stays_in_its_row(way: str, dtype: torch.dtype) -> None:
+    """Guards failed rows, which are found by their logits."""
+    serves(dtype)
+    linear = PackedLinear(nn.Linear(160, 72, dtype=dtype).requires_grad_(False))
+    x = torch.randn(9, 160, dtype=dtype)
+    bad = x.clone()
+    bad[4, 7] = float("nan")
+    with torch.inference_mode():
+        found, wanted = linear(bad), linear(x)
+    assert found[4].isnan().all()
+    assert torch.equal(found[[0, 3, 5, 8]], wanted[[0, 3, 5, 8]])
+
+
+@pytest.mark.parametrize("way", ["_Compiled"], indirect=True)
+def test_the_default_dtype_of_torch_is_not_the_kernels(way: str) -> None:
+    """Guards the kernel's room for sums, which half as many bytes would not hold."""
+    serves(torch.float32)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert packing.Parts.of(9, 4, 100).sums.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@needs_packing
+def test_a_width_that_fills_no_words_takes_torchs_way() -> None:
+    serves(torch.bfloat16)
+    torch.manual_seed(7)
+    linear = nn.Linear(161, 72, dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.randn(3, 161, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        torch.testing.assert_close(PackedLinear(linear)(x), linear(x), rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.usefixtures("way")
+def test_another_bias_and_a_copy_leave_the_original_alone() -> None:
+    serves(torch.float32)
+    linear = nn.Linear(160, 72).requires_grad_(False)
+    x, bias = torch.randn(3, 160), torch.randn(72)
+    with torch.inference_mode():
+        packed = PackedLinear(linear)
+        before = packed(x)
+        torch.testing.assert_close(packed.with_bias(bias)(x), before - linear.bias + bias, rtol=1e-5, atol=1e-5)
+        copied: Any = copy.deepcopy(packed) if type(packed._product).__name__ == "_Compiled" else packed
+        assert torch.equal(copied(x), before)
+        assert torch.equal(packed(x), before)
 
 
 @needs_packing

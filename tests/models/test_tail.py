@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.models import attention, states, tail
+from dsbd_cli.engine.models import attention, native, states, tail
 
 DTYPES = [torch.float32, torch.bfloat16]
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # relative to numbers of about 1
@@ -286,7 +286,7 @@ def test_compiling_is_told_and_a_folder_to_write_to_is_not_needed(
     """Guards the first run, and an install that nobody may write to."""
     from dsbd_cli.engine.models import lanes
 
-    monkeypatch.setattr(tail, "SLOW", -1)
+    monkeypatch.setattr(native, "SLOW", -1)
     with caplog.at_level(logging.WARNING):
         tail._kernels.__wrapped__()
     assert "compiled the attention kernel" in caplog.text

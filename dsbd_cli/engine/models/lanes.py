@@ -21,7 +21,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 LANES = 16
-SOURCE = zlib.crc32(Path(__file__).read_bytes())
+SOURCE = zlib.crc32(Path(__file__).read_text(encoding="utf-8").encode())  # whatever the ends of lines are
 
 F32, I32, I16, I64, I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(64), ir.IntType(8)
 VECTOR, WHOLES, HALVES = (ir.VectorType(kind, LANES) for kind in (F32, I32, I16))

@@ -14,28 +14,18 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
-import mmap
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from dsbd_cli.engine.models.tail import Kernel, kernels, loadable
+from dsbd_cli.engine.models.native import Kernel, features, fields, kernels, loadable, offsets, room, team
 
-__all__ = [
-    "PackedLinear",
-    "features",
-    "fields",
-    "offsets",
-    "pack",
-    "packing_works",
-    "plain_linears",
-    "room",
-    "weight_of",
-]
+__all__ = ["PackedLinear", "Parts", "lines", "pack", "packing_works", "pairs", "plain_linears", "weight_of"]
 
 ROWS_HINT = 32  # blocks are chosen for about so many tokens; measured: any hint from 8 to 512 gives the same blocks
 LEAST_ROWS = 4  # fewer rows take a slower kernel; measured: 1 row 0.65 ms, 4 rows 0.51 ms for 5632 x 2048 in bfloat16
@@ -43,17 +33,7 @@ MIN_FEATURES = 64
 COLUMNS = 64  # outputs that our kernels compute at once
 # Of our kernels. For more than FEW_ROWS rows a thread works on PIECE lines of weights at a time, which its cache holds.
 CHUNK_ROWS, FEW_ROWS, PIECE = 96, 6, 1024
-HUGE = 2**21
 MULTIPLIED = ("dt_proj",)  # layers whose weights Mamba and Jamba multiply by themselves
-
-
-def fields(*names: str) -> tuple[tuple[str, type[ctypes.c_int64]], ...]:
-    """Of a structure of sizes, addresses and strides in bytes."""
-    return tuple((name, ctypes.c_int64) for name in names)
-
-
-def offsets(kind: type[ctypes.Structure]) -> tuple[int, ...]:
-    return tuple(getattr(kind, field[0]).offset for field in kind._fields_)
 
 
 class Multiply(ctypes.Structure):
@@ -66,17 +46,7 @@ class Multiply(ctypes.Structure):
 
 
 MULTIPLY = offsets(Multiply)
-LAYOUT = zlib.crc32(repr([field[0] for field in Multiply._fields_]).encode())
-
-
-@functools.cache
-def features() -> frozenset[str]:
-    """Instructions of this processor, by LLVM's names; none where numba is not installed."""
-    try:
-        from llvmlite.binding import get_host_cpu_features
-    except ImportError:
-        return frozenset()
-    return frozenset(name for name, has in get_host_cpu_features().items() if has)
+LAYOUT = zlib.crc32(repr([COLUMNS, MULTIPLY, [field[0] for field in Multiply._fields_]]).encode())
 
 
 @functools.cache
@@ -92,49 +62,72 @@ def _kernel() -> Kernel:
 
 
 @functools.cache
-def _served(dtype: torch.dtype) -> bool:
-    """Whether our kernel serves here."""
-    able = pairs() if dtype == torch.bfloat16 else dtype == torch.float32 and "avx512f" in features()
-    return able and loadable(_kernel, "torch computes linear layers")
+def _loads() -> bool:
+    return team() is not None and loadable(_kernel, "torch computes linear layers")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How a product of so many rows and blocks of outputs is shared out.
+
+    chunk: rows that a thread works on at once; share: blocks; items: parts that threads take; piece: lines of weights
+    between two stores of the sums; sums: room for them, [threads, lines, COLUMNS] float32.
+    """
+
+    chunk: int
+    share: int
+    items: int
+    piece: int
+    sums: Tensor
+
+    @staticmethod
+    def of(rows: int, blocks: int, lines: int, kinds: int = 1) -> Parts:
+        """kinds: of sums."""
+        threads = torch.get_num_threads()
+        chunk, share = max(1, min(rows, CHUNK_ROWS)), max(1, blocks // (4 * threads))
+        items = -(-blocks // share) * -(-rows // chunk)
+        sums = torch.empty(threads, kinds * chunk, COLUMNS, dtype=torch.float32, device="cpu")
+        return Parts(chunk, share, items, lines if rows <= FEW_ROWS else PIECE, sums)
+
+
+def lines(weight: Tensor) -> Tensor:
+    """Weights [o, i] as the kernels read them: [blocks, i / u, COLUMNS] of int32, which hold u numbers each. Outputs
+    are filled up to a multiple of COLUMNS with zeros."""
+    words = _filled(weight, COLUMNS).contiguous().view(torch.int32)
+    blocks, steps = len(words) // COLUMNS, words.shape[1]
+    made = room(words.numel() * 4).view(torch.int32).view(blocks, steps, COLUMNS)
+    return made.copy_(words.view(blocks, COLUMNS, steps).transpose(1, 2))
 
 
 class _Compiled:
-    """Weights for our kernel: [blocks, inputs / u, COLUMNS, u], u numbers in four bytes; outputs are filled up."""
+    """Weights for our kernel."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.outputs, inputs = weight.shape
-        unit = weight.element_size()
-        self._blocks, self._steps = -(-self.outputs // COLUMNS), inputs * unit // 4
-        self._columns = self._blocks * COLUMNS
-        weight = nn.functional.pad(weight, (0, 0, 0, self._columns - self.outputs))
-        blocks = weight.view(self._blocks, COLUMNS, self._steps, 4 // unit).transpose(1, 2)
-        self._weights = room(weight.numel() * unit).view(weight.dtype)
-        self._weights.view(blocks.shape).copy_(blocks)
+        self.outputs, self.dtype = len(weight), weight.dtype
+        self.weights = lines(weight)
 
-    def bias(self, bias: Tensor | None) -> Tensor | None:
-        return None if bias is None else nn.functional.pad(bias.float(), (0, self._columns - self.outputs))
+    def bias(self, bias: Tensor) -> Tensor:
+        return _filled(bias.float(), COLUMNS)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., i], bias as `bias` gave it -> [..., o]."""
-        assert x.dtype == self._weights.dtype
+        blocks, steps, _ = self.weights.shape
+        columns, unit = blocks * COLUMNS, x.element_size()
+        assert (x.dtype, x.device.type, x.shape[-1] * unit) == (self.dtype, "cpu", 4 * steps)
         flat = x.reshape(-1, x.shape[-1])
         if flat.stride(1) != 1:
             flat = flat.contiguous()
-        rows, unit, threads = len(flat), x.element_size(), torch.get_num_threads()
-        assert flat.shape[1] * unit == 4 * self._steps
-        out = x.new_empty(rows, self._columns)
-        chunk, share = max(1, min(rows, CHUNK_ROWS)), max(1, self._blocks // (4 * threads))
-        items = -(-self._blocks // share) * -(-rows // chunk)
-        scratch = torch.empty(threads, chunk * COLUMNS)
+        rows = len(flat)
+        out = x.new_empty(rows, columns)
+        parts = Parts.of(rows, blocks, steps)
         arguments = Multiply(
-            0, 0, items, rows, chunk, self._blocks, share, flat.data_ptr(), flat.stride(0) * unit,
-            self._weights.data_ptr(), self._steps, self._steps if rows <= FEW_ROWS else PIECE,
-            0 if bias is None else bias.data_ptr(), out.data_ptr(), self._columns * unit, unit == 2,
-            scratch.data_ptr(), chunk * COLUMNS * 4,
+            0, 0, parts.items, rows, parts.chunk, blocks, parts.share, flat.data_ptr(), flat.stride(0) * unit,
+            self.weights.data_ptr(), steps, parts.piece, 0 if bias is None else bias.data_ptr(), out.data_ptr(),
+            columns * unit, unit == 2, parts.sums.data_ptr(), parts.sums.stride(0) * 4,
         )  # fmt: skip
-        _kernel()(arguments, rows * self._columns * self._steps, items)
+        _kernel()(arguments, rows * columns * steps, parts.items)
         # rows stay as far apart as they are: torch's functions give numbers by place (vector or rest) other bits
-        return out.view(*x.shape[:-1], self._columns)[..., : self.outputs]
+        return out.view(*x.shape[:-1], columns)[..., : self.outputs]
 
 
 class _Torch:
@@ -143,10 +136,11 @@ class _Torch:
 
     def __init__(self, weight: Tensor) -> None:
         self.outputs = len(weight)
-        self._packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(_filled(weight).contiguous(), ROWS_HINT)
+        filled = _filled(weight, MIN_FEATURES) if len(weight) < MIN_FEATURES else weight
+        self.weights: Tensor = torch.ops.mkldnn._reorder_linear_weight(filled.contiguous(), ROWS_HINT)
 
-    def bias(self, bias: Tensor | None) -> Tensor | None:
-        return None if bias is None else _filled(bias)
+    def bias(self, bias: Tensor) -> Tensor:
+        return _filled(bias, MIN_FEATURES) if len(bias) < MIN_FEATURES else bias
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., i], bias as `bias` gave it -> [..., o]."""
@@ -158,18 +152,8 @@ class _Torch:
         return self._product(flat, bias)[:rows, : self.outputs].reshape(*x.shape[:-1], self.outputs)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weights, bias, "none", [], "")
         return result
-
-
-def room(size: int) -> Tensor:
-    """[size] uint8 in pages of 2 MiB where the system gives them: reading memory in small pages takes longer."""
-    if size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=torch.uint8)
-    taken = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    taken.madvise(mmap.MADV_HUGEPAGE)
-    found = torch.frombuffer(taken, dtype=torch.uint8)
-    return found.narrow(0, -found.data_ptr() % HUGE, size)
 
 
 class PackedLinear(nn.Module):
@@ -182,19 +166,31 @@ class PackedLinear(nn.Module):
         super().__init__()
         weight = weight_of(linear).detach()
         self.out_features, self.in_features = weight.shape
-        whole = self.in_features * weight.element_size() % 4 == 0
-        self._product = (_Compiled if whole and _served(weight.dtype) else _Torch)(weight)
+        way = _way(weight)
+        assert way is not None
+        self._product = way(weight)
         self.weight = torch.empty_like(linear.weight, device="meta", requires_grad=False)
-        self.bias: Tensor | None = self._product.bias(None if linear.bias is None else linear.bias.detach())
+        self.bias: Tensor | None = None
+        self._bias: Tensor | None = None
+        if linear.bias is not None:
+            self._set_bias(linear.bias.detach())
+
+    def _set_bias(self, bias: Tensor) -> None:
+        self.bias, self._bias = bias, self._product.bias(bias)
+
+    @property
+    def packed(self) -> Tensor:
+        """The weights as they are stored."""
+        return self._product.weights
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
-        return self._product(x, self.bias)
+        return self._product(x, self._bias)
 
     def with_bias(self, bias: Tensor) -> PackedLinear:
         """The same weights with this bias [out_features], which costs nothing on top of the product."""
         other = copy.copy(self)
-        other.bias = self._product.bias(bias)
+        other._set_bias(bias)
         return other
 
     def extra_repr(self) -> str:
@@ -206,9 +202,9 @@ def pack(model: nn.Module) -> int:
 
     Each original weight is freed as soon as it is packed, unless something else shares it (tied embeddings).
     """
-    found = [item for item in plain_linears(model, least=1) if packing_works(item[2].weight.dtype)]
-    for parent, name, child in found:
-        setattr(parent, name, PackedLinear(child))
+    found = [(parent, name) for parent, name, child in plain_linears(model, least=1) if _way(weight_of(child))]
+    for parent, name in found:
+        setattr(parent, name, PackedLinear(getattr(parent, name)))
     return len(found)
 
 
@@ -226,9 +222,9 @@ def weight_of(linear: nn.Linear | Conv1D) -> Tensor:
     return weight
 
 
-def _filled(weight: Tensor) -> Tensor:
-    """Zeros after the last output, up to MIN_FEATURES."""
-    missing = max(0, MIN_FEATURES - weight.shape[0])
+def _filled(weight: Tensor, multiple: int) -> Tensor:
+    """Zeros after the last output, up to a multiple of so many."""
+    missing = -weight.shape[0] % multiple
     return nn.functional.pad(weight, (*[0] * (2 * weight.dim() - 1), missing)) if missing else weight
 
 
@@ -243,21 +239,38 @@ def _suits(linear: nn.Linear | Conv1D, least: int) -> bool:
     return plain and weight.is_floating_point() and inputs >= MIN_FEATURES and outputs >= least
 
 
-@functools.cache
+def _way(weight: Tensor) -> type[_Compiled] | type[_Torch] | None:
+    """What serves for such a weight [o, i] here; None where nothing does."""
+    dtype = weight.dtype
+    if weight.shape[1] * weight.element_size() % 4 == 0 and _works(_Compiled, dtype):
+        return _Compiled
+    return _Torch if _works(_Torch, dtype) else None
+
+
 def packing_works(dtype: torch.dtype) -> bool:
-    """Whether this build of torch on this processor has the packed product, and it equals the plain one."""
+    """Whether this build of torch on this processor has a packed product that equals the plain one."""
+    return _works(_Compiled, dtype) or _works(_Torch, dtype)
+
+
+def _able(way: type[_Compiled] | type[_Torch], dtype: torch.dtype) -> bool:
     if dtype not in (torch.float32, torch.bfloat16):
         return False
-    if not _served(dtype) and not (
-        torch.backends.mkldnn.is_available() and (dtype == torch.float32 or _fast_bfloat16())
-    ):
+    if way is _Torch:
+        return torch.backends.mkldnn.is_available() and (dtype == torch.float32 or _fast_bfloat16())
+    return (pairs() if dtype == torch.bfloat16 else "avx512f" in features()) and _loads()
+
+
+@functools.cache
+def _works(way: type[_Compiled] | type[_Torch], dtype: torch.dtype) -> bool:
+    """Whether it serves here, and gives the plain product."""
+    if not _able(way, dtype):
         return False
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, 64, generator=generator).to(dtype)
     x, bias = torch.randn(2, 5, 64, generator=generator).to(dtype), torch.randn(96, generator=generator).to(dtype)
     try:
         with torch.inference_mode():
-            product = (_Compiled if _served(dtype) else _Torch)(weight)
+            product = way(weight)
             ours = product(x, product.bias(bias))
             plain = nn.functional.linear(x, weight, bias)
     except (AttributeError, RuntimeError, NotImplementedError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from numba import njit, types
 
+from dsbd_cli.engine.models import packing
 from dsbd_cli.engine.models.lanes import (
     COLUMNS,
     LANES,
@@ -36,9 +37,10 @@ TITLE = "the kernel of linear layers"
 
 # `at` is the address of a packing.Multiply, whose fields have these offsets. numba keeps what it compiled until this
 # file changes, so a change of the fields or of lanes.py has to change it: by these numbers.
-assert (LAYOUT, SOURCE) == (0x4F6557E7, 0x503C6537), (
+assert (LAYOUT, SOURCE) == (0xD47BD954, 0xD50DC103), (
     f"packing.py's fields or lanes.py changed: write {LAYOUT:#x}, {SOURCE:#x}"
 )
+assert packing.COLUMNS == COLUMNS
 (TAKEN, THREADS, ITEMS, ROWS, CHUNK, BLOCKS, SHARE, X, X_ROW, WEIGHTS, STEPS, PIECE, BIAS, OUT, OUT_ROW, NARROW,
  SCRATCH, SCRATCH_BYTES) = MULTIPLY  # fmt: skip
 

@@ -25,21 +25,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from dsbd_cli.engine.models.packing import (
-    CHUNK_ROWS,
-    COLUMNS,
-    FEW_ROWS,
-    PIECE,
-    PackedLinear,
-    features,
-    fields,
-    offsets,
-    packing_works,
-    plain_linears,
-    room,
-    weight_of,
-)
-from dsbd_cli.engine.models.tail import Kernel, kernels, loadable
+from dsbd_cli.engine.models.native import Kernel, features, fields, kernels, loadable, offsets, team
+from dsbd_cli.engine.models.packing import PackedLinear, Parts, lines, packing_works, plain_linears, weight_of
 
 __all__ = ["Int8Linear", "int8_missing", "quantize"]
 
@@ -75,11 +62,15 @@ class Multiply(ctypes.Structure):
 
 
 LEVELIZE, MULTIPLY = offsets(Levelize), offsets(Multiply)
-LAYOUT = zlib.crc32(repr([field[0] for kind in (Levelize, Multiply) for field in kind._fields_]).encode())
+LAYOUT = zlib.crc32(
+    repr([LEVELS, ZERO, LEVELIZE, MULTIPLY, *(f[0] for kind in (Levelize, Multiply) for f in kind._fields_)]).encode()
+)
 
 
 class _Way(Protocol):
-    """How a product of int8 layers is computed."""
+    """How a product of int8 layers is computed. weights: as they are stored."""
+
+    weights: Tensor
 
     def __init__(
         self, integers: Tensor, scales: Tensor, outliers: Tensor, few: Tensor, bias: Tensor, kept: Tensor
@@ -105,7 +96,7 @@ class _Torch:
         layer.bias.copy_(bias)
         self._few: nn.Module = PackedLinear(layer) if packing_works(few.dtype) else layer
         self._scales, self._outliers, self._kept = scales, outliers, kept.to(few.dtype)
-        self._packed = torch.ops.onednn.qlinear_prepack(integers, None)
+        self.weights: Tensor = torch.ops.onednn.qlinear_prepack(integers, None)
         self._zeros = torch.zeros(len(integers), dtype=torch.int32)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -115,7 +106,7 @@ class _Torch:
 
     def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         levels = torch.empty_like(x, dtype=torch.uint8)
-        steps = torch.empty(len(x), 1)
+        steps = self._scales.new_empty(len(x), 1)
         for rows, found, step in zip(
             x.split(LEVEL_ROWS), levels.split(LEVEL_ROWS), steps.split(LEVEL_ROWS), strict=True
         ):
@@ -127,7 +118,7 @@ class _Torch:
 
     def multiply(self, levels: Tensor, steps: Tensor, few: Tensor) -> Tensor:
         sums: Tensor = torch.ops.onednn.qlinear_pointwise(
-            levels, 1.0, ZERO, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+            levels, 1.0, ZERO, self.weights, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
         return sums.mul_(steps).add_(self._few(few)).to(few.dtype)
 
@@ -138,17 +129,16 @@ class _Compiled:
     def __init__(
         self, integers: Tensor, scales: Tensor, outliers: Tensor, few: Tensor, bias: Tensor, kept: Tensor
     ) -> None:
-        outputs, inputs = integers.shape
-        self._outputs, self._dtype = outputs, few.dtype
-        more, wider = -outputs % COLUMNS, -inputs % INPUTS
-        self._blocks, self._inputs = (outputs + more) // COLUMNS, inputs + wider
+        self._outputs, self._given = integers.shape
+        self._dtype = few.dtype
+        wider = -self._given % INPUTS
         pad = nn.functional.pad
-        blocks = pad(integers, (0, wider, 0, more)).view(self._blocks, COLUMNS, self._inputs // 4, 4)
-        self._weights = room(blocks.numel()).view(torch.int8)
-        self._weights.view(self._blocks, self._inputs // 4, COLUMNS, 4).copy_(blocks.transpose(1, 2))
+        self.weights = lines(pad(integers, (0, wider)) if wider else integers)
+        self._blocks, quads, columns = self.weights.shape
+        self._inputs, more = 4 * quads, self._blocks * columns - self._outputs
         self._offsets = pad(integers.sum(1, dtype=torch.int32).mul_(-ZERO), (0, more))
         self._scales, self._bias = pad(scales, (0, more)), pad(bias.float(), (0, more))
-        self._few = pad(few.float(), (0, 0, 0, more)).view(self._blocks, COLUMNS, -1).transpose(1, 2).contiguous()
+        self._few = lines(few.float())
         self._kept, self._outliers = pad(kept.float(), (0, wider)), outliers.contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -156,12 +146,14 @@ class _Compiled:
         return self.multiply(*self.levels(x))
 
     def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        assert x.dtype == self._dtype
-        if x.shape[1] < self._inputs or x.stride(1) != 1:
-            x = nn.functional.pad(x, (0, self._inputs - x.shape[1])).contiguous()
-        rows, share = len(x), min(len(x), LEVEL_ROWS)
-        levels = torch.empty(rows, self._inputs, dtype=torch.uint8)
-        steps, few = torch.empty(rows, 1), torch.empty(rows, len(self._outliers))
+        assert (x.dtype, x.device.type, x.shape[1]) == (self._dtype, "cpu", self._given)
+        if self._given < self._inputs or x.stride(1) != 1:
+            x = nn.functional.pad(x, (0, self._inputs - self._given)).contiguous()
+        rows = len(x)
+        levels = torch.empty(rows, self._inputs, dtype=torch.uint8, device="cpu")
+        steps = self._scales.new_empty(rows, 1)
+        few = self._scales.new_empty(rows, len(self._outliers))
+        share = max(1, -(-rows // (4 * torch.get_num_threads())))
         items = -(-rows // share)
         arguments = Levelize(
             0, 0, items, rows, share, x.data_ptr(), x.stride(0) * x.element_size(), x.element_size() == 2,
@@ -172,20 +164,18 @@ class _Compiled:
         return levels, steps, few
 
     def multiply(self, levels: Tensor, steps: Tensor, few: Tensor) -> Tensor:
-        rows, threads, columns = len(levels), torch.get_num_threads(), self._blocks * COLUMNS
-        out = torch.empty(rows, columns, dtype=self._dtype)
-        chunk, share = min(rows, CHUNK_ROWS), max(1, self._blocks // (4 * threads))
-        items = -(-self._blocks // share) * -(-rows // chunk)
-        scratch = torch.empty(threads, 2 * chunk * COLUMNS)
+        rows, columns = len(levels), len(self._scales)
+        out = torch.empty(rows, columns, dtype=self._dtype, device="cpu")
         quads = self._inputs // 4
+        parts = Parts.of(rows, self._blocks, quads, kinds=2)
         arguments = Multiply(
-            0, 0, items, rows, chunk, self._blocks, share, levels.data_ptr(), levels.stride(0),
-            self._weights.data_ptr(), quads, quads if rows <= FEW_ROWS else PIECE, self._offsets.data_ptr(),
-            self._scales.data_ptr(), steps.data_ptr(), few.data_ptr(), self._few.data_ptr(), few.shape[1],
-            self._bias.data_ptr(), out.data_ptr(), columns * out.element_size(), out.element_size() == 2,
-            scratch.data_ptr(), scratch.stride(0) * 4,
+            0, 0, parts.items, rows, parts.chunk, self._blocks, parts.share, levels.data_ptr(), levels.stride(0),
+            self.weights.data_ptr(), quads, parts.piece, self._offsets.data_ptr(), self._scales.data_ptr(),
+            steps.data_ptr(), few.data_ptr(), self._few.data_ptr(), few.shape[1], self._bias.data_ptr(),
+            out.data_ptr(), columns * out.element_size(), out.element_size() == 2, parts.sums.data_ptr(),
+            parts.sums.stride(0) * 4,
         )  # fmt: skip
-        _kernels()[1](arguments, rows * columns * self._inputs, items)
+        _kernels()[1](arguments, rows * columns * self._inputs, parts.items)
         return out[:, : self._outputs]
 
 
@@ -215,6 +205,7 @@ class Int8Product:
         del weight
         self.scales = (ordinary.abs().amax(1) / LEVELS).clamp_min(SMALLEST)
         integers = ordinary.div_(self.scales.unsqueeze(1)).round_().to(torch.int8)
+        del ordinary
         self.way = _way()(integers, self.scales, self.outliers, few, torch.cat(biases), kept)
         self._x: Tensor | None = None
         self._result: Tensor | None = None
@@ -248,6 +239,11 @@ class Int8Linear(nn.Module):
         """x [..., in_features] -> [..., out_features], of the same dtype."""
         result = self.product.of(x).narrow(1, self._first, self.out_features).contiguous()
         return result.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def packed(self) -> Tensor:
+        """The weights of the whole product as they are stored."""
+        return self.product.way.weights
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
@@ -305,11 +301,16 @@ def quantize(model: nn.Module, calibrate: Callable[[], object], least: int = LEA
     for item in found:
         if item[2] in watch.seen:
             together.setdefault(watch.seen[item[2]].first, []).append(item)
+    del found
     made = 0
-    for first, layers in together.items():
+    while together:  # each original weight is freed as soon as it is converted
+        first, layers = together.popitem()
+        largest = watch.seen[first].largest
         if sum(child.weight.numel() for _, _, child in layers) < least:
             continue
-        product = Int8Product([child for _, _, child in layers], watch.seen[first].largest)
+        product = Int8Product([child for _, _, child in layers], largest)
+        for *_, child in layers:
+            watch.seen.pop(child)
         for part, (parent, name, child) in enumerate(layers):
             setattr(parent, name, Int8Linear(child, product, part))
         made += len(layers)
@@ -323,9 +324,11 @@ def _kernels() -> list[Kernel]:
 
 @functools.cache
 def _way() -> type[_Torch] | type[_Compiled]:
-    """What serves on this processor."""
-    able = {"avx512f", "avx512vnni"} <= features()
-    return _Compiled if able and loadable(_kernels, "torch computes products in int8") else _Torch
+    """What serves on this processor. Matrix units are faster for long prompts: they are left to torch."""
+    able = {"avx512f", "avx512vnni"} <= features() and "amx-int8" not in features() and team() is not None
+    if able and loadable(_kernels, "torch computes products in int8") and _fault(_Compiled) is None:
+        return _Compiled
+    return _Torch
 
 
 @functools.cache
@@ -335,6 +338,11 @@ def int8_missing() -> str | None:
     way = _way()
     if way is _Torch and not (hasattr(operators, "qlinear_prepack") and hasattr(operators, "qlinear_pointwise")):
         return "this build of torch has no int8 linear layers (oneDNN)"
+    return _fault(way)
+
+
+def _fault(way: type[_Torch] | type[_Compiled]) -> str | None:
+    """What is wrong with its sums of integers, or None."""
     generator = torch.Generator().manual_seed(0)
     # largest values beside each other: processors without exact 8-bit products saturate there
     weight = LEVELS * (2 * torch.randint(0, 2, (96, 128), generator=generator) - 1)

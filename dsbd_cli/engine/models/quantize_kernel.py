@@ -48,7 +48,8 @@ from dsbd_cli.engine.models.lanes import (
     tile,
     total,
 )
-from dsbd_cli.engine.models.quantize import LAYOUT, LEVELIZE, MULTIPLY
+from dsbd_cli.engine.models.quantize import LAYOUT, LEVELIZE, MULTIPLY, SMALLEST, ZERO
+from dsbd_cli.engine.models.quantize import LEVELS as MOST
 
 __all__ = ["TITLE", "levelize", "multiply"]
 
@@ -56,15 +57,13 @@ TITLE = "the kernels of int8 layers"
 
 # `at` is the address of a quantize.Levelize or Multiply, whose fields have these offsets. numba keeps what it compiled
 # until this file changes, so a change of the fields or of lanes.py has to change it: by these numbers.
-assert (LAYOUT, SOURCE) == (0x9099818D, 0x503C6537), (
+assert (LAYOUT, SOURCE) == (0xBC412C23, 0xD50DC103), (
     f"quantize.py's fields or lanes.py changed: write {LAYOUT:#x}, {SOURCE:#x}"
 )
 (L_TAKEN, _, L_ITEMS, L_ROWS, L_SHARE, L_X, L_X_ROW, L_NARROW, L_INPUTS, L_KEPT, L_LEVELS, L_LEVELS_ROW, L_STEPS,
  L_OUTLIERS, L_FEW, L_FEW_INPUTS) = LEVELIZE  # fmt: skip
 (TAKEN, THREADS, ITEMS, ROWS, CHUNK, BLOCKS, SHARE, LEVELS, LEVELS_ROW, WEIGHTS, QUADS, PIECE, OFFSETS, SCALES, STEPS,
  FEW, FEW_WEIGHTS, FEW_INPUTS, BIAS, OUT, OUT_ROW, NARROW, SCRATCH, SCRATCH_BYTES) = MULTIPLY  # fmt: skip
-LEVELS_HALF, ZERO = 127.0, 128
-
 whole_tile, float_tile = tile("int8"), tile("float32")
 
 
@@ -108,7 +107,7 @@ def levelize(at):
                 strange = fma(value, splat(types.float32(0)), strange)
                 best = larger(magnitude(mul(value, load_f32(kept + i * WORD))), best)
                 i += LANES
-            step = max(largest(best) / types.float32(LEVELS_HALF), types.float32(1.1754943508222875e-38))
+            step = max(largest(best) / types.float32(MOST), types.float32(SMALLEST))
             step += total(strange)
             put_f32(get_i64(at + L_STEPS) + row * WORD, step)
             levels, wide = get_i64(at + L_LEVELS) + row * get_i64(at + L_LEVELS_ROW), splat(step)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.models.adapter import TransformersForest
+from dsbd_cli.engine.models.packing import PackedLinear
+from dsbd_cli.engine.models.quantize import Int8Linear
 
 __all__ = ["ModelSize", "size_of"]
 
@@ -30,7 +30,8 @@ def size_of(model: ForestModel) -> ModelSize | None:
         return None
     module: Any = model.module
     # weights in the processor's own order are no parameters
-    packed = [one.packed for one in module.modules() if isinstance(getattr(one, "packed", None), torch.Tensor)]
+    layers = [one for one in module.modules() if isinstance(one, PackedLinear | Int8Linear)]
+    packed = {id(one.packed): one.packed for one in layers}.values()
     weights = [*{one.data_ptr(): one for one in module.parameters()}.values(), *packed]
     buffers = {one.data_ptr(): one for one in module.buffers()}.values()
     held = sum(one.numel() * one.element_size() for one in (*weights, *buffers))

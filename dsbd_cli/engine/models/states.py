@@ -45,7 +45,7 @@ from dsbd_cli.engine.core.scans import (
     weights,
 )
 from dsbd_cli.engine.models.cache import ForestCache
-from dsbd_cli.engine.models.tail import loadable
+from dsbd_cli.engine.models.native import loadable
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.models.walks import Plan

@@ -11,27 +11,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
-import logging
-import platform
-import time
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-__all__ = ["Kernel", "Paths", "attend", "fits", "kernels", "loadable"]
+from dsbd_cli.engine.models.native import SMALL, Kernel, kernels, loadable, offsets
+
+__all__ = ["Paths", "attend", "fits"]
 
 LANES = 16
 DTYPES = (torch.float32, torch.bfloat16)
-SMALL = 2**18  # multiplications that are not worth waking another thread for
 FEW = 32  # queries of a kv head: fewer are not shared out, because each thread reads all keys
-SLOW = 1.5  # seconds of compiling that are worth a line
-
-_logger = logging.getLogger(__name__)
 
 
 class Attend(ctypes.Structure):
@@ -62,8 +54,7 @@ class List(ctypes.Structure):
     )  # fmt: skip
 
 
-ATTEND = tuple(getattr(Attend, field[0]).offset for field in Attend._fields_)
-LIST = tuple(getattr(List, field[0]).offset for field in List._fields_)
+ATTEND, LIST = offsets(Attend), offsets(List)
 LAYOUT = zlib.crc32(repr([(ATTEND, LIST), [field[0] for kind in (Attend, List) for field in kind._fields_]]).encode())
 
 
@@ -92,8 +83,9 @@ class Paths:
         if seen.stride(2) != 1:
             seen = seen.contiguous()
         order = order.contiguous()
-        slots = torch.empty(rows, nodes, width, dtype=torch.int32)
-        counts, bounds = torch.empty(rows, nodes, dtype=torch.int32), torch.empty(rows, 2, dtype=torch.int32)
+        slots = torch.empty(rows, nodes, width, dtype=torch.int32, device="cpu")
+        counts = slots.new_empty(rows, nodes)
+        bounds = slots.new_empty(rows, 2)
         arguments = List(
             0, rows, nodes, width, total, seen.data_ptr(), seen.stride(0), seen.stride(1), starts.data_ptr(),
             order.data_ptr(), slots.data_ptr(), counts.data_ptr(), bounds.data_ptr(),
@@ -148,7 +140,7 @@ def attend(
     width = -(-paths.span // LANES) * LANES
     wide, stride = -(-out_dim // LANES) * LANES, width | LANES
     numbers = dim * stride + width * wide + -(-2 * dim // LANES) * LANES + 4 * stride + 2 * wide
-    scratch = torch.empty(threads, numbers, dtype=torch.float32)
+    scratch = torch.empty(threads, numbers, dtype=torch.float32, device="cpu")
     joined: tuple[int, ...] = (0,) * 8
     if settled is not None:
         part, sums = settled
@@ -180,76 +172,11 @@ def attend(
     return out
 
 
-class Kernel:
-    """A compiled kernel, and the threads of torch that run it. Its arguments begin with two counters, items taken and
-    threads that have come, both 0."""
-
-    def __init__(self, address: int) -> None:
-        self._address, self._team = address, _team()
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
-
-    def __call__(self, arguments: ctypes.Structure, work: int, items: int) -> None:
-        """work: multiplications or so. items: parts that threads can take."""
-        threads = min(torch.get_num_threads(), items)
-        if threads == 1 or work < SMALL or self._team is None:
-            self._alone(ctypes.addressof(arguments))
-        else:
-            self._team(self._address, ctypes.addressof(arguments), threads, 0)
-
-
-def kernels(module: str, *names: str) -> list[Kernel]:
-    """Kernels of a module beside this one, which compiles them when it is first imported; a line says so if it takes
-    long."""
-    started = time.process_time()
-    found = importlib.import_module(f"{__package__}.{module}")
-    seconds = time.process_time() - started
-    if seconds > SLOW:
-        _logger.warning("compiled %s in %.1f s; later runs load it", found.TITLE, seconds)
-    return [Kernel(getattr(found, name).address) for name in names]
-
-
 @functools.cache
 def _kernels() -> list[Kernel]:
     return kernels("tail_kernel", "attend", "list_slots")
 
 
 @functools.cache
-def _team() -> Callable[..., object] | None:
-    """GOMP_parallel of the OpenMP library that torch itself runs on, so that one team of threads serves both; None
-    where it has none (macOS)."""
-    for library in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
-        try:
-            found = ctypes.CDLL(str(library)).GOMP_parallel  # looked up in what the library depends on, too
-        except (OSError, AttributeError):
-            return None
-        found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-        found.restype = None
-        return found
-    return None
-
-
-@functools.cache
 def _ready() -> bool:
     return loadable(_kernels, "torch computes attention over the tail")
-
-
-def loadable(load: Callable[[], object], instead: str) -> bool:
-    """Whether kernels of numba serve here: the processor can run them fast, and they can be loaded. A line says what
-    happens `instead` where they cannot: numba refuses to be imported beside a numpy that is newer than it knows."""
-    if not _fused_multiply():
-        return False
-    try:
-        load()
-    except Exception as error:  # of numba, llvmlite or the system
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-        _logger.warning("%s, because the kernels cannot be loaded (%s)", instead, said)
-        return False
-    return True
-
-
-@functools.cache
-def _fused_multiply() -> bool:
-    """Whether the processor multiplies and adds in one step; else a call of the C library would, number by number."""
-    if platform.machine().lower() in ("arm64", "aarch64"):
-        return True
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX")

@@ -1,0 +1,126 @@
+"""Kernels compiled by numba, as the rest of the package sees them: loading, arguments, threads and memory.
+
+numba is imported when the first kernel is loaded, not before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import logging
+import mmap
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["Kernel", "features", "fields", "kernels", "loadable", "offsets", "room", "team"]
+
+SMALL = 2**18  # multiplications that are not worth waking another thread for
+SLOW = 1.5  # seconds of compiling that are worth a line
+HUGE = 2**21  # bytes of a huge page
+
+_logger = logging.getLogger(__name__)
+
+
+def fields(*names: str) -> tuple[tuple[str, type[ctypes.c_int64]], ...]:
+    """Of a structure of sizes, addresses and strides in bytes."""
+    return tuple((name, ctypes.c_int64) for name in names)
+
+
+def offsets(kind: type[ctypes.Structure]) -> tuple[int, ...]:
+    return tuple(getattr(kind, field[0]).offset for field in kind._fields_)
+
+
+class Kernel:
+    """A compiled kernel, and the threads of torch that run it. Its arguments begin with two counters, items taken and
+    threads that have come, both 0."""
+
+    def __init__(self, address: int) -> None:
+        self._address, self._team = address, team()
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+    def __call__(self, arguments: ctypes.Structure, work: int, items: int) -> None:
+        """work: multiplications or so. items: parts that threads can take."""
+        threads = min(torch.get_num_threads(), items)
+        if threads == 1 or work < SMALL or self._team is None:
+            self._alone(ctypes.addressof(arguments))
+        else:
+            self._team(self._address, ctypes.addressof(arguments), threads, 0)
+
+
+def kernels(module: str, *names: str) -> list[Kernel]:
+    """Kernels of a module beside this one, which compiles them when it is first imported; a line says so if it takes
+    long."""
+    started = time.process_time()
+    found = importlib.import_module(f"{__package__}.{module}")
+    seconds = time.process_time() - started
+    if seconds > SLOW:
+        _logger.warning("compiled %s in %.1f s; later runs load it", found.TITLE, seconds)
+    return [Kernel(getattr(found, name).address) for name in names]
+
+
+@functools.cache
+def team() -> Callable[..., object] | None:
+    """GOMP_parallel of the OpenMP library that torch itself runs on, so that one team of threads serves both; None
+    where it has none (macOS)."""
+    for library in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
+        try:
+            found = ctypes.CDLL(str(library)).GOMP_parallel  # looked up in what the library depends on, too
+        except (OSError, AttributeError):
+            return None
+        found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        found.restype = None
+        return found
+    return None
+
+
+@functools.cache
+def features() -> frozenset[str]:
+    """Instructions that numba compiles for, by LLVM's names; none where it cannot be loaded."""
+    try:
+        from numba.core.registry import cpu_target
+
+        said = cpu_target.target_context.codegen().magic_tuple()[2]
+    except Exception:  # of numba, llvmlite or the system
+        return frozenset()
+    return frozenset(one[1:] for one in said.split(",") if one.startswith("+"))
+
+
+def room(size: int) -> Tensor:
+    """[size] uint8 in pages of 2 MiB where the system gives them: reading memory in small pages takes longer."""
+    if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            taken = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError):  # a system without such pages
+                taken.madvise(mmap.MADV_HUGEPAGE)
+            found = torch.frombuffer(taken, dtype=torch.uint8)
+            return found.narrow(0, -found.data_ptr() % HUGE, size)
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
+def loadable(load: Callable[[], object], instead: str) -> bool:
+    """Whether kernels of numba serve here: the processor can run them fast, and they can be loaded. A line says what
+    happens `instead` where they cannot: numba refuses to be imported beside a numpy that is newer than it knows."""
+    if not _fused_multiply():
+        return False
+    try:
+        load()
+    except Exception as error:  # of numba, llvmlite or the system
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        _logger.warning("%s, because the kernels cannot be loaded (%s)", instead, said)
+        return False
+    return True
+
+
+@functools.cache
+def _fused_multiply() -> bool:
+    """Whether the processor multiplies and adds in one step; else a call of the C library would, number by number."""
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return True
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX")
