@@ -131,7 +131,8 @@ def _run(command: Sequence[str], last: float) -> tuple[list[tuple[str, str | Non
     said: list[tuple[str, str | None]] = []
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         # the same packages as here: some may be known to this process alone, and in another order
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path if isinstance(path, str))
+        environment = os.environ | {"PYTHONPATH": paths}
         try:
             process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace", env=environment

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting import BridgedDraft, BridgeDrafter
 from dsbd_cli.engine.models.pair import markers
@@ -145,6 +148,43 @@ def test_rejection_keeps_the_targets_law() -> None:
     assert len(frequent) >= 5
     value = sum((one[pair] - other[pair]) ** 2 / (one[pair] + other[pair]) for pair in frequent)
     assert value < len(frequent) + 4.5 * (2 * len(frequent)) ** 0.5 + 10
+
+
+class Failing(TextModel):
+    """Fails once, as a kernel does that cannot be launched at a shape."""
+
+    failed = False
+
+    def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
+        if self.forwards == 3 and not self.failed:
+            self.failed = True
+            raise RuntimeError("Triton Error [CUDA]: invalid argument")
+        return super().forward(batch, logits=logits)
+
+
+class WithKernels(TextModel):
+    left = 0
+
+    def leave_kernels(self) -> bool:
+        self.left += 1
+        return True
+
+
+def test_a_kernel_that_fails_is_left_by_the_draft_too() -> None:
+    """Guards a draft with tokens of its own that goes on with the kernels of its layers."""
+    draft = WithKernels("bytes")
+    method = MethodConfig(rule="search", num_beams=2, drafter="bridge", depth=3, drafts_per_layer=4)
+    engine = Engine(Failing("byte-level"), bridged("byte-level", "bytes", draft), codec("byte-level"), method)
+    told: list[str] = []
+    engine.tell = told.append
+    rows = [Request("the quick", id="0", sampling=SamplingConfig(max_new_tokens=8))]
+    (result,) = engine.run(rows)
+    alone = Engine(TextModel("byte-level"), None, codec("byte-level"), replace(method, drafter="beam", depth=0))
+    assert [one.token_ids for one in result.hypotheses] == [one.token_ids for one in next(alone.run(rows)).hypotheses]
+    assert draft.left == 1
+    assert [line.startswith("the run goes on without kernels, because one of them fails here") for line in told] == [
+        True
+    ]
 
 
 def test_markers_join_chats() -> None:

@@ -19,12 +19,13 @@ from dsbd_cli.engine.core.slots import Layout, SlotTable
 from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.drafting.base import DraftContext, Endings
 from dsbd_cli.engine.drafting.index import CorpusIndex, CorpusTokens, sort_suffixes
-from dsbd_cli.engine.drafting.ngram import NgramSource
+from dsbd_cli.engine.drafting.ngram import FOUND, OTHER, PLACES, NgramDrafter, NgramSource
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths
 from dsbd_cli.engine.drafting.retrieval import HITS, LONGEST, RetrievalSource
 from dsbd_cli.engine.drafting.text import Prompts, contexts, suffix
 from dsbd_cli.engine.drafting.trigram import CAP, GAIN, KEPT, TrigramSource
 from dsbd_cli.engine.verify.coupled import Coupled
+from dsbd_cli.engine.verify.search import Search
 from tests.engine.layers import warp_of
 
 CPU = torch.device("cpu")
@@ -102,16 +103,20 @@ def test_contexts_are_prompt_and_history() -> None:
             assert suffix(tokens, length, 6)[row, beam].tolist() == ([-1] * 6 + own)[-6:]
 
 
-def lookup(text: list[int], longest: int, depth: int) -> list[tuple[int, ...]]:
-    """Continuations, best place first: the most alike, then the latest; a path past the end repeats itself."""
+def places_of(text: list[int], longest: int) -> list[int]:
+    """Earlier places, best first: the most alike, then the latest."""
 
     def worth(place: int) -> int:
         backs = range(1, min(longest, place) + 1)
         return sum(max(1, round(1000 * 0.85 ** (back - 1))) for back in backs if text[place - back] == text[-back])
 
     places = [place for place in range(1, len(text)) if worth(place)]
-    places.sort(key=lambda place: (worth(place), place), reverse=True)
-    return [tuple(text[p + step % (len(text) - p)] for step in range(depth)) for p in places]
+    return sorted(places, key=lambda place: (worth(place), place), reverse=True)
+
+
+def lookup(text: list[int], longest: int, depth: int) -> list[tuple[int, ...]]:
+    """Continuations, best place first; a path past the end repeats itself."""
+    return [tuple(text[p + step % (len(text) - p)] for step in range(depth)) for p in places_of(text, longest)]
 
 
 @pytest.mark.parametrize("longest", [1, 3, 12])
@@ -132,13 +137,55 @@ def test_ngram_goes_on_behind_a_changed_token() -> None:
     """The beams copy 1 .. 9; one of them has changed the last token, the other one the token before it."""
     source = [1, 2, 3, 4, 5, 6, 7, 8, 9, 20]
     changed = [*source, 1, 2, 3, 4, 15], [*source, 1, 2, 3, 14, 5]
-    forest = PathDrafter(NgramSource(12)).propose(make_context([list(changed)], 2, 2, 4))
+    context = make_context([list(changed)], 2, 2, 4)
+    context.sampler = Search.sampler
+    forest = NgramDrafter(NgramSource(12), recalls=True).propose(context)
     found = {
         (int(forest.layers[4].root[0, k]), *forest.layers[4].path_tokens[0, k].tolist())
         for k in range(2)
         if forest.layers[4].valid[0, k]
     }
     assert found == {(0, 6, 7, 8, 9), (1, 6, 7, 8, 9)}
+
+
+def guessed_tree(beams: list[list[int]], longest: int, depth: int, count: int) -> list[list[tuple[int, ...]]]:
+    """(beam, tokens ...) of the best pairs of each layer, best first. A root follows several places, each node below
+    one only: that which guessed its token."""
+    places = [[(place, len(own) - place) for place in places_of(own, longest)[:PLACES]] for own in beams]
+    layer = [((beam,), 0.0, found) for beam, found in enumerate(places)]
+    layers = []
+    for _ in range(depth):
+        below = []
+        for path, weight, found in layer:
+            text, taken = beams[path[0]], set[int]()
+            for rank, (place, period) in enumerate(found):
+                if text[place] not in taken:
+                    taken.add(text[place])
+                    after = place + 1 if place + 1 < len(text) else place + 1 - period
+                    below.append(((*path, text[place]), weight + FOUND - OTHER * rank, [(after, period)]))
+        layer = sorted(below, key=lambda node: -node[1])[:count]
+        layers.append([path for path, _, _ in layer])
+    return layers
+
+
+@pytest.mark.parametrize("longest", [1, 3, 12])
+@pytest.mark.parametrize("recalls", [False, True])
+def test_the_nodes_of_ngram_are_those_of_its_scalar_twin(longest: int, recalls: bool) -> None:
+    """Guards a node that follows a place of another one, and a path past the end of the text that goes on elsewhere
+    than at its beginning."""
+    texts = [*random_texts(longest), [[1, 2, 3, 4, 2, 3]], [[1, 2, 1, 2, 1, 2], [1, 2, 3, 3, 3, 3]]]
+    context = make_context(texts, 3, 6, 7)
+    context.sampler = Search.sampler
+    forest = NgramDrafter(NgramSource(longest), recalls=recalls).propose(context)
+    for row, beams in enumerate(texts):
+        for layer, wanted in enumerate(guessed_tree(beams, longest, 7, 6), 1):
+            nodes = forest.layers[layer]
+            found = [
+                (int(nodes.root[row, k]), *nodes.path_tokens[row, k, :layer].tolist())
+                for k in range(6)
+                if nodes.valid[row, k]
+            ]
+            assert found == wanted
 
 
 def _same(found: list[tuple[int, tuple[int, ...], float]], expected: list[tuple[int, tuple[int, ...], float]]) -> bool:

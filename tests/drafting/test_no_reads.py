@@ -11,8 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.engine.core.probs import Candidates
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.drafting.ngram import NgramSource
+from dsbd_cli.engine.drafting.ngram import NgramDrafter, NgramSource
 from dsbd_cli.engine.drafting.paths import PathDrafter, PathSource
 from dsbd_cli.engine.drafting.trigram import TrigramSource
 from dsbd_cli.requests import Request
@@ -41,14 +42,28 @@ def test_reads_are_seen(read: Callable[[torch.Tensor], object]) -> None:
         read(torch.ones(1))
 
 
-@pytest.mark.parametrize(
-    "source", [NgramSource(4), TrigramSource(), source_of(make_corpus(0))], ids=["ngram", "trigram", "retrieval"]
-)
+TEXTS = [[[1, 2, 1, 2, 1]], [[3, 4, 3, 4, 3], [3, 4, 3, 4, 4]]]
+
+
+@pytest.mark.parametrize("source", [TrigramSource(), source_of(make_corpus(0))], ids=["trigram", "retrieval"])
 def test_lookups_read_nothing(source: PathSource) -> None:
-    context = make_context([[[1, 2, 1, 2, 1]], [[3, 4, 3, 4, 3], [3, 4, 3, 4, 4]]], 3, 4, 3)
+    context = make_context(TEXTS, 3, 4, 3)
     with NoReads():
         forest = PathDrafter(source).propose(context)
     assert forest.flat.valid.sum() > 3
+
+
+def test_what_ngram_remembers_is_not_read() -> None:
+    context, drafter = make_context(TEXTS, 3, 4, 3), NgramDrafter(NgramSource(4), recalls=True)
+    context.iteration += 1
+    with NoReads():
+        forest = drafter.propose(context)
+        logprobs = torch.zeros(*forest.flat.token.shape, 40).log_softmax(-1)
+        drafter.learn(forest, Candidates(torch.arange(40).expand(logprobs.shape), logprobs, full=True))
+        drafter.select(torch.tensor([1, 0]))
+        drafter.select(torch.tensor([1, 0]))
+        again = drafter.propose(context)
+    assert again.flat.valid.sum() > forest.flat.valid.sum()  # known laws have more tokens than places
 
 
 @pytest.mark.parametrize("name", ["rsd-c", "rsd-s", "greedy", "threshold", "top-k"])

@@ -8,6 +8,8 @@ which another drafter added; contexts of the wrong row or beam.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
 from dsbd_cli.engine.drafting.logits import DraftLogits
 from dsbd_cli.engine.drafting.rsd import RowDraws
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
-from dsbd_cli.lab.profiling.watch import watch
+from dsbd_cli.lab.profiling.watch import Observer, watch
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.plain import Settings, results_law
 from tests.engine.test_depth import RandomPlanner
@@ -315,6 +317,45 @@ class Counting:
                     self.accepted[name] += int((draws.node[row][draws.valid[row]] == view.drafts.offset + node).sum())
         self.left = self.left - 1
         self.going = self.going & draws.passed & (self.left > 0)
+
+
+def told_of(results: Iterable[RequestResult]) -> dict[str, tuple[object, ...]]:
+    return {r.request.id: (r.hypotheses, r.stats.steps, r.stats.target_calls, r.stats.accepted) for r in results}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_two_equal_requests_the_later_one_knows_nothing_of_the_first(seed: int) -> None:
+    """Under `rejection` a proposal that goes by what the other row has seen gives another text."""
+    engine = make_engine({"drafter": "ngram"}, rule="rejection", drafts_per_layer=6, depth=3, batch_size=2, seed=seed)
+    first, short = replace(request(3, 24), id="first"), replace(request(2, 2), id="short")
+    found = told_of(engine.run([first, short, replace(first, id="second")]))
+    assert found["first"] == found["second"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_ngram_remembers_goes_with_its_row(seed: int) -> None:
+    """Guards rows that move when the last requests are left, and a row that goes by those beside it: with `rejection`
+    its text tells. Requests of one batch have top_k or none."""
+    requests = [request(i, new, top_k=top) for i, new, top in ((0, 3, 0), (1, 3, 5), (3, 24, 5), (2, 2, 0))]
+    found = {}
+    for size in (1, 4):
+        engine = make_engine(
+            {"drafter": "ngram"}, rule="rejection", drafts_per_layer=6, depth=3, batch_size=size, seed=seed
+        )
+        counters = told_of(engine.run(requests))
+        assert found.setdefault("alone", counters) == counters
+
+
+@pytest.mark.parametrize("rule", ["search", "rejection"])
+def test_a_watched_drafter_learns(rule: str) -> None:
+    """Guards a profile of `ngram` without what it remembers."""
+    requests, found = [request(i, 24) for i in range(4)], []
+    for watched in (False, True):
+        engine = make_engine({"drafter": "ngram"}, rule=rule, drafts_per_layer=6, depth=3, batch_size=2)
+        if watched:
+            watch(engine, Observer())
+        found.append(told_of(engine.run(requests)))
+    assert found[0] == found[1]
 
 
 def test_requests_do_not_see_each_other() -> None:

@@ -141,9 +141,10 @@ def test_a_process_that_is_late_is_started_again_at_the_next_load(
 
 def test_the_process_finds_what_this_one_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Guards a package that is known to this process alone, as in a notebook: all kernels would be left out; and
-    another torch, which stands behind in the path of this process and came first in that one's."""
-    monkeypatch.setattr(sys, "path", [str(tmp_path), "", *sys.path])
-    order = [path or os.getcwd() for path in sys.path]
+    another torch, which stands behind in the path of this process and came first in that one's. What is no string means
+    nothing to an import."""
+    order = [str(tmp_path), os.getcwd(), *sys.path]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), "", Path("of an import hook"), *sys.path])
     assert faults(start=f"assert os.environ['PYTHONPATH'].split(os.pathsep) == {order!r}") == {}
 
 

@@ -237,6 +237,13 @@ def test_threads_are_as_many_as_torch_has() -> None:
         torch.set_num_threads(before)
 
 
+def test_threads_are_not_made_anew_when_their_number_changes_and_changes_back() -> None:
+    """Guards a pool that is made in every iteration where target and draft, or two engines, use other numbers."""
+    first = walks._threads(2)
+    assert walks._threads(3) is not first
+    assert walks._threads(2) is first
+
+
 def test_states_are_overwritten_when_nobody_needs_them() -> None:
     """One per distance from the trunk's end, whatever the number of branches."""
     depth, branches = walks.LAG + 2 * walks.BLOCK, 3

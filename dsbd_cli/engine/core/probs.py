@@ -18,6 +18,7 @@ __all__ = [
     "Room",
     "Warp",
     "best_first",
+    "best_tokens",
     "log_normalise",
     "pool_law",
     "row_law",
@@ -213,7 +214,7 @@ def _candidates(logits: Tensor, count: int, own: Tensor | None = None, most: int
     values = logits.to(torch.float32) if swept is None else logits
     over = None
     if not full:
-        best, ranked = _best(values, count, None if swept is None else swept[0])
+        best, ranked = best_tokens(values, count, None if swept is None else swept[0])
         over = None if own is None else torch.arange(count, device=values.device) >= own
         tokens, order = ranked.sort(dim=-1)
         best = best.gather(-1, order)
@@ -221,7 +222,7 @@ def _candidates(logits: Tensor, count: int, own: Tensor | None = None, most: int
     else:
         best, tokens = values, torch.arange(vocabulary, device=values.device).expand_as(values)
     if full and own is not None:
-        some, ranked = _best(values, min(most, vocabulary))
+        some, ranked = best_tokens(values, min(most, vocabulary))
         last = (own - 1).clamp(max=some.shape[-1] - 1)
         limit, token = some.gather(-1, last), ranked.gather(-1, last)
         over = ((values < limit) | ((values == limit) & (tokens > token))) & (own < vocabulary)
@@ -287,7 +288,7 @@ def _legal_candidates(logits: Tensor, room: Room, legal: LegalTokens) -> Candida
             logprobs = (values.gather(1, columns) - _log_total(values)).masked_fill_(~real, NEVER)
         count = min(room.count, logprobs.shape[1])
         if count < logprobs.shape[1] or own is not None:
-            ranked = _best(logprobs, count)[1]
+            ranked = best_tokens(logprobs, count)[1]
             over = None if own is None else torch.arange(count, device=values.device) >= own[part]
             at, order = ranked.sort(dim=-1)
             logprobs, columns = logprobs.gather(1, at), columns.gather(1, at)
@@ -298,8 +299,9 @@ def _legal_candidates(logits: Tensor, room: Room, legal: LegalTokens) -> Candida
     return Candidates(torch.cat(tokens).view(shape), torch.cat(best).view(shape), full=shape[-1] == vocabulary)
 
 
-def _best(values: Tensor, count: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def best_tokens(values: Tensor, count: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The `count` largest of a few rows [n, V], best first, of equal ones the lower token first: values and tokens.
+    Cheaper than best_first where V is large.
 
     In a large vocabulary they lie in the blocks with the best maxima, and in these in the best parts of blocks, so that
     only those are searched. maxima [n, V // BLOCKS[0]]: of the blocks, where they are known; the values may then be of

@@ -234,16 +234,18 @@ class Batch:
             self._legal[row] = FREE
         self.state.release(rows)
 
-    def shrink(self) -> None:
-        """Drop free rows where at most half are taken, so that the last requests do not pay for empty ones."""
+    def shrink(self) -> list[int]:
+        """Drop free rows where at most half are taken, so that the last requests do not pay for empty ones. Returns the
+        rows that are kept, in their order; nothing where all are."""
         taken = [row for row, _ in self.running]
         if not taken or 2 * len(taken) > len(self.jobs):
-            return
+            return []
         self.jobs = [self.jobs[row] for row in taken]
         self._legal = [self._legal[row] for row in taken]
         self.state.select(taken)
         self._rules.select(taken)
         self._caches.select_rows(taken)
+        return taken
 
 
 def _sources(jobs: Mapping[int, Job]) -> dict[int, Tensor]:

@@ -31,7 +31,7 @@ from dsbd_cli.engine.decoding.pieces import Pieces
 from dsbd_cli.engine.decoding.planner import Shape, deepest, planner_for
 from dsbd_cli.engine.decoding.step import Report, Stepper
 from dsbd_cli.engine.decoding.timing import PhaseTimer
-from dsbd_cli.engine.drafting import AnyDraft, DrafterInputs, Endings, make_drafter
+from dsbd_cli.engine.drafting import AnyDraft, BridgedDraft, DrafterInputs, Endings, make_drafter
 from dsbd_cli.engine.drafting.base import Stopped
 from dsbd_cli.engine.verify import make_rule
 from dsbd_cli.errors import (
@@ -320,8 +320,8 @@ class Engine:
             if not growing and order.held < READ_AHEAD * self.batch_size:
                 self._read(source, len(batch.free) - len(backlog), order, backlog)
                 yield from order.ready()
-            if source.exhausted() and not backlog:
-                batch.shrink()
+            if source.exhausted() and not backlog and (kept := batch.shrink()):
+                self._drafter.select(torch.tensor(kept, device=self.target.device))
 
     def _iterate(self, batch: Batch, order: Results[object]) -> None:
         """One iteration of all rows: choose the forest, run it, learn from it, hand out what is certain."""
@@ -418,14 +418,16 @@ class Engine:
         launched at this shape. False where none was in use."""
         used = bool(self._stepper.kernels)
         self._use_kernels(frozenset())
-        for model in {id(model): model for model in (self.target, self.draft)}.values():
+        draft = self.draft.model if isinstance(self.draft, BridgedDraft) else self.draft
+        for model in {id(model): model for model in (self.target, draft)}.values():
             if model is not None and hasattr(model, "leave_kernels"):
                 used = model.leave_kernels() or used
         if not used:
             return False
         self._caches.release()
+        self._drafter.release()
         said = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-        self._tell(f"iterations run without kernels, because one of them fails here ({said})")
+        self._tell(f"the run goes on without kernels, because one of them fails here ({said})")
         return True
 
     def _read(self, source: Source, count: int, order: Results[object], backlog: deque[Job]) -> None:

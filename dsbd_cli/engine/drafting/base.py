@@ -165,8 +165,18 @@ class Drafter(Protocol):
         return None
 
     def learn(self, forest: Forest, candidates: Candidates) -> None:
-        """What the target said of the nodes [R, N] that were proposed last. A proposal may go by what was said before
-        its iteration, by nothing that is said in it."""
+        """What the target said of the nodes [R, N] that were proposed last. A proposal may go by what was said of its
+        row before its iteration, by nothing that is said in it. What was said before a row's iteration 0 was said of
+        another request.
+
+        On a GPU propose and learn are captured as parts of a CUDA graph. At a replay no Python runs: a tensor that is
+        kept from one iteration for the next must then be written in place.
+        """
+        return
+
+    def select(self, rows: Tensor) -> None:
+        """The batch goes on with these rows [n] int64 alone, in this order. For a drafter that keeps something of each
+        row."""
         return
 
     def release(self) -> None:

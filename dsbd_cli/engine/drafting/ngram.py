@@ -1,6 +1,6 @@
 """Prompt lookup: what followed the last tokens, or tokens much like them, where they stood before in the prompt or the
-output (the retrieval store of the prompt in RASD, arXiv 2503.03434; prompt lookup decoding). No model, no state;
-everything is a comparison of tensors.
+output (the retrieval store of the prompt in RASD, arXiv 2503.03434; prompt lookup decoding). No model; everything is a
+comparison of tensors. What the target said of the last iteration's nodes is the only state (recall.py).
 
 Tokens are compared one by one with those behind an earlier place, so a beam that has changed a token of what it copies
 goes on behind the place it came from. Most beams of a search are such: they differ from the best one in a token or two.
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.forest import Forest, LayerNodes
+from dsbd_cli.engine.core.legal import DEAD
 from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
 from dsbd_cli.engine.core.probs import NEVER, Candidates, pool_law
 from dsbd_cli.engine.core.sampler import largest
-from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, children, roots
+from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, children, following, roots
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
-from dsbd_cli.engine.drafting.recall import Recall, prompt_keys
+from dsbd_cli.engine.drafting.recall import KEPT, Recall
 from dsbd_cli.engine.drafting.text import NO_TOKEN, contexts, suffix
 from dsbd_cli.variants import NGRAM
 
@@ -92,14 +93,12 @@ class NgramDrafter(PathDrafter):
         super().__init__(source)
         self._longest, self._recalls = source.longest, recalls
         self._recall: Recall | None = None
-        self._prompts: Tensor | None = None
 
     def propose(self, context: DraftContext) -> Forest:
         """The K best pairs of every layer."""
         assert context.prompts is not None
         beams, count = context.beams, context.drafts_per_layer
         forest = Forest(beams.token.shape[1], count, [roots(context)])
-        self._prompts = prompt_keys(context.prompts) if self._recalls else None
         if context.depth == 0:
             return forest
         text, length = contexts(context.prompts, beams)
@@ -127,17 +126,23 @@ class NgramDrafter(PathDrafter):
         """The best pairs below one layer. guess: [R, n, p] tokens, best first, NO_TOKEN where there is none."""
         count, sampler = context.drafts_per_layer, context.sampler
         places, recall = guess.shape[2], self._recall
-        room = max(count, places, recall.width if recall is not None else 0)
+        if recall is not None and recall.rows != len(guess):
+            recall = self._recall = None  # of a batch that has ended
+        room = max(count, PLACES, KEPT if self._recalls else 0)  # whatever the batch is
         order = torch.arange(places, device=guess.device)
         earlier = (guess.unsqueeze(-1) == guess.unsqueeze(-2)) & (order.unsqueeze(-1) > order)
         real = (guess >= 0) & ~earlier.any(-1)
+        if context.legal is not None:
+            above = torch.arange(guess.shape[1], device=guess.device).view(1, -1, 1).expand_as(guess).flatten(1)
+            state = following(context, nodes, above, guess.clamp(min=0).flatten(1))
+            real &= (state != DEAD).view_as(real)
         logprobs = torch.where(real, FOUND - OTHER * order, NEVER)
         tokens = torch.nn.functional.pad(guess.clamp(min=0), (0, room - places))
         logprobs = torch.nn.functional.pad(logprobs, (0, room - places), value=NEVER)
         if recall is not None:
-            assert self._prompts is not None
-            known, said, law = recall.at(nodes.path ^ self._prompts.unsqueeze(1))
-            more = room - recall.width
+            known, said, law = recall.at(nodes.path)
+            known &= (context.iteration > 0).unsqueeze(1)  # else it was said of the row's last request
+            more = room - KEPT
             tokens = torch.where(known.unsqueeze(-1), torch.nn.functional.pad(said, (0, more)), tokens)
             law = torch.nn.functional.pad(law, (0, more), value=NEVER)
             logprobs = torch.where(known.unsqueeze(-1), law, logprobs)
@@ -163,12 +168,17 @@ class NgramDrafter(PathDrafter):
 
     def learn(self, forest: Forest, candidates: Candidates) -> None:
         """Keep what the target said."""
-        if self._prompts is not None:
-            self._recall = Recall.of(forest, candidates, self._prompts)
+        if self._recalls:
+            self._recall = Recall(forest, candidates)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep what was said of these rows."""
+        if self._recall is not None:
+            self._recall.select(rows)
 
     def release(self) -> None:
         """Forget it."""
-        self._recall = self._prompts = None
+        self._recall = None
 
 
 def make(of: DrafterInputs) -> PathDrafter:

@@ -2,7 +2,7 @@
 
 Where a layer did not pass, the target has already judged nodes below it. A beam that comes by such a node again has a
 known law there, alternatives included: which tokens enter the best W beside the copies is then no guess. A node is
-known by the key of its path and by the prompt of its row.
+known by the key of its path, among the nodes of its own row alone.
 """
 
 from __future__ import annotations
@@ -11,47 +11,49 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.probs import NEVER, Candidates
-from dsbd_cli.engine.drafting.text import Prompts
+from dsbd_cli.engine.core.probs import NEVER, Candidates, best_tokens
 
-__all__ = ["Recall", "prompt_keys"]
+__all__ = ["KEPT", "Recall"]
 
-MOST = 1 << 21  # numbers that are kept
+KEPT = 64  # tokens of each node, the best ones: the same in every batch, so that proposals are
 ABSENT = torch.iinfo(torch.int64).max
-_ODD = 0x2545F4914F6CDD1D  # spreads places over 64 bits
-
-
-def prompt_keys(prompts: Prompts) -> Tensor:
-    """A number of each prompt: [R] int64."""
-    at = torch.arange(prompts.tokens.shape[1], device=prompts.tokens.device)
-    spread = (2 * at + 1) * _ODD
-    return ((prompts.tokens + 1) * spread).masked_fill(at >= prompts.length.unsqueeze(1), 0).sum(1)
 
 
 class Recall:
-    """Candidates [R * N, C] of nodes, in order of their keys."""
+    """The best tokens of the nodes of each row, in order of the nodes' keys."""
 
-    def __init__(self, keys: Tensor, candidates: Candidates) -> None:
-        """keys: [R, N] int64."""
-        self._keys, order = keys.flatten().sort()
-        self._tokens = candidates.tokens.flatten(0, 1)[order]
-        self._logprobs = candidates.logprobs.flatten(0, 1)[order].nan_to_num(nan=NEVER, neginf=NEVER)
-
-    @classmethod
-    def of(cls, forest: Forest, candidates: Candidates, prompts: Tensor) -> Recall | None:
-        """Of an iteration; None where that would be much. prompts: [R] int64, prompt_keys of the rows."""
-        if candidates.tokens.numel() > MOST:
-            return None
+    def __init__(self, forest: Forest, candidates: Candidates) -> None:
+        """Of an iteration: R rows of N nodes."""
+        nodes = forest.flat
         # an absent node may have the path of one that is there, and what it is said to be followed by means nothing
-        keys = torch.where(forest.flat.valid, forest.flat.path ^ prompts.unsqueeze(1), ABSENT)
-        return cls(keys, candidates)
+        self._keys, order = torch.where(nodes.valid, nodes.path, ABSENT).sort(1)
+        tokens, logprobs = candidates.tokens, candidates.logprobs
+        rows, count, most = tokens.shape
+        if most > KEPT:
+            best, index = best_tokens(logprobs.flatten(0, 1), KEPT)
+            tokens, logprobs = tokens.flatten(0, 1).gather(1, index), best
+        more = max(0, KEPT - most)
+        tokens = torch.nn.functional.pad(tokens.view(rows, count, -1), (0, more))
+        logprobs = torch.nn.functional.pad(logprobs.view(rows, count, -1), (0, more), value=NEVER)
+        self._tokens = _in_order(tokens, order)
+        self._logprobs = _in_order(logprobs, order).nan_to_num(nan=NEVER, neginf=NEVER)
 
     @property
-    def width(self) -> int:
-        """C."""
-        return self._tokens.shape[1]
+    def rows(self) -> int:
+        """R."""
+        return len(self._keys)
+
+    def select(self, rows: Tensor) -> None:
+        """Only these rows [n] int64, in this order."""
+        self._keys, self._tokens, self._logprobs = self._keys[rows], self._tokens[rows], self._logprobs[rows]
 
     def at(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of nodes with these keys [R, n]: which are known [R, n] bool, tokens and log-probabilities [R, n, C]."""
-        place = torch.searchsorted(self._keys, keys).clamp(max=len(self._keys) - 1)
-        return self._keys[place] == keys, self._tokens[place], self._logprobs[place]
+        """Of nodes with these keys [R, n]: which are known [R, n] bool, tokens and log-probabilities [R, n, KEPT]."""
+        place = torch.searchsorted(self._keys, keys.contiguous()).clamp(max=self._keys.shape[1] - 1)
+        known = self._keys.gather(1, place) == keys
+        return known, _in_order(self._tokens, place), _in_order(self._logprobs, place)
+
+
+def _in_order(values: Tensor, index: Tensor) -> Tensor:
+    """values [R, N, C] of the nodes index [R, n]."""
+    return values.gather(1, index.unsqueeze(-1).expand(-1, -1, values.shape[-1]))

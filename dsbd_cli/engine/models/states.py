@@ -1,10 +1,12 @@
-"""States of recurrent layers over a packed forest: one state per row at the end of the trunk, inputs of the tail by
-slot.
+"""States of recurrent layers over a packed forest: one state per row, of the trunk, and inputs of the tail by slot.
 
 A layer that carries a state would need one state per beam and per drafted node. Instead each row keeps one, of the last
 token that all its live beams share, and the inputs of the tokens after it, one *place* per slot of the tail: place =
 slot % T, so that a token stays where it is when the trunk grows. `move` takes the tokens that joined the trunk into the
-state. So memory does not grow with W or with the text. core/scans.py has the sums, walks.py the kernels of a CPU.
+state. So memory does not grow with W or with the text. core/scans.py has the sums.
+
+Kernels of a CPU (walks.py) read states at multiples of 8 tokens. With them the kept state lies 16 to 23 tokens before
+the token that follows the trunk, and the inputs of the last 23 tokens of the trunk are kept, too.
 
 Letters: R rows, n nodes of a forward, S active slots, T places, G key heads, H value heads, N key dim, P value dim,
 C channels, J taps of a convolution, I channels of a Mamba-1 layer.
@@ -536,10 +538,8 @@ class LinearState(LayerMemory):
         """After a chain: its last tokens [R, lead + n, ...] are the last of the trunk."""
         kept = self.places.lengths.unsqueeze(1) + torch.arange(self.lead, device=self.device)
         for name, new in read.items():
-            held = self.rows_of(self.planes[name]).clone()
             index = kept.view(*kept.shape, *[1] * (new.dim() - 2)).expand(-1, -1, *new.shape[2:])
-            held[:, : self.lead] = new.gather(1, index)
-            self.store(self.planes[name], held)
+            self.planes[name][self.places.numbers, : self.lead] = new.gather(1, index)
 
     def _state_of(self, k: Tensor, u: Tensor) -> Tensor:
         groups, heads = k.shape[2], u.shape[2]

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -84,7 +84,7 @@ def shared(kernel: Any, count: int, *arguments: Any) -> None:
         done.result()
 
 
-@lru_cache(maxsize=1)  # of the number of threads that torch has now
+@cache  # for each number of threads that torch has had: two engines of one process may differ
 def _threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, "scan")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.probs import Candidates
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule
@@ -33,6 +36,14 @@ class WatchedDrafter(Drafter):
         self.calls = self.inner.calls
         self.observer.proposed(context, forest)
         return forest
+
+    def learn(self, forest: Forest, candidates: Candidates) -> None:
+        """As the inner drafter."""
+        self.inner.learn(forest, candidates)
+
+    def select(self, rows: Tensor) -> None:
+        """As the inner drafter."""
+        self.inner.select(rows)
 
     def release(self) -> None:
         """As the inner drafter."""
