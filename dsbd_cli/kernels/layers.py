@@ -1,8 +1,7 @@
 """What stands between the products of a decoder layer: norms, rotation with the cache's write, gated activation.
 
 Every program computes one row, or one head of one row, in an order that is fixed by the width of the row. So its bits
-do not depend on how many rows there are. Twins round where the kernels round: to the dtype of the model after each
-step, as the stock modules do.
+do not depend on how many rows there are. They compute what their twins do (twins.py).
 
 Letters: m rows (nodes of all requests), H hidden width, I inner width, Q query heads, K kv heads, E head dim, P planes'
 rows times slots.
@@ -10,7 +9,8 @@ rows times slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import triton
@@ -18,21 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from dsbd_cli.kernels import Arguments, Kernel
+from dsbd_cli.kernels.twins import gated_twin, norm_twin, rotate_twin
 
-__all__ = [
-    "KERNELS",
-    "gated",
-    "gated_twin",
-    "norm",
-    "norm_fits",
-    "norm_twin",
-    "rotate",
-    "rotate_fits",
-    "rotate_twin",
-]
+__all__ = ["DTYPES", "KERNELS", "WIDEST", "gated", "norm", "rotate"]
 
 WIDEST = 16384  # of a row that one program normalises
 GATE_BLOCK = 1024
+MOST_POWER = tl.constexpr(80.0)  # of e: what is divided by a larger one is zero
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,8 +54,7 @@ def norm_kernel(x, more, weight, out, summed, width, eps, ADDS: tl.constexpr, ON
 
 @torch.library.custom_op("dsbd::norm", mutates_args=())
 def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: bool) -> tuple[Tensor, Tensor]:
-    """x (+ more) [..., H] over its root mean square, times weight [H], and the sum that was normalised (empty without
-    `more`). one_more: times (1 + weight) in float32, as Gemma does."""
+    """As norm_twin."""
     width = x.shape[-1]
     x = x.contiguous()
     more = None if more is None else more.contiguous()
@@ -86,60 +77,40 @@ def _(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: bool
     return torch.empty_like(x), x.new_empty(0) if more is None else torch.empty_like(x)
 
 
-def norm_twin(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: bool) -> tuple[Tensor, Tensor]:
-    """The specification of `norm`."""
-    summed = x.new_empty(0)
-    if more is not None:
-        x = summed = x + more
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if one_more:
-        return (wide * (1.0 + weight.to(torch.float32))).to(x.dtype), summed
-    return weight * wide.to(x.dtype), summed
-
-
-def norm_fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel takes rows of this width and dtype."""
-    return x.shape[-1] <= WIDEST and x.dtype in DTYPES and weight.dtype == x.dtype
-
-
 # Gated activation
 
 
 @triton.jit
-def gated_kernel(both, out, width, BLOCK: tl.constexpr):
-    """silu of the first half of a row, times the second half."""
+def gated_kernel(both, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """silu of the first half of a row, times the second half. GELU: in place of silu, with tanh as a logistic."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     gate = tl.load(both + row * 2 * width + at, mask=inside, other=0.0)
     up = tl.load(both + row * 2 * width + width + at, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
-    active = tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype)
+    inner = wide
+    if GELU:
+        inner = 1.5957691216057308 * (wide + 0.044715 * (wide * wide * wide))  # twice the root of 2 / pi
+    active = tl.div_rn(wide, 1.0 + tl.exp(tl.minimum(-inner, MOST_POWER))).to(gate.dtype)
     tl.store(out + row * width + at, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
 
 
 @torch.library.custom_op("dsbd::gated", mutates_args=())
-def gated(both: Tensor) -> Tensor:
-    """silu(gate) * up [..., I] of both side by side [..., 2 I]."""
+def gated(both: Tensor, gelu: bool) -> Tensor:
+    """As gated_twin."""
     both = both.contiguous()
     width = both.shape[-1] // 2
     out = both.new_empty(*both.shape[:-1], width)
     grid = (out.numel() // width, triton.cdiv(width, GATE_BLOCK))
     with torch.cuda.device_of(both):
-        gated_kernel[grid](both, out, width, BLOCK=GATE_BLOCK, num_warps=4, enable_fp_fusion=False)
+        gated_kernel[grid](both, out, width, GELU=gelu, BLOCK=GATE_BLOCK, num_warps=4, enable_fp_fusion=False)
     return out
 
 
 @gated.register_fake
-def _(both: Tensor) -> Tensor:
+def _(both: Tensor, gelu: bool) -> Tensor:
     return both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
-
-
-def gated_twin(both: Tensor) -> Tensor:
-    """The specification of `gated`."""
-    gate, up = both.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
 
 
 # Rotation of queries and keys, and the write of keys and values to their slots
@@ -147,10 +118,11 @@ def gated_twin(both: Tensor) -> Tensor:
 
 @triton.jit
 def rotate_kernel(
-    both, cos, sin, slots, out, keys, values, nodes, angle_row, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    HALF: tl.constexpr, P: tl.constexpr,
+    both, cos, sin, slots, out, keys, values, query_norm, key_norm, nodes, angle_row, eps, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr, ONE_MORE: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: a query is rotated, a key rotated and written to its slot, a value written."""
+    """One head of one row: a query is rotated, a key rotated and written to its slot, a value written. NORMS: queries
+    and keys are normalised first, as by norm_kernel."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim: tl.constexpr = 2 * HALF
@@ -167,6 +139,21 @@ def rotate_kernel(
         s1 = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
         s2 = tl.load(sin + angle + HALF, mask=inside, other=0.0).to(tl.float32)
         one, two = first.to(tl.float32), second.to(tl.float32)
+        if NORMS:
+            root = tl.sqrt_rn(tl.div_rn(tl.sum(one * one, 0) + tl.sum(two * two, 0), 2.0 * HALF) + eps)
+            scale = tl.div_rn(1.0, root)
+            if head < QUERIES:
+                w1 = tl.load(query_norm + at, mask=inside, other=0.0).to(tl.float32)
+                w2 = tl.load(query_norm + HALF + at, mask=inside, other=0.0).to(tl.float32)
+            else:
+                w1 = tl.load(key_norm + at, mask=inside, other=0.0).to(tl.float32)
+                w2 = tl.load(key_norm + HALF + at, mask=inside, other=0.0).to(tl.float32)
+            if ONE_MORE:
+                one = (one * scale * (1.0 + w1)).to(kind).to(tl.float32)
+                two = (two * scale * (1.0 + w2)).to(kind).to(tl.float32)
+            else:
+                one = (w1 * (one * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+                two = (w2 * (two * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
         turned_one = ((one * c1).to(kind).to(tl.float32) + (-two * s1).to(kind).to(tl.float32)).to(kind)
         turned_two = ((two * c2).to(kind).to(tl.float32) + (one * s2).to(kind).to(tl.float32)).to(kind)
         if head < QUERIES:
@@ -184,12 +171,19 @@ def rotate_kernel(
 
 
 @torch.library.custom_op("dsbd::rotate", mutates_args=("keys", "values"))
-def rotate(both: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Queries [R, Q, n, E], rotated; keys and values go to their slots.
-
-    both [R, n, (Q + 2 K) E]: queries, keys and values side by side. cos, sin [R or 1, n, E]. slots [R n] int64 into
-    keys and values [rows, slots, K, E], whose rows and slots are counted together.
-    """
+def rotate(
+    both: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 0.0,
+    one_more: bool = False,
+) -> Tensor:
+    """As rotate_twin."""
     rows, nodes, width = both.shape
     kv_heads, dim = keys.shape[-2:]
     heads = width // dim - 2 * kv_heads
@@ -197,10 +191,13 @@ def rotate(both: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, 
     out = both.new_empty(rows, heads, nodes, dim)
     with torch.cuda.device_of(both):
         rotate_kernel[(rows * nodes, heads + 2 * kv_heads)](
-            *(both, cos, sin, slots, out, keys, values, nodes, 0 if cos.shape[0] == 1 else nodes * dim),
+            *(both, cos, sin, slots, out, keys, values, both if query_norm is None else query_norm),
+            *(both if key_norm is None else key_norm, nodes, 0 if cos.shape[0] == 1 else nodes * dim, eps),
             QUERIES=heads,
             KEYS=kv_heads,
             HALF=dim // 2,
+            NORMS=query_norm is not None,
+            ONE_MORE=one_more,
             P=triton.next_power_of_2(dim // 2),
             num_warps=1,
             enable_fp_fusion=False,
@@ -209,29 +206,11 @@ def rotate(both: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, 
 
 
 @rotate.register_fake
-def _(both: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _(
+    both: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor, *more: object, **named: object
+) -> Tensor:
     kv_heads, dim = keys.shape[-2:]
     return both.new_empty(both.shape[0], both.shape[-1] // dim - 2 * kv_heads, both.shape[1], dim)
-
-
-def rotate_twin(both: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The specification of `rotate`."""
-    kv_heads, dim = keys.shape[-2:]
-    states = both.unflatten(-1, (-1, dim))  # [R, n, Q + 2 K, E]
-    heads = states.shape[2] - 2 * kv_heads
-    turning, resting = states[:, :, : heads + kv_heads], states[:, :, heads + kv_heads :]
-    first, second = turning.chunk(2, -1)
-    turned = turning * cos.unsqueeze(2) + torch.cat((-second, first), -1) * sin.unsqueeze(2)
-    keys.flatten(0, 1).index_copy_(0, slots, turned[:, :, heads:].flatten(0, 1))
-    values.flatten(0, 1).index_copy_(0, slots, resting.flatten(0, 1))
-    return turned[:, :, :heads].transpose(1, 2).contiguous()
-
-
-def rotate_fits(both: Tensor, cos: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether the kernel takes these tensors: one dtype, whole heads rotated, planes without gaps."""
-    same = all(one.dtype == both.dtype for one in (cos, keys, values))
-    whole = cos.shape[-1] == keys.shape[-1] and keys.shape == values.shape and keys.shape[-1] % 2 == 0
-    return same and both.dtype in DTYPES and whole and keys.is_contiguous() and values.is_contiguous()
 
 
 # Random calls
@@ -257,7 +236,8 @@ def _norm_cases(generator: torch.Generator, device: torch.device) -> Iterator[Ar
 def _gated_cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
     for dtype in _dtypes(device):
         for rows, width in ((2, 48), (4, 1400)):
-            yield (_real(generator, device, dtype, rows, 2 * width) * 4,)
+            for gelu in (False, True):
+                yield _real(generator, device, dtype, rows, 2 * width) * 4, gelu
 
 
 def _rotate_cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
@@ -269,26 +249,26 @@ def _rotate_cases(generator: torch.Generator, device: torch.device) -> Iterator[
             slots = torch.randperm(rows * 11, generator=generator)[: rows * nodes].to(device)
             planes = [_real(generator, device, dtype, rows, 11, kv_heads, dim) for _ in range(2)]
             yield both, cos, sin, slots, *planes
+            norms = [_real(generator, device, dtype, dim) for _ in range(2)]
+            yield both, cos, sin, slots, *planes, *norms, 1e-5, rows == 2
 
 
 def _rotated(
-    how: object, both: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor
+    how: Callable[..., Tensor],
+    both: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *norms: object,
 ) -> tuple[Tensor, ...]:
-    assert callable(how)
     keys, values = keys.clone(), values.clone()
-    return how(both, cos, sin, slots, keys, values), keys, values
-
-
-def _rotate_op(*arguments: Tensor) -> tuple[Tensor, ...]:
-    return _rotated(rotate, *arguments)
-
-
-def _rotate_reference(*arguments: Tensor) -> tuple[Tensor, ...]:
-    return _rotated(rotate_twin, *arguments)
+    return how(both, cos, sin, slots, keys, values, *norms), keys, values
 
 
 KERNELS = (
     Kernel("norm", norm, norm_twin, _norm_cases),
     Kernel("gated", gated, gated_twin, _gated_cases),
-    Kernel("rotate", _rotate_op, _rotate_reference, _rotate_cases),
+    Kernel("rotate", partial(_rotated, rotate), partial(_rotated, rotate_twin), _rotate_cases),
 )

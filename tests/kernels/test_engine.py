@@ -17,7 +17,7 @@ from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.fused import LayerKernels, fuse
 from dsbd_cli.engine.models.invariance import Verdict
 from dsbd_cli.kernels import walk
-from dsbd_cli.kernels.layers import gated_twin, norm_twin, rotate_twin
+from dsbd_cli.kernels.twins import gated_twin, norm_twin, rotate_twin
 from tests.engine.toys import NumberCodec, table_pair
 from tests.kernels import DEVICE
 from tests.models.tiny import V, build

@@ -26,7 +26,7 @@ def test_bits_do_not_depend_on_the_number_of_rows(dtype: torch.dtype) -> None:
         one, alone = norm(x[row : row + 1], x.flip(0)[row : row + 1], weight, 1e-6, False)
         assert torch.equal(one, many[row : row + 1])
         assert torch.equal(alone, sums[row : row + 1])
-        assert torch.equal(gated(x[row : row + 1]), gated(x)[row : row + 1])
+        assert torch.equal(gated(x[row : row + 1], False), gated(x, False)[row : row + 1])
 
 
 def test_a_rotation_writes_its_own_slots_and_no_other() -> None:

@@ -47,11 +47,11 @@ def faults(at: str | None = None, end: str = "pass", fault: str | None = None, s
     )  # starts at once: one case has a limit of time
 
 
-def other(both: torch.Tensor) -> torch.Tensor:
-    return GATED.twin(both) * 1.1  # type: ignore[operator]
+def other(both: torch.Tensor, gelu: bool) -> torch.Tensor:
+    return GATED.twin(both, gelu) * 1.1  # type: ignore[operator]
 
 
-def breaks(both: torch.Tensor) -> torch.Tensor:
+def breaks(both: torch.Tensor, gelu: bool) -> torch.Tensor:
     raise RuntimeError("out of resource: shared memory,\n required 300000")
 
 

@@ -21,9 +21,10 @@ from dsbd_cli.engine.models.invariance import Company, _logits
 from dsbd_cli.engine.models.selftest import self_test
 from dsbd_cli.kernels import attention as kernels_attention
 from dsbd_cli.kernels.attention import attention
-from dsbd_cli.kernels.layers import gated_twin, norm_twin, rotate_twin
+from dsbd_cli.kernels.twins import gated_twin, norm_twin, rotate_twin
 from tests.models.tiny import build
 
+GPU = torch.device("cuda")
 TWINS = LayerKernels(norm_twin, gated_twin, rotate_twin)
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="these models are on the CPU, where no kernel runs then")
 LAYERS = 2
@@ -31,7 +32,7 @@ LAYERS = 2
 FOUND = {
     "llama": {"norm": 2 * LAYERS + 1, "gated": LAYERS, "rotate": LAYERS, "layer": LAYERS},
     "mistral window": {"norm": 2 * LAYERS + 1, "gated": LAYERS, "rotate": LAYERS, "layer": LAYERS},
-    "gemma2 window": {"norm": 4 * LAYERS + 1},  # gelu, caps and four norms per layer: only the norms are known
+    "gemma2 window": {"norm": 4 * LAYERS + 1, "gated": LAYERS, "rotate": LAYERS},  # four norms per layer
     "gpt2": {},
     "opt": {},
 }
@@ -76,7 +77,7 @@ def test_kernels_themselves_give_a_models_logits() -> None:
     for fused in (False, True):
         model = CausalForestModel(build("llama"), "llama")
         if fused:
-            assert fuse(model.module, layer_kernels({"linear"})).counts == FOUND["llama"]
+            assert fuse(model.module, layer_kernels(GPU, {"linear"})).counts == FOUND["llama"]
         model.reserve(1, 64)
         logits.append(model.forward(chain()))
     theirs, ours = logits
@@ -150,7 +151,7 @@ def test_logits_of_a_node_have_the_same_bits_in_any_company() -> None:
     """Products and attention by kernels. Guards one of them that goes by the number of rows, slots or nodes; the other
     kernels of a layer have one program per row (tests/kernels/test_layers.py)."""
     model = CausalForestModel(build("llama", num_hidden_layers=1), "llama")
-    counts = fuse(model.module, layer_kernels({"norm", "gated", "rotate"})).counts
+    counts = fuse(model.module, layer_kernels(GPU, {"norm", "gated", "rotate"})).counts
     assert counts["linear"] == 8  # seven of the layer and the head
     model.attention = partial(attention, exact=True)
     alone = _logits(model, Company(others=0))
@@ -245,7 +246,7 @@ class Launches(TorchDispatchMode):
 def test_a_layer_launches_eight_small_kernels_at_most(same_text: bool) -> None:
     def launches(layers: int) -> list[str]:
         model = CausalForestModel(build("llama", num_hidden_layers=layers), "llama")
-        assert fuse(model.module, layer_kernels(() if same_text else {"linear"})).counts["layer"] == layers
+        assert fuse(model.module, layer_kernels(GPU, () if same_text else {"linear"})).counts["layer"] == layers
         model.reserve(1, 64)
         batch = chain()
         if same_text:  # as a step gives it on a GPU

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dsbd_cli.engine.models import packing
-from dsbd_cli.engine.models.packing import PackedLinear, pack, packing_works
+from dsbd_cli.engine.models.packing import PackedLinear, pack, packing_works, whole
 
 needs_packing = pytest.mark.skipif(not packing_works(torch.float32), reason="this torch build cannot pack weights")
 
@@ -130,7 +130,7 @@ def test_the_default_dtype_of_torch_is_not_the_kernels(way: str) -> None:
     serves(torch.float32)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        assert packing.Parts.of(9, 4, 100).sums.dtype == torch.float32
+        assert packing.Parts.of(9, 4, 100).room().dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -154,9 +154,36 @@ def test_another_bias_and_a_copy_leave_the_original_alone() -> None:
         packed = PackedLinear(linear)
         before = packed(x)
         torch.testing.assert_close(packed.with_bias(bias)(x), before - linear.bias + bias, rtol=1e-5, atol=1e-5)
-        copied: Any = copy.deepcopy(packed) if type(packed._product).__name__ == "_Compiled" else packed
+        copied: Any = copy.deepcopy(packed) if packed.compiled else packed
         assert torch.equal(copied(x), before)
         assert torch.equal(packed(x), before)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_of_one_input_become_one_product(dtype: torch.dtype) -> None:
+    """With the bits that each would have alone, whether one is asked or all. Guards parts of a product that begin at
+    another output, and a result kept for another input."""
+    serves(dtype)
+    parent = nn.Module()
+    for name, outputs, biased in (("q", 96, True), ("k", 72, False), ("v", 64, True), ("o", 160, True)):
+        setattr(parent, name, nn.Linear(160, outputs, bias=biased, dtype=dtype).requires_grad_(False))
+    x, other = torch.randn(2, 5, 160).to(dtype), torch.randn(1, 160).to(dtype)
+    with torch.inference_mode():
+        alone = [PackedLinear(getattr(parent, name)) for name in "qkv"]
+        assert pack(parent, [(parent, ("q", "k", "v"))]) == 4
+        layers: list[Any] = [getattr(parent, name) for name in "qkv"]
+        assert len({id(layer.packed) for layer in layers}) == 1
+        assert layers[0].packed is not parent.o.packed  # type: ignore[union-attr]
+        for given in (x, other, x):
+            wanted = [layer(given) for layer in alone]
+            assert torch.equal(torch.cat([layer(given) for layer in layers[::-1]][::-1], -1), torch.cat(wanted, -1))
+            assert torch.equal(layers[1](given), wanted[1])
+            both = whole(layers, given)
+            assert both is not None
+            assert torch.equal(both, torch.cat(wanted, -1))
+        assert whole(layers[::-1], x) is None
+        assert whole([*layers, parent.o], x) is None
 
 
 @needs_packing

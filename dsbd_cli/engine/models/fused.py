@@ -19,32 +19,71 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from dsbd_cli.engine.models import layer_ops
 from dsbd_cli.engine.models.cache import ForestCache
+from dsbd_cli.engine.models.packing import whole
 from dsbd_cli.engine.models.selftest import PADDING, limit_for
+from dsbd_cli.kernels.twins import gated_twin, norm_twin, rotate_fits, rotate_twin
 
 __all__ = ["Fused", "LayerKernels", "fuse", "layer_kernels"]
 
 RECORDING = "dsbd_recording"
 TOKENS = 24
+QKV = ("q_proj", "k_proj", "v_proj")
+HEAD_NORMS = ("q_norm", "k_norm")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKernels:
-    """The kernels, or their twins; None for one that is not to be used."""
+    """The kernels, or their twins; None for one that is not to be used.
+
+    Attributes:
+        linear: x W^T + b; None leaves products to the library, or to what they are packed as.
+        dtypes: of models that the kernels take.
+        step: widths of rows, of gates and of half heads are multiples of it.
+        widest: a row that is normalised has so many numbers at most.
+        merges: weights of one input become one; else they wait for being packed as one.
+    """
 
     norm: Callable[..., tuple[Tensor, Tensor]] | None
     gated: Callable[..., Tensor] | None
     rotate: Callable[..., Tensor] | None
     linear: Callable[..., Tensor] | None = None
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    step: int = 1
+    widest: int = 2**31
+    merges: bool = True
+
+    @property
+    def any(self) -> bool:
+        """Whether there is one."""
+        return any(one is not None for one in (self.norm, self.gated, self.rotate, self.linear))
 
     @property
     def product(self) -> Callable[..., Tensor]:
         """x W^T + b."""
         return self.linear or nn.functional.linear
 
+    def take(self, width: int, *tensors: Tensor) -> bool:
+        """Whether rows of this width are taken, of tensors of one dtype."""
+        kinds = {one.dtype for one in tensors}
+        return width % self.step == 0 and len(kinds) == 1 and kinds <= {*self.dtypes}
 
-def layer_kernels(without: Collection[str] = ()) -> LayerKernels:
-    """The kernels but those named. Imports triton."""
+
+def layer_kernels(device: torch.device, without: Collection[str] = ()) -> LayerKernels:
+    """The kernels for a device, but those named: in triton, which is imported, or for the CPU in numba, which has none
+    of products."""
+    if device.type == "cpu":
+        if not layer_ops.serves():
+            return LayerKernels(None, None, None)
+        return LayerKernels(
+            layer_ops.norm,
+            layer_ops.gated,
+            layer_ops.rotate,
+            dtypes=layer_ops.DTYPES,
+            step=layer_ops.STEP,
+            merges=False,
+        )
     from dsbd_cli.kernels import layers, products
 
     found: dict[str, Any] = {
@@ -53,62 +92,123 @@ def layer_kernels(without: Collection[str] = ()) -> LayerKernels:
         "rotate": layers.rotate,
         "linear": products.linear,
     }
-    return LayerKernels(**{name: None if name in without else kernel for name, kernel in found.items()})
+    chosen: dict[str, Any] = {name: None if name in without else kernel for name, kernel in found.items()}
+    return LayerKernels(**chosen, dtypes=layers.DTYPES, widest=layers.WIDEST)
 
 
 @dataclass(slots=True)
 class Fused:
-    """What was changed, by kind; `undo` takes all of it back, and `undone` says so."""
+    """What was changed, by kind; `undo` takes all of it back, and `undone` says so. joined: modules, and the names of
+    their products that are handed one input, and wait for being packed as one."""
 
     counts: dict[str, int] = field(default_factory=dict)
-    changed: list[nn.Module] = field(default_factory=list)
+    forwards: dict[nn.Module, Callable[..., Any]] = field(default_factory=dict)
     undone: bool = False
+    joined: list[tuple[nn.Module, tuple[str, ...]]] = field(default_factory=list)
+    packed: int = 0
 
     def undo(self) -> None:
-        """The modules run as transformers has them; merged weights stay merged, as parts of one buffer."""
-        self.undone = self.undone or bool(self.changed)
-        for module in self.changed:
-            module.__dict__.pop("forward", None)
-        self.changed.clear()
+        """The modules run as transformers has them; merged weights stay merged, as parts of one buffer or product."""
+        self.undone = self.undone or bool(self.forwards)
+        self._rest()
+        self.forwards.clear()
         self.counts.clear()
 
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """The modules run as transformers has them inside."""
+        self._rest()
+        try:
+            yield
+        finally:
+            for module, forward in self.forwards.items():
+                module.forward = forward
+
+    def _rest(self) -> None:
+        for module in self.forwards:
+            module.__dict__.pop("forward", None)
+
     def _replace(self, kind: str, module: nn.Module, forward: Callable[..., Any]) -> None:
-        module.forward = forward
-        self.changed.append(module)
+        module.forward = self.forwards[module] = forward
         self.counts[kind] = self.counts.get(kind, 0) + 1
 
 
+Pack = Callable[[list[tuple[nn.Module, tuple[str, ...]]]], int]
+
+
 @torch.inference_mode()
-def fuse(model: Any, kernels: LayerKernels) -> Fused:
+def fuse(model: Any, kernels: LayerKernels, pack: Pack | None = None) -> Fused:
     """Change a model of one device in place: its norms, gated products, attentions, layers and products, where they
     compute what the kernels do.
 
-    Products stay the library's where they are at fault. Nothing is changed where the model's logits would not be the
-    same even then, up to rounding, or a kernel cannot run.
+    pack: packs the model's products, those of one input as one, and says how many; on the CPU. Products stay the
+    library's where they are at fault. Nothing is changed where the model's logits would not be the same even then, up
+    to rounding, or a kernel cannot run.
     """
-    fused = _tried(model, kernels)
+    fused = _tried(model, kernels, pack)
     return _tried(model, replace(kernels, linear=None)) if fused.undone and kernels.linear is not None else fused
 
 
-def _tried(model: Any, kernels: LayerKernels) -> Fused:
+def _tried(model: Any, kernels: LayerKernels, pack: Pack | None = None) -> Fused:
     """All of the kernels, or nothing."""
     fused = Fused()
-    tokens = torch.arange(TOKENS, device=model.device).remainder(model.config.get_text_config().vocab_size)[None]
-    before = model(input_ids=tokens, use_cache=False).logits.float()
-    padded = nn.functional.pad(tokens, (0, PADDING))
-    rounding = _apart(model(input_ids=padded, use_cache=False).logits[:, :TOKENS].float(), before)
-    with suppress(Exception):
+    with suppress(Exception), _cheap(model if kernels.any else None):
         norms = _norms(model, kernels, fused)
         _gated(model, kernels, fused)
-        _attentions(model, kernels, fused)
+        _attentions(model, kernels, fused, norms)
         _layers(model, kernels, fused, norms)
+    if pack is not None:
+        fused.packed = pack(fused.joined)
+    with suppress(Exception):
         _products(model, kernels, fused)
-        after = model(input_ids=tokens, use_cache=False).logits.float()
-        error = _apart(after, before)
-        if error <= limit_for(model.dtype, error, lambda: rounding):
+        if not fused.counts or _same_logits(model, fused):
             return fused
     fused.undo()
     return fused
+
+
+def _same_logits(model: Any, fused: Fused) -> bool:
+    """Up to what padding changes, or the rounding of the dtype."""
+
+    def logits(ids: Tensor) -> Tensor:
+        found: Tensor = model(input_ids=ids, use_cache=False).logits[:, :TOKENS].float()
+        return found
+
+    tokens = torch.arange(TOKENS, device=model.device).remainder(model.config.get_text_config().vocab_size)[None]
+    after = logits(tokens)
+    with fused.away():
+        before = logits(tokens)
+        error = _apart(after, before)
+        padded = nn.functional.pad(tokens, (0, PADDING))
+        return error <= limit_for(model.dtype, error, lambda: _apart(logits(padded), before))
+
+
+@contextmanager
+def _cheap(model: nn.Module | None) -> Iterator[None]:
+    """Plain products on the CPU give some of their inputs inside, with signs: what stands between them can be asked
+    without reading the weights, which takes seconds."""
+    generator = torch.Generator().manual_seed(23)
+    modules = () if model is None else model.modules()
+    linears: list[Any] = [one for one in modules if _plain_linear(one) and next(one.parameters()).device.type == "cpu"]
+    for linear in linears:
+        linear.forward = _chosen(linear, generator)
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.__dict__.pop("forward", None)
+
+
+def _chosen(linear: Any, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+    inputs, outputs = linear.in_features, linear.out_features
+    places = torch.randint(inputs, (outputs,), generator=generator)
+    signs = torch.randint(2, (outputs,), generator=generator).mul_(2).sub_(1).to(linear.weight.dtype)
+
+    def forward(input: Tensor) -> Tensor:
+        found = input[..., places] * signs
+        return found if linear.bias is None else found + linear.bias
+
+    return forward
 
 
 def _apart(found: Tensor, wanted: Tensor) -> float:
@@ -169,13 +269,19 @@ class _Norm:
     eps: float
     one_more: bool
 
+    @property
+    def form(self) -> tuple[float, bool]:
+        return self.eps, self.one_more
+
 
 def _norms(model: nn.Module, kernels: LayerKernels, fused: Fused) -> dict[nn.Module, _Norm]:
     """Replace the root mean square norms; what each computes."""
     found: dict[nn.Module, _Norm] = {}
     for module in model.modules():
-        norm = _as_norm(module)
-        if norm is None or kernels.norm is None:
+        norm = None if kernels.norm is None else _as_norm(module)
+        if kernels.norm is None or norm is None or not kernels.take(len(norm.weight), norm.weight):
+            continue
+        if len(norm.weight) > kernels.widest:
             continue
         found[module] = norm
         fused._replace("norm", module, _norm_forward(kernels.norm, norm))
@@ -191,15 +297,13 @@ def _norm_forward(kernel: Callable[..., tuple[Tensor, Tensor]], norm: _Norm) -> 
 
 def _as_norm(module: nn.Module) -> _Norm | None:
     """What a norm computes; None for any other module."""
-    from dsbd_cli.kernels.layers import norm_fits, norm_twin
-
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     named = [name for name, _ in module.named_parameters()]
     if named != ["weight"] or not isinstance(weight, Tensor) or weight.ndim != 1 or not isinstance(eps, float):
         return None
     x = _noise(module, 3, len(weight)) * 3 + 1  # a mean, so that a norm which subtracts it (Cohere) differs
-    if not norm_fits(x, weight):
+    if x.dtype != weight.dtype:
         return None
     with suppress(Exception):
         result = module(x)
@@ -210,45 +314,32 @@ def _as_norm(module: nn.Module) -> _Norm | None:
     return None
 
 
-# Gated products
+# Products of one input
 
 
-def _gated(model: nn.Module, kernels: LayerKernels, fused: Fused) -> None:
-    """Replace down(silu(gate(x)) * up(x))."""
-    for module in list(model.modules()):
-        parts = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
-        if kernels.gated is None or set(parts) != {"gate_proj", "up_proj", "down_proj"}:
-            continue
-        gate, up, down = parts["gate_proj"], parts["up_proj"], parts["down_proj"]
-        biased = {getattr(linear, "bias", None) is not None for linear in (gate, up)}
-        if not (_plain_linear(gate) and _plain_linear(up)) or len(biased) != 1:
-            continue
-        x = _noise(module, 3, gate.in_features)  # type: ignore[arg-type]
-        with suppress(Exception):
-            wanted = module(x)
-            ours = down(nn.functional.silu(gate(x)) * up(x))
-            if isinstance(wanted, Tensor) and _close(ours, wanted):
-                fused._replace("gated", module, _gated_forward(kernels, *_merged((gate, up)), down))
+class _Joined:
+    """Several products of one input: their outputs side by side."""
 
+    def __init__(self, kernels: LayerKernels, fused: Fused, parent: nn.Module, names: tuple[str, ...]) -> None:
+        self._parent, self._names = parent, names
+        self._product: Callable[..., Tensor] | None = None
+        linears = tuple(getattr(parent, name) for name in names)
+        if not kernels.merges:
+            fused.joined.append((parent, names))
+            return
+        from dsbd_cli.kernels.products import linear_fits
 
-def _gated_forward(
-    kernels: LayerKernels, weight: Tensor, bias: Tensor | None, down: nn.Module
-) -> Callable[[Tensor], Tensor]:
-    kernel, product = kernels.gated, _product_of(kernels, weight, bias)
-    assert kernel is not None
+        self._weight, self._bias = _merged(linears)
+        fits = linear_fits(self._weight, self._bias)
+        self._product = kernels.product if fits else nn.functional.linear
 
-    def forward(x: Tensor) -> Tensor:
-        result: Tensor = down(kernel(product(x, weight, bias)))
-        return result
-
-    return forward
-
-
-def _product_of(kernels: LayerKernels, weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
-    """What multiplies by a merged weight."""
-    from dsbd_cli.kernels.products import linear_fits
-
-    return kernels.product if linear_fits(weight, bias) else nn.functional.linear
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., i] -> [..., sum of the outputs]."""
+        if self._product is not None:
+            return self._product(x, self._weight, self._bias)
+        layers = [getattr(self._parent, name) for name in self._names]  # they may have been packed, or made int8
+        found = whole(layers, x)
+        return torch.cat([layer(x) for layer in layers], -1) if found is None else found
 
 
 def _merged(linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
@@ -263,6 +354,42 @@ def _merged(linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
             linear.bias.data = bias[start:end]
         start = end
     return weight, bias
+
+
+# Gated products
+
+
+def _gated(model: nn.Module, kernels: LayerKernels, fused: Fused) -> None:
+    """Replace down(silu(gate(x)) * up(x)), and the same with gelu."""
+    for module in list(model.modules()):
+        parts = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
+        if kernels.gated is None or set(parts) != {"gate_proj", "up_proj", "down_proj"}:
+            continue
+        gate, up, down = parts["gate_proj"], parts["up_proj"], parts["down_proj"]
+        biased = {getattr(linear, "bias", None) is not None for linear in (gate, up)}
+        if not (_plain_linear(gate) and _plain_linear(up)) or len(biased) != 1:
+            continue
+        x = _noise(module, 3, gate.in_features) * 4  # type: ignore[arg-type]  # small ones tell too little apart
+        if not kernels.take(gate.out_features, x):  # type: ignore[arg-type]
+            continue
+        with suppress(Exception):
+            wanted = module(x)
+            both = torch.cat((gate(x), up(x)), -1)
+            ours = {gelu: down(gated_twin(both, gelu)) for gelu in (False, True)}
+            gelu = min(ours, key=lambda form: _apart(ours[form].float(), wanted.float()))
+            if _close(ours[gelu], wanted):
+                joined = _Joined(kernels, fused, module, ("gate_proj", "up_proj"))
+                fused._replace("gated", module, _gated_forward(kernels.gated, joined, gelu, module))
+
+
+def _gated_forward(
+    kernel: Callable[..., Tensor], joined: _Joined, gelu: bool, module: Any
+) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        result: Tensor = module.down_proj(kernel(joined(x), gelu))
+        return result
+
+    return forward
 
 
 # Attention
@@ -303,27 +430,44 @@ def _noted(config: Any) -> Iterator[list[_Call]]:
         config._attn_implementation = before
 
 
-def _attentions(model: nn.Module, kernels: LayerKernels, fused: Fused) -> None:
-    """Replace attentions of one product each for queries, keys and values and a rotation of whole heads."""
+def _attentions(model: nn.Module, kernels: LayerKernels, fused: Fused, norms: dict[nn.Module, _Norm]) -> None:
+    """Replace attentions of one product each for queries, keys and values and a rotation of whole heads, which may be
+    normalised before."""
     for module in list(model.modules()):
         parts = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
-        if kernels.rotate is None or set(parts) != {"q_proj", "k_proj", "v_proj", "o_proj"}:
+        if kernels.rotate is None or set(parts) - {*HEAD_NORMS} != {*QKV, "o_proj"}:
             continue
-        linears = tuple(parts[name] for name in ("q_proj", "k_proj", "v_proj"))
+        heads = _head_norms(module, [parts[name] for name in HEAD_NORMS if name in parts], norms)
+        linears = tuple(parts[name] for name in QKV)
         biased = {getattr(linear, "bias", None) is not None for linear in linears}
-        if not all(map(_plain_linear, linears)) or len(biased) != 1:
+        if heads is None or not all(map(_plain_linear, linears)) or len(biased) != 1:
             continue
-        more = _asked(module, linears, parts["o_proj"])
+        more = _asked(module, kernels, linears, heads)
         if more is not None:
-            fused._replace("rotate", module, _attention_forward(kernels, module, *_merged(linears), more))
+            joined = _Joined(kernels, fused, module, QKV)
+            fused._replace("rotate", module, _attention_forward(kernels.rotate, joined, module, heads, more))
 
 
-def _asked(module: Any, linears: tuple[Any, ...], out: nn.Module) -> dict[str, object] | None:
+def _head_norms(module: Any, found: list[nn.Module], norms: dict[nn.Module, _Norm]) -> tuple[Any, ...] | None:
+    """What the kernel is told of norms of queries and keys, of which a module has two or none; None where they are
+    norms of another kind."""
+    if not found:
+        return ()
+    known = [norms[one] for one in found if one in norms]
+    if len(known) != 2 or any(len(one.weight) != getattr(module, "head_dim", None) for one in known):
+        return None
+    query, key = known
+    return (query.weight, key.weight, key.eps, key.one_more) if query.form == key.form else None
+
+
+def _asked(
+    module: Any, kernels: LayerKernels, linears: tuple[Any, ...], heads: tuple[Any, ...]
+) -> dict[str, object] | None:
     """The constants that a module gives to its attention function; None where it computes something else."""
-    from dsbd_cli.kernels.layers import rotate_twin
-
     dim, count = getattr(module, "head_dim", None), 5
     if not isinstance(dim, int) or not hasattr(module, "layer_idx") or not hasattr(module, "config"):
+        return None
+    if dim % 2 or not kernels.take(dim // 2, linears[0].weight):
         return None
     x = _noise(module, 1, count, linears[0].in_features) * 64  # large, so that a clamp (OLMo) acts
     angles = _noise(module, 1, count, dim).float()
@@ -340,25 +484,22 @@ def _asked(module: Any, linears: tuple[Any, ...], out: nn.Module) -> dict[str, o
         both = torch.cat([linear(x) for linear in linears], -1)
         keys = x.new_zeros(1, count, linears[1].out_features // dim, dim)
         values = torch.zeros_like(keys)
-        query = rotate_twin(both, cos, sin, torch.arange(count, device=x.device), keys, values)
+        query = rotate_twin(both, cos, sin, torch.arange(count, device=x.device), keys, values, *heads)
         same = _close(query, call.query)
         same = same and _close(keys.transpose(1, 2), call.key) and _close(values.transpose(1, 2), call.value)
-        if same and _close(out(query.transpose(1, 2).reshape(1, count, -1)), result[0]):
+        if same and _close(module.o_proj(query.transpose(1, 2).reshape(1, count, -1)), result[0]):
             return dict(call.more)
     return None
 
 
 def _attention_forward(
-    kernels: LayerKernels, module: Any, weight: Tensor, bias: Tensor | None, more: dict[str, object]
+    kernel: Callable[..., Tensor], joined: _Joined, module: Any, heads: tuple[Any, ...], more: dict[str, object]
 ) -> Callable[..., Any]:
     """The module's forward over a packed forest; anything else goes the stock way."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from dsbd_cli.kernels.layers import rotate_fits
-
-    stock, out = module.forward, module.o_proj
-    kernel, product = kernels.rotate, _product_of(kernels, weight, bias)
-    assert kernel is not None
+    stock = module.forward
+    serving: list[Callable[..., Any] | None] = []  # looked up once: a forest's model keeps its attention
 
     def forward(
         hidden_states: Tensor,
@@ -368,9 +509,9 @@ def _attention_forward(
         **kwargs: object,
     ) -> Any:
         planes = past_key_values.planes(module.layer_idx) if isinstance(past_key_values, ForestCache) else None
-        name = module.config._attn_implementation
-        function = ALL_ATTENTION_FUNCTIONS.get(name)
-        if planes is None or position_embeddings is None or function is None:
+        if planes is not None and not serving:
+            serving.append(ALL_ATTENTION_FUNCTIONS.get(module.config._attn_implementation))
+        if planes is None or position_embeddings is None or (attend := serving[0]) is None:
             return stock(
                 hidden_states=hidden_states,
                 position_embeddings=position_embeddings,
@@ -380,13 +521,13 @@ def _attention_forward(
             )
         keys, values, slots = planes
         cos, sin = position_embeddings
-        both = product(hidden_states, weight, bias)
+        both = joined(hidden_states)
         assert rotate_fits(both, cos, keys, values), "one dtype for weights, angles and cache"
-        query = kernel(both, cos, sin, slots, keys, values)
+        query = kernel(both, cos, sin, slots, keys, values, *heads)
         assert isinstance(past_key_values, ForestCache)
         key, value = past_key_values.seen(keys), past_key_values.seen(values)
-        attended, weights = function(module, query, key, value, attention_mask, **{**kwargs, **more})
-        return out(attended.reshape(*hidden_states.shape[:-1], -1)), weights
+        attended, weights = attend(module, query, key, value, attention_mask, **{**kwargs, **more})
+        return module.o_proj(attended.reshape(*hidden_states.shape[:-1], -1)), weights
 
     return forward
 

@@ -171,6 +171,12 @@ def store_bf16(builder: Any, address: Any, value: Any) -> Any:
     builder.store(_rounded(builder, value, WHOLES, HALVES, VECTOR, _whole), pointer(builder, address, HALVES), align=2)
 
 
+@operation(LANES_TYPE, LANES_TYPE)
+def nearest_bf16(builder: Any, value: Any) -> Any:
+    """Rounded to bfloat16."""
+    return _widened(builder, _rounded(builder, value, WHOLES, HALVES, VECTOR, _whole))
+
+
 @operation(types.void, types.int64, types.float32)
 def put_bf16(builder: Any, address: Any, value: Any) -> Any:
     near = _rounded(builder, value, I32, I16, F32, lambda number: ir.Constant(I32, number))
@@ -201,6 +207,13 @@ def mul(builder: Any, a: Any, b: Any) -> Any:
 @operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
 def divide(builder: Any, a: Any, b: Any) -> Any:
     return builder.fdiv(a, b)
+
+
+@operation(types.float32, types.float32)
+def root(builder: Any, value: Any) -> Any:
+    """Rounded once, as IEEE 754 says."""
+    kind = ir.FunctionType(F32, [F32])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.sqrt.f32"), (value,))
 
 
 def _larger(builder: Any, a: Any, b: Any) -> Any:

@@ -47,8 +47,8 @@ class Kernel:
 
     def __call__(self, arguments: ctypes.Structure, work: int, items: int) -> None:
         """work: multiplications or so. items: parts that threads can take."""
-        threads = min(torch.get_num_threads(), items)
-        if threads == 1 or work < SMALL or self._team is None:
+        threads = 1 if work < SMALL or self._team is None else min(torch.get_num_threads(), items)
+        if threads == 1 or self._team is None:
             self._alone(ctypes.addressof(arguments))
         else:
             self._team(self._address, ctypes.addressof(arguments), threads, 0)

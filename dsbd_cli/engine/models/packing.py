@@ -15,9 +15,8 @@ import copy
 import ctypes
 import functools
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,18 @@ from transformers.pytorch_utils import Conv1D
 
 from dsbd_cli.engine.models.native import Kernel, features, fields, kernels, loadable, offsets, room, team
 
-__all__ = ["PackedLinear", "Parts", "lines", "pack", "packing_works", "pairs", "plain_linears", "weight_of"]
+__all__ = [
+    "PackedLinear",
+    "Parts",
+    "Product",
+    "lines",
+    "pack",
+    "packing_works",
+    "pairs",
+    "plain_linears",
+    "weight_of",
+    "whole",
+]
 
 ROWS_HINT = 32  # blocks are chosen for about so many tokens; measured: any hint from 8 to 512 gives the same blocks
 LEAST_ROWS = 4  # fewer rows take a slower kernel; measured: 1 row 0.65 ms, 4 rows 0.51 ms for 5632 x 2048 in bfloat16
@@ -66,28 +76,33 @@ def _loads() -> bool:
     return team() is not None and loadable(_kernel, "torch computes linear layers")
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(NamedTuple):
     """How a product of so many rows and blocks of outputs is shared out.
 
     chunk: rows that a thread works on at once; share: blocks; items: parts that threads take; piece: lines of weights
-    between two stores of the sums; sums: room for them, [threads, lines, COLUMNS] float32.
+    between two stores of the sums; sums: numbers that the threads need room for, [threads, lines, COLUMNS] float32.
     """
 
     chunk: int
     share: int
     items: int
     piece: int
-    sums: Tensor
+    sums: tuple[int, int, int]
 
     @staticmethod
     def of(rows: int, blocks: int, lines: int, kinds: int = 1) -> Parts:
         """kinds: of sums."""
-        threads = torch.get_num_threads()
-        chunk, share = max(1, min(rows, CHUNK_ROWS)), max(1, blocks // (4 * threads))
-        items = -(-blocks // share) * -(-rows // chunk)
-        sums = torch.empty(threads, kinds * chunk, COLUMNS, dtype=torch.float32, device="cpu")
-        return Parts(chunk, share, items, lines if rows <= FEW_ROWS else PIECE, sums)
+        return _parts(rows, blocks, lines, kinds, torch.get_num_threads())
+
+    def room(self) -> Tensor:
+        return torch.empty(self.sums, dtype=torch.float32, device="cpu")
+
+
+@functools.lru_cache(1024)
+def _parts(rows: int, blocks: int, lines: int, kinds: int, threads: int) -> Parts:
+    chunk, share = max(1, min(rows, CHUNK_ROWS)), max(1, blocks // (4 * threads))
+    items = -(-blocks // share) * -(-rows // chunk)
+    return Parts(chunk, share, items, lines if rows <= FEW_ROWS else PIECE, (threads, kinds * chunk, COLUMNS))
 
 
 def lines(weight: Tensor) -> Tensor:
@@ -112,22 +127,28 @@ class _Compiled:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., i], bias as `bias` gave it -> [..., o]."""
         blocks, steps, _ = self.weights.shape
-        columns, unit = blocks * COLUMNS, x.element_size()
-        assert (x.dtype, x.device.type, x.shape[-1] * unit) == (self.dtype, "cpu", 4 * steps)
-        flat = x.reshape(-1, x.shape[-1])
-        if flat.stride(1) != 1:
-            flat = flat.contiguous()
-        rows = len(flat)
+        columns, inputs = blocks * COLUMNS, x.shape[-1]
+        unit = x.element_size()
+        assert x.dtype == self.dtype
+        assert x.is_cpu
+        assert inputs * unit == 4 * steps
+        flat = x.reshape(-1, inputs)
+        row, step = flat.stride()
+        if step != 1:
+            flat, row = flat.contiguous(), inputs
+        rows = flat.shape[0]
         out = x.new_empty(rows, columns)
         parts = Parts.of(rows, blocks, steps)
+        sums = parts.room()
         arguments = Multiply(
-            0, 0, parts.items, rows, parts.chunk, blocks, parts.share, flat.data_ptr(), flat.stride(0) * unit,
+            0, 0, parts.items, rows, parts.chunk, blocks, parts.share, flat.data_ptr(), row * unit,
             self.weights.data_ptr(), steps, parts.piece, 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-            columns * unit, unit == 2, parts.sums.data_ptr(), parts.sums.stride(0) * 4,
+            columns * unit, unit == 2, sums.data_ptr(), parts.sums[1] * COLUMNS * 4,
         )  # fmt: skip
         _kernel()(arguments, rows * columns * steps, parts.items)
         # rows stay as far apart as they are: torch's functions give numbers by place (vector or rest) other bits
-        return out.view(*x.shape[:-1], columns)[..., : self.outputs]
+        out = out.view(*x.shape[:-1], columns)
+        return out if columns == self.outputs else out[..., : self.outputs]
 
 
 class _Torch:
@@ -156,61 +177,147 @@ class _Torch:
         return result
 
 
+class Product:
+    """Layers that are handed the same tensor (query, key and value), as one product.
+
+    Attributes:
+        parts: outputs of each layer.
+    """
+
+    parts: list[int]
+    _x: Tensor | None = None
+    _result: Tensor | None = None
+    _left = 0
+
+    def compute(self, x: Tensor) -> Tensor:
+        """x [..., i] -> [..., o], the outputs of all layers side by side."""
+        raise NotImplementedError
+
+    def of(self, x: Tensor) -> Tensor:
+        """As `compute`, once for one tensor: it is kept until each layer has asked."""
+        if len(self.parts) == 1:
+            return self.compute(x)
+        if self._x is not x or self._result is None:
+            self._x, self._left = x, len(self.parts)
+            self._result = self.compute(x)
+        result, self._left = self._result, self._left - 1
+        if not self._left:
+            self._x = self._result = None
+        return result
+
+
+class PackedProduct(Product):
+    """Of packed weights."""
+
+    def __init__(self, linears: Sequence[nn.Linear | Conv1D]) -> None:
+        weights = [weight_of(linear).detach() for linear in linears]
+        self.parts = [len(weight) for weight in weights]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        del weights
+        way = _way(weight)
+        assert way is not None
+        self._way = way(weight)
+        self.compiled = way is _Compiled
+        self._bias: Tensor | None = None
+        if any(linear.bias is not None for linear in linears):
+            missing = (weight.new_zeros(part) for part in self.parts)
+            biases = [gap if one.bias is None else one.bias.detach() for one, gap in zip(linears, missing, strict=True)]
+            self.set_bias(torch.cat(biases))
+
+    @property
+    def weights(self) -> Tensor:
+        """As they are stored."""
+        return self._way.weights
+
+    def set_bias(self, bias: Tensor) -> None:
+        """bias [o]."""
+        self._bias = self._way.bias(bias)
+
+    def compute(self, x: Tensor) -> Tensor:
+        return self._way(x, self._bias)
+
+
 class PackedLinear(nn.Module):
-    """x W^T + b with a packed W. Inference only: the weight is no parameter and has no gradient.
+    """x W^T + b with a packed W: a product, or a part of one. Inference only: the weight is no parameter and has no
+    gradient.
 
     `weight` tells shape and dtype to models that look at it (T5, Mamba) and holds no numbers: it lies on `meta`.
     """
 
-    def __init__(self, linear: nn.Linear | Conv1D) -> None:
+    def __init__(self, linear: nn.Linear | Conv1D, product: PackedProduct | None = None, part: int = 0) -> None:
         super().__init__()
-        weight = weight_of(linear).detach()
-        self.out_features, self.in_features = weight.shape
-        way = _way(weight)
-        assert way is not None
-        self._product = way(weight)
+        self.out_features, self.in_features = weight_of(linear).shape
+        self.product = product or PackedProduct([linear])
+        self._first = sum(self.product.parts[:part])
         self.weight = torch.empty_like(linear.weight, device="meta", requires_grad=False)
-        self.bias: Tensor | None = None
-        self._bias: Tensor | None = None
-        if linear.bias is not None:
-            self._set_bias(linear.bias.detach())
-
-    def _set_bias(self, bias: Tensor) -> None:
-        self.bias, self._bias = bias, self._product.bias(bias)
+        self.bias: Tensor | None = None if linear.bias is None else linear.bias.detach()
 
     @property
     def packed(self) -> Tensor:
-        """The weights as they are stored."""
-        return self._product.weights
+        """The weights of the whole product as they are stored."""
+        return self.product.weights
 
     @property
     def compiled(self) -> bool:
         """Whether a kernel of our own computes it."""
-        return isinstance(self._product, _Compiled)
+        return self.product.compiled
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
-        return self._product(x, self._bias)
+        result = self.product.of(x)
+        if len(self.product.parts) == 1:
+            return result
+        # rows stay as far apart as they are, as in _Compiled
+        return result.narrow(-1, self._first, self.out_features)
 
     def with_bias(self, bias: Tensor) -> PackedLinear:
-        """The same weights with this bias [out_features], which costs nothing on top of the product."""
+        """The same weights with this bias [out_features], which costs nothing on top of the product. Of a whole
+        product."""
+        assert len(self.product.parts) == 1
         other = copy.copy(self)
-        other._set_bias(bias)
+        other.bias, other.product = bias, copy.copy(self.product)
+        other.product.set_bias(bias)
         return other
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def pack(model: nn.Module) -> int:
+def whole(layers: Sequence[nn.Module], x: Tensor) -> Tensor | None:
+    """What layers give for x [..., i], side by side, where they are the parts of one product in its order; else
+    None."""
+    product = getattr(layers[0], "product", None)
+    if product is None or any(getattr(layer, "product", None) is not product for layer in layers):
+        return None
+    if [layer.out_features for layer in layers] != product.parts:
+        return None
+    found: Tensor = product.compute(x)
+    return found
+
+
+def pack(model: nn.Module, joined: Collection[tuple[nn.Module, Sequence[str]]] = ()) -> int:
     """Replace the plain linear layers of a model on the CPU by packed ones, in place; returns how many.
 
-    Each original weight is freed as soon as it is packed, unless something else shares it (tied embeddings).
+    joined: modules, and the names of their layers that are handed one tensor: these become one product. Each original
+    weight is freed as soon as it is packed, unless something else shares it (tied embeddings).
     """
     found = [(parent, name) for parent, name, child in plain_linears(model, least=1) if _way(weight_of(child))]
-    for parent, name in found:
-        setattr(parent, name, PackedLinear(getattr(parent, name)))
+    together = [[(parent, name) for name in names] for parent, names in joined]
+    groups = [group for group in together if {*found}.issuperset(group) and _alike(group)]
+    grouped = {place for group in groups for place in group}
+    for group in [*groups, *([place] for place in found if place not in grouped)]:
+        layers = [getattr(parent, name) for parent, name in group]
+        product = PackedProduct(layers)
+        for part, ((parent, name), layer) in enumerate(zip(group, layers, strict=True)):
+            setattr(parent, name, PackedLinear(layer, product, part))
+        del layers
     return len(found)
+
+
+def _alike(group: Sequence[tuple[nn.Module, str]]) -> bool:
+    """Layers of one dtype and width of inputs."""
+    layers = [weight_of(getattr(parent, name)) for parent, name in group]
+    return len({(weight.dtype, weight.shape[1]) for weight in layers}) == 1
 
 
 def plain_linears(model: nn.Module, least: int = MIN_FEATURES) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:

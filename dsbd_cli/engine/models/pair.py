@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.drafting import AnyDraft, BridgedDraft
 from dsbd_cli.engine.models.adapter import TransformersForest
 from dsbd_cli.engine.models.causal import CausalForestModel
-from dsbd_cli.engine.models.fused import Fused, fuse, layer_kernels
+from dsbd_cli.engine.models.fused import Fused, LayerKernels, fuse, layer_kernels
 from dsbd_cli.engine.models.generation import settings_notes
 from dsbd_cli.engine.models.head import installed
 from dsbd_cli.engine.models.hub import locate
@@ -142,8 +142,8 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
         if ranks is not None:
             forest: TransformersForest = ShardedForestModel(model, spec.source, ranks)
         else:
-            packed = spec.quantize is not None or pack(model) > 0
-            fused = Fused() if paired else _fused(model, spec, exact=wanted)
+            fused = Fused(packed=_pack(model, spec, ())) if paired else _fused(model, spec, exact=wanted)
+            packed = spec.quantize is not None or fused.packed > 0
             kind = Seq2SeqForestModel if paired else CausalForestModel
             forest = kind(model, spec.source, stock=(lambda: load(spec)[0]) if packed or fused.counts else None)
         if "linear" in fused.counts:
@@ -179,12 +179,21 @@ def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
 
 
 def _fused(model: Any, spec: ModelSpec, *, exact: bool) -> Fused:
-    """The kernels of layers put to work, where the model lies whole on one GPU. exact: those whose rows do not depend
-    on each other take the place of the library's products."""
+    """The kernels of layers put to work, where the model lies whole on one GPU or on the CPU. exact: those whose rows
+    do not depend on each other take the place of the library's products on a GPU."""
     device = _gpu(model, spec)
-    if device is None:
-        return Fused()
-    return fuse(model, layer_kernels({*faults(device), *(() if exact else ("linear",))}))
+    if device is not None:
+        return fuse(model, layer_kernels(device, {*faults(device), *(() if exact else ("linear",))}))
+    kernels = LayerKernels(None, None, None)
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())  # accelerate's, which are forwards too
+    if spec.kernels and not hooked and {parameter.device.type for parameter in model.parameters()} == {"cpu"}:
+        kernels = layer_kernels(torch.device("cpu"))
+    return fuse(model, kernels, partial(_pack, model, spec))
+
+
+def _pack(model: Any, spec: ModelSpec, joined: Collection[tuple[nn.Module, Sequence[str]]]) -> int:
+    """The products are packed, but those that are to become int8 ones."""
+    return 0 if spec.quantize is not None else pack(model, joined)
 
 
 def _gpu(model: Any, spec: ModelSpec) -> torch.device | None:
@@ -250,7 +259,7 @@ def _quantize(forest: TransformersForest, spec: ModelSpec) -> None:
             f"the {spec.role} model {spec.source!r} has no linear layer of {LEAST_WEIGHTS} weights or more: drop it"
         )
         raise UsageError(f"quantize is {spec.quantize}, but {reason}", field="quantize", value=spec.quantize)
-    pack(forest.module)
+    pack(forest.module, () if forest.fused is None else forest.fused.joined)
     forest.layers_replaced()
     forest.quantized = spec.quantize
 

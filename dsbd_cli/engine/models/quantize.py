@@ -26,7 +26,16 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from dsbd_cli.engine.models.native import Kernel, features, fields, kernels, loadable, offsets, team
-from dsbd_cli.engine.models.packing import PackedLinear, Parts, lines, packing_works, plain_linears, weight_of
+from dsbd_cli.engine.models.packing import (
+    COLUMNS,
+    PackedLinear,
+    Parts,
+    Product,
+    lines,
+    packing_works,
+    plain_linears,
+    weight_of,
+)
 
 __all__ = ["Int8Linear", "int8_missing", "quantize"]
 
@@ -146,10 +155,12 @@ class _Compiled:
         return self.multiply(*self.levels(x))
 
     def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        assert (x.dtype, x.device.type, x.shape[1]) == (self._dtype, "cpu", self._given)
+        assert x.dtype == self._dtype
+        assert x.is_cpu
+        assert x.shape[1] == self._given
         if self._given < self._inputs or x.stride(1) != 1:
             x = nn.functional.pad(x, (0, self._inputs - self._given)).contiguous()
-        rows = len(x)
+        rows = x.shape[0]
         levels = torch.empty(rows, self._inputs, dtype=torch.uint8, device="cpu")
         steps = self._scales.new_empty(rows, 1)
         few = self._scales.new_empty(rows, len(self._outliers))
@@ -164,23 +175,24 @@ class _Compiled:
         return levels, steps, few
 
     def multiply(self, levels: Tensor, steps: Tensor, few: Tensor) -> Tensor:
-        rows, columns = len(levels), len(self._scales)
+        rows, columns = levels.shape[0], self._scales.shape[0]
         out = torch.empty(rows, columns, dtype=self._dtype, device="cpu")
         quads = self._inputs // 4
         parts = Parts.of(rows, self._blocks, quads, kinds=2)
+        sums = parts.room()
         arguments = Multiply(
             0, 0, parts.items, rows, parts.chunk, self._blocks, parts.share, levels.data_ptr(), levels.stride(0),
             self.weights.data_ptr(), quads, parts.piece, self._offsets.data_ptr(), self._scales.data_ptr(),
             steps.data_ptr(), few.data_ptr(), self._few.data_ptr(), few.shape[1], self._bias.data_ptr(),
-            out.data_ptr(), columns * out.element_size(), out.element_size() == 2, parts.sums.data_ptr(),
-            parts.sums.stride(0) * 4,
+            out.data_ptr(), columns * out.element_size(), out.element_size() == 2, sums.data_ptr(),
+            parts.sums[1] * COLUMNS * 4,
         )  # fmt: skip
         _kernels()[1](arguments, rows * columns * self._inputs, parts.items)
-        return out[:, : self._outputs]
+        return out if columns == self._outputs else out[:, : self._outputs]
 
 
-class Int8Product:
-    """Layers that are handed the same tensor (query, key and value), as one product: the tensor is made integers once.
+class Int8Product(Product):
+    """Of integers; the tensor is made integers once.
 
     Attributes:
         outliers: [k] input channels that are multiplied as they are.
@@ -207,19 +219,9 @@ class Int8Product:
         integers = ordinary.div_(self.scales.unsqueeze(1)).round_().to(torch.int8)
         del ordinary
         self.way = _way()(integers, self.scales, self.outliers, few, torch.cat(biases), kept)
-        self._x: Tensor | None = None
-        self._result: Tensor | None = None
-        self._left = 0
 
-    def of(self, x: Tensor) -> Tensor:
-        """x [..., i] -> [r, o], the outputs of all layers beside each other. Kept until each has asked."""
-        if self._x is not x or self._result is None:
-            self._x, self._left = x, len(self.parts)
-            self._result = self.way(x.reshape(-1, x.shape[-1]))
-        result, self._left = self._result, self._left - 1
-        if not self._left:
-            self._x = self._result = None
-        return result
+    def compute(self, x: Tensor) -> Tensor:
+        return self.way(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], sum(self.parts))
 
 
 class Int8Linear(nn.Module):
@@ -237,8 +239,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features], of the same dtype."""
-        result = self.product.of(x).narrow(1, self._first, self.out_features).contiguous()
-        return result.view(*x.shape[:-1], self.out_features)
+        return self.product.of(x).narrow(-1, self._first, self.out_features).contiguous()
 
     @property
     def packed(self) -> Tensor:
