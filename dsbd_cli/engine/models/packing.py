@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from dsbd_cli.engine.models.native import Kernel, features, fields, kernels, loadable, offsets, room, team
+from dsbd_cli.engine.models.native import PRODUCT, Kernel, features, fields, kernels, loadable, offsets, room, team
 
 __all__ = ["PackedLinear", "Parts", "lines", "pack", "packing_works", "pairs", "plain_linears", "weight_of"]
 
@@ -40,8 +40,7 @@ class Multiply(ctypes.Structure):
     """Arguments of the kernel."""
 
     _fields_ = fields(
-        "taken", "threads", "items", "rows", "chunk", "blocks", "share", "x", "x_row", "weights", "steps", "piece",
-        "bias", "out", "out_row", "narrow", "scratch", "scratch_bytes",
+        *PRODUCT, "x", "x_row", "weights", "steps", "piece", "bias", "out", "out_row", "narrow",
     )  # fmt: skip
 
 
@@ -74,6 +73,8 @@ class Parts:
     between two stores of the sums; sums: room for them, [threads, lines, COLUMNS] float32.
     """
 
+    rows: int
+    blocks: int
     chunk: int
     share: int
     items: int
@@ -87,7 +88,12 @@ class Parts:
         chunk, share = max(1, min(rows, CHUNK_ROWS)), max(1, blocks // (4 * threads))
         items = -(-blocks // share) * -(-rows // chunk)
         sums = torch.empty(threads, kinds * chunk, COLUMNS, dtype=torch.float32, device="cpu")
-        return Parts(chunk, share, items, lines if rows <= FEW_ROWS else PIECE, sums)
+        return Parts(rows, blocks, chunk, share, items, lines if rows <= FEW_ROWS else PIECE, sums)
+
+    def arguments(self) -> tuple[int, ...]:
+        """PRODUCT."""
+        sums = self.sums.data_ptr(), self.sums.stride(0) * 4
+        return 0, 0, self.items, self.rows, self.chunk, self.blocks, self.share, *sums
 
 
 def lines(weight: Tensor) -> Tensor:
@@ -121,9 +127,8 @@ class _Compiled:
         out = x.new_empty(rows, columns)
         parts = Parts.of(rows, blocks, steps)
         arguments = Multiply(
-            0, 0, parts.items, rows, parts.chunk, blocks, parts.share, flat.data_ptr(), flat.stride(0) * unit,
-            self.weights.data_ptr(), steps, parts.piece, 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-            columns * unit, unit == 2, parts.sums.data_ptr(), parts.sums.stride(0) * 4,
+            *parts.arguments(), flat.data_ptr(), flat.stride(0) * unit, self.weights.data_ptr(), steps, parts.piece,
+            0 if bias is None else bias.data_ptr(), out.data_ptr(), columns * unit, unit == 2,
         )  # fmt: skip
         _kernel()(arguments, rows * columns * steps, parts.items)
         # rows stay as far apart as they are: torch's functions give numbers by place (vector or rest) other bits
