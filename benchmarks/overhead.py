@@ -147,7 +147,7 @@ def main() -> None:
     text = (
         f"# Overhead: {options.shape} with {options.draft_shape}, {options.dtype}\n\n"
         f"`{env['command']}` on {env['device']}, commit {env['commit']}. Medians. "
-        "reads: per iteration, the one of the counters and those that the profiler sees (on a CPU one, of the kernel of "
+        "reads: per iteration, one of the counters and those that the profiler sees (on a CPU one, of the kernel of "
         "attention).\n\n"
     )
     write_results(results_folder(options.name), runs, text + markdown_table(rows))
