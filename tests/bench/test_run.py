@@ -96,6 +96,19 @@ def test_answers_are_those_of_generate(pair: Engine) -> None:
     assert row.logprob_per_token == pytest.approx(sum(one.logprob for one in best) / row.tokens)
 
 
+def test_what_a_row_promises_holds_after_its_last_window(pair: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a table that says same-text of texts some of which were made after a kernel had failed."""
+
+    def fail(done: int, total: int, name: str, left_s: float | None) -> None:
+        if done == 2:  # in the second of two windows
+            monkeypatch.setattr(pair.target, "invariant", False)
+
+    assert pair.exactness == "same-text"
+    for progress, promised in (((lambda *_: None), "same-text"), (fail, "same-law")):
+        report = bench(pair, ["beam-sampling", "hf-beam-search"], records=10).run(progress)
+        assert {row.method: row.exactness for row in report.rows} == {"beam-sampling": promised, "hf-beam-search": None}
+
+
 def test_rounds_time_again_and_score_once(pair: Engine) -> None:
     (row,) = bench(pair, ["greedy"], records=3, rounds=3).run().rows
     assert (row.windows, row.records) == (3, 3)
