@@ -104,7 +104,7 @@ def test_a_drafter_that_reads_text_drafts_for_each_size() -> None:
     target, _ = table_pair(1, VOCABULARY, 0.6)
     codec = NumberCodec(VOCABULARY, (3,))
     sampling = SamplingConfig(top_k=0, max_new_tokens=16)
-    requests = tuple(Request(id=str(i), seed=i, prompt_ids=(i % 5, i % 7) * 4, sampling=sampling) for i in range(8))
+    requests = tuple(Request(id=str(i), seed=i, prompt_ids=(i % 5, i % 7) * 4, sampling=sampling) for i in range(3))
     method = MethodConfig(rule="search", num_beams=3, drafts_per_layer=8, depth=3, drafter="ngram")
     forests = _forests(method)
     assert {one.drafts_per_layer for one in forests} == set(_drafts(method))
