@@ -165,6 +165,15 @@ def attention(dtype: torch.dtype, rounds: int) -> tuple[list[dict[str, Any]], li
     return runs, table
 
 
+def write(name: str, runs: list[dict[str, Any]], rows: list[dict[str, str]], title: str, how: str) -> None:
+    """The report, to its folder and to stdout."""
+    env = environment()
+    origin = f"`{env['command']}` on {env['device']}, commit {env['commit']}."
+    text = f"# {title}\n\n{origin} {how}\n\n{markdown_table(rows)}"
+    write_results(results_folder(name), runs, text)
+    print(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=("small", *SHAPES), default="tinyllama-1.1b")
@@ -180,13 +189,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.attention:
         runs, rows = attention(getattr(torch, options.dtype), options.rounds)
-        env = environment()
-        text = (
-            f"# One layer of attention, {options.dtype}\n\n`{env['command']}` on {env['device']}, commit "
-            f"{env['commit']}. Processor time of one thread, the best of {options.rounds} rounds in turn.\n\n"
-        )
-        write_results(results_folder(options.name), runs, text + markdown_table(rows))
-        print(text + markdown_table(rows))
+        how = f"Processor time of one thread, the best of {options.rounds} rounds in turn."
+        write(options.name, runs, rows, f"One layer of attention, {options.dtype}", how)
         return
     bench = prepare(options.shape, options.draft_shape, getattr(torch, options.dtype), options.requests)
     runs, rows = [], []
@@ -206,13 +210,8 @@ def main() -> None:
                 }
             )
             print(rows[-1], flush=True)
-    env = environment()
-    text = (
-        f"# Cost of invariant numerics: {options.shape}, W={options.num_beams}, {options.dtype}\n\n"
-        f"`{env['command']}` on {env['device']}, commit {env['commit']}. Medians of forwards in turn.\n\n"
-    )
-    write_results(results_folder(options.name), runs, text + markdown_table(rows))
-    print(text + markdown_table(rows))
+    title = f"Cost of invariant numerics: {options.shape}, W={options.num_beams}, {options.dtype}"
+    write(options.name, runs, rows, title, "Medians of forwards in turn.")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 An iteration's floor is T_target(N) + D * T_draft(K), each forward timed alone at the same shapes in the same run
 (captured where the engine captures); overhead is what the engine's iterations take above it. On the CPU, where a
 forward is over when its call returns, the share outside is also measured directly: what the calls of the iteration
-leave of it. Reads of the host are counted by the profiler over the same iterations.
+leave of it. Reads of the host: the one of the counters, with which an iteration ends, and those that the profiler sees
+within it. On a CPU that is one more: the kernel of attention lists the slots of the tail and asks how many they are.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ def main() -> None:
     text = (
         f"# Overhead: {options.shape} with {options.draft_shape}, {options.dtype}\n\n"
         f"`{env['command']}` on {env['device']}, commit {env['commit']}. Medians. "
-        "reads: per iteration, the one of the counters included.\n\n"
+        "reads: per iteration, one of the counters and those that the profiler sees (on a CPU one, of the kernel of "
+        "attention).\n\n"
     )
     write_results(results_folder(options.name), runs, text + markdown_table(rows))
     print(text + markdown_table(rows))

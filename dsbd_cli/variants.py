@@ -393,7 +393,7 @@ WIDTHS: dict[str, Width] = _table(
 # Drafters
 
 NGRAM: Setting[int] = Setting(
-    field="ngram", name="longest", kind=int, default=12, text="last tokens that are compared", least=1
+    field="ngram", name="longest", kind=int, default=12, text="how many of the last tokens are compared", least=1
 )
 INDEX: Setting[str | None] = Setting(
     field="index",

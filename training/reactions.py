@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 from transformers import MBartConfig, MBartForConditionalGeneration
 
-from training.grapheme_phoneme import END, PAD, START, make_tokenizer, train
+from training.grapheme_phoneme import END, make_tokenizer, settings, train
 
 ATOMS = ("C", "C", "C", "C", "N", "O", "S", "F", "Cl", "Br")
 RINGS = (["c", "1", "c", "c", "c", "c", "c", "1"], ["c", "1", "c", "c", "n", "c", "c", "1"], ["C", "1", "C", "C", "1"])
 GROUPS = (["C", "(", "=", "O", ")", "Cl"], ["C", "#", "N"], ["C", "(", "=", "O", ")"])
 TOKENS = sorted({*ATOMS, *"cn1()=#"})
 SHORTEST, LONGEST = 24, 44  # tokens of a source, of the 64 that the model takes
-POSITIONS = 64
 LINES = 60_000  # to train on
 NARROW, HEADS, LAYERS = 64, 4, 2  # while it learns
 
@@ -71,24 +70,8 @@ def line(rng: random.Random) -> tuple[list[str], list[str]]:
 
 
 def _config(width: int, layers: int, vocab_size: int) -> MBartConfig:
-    return MBartConfig(
-        vocab_size=vocab_size,
-        d_model=width,
-        encoder_layers=layers,
-        decoder_layers=layers,
-        encoder_attention_heads=HEADS,
-        decoder_attention_heads=HEADS,
-        encoder_ffn_dim=4 * width,
-        decoder_ffn_dim=4 * width,
-        max_position_embeddings=POSITIONS,
-        dropout=0.0,
-        scale_embedding=False,
-        pad_token_id=PAD,
-        bos_token_id=START,
-        eos_token_id=END,
-        decoder_start_token_id=START,
-        forced_eos_token_id=None,
-    )
+    size = (width, layers, layers)
+    return MBartConfig(**settings(size, HEADS, vocab_size), dropout=0.0, scale_embedding=False)
 
 
 def make_narrow(vocab_size: int, seed: int) -> MBartForConditionalGeneration:

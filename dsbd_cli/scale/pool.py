@@ -119,6 +119,7 @@ class RayEngine:
         self._stack.enter_context(quiet())
         self._places: list[_Place] = []
         self._info: WorkerInfo | None = None
+        self._weaker: Exactness | None = None
         self._last_death = ""
 
     def start(self) -> None:
@@ -141,8 +142,9 @@ class RayEngine:
 
     @property
     def exactness(self) -> Exactness:
-        """What the output shares with plain decoding."""
-        return self.info.exactness
+        """What the output shares with plain decoding: as the workers were loaded, or as one says in whose engine a
+        kernel has failed since."""
+        return self._weaker or self.info.exactness
 
     @property
     def allowed(self) -> str | None:
@@ -274,6 +276,8 @@ class RayEngine:
                     self._died(place, window, f"it gave no sign of life for {silence:.0f} s")
 
     def _answered(self, place: _Place, window: RowWindow, exchange: Exchange) -> None:
+        if exchange.exactness not in (None, self.info.exactness):
+            self._weaker = exchange.exactness
         for number, answer in exchange.answers:
             if not window.is_out(place.number, number):
                 continue

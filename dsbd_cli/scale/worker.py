@@ -155,11 +155,13 @@ SENT = Request("")  # in the request's place
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What a worker gives back. steps: that its engine has taken since it was loaded, of unfinished rows too."""
+    """What a worker gives back. steps: that its engine has taken since it was loaded, of unfinished rows too.
+    exactness: of its answers; less than what it was loaded with where a kernel has failed since. None: not loaded."""
 
     answers: list[Answered]
     steps: int
     failure: Failure | None = None
+    exactness: Exactness | None = None
 
 
 class Worker:
@@ -204,8 +206,10 @@ class Worker:
                 break
             if item is not None:
                 done.append(item)
-        engine = self._engine
-        return Exchange(done, 0 if engine is None else engine.steps, None if done else self._failure)
+        engine, failure = self._engine, None if done else self._failure
+        if engine is None:
+            return Exchange(done, 0, failure)
+        return Exchange(done, engine.steps, failure, engine.exactness)
 
     def _work(self) -> None:
         """What the thread does: load, then answer until the process ends."""

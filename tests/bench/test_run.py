@@ -40,6 +40,8 @@ def test_a_run_measures_every_method_on_the_same_records(pair: Engine) -> None:
     order = order[len(NAMES) :]
     assert report.complete
     assert [row.method for row in report.rows] == NAMES
+    promised = [*["same-text"] * 3, "dynamic-width", None, None]
+    assert [row.exactness for row in report.rows] == promised
     # two windows; the second one begins with the second method, so that nobody is always first
     assert [name.split()[1] for name in order[:-1]] == [*NAMES, *NAMES[1:], NAMES[0]]
     rows = {row.method: row for row in report.rows}
@@ -94,6 +96,18 @@ def test_answers_are_those_of_generate(pair: Engine) -> None:
     best = [result.hypotheses[0] for result in engine.run(requests)]
     assert row.tokens == sum(one.num_tokens for one in best)
     assert row.logprob_per_token == pytest.approx(sum(one.logprob for one in best) / row.tokens)
+
+
+def test_what_a_row_promises_holds_after_its_last_window(pair: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a table that says same-text of texts some of which were made after a kernel had failed."""
+
+    def fail(done: int, total: int, name: str, left_s: float | None) -> None:
+        if done == 1:  # before the second of two windows
+            monkeypatch.setattr(pair.target, "invariant", False)
+
+    assert pair.exactness == "same-text"
+    (row,) = bench(pair, ["greedy"], records=9).run(fail).rows
+    assert (row.windows, row.exactness) == (2, "same-law")
 
 
 def test_rounds_time_again_and_score_once(pair: Engine) -> None:

@@ -45,7 +45,9 @@ def test_reads_are_seen(read: Callable[[torch.Tensor], object]) -> None:
 TEXTS = [[[1, 2, 1, 2, 1]], [[3, 4, 3, 4, 3], [3, 4, 3, 4, 4]]]
 
 
-@pytest.mark.parametrize("source", [TrigramSource(), source_of(make_corpus(0))], ids=["trigram", "retrieval"])
+@pytest.mark.parametrize(
+    "source", [NgramSource(4), TrigramSource(), source_of(make_corpus(0))], ids=["ngram", "trigram", "retrieval"]
+)
 def test_lookups_read_nothing(source: PathSource) -> None:
     context = make_context(TEXTS, 3, 4, 3)
     with NoReads():

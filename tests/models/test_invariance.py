@@ -328,7 +328,8 @@ def test_a_model_whose_bits_a_copy_moves_does_not_share(monkeypatch: pytest.Monk
     few.trust(check(few))
     assert (few.invariant, few.copies_prefixes) == (True, False)
     assert few.told == (
-        "prompts that begin alike are each read whole: the model has too few positions to check copies of them",
+        "prompts that begin alike are each read whole: the model takes too few tokens to check whether a copied "
+        "beginning changes bits",
     )
     recurrent = CausalForestModel(build("mamba2"), "mamba2")
     assert not recurrent.copies_prefixes

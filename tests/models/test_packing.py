@@ -45,10 +45,11 @@ def test_equals_the_plain_product(dtype: torch.dtype, bias: bool, shape: tuple[i
     torch.testing.assert_close(packed, plain, rtol=tolerance, atol=tolerance)
 
 
-@needs_packing
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_few_outputs_keep_the_bits_of_a_row(bias: bool) -> None:
     """Guards small layers (gates and steps of recurrent ones), whose plain product changes with the number of rows."""
+    serves(torch.float32)
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(256, 8, bias=bias)).requires_grad_(False)
     x = torch.randn(1, 40, 256)
@@ -202,8 +203,10 @@ def test_packs_plain_linear_layers_only() -> None:
     assert pack(model) == 0
 
 
-@needs_packing
+@pytest.mark.usefixtures("way")
 def test_tied_embeddings_stay() -> None:
+    serves(torch.float32)
+
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.models import attention, native, states, tail
+from dsbd_cli.engine.models import attention, states, tail
 
 DTYPES = [torch.float32, torch.bfloat16]
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # relative to numbers of about 1
@@ -278,29 +278,6 @@ def test_a_node_that_sees_nothing_gives_zeros() -> None:
     seen = case.seen.clone()
     seen[0, 3] = False
     assert not replace(case, seen=seen).run()[0, 3].any()
-
-
-def test_compiling_is_told_and_a_folder_to_write_to_is_not_needed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Guards the first run, and an install that nobody may write to."""
-    from dsbd_cli.engine.models import lanes
-
-    monkeypatch.setattr(native, "SLOW", -1)
-    with caplog.at_level(logging.WARNING):
-        tail._kernels.__wrapped__()
-    assert "compiled the attention kernel" in caplog.text
-    asked, cfunc = [], lanes.cfunc
-
-    def nowhere(*arguments: Any, **options: Any) -> Any:
-        asked.append(options.get("cache", False))
-        if options.get("cache"):
-            raise RuntimeError("cannot cache function: no locator available")
-        return cfunc(*arguments, **options)
-
-    monkeypatch.setattr(lanes, "cfunc", nowhere)
-    assert lanes.compiled(lambda at: None).address
-    assert asked == [True, False]
 
 
 def test_torch_serves_where_numba_cannot_be_loaded(

@@ -6,21 +6,17 @@ covers, a correction or decay left out, a fold or chain that rounds otherwise th
 
 from __future__ import annotations
 
-import runpy
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numba import types
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dsbd_cli.engine.core import scans
 from dsbd_cli.engine.models import walks
-from dsbd_cli.engine.models.compiled import Compiler
 from tests.core.test_scans import Tree
 
 N, G, H = 6, 2, 4  # key dim, key heads, value heads
@@ -284,27 +280,3 @@ def test_silu() -> None:
         part = x[first:].copy()
         walks.silu(part)
         assert (part == found[first:]).all()
-
-
-def test_a_kernel_needs_no_room_on_disk(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Guards a first forward that fails because the folder of compiled kernels is full, and a silent wait."""
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
-    compiled = Compiler("tests")
-    kernels = [compiled(types.int64(types.int64))(function) for function in (lambda n: n + 1, lambda n: n + 2)]
-    assert [kernel(3) for kernel in kernels] == [4, 5]
-    assert [record.getMessage() for record in caplog.records] == [
-        "compiling the kernels of tests, which no folder can keep"
-    ]
-
-
-def test_kernels_that_are_found_are_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "kernel.py").write_text("def more(n):\n    return n + 1\n")
-    for line in (["compiling the kernels of tests; later runs load them"], []):
-        caplog.clear()
-        function = runpy.run_path(str(tmp_path / "kernel.py"))["more"]
-        assert Compiler("tests")(types.int64(types.int64))(function)(1) == 2
-        assert [record.getMessage() for record in caplog.records] == line

@@ -273,7 +273,8 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(name: str, *, attention: str | None = None, seed: int = 0, **changes: Any) -> Any:
-    """A random model of a family in evaluation mode, with weights large enough that a wrong mask shows."""
+    """A random model of a family in evaluation mode, with weights large enough that a wrong mask shows, and states
+    that last long enough for a wrong one to show."""
     kind, settings = {**FIT, **UNFIT, **RECURRENT}[name]
     config = getattr(transformers, kind)(**{**settings, **changes})
     torch.manual_seed(seed)
@@ -285,6 +286,8 @@ def build(name: str, *, attention: str | None = None, seed: int = 0, **changes: 
     for key, parameter in model.named_parameters():
         if parameter.ndim > 1 and "A_log" not in key:
             parameter.data.normal_(0, 0.5 if "conv" in key else 0.15)
+        elif key.endswith("dt_bias") and bool((parameter == 1).all()):
+            parameter.data.fill_(-4)  # these would forget within three tokens
     return model.requires_grad_(False)
 
 

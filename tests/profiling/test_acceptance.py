@@ -10,6 +10,8 @@ import pytest
 from dsbd_cli import Engine, MethodConfig, Request, RequestResult, SamplingConfig
 from dsbd_cli.lab.profiling.acceptance import LayerProbe, Rates, acceptance_rates, first_drafts, passes
 from dsbd_cli.lab.profiling.probe import DraftProbe, SlotProbe
+from dsbd_cli.lab.profiling.profile import _acceptance, _drafts, _forests
+from dsbd_cli.lab.profiling.runs import ProfiledPair
 from dsbd_cli.lab.profiling.watch import watch
 from dsbd_cli.variants import MIN_WIDTH, WIDTH_THRESHOLD
 from tests.engine.toys import NumberCodec, table_pair
@@ -95,6 +97,28 @@ def test_the_replay_foretells_engines_that_draft_less(method: MethodConfig) -> N
         steps = sum(result.stats.steps for result in real) / calls
         assert rates[drafts, None].steps_per_call(depth) == pytest.approx(steps, rel=0.12)
     assert rates[5, None].steps_per_call(3) < rates[8, None].steps_per_call(3)
+
+
+def test_a_drafter_that_reads_text_drafts_for_each_size() -> None:
+    """Guards rates of few drafts that are replayed from many: `ngram` gives its places to other nodes then."""
+    target, _ = table_pair(1, VOCABULARY, 0.6)
+    codec = NumberCodec(VOCABULARY, (3,))
+    sampling = SamplingConfig(top_k=0, max_new_tokens=16)
+    requests = tuple(Request(id=str(i), seed=i, prompt_ids=(i % 5, i % 7) * 4, sampling=sampling) for i in range(3))
+    method = MethodConfig(rule="search", num_beams=3, drafts_per_layer=8, depth=3, drafter="ngram")
+    forests = _forests(method)
+    assert {one.drafts_per_layer for one in forests} == set(_drafts(method))
+    assert len(forests) > 3
+    rates = _acceptance(ProfiledPair(target, None, codec, requests, 2, ("t", None)), method, forests)
+    for one in forests[1:]:
+        if one.drafts_per_layer != method.drafts_per_layer:
+            engine = Engine(target, None, codec, one, batch_size=2, log_steps=True)
+            steps = [step.layers for result in engine.run(requests) for step in result.stats.step_log]
+            found = rates[one.drafts_per_layer, None]
+            for layer in range(one.depth):
+                looked_at = [layers[layer].passed for layers in steps if len(layers) > layer]
+                assert (found.reached[layer], found.passed[layer]) == (len(looked_at), sum(looked_at))
+    assert len({rate.passed for rate in rates.values()}) > 2
 
 
 def test_a_smaller_forest_by_hand() -> None:

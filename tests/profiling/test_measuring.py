@@ -10,6 +10,7 @@ import torch
 
 from dsbd_cli import DsbdError, Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.engine.decoding.encode import Encoder
+from dsbd_cli.engine.models import packing
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.packing import pack, packing_works, plain_linears
 from dsbd_cli.engine.models.sizes import size_of
@@ -45,16 +46,32 @@ def test_the_size_of_a_model_counts_shared_weights_once(tied: bool) -> None:
     assert size.held_bytes == parameters * 4 + buffers
     assert size.flops_per_node == 2 * read
     assert size.read_bytes == size.held_bytes - (0 if tied else table * 4)
-    if packing_works(torch.float32):
-        linears = [one for _, _, one in plain_linears(module, least=1)]
-        filled = sum(-one.out_features % 64 * (one.in_features * 4) for one in linears)
-        assert pack(module) == len(linears) > 0
-        packed = size_of(CausalForestModel(module, "tiny"))
-        assert packed is not None
-        twice = table * 4 if tied else 0  # the embeddings stay beside the packed head, and are not read
-        assert size.held_bytes + twice <= packed.held_bytes <= size.held_bytes + twice + filled
-        assert size.read_bytes <= packed.read_bytes <= size.read_bytes + filled
     assert size_of(TableLM(torch.zeros(2, 2, 2))) is None
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("way", ["_Compiled", "_Torch"])
+def test_packed_weights_are_counted_as_they_are_stored(way: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the outputs that they are filled up with."""
+    works = packing._works
+    monkeypatch.setattr(packing, "_works", lambda one, dtype: one.__name__ == way and works(one, dtype))
+    if not packing_works(torch.float32):
+        pytest.skip("does not serve on this processor")
+    module = build("llama", tie_word_embeddings=tied, hidden_size=64, intermediate_size=96)
+    size = size_of(CausalForestModel(module, "tiny"))
+    linears = [(one.out_features, one.in_features) for _, _, one in plain_linears(module, least=1)]
+    more = [-outputs % 64 if way == "_Compiled" else max(0, 64 - outputs) for outputs, _ in linears]
+    filled = sum(outputs * inputs for outputs, (_, inputs) in zip(more, linears, strict=True))
+    assert filled
+    assert pack(module) == len(linears)
+    packed = size_of(CausalForestModel(module, "tiny"))
+    assert size is not None
+    assert packed is not None
+    # the embeddings stay beside a packed head, and are not read
+    twice = module.get_input_embeddings().weight.numel() if tied else 0
+    assert packed.held_bytes == size.held_bytes + 4 * (twice + filled)
+    assert packed.read_bytes == size.read_bytes + 4 * filled
+    assert packed.flops_per_node == size.flops_per_node + 2 * filled
 
 
 def test_forwards_of_a_real_model_are_measured_at_every_count() -> None:

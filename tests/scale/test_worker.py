@@ -78,9 +78,40 @@ def test_an_exchange_answers_though_the_engine_is_at_work() -> None:
     greeted(made)
     made.put([row(0, "a")])
     assert begun.wait(HANG_S)
-    assert made.exchange((), wait_s=0.1) == Exchange([], 0)
+    assert made.exchange((), wait_s=0.1) == Exchange([], 0, exactness="same-text")
     gate.set()
     assert list(drained(made, 1)) == [0]
+
+
+def test_a_kernel_that_fails_at_a_worker_takes_the_promise_of_the_run_with_it() -> None:
+    """Guards records that say same-text of answers made after it."""
+    pytest.importorskip("ray")
+    from dsbd_cli.scale.pool import PoolConfig, RayEngine, WorkerReport, _Place
+    from dsbd_cli.scale.window import Window
+
+    class Failing(FakeEngine):
+        exactness = "same-text"
+
+    engine = Failing(METHOD, 4, log_steps=False)
+    made = worker(lambda: engine)
+    info = greeted(made)
+    driver = RayEngine(WorkerSetup(fake, (), 4), PoolConfig(1, 1), lambda line: None)
+    window: Window[Any, Any] = Window(4, None)
+    place = _Place(WorkerReport(0))
+    found = []
+    try:
+        driver._greeted(place, window, info)
+        for promised in ("same-text", "same-law"):
+            engine.exactness = promised
+            window.read(row(0, "a")[1])
+            exchange = made.exchange(window.take(place.number), wait_s=HANG_S)
+            while not exchange.answers:
+                exchange = made.exchange((), wait_s=HANG_S)
+            driver._answered(place, window, exchange)
+            found += [(driver.exactness, result.text) for _, result in window.ready()]
+    finally:
+        driver.close()
+    assert found == [("same-text", "a!0"), ("same-law", "a!0")]
 
 
 def test_an_exchange_gathers_answers_while_the_engine_has_rows() -> None:

@@ -32,7 +32,10 @@ __all__ = ["MaskPlan", "TransformersForest", "unsupported"]
 
 CALIBRATION = 2, 64  # sequences and their tokens; more of them find no better outliers
 NOT_COPIED = "prompts that begin alike are each read whole: a copied beginning would change bits here"
-NOT_ASKED = "prompts that begin alike are each read whole: the model has too few positions to check copies of them"
+NOT_ASKED = (
+    "prompts that begin alike are each read whole: the model takes too few tokens to check whether a copied beginning "
+    "changes bits"
+)
 LONG = 2048  # slots from which on the kernel of attention serves forwards of which no bits are asked, too
 LEAST_ROWS = 4  # products of fewer rows take other kernels
 # Layer kinds whose state is one key and one value per token, so that a tree of tokens can be held.

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
+
+from dsbd_cli.engine.models.native import PRODUCT
 
 LANES = 16
 SOURCE = zlib.crc32(Path(__file__).read_text(encoding="utf-8").encode())  # whatever the ends of lines are
@@ -189,24 +191,10 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return _fma(builder, a, b, c)
 
 
-@operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
-def add(builder: Any, a: Any, b: Any) -> Any:
-    return builder.fadd(a, b)
-
-
-@operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
-def sub(builder: Any, a: Any, b: Any) -> Any:
-    return builder.fsub(a, b)
-
-
-@operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
-def mul(builder: Any, a: Any, b: Any) -> Any:
-    return builder.fmul(a, b)
-
-
-@operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
-def divide(builder: Any, a: Any, b: Any) -> Any:
-    return builder.fdiv(a, b)
+add, sub, mul, divide = (
+    operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)(one)
+    for one in (ir.IRBuilder.fadd, ir.IRBuilder.fsub, ir.IRBuilder.fmul, ir.IRBuilder.fdiv)
+)
 
 
 @operation(types.float32, types.float32)
@@ -307,20 +295,12 @@ def exp2(builder: Any, x: Any) -> Any:
     return builder.fmul(power, builder.bitcast(builder.shl(whole, _whole(23)), VECTOR))
 
 
-def compiled(kernel: Callable[..., Any]) -> Any:
-    """Kept for later runs where numba finds a folder that it may write to."""
-    signature = types.void(types.int64)
-    try:
-        return cfunc(signature, cache=True, error_model="numpy")(kernel)
-    except (OSError, RuntimeError):
-        return cfunc(signature, error_model="numpy")(kernel)
-
-
 # Tiles: x [rows, inputs] times weights [inputs, COLUMNS], COLUMNS outputs at once. Weights lie in lines, of as many
 # inputs as fit into four bytes: [inputs / u, COLUMNS, u]. So they are read from the first to the last byte.
 COLUMNS, SIX = 64, 6  # outputs, and rows: their sums fit into the registers of AVX-512
 WORD = 4  # bytes of a float32 and of an int32
 LINE = COLUMNS * WORD
+TAKEN, THREADS, ITEMS, ROWS, CHUNK, BLOCKS, SHARE, SUMS, SUMS_BYTES = range(0, 8 * len(PRODUCT), 8)
 SIDE = COLUMNS // LANES
 # what multiplies a line with four bytes of x: (sums, x, weights) for all but the first
 INSTRUCTIONS = {
@@ -401,6 +381,29 @@ def tile(kind: str) -> Callable[..., Any]:
                 one(at, x_row, weights, steps, to)
 
     made: Callable[..., Any] = njit(error_model="numpy")(add_up)
+    return made
+
+
+def product(block: Callable[..., None]) -> Callable[..., Any]:
+    """A function of numba: block(at, number, first, count, sums) for each block of COLUMNS outputs and chunk of rows
+    first .. first + count in the shares that no other thread has taken. sums: room of the thread's own. at: arguments
+    that begin with native.PRODUCT."""
+
+    def multiply(at):  # type: ignore[no-untyped-def]
+        sums = get_i64(at + SUMS) + take(at + THREADS) * get_i64(at + SUMS_BYTES)
+        rows, chunk, share = get_i64(at + ROWS), get_i64(at + CHUNK), get_i64(at + SHARE)
+        chunks = (rows + chunk - 1) // chunk
+        while True:
+            item = take(at + TAKEN)
+            if item >= get_i64(at + ITEMS):
+                return
+            first = item % chunks * chunk
+            count = min(chunk, rows - first)
+            start = item // chunks * share
+            for number in range(start, min(start + share, get_i64(at + BLOCKS))):
+                block(at, number, first, count, sums)
+
+    made: Callable[..., Any] = njit(error_model="numpy")(multiply)
     return made
 
 

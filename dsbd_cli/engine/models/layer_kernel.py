@@ -11,11 +11,11 @@ import math
 from numba import njit, types
 
 from dsbd_cli.engine.models import layer_ops
+from dsbd_cli.engine.models.compiled import Compiler
 from dsbd_cli.engine.models.lanes import (
     LANES,
     SOURCE,
     add,
-    compiled,
     divide,
     exp2,
     fma,
@@ -36,13 +36,13 @@ from dsbd_cli.engine.models.lanes import (
 )
 from dsbd_cli.engine.models.layer_ops import GATED, LAYOUT, NORM, ROTATE
 
-__all__ = ["TITLE", "gated", "norm", "rotate"]
+__all__ = ["gated", "norm", "rotate"]
 
-TITLE = "the kernels between linear layers"
+compiled = Compiler("norms, rotations and activations")
 
 # `at` is the address of a Norm, Gated or Rotate of layer_ops.py, whose fields have these offsets. numba keeps what it
 # compiled until this file changes, so a change of the fields or of lanes.py has to change it: by these numbers.
-assert (LAYOUT, SOURCE) == (0x7EB9E0AC, 0xB34F5137), (
+assert (LAYOUT, SOURCE) == (0x7EB9E0AC, 0xB1ECB90A), (
     f"layer_ops.py's fields or lanes.py changed: write {LAYOUT:#x}, {SOURCE:#x}"
 )
 assert layer_ops.STEP == LANES
@@ -89,7 +89,7 @@ def scaled(value, scale, weight, one_more, narrow):
     return mul(weight, near(mul(value, scale), narrow))
 
 
-@compiled
+@compiled.addressed
 def norm(at):
     """Rows (and what is added to them) over their root mean squares, times weights."""
     width, narrow, one_more = get_i64(at + N_WIDTH), get_i64(at + N_NARROW), get_i64(at + N_ONE_MORE)
@@ -127,7 +127,7 @@ def norm(at):
                 i += LANES
 
 
-@compiled
+@compiled.addressed
 def gated(at):
     """The first half of a row through silu, or gelu, times the second half."""
     width, narrow, gelu = get_i64(at + G_WIDTH), get_i64(at + G_NARROW), get_i64(at + G_GELU)
@@ -181,7 +181,7 @@ def turn(source, target, cos, sin, dim, unit, weight, eps, one_more, narrow):
         i += LANES * unit
 
 
-@compiled
+@compiled.addressed
 def rotate(at):
     """Queries are rotated, keys rotated and written to their slots, values written."""
     narrow, dim, nodes = get_i64(at + R_NARROW), get_i64(at + R_DIM), get_i64(at + R_NODES)

@@ -207,11 +207,12 @@ def _source(place: Path) -> dict[str, Any]:
 
 def _check_quantize(spec: ModelSpec, config: Any, placement: dict[str, Any]) -> None:
     """int8 can be had: on the CPU, of plain weights. Raises UsageError."""
-    reason = int8_missing()
     if placement:
-        reason = f"int8 runs on the CPU only: drop it, or place the {spec.role} there (--device cpu)"
+        reason: str | None = f"int8 runs on the CPU only: drop it, or place the {spec.role} there (--device cpu)"
     elif getattr(config, "quantization_config", None) is not None:
         reason = f"{_name(spec)} is quantised already: drop it"
+    else:
+        reason = int8_missing()  # last: it may have to compile kernels
     if reason is not None:
         raise UsageError(f"quantize is {spec.quantize}, but {reason}", field="quantize", value=spec.quantize)
 

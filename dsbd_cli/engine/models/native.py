@@ -12,18 +12,19 @@ import importlib
 import logging
 import mmap
 import platform
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-__all__ = ["Kernel", "features", "fields", "kernels", "loadable", "offsets", "room", "team"]
+__all__ = ["PRODUCT", "Kernel", "features", "fields", "kernels", "loadable", "offsets", "room", "team"]
 
 SMALL = 2**18  # multiplications that are not worth waking another thread for
-SLOW = 1.5  # seconds of compiling that are worth a line
 HUGE = 2**21  # bytes of a huge page
+
+# what the arguments of a product begin with (see `product` of lanes.py and `Parts` of packing.py)
+PRODUCT = ("taken", "threads", "items", "rows", "chunk", "blocks", "share", "sums", "sums_bytes")
 
 _logger = logging.getLogger(__name__)
 
@@ -55,13 +56,8 @@ class Kernel:
 
 
 def kernels(module: str, *names: str) -> list[Kernel]:
-    """Kernels of a module beside this one, which compiles them when it is first imported; a line says so if it takes
-    long."""
-    started = time.process_time()
+    """Kernels of a module beside this one, which makes them when it is first imported (compiled.py)."""
     found = importlib.import_module(f"{__package__}.{module}")
-    seconds = time.process_time() - started
-    if seconds > SLOW:
-        _logger.warning("compiled %s in %.1f s; later runs load it", found.TITLE, seconds)
     return [Kernel(getattr(found, name).address) for name in names]
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from dsbd_cli.engine.models.native import Kernel, features, fields, kernels, loadable, offsets, room, team
+from dsbd_cli.engine.models.native import PRODUCT, Kernel, features, fields, kernels, loadable, offsets, room, team
 
 __all__ = [
     "PackedLinear",
@@ -50,8 +50,7 @@ class Multiply(ctypes.Structure):
     """Arguments of the kernel."""
 
     _fields_ = fields(
-        "taken", "threads", "items", "rows", "chunk", "blocks", "share", "x", "x_row", "weights", "steps", "piece",
-        "bias", "out", "out_row", "narrow", "scratch", "scratch_bytes",
+        *PRODUCT, "x", "x_row", "weights", "steps", "piece", "bias", "out", "out_row", "narrow",
     )  # fmt: skip
 
 
@@ -83,6 +82,8 @@ class Parts(NamedTuple):
     between two stores of the sums; sums: numbers that the threads need room for, [threads, lines, COLUMNS] float32.
     """
 
+    rows: int
+    blocks: int
     chunk: int
     share: int
     items: int
@@ -95,14 +96,20 @@ class Parts(NamedTuple):
         return _parts(rows, blocks, lines, kinds, torch.get_num_threads())
 
     def room(self) -> Tensor:
+        """For the sums."""
         return torch.empty(self.sums, dtype=torch.float32, device="cpu")
+
+    def arguments(self, room: Tensor) -> tuple[int, ...]:
+        """PRODUCT."""
+        sums = room.data_ptr(), self.sums[1] * COLUMNS * 4
+        return 0, 0, self.items, self.rows, self.chunk, self.blocks, self.share, *sums
 
 
 @functools.lru_cache(1024)
 def _parts(rows: int, blocks: int, lines: int, kinds: int, threads: int) -> Parts:
     chunk, share = max(1, min(rows, CHUNK_ROWS)), max(1, blocks // (4 * threads))
-    items = -(-blocks // share) * -(-rows // chunk)
-    return Parts(chunk, share, items, lines if rows <= FEW_ROWS else PIECE, (threads, kinds * chunk, COLUMNS))
+    items, piece = -(-blocks // share) * -(-rows // chunk), lines if rows <= FEW_ROWS else PIECE
+    return Parts(rows, blocks, chunk, share, items, piece, (threads, kinds * chunk, COLUMNS))
 
 
 def lines(weight: Tensor) -> Tensor:
@@ -141,9 +148,8 @@ class _Compiled:
         parts = Parts.of(rows, blocks, steps)
         sums = parts.room()
         arguments = Multiply(
-            0, 0, parts.items, rows, parts.chunk, blocks, parts.share, flat.data_ptr(), row * unit,
-            self.weights.data_ptr(), steps, parts.piece, 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-            columns * unit, unit == 2, sums.data_ptr(), parts.sums[1] * COLUMNS * 4,
+            *parts.arguments(sums), flat.data_ptr(), row * unit, self.weights.data_ptr(), steps, parts.piece,
+            0 if bias is None else bias.data_ptr(), out.data_ptr(), columns * unit, unit == 2,
         )  # fmt: skip
         _kernel()(arguments, rows * columns * steps, parts.items)
         # rows stay as far apart as they are: torch's functions give numbers by place (vector or rest) other bits

@@ -12,6 +12,7 @@ from __future__ import annotations
 from numba import njit, types
 
 from dsbd_cli.engine.models import packing
+from dsbd_cli.engine.models.compiled import Compiler
 from dsbd_cli.engine.models.lanes import (
     COLUMNS,
     LANES,
@@ -21,28 +22,27 @@ from dsbd_cli.engine.models.lanes import (
     WORD,
     add,
     clear_line,
-    compiled,
     get_i64,
     load_f32,
+    product,
     store_bf16,
     store_f32,
-    take,
     tile,
 )
+from dsbd_cli.engine.models.native import PRODUCT
 from dsbd_cli.engine.models.packing import LAYOUT, MULTIPLY, pairs
 
-__all__ = ["TITLE", "multiply"]
+__all__ = ["multiply"]
 
-TITLE = "the kernel of linear layers"
+compiled = Compiler("linear layers")
 
 # `at` is the address of a packing.Multiply, whose fields have these offsets. numba keeps what it compiled until this
 # file changes, so a change of the fields or of lanes.py has to change it: by these numbers.
-assert (LAYOUT, SOURCE) == (0xD47BD954, 0xB34F5137), (
+assert (LAYOUT, SOURCE) == (0xA09D7123, 0xB1ECB90A), (
     f"packing.py's fields or lanes.py changed: write {LAYOUT:#x}, {SOURCE:#x}"
 )
 assert packing.COLUMNS == COLUMNS
-(TAKEN, THREADS, ITEMS, ROWS, CHUNK, BLOCKS, SHARE, X, X_ROW, WEIGHTS, STEPS, PIECE, BIAS, OUT, OUT_ROW, NARROW,
- SCRATCH, SCRATCH_BYTES) = MULTIPLY  # fmt: skip
+X, X_ROW, WEIGHTS, STEPS, PIECE, BIAS, OUT, OUT_ROW, NARROW = MULTIPLY[len(PRODUCT) :]
 
 float_tile = tile("float32")
 # without the instruction the code is compiled for float32 twice, and never run for bfloat16
@@ -83,19 +83,16 @@ def finish(at, block, first, count, sums):
         out += get_i64(at + OUT_ROW)
 
 
-@compiled
+@njit(error_model="numpy")
+def add_up_and_finish(at, block, first, count, sums):
+    add_up(at, block, first, count, sums)
+    finish(at, block, first, count, sums)
+
+
+share_out = product(add_up_and_finish)
+
+
+@compiled.addressed
 def multiply(at):
     """[rows, outputs], for the shares of outputs that no other thread has taken."""
-    sums = get_i64(at + SCRATCH) + take(at + THREADS) * get_i64(at + SCRATCH_BYTES)
-    rows, chunk, share = get_i64(at + ROWS), get_i64(at + CHUNK), get_i64(at + SHARE)
-    chunks = (rows + chunk - 1) // chunk
-    while True:
-        item = take(at + TAKEN)
-        if item >= get_i64(at + ITEMS):
-            return
-        first = item % chunks * chunk
-        count = min(chunk, rows - first)
-        start = item // chunks * share
-        for block in range(start, min(start + share, get_i64(at + BLOCKS))):
-            add_up(at, block, first, count, sums)
-            finish(at, block, first, count, sums)
+    share_out(at)

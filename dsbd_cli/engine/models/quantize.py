@@ -25,9 +25,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from dsbd_cli.engine.models.native import Kernel, features, fields, kernels, loadable, offsets, team
+from dsbd_cli.engine.models.native import PRODUCT, Kernel, features, fields, kernels, loadable, offsets, team
 from dsbd_cli.engine.models.packing import (
-    COLUMNS,
     PackedLinear,
     Parts,
     Product,
@@ -64,9 +63,8 @@ class Multiply(ctypes.Structure):
     """Arguments of the kernel that multiplies: sizes, addresses, and strides in bytes."""
 
     _fields_ = fields(
-        "taken", "threads", "items", "rows", "chunk", "blocks", "share", "levels", "levels_row", "weights", "quads",
-        "piece", "offsets", "scales", "steps", "few", "few_weights", "few_inputs", "bias", "out", "out_row", "narrow",
-        "scratch", "scratch_bytes",
+        *PRODUCT, "levels", "levels_row", "weights", "quads", "piece", "offsets", "scales", "steps", "few",
+        "few_weights", "few_inputs", "bias", "out", "out_row", "narrow",
     )  # fmt: skip
 
 
@@ -181,11 +179,9 @@ class _Compiled:
         parts = Parts.of(rows, self._blocks, quads, kinds=2)
         sums = parts.room()
         arguments = Multiply(
-            0, 0, parts.items, rows, parts.chunk, self._blocks, parts.share, levels.data_ptr(), levels.stride(0),
-            self.weights.data_ptr(), quads, parts.piece, self._offsets.data_ptr(), self._scales.data_ptr(),
-            steps.data_ptr(), few.data_ptr(), self._few.data_ptr(), few.shape[1], self._bias.data_ptr(),
-            out.data_ptr(), columns * out.element_size(), out.element_size() == 2, sums.data_ptr(),
-            parts.sums[1] * COLUMNS * 4,
+            *parts.arguments(sums), levels.data_ptr(), levels.stride(0), self.weights.data_ptr(), quads, parts.piece,
+            self._offsets.data_ptr(), self._scales.data_ptr(), steps.data_ptr(), few.data_ptr(), self._few.data_ptr(),
+            few.shape[1], self._bias.data_ptr(), out.data_ptr(), columns * out.element_size(), out.element_size() == 2,
         )  # fmt: skip
         _kernels()[1](arguments, rows * columns * self._inputs, parts.items)
         return out if columns == self._outputs else out[:, : self._outputs]

@@ -13,7 +13,9 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 
+from dsbd_cli.engine.models.compiled import Compiler
 from dsbd_cli.engine.models.lanes import (
+    CHUNK,
     COLUMNS,
     LANES,
     LANES_TYPE,
@@ -25,7 +27,6 @@ from dsbd_cli.engine.models.lanes import (
     WORD,
     add,
     clear_line,
-    compiled,
     copy_line,
     divide,
     fma,
@@ -40,6 +41,7 @@ from dsbd_cli.engine.models.lanes import (
     mul,
     operation,
     pointer,
+    product,
     put_f32,
     splat,
     store_bf16,
@@ -48,22 +50,23 @@ from dsbd_cli.engine.models.lanes import (
     tile,
     total,
 )
+from dsbd_cli.engine.models.native import PRODUCT
 from dsbd_cli.engine.models.quantize import LAYOUT, LEVELIZE, MULTIPLY, SMALLEST, ZERO
 from dsbd_cli.engine.models.quantize import LEVELS as MOST
 
-__all__ = ["TITLE", "levelize", "multiply"]
+__all__ = ["levelize", "multiply"]
 
-TITLE = "the kernels of int8 layers"
+compiled = Compiler("int8 layers")
 
 # `at` is the address of a quantize.Levelize or Multiply, whose fields have these offsets. numba keeps what it compiled
 # until this file changes, so a change of the fields or of lanes.py has to change it: by these numbers.
-assert (LAYOUT, SOURCE) == (0xBC412C23, 0xB34F5137), (
+assert (LAYOUT, SOURCE) == (0xEF608AB5, 0xB1ECB90A), (
     f"quantize.py's fields or lanes.py changed: write {LAYOUT:#x}, {SOURCE:#x}"
 )
 (L_TAKEN, _, L_ITEMS, L_ROWS, L_SHARE, L_X, L_X_ROW, L_NARROW, L_INPUTS, L_KEPT, L_LEVELS, L_LEVELS_ROW, L_STEPS,
  L_OUTLIERS, L_FEW, L_FEW_INPUTS) = LEVELIZE  # fmt: skip
-(TAKEN, THREADS, ITEMS, ROWS, CHUNK, BLOCKS, SHARE, LEVELS, LEVELS_ROW, WEIGHTS, QUADS, PIECE, OFFSETS, SCALES, STEPS,
- FEW, FEW_WEIGHTS, FEW_INPUTS, BIAS, OUT, OUT_ROW, NARROW, SCRATCH, SCRATCH_BYTES) = MULTIPLY  # fmt: skip
+(LEVELS, LEVELS_ROW, WEIGHTS, QUADS, PIECE, OFFSETS, SCALES, STEPS, FEW, FEW_WEIGHTS, FEW_INPUTS, BIAS, OUT, OUT_ROW,
+ NARROW) = MULTIPLY[len(PRODUCT) :]  # fmt: skip
 whole_tile, float_tile = tile("int8"), tile("float32")
 
 
@@ -86,7 +89,7 @@ def store_bytes(builder: Any, address: Any, value: Any) -> Any:
     builder.store(builder.trunc(builder.fptosi(value, WHOLES), kind), pointer(builder, address, kind), align=1)
 
 
-@compiled
+@compiled.addressed
 def levelize(at):
     """Rows made integers, and their outliers as float32. Inputs are filled up to a multiple of LANES with zeros."""
     inputs, narrow = get_i64(at + L_INPUTS), get_i64(at + L_NARROW)
@@ -157,21 +160,18 @@ def finish(at, block, first, count, sums, few):
                 store_f32(out + place, value)
 
 
-@compiled
+@njit(error_model="numpy")
+def add_up_and_finish(at, block, first, count, sums):
+    few = sums + get_i64(at + CHUNK) * LINE
+    add_up(at, block, first, count, get_i64(at + QUADS), get_i64(at + FEW_INPUTS), sums, few)
+    finish(at, block, first, count, sums, few)
+
+
+share_out = product(add_up_and_finish)
+
+
+@compiled.addressed
 def multiply(at):
     """[rows, outputs]: integers times scale and step, plus outliers, plus bias, for the shares of outputs that no
     other thread has taken."""
-    sums = get_i64(at + SCRATCH) + take(at + THREADS) * get_i64(at + SCRATCH_BYTES)
-    rows, chunk, quads = get_i64(at + ROWS), get_i64(at + CHUNK), get_i64(at + QUADS)
-    few, few_inputs, share = sums + chunk * LINE, get_i64(at + FEW_INPUTS), get_i64(at + SHARE)
-    chunks = (rows + chunk - 1) // chunk
-    while True:
-        item = take(at + TAKEN)
-        if item >= get_i64(at + ITEMS):
-            return
-        first = item % chunks * chunk
-        count = min(chunk, rows - first)
-        start = item // chunks * share
-        for block in range(start, min(start + share, get_i64(at + BLOCKS))):
-            add_up(at, block, first, count, quads, few_inputs, sums, few)
-            finish(at, block, first, count, sums, few)
+    share_out(at)

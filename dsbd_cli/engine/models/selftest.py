@@ -19,13 +19,15 @@ from torch import Tensor
 from dsbd_cli.engine.core.protocols import ForestInput, ForestModel, SourceModel
 from dsbd_cli.engine.models.adapter import unsupported
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, sample_source
+from dsbd_cli.engine.models.states import StateCache
 from dsbd_cli.errors import UnsupportedModelError
 
 __all__ = ["CheckableModel", "SelfTestReport", "limit_for", "self_test"]
 
 PROMPT = 7
-# Of a model with recurrent layers: long enough that tokens go into its states, and with one more token others do (see
-# walks.py).
+# Where recurrent layers run as kernels of a CPU, whose states lie 16 to 23 tokens back: long enough that tokens go into
+# them, and with one more token others do. Tensor code needs no such length, and `solve` loses digits over a path of so
+# many nodes in one forward.
 LONG_PROMPT = 31
 # Three roots, four levels: parent of every node, in node order; -1 hangs on the prompt.
 PARENTS = (-1, -1, -1, 0, 0, 1, 3, 4, 5, 7, 8)
@@ -104,7 +106,8 @@ def self_test(model: CheckableModel) -> SelfTestReport:
 
     Raises UnsupportedModelError in one sentence when they disagree or the model refuses.
     """
-    total = (LONG_PROMPT if model.state_bytes(0) else PROMPT) + len(PARENTS)
+    walked = model.state_bytes(0) and StateCache.walks(model.device)
+    total = (LONG_PROMPT if walked else PROMPT) + len(PARENTS)
     generator = torch.Generator().manual_seed(20)
     tokens = torch.randint(0, model.vocab_size, (total,), generator=generator).to(model.device)
     # a permutation spread over nearly all slots: neither order nor distance of slots means anything

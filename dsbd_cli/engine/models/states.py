@@ -674,7 +674,7 @@ def _kernels() -> ModuleType:
 
 @functools.cache
 def _walkable() -> bool:
-    return loadable(_kernels, "recurrent layers run as tensor code")
+    return loadable(_kernels, "torch computes recurrent layers")
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from numba import njit, types
 
+from dsbd_cli.engine.models.compiled import Compiler
 from dsbd_cli.engine.models.lanes import (
     LANES,
     SOURCE,
     add,
-    compiled,
     divide,
     exp2,
     first,
@@ -44,13 +44,13 @@ from dsbd_cli.engine.models.lanes import (
 )
 from dsbd_cli.engine.models.tail import ATTEND, LAYOUT, LIST
 
-__all__ = ["TITLE", "attend", "list_slots"]
+__all__ = ["attend", "list_slots"]
 
-TITLE = "the attention kernel"
+compiled = Compiler("attention")
 
 # The kernel. `at` is the address of a tail.Attend, whose fields have these offsets. numba keeps what it compiled until
 # this file changes, so a change of the fields or of lanes.py has to change it: by these numbers.
-assert (LAYOUT, SOURCE) == (0xECCC6C7E, 0xB34F5137), (
+assert (LAYOUT, SOURCE) == (0xECCC6C7E, 0xB1ECB90A), (
     f"tail.py's fields or lanes.py changed: write {LAYOUT:#x}, {SOURCE:#x}"
 )
 
@@ -260,7 +260,7 @@ def write_out(sums, dim, narrow, settled, share, whole, out):
             e += 1
 
 
-@compiled
+@compiled.addressed
 def attend(at):
     """What tail.attend says, for as many (row, kv head, block of nodes) as no other thread has taken."""
     heads, groups, nodes = get_i64(at + HEADS), get_i64(at + GROUPS), get_i64(at + NODES)
@@ -358,7 +358,7 @@ def attend(at):
 ) = LIST  # fmt: skip
 
 
-@compiled
+@compiled.addressed
 def list_slots(at):
     """What tail.Paths says, for as many rows as no other thread has taken."""
     nodes, width = get_i64(at + L_NODES), get_i64(at + L_WIDTH)

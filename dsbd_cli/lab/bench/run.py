@@ -73,7 +73,7 @@ class Bench:
         longest = max(map(len, ids))
         self._runners = {setting: self._runner(setting, longest) for setting in spec.settings}
         self._tallies = {
-            (part, setting): Tally(part.task, setting, self._batch_size(setting), self._runners[setting].exactness)
+            (part, setting): Tally(part.task, setting, self._batch_size(setting))
             for part in self._parts
             for setting in part.settings
         }
@@ -203,6 +203,7 @@ class Bench:
         peak = self._memory.peak()
         if self._stopping or len(answers) < len(prompts):
             return  # cut off: its time says nothing
+        tally.exactness = runner.exactness  # a kernel that fails takes with it what was promised
         tally.add_time((number, window), sum(answer.tokens for answer in answers), used, peak)
         if number == 0:
             ranks, score = part.data.dataset.ranks, part.data.dataset.score

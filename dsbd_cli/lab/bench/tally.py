@@ -57,9 +57,9 @@ def _share(part: int, whole: int) -> float | None:
 class Tally:
     """Sums over the windows of one setting on one task."""
 
-    def __init__(self, task: str, setting: Setting, batch_size: int, exactness: Exactness | None = None) -> None:
-        """exactness: of the engine that answers; None: another code does."""
-        self.task, self.setting, self.batch_size, self._exactness = task, setting, batch_size, exactness
+    def __init__(self, task: str, setting: Setting, batch_size: int) -> None:
+        self.task, self.setting, self.batch_size = task, setting, batch_size
+        self.exactness: Exactness | None = None  # of the engine after its last window; None: another code answers
         self.speeds: dict[tuple[int, int], float] = {}  # (round, window) -> tokens/s
         self._tokens = 0
         self._seconds = 0.0
@@ -107,7 +107,7 @@ class Tally:
             setting=self.setting.label,
             settings=self.setting.fields(),
             batch_size=self.batch_size,
-            exactness=self._exactness,
+            exactness=self.exactness,
             records=self._records,
             failed=self._failed,
             windows=len(self.speeds),

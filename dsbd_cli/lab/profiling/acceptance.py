@@ -1,6 +1,6 @@
-"""What other K, D and W_min would have accepted, replayed from forests drafted larger than needed.
+"""What other K, D and W_min would have accepted, where each K was drafted, or replayed from larger forests.
 
-Drafts of a layer stand in draw order, so a forest of K' < K drafts is, but for what its own smaller pools would have
+Drafts of a model stand in draw order, so a forest of K' < K drafts is, but for what its own smaller pools would have
 let in, the part of a forest of K that is reached through the first K' drafts of every layer. A layer of the smaller
 forest passes if enough of the target's leading draws lie in that part. Plain Python: no tensors.
 """
@@ -87,14 +87,22 @@ def passes(layer: LayerProbe, kept: Sequence[bool], width: int) -> tuple[bool, i
 
 
 def acceptance_rates(
-    chains: Iterable[Chain], drafts: Sequence[int], min_widths: Sequence[int | None], num_beams: int, depth: int
+    chains: Iterable[Chain],
+    drafts: Sequence[int],
+    min_widths: Sequence[int | None],
+    num_beams: int,
+    depth: int,
+    *,
+    replayed: bool = True,
 ) -> dict[tuple[int, int | None], Rates]:
     """Rates by (K', W_min) from chains of layers that were really looked at; a chain of fewer drafts than K' says
-    nothing about it. W_min None: fixed width."""
+    nothing about it. W_min None: fixed width. replayed: a chain of more drafts does, because its drafts stand in draw
+    order."""
     counts = {(k, m): ([0] * depth, [0] * depth, [0] * depth) for k in drafts for m in min_widths}
     for chain in chains:
         for k in drafts:
-            if chain and len(chain[0].parents) < k:
+            held = len(chain[0].parents) if chain else k
+            if held < k or (held > k and not replayed):
                 continue
             kept: list[list[bool]] = []
             for layer in chain:

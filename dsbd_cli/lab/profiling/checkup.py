@@ -271,18 +271,22 @@ def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
 
 def _processor_kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
     """Of numba: which linear layers of the target, and attention, run as kernels."""
+    from torch.nn import Linear
+
     from dsbd_cli.engine.models import tail
     from dsbd_cli.engine.models.packing import PackedLinear
     from dsbd_cli.engine.models.quantize import Int8Linear
 
     module = getattr(pair.target, "module", None)
-    layers = [] if module is None else [one for one in module.modules() if isinstance(one, PackedLinear | Int8Linear)]
-    ours, attention = sum(one.compiled for one in layers), module is not None and tail.serves()
+    kinds = (PackedLinear, Int8Linear, Linear)
+    layers = [] if module is None else [one for one in module.modules() if isinstance(one, kinds)]
+    ours = sum(getattr(one, "compiled", False) for one in layers)
+    attention = module is not None and tail.serves()
     facts: Facts = {"linear_layers": len(layers), "linear_layers_as_kernels": ours, "attention": attention}
     if not ours and not attention:
         return "off", "torch computes linear layers and attention", facts
-    attends = "attention runs as a kernel" if attention else "torch computes attention"
-    return "ok", f"{ours} of {len(layers)} packed linear layers run as kernels of numba; {attends}", facts
+    linear = f"{ours} of {len(layers)} linear layers run as kernels of numba"
+    return "ok", linear + (", and so does attention" if attention else "; torch computes attention"), facts
 
 
 def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:

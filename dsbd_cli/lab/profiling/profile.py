@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -190,7 +190,7 @@ class _Session:
                 self._budget.left_out.append(f"forwards of the {role} alone (about {seconds:.0f} s)")
 
     def _predict(self, expected: Expected) -> None:
-        """What other D and K would do: a run with another K, and drafts of larger forests that are replayed."""
+        """What other D and K would do: a run with another K, and drafts of other forests."""
         method = self._method
         if not method.depth:
             self._other = self._plain = self._first
@@ -199,12 +199,12 @@ class _Session:
         if self._plain is None or len(self._curves) < len(_curve_counts(method, self._bench, expected)):
             self._budget.left_out.append("predictions for other D and K")
             return
-        other, larger = _other_drafts(method), _larger(method)
-        seconds = sum(expected.run(setting) for setting in (other, expected.now, setting_of(larger)))
+        other, forests = _other_drafts(method), _forests(method)
+        seconds = sum(expected.run(setting) for setting in (other, *map(setting_of, forests)))
         if self._affords("other D and K", seconds):
             self._other = self._timed(other)
-            self._budget.tell("drafting larger forests")
-            self._rates = _acceptance(self._bench, method, larger)
+            self._budget.tell("drafting other forests")
+            self._rates = _acceptance(self._bench, method, forests)
             self._predictions = self._fitted()
 
     def _fitted(self) -> tuple[Prediction, ...]:
@@ -527,28 +527,31 @@ def _rest(run: Run) -> float:
     return max(run.seconds - _once(run) - forwards, 0.0) / run.log.iterations
 
 
-def _larger(method: MethodConfig) -> MethodConfig:
-    """The same method with a forest from which smaller ones can be replayed."""
-    return replace(method, drafts_per_layer=max(_drafts(method)), depth=max(method.depth, LEAST_DEPTH))
+def _forests(method: MethodConfig) -> list[MethodConfig]:
+    """What is drafted to know how much other K and D would accept. The forests in use, because larger ones stop where
+    drafting is hard, and so begin there too; and larger ones, from which those of smaller K are replayed. A drafter
+    that reads text chooses other nodes for each K, so it drafts for each."""
+    drafts, depth = _drafts(method), max(method.depth, LEAST_DEPTH)
+    sizes = drafts[-1:] if method.needs_draft else drafts
+    return list(dict.fromkeys([method, *(replace(method, drafts_per_layer=k, depth=depth) for k in sizes)]))
 
 
-def _acceptance(bench: ProfiledPair, method: MethodConfig, larger: MethodConfig) -> Acceptance:
-    """Draft the forests in use and larger ones, and replay smaller ones from them."""
-    drafts, depth, beams = _drafts(method), larger.depth, method.num_beams
+def _acceptance(bench: ProfiledPair, method: MethodConfig, forests: Sequence[MethodConfig]) -> Acceptance:
+    """Draft these forests, and count what those of each K accept."""
+    drafts, depth, beams = _drafts(method), max(one.depth for one in forests), method.num_beams
     dynamic = method.dynamic
     requests = bench.requests
     if len({one.seed for one in requests}) < len(requests):  # a probe knows rows by their seeds
         requests = tuple(replace(one, seed=derive_seed(0, str(place))) for place, one in enumerate(requests))
     chains = []
-    # the larger forests stop where drafting is hard, and so begin there too; those in use are no such choice
-    for looked_at in dict.fromkeys([method, larger]):
+    for looked_at in forests:
         log = RunLog()
         engine = bench.engine(looked_at, log, log_steps=True)
         probe = DraftProbe(drafts, beams, method.value(WIDTH_THRESHOLD) if dynamic else None)
         watch(engine, probe)
         chains += probe.chains(bench.run(engine, log, requests).results)
     widths: list[int | None] = [*range(1, beams + 1)] if dynamic else [None]
-    rates = acceptance_rates(chains, drafts, widths, beams, depth)
+    rates = acceptance_rates(chains, drafts, widths, beams, depth, replayed=method.needs_draft)
     return {key: rate for key, rate in rates.items() if key[1] is None or key[1] <= key[0]}
 
 

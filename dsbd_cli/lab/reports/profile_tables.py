@@ -159,7 +159,8 @@ def _acceptance(profile: Profile) -> RenderableType:
     return _part(
         f"Acceptance by depth at K={profile.now.setting.drafts_per_layer} (measured)",
         table,
-        "chance that a layer passes once it is reached, in forests of this K and in larger ones, replayed"
+        "chance that a layer passes once it is reached, in forests of this K"
+        + (" and in larger ones, replayed" if profile.draft is not None else "")
         + _by_drafter(profile),
     )
 
