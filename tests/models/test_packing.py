@@ -180,11 +180,11 @@ def test_layers_of_one_input_become_one_product(dtype: torch.dtype) -> None:
             wanted = [layer(given) for layer in alone]
             assert torch.equal(torch.cat([layer(given) for layer in layers[::-1]][::-1], -1), torch.cat(wanted, -1))
             assert torch.equal(layers[1](given), wanted[1])
-            both = whole(layers, given)
-            assert both is not None
-            assert torch.equal(both, torch.cat(wanted, -1))
-        assert whole(layers[::-1], x) is None
-        assert whole([*layers, parent.o], x) is None
+            product = whole(layers)
+            assert product is not None
+            assert torch.equal(product.compute(given), torch.cat(wanted, -1))
+        assert whole(layers[::-1]) is None
+        assert whole([*layers, parent.o]) is None
 
 
 @needs_packing

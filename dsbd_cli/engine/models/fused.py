@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 
 from dsbd_cli.engine.models import layer_ops
 from dsbd_cli.engine.models.cache import ForestCache
-from dsbd_cli.engine.models.packing import whole
+from dsbd_cli.engine.models.packing import Product, whole
 from dsbd_cli.engine.models.selftest import PADDING, limit_for
 from dsbd_cli.kernels.twins import gated_twin, norm_twin, rotate_fits, rotate_twin
 
@@ -323,6 +323,8 @@ class _Joined:
     def __init__(self, kernels: LayerKernels, fused: Fused, parent: nn.Module, names: tuple[str, ...]) -> None:
         self._parent, self._names = parent, names
         self._product: Callable[..., Tensor] | None = None
+        self._layers: list[Any] = []
+        self._whole: Product | None = None
         linears = tuple(getattr(parent, name) for name in names)
         if not kernels.merges:
             fused.joined.append((parent, names))
@@ -337,9 +339,10 @@ class _Joined:
         """x [..., i] -> [..., sum of the outputs]."""
         if self._product is not None:
             return self._product(x, self._weight, self._bias)
-        layers = [getattr(self._parent, name) for name in self._names]  # they may have been packed, or made int8
-        found = whole(layers, x)
-        return torch.cat([layer(x) for layer in layers], -1) if found is None else found
+        layers: list[Any] = [self._parent._modules[name] for name in self._names]
+        if layers != self._layers:  # they have been packed, or made int8
+            self._layers, self._whole = layers, whole(layers)
+        return torch.cat([layer(x) for layer in layers], -1) if self._whole is None else self._whole.compute(x)
 
 
 def _merged(linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
@@ -546,7 +549,7 @@ def _layers(model: nn.Module, kernels: LayerKernels, fused: Fused, norms: dict[n
         dim = getattr(parts["self_attn"], "head_dim", None)
         if first not in norms or second not in norms or not isinstance(dim, int):
             continue
-        forward = _layer_forward(kernels.norm, parts, norms[second])
+        forward = _layer_forward(kernels.norm, parts, norms[first], norms[second])
         x = _noise(module, 1, 5, len(norms[first].weight)) / 16  # small, so that a factor of the sums (Granite) shows
         angles = _noise(module, 1, 5, dim).float()
         places = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
@@ -558,14 +561,16 @@ def _layers(model: nn.Module, kernels: LayerKernels, fused: Fused, norms: dict[n
 
 
 def _layer_forward(
-    kernel: Callable[..., tuple[Tensor, Tensor]], parts: dict[str, nn.Module], second: _Norm
+    kernel: Callable[..., tuple[Tensor, Tensor]], parts: dict[str, nn.Module], first: _Norm, second: _Norm
 ) -> Callable[..., Tensor]:
-    first, attention, mlp = parts["input_layernorm"], parts["self_attn"], parts["mlp"]
+    attention, mlp = parts["self_attn"], parts["mlp"]
 
     def forward(hidden_states: Tensor, **kwargs: object) -> Tensor:
-        attended, _ = attention(hidden_states=first(hidden_states), **kwargs)
+        # forwards, past torch's call of a module: it takes as long as a kernel with few rows
+        normed, _ = kernel(hidden_states, None, first.weight, first.eps, first.one_more)
+        attended, _ = attention.forward(hidden_states=normed, **kwargs)
         normed, summed = kernel(attended, hidden_states, second.weight, second.eps, second.one_more)
-        result: Tensor = summed + mlp(normed)
+        result: Tensor = summed + mlp.forward(normed)
         return result
 
     return forward

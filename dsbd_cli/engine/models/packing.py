@@ -289,16 +289,12 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def whole(layers: Sequence[nn.Module], x: Tensor) -> Tensor | None:
-    """What layers give for x [..., i], side by side, where they are the parts of one product in its order; else
-    None."""
-    product = getattr(layers[0], "product", None)
+def whole(layers: Sequence[Any]) -> Product | None:
+    """The product whose parts these layers are, in its order; None where they are no such."""
+    product: Product | None = getattr(layers[0], "product", None)
     if product is None or any(getattr(layer, "product", None) is not product for layer in layers):
         return None
-    if [layer.out_features for layer in layers] != product.parts:
-        return None
-    found: Tensor = product.compute(x)
-    return found
+    return product if [layer.out_features for layer in layers] == product.parts else None
 
 
 def pack(model: nn.Module, joined: Collection[tuple[nn.Module, Sequence[str]]] = ()) -> int:
