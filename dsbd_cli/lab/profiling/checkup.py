@@ -270,7 +270,7 @@ def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
 
 
 def _processor_kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
-    """Of numba: which linear layers of the target, and attention, run as kernels."""
+    """Of numba: what of the target runs as kernels."""
     from torch.nn import Linear
 
     from dsbd_cli.engine.models import tail
@@ -282,11 +282,19 @@ def _processor_kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
     layers = [] if module is None else [one for one in module.modules() if isinstance(one, kinds)]
     ours = sum(getattr(one, "compiled", False) for one in layers)
     attention = module is not None and tail.serves()
-    facts: Facts = {"linear_layers": len(layers), "linear_layers_as_kernels": ours, "attention": attention}
-    if not ours and not attention:
+    fused: dict[str, int] = dict(getattr(getattr(pair.target, "fused", None), "counts", {}))
+    facts: Facts = {
+        "linear_layers": len(layers),
+        "linear_layers_as_kernels": ours,
+        "attention": attention,
+        "fused": fused,
+    }
+    if not ours and not attention and not fused:
         return "off", "torch computes linear layers and attention", facts
     linear = f"{ours} of {len(layers)} linear layers run as kernels of numba"
-    return "ok", linear + (", and so does attention" if attention else "; torch computes attention"), facts
+    linear += ", and so does attention" if attention else "; torch computes attention"
+    others = ", ".join(f"{count} x {name}" for name, count in fused.items())
+    return "ok", linear + (f"; of the target's other modules run so: {others}" if others else ""), facts
 
 
 def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:
