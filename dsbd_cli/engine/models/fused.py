@@ -10,6 +10,7 @@ Shape letters: R rows, n nodes, B sequences, T tokens, H hidden width, E head di
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -301,6 +302,8 @@ def _as_norm(module: nn.Module) -> _Norm | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     named = [name for name, _ in module.named_parameters()]
     if named != ["weight"] or not isinstance(weight, Tensor) or weight.ndim != 1 or not isinstance(eps, float):
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:  # one that is given a gate, too (Mamba-2)
         return None
     x = _noise(module, 3, len(weight)) * 3 + 1  # a mean, so that a norm which subtracts it (Cohere) differs
     if x.dtype != weight.dtype:
