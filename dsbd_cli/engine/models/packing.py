@@ -84,10 +84,16 @@ class Parts:
     def of(rows: int, blocks: int, lines: int, kinds: int = 1) -> Parts:
         """kinds: of sums."""
         threads = torch.get_num_threads()
-        chunk, share = max(1, min(rows, CHUNK_ROWS)), max(1, blocks // (4 * threads))
-        items = -(-blocks // share) * -(-rows // chunk)
+        chunk, share, items, piece = _sizes(rows, blocks, lines, threads)
         sums = torch.empty(threads, kinds * chunk, COLUMNS, dtype=torch.float32, device="cpu")
-        return Parts(chunk, share, items, lines if rows <= FEW_ROWS else PIECE, sums)
+        return Parts(chunk, share, items, piece, sums)
+
+
+@functools.lru_cache(1024)
+def _sizes(rows: int, blocks: int, lines: int, threads: int) -> tuple[int, int, int, int]:
+    """chunk, share, items and piece of Parts."""
+    chunk, share = max(1, min(rows, CHUNK_ROWS)), max(1, blocks // (4 * threads))
+    return chunk, share, -(-blocks // share) * -(-rows // chunk), lines if rows <= FEW_ROWS else PIECE
 
 
 def lines(weight: Tensor) -> Tensor:
@@ -103,31 +109,32 @@ class _Compiled:
     """Weights for our kernel."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.outputs, self.dtype = len(weight), weight.dtype
+        self.outputs, self.dtype, self._unit = len(weight), weight.dtype, weight.element_size()
         self.weights = lines(weight)
+        self._blocks, self._steps, _ = self.weights.shape
 
     def bias(self, bias: Tensor) -> Tensor:
         return _filled(bias.float(), COLUMNS)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., i], bias as `bias` gave it -> [..., o]."""
-        blocks, steps, _ = self.weights.shape
-        columns, unit = blocks * COLUMNS, x.element_size()
-        assert (x.dtype, x.device.type, x.shape[-1] * unit) == (self.dtype, "cpu", 4 * steps)
-        flat = x.reshape(-1, x.shape[-1])
+        unit, inputs, blocks, steps = self._unit, x.shape[-1], self._blocks, self._steps
+        columns = blocks * COLUMNS
+        assert x.dtype == self.dtype and x.is_cpu and inputs * unit == 4 * steps
+        flat = x.reshape(-1, inputs)
         if flat.stride(1) != 1:
             flat = flat.contiguous()
-        rows = len(flat)
-        out = x.new_empty(rows, columns)
+        rows = flat.shape[0]
+        out = x.new_empty((*x.shape[:-1], columns))
         parts = Parts.of(rows, blocks, steps)
         arguments = Multiply(
             0, 0, parts.items, rows, parts.chunk, blocks, parts.share, flat.data_ptr(), flat.stride(0) * unit,
             self.weights.data_ptr(), steps, parts.piece, 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-            columns * unit, unit == 2, parts.sums.data_ptr(), parts.sums.stride(0) * 4,
+            columns * unit, unit == 2, parts.sums.data_ptr(), parts.chunk * COLUMNS * 4,
         )  # fmt: skip
         _kernel()(arguments, rows * columns * steps, parts.items)
         # rows stay as far apart as they are: torch's functions give numbers by place (vector or rest) other bits
-        return out.view(*x.shape[:-1], columns)[..., : self.outputs]
+        return out if columns == self.outputs else out[..., : self.outputs]
 
 
 class _Torch:
