@@ -120,7 +120,7 @@ class _Compiled:
         """x [..., i], bias as `bias` gave it -> [..., o]."""
         unit, inputs, blocks, steps = self._unit, x.shape[-1], self._blocks, self._steps
         columns = blocks * COLUMNS
-        assert x.dtype == self.dtype and x.is_cpu and inputs * unit == 4 * steps
+        assert (x.dtype, x.is_cpu, inputs * unit) == (self.dtype, True, 4 * steps)
         flat = x.reshape(-1, inputs)
         if flat.stride(1) != 1:
             flat = flat.contiguous()
