@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,11 +30,17 @@ with contextlib.suppress(ModuleNotFoundError):  # GPU machines run a few files t
 
 def pytest_collection_finish() -> None:
     """What is imported by now stays, so the collector need not look at it again and again. In a fresh checkout the
-    kernels of attention and products are compiled before any test runs: a command that compiles them says so."""
-    from dsbd_cli.engine.models import packing, tail
+    kernels of attention, layers and sums are compiled before any test runs: a command that compiles them says so."""
+    from dsbd_cli.engine.models import layer_ops, packing, tail, totals
 
     kept = Path(tail.__file__).parent / "__pycache__"
-    for kernel, load in (("tail_kernel.attend", tail._kernels), ("packing_kernel.multiply", packing._kernel)):
+    loads: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("tail_kernel.attend", tail._kernels),
+        ("packing_kernel.multiply", packing._kernel),
+        ("layer_kernel.norm", layer_ops._kernels),
+        ("totals_kernel.totals", totals._kernel),
+    )
+    for kernel, load in loads:
         if not any(kept.glob(f"{kernel}*.nbc")):
             with contextlib.suppress(ModuleNotFoundError):
                 load()

@@ -52,12 +52,12 @@ class LiveDraws:
         return self.key > NEVER
 
 
-def live_draws(keys: Tensor, ends: Tensor, count: int) -> LiveDraws:
+def live_draws(keys: Tensor, ends: Tensor | None, count: int) -> LiveDraws:
     """The `count` largest keys among pairs that do not end the sequence, of equal ones the first.
 
-    keys [R, M] float, ends [R, M] bool.
+    keys [R, M] float, ends [R, M] bool; None: no pair ends it.
     """
-    masked = keys.masked_fill(ends, NEVER)
+    masked = keys if ends is None else keys.masked_fill(ends, NEVER)
     if masked.shape[-1] < count:
         masked = torch.nn.functional.pad(masked, (0, count - masked.shape[-1]), value=NEVER)
     key, index = best_first(masked, count)

@@ -5,6 +5,7 @@ Letters: R requests, n nodes, C candidates per node, V vocabulary. Natural logs,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,6 +20,7 @@ __all__ = [
     "Warp",
     "best_first",
     "best_tokens",
+    "cpu_kernels",
     "log_normalise",
     "pool_law",
     "row_law",
@@ -35,6 +37,20 @@ SWEPT = 1 << 17  # of a large vocabulary, for each thread: few enough for a cach
 LOWEST = -80.0
 SORTED_TO = 512  # numbers; up to here a stable sort takes no longer than a search of what was told apart
 TIES = 8  # candidates beyond a row's top_k: so many pairs that are tied with the last one kept may stay
+
+
+@dataclass(slots=True)
+class CpuKernels:
+    """What engine.models, which core does not know, has brought for all of the process; None: torch serves.
+
+    log_totals: log of the sum of exp of a few rows [n, V] less the largest of each row [n, 1]: [n, 1] float32, or None
+    where it does not serve such rows.
+    """
+
+    log_totals: Callable[[Tensor, Tensor], Tensor | None] | None = None
+
+
+cpu_kernels = CpuKernels()
 
 
 @dataclass(slots=True)
@@ -228,7 +244,7 @@ def _candidates(logits: Tensor, count: int, own: Tensor | None = None, most: int
         over = ((values < limit) | ((values == limit) & (tokens > token))) & (own < vocabulary)
     if swept is None:
         highest = best.amax(-1, keepdim=True)
-        total = _log_total(values - highest)
+        total = _log_total(values, highest)
     else:
         _, highest, total = swept
     best = (best - highest).sub_(total)
@@ -245,21 +261,26 @@ def _sweep(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     rows, vocabulary = logits.shape
     edge = vocabulary // BLOCKS[0] * BLOCKS[0]
-    size = max(2, SWEPT * torch.get_num_threads() // vocabulary) if logits.device.type == "cpu" else max(1, rows)
+    size = max(1, rows)
+    if logits.device.type == "cpu" and (cpu_kernels.log_totals is None or logits.dtype != torch.float32):
+        size = max(2, SWEPT * torch.get_num_threads() // vocabulary)  # else nothing is copied
     found = []
     for part in torch.split(logits, size):
         values = part.to(torch.float32)
         maxima = values[:, :edge].view(len(values), -1, BLOCKS[0]).amax(-1)
         highest = torch.cat((maxima, values[:, edge:]), 1).amax(-1, keepdim=True)
-        below = values - highest if values is part else values.sub_(highest)
-        found.append((maxima, highest, _log_total(below)))
+        found.append((maxima, highest, _log_total(values, highest)))
     maxima, highest, total = (part[0] if len(part) == 1 else torch.cat(part) for part in zip(*found, strict=True))
     return maxima, highest, total
 
 
-def _log_total(values: Tensor) -> Tensor:
-    """log of the sum of exp of a few rows [n, V] whose largest is 0: [n, 1]. The rows are overwritten."""
-    shares = values.clamp_(min=LOWEST).exp_()
+def _log_total(values: Tensor, highest: Tensor) -> Tensor:
+    """log of the sum of exp of a few rows [n, V], less the largest of each row [n, 1]: [n, 1] float32."""
+    kernel = cpu_kernels.log_totals
+    total = None if kernel is None else kernel(values, highest)
+    if total is not None:
+        return total
+    shares = (values - highest).clamp_(min=LOWEST).exp_()
     # a row that stands alone would be summed by all threads in parts, in another order than one of several
     return (shares if len(shares) > 1 else shares.repeat(2, 1)).sum(-1, keepdim=True).log_()[: len(values)]
 
@@ -273,19 +294,19 @@ def _legal_candidates(logits: Tensor, room: Room, legal: LegalTokens) -> Candida
     tokens, best = [], []
     for start in range(0, len(rows), size):
         part = slice(start, start + size)
-        values = rows[part].to(torch.float32, copy=True)
+        values = rows[part].to(torch.float32)
         highest = values.amax(-1, keepdim=True)
-        values.sub_(highest)
+        total = _log_total(values, highest)
         found = legal.listed(part) if room.count < vocabulary else None
         if found is None:
-            logprobs = values - _log_total(values.clone())
+            logprobs = (values - highest).sub_(total)
             legal.apply(logprobs, part)
             columns = torch.arange(vocabulary, device=values.device).expand_as(values)
         else:
             columns, real = found
             real = real & (columns < vocabulary)
             columns = columns.clamp(max=vocabulary - 1)
-            logprobs = (values.gather(1, columns) - _log_total(values)).masked_fill_(~real, NEVER)
+            logprobs = (values.gather(1, columns) - highest).sub_(total).masked_fill_(~real, NEVER)
         count = min(room.count, logprobs.shape[1])
         if count < logprobs.shape[1] or own is not None:
             ranked = best_tokens(logprobs, count)[1]

@@ -88,7 +88,7 @@ class Independent(WithoutReplacement):
 
 def largest(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest keys of the pool, in order: flat index [R, K] and which are real. keys [R, n, C]."""
-    draws = live_draws(keys.flatten(1), torch.zeros_like(keys.flatten(1), dtype=torch.bool), count)
+    draws = live_draws(keys.flatten(1), None, count)
     return draws.index, draws.valid
 
 

@@ -102,24 +102,25 @@ class NgramDrafter(PathDrafter):
         if context.depth == 0:
             return forest
         text, length = contexts(context.prompts, beams)
-        rank, place = _alike(text, length, self._longest).topk(min(PLACES, text.shape[2]), 2)
-        period = (length.view(-1, 1, 1) - place).clamp(min=1)
-        place = torch.where(rank >= 0, place, -1)
+        rank, start = _alike(text, length, self._longest).topk(min(PLACES, text.shape[2]), 2)
+        start = torch.where(rank >= 0, start, -1)  # of each node: where the places that it follows begin, [R, n, p]
         width, flat = text.shape[2], text.flatten(1)
         for layer in range(context.depth):
             nodes = forest.layers[layer]
-            at = (nodes.root.unsqueeze(-1) * width + place.clamp(min=0)).flatten(1)
-            guess = torch.where(place >= 0, flat.gather(1, at).view_as(place), NO_TOKEN)  # [R, n, p]
+            # a place that reaches the end of the text goes on from where it began
+            place = start + layer % (length.view(-1, 1, 1) - start).clamp(min=1)
+            at = (nodes.root.unsqueeze(-1) * width + place).clamp(min=0).flatten(1)
+            guess = torch.where(start >= 0, flat.gather(1, at).view_as(start), NO_TOKEN)
             drafts = self._draws(context, nodes, layer, guess)
             forest.layers.append(children(context, forest, layer, drafts))
             forest.laws.append(None)
-            # where the children stand: behind the place that guessed their token, else behind the best place
-            above = drafts.above.unsqueeze(-1).expand(-1, -1, place.shape[2])
-            by = (guess.gather(1, above) == drafts.token.unsqueeze(-1)).to(torch.int8).argmax(-1, keepdim=True)
-            period = period.gather(1, above).gather(2, by)
-            place = place.gather(1, above).gather(2, by)
-            beyond = torch.where(place >= 0, place + 1, -1)
-            place = torch.where(beyond >= length.view(-1, 1, 1), beyond - period, beyond)
+            # a child follows the place that guessed its token, else the best place
+            above = drafts.above.unsqueeze(-1).expand(-1, -1, start.shape[2])
+            followed = start.gather(1, above)
+            if start.shape[2] > 1:
+                by = (guess.gather(1, above) == drafts.token.unsqueeze(-1)).to(torch.int8).argmax(-1, keepdim=True)
+                followed = followed.gather(2, by)
+            start = followed
         return forest
 
     def _draws(self, context: DraftContext, nodes: LayerNodes, layer: int, guess: Tensor) -> LayerDrafts:
@@ -128,24 +129,24 @@ class NgramDrafter(PathDrafter):
         places, recall = guess.shape[2], self._recall
         if recall is not None and recall.rows != len(guess):
             recall = self._recall = None  # of a batch that has ended
-        room = max(count, PLACES, KEPT if self._recalls else 0)  # whatever the batch is
+        real = guess >= 0
         order = torch.arange(places, device=guess.device)
-        earlier = (guess.unsqueeze(-1) == guess.unsqueeze(-2)) & (order.unsqueeze(-1) > order)
-        real = (guess >= 0) & ~earlier.any(-1)
+        if places > 1:
+            real &= ~((guess.unsqueeze(-1) == guess.unsqueeze(-2)) & (order.unsqueeze(-1) > order)).any(-1)
+        tokens = guess.clamp(min=0)
         if context.legal is not None:
             above = torch.arange(guess.shape[1], device=guess.device).view(1, -1, 1).expand_as(guess).flatten(1)
-            state = following(context, nodes, above, guess.clamp(min=0).flatten(1))
-            real &= (state != DEAD).view_as(real)
+            real &= (following(context, nodes, above, tokens.flatten(1)) != DEAD).view_as(real)
         logprobs = torch.where(real, FOUND - OTHER * order, NEVER)
-        tokens = torch.nn.functional.pad(guess.clamp(min=0), (0, room - places))
-        logprobs = torch.nn.functional.pad(logprobs, (0, room - places), value=NEVER)
         if recall is not None:
             known, said, law = recall.at(nodes.path)
-            known &= (context.iteration > 0).unsqueeze(1)  # else it was said of the row's last request
-            more = room - KEPT
-            tokens = torch.where(known.unsqueeze(-1), torch.nn.functional.pad(said, (0, more)), tokens)
-            law = torch.nn.functional.pad(law, (0, more), value=NEVER)
-            logprobs = torch.where(known.unsqueeze(-1), law, logprobs)
+            known = (known & (context.iteration > 0).unsqueeze(1)).unsqueeze(-1)  # else of the row's last request
+            tokens = torch.cat((tokens, said), 2)
+            logprobs = torch.cat((logprobs.masked_fill(known, NEVER), law.masked_fill(~known, NEVER)), 2)
+        elif self._recalls:  # sums have as many numbers whether or not the batch remembers anything
+            tokens = torch.nn.functional.pad(tokens, (0, KEPT))
+            logprobs = torch.nn.functional.pad(logprobs, (0, KEPT), value=NEVER)
+        room = tokens.shape[2]
         live = nodes.valid & ~nodes.ends
         if sampler.random:
             pool = pool_law(Candidates(tokens, logprobs, full=False), nodes.weight, live, context.warp)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.models import totals
 from dsbd_cli.engine.models.attention import Sight, use_grouped_attention
 from dsbd_cli.engine.models.cache import ForestCache
 from dsbd_cli.engine.models.generation import checkpoint_rules
@@ -116,6 +117,8 @@ class TransformersForest:
         self._embeddings = int(model.get_input_embeddings().weight.shape[0])
         self._mask_dtype = model.dtype
         use_grouped_attention(model)
+        if self._device.type == "cpu":
+            totals.provide()
         self._reads = False
         self._sight: Sight | None = None
         logits = self._probe()

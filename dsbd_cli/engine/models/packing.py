@@ -125,17 +125,17 @@ class _Compiled:
     """Weights for our kernel."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.outputs, self.dtype = len(weight), weight.dtype
+        self.outputs, self.dtype, self._unit = len(weight), weight.dtype, weight.element_size()
         self.weights = lines(weight)
+        self._blocks, self._steps, _ = self.weights.shape
 
     def bias(self, bias: Tensor) -> Tensor:
         return _filled(bias.float(), COLUMNS)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., i], bias as `bias` gave it -> [..., o]."""
-        blocks, steps, _ = self.weights.shape
-        columns, inputs = blocks * COLUMNS, x.shape[-1]
-        unit = x.element_size()
+        unit, inputs, blocks, steps = self._unit, x.shape[-1], self._blocks, self._steps
+        columns = blocks * COLUMNS
         assert x.dtype == self.dtype
         assert x.is_cpu
         assert inputs * unit == 4 * steps
@@ -144,7 +144,7 @@ class _Compiled:
         if step != 1:
             flat, row = flat.contiguous(), inputs
         rows = flat.shape[0]
-        out = x.new_empty(rows, columns)
+        out = x.new_empty((*x.shape[:-1], columns))
         parts = Parts.of(rows, blocks, steps)
         sums = parts.room()
         arguments = Multiply(
@@ -153,7 +153,6 @@ class _Compiled:
         )  # fmt: skip
         _kernel()(arguments, rows * columns * steps, parts.items)
         # rows stay as far apart as they are: torch's functions give numbers by place (vector or rest) other bits
-        out = out.view(*x.shape[:-1], columns)
         return out if columns == self.outputs else out[..., : self.outputs]
 
 
