@@ -30,6 +30,7 @@ __all__ = ["Fused", "LayerKernels", "fuse", "layer_kernels"]
 
 RECORDING = "dsbd_recording"
 TOKENS = 24
+LIMITS = {torch.float32: 1e-5}  # of what a module computes; else half a last bit, about
 QKV = ("q_proj", "k_proj", "v_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 
@@ -221,10 +222,15 @@ def _close(found: Tensor, wanted: Tensor) -> bool:
     """Equal up to rounding, where the wanted one is no constant."""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return False
+    limit = LIMITS.get(found.dtype, 2.0**-8)
     found, wanted = found.float(), wanted.float()
     error = (found - wanted).square().mean().sqrt()
-    limit = {torch.float32: 1e-5}.get(found.dtype, 2e-2)
     return bool(error <= limit * wanted.square().mean().sqrt()) and bool(wanted.abs().max() > 0)
+
+
+def _nearest(forms: dict[bool, Tensor], wanted: Tensor) -> bool:
+    """Which of two forms gives what is wanted, or less far from it."""
+    return _apart(forms[True].float(), wanted.float()) < _apart(forms[False].float(), wanted.float())
 
 
 def _noise(module: nn.Module, *shape: int) -> Tensor:
@@ -309,11 +315,10 @@ def _as_norm(module: nn.Module) -> _Norm | None:
     if x.dtype != weight.dtype:
         return None
     with suppress(Exception):
-        result = module(x)
-        # weights of one or zero everywhere tell nothing of the form: both forms are asked with the weights as they are
-        for one_more in (False, True):
-            if isinstance(result, Tensor) and _close(norm_twin(x, None, weight, eps, one_more)[0], result):
-                return _Norm(weight, eps, one_more)
+        wanted = module(x)
+        ours = {one_more: norm_twin(x, None, weight, eps, one_more)[0] for one_more in (False, True)}
+        one_more = _nearest(ours, wanted)  # weights of hundreds (Gemma 3) make the forms alike
+        return _Norm(weight, eps, one_more) if _close(ours[one_more], wanted) else None
     return None
 
 
@@ -382,7 +387,7 @@ def _gated(model: nn.Module, kernels: LayerKernels, fused: Fused) -> None:
             wanted = module(x)
             both = torch.cat((gate(x), up(x)), -1)
             ours = {gelu: down(gated_twin(both, gelu)) for gelu in (False, True)}
-            gelu = min(ours, key=lambda form: _apart(ours[form].float(), wanted.float()))
+            gelu = _nearest(ours, wanted)
             if _close(ours[gelu], wanted):
                 joined = _Joined(kernels, fused, module, ("gate_proj", "up_proj"))
                 fused._replace("gated", module, _gated_forward(kernels.gated, joined, gelu, module))
