@@ -258,32 +258,46 @@ def test_states_are_overwritten_when_nobody_needs_them() -> None:
     )  # the last token of a branch is the one before a block's end
 
 
-def test_a_convolution_has_the_bits_of_the_tensor_function() -> None:
-    """A prompt is read by the one, nodes by the other."""
+CHANNELS = 1024 + 37  # more than a block of them, and a rest that fills no vector
+
+
+def convolved(x: Tensor, step: int, weight: Tensor, bias: Tensor | None, *, smooth: bool) -> NDArray[Any]:
+    """Of a path [n, C], by the kernel. Its inputs are `step` numbers apart, its places are not in order."""
+    count, channels = x.shape
+    wide = np.full((count, step), 7, np.float32)
+    wide[:, :channels] = x.numpy()
+    lead, at = weight.shape[1] - 1, np.random.default_rng(0).permutation(count)
+    plane, out = np.full((lead + count, channels), 7, np.float32), np.empty((count, channels), np.float32)
+    plane[:lead] = 0
+    ends = np.concatenate((np.arange(lead), lead + at))
+    back = np.stack([ends[tap : tap + count] for tap in range(lead)])
+    added = np.empty(0, np.float32) if bias is None else bias.numpy()
+    walks.convolve(wide.ravel(), step, plane, lead + at, back, weight.numpy(), added, smooth, out)
+    return out
+
+
+@pytest.mark.parametrize("taps", [2, 4])
+def test_a_convolution_has_the_bits_of_the_tensor_function(taps: int) -> None:
+    """Guards a tap, a bias or a rest of the channels that is left out."""
     generator = torch.Generator().manual_seed(1)
-    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((1, 9, 37), (37, 4), (37,)))
-    padded = torch.nn.functional.pad(x, (0, 0, 3, 0))
-    back = np.stack([np.arange(9) + tap for tap in range(3)])
+    shapes = ((9, CHANNELS), (CHANNELS, taps), (CHANNELS,))
+    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in shapes)
+    padded = torch.nn.functional.pad(x, (0, 0, taps - 1, 0))
     for added in (bias, None):
-        expected = scans.convolve([padded[:, tap : tap + 9] for tap in range(4)], weight, added)
-        out = np.empty((9, 37), np.float32)
-        own = np.empty(0, np.float32) if added is None else added.numpy()
-        walks.convolve(padded[0].numpy(), back, x[0].numpy(), weight.t().contiguous().numpy(), own, out)
-        assert (out == expected[0].numpy()).all()
+        expected = scans.convolve([padded[None, tap : tap + 9] for tap in range(taps)], weight, added)
+        assert (convolved(x, CHANNELS + 5, weight, added, smooth=False) == expected[0].numpy()).all()
 
 
 def test_silu() -> None:
-    """Against float64, and with the same bits wherever a number stands."""
-    x = np.linspace(-87, 87, 20011, dtype=np.float32)
-    found = x.copy()
-    walks.silu(found)
-    expected = torch.nn.functional.silu(torch.from_numpy(x).double()).numpy()
-    assert np.abs(found - expected).max() < 1e-5
-    assert (np.abs(found - expected) <= 1e-6 * np.abs(expected)).all()
-    for first in (1, 3, 20000):
-        part = x[first:].copy()
-        walks.silu(part)
-        assert (part == found[first:]).all()
+    """Against float64, to the ends of what float32 holds."""
+    ends = torch.tensor([-3e38, -1e4, -200.0, -88.0, 0.0, 88.0, 1e4, 3e38])
+    x = torch.cat((torch.linspace(-87, 87, 9 * CHANNELS - len(ends)), ends)).view(9, CHANNELS)
+    weight = torch.zeros(CHANNELS, 2)
+    weight[:, 1] = 1
+    found = convolved(x, CHANNELS, weight, None, smooth=True)
+    expected = torch.nn.functional.silu(x.double()).numpy()
+    assert (np.abs(found - expected) <= 1e-6 * np.abs(expected) + 1e-36 * x.abs().numpy()).all()
+    assert np.isnan(convolved(torch.full((1, CHANNELS), torch.nan), CHANNELS, weight, None, smooth=True)).all()
 
 
 def test_a_kernel_needs_no_room_on_disk(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

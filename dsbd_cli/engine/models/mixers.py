@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from dsbd_cli.engine.models.states import StateCache
 
@@ -90,12 +89,7 @@ def _convolution(
 ) -> Tensor:
     # x: [R, C, n]; weight: [C, J]
     memory = cache.convolution(x.device, weight.shape[-1])
-    out = memory.run(x.transpose(1, 2), weight, bias)
-    if activation in ("silu", "swish") and memory.walked:
-        memory.silu_(out)
-    elif activation is not None:
-        out = ACT2FN[activation](out.to(cache.precision))  # see _steps
-    return out.transpose(1, 2).to(x.dtype)
+    return memory.run(x.transpose(1, 2), weight, bias, activation).transpose(1, 2).to(x.dtype)
 
 
 def _mamba2(

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.core.scans import (
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
     from dsbd_cli.engine.models.walks import Plan
 
 __all__ = ["Convolution", "GroupedState", "LinearState", "Places", "SelectiveState", "StateCache"]
+
+
+SILU = ("silu", "swish")
 
 
 class Places:
@@ -406,36 +410,52 @@ class Convolution(LayerMemory):
         super().__init__(cache, device)
         self.taps, self.lead = taps, taps - 1
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
         """x [R, n, C], weight [C, J], bias [C] or None -> [R, n, C] in float32 at least."""
+        if self.walked and activation in SILU:
+            return self._walk(x, weight, bias, smooth=True)
+        out = self._walk(x, weight, bias, smooth=False) if self.walked else self._sum(x, weight, bias)
+        # in the states' precision: in float32 the last few numbers of a tensor take another exp than the others
+        return out if activation is None else ACT2FN[activation](out.to(self.cache.precision))
+
+    def _sum(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         places, count = self.places, x.shape[1]
-        if self.walked:
-            x = x.float().contiguous()
         plane = self.plane("inputs", (x.shape[2],), x.dtype)
         if places.chain:
             full = torch.cat((self.rows_of(plane)[:, : self.lead], x), 1)
-            kept = places.lengths.unsqueeze(1) + torch.arange(self.lead, device=x.device)
-            last = full.gather(1, kept.unsqueeze(2).expand(-1, -1, x.shape[2]))
-            held = self.rows_of(plane).clone()
-            held[:, : self.lead] = last
-            self.store(plane, held)
+            self._keep(plane, full)
             return convolve([full[:, tap : tap + count] for tap in range(self.taps)], weight, bias)
         self.write("inputs", x, x.dtype)
         flat = plane.flatten(0, 1)
-        if self.walked:
-            out = torch.empty_like(x)
-            added = x.new_zeros(0) if bias is None else bias.float()
-            back, own = places.flat_back(self.taps), x.flatten(0, 1)
-            parts = (flat, back, own, weight.float().t(), added, out.view(own.shape))
-            _kernels().convolve(*(_array(part) for part in parts))
-            return out
         taps = [flat.index_select(0, index).view(x.shape) for index in places.flat_back(self.taps)]
         return convolve([*taps, x], weight, bias)
 
-    @staticmethod
-    def silu_(x: Tensor) -> None:
-        """In place, with the same bits wherever a number stands; x: contiguous float32 on a CPU."""
-        _kernels().silu(x.view(-1).numpy())
+    def _walk(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, smooth: bool) -> Tensor:
+        """By a kernel."""
+        places, (rows, count, channels) = self.places, x.shape
+        plane = self.plane("inputs", (channels,), torch.float32)
+        out, added = torch.empty(x.shape, dtype=torch.float32), weight.new_zeros(0) if bias is None else bias
+        read = plane
+        if places.chain:  # behind the last tokens of the trunk
+            read = plane.new_empty(rows, self.lead + count, channels)
+            read[:, : self.lead] = self.rows_of(plane)[:, : self.lead]
+            before = (np.arange(rows)[:, None] * (self.lead + count) + np.arange(count)).ravel()
+            at, back = before + self.lead, before + np.arange(self.lead)[:, None]
+        else:
+            at, back = _array(places.flat_in(self.lead)), _array(places.flat_back(self.taps))
+        parts = (_array(part.float()) for part in (weight, added))
+        _kernels().convolve(
+            *_lines(x), _array(read.flatten(0, 1)), at, back, *parts, smooth, _array(out.flatten(0, 1))
+        )  # fmt: skip
+        if places.chain:
+            self._keep(plane, read)
+        return out
+
+    def _keep(self, plane: Tensor, full: Tensor) -> None:
+        """After a chain: the last of its inputs [R, lead + n, C] are the last of the trunk."""
+        kept = self.places.lengths.unsqueeze(1) + torch.arange(self.lead, device=full.device)
+        last = full.gather(1, kept.unsqueeze(2).expand(-1, -1, full.shape[2]))
+        plane[self.places.numbers, : self.lead] = last
 
 
 class LinearState(LayerMemory):
@@ -680,6 +700,16 @@ def _walkable() -> bool:
 def _array(tensor: Tensor) -> NDArray[Any]:
     """The same numbers for a kernel, side by side."""
     return tensor.detach().contiguous().numpy()
+
+
+def _lines(x: Tensor) -> tuple[NDArray[Any], int]:
+    """x [R, n, ...] in float32 as one flat array for a kernel, and how far apart its tokens lie there."""
+    x = x.detach().float()
+    rows, count = x.shape[:2]
+    if not (x[0, 0].is_contiguous() and (rows == 1 or x.stride(0) == count * x.stride(1))):
+        x = x.contiguous()
+    step = x.stride(1)
+    return x.as_strided(((rows * count - 1) * step + x[0, 0].numel(),), (1,)).numpy(), step
 
 
 Memory = TypeVar("Memory", bound=LayerMemory)

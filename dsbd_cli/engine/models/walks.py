@@ -39,6 +39,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from dsbd_cli.engine.models import lanes
 from dsbd_cli.engine.models.compiled import Compiler
 
 __all__ = [
@@ -53,7 +54,6 @@ __all__ = [
     "pairs",
     "put",
     "shared",
-    "silu",
     "walk",
 ]
 
@@ -66,6 +66,13 @@ SIDE = 4  # vectors of a tile
 TILE = LANES * SIDE  # columns of a state that are worked on together
 MANY, SOME = (6, 3) if LANES == 16 else (3, 2)  # rows of a product whose sums fit into the registers
 compiled = Compiler("recurrent layers")
+
+# see lanes.py: what numba keeps of this file's kernels is made of that one, too
+assert lanes.SOURCE == 0xD50DC103, f"lanes.py changed: write {lanes.SOURCE:#x}"
+
+_LOG2E, _LOG2E_REST, _LN2 = np.float32(1.44269502), np.float32(1.92596299e-8), np.float32(0.693147181)
+_SIDE = 4 * lanes.LANES  # channels of a convolution at a time
+_NEAR = 16 * _SIDE  # of which the factors stay close by
 
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
@@ -97,44 +104,6 @@ def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:
         return builder.fma(*arguments)
 
     return types.float32(types.float32, types.float32, types.float32), code
-
-
-@intrinsic
-def _power(context: Any, x: Any) -> Any:
-    """2 to a whole number between -126 and 127, by its bits."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        integer = ir.IntType(32)
-        exponent = builder.add(builder.fptosi(arguments[0], integer), integer(127))
-        return builder.bitcast(builder.shl(exponent, integer(23)), _FLOAT)
-
-    return types.float32(types.float32), code
-
-
-@njit(inline="always")
-def _exp(x):
-    """exp in float32, within 2 units in the last place, in operations that a vector has as well: the library's own
-    differ between the vectors and the numbers that are left over. (Cephes.)"""
-    x = np.float32(-87) if x < np.float32(-87) else x
-    x = np.float32(88) if x > np.float32(88) else x
-    whole = np.floor(_fma(x, np.float32(1.44269504088896341), np.float32(0.5)))
-    rest = _fma(whole, np.float32(-0.693359375), x)
-    rest = _fma(whole, np.float32(2.12194440e-4), rest)
-    total = np.float32(1.9875691500e-4)
-    total = _fma(total, rest, np.float32(1.3981999507e-3))
-    total = _fma(total, rest, np.float32(8.3334519073e-3))
-    total = _fma(total, rest, np.float32(4.1665795894e-2))
-    total = _fma(total, rest, np.float32(1.6666665459e-1))
-    total = _fma(total, rest, np.float32(5.0000001201e-1))
-    total = _fma(total, rest * rest, rest) + np.float32(1)
-    return total * _power(whole)
-
-
-@compiled(types.void(types.float32[::1]))
-def silu(x):
-    """x / (1 + exp(-x)) of a flat array, in place."""
-    for i in range(len(x)):
-        x[i] = x[i] / (np.float32(1) + _exp(-x[i]))
 
 
 class _Vectors:
@@ -716,21 +685,74 @@ def walk(state, rows, planes, q, v, beta, at, asked, alike, keys, inputs, decays
                     state[row, h, n, p] = held[0, n, p]
 
 
-@compiled(types.void(_F2, _I2, _F2, _F2, _F1, _F2))
-def convolve(plane, back, x, weight, bias, out):
-    """As `scans.convolve`, for inputs that lie in a plane [places, C]: back [J - 1, n] says where, x [n, C] are the
-    nodes' own. weight: [J, C]. bias: [C], or [0]. out: [n, C]."""
-    taps, channels = weight.shape
-    for i in range(len(x)):
-        total = out[i]
-        for tap in range(taps):
-            values = x[i] if tap == taps - 1 else plane[back[tap, i]]
-            factors = weight[tap]
-            if tap == 0:
-                for c in range(channels):
-                    total[c] = values[c] * factors[c]
-            else:
-                for c in range(channels):
-                    total[c] += values[c] * factors[c]
-        for c in range(len(bias)):
-            total[c] += bias[c]
+@njit(error_model="numpy", nogil=True)
+def _silu(x):
+    """x / (1 + exp(-x)), within a few units in the last place."""
+    least = lanes.larger(lanes.splat(-87), lanes.smaller(lanes.sub(lanes.splat(0), x), lanes.splat(87)))
+    power = lanes.mul(least, lanes.splat(_LOG2E))
+    rest = lanes.fma(least, lanes.splat(_LOG2E), lanes.sub(lanes.splat(0), power))  # what that product has lost
+    rest = lanes.fma(least, lanes.splat(_LOG2E_REST), rest)
+    grown = lanes.exp2(power)
+    grown = lanes.fma(grown, lanes.mul(rest, lanes.splat(_LN2)), grown)
+    return lanes.divide(x, lanes.add(lanes.splat(1), grown))
+
+
+@compiled(types.void(_F1, types.int64, _F2, _I1, _I2, _F2, _F1, types.boolean, _F2))
+def convolve(x, step, plane, at, back, weight, bias, smooth, out):
+    """As `scans.convolve`, and silu of it where asked. x: of n nodes, `step` numbers apart. They are stored in a plane
+    [places, C] at [n]; back [J - 1, n] says where what came before them lies there. weight: [C, J]. bias: [C], or [0].
+    out: [n, C]."""
+    channels, taps = weight.shape
+    turned, starts = np.empty((taps, channels), np.float32), np.empty(taps, np.int64)
+    for tap in range(taps):
+        for c in range(channels):
+            turned[tap, c] = weight[c, tap]
+    whole, line, area = channels // _SIDE * _SIDE, channels * lanes.WORD, lanes.LANES * lanes.WORD
+    for first in range(0, whole, _NEAR):
+        count = min(_NEAR, whole - first) // _SIDE
+        for i in range(len(at)):
+            source = x.ctypes.data + (i * step + first) * lanes.WORD
+            target = plane.ctypes.data + at[i] * line + first * lanes.WORD
+            for past in range(0, count * 4 * area, area):
+                lanes.store_f32(target + past, lanes.load_f32(source + past))
+        for i in range(len(at)):
+            for tap in range(taps):
+                place = back[tap, i] if tap < taps - 1 else at[i]
+                starts[tap] = plane.ctypes.data + place * line + first * lanes.WORD
+            for number in range(count):
+                past = number * 4 * area
+                factors = turned.ctypes.data + first * lanes.WORD + past
+                here = starts[0] + past
+                a = lanes.mul(lanes.load_f32(here), lanes.load_f32(factors))
+                b = lanes.mul(lanes.load_f32(here + area), lanes.load_f32(factors + area))
+                c = lanes.mul(lanes.load_f32(here + 2 * area), lanes.load_f32(factors + 2 * area))
+                d = lanes.mul(lanes.load_f32(here + 3 * area), lanes.load_f32(factors + 3 * area))
+                for tap in range(1, taps):
+                    factors += line
+                    here = starts[tap] + past
+                    a = lanes.add(a, lanes.mul(lanes.load_f32(here), lanes.load_f32(factors)))
+                    b = lanes.add(b, lanes.mul(lanes.load_f32(here + area), lanes.load_f32(factors + area)))
+                    c = lanes.add(c, lanes.mul(lanes.load_f32(here + 2 * area), lanes.load_f32(factors + 2 * area)))
+                    d = lanes.add(d, lanes.mul(lanes.load_f32(here + 3 * area), lanes.load_f32(factors + 3 * area)))
+                if len(bias):
+                    here = bias.ctypes.data + first * lanes.WORD + past
+                    a, b = lanes.add(a, lanes.load_f32(here)), lanes.add(b, lanes.load_f32(here + area))
+                    c = lanes.add(c, lanes.load_f32(here + 2 * area))
+                    d = lanes.add(d, lanes.load_f32(here + 3 * area))
+                if smooth:
+                    a, b, c, d = _silu(a), _silu(b), _silu(c), _silu(d)
+                here = out.ctypes.data + i * line + first * lanes.WORD + past
+                lanes.store_f32(here, a)
+                lanes.store_f32(here + area, b)
+                lanes.store_f32(here + 2 * area, c)
+                lanes.store_f32(here + 3 * area, d)
+    for i in range(len(at)):
+        plane[at[i], whole:] = x[i * step + whole : i * step + channels]
+    for i in range(len(at)):
+        for c in range(whole, channels):
+            total = plane[back[0, i] if taps > 1 else at[i], c] * turned[0, c]
+            for tap in range(1, taps):
+                total += plane[back[tap, i] if tap < taps - 1 else at[i], c] * turned[tap, c]
+            if len(bias):
+                total += bias[c]
+            out[i, c] = lanes.first(_silu(lanes.splat(total))) if smooth else total
