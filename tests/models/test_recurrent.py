@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -108,6 +109,16 @@ def convolution_by_slot(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Places, "back", lambda self, taps: self.at + torch.arange(1 - taps, 0).view(-1, 1, 1))
 
 
+def walked_convolution_by_slot(patch: pytest.MonkeyPatch) -> None:
+    taps = walks.taps
+
+    def neighbours(*arguments: Any) -> Any:
+        own, back = taps(*arguments)
+        return own, own + np.arange(-len(back), 0)[:, None]
+
+    patch.setattr(walks, "taps", neighbours)
+
+
 def uncorrected(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(states, "solve", lambda a, r: r)
 
@@ -152,8 +163,8 @@ def nothing_recalled(patch: pytest.MonkeyPatch) -> None:
     """u without what the parent's state says of its key."""
     walk = LinearState._walk
 
-    def scaled(self: LinearState, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
-        return walk(self, q, k, v if beta is None else v * beta.unsqueeze(3), g, None)
+    def scaled(self: LinearState, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor, **rest: Any) -> Tensor:
+        return walk(self, q, k, v * beta.unsqueeze(3), g)
 
     patch.setattr(LinearState, "_walk", scaled)
 
@@ -177,7 +188,7 @@ WALKED_MUTANTS = [
     (fold_forgotten, ("mamba2", "kimi-linear", "linearised")),
     (fold_twice, ("mamba2", "kimi-linear", "linearised")),
     (line_by_slot, ("mamba2", "qwen3.5", "kimi-linear", "linearised")),
-    (convolution_by_slot, ("mamba2", "lfm2")),
+    (walked_convolution_by_slot, ("mamba2", "lfm2")),
     (nothing_recalled, ("qwen3.5", "kimi-linear")),
     (base_not_cleared, ("mamba2", "qwen3.5", "linearised")),
     (trunk_inputs_lost, ("mamba2", "qwen3.5", "lfm2")),

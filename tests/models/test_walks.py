@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsbd_cli.engine.core import scans
+from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models import walks
 from dsbd_cli.engine.models.compiled import Compiler
+from dsbd_cli.engine.models.states import Places
 from tests.core.test_scans import Tree
 
 N, G, H = 6, 2, 4  # key dim, key heads, value heads
@@ -88,9 +90,9 @@ class Layer:
         seen = np.concatenate((seen, seen[:, :1]), 1)
         depths = np.full((1, self.places), 999)
         depths[0, tree.place] = [len(tree.path(token)) for token in range(len(tree.parent))]
-        walks.put(self.rows, at, LEAD, own["k"], own["v"], own["g"], *self.planes)
+        before = stored(self.rows, at, own, self.planes)
         plan = walks.forest(seen, at, depths, np.array([self.base]), LEAD)
-        y = answers(self.state, self.rows, self.rows, own, at, self.planes, plan)
+        y = answers(self.state, self.rows, self.rows, own, at, self.planes, plan, before)
         assert not y[0, -1].any()
         return y[0, :-1]
 
@@ -109,29 +111,35 @@ class Layer:
         self.base += len(places)
 
 
+def spread(own: dict[str, NDArray[Any]]) -> tuple[NDArray[Any], int]:
+    """v as one part of longer lines, and how long they are."""
+    rows, count, heads, width = own["v"].shape
+    wide = np.full((rows, count, heads * width + 3), 7, np.float32)
+    wide[:, :, :-3] = own["v"].reshape(rows, count, heads * width)
+    return wide.ravel(), wide.shape[2]
+
+
+def stored(
+    rows: NDArray[Any], at: NDArray[Any], own: dict[str, NDArray[Any]], planes: list[NDArray[Any]]
+) -> NDArray[Any]:
+    """What y starts from."""
+    y = np.full(own["v"].shape, 7, np.float32)
+    none = np.empty((*own["beta"].shape[:2], 0), np.float32)
+    walks.put(rows, at, LEAD, own["k"], *spread(own), none, own["g"], none.ravel(), *planes, y)
+    return y
+
+
 def answers(
     state: NDArray[Any], rows: NDArray[Any], held: NDArray[Any], own: dict[str, NDArray[Any]], at: NDArray[Any],
-    planes: list[NDArray[Any]], plan: walks.Plan,
+    planes: list[NDArray[Any]], plan: walks.Plan, y: NDArray[Any] | None = None,
 ) -> NDArray[Any]:  # fmt: skip
-    """y of a plan's nodes."""
-    y = np.zeros(own["v"].shape, np.float32)
+    """y of a plan's nodes, beside what it is before."""
+    y = np.zeros(own["v"].shape, np.float32) if y is None else y
     asked, alike = (walks.pairs(own[name], planes[0], held, plan.lines, plan.counts) for name in ("q", "k"))
     walks.shared(
-        walks.walk,
-        len(rows) * H,
-        state,
-        rows,
-        held,
-        own["q"],
-        own["v"],
-        own["beta"],
-        at,
-        asked,
-        alike,
-        *planes,
-        *plan,
-        y,
-    )
+        walks.walk, len(rows) * H, state, rows, held, own["q"], *spread(own), own["beta"], at, asked, alike, *planes,
+        *plan, y,
+    )  # fmt: skip
     return y
 
 
@@ -167,7 +175,7 @@ def test_the_bits_are_those_of_the_path(seed: int, width: int, channels: bool, d
     own = arrays(data, list(range(size)), delta)
     state, row, at = data["state"].numpy().copy(), np.array([0]), np.arange(size)[None]
     planes = [np.zeros((1, LEAD + size + 1, *plane.shape[2:]), np.float32) for plane in Layer(data, 0, delta).planes]
-    walks.put(row, at, LEAD, own["k"], own["v"], own["g"], *planes)
+    stored(row, at, own, planes)
     y = answers(state, row, row, own, at, planes, walks.chain(row, np.array([size]), size, LEAD))
     for token in (0, size // 2, size - 1):
         expected, _ = recurrence(data, list(range(token + 1)), delta=delta)
@@ -206,11 +214,60 @@ def test_the_last_token_of_the_trunk_is_read_again(delta: bool) -> None:
     expected = layer.forest(tree, list(range(size)))[-1]
     layer.fold(list(range(size)))
     own, at, planes = arrays(data, [size - 1], delta), np.array([[-1]]), [plane.copy() for plane in layer.planes]
-    walks.put(layer.rows, at, LEAD, own["k"], own["v"], own["g"], *layer.planes)
+    stored(layer.rows, at, own, layer.planes)
     seen, depths = np.zeros((1, 1, size), np.bool_), np.zeros((1, size), np.int64)
     plan = walks.forest(seen, at, depths, np.array([size]), LEAD)
     assert (answers(layer.state, layer.rows, layer.rows, own, at, layer.planes, plan)[0, 0] == expected).all()
     assert all((new == old).all() for new, old in zip(layer.planes, planes, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sight_and_taps_are_those_of_tensor_code(seed: int) -> None:
+    """Rows with trunks of their own, nodes in the trunk and in the tail, absent ones, and two in one place."""
+    rng = np.random.default_rng(seed)
+    rows, nodes, active, width, taps = 3, 9, 30, 11, 4
+    base = torch.tensor([3, 8, 20])
+    trash = active - 1 if seed % 2 else active
+    slots = base[:, None] + torch.from_numpy(rng.integers(-1, width, (rows, nodes)))
+    slots[:, 0] = trash
+    slots = slots.clamp(max=trash)
+    if seed == 3:
+        slots = base[:, None] + torch.arange(nodes)
+    # in order of depth, so that a path has one token of each
+    positions = torch.arange(active).expand(rows, -1).contiguous()
+    seen = torch.from_numpy(rng.random((rows, nodes, active)) < 0.5)
+    seen.scatter_(2, slots.clamp(max=active - 1)[:, :, None], value=True)
+    own = positions.gather(1, slots.clamp(max=active - 1))
+    batch = ForestInput(torch.zeros_like(slots), own, slots, seen & (positions[:, None] <= own[:, :, None]), positions)
+    places = Places(batch, base, width, trash)
+    found = places.sight
+    assert (found.seen == places.seen.numpy()).all()
+    assert (found.depths == places.depths.numpy()).all()
+    assert (np.where(found.at < 0, width, found.at) == places.at.numpy()).all()
+    assert ((found.at < 0) == ((slots < base[:, None]) & (slots != trash)).numpy()).all()
+    alike = (found.at[:, :, None] == found.at[:, None]).argmax(2)
+    inside = (found.at >= 0) & (found.at < width)
+    assert (found.first == np.where(inside, alike, np.arange(nodes))).all()
+    assert found.alone == (found.first == np.arange(nodes)).all() == (seed == 3)
+    flat, back = places.taps(taps - 1)
+    assert (flat == places.flat_in(taps - 1).numpy()).all()
+    there = np.broadcast_to((slots != trash).flatten().numpy(), back.shape)
+    assert (back == places.flat_back(taps).numpy())[there].all()
+    assert ((back >= 0) & (back < rows * (taps + width))).all()
+
+
+def test_what_is_stored_is_scaled_and_y_begins_with_the_skipped_part() -> None:
+    """The steps and the D of Mamba-2. Guards a factor of another head, and an absent node that is stored."""
+    data, places = inputs(3, 5, False, 9), 5
+    layer, own = Layer(data, places, False), arrays(data, list(range(5)), False)
+    at, skip = np.array([[3, -1, 0, places, 4]]), np.arange(1, H + 1, dtype=np.float32)
+    y, scales = np.empty(own["v"].shape, np.float32), data["beta"].numpy()
+    before = layer.planes[1].copy()
+    walks.put(layer.rows, at, LEAD, own["k"], *spread(own), scales, own["g"], skip, *layer.planes, y)
+    assert (y == own["v"] * skip[:, None]).all()
+    for node, place in ((0, 3), (2, 0), (4, 4)):
+        before[1, LEAD + place] = own["v"][0, node] * scales[0, node][:, None]
+    assert (layer.planes[1] == before).all()
 
 
 def test_threads_share_the_heads() -> None:

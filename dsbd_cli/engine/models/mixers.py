@@ -109,11 +109,9 @@ def _mamba2(
 ) -> Any:
     # x: [R, n, H, P]; dt: [R, n, H]; A: [H]; B, C: [R, n, G, N]
     dt = _steps(cache, dt, dt_bias, dt_softplus).clamp(*dt_limit).float()
-    x = x.float()
-    y = cache.linear(x.device).attend(C.float(), B.float(), x * dt.unsqueeze(3), A.float() * dt).to(x.dtype)
-    if D is not None:
-        y += D.unsqueeze(-1) * x
-    return (y.contiguous(), y) if return_final_states else y.contiguous()
+    skip = None if D is None else D.float()
+    y = cache.linear(x.device).attend(C.float(), B.float(), x.float(), A.float() * dt, dt, skip).float().contiguous()
+    return (y, y) if return_final_states else y
 
 
 def _delta(

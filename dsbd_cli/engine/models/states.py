@@ -49,7 +49,7 @@ from dsbd_cli.engine.models.cache import ForestCache
 from dsbd_cli.engine.models.native import loadable
 
 if TYPE_CHECKING:
-    from dsbd_cli.engine.models.walks import Plan
+    from dsbd_cli.engine.models.walks import Plan, Sight
 
 __all__ = ["Convolution", "GroupedState", "LinearState", "Places", "SelectiveState", "StateCache"]
 
@@ -71,13 +71,11 @@ class Places:
         self.batch, self.base, self.width, self.trash = batch, base, width, trash
         self.rows, self.chain = batch.rows, batch.chain
         self.count = batch.tokens.shape[0]
-        self.real = batch.slots != trash
-        past = batch.slots - base.unsqueeze(1)
-        self.at = torch.where(self.real & (past >= 0) & (past < width), batch.slots % width, width)
         self._moved: dict[torch.device, Places] = {}
         self._back: dict[int, Tensor] = {}
         self._flat: dict[int, Tensor] = {}
         self._plans: dict[int, Plan] = {}
+        self._taps: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def on(self, device: torch.device) -> Places:
         """The same for a layer on another device."""
@@ -86,6 +84,15 @@ class Places:
         if device not in self._moved:
             self._moved[device] = Places(self.batch.to(device), self.base.to(device), self.width, self.trash)
         return self._moved[device]
+
+    @cached_property
+    def real(self) -> Tensor:
+        return self.batch.slots != self.trash
+
+    @cached_property
+    def at(self) -> Tensor:
+        slots, past = self.batch.slots, self.batch.slots - self.base.unsqueeze(1)
+        return torch.where(self.real & (past >= 0) & (past < self.width), slots % self.width, self.width)
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -147,28 +154,35 @@ class Places:
         return self._back[taps]
 
     @cached_property
-    def walked_at(self) -> Tensor:
-        """`at`, but -1 of tokens that the state holds already."""
-        return torch.where(self.real & (self.batch.slots < self.base.unsqueeze(1)), -1, self.at)
+    def sight(self) -> Sight:
+        """The same for kernels."""
+        batch = self.batch
+        parts = (_array(part) for part in (batch.mask, batch.slots, batch.slot_positions, self.base))
+        return _kernels().sight(*parts, self.width, self.trash)
+
+    @cached_property
+    def rows_of_planes(self) -> NDArray[np.int64]:
+        """`numbers` for kernels."""
+        return _array(self.numbers)
+
+    def taps(self, lead: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """`flat_in` and `flat_back` for kernels."""
+        if lead not in self._taps:
+            own = self.sight
+            positions, base = _array(self.batch.positions), _array(self.base)
+            self._taps[lead] = _kernels().taps(own.seen, own.at, own.depths, positions, base, self.rows_of_planes, lead)
+        return self._taps[lead]
 
     def plan(self, lead: int) -> Plan:
         """See `walks`: of planes [rows, lead + T + 1, ...], or of a chain in planes [R, lead + n, ...]."""
         if lead not in self._plans:
             base = _array(self.base)
             if self.chain:
-                plan = _kernels().chain(base, _array(self.lengths), self.at.shape[1], lead)
+                plan = _kernels().chain(base, _array(self.lengths), self.real.shape[1], lead)
             else:
-                parts = (_array(part) for part in (self.seen, self.walked_at, self.depths))
-                plan = _kernels().forest(*parts, base, lead)
+                plan = _kernels().forest(*self.sight[:3], base, lead)
             self._plans[lead] = plan
         return self._plans[lead]
-
-    @cached_property
-    def twins(self) -> Tensor | None:
-        """[R, n] int64, the first node in each node's place; None where all places are different."""
-        alike = (self.at.unsqueeze(2) == self.at.unsqueeze(1)).to(torch.int8).argmax(2)
-        own = torch.arange(alike.shape[1], device=alike.device)
-        return None if bool(((alike == own) | (self.at == self.width)).all()) else alike
 
     @cached_property
     def kin(self) -> Tensor:
@@ -442,7 +456,7 @@ class Convolution(LayerMemory):
             before = (np.arange(rows)[:, None] * (self.lead + count) + np.arange(count)).ravel()
             at, back = before + self.lead, before + np.arange(self.lead)[:, None]
         else:
-            at, back = _array(places.flat_in(self.lead)), _array(places.flat_back(self.taps))
+            at, back = places.taps(self.lead)
         parts = (_array(part.float()) for part in (weight, added))
         _kernels().convolve(
             *_lines(x), _array(read.flatten(0, 1)), at, back, *parts, smooth, _array(out.flatten(0, 1))
@@ -472,13 +486,20 @@ class LinearState(LayerMemory):
         if self.walked:
             self.lead = _kernels().LEAD
 
-    def attend(self, q: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
-        """y [R, n, H, P] of nodes with q, k [R, n, G, N], u [R, n, H, P] and log-decays g [R, n, H] or [R, n, H, N].
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, scales: Tensor | None = None, skip: Tensor | None = None
+    ) -> Tensor:
+        """y [R, n, H, P] of nodes with q, k [R, n, G, N], v [R, n, H, P] and log-decays g [R, n, H] or [R, n, H, N].
 
-        G = H where decays are per channel.
+        G = H where decays are per channel. u is v times scales [R, n, H], and skip [H] times v is added to y.
         """
         if self.walked:
-            return self._walk(q, k, u, g, None)
+            return self._walk(q, k, v, g, scales=scales, skip=skip)
+        y = self._attend(q, k, v if scales is None else v * scales.unsqueeze(3), g)
+        return y if skip is None else y.to(v.dtype).add_(skip.unsqueeze(1) * v)
+
+    def _attend(self, q: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
+        """By sums."""
         places = self.places
         state = self._state_of(k, u)
         held = self.rows_of(state)
@@ -494,7 +515,7 @@ class LinearState(LayerMemory):
     def correct(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """The same by the gated delta rule: v [R, n, H, P], beta [R, n, H]."""
         if self.walked:
-            return self._walk(q, k, v, g, beta)
+            return self._walk(q, k, v, g, beta=beta)
         places = self.places
         state = self._state_of(k, v)
         held = self.rows_of(state)
@@ -514,44 +535,52 @@ class LinearState(LayerMemory):
         self.write("u", solve(among.tril(-1), rest.transpose(1, 2)).transpose(1, 2), held.dtype)
         return self._read(weight, q, c, held)
 
-    def _walk(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
+    def _walk(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor | None = None, scales: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Either, by a kernel, in float32 whose order is that of the path. beta: None where v is u."""
         kernels, places, (rows, count, heads, width) = _kernels(), self.places, v.shape
         groups, dim = k.shape[2:]
         decays = g.shape[3] if g.dim() == 4 else 1
-        y = torch.zeros(v.shape, dtype=torch.float32)
-        betas = v.new_zeros(rows, count, 0) if beta is None else beta
-        queries, keys, values, logs, scales = (
-            _array(part.float()) for part in (q, k, v, g.reshape(rows, count, heads, decays), betas)
-        )
+        y = torch.empty(v.shape, dtype=torch.float32)
+        none = v.new_zeros(rows, count, 0)
+        queries, keys, logs, betas, factors, skips = (
+            _array(part.float())
+            for part in (
+                q, k, g.reshape(rows, count, heads, decays), none if beta is None else beta,
+                none if scales is None else scales, none[0, 0] if skip is None else skip,
+            )
+        )  # fmt: skip
+        values, step = _lines(v)
         shapes = {"k": (groups, dim), "u": (heads, width), "e": (heads, decays)}
         planes = {name: self.plane(name, shape, torch.float32) for name, shape in shapes.items()}
-        numbers, plan = _array(places.numbers), places.plan(self.lead)
-        at, held, read = _array(places.walked_at), numbers, planes
+        numbers, plan, read = places.rows_of_planes, places.plan(self.lead), planes
         if places.chain:  # behind the last tokens of the trunk
-            index = np.arange(rows)
             read = {
                 name: torch.cat(
                     (self.rows_of(plane)[:, : self.lead], plane.new_empty(rows, count + 1, *plane.shape[2:])), 1
                 )
                 for name, plane in planes.items()
             }
-            at, held = np.tile(np.arange(count), (rows, 1)), index
+            at, held = np.tile(np.arange(count), (rows, 1)), np.arange(rows)
+        else:
+            at, held = places.sight.at, numbers
         arrays = [_array(plane) for plane in read.values()]
-        kernels.put(held, at, self.lead, keys, values, logs, *arrays)
+        kernels.put(held, at, self.lead, keys, values, step, factors, logs, skips, *arrays, _array(y))
         asked = alike = np.zeros((rows, 0, 0, 0), np.float32)
         if decays == 1:
             asked = kernels.pairs(queries, arrays[0], held, plan.lines, plan.counts)
         if decays == 1 and beta is not None:
             alike = kernels.pairs(keys, arrays[0], held, plan.lines, plan.counts)
         kernels.shared(
-            kernels.walk, rows * heads, _array(self.state((heads, dim, width))), numbers, held, queries, values, scales,
-            at, asked, alike, *arrays, *plan, _array(y),
+            kernels.walk, rows * heads, _array(self.state((heads, dim, width))), numbers, held, queries, values, step,
+            betas, at, asked, alike, *arrays, *plan, _array(y),
         )  # fmt: skip
         if places.chain:
             self._keep(read)
-        elif places.twins is not None:
-            y = y.gather(1, places.twins.view(rows, count, 1, 1).expand(y.shape))
+        elif not places.sight.alone:
+            y = y[np.arange(rows)[:, None], places.sight.first]
         return y
 
     def _keep(self, read: dict[str, Tensor]) -> None:
@@ -592,13 +621,14 @@ class LinearState(LayerMemory):
 
     def _grow(self, shift: Shift) -> None:
         """By a kernel."""
-        state, rows = self.states["state"], len(shift.base)
+        state, rows, kernels, plan = self.states["state"], len(shift.base), _kernels(), shift.plan(self.lead)
+        if plan.sizes.max() < 2:  # no state further on
+            return
         keys, inputs, decays = (_array(self.planes[name]) for name in ("k", "u", "e"))
         index, at, none = np.arange(rows), np.zeros((rows, 0), np.int64), np.zeros((1, 0, 0, 0), np.float32)
-        kernels, plan = _kernels(), shift.plan(self.lead)
         kernels.shared(
-            kernels.walk, rows * state.shape[1], _array(state), index, index, none, none, none[0], at, none, none,
-            keys, inputs, decays, *plan, none,
+            kernels.walk, rows * state.shape[1], _array(state), index, index, none, none.ravel(), 0, none[0], at, none,
+            none, keys, inputs, decays, *plan, none,
         )  # fmt: skip
 
 
@@ -699,7 +729,9 @@ def _walkable() -> bool:
 
 def _array(tensor: Tensor) -> NDArray[Any]:
     """The same numbers for a kernel, side by side."""
-    return tensor.detach().contiguous().numpy()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.contiguous().numpy()
 
 
 def _lines(x: Tensor) -> tuple[NDArray[Any], int]:

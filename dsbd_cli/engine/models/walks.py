@@ -47,6 +47,7 @@ __all__ = [
     "LAG",
     "LEAD",
     "Plan",
+    "Sight",
     "chain",
     "convolve",
     "fold",
@@ -54,6 +55,8 @@ __all__ = [
     "pairs",
     "put",
     "shared",
+    "sight",
+    "taps",
     "walk",
 ]
 
@@ -320,6 +323,77 @@ _F1, _F2, _F3, _F4 = types.float32[::1], types.float32[:, ::1], types.float32[:,
 _B1, _B3 = types.boolean[::1], types.boolean[:, :, ::1]
 
 
+class Sight(NamedTuple):
+    """Where the nodes of a forward stand in the tail and what they see of it.
+
+    seen: [R, n, T] bool, ancestors and the node itself. at: [R, n] place, -1 of tokens of the trunk, T where a node is
+    absent. depths: [R, T] of the token in each place. first: [R, n] the first node in each node's place, the node
+    itself where it has none. alone: no place has two.
+    """
+
+    seen: NDArray[np.bool_]
+    at: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    first: NDArray[np.int64]
+    alone: bool
+
+
+@compiled(types.Tuple((_B3, _I2, _I2, _I2, types.boolean))(_B3, _I2, _I2, _I1, types.int64, types.int64))
+def _sight(mask, slots, slot_positions, base, width, trash):
+    rows, nodes, active = mask.shape
+    seen, at = np.zeros((rows, nodes, width), np.bool_), np.empty((rows, nodes), np.int64)
+    depths, first = np.empty((rows, width), np.int64), np.empty((rows, nodes), np.int64)
+    alone = True
+    for r in range(rows):
+        for place in range(width):
+            slot = base[r] + (place - base[r]) % width
+            depths[r, place] = slot_positions[r, min(slot, active - 1)]
+            if slot < active and slot != trash:
+                for i in range(nodes):
+                    seen[r, i, place] = mask[r, i, slot]
+        for i in range(nodes):
+            past = slots[r, i] - base[r]
+            at[r, i], first[r, i] = width, i
+            if slots[r, i] != trash and past < width:
+                at[r, i] = slots[r, i] % width if past >= 0 else -1
+            if 0 <= at[r, i] < width:
+                for other in range(i):
+                    if at[r, other] == at[r, i]:
+                        first[r, i], alone = other, False
+                        break
+    return seen, at, depths, first, alone
+
+
+def sight(
+    mask: NDArray[np.bool_], slots: NDArray[np.int64], slot_positions: NDArray[np.int64], base: NDArray[np.int64],
+    width: int, trash: int,
+) -> Sight:  # fmt: skip
+    """Of a ForestInput with mask [R, n, S], slots [R, n] and slot_positions [R, S], after trunks of base [R] tokens, in
+    `width` places."""
+    return Sight._make(_sight(mask, slots, slot_positions, base, width, trash))
+
+
+@compiled(types.Tuple((_I1, _I2))(_B3, _I2, _I2, _I2, _I1, _I1, types.int64))
+def taps(seen, at, depths, positions, base, numbers, lead):
+    """Places of the nodes [R * n], and of the last `lead` tokens before each [lead, R * n], the oldest first, in planes
+    [rows, lead + T + 1, ...] laid flat; numbers: [R] rows of the planes."""
+    rows, nodes, width = seen.shape
+    own, back = np.empty(rows * nodes, np.int64), np.empty((lead, rows * nodes), np.int64)
+    for r in range(rows):
+        start = numbers[r] * (lead + width + 1)
+        for i in range(nodes):
+            node = r * nodes + i
+            own[node] = start + lead + (at[r, i] if at[r, i] >= 0 else width)
+            for tap in range(lead):  # in the trunk, if they are not seen in the tail
+                place = lead + positions[r, i] - lead + tap - base[r]
+                back[tap, node] = start + min(max(place, 0), lead + width)
+            for place in range(width):
+                past = positions[r, i] - depths[r, place]
+                if seen[r, i, place] and 0 < past <= lead:
+                    back[lead - past, node] = start + lead + place
+    return own, back
+
+
 class Plan(NamedTuple):
     """Which nodes of each row read which state, and which tokens one by one. Places count from the start of a row of
     the planes.
@@ -444,8 +518,7 @@ def _forest(seen, at, depths, base, lead):
 def forest(
     seen: NDArray[np.bool_], at: NDArray[np.int64], depths: NDArray[np.int64], base: NDArray[np.int64], lead: int
 ) -> Plan:
-    """Of nodes in planes [rows, lead + T + 1, ...]. seen: [R, n, T]. at: [R, n] places of the tail, -1 of the trunk's
-    last token, T where a node is absent. depths: [R, T]. base: [R] tokens of the trunk."""
+    """Of nodes in planes [rows, lead + T + 1, ...]. seen, at, depths: as in Sight. base: [R] tokens of the trunk."""
     return Plan._make((*_forest(seen, at, depths, base, lead), False))
 
 
@@ -527,20 +600,32 @@ def pairs(q, keys, rows, lines, counts):
     return found
 
 
-@compiled(types.void(_I1, _I2, types.int64, _F4, _F4, _F4, _F4, _F4, _F4))
-def put(rows, at, lead, k, u, g, keys, inputs, decays):
+@compiled(types.void(_I1, _I2, types.int64, _F4, _F1, types.int64, _F3, _F4, _F1, _F4, _F4, _F4, _F4))
+def put(rows, at, lead, k, v, step, scales, g, skip, keys, inputs, decays, y):
     """Store k [R, n, G, N], u [R, n, H, P] and exp of g [R, n, H, 1 or N] in planes [rows, lead + T + 1, ...], the
-    last place of which is nobody's."""
+    last place of which is nobody's. u is v times scales [R, n, H], or v where scales are [R, n, 0]. v: each token's
+    [H, P] is `step` numbers after that of the token before it. y [R, n, H, P] becomes skip [H] times v, or 0 where skip
+    is [0]."""
     places = keys.shape[1] - lead - 1
+    heads, width = inputs.shape[2:]
     for r in range(len(rows)):
         for i in range(at.shape[1]):
-            if 0 <= at[r, i] < places:
-                place = lead + at[r, i]
-                keys[rows[r], place] = k[r, i]
-                inputs[rows[r], place] = u[r, i]
-                for h in range(g.shape[2]):
-                    for n in range(g.shape[3]):
-                        decays[rows[r], place, h, n] = np.exp(g[r, i, h, n])
+            own, place = (r * at.shape[1] + i) * step, lead + at[r, i]
+            for h in range(heads):
+                source, said = v[own + h * width : own + (h + 1) * width], y[r, i, h]
+                factor = skip[h] if len(skip) else np.float32(0)
+                for p in range(width):
+                    said[p] = factor * source[p] if len(skip) else np.float32(0)
+            if not 0 <= at[r, i] < places:
+                continue
+            keys[rows[r], place] = k[r, i]
+            for h in range(heads):
+                source, target = v[own + h * width : own + (h + 1) * width], inputs[rows[r], place, h]
+                scale = scales[r, i, h] if scales.shape[2] else np.float32(1)
+                for p in range(width):
+                    target[p] = source[p] * scale
+                for n in range(g.shape[3]):
+                    decays[rows[r], place, h, n] = np.exp(g[r, i, h, n])
 
 
 @njit(error_model="numpy", nogil=True)
@@ -565,15 +650,16 @@ def _weigh(x, keys, group, decays, plane, h, line, weights):
             x[n] *= decays[plane, place, h, n]
 
 
-@compiled(types.void(_F4, _I1, _I1, _F4, _F4, _F3, _I2, _F4, _F4, _F4, _F4, _F4, _I3, _I2, _I2, _I3, _I2, _I3, _I1,
-                     _I2, _I1, types.int64, types.boolean, _F4, types.int64, types.int64))  # fmt: skip
-def walk(state, rows, planes, q, v, beta, at, asked, alike, keys, inputs, decays, lines, counts, order, groups, sources,
-         blocks, sizes, used, uses, buffers, keep, y, first, last):  # fmt: skip
+@compiled(types.void(_F4, _I1, _I1, _F4, _F1, types.int64, _F3, _I2, _F4, _F4, _F4, _F4, _F4, _I3, _I2, _I2, _I3,
+                     _I2, _I3, _I1, _I2, _I1, types.int64, types.boolean, _F4, types.int64, types.int64))  # fmt: skip
+def walk(state, rows, planes, q, v, step, beta, at, asked, alike, keys, inputs, decays, lines, counts, order,
+         groups, sources, blocks, sizes, used, uses, buffers, keep, y, first, last):  # fmt: skip
     """y [R, n, H, P] of the nodes of a Plan, from states [., H, N, P] and planes [., places, ...] as `put` leaves them.
 
-    rows, planes: [R] which of them. beta: [R, n, H], or [R, n, 0] where u is given as it is; else u is made of v and
-    stored, except where at [R, n] is negative. asked, alike: `pairs` of q, and of each node's own key where there are
-    betas; not read where decays are per channel. y of nodes that are not answered stays.
+    rows, planes: [R] which of them. v, step: as in `put`. beta: [R, n, H], or [R, n, 0] where u is given as it is;
+    else u is made of v and stored, except where at [R, n] is negative. asked, alike:
+    `pairs` of q, and of each node's own key where there are betas; not read where decays are per channel. What is
+    found is added to y.
     """
     heads, dim, width = state.shape[1:]
     places, key_heads = keys.shape[1:3]
@@ -671,14 +757,15 @@ def walk(state, rows, planes, q, v, beta, at, asked, alike, keys, inputs, decays
                                                  flat_u, tile, wide, flat_lines, line_at, terms - 1, flat_found_key,
                                                  here, 0, 0)  # fmt: skip
                             place, scale = lines[r, i, terms - 1], beta[r, i, h]
+                            given = v[(r * nodes + i) * step + h * width + tile :]
                             for p in range(columns):
-                                made = scale * (v[r, i, h, tile + p] - found_key[m, p])
+                                made = scale * (given[p] - found_key[m, p])
                                 u[place, tile + p] = made
                                 inputs[plane, place, h, tile + p] = made
                         _addition_of_one(one, flat_found, here, 0, flat_weights, m * (LEAD + 1), 1, flat_u, tile, wide,
                                          flat_lines, line_at, terms, flat_found, here, 0, 0)  # fmt: skip
                         for p in range(columns):
-                            y[r, i, h, tile + p] = found[m, p]
+                            y[r, i, h, tile + p] += found[m, p]
         if keep and sizes[r] > 1:
             for n in range(dim):
                 for p in range(width):
