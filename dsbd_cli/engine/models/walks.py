@@ -68,6 +68,7 @@ LANES = 16 if get_host_cpu_features().get("avx512f") else 8  # numbers of a vect
 SIDE = 4  # vectors of a tile
 TILE = LANES * SIDE  # columns of a state that are worked on together
 MANY, SOME = (6, 3) if LANES == 16 else (3, 2)  # rows of a product whose sums fit into the registers
+AHEAD = 512  # numbers
 compiled = Compiler("recurrent layers")
 
 # see lanes.py: what numba keeps of this file's kernels is made of that one, too
@@ -126,6 +127,14 @@ class _Vectors:
 
     def load(self, base: Any, at: Any, lane: int = 0) -> Any:
         return self.builder.load(self.place(base, at, lane), align=4)
+
+    def ahead(self, base: Any, at: Any, lane: int, distance: int) -> None:
+        """The vector so many numbers after another will be read: a row's state comes from main memory."""
+        kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(ir.IntType(8)), _INT, _INT, _INT])
+        prefetch = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
+        where = self.builder.gep(base, [self.builder.add(at, at.type(lane * LANES + distance))])
+        where = self.builder.bitcast(where, kind.args[0])
+        self.builder.call(prefetch, [where, _INT(0), _INT(3), _INT(1)])
 
     def wide(self, base: Any, at: Any) -> Any:
         """One number in all lanes."""
@@ -254,6 +263,9 @@ def _addition(rows: int) -> Any:
             for m in range(rows):
                 factor, line = vectors.wide(e, own[m]), builder.add(source_at, builder.mul(source_step, own[m]))
                 sums += [builder.fmul(factor, vectors.load(source, line, lane)) for lane in range(SIDE)]
+                if rows > 1:
+                    for lane in range(SIDE):
+                        vectors.ahead(source, line, lane, AHEAD)
             with vectors.loop(count, sums) as j:
                 place = builder.load(builder.gep(listed, [builder.add(listed_at, j)]))
                 line = builder.add(b_at, builder.mul(b_step, place))
@@ -402,7 +414,7 @@ class Plan(NamedTuple):
     how many, 0 where a node is not answered. groups: [R, g, 3]: the buffer of the state, -1 for the row's own, and
     which nodes of `order` [R, n] read it. sources: [R, g] the buffer that it is made from, where it is made. blocks:
     [R, g, BLOCK] tokens that go into it then. sizes: [R] groups of each row. used: [R, places] places that are needed,
-    and uses: [R] how many. buffers: states at a time. keep: whether the last state of a row replaces its own.
+    and uses: [R] how many. buffers: states at a time. keep: each state of a row replaces its own, whatever the buffers.
     """
 
     lines: NDArray[np.int64]
@@ -713,12 +725,15 @@ def walk(state, rows, planes, q, v, step, beta, at, asked, alike, keys, inputs, 
                     else:
                         for n in range(dim):
                             e[n] *= decays[plane, place, h, n]
-                if source >= 0:
-                    read, read_at, read_step = flat_held, source * area, wide
+                made, made_at, made_step = own, own_at, own_step
+                if not keep:
+                    made, made_at, made_step = flat_held, target * area, wide
+                    if source >= 0:
+                        read, read_at, read_step = flat_held, source * area, wide
                 for tile in range(0, wide, TILE):
                     _advance(e, read, read_at + tile, read_step, flat_block, flat_u, tile, wide, flat_blocks,
-                             (r * most + number) * BLOCK, flat_held, target * area + tile, wide)  # fmt: skip
-                read, read_at, read_step = flat_held, target * area, wide
+                             (r * most + number) * BLOCK, made, made_at + tile, made_step)  # fmt: skip
+                read, read_at, read_step = made, made_at, made_step
             for begin in range(groups[r, number, 1], groups[r, number, 2], MANY):
                 count = min(MANY, groups[r, number, 2] - begin)
                 for m in range(count):
@@ -759,17 +774,17 @@ def walk(state, rows, planes, q, v, step, beta, at, asked, alike, keys, inputs, 
                             place, scale = lines[r, i, terms - 1], beta[r, i, h]
                             given = v[(r * nodes + i) * step + h * width + tile :]
                             for p in range(columns):
-                                made = scale * (given[p] - found_key[m, p])
-                                u[place, tile + p] = made
-                                inputs[plane, place, h, tile + p] = made
+                                corrected = scale * (given[p] - found_key[m, p])
+                                u[place, tile + p] = corrected
+                                inputs[plane, place, h, tile + p] = corrected
                         _addition_of_one(one, flat_found, here, 0, flat_weights, m * (LEAD + 1), 1, flat_u, tile, wide,
                                          flat_lines, line_at, terms, flat_found, here, 0, 0)  # fmt: skip
                         for p in range(columns):
                             y[r, i, h, tile + p] += found[m, p]
-        if keep and sizes[r] > 1:
+        if keep and wide != width:
             for n in range(dim):
                 for p in range(width):
-                    state[row, h, n, p] = held[0, n, p]
+                    state[row, h, n, p] = trunk[n, p]
 
 
 @njit(error_model="numpy", nogil=True)
