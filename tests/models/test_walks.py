@@ -22,7 +22,7 @@ from dsbd_cli.engine.core import scans
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models import walks
 from dsbd_cli.engine.models.compiled import Compiler
-from dsbd_cli.engine.models.states import Places
+from dsbd_cli.engine.models.states import Places, Shift
 from tests.core.test_scans import Tree
 
 N, G, H = 6, 2, 4  # key dim, key heads, value heads
@@ -268,6 +268,20 @@ def test_what_is_stored_is_scaled_and_y_begins_with_the_skipped_part() -> None:
     for node, place in ((0, 3), (2, 0), (4, 4)):
         before[1, LEAD + place] = own["v"][0, node] * scales[0, node][:, None]
     assert (layer.planes[1] == before).all()
+
+
+@pytest.mark.parametrize("count", [0, 2, LEAD, LEAD + 3])
+def test_the_last_tokens_of_the_trunk_come_up_front(count: int) -> None:
+    """As in tensor code, in rows whose trunk grows and rows whose trunk does not."""
+    width, base = LEAD + 5, torch.tensor([4, 40, 7])
+    plane = torch.randn(3, LEAD + width + 1, walks.LANES + 3, generator=torch.Generator().manual_seed(count))
+    nobody = torch.empty(0, dtype=torch.int64)
+    counts = torch.tensor([count, 0, 1])
+    shift = Shift(nobody, nobody, base, base + counts, width, int(counts.max()))
+    expected = plane.clone()
+    shift.join(expected, LEAD)
+    walks.join(plane.numpy(), LEAD, base.numpy(), counts.numpy())
+    assert torch.equal(plane, expected)
 
 
 def test_threads_share_the_heads() -> None:

@@ -245,7 +245,9 @@ class Shift:
     @property
     def count(self) -> Tensor:
         """[R] int64, tokens that join the trunk."""
-        return (self.trunk - self.base).clamp(0, self.width)
+        if "count" not in self.found:
+            self.found["count"] = (self.trunk - self.base).clamp(0, self.width)
+        return self.found["count"]
 
     @property
     def joined(self) -> Tensor:
@@ -409,7 +411,10 @@ class LayerMemory:
         if shift.most:
             self.fold(shift)
         for plane in self.planes.values():
-            shift.join(plane, self.lead)
+            if self.walked:
+                _kernels().join(_array(plane.flatten(2)), self.lead, _array(shift.base), _array(shift.count))
+            else:
+                shift.join(plane, self.lead)
 
     def fold(self, shift: Shift) -> None:
         """What joined the trunk goes into the state."""

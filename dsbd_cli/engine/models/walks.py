@@ -52,6 +52,7 @@ __all__ = [
     "convolve",
     "fold",
     "forest",
+    "join",
     "pairs",
     "put",
     "shared",
@@ -638,6 +639,24 @@ def put(rows, at, lead, k, v, step, scales, g, skip, keys, inputs, decays, y):
                     target[p] = source[p] * scale
                 for n in range(g.shape[3]):
                     decays[rows[r], place, h, n] = np.exp(g[r, i, h, n])
+
+
+@compiled(types.void(_F3, types.int64, _I1, _I1))
+def join(plane, lead, base, counts):
+    """Take the last `lead` tokens of a trunk that grew by `counts` [R] up front, in a plane [rows, lead + T + 1, size].
+    base: [R] tokens that it had before."""
+    places, size = plane.shape[1:]
+    width, area = places - lead - 1, lanes.LANES * lanes.WORD
+    for r in range(len(base)):
+        for place in range(lead if counts[r] else 0):
+            past = place + counts[r] - lead  # from the end of the trunk as it was
+            source = past + lead if past < 0 else lead + (base[r] + past) % width
+            start = plane.ctypes.data + (r * places + source) * size * lanes.WORD
+            target = plane.ctypes.data + (r * places + place) * size * lanes.WORD
+            for at in range(0, size // lanes.LANES * area, area):
+                lanes.store_f32(target + at, lanes.load_f32(start + at))
+            for c in range(size // lanes.LANES * lanes.LANES, size):
+                plane[r, place, c] = plane[r, source, c]
 
 
 @njit(error_model="numpy", nogil=True)
