@@ -549,14 +549,10 @@ class LinearState(LayerMemory):
         groups, dim = k.shape[2:]
         decays = g.shape[3] if g.dim() == 4 else 1
         y = torch.empty(v.shape, dtype=torch.float32)
-        none = v.new_zeros(rows, count, 0)
-        queries, keys, logs, betas, factors, skips = (
-            _array(part.float())
-            for part in (
-                q, k, g.reshape(rows, count, heads, decays), none if beta is None else beta,
-                none if scales is None else scales, none[0, 0] if skip is None else skip,
-            )
-        )  # fmt: skip
+        none = np.zeros((rows, count, 0), np.float32)
+        queries, keys, logs = (_array(part.float()) for part in (q, k, g.reshape(rows, count, heads, decays)))
+        betas, factors = (none if part is None else _array(part.float()) for part in (beta, scales))
+        skips = none.ravel() if skip is None else _array(skip.float())
         values, step = _lines(v)
         shapes = {"k": (groups, dim), "u": (heads, width), "e": (heads, decays)}
         planes = {name: self.plane(name, shape, torch.float32) for name, shape in shapes.items()}
@@ -742,11 +738,15 @@ def _array(tensor: Tensor) -> NDArray[Any]:
 def _lines(x: Tensor) -> tuple[NDArray[Any], int]:
     """x [R, n, ...] in float32 as one flat array for a kernel, and how far apart its tokens lie there."""
     x = x.detach().float()
+    size, apart = 1, True
+    for dim in range(x.dim() - 1, 1, -1):
+        apart &= x.stride(dim) == size
+        size *= x.shape[dim]
     rows, count = x.shape[:2]
-    if not (x[0, 0].is_contiguous() and (rows == 1 or x.stride(0) == count * x.stride(1))):
+    if not apart or (rows > 1 and x.stride(0) != count * x.stride(1)):
         x = x.contiguous()
     step = x.stride(1)
-    return x.as_strided(((rows * count - 1) * step + x[0, 0].numel(),), (1,)).numpy(), step
+    return x.as_strided(((rows * count - 1) * step + size,), (1,)).numpy(), step
 
 
 Memory = TypeVar("Memory", bound=LayerMemory)
