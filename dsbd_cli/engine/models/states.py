@@ -15,6 +15,7 @@ C channels, J taps of a convolution, I channels of a Mamba-1 layer.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -576,7 +577,7 @@ class LinearState(LayerMemory):
             alike = kernels.pairs(keys, arrays[0], held, plan.lines, plan.counts)
         kernels.shared(
             kernels.walk, rows * heads, _array(self.state((heads, dim, width))), numbers, held, queries, values, step,
-            betas, at, asked, alike, *arrays, *plan, _array(y),
+            betas, asked, alike, *arrays, *plan, _array(y),
         )  # fmt: skip
         if places.chain:
             self._keep(read)
@@ -626,9 +627,9 @@ class LinearState(LayerMemory):
         if plan.sizes.max() < 2:  # no state further on
             return
         keys, inputs, decays = (_array(self.planes[name]) for name in ("k", "u", "e"))
-        index, at, none = np.arange(rows), np.zeros((rows, 0), np.int64), np.zeros((1, 0, 0, 0), np.float32)
+        index, none = np.arange(rows), np.zeros((1, 0, 0, 0), np.float32)
         kernels.shared(
-            kernels.walk, rows * state.shape[1], _array(state), index, index, none, none.ravel(), 0, none[0], at, none,
+            kernels.walk, rows * state.shape[1], _array(state), index, index, none, none.ravel(), 0, none[0], none,
             none, keys, inputs, decays, *plan, none,
         )  # fmt: skip
 
@@ -864,9 +865,13 @@ class StateCache(ForestCache):
     @contextlib.contextmanager
     def running(self, batch: ForestInput) -> Iterator[None]:
         """A forward is under way. After it the tokens of a chain are part of the states."""
-        self.begin(batch.slots, batch.rows, batch.mask.shape[-1])
         count = batch.tokens.shape[0]
         base = self.base[:count] if batch.rows is None else self.base[batch.rows]
+        if not batch.chain:
+            # while others catch up, a row is asked for tokens of its trunk as well, which no state is left for
+            held = batch.slots < base.unsqueeze(1)
+            batch = dataclasses.replace(batch, slots=torch.where(held, self.slots - 1, batch.slots))
+        self.begin(batch.slots, batch.rows, batch.mask.shape[-1])
         places = self.places = Places(batch, base, self.window, self.slots - 1)
         token = _current.set(self)
         try:

@@ -339,9 +339,9 @@ _B1, _B3 = types.boolean[::1], types.boolean[:, :, ::1]
 class Sight(NamedTuple):
     """Where the nodes of a forward stand in the tail and what they see of it.
 
-    seen: [R, n, T] bool, ancestors and the node itself. at: [R, n] place, -1 of tokens of the trunk, T where a node is
-    absent. depths: [R, T] of the token in each place. first: [R, n] the first node in each node's place, the node
-    itself where it has none. alone: no place has two.
+    seen: [R, n, T] bool, ancestors and the node itself. at: [R, n] place, T where a node is absent. depths: [R, T] of
+    the token in each place. first: [R, n] the first node in each node's place, the node itself where it has none.
+    alone: no place has two.
     """
 
     seen: NDArray[np.bool_]
@@ -367,9 +367,8 @@ def _sight(mask, slots, slot_positions, base, width, trash):
         for i in range(nodes):
             past = slots[r, i] - base[r]
             at[r, i], first[r, i] = width, i
-            if slots[r, i] != trash and past < width:
-                at[r, i] = slots[r, i] % width if past >= 0 else -1
-            if 0 <= at[r, i] < width:
+            if slots[r, i] != trash and 0 <= past < width:
+                at[r, i] = slots[r, i] % width
                 for other in range(i):
                     if at[r, other] == at[r, i]:
                         first[r, i], alone = other, False
@@ -396,7 +395,7 @@ def taps(seen, at, depths, positions, base, numbers, lead):
         start = numbers[r] * (lead + width + 1)
         for i in range(nodes):
             node = r * nodes + i
-            own[node] = start + lead + (at[r, i] if at[r, i] >= 0 else width)
+            own[node] = start + lead + at[r, i]
             for tap in range(lead):  # in the trunk, if they are not seen in the tail
                 place = lead + positions[r, i] - lead + tap - base[r]
                 back[tap, node] = start + min(max(place, 0), lead + width)
@@ -460,23 +459,22 @@ def _forest(seen, at, depths, base, lead):
         taken, needed = np.zeros(size, np.bool_), np.zeros(size, np.bool_)
         for i in range(nodes):
             own = at[r, i]
-            if own >= places or (own >= 0 and taken[lead + own]):
+            if own >= places or taken[lead + own]:
                 continue
             before = base[r] - start
             for past in range(before):
                 path[past] = lead - before + past
             length = before
-            if own >= 0:
-                taken[lead + own] = True
-                # depths of what it sees are those of its path
-                path[before : before + places] = -1
-                for place in range(places):
-                    if seen[r, i, place]:
-                        path[before + places - 1 - (depths[r, own] - depths[r, place])] = lead + place
-                for back in range(places):
-                    if path[before + back] >= 0:
-                        path[length] = path[before + back]
-                        length += 1
+            taken[lead + own] = True
+            # depths of what it sees are those of its path
+            path[before : before + places] = -1
+            for place in range(places):
+                if seen[r, i, place]:
+                    path[before + places - 1 - (depths[r, own] - depths[r, place])] = lead + place
+            for back in range(places):
+                if path[before + back] >= 0:
+                    path[length] = path[before + back]
+                    length += 1
             position = start + length - 1
             anchor = max(start, _anchor(position))
             above = 0
@@ -629,7 +627,7 @@ def put(rows, at, lead, k, v, step, scales, g, skip, keys, inputs, decays, y):
                 factor = skip[h] if len(skip) else np.float32(0)
                 for p in range(width):
                     said[p] = factor * source[p] if len(skip) else np.float32(0)
-            if not 0 <= at[r, i] < places:
+            if at[r, i] >= places:
                 continue
             keys[rows[r], place] = k[r, i]
             for h in range(heads):
@@ -681,14 +679,14 @@ def _weigh(x, keys, group, decays, plane, h, line, weights):
             x[n] *= decays[plane, place, h, n]
 
 
-@compiled(types.void(_F4, _I1, _I1, _F4, _F1, types.int64, _F3, _I2, _F4, _F4, _F4, _F4, _F4, _I3, _I2, _I2, _I3,
+@compiled(types.void(_F4, _I1, _I1, _F4, _F1, types.int64, _F3, _F4, _F4, _F4, _F4, _F4, _I3, _I2, _I2, _I3,
                      _I2, _I3, _I1, _I2, _I1, types.int64, types.boolean, _F4, types.int64, types.int64))  # fmt: skip
-def walk(state, rows, planes, q, v, step, beta, at, asked, alike, keys, inputs, decays, lines, counts, order,
+def walk(state, rows, planes, q, v, step, beta, asked, alike, keys, inputs, decays, lines, counts, order,
          groups, sources, blocks, sizes, used, uses, buffers, keep, y, first, last):  # fmt: skip
     """y [R, n, H, P] of the nodes of a Plan, from states [., H, N, P] and planes [., places, ...] as `put` leaves them.
 
     rows, planes: [R] which of them. v, step: as in `put`. beta: [R, n, H], or [R, n, 0] where u is given as it is;
-    else u is made of v and stored, except where at [R, n] is negative. asked, alike:
+    else u is made of v and stored. asked, alike:
     `pairs` of q, and of each node's own key where there are betas; not read where decays are per channel. What is
     found is added to y.
     """
@@ -785,7 +783,7 @@ def walk(state, rows, planes, q, v, step, beta, at, asked, alike, keys, inputs, 
                     for m in range(count):
                         i = order[r, begin + m]
                         terms, line_at, here = counts[r, i], (r * nodes + i) * (LEAD + 1), m * TILE
-                        if corrects and at[r, i] >= 0:
+                        if corrects:
                             if terms > 1:
                                 _addition_of_one(one, flat_found_key, here, 0, flat_weights_key, m * (LEAD + 1), 1,
                                                  flat_u, tile, wide, flat_lines, line_at, terms - 1, flat_found_key,
