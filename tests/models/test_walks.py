@@ -22,7 +22,7 @@ from dsbd_cli.engine.core import scans
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models import walks
 from dsbd_cli.engine.models.compiled import Compiler
-from dsbd_cli.engine.models.states import Places, Shift
+from dsbd_cli.engine.models.states import Places, Shift, _lines
 from tests.core.test_scans import Tree
 
 N, G, H = 6, 2, 4  # key dim, key heads, value heads
@@ -264,6 +264,20 @@ def test_the_last_tokens_of_the_trunk_come_up_front(count: int) -> None:
     shift.join(expected, LEAD)
     walks.join(plane.numpy(), LEAD, base.numpy(), counts.numpy())
     assert torch.equal(plane, expected)
+
+
+def test_tokens_of_any_layout_become_lines() -> None:
+    """Guards strides of dimensions of one, and tokens that lie apart, between others or in another order."""
+    for rows, count, heads in ((1, 1, 1), (1, 4, 3), (3, 1, 2), (3, 4, 1), (3, 4, 2)):
+        whole = torch.randn(rows, count, heads, 5)
+        wide = torch.randn(rows, count, 40)[:, :, 3 : 3 + heads * 5].unflatten(2, (heads, 5))
+        turned = torch.randn(rows, heads, count, 5).transpose(1, 2)
+        apart = torch.randn(rows, count + 2, heads, 5)[:, :count]
+        for x in (whole, wide, turned, apart, whole.transpose(2, 3), whole.bfloat16()):
+            flat, step = _lines(x)
+            size = x[0, 0].numel()
+            for token, values in enumerate(x.float().flatten(0, 1)):
+                assert (flat[token * step : token * step + size] == values.flatten().numpy()).all()
 
 
 def test_threads_share_the_heads() -> None:

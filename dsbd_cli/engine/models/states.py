@@ -744,9 +744,9 @@ def _lines(x: Tensor) -> tuple[NDArray[Any], int]:
         apart &= x.stride(dim) == size
         size *= x.shape[dim]
     rows, count = x.shape[:2]
-    if not apart or (rows > 1 and x.stride(0) != count * x.stride(1)):
-        x = x.contiguous()
-    step = x.stride(1)
+    step = x.stride(1) if count > 1 else x.stride(0)  # torch gives a dimension of one any stride
+    if not apart or (rows > 1 and count > 1 and x.stride(0) != count * step):
+        x, step = x.contiguous(), size
     return x.as_strided(((rows * count - 1) * step + size,), (1,)).numpy(), step
 
 
