@@ -668,6 +668,23 @@ def _fade(decays, plane, h, line, factors):
 
 
 @njit(error_model="numpy", nogil=True)
+def _faded(keys, group, decays, plane, h, places, block, e):
+    """block [BLOCK, N] becomes the keys of these tokens, each times the decays after it, e [N] the decays of all."""
+    e[:] = 1
+    for past in range(BLOCK - 1, -1, -1):
+        place = places[past]
+        for n in range(len(e)):
+            block[past, n] = keys[plane, place, group, n] * e[n]
+        if decays.shape[3] == 1:
+            decay = decays[plane, place, h, 0]
+            for n in range(len(e)):
+                e[n] *= decay
+        else:
+            for n in range(len(e)):
+                e[n] *= decays[plane, place, h, n]
+
+
+@njit(error_model="numpy", nogil=True)
 def _weigh(x, keys, group, decays, plane, h, line, weights):
     """Weights of the tokens of a line where decays are per channel; x becomes what reads the state."""
     places, groups, dim = keys.shape[1:]
@@ -730,18 +747,7 @@ def walk(state, rows, planes, q, v, step, beta, asked, alike, keys, inputs, deca
             target, source = groups[r, number, 0], sources[r, number]
             read, read_at, read_step = own, own_at, own_step
             if target >= 0:
-                e[:] = 1
-                for past in range(BLOCK - 1, -1, -1):
-                    place = blocks[r, number, past]
-                    for n in range(dim):
-                        block[past, n] = keys[plane, place, group, n] * e[n]
-                    if single:
-                        decay = decays[plane, place, h, 0]
-                        for n in range(dim):
-                            e[n] *= decay
-                    else:
-                        for n in range(dim):
-                            e[n] *= decays[plane, place, h, n]
+                _faded(keys, group, decays, plane, h, blocks[r, number], block, e)
                 made, made_at, made_step = own, own_at, own_step
                 if not keep:
                     made, made_at, made_step = flat_held, target * area, wide
