@@ -62,7 +62,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 TAIL = 24  # slots past the trunk before a forward
 JOINED = 3  # of them join the trunk after it
-PROMPT = 32
+PROMPT = 32  # for speed
 WIDTH = 4  # beams
 PRECISIONS = {"invariant": torch.float64, "fast": torch.float32}  # of states and sums, by --numerics
 OPINIONS = 6.0  # times the head's weights: else all tokens would be about as probable, and no draft would be taken
@@ -109,19 +109,19 @@ def build(name: str, layers: int) -> Any:
     return made
 
 
-def forward_of(tokens: torch.Tensor, branches: int, first: int) -> ForestInput:
-    """Nodes [1, n] in slots from PROMPT + `first` on, dealt to branches; each hangs on the last one of its branch."""
+def forward_of(tokens: torch.Tensor, branches: int, trunk: int, first: int) -> ForestInput:
+    """Nodes [1, n] in slots from trunk + first on, dealt to branches; each hangs on the last one of its branch."""
     count = tokens.shape[1]
-    slots = torch.arange(PROMPT + first + count)
-    at = slots[PROMPT + first :]
-    same = (slots[PROMPT:] - at.unsqueeze(1)) % branches == 0
-    mask = torch.cat((torch.ones(count, PROMPT, dtype=torch.bool), same & (slots[PROMPT:] <= at.unsqueeze(1))), 1)
-    positions = torch.where(slots < PROMPT, slots, PROMPT + (slots - PROMPT) // branches)
+    slots = torch.arange(trunk + first + count)
+    at = slots[trunk + first :]
+    same = (slots[trunk:] - at.unsqueeze(1)) % branches == 0
+    mask = torch.cat((torch.ones(count, trunk, dtype=torch.bool), same & (slots[trunk:] <= at.unsqueeze(1))), 1)
+    positions = torch.where(slots < trunk, slots, trunk + (slots - trunk) // branches)
     return ForestInput(tokens, positions[at][None], at[None], mask[None], positions[None])
 
 
-def costs(name: str, precision: str, nodes: list[int], repeats: int) -> list[dict[str, Any]]:
-    """One line per number of nodes."""
+def costs(name: str, precision: str, length: int, nodes: list[int], repeats: int) -> list[dict[str, Any]]:
+    """One line per number of nodes, after a prompt of this length."""
     clock = Clock()
     made = build(name, 4)
     pack(made)
@@ -131,30 +131,31 @@ def costs(name: str, precision: str, nodes: list[int], repeats: int) -> list[dic
     for path, module in made.named_modules():
         if isinstance(module, torch.nn.Linear | PackedLinear) and "lm_head" not in path:
             module.forward = clock.timed("products", module.forward)  # type: ignore[method-assign]
-    prompt, tail = torch.randint(3, model.vocab_size, (1, PROMPT)), torch.randint(3, model.vocab_size, (1, TAIL))
-    places = torch.arange(PROMPT)[None]
-    seen = torch.ones(1, PROMPT, PROMPT, dtype=torch.bool).tril()
+    prompt, tail = torch.randint(3, model.vocab_size, (1, length)), torch.randint(3, model.vocab_size, (1, TAIL))
+    places = torch.arange(length)[None]
+    seen = torch.ones(1, length, length, dtype=torch.bool).tril()
     chain = ForestInput(prompt, places, places, seen, places, torch.tensor([0]), chain=True)
-    same = torch.arange(PROMPT, PROMPT + TAIL)[None]
+    same = torch.arange(length, length + TAIL)[None]
     lines = []
     with torch.inference_mode():
         for count in nodes:
-            batch = forward_of(torch.randint(3, model.vocab_size, (1, count)), WIDTH, TAIL)
-            model.reserve(1, PROMPT + TAIL + count + 1, TAIL + count)
+            batch = forward_of(torch.randint(3, model.vocab_size, (1, count)), WIDTH, length, TAIL)
+            model.reserve(1, length + TAIL + count + 1, TAIL + count)
             found: list[dict[str, float]] = []
             for _ in range(repeats + 1):
                 model.clear(0)
                 model.forward(chain, logits=False)
-                model.forward(forward_of(tail, 1, 0), logits=False)
+                model.forward(forward_of(tail, 1, length, 0), logits=False)
                 clock.spent.clear()
                 clock.timed("forward", model.forward)(batch)
-                clock.timed("scans", model.move)(same, same, torch.tensor([PROMPT + JOINED]))
+                clock.timed("scans", model.move)(same, same, torch.tensor([length + JOINED]))
                 found.append(dict(clock.spent))
             middle = {kind: 1e3 * statistics.median(run[kind] for run in found[1:]) for kind in found[0]}
             lines.append(
                 {
                     "shape": name,
                     "numerics": precision,
+                    "prompt": length,
                     "nodes": count,
                     **{f"{kind}_ms": value for kind, value in middle.items()},
                     "share": statistics.median(run["scans"] / run["products"] for run in found[1:]),
@@ -258,6 +259,7 @@ def cost_table(runs: Sequence[dict[str, Any]]) -> str:
             {
                 "shape": run["shape"],
                 "numerics": run["numerics"],
+                "prompt": str(run["prompt"]),
                 "nodes": str(run["nodes"]),
                 "linear layers": f"{run['products_ms']:.1f} ms",
                 "conv, read, solve, fold": f"{run['scans_ms']:.1f} ms ({run['share']:.0%})",
@@ -275,6 +277,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="mamba2-1.3b,qwen3.5-like")
     parser.add_argument("--only", default="cost,speed")
     parser.add_argument("--nodes", default="4,36", help="nodes of a forward, for cost: W, and W + D*K")
+    parser.add_argument("--prompts", default="32,38", help="tokens of a prompt, for cost: see docs/recurrent.md")
     parser.add_argument("--repeats", type=int, default=9, help="of a forward, for cost")
     parser.add_argument("--layers", type=int, default=4, help="of the target, for speed")
     parser.add_argument("--depth", type=int, default=4, help="of the draft, for speed")
@@ -291,7 +294,9 @@ def main() -> None:
     env = environment()
     text = f"# Recurrent layers over a forest\n\n`{env['command']}` on {env['device']}, commit {env['commit']}.\n"
     if "cost" in only:
-        runs += [line for name in shapes for kind in PRECISIONS for line in costs(name, kind, nodes, options.repeats)]
+        lengths = [int(item) for item in options.prompts.split(",")]
+        asked = [(name, kind, length) for name in shapes for kind in PRECISIONS for length in lengths]
+        runs += [line for one in asked for line in costs(*one, nodes, options.repeats)]
         text += f"\n## Cost\n\nFour layers of each full shape, medians of {options.repeats}.\n\n{cost_table(runs)}"
     for name in shapes if "speed" in only else ():
         found, rows = summarise(

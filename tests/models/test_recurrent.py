@@ -3,14 +3,17 @@ keeps one state per row."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from torch import Tensor
 
+from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models import states, walks
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.selftest import self_test
@@ -107,6 +110,16 @@ def convolution_by_slot(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Places, "back", lambda self, taps: self.at + torch.arange(1 - taps, 0).view(-1, 1, 1))
 
 
+def walked_convolution_by_slot(patch: pytest.MonkeyPatch) -> None:
+    taps = walks.taps
+
+    def neighbours(*arguments: Any) -> Any:
+        own, back = taps(*arguments)
+        return own, own + np.arange(-len(back), 0)[:, None]
+
+    patch.setattr(walks, "taps", neighbours)
+
+
 def uncorrected(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(states, "solve", lambda a, r: r)
 
@@ -151,8 +164,8 @@ def nothing_recalled(patch: pytest.MonkeyPatch) -> None:
     """u without what the parent's state says of its key."""
     walk = LinearState._walk
 
-    def scaled(self: LinearState, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
-        return walk(self, q, k, v if beta is None else v * beta.unsqueeze(3), g, None)
+    def scaled(self: LinearState, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor, **rest: Any) -> Tensor:
+        return walk(self, q, k, v * beta.unsqueeze(3), g)
 
     patch.setattr(LinearState, "_walk", scaled)
 
@@ -175,7 +188,7 @@ WALKED_MUTANTS = [
     (fold_forgotten, ("mamba2", "qwen3.5", "kimi-linear", "linearised")),
     (fold_twice, ("mamba2", "qwen3.5", "kimi-linear", "linearised")),
     (line_by_slot, ("mamba2", "qwen3.5", "kimi-linear", "linearised")),
-    (convolution_by_slot, ("mamba2", "lfm2")),
+    (walked_convolution_by_slot, ("mamba2", "lfm2")),
     (nothing_recalled, ("qwen3.5", "kimi-linear")),
     (base_not_cleared, ("mamba2", "qwen3.5", "linearised")),
     (trunk_inputs_lost, ("mamba2", "qwen3.5", "lfm2")),
@@ -254,3 +267,34 @@ def test_nan_of_a_failed_row_is_cleared() -> None:
             tensor[1].fill_(float("nan"))
     forest.clear(1)
     assert all(t.isfinite().all() for memory in cache.memories.values() for t in memory.tensors())
+
+
+@pytest.mark.parametrize("walked", WALKED, ids=["walked", "summed"], indirect=True)
+@pytest.mark.parametrize("name", ["qwen3.5", "bamba", "jamba"])
+def test_tokens_of_the_trunk_are_not_run_again(name: str, walked: bool) -> None:
+    """While other rows catch up, a draft is asked for tokens that its state holds. Guards inputs added twice, and keys
+    of attention layers that are made anew of a state that lies behind them. The base is where an anchor begins."""
+    base, count = 24, 30
+    tokens = torch.randint(3, V, (1, count), generator=torch.Generator().manual_seed(5))
+    everything = torch.arange(count)[None]
+    seen = torch.ones(1, count, count, dtype=torch.bool).tril()
+
+    def part(places: list[int]) -> ForestInput:
+        at = torch.tensor([places])
+        return ForestInput(tokens[:, places], at, at, seen[:, places], everything)
+
+    found = []
+    for again in ([], [base - 3, base - 2, base - 1]):
+        forest = CausalForestModel(build(name), name)
+        forest.reserve(1, count + 1, 8)
+        prompt = part(list(range(base - 2)))
+        forest.forward(dataclasses.replace(prompt, rows=torch.tensor([0]), chain=True), logits=False)
+        forest.forward(part([base - 2, base - 1]), logits=False)
+        same = torch.tensor([[base - 2, base - 1]])
+        forest.move(same, same, torch.tensor([base]))
+        beside = forest.forward(part([*again, base]))
+        after = forest.forward(part([base + 1, base + 2]))
+        assert beside is not None
+        assert after is not None
+        found.append(torch.cat((beside[:, len(again) :], after), 1))
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)

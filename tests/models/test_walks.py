@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsbd_cli.engine.core import scans
+from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models import walks
+from dsbd_cli.engine.models.states import Places, Shift, _lines
 from tests.core.test_scans import Tree
 
 N, G, H = 6, 2, 4  # key dim, key heads, value heads
@@ -84,9 +86,9 @@ class Layer:
         seen = np.concatenate((seen, seen[:, :1]), 1)
         depths = np.full((1, self.places), 999)
         depths[0, tree.place] = [len(tree.path(token)) for token in range(len(tree.parent))]
-        walks.put(self.rows, at, LEAD, own["k"], own["v"], own["g"], *self.planes)
+        before = stored(self.rows, at, own, self.planes)
         plan = walks.forest(seen, at, depths, np.array([self.base]), LEAD)
-        y = answers(self.state, self.rows, self.rows, own, at, self.planes, plan)
+        y = answers(self.state, self.rows, self.rows, own, self.planes, plan, before)
         assert not y[0, -1].any()
         return y[0, :-1]
 
@@ -97,7 +99,7 @@ class Layer:
         none = {name: np.zeros((2, 0, 0, 0), np.float32) for name in ("q", "k", "v")}
         none["beta"] = np.zeros((2, 0, 0), np.float32)
         rows = np.arange(2)
-        answers(self.state, rows, rows, none, np.zeros((2, 0), np.int64), self.planes, plan)
+        answers(self.state, rows, rows, none, self.planes, plan)
         assert (self.state[0] == 7).all()
         for plane in self.planes:
             trunk = np.concatenate((plane[1, :LEAD], plane[1, [LEAD + place for place in places]]))
@@ -105,29 +107,35 @@ class Layer:
         self.base += len(places)
 
 
+def spread(own: dict[str, NDArray[Any]]) -> tuple[NDArray[Any], int]:
+    """v as one part of longer lines, and how long they are."""
+    rows, count, heads, width = own["v"].shape
+    wide = np.full((rows, count, heads * width + 3), 7, np.float32)
+    wide[:, :, :-3] = own["v"].reshape(rows, count, heads * width)
+    return wide.ravel(), wide.shape[2]
+
+
+def stored(
+    rows: NDArray[Any], at: NDArray[Any], own: dict[str, NDArray[Any]], planes: list[NDArray[Any]]
+) -> NDArray[Any]:
+    """What y starts from."""
+    y = np.full(own["v"].shape, 7, np.float32)
+    none = np.empty((*own["beta"].shape[:2], 0), np.float32)
+    walks.put(rows, at, LEAD, own["k"], *spread(own), none, own["g"], none.ravel(), *planes, y)
+    return y
+
+
 def answers(
-    state: NDArray[Any], rows: NDArray[Any], held: NDArray[Any], own: dict[str, NDArray[Any]], at: NDArray[Any],
-    planes: list[NDArray[Any]], plan: walks.Plan,
+    state: NDArray[Any], rows: NDArray[Any], held: NDArray[Any], own: dict[str, NDArray[Any]],
+    planes: list[NDArray[Any]], plan: walks.Plan, y: NDArray[Any] | None = None,
 ) -> NDArray[Any]:  # fmt: skip
-    """y of a plan's nodes."""
-    y = np.zeros(own["v"].shape, np.float32)
+    """y of a plan's nodes, beside what it is before."""
+    y = np.zeros(own["v"].shape, np.float32) if y is None else y
     asked, alike = (walks.pairs(own[name], planes[0], held, plan.lines, plan.counts) for name in ("q", "k"))
     walks.shared(
-        walks.walk,
-        len(rows) * H,
-        state,
-        rows,
-        held,
-        own["q"],
-        own["v"],
-        own["beta"],
-        at,
-        asked,
-        alike,
-        *planes,
-        *plan,
-        y,
-    )
+        walks.walk, len(rows) * H, state, rows, held, own["q"], *spread(own), own["beta"], asked, alike, *planes,
+        *plan, y,
+    )  # fmt: skip
     return y
 
 
@@ -163,8 +171,8 @@ def test_the_bits_are_those_of_the_path(seed: int, width: int, channels: bool, d
     own = arrays(data, list(range(size)), delta)
     state, row, at = data["state"].numpy().copy(), np.array([0]), np.arange(size)[None]
     planes = [np.zeros((1, LEAD + size + 1, *plane.shape[2:]), np.float32) for plane in Layer(data, 0, delta).planes]
-    walks.put(row, at, LEAD, own["k"], own["v"], own["g"], *planes)
-    y = answers(state, row, row, own, at, planes, walks.chain(row, np.array([size]), size, LEAD))
+    stored(row, at, own, planes)
+    y = answers(state, row, row, own, planes, walks.chain(row, np.array([size]), size, LEAD))
     for token in (0, size // 2, size - 1):
         expected, _ = recurrence(data, list(range(token + 1)), delta=delta)
         torch.testing.assert_close(torch.from_numpy(y[0, token]).double(), expected, atol=2e-5, rtol=2e-5)
@@ -193,20 +201,79 @@ def test_the_bits_are_those_of_the_path(seed: int, width: int, channels: bool, d
         )
 
 
-@pytest.mark.parametrize("delta", [False, True])
-def test_the_last_token_of_the_trunk_is_read_again(delta: bool) -> None:
-    """A draft that catches up asks for the trunk's last token, whose inputs are there: nothing is added twice."""
-    size = 9
-    data = inputs(2, size, False, 5)
-    layer, tree = Layer(data, size, delta), Tree(list(range(-1, size - 1)), list(range(size)))
-    expected = layer.forest(tree, list(range(size)))[-1]
-    layer.fold(list(range(size)))
-    own, at, planes = arrays(data, [size - 1], delta), np.array([[-1]]), [plane.copy() for plane in layer.planes]
-    walks.put(layer.rows, at, LEAD, own["k"], own["v"], own["g"], *layer.planes)
-    seen, depths = np.zeros((1, 1, size), np.bool_), np.zeros((1, size), np.int64)
-    plan = walks.forest(seen, at, depths, np.array([size]), LEAD)
-    assert (answers(layer.state, layer.rows, layer.rows, own, at, layer.planes, plan)[0, 0] == expected).all()
-    assert all((new == old).all() for new, old in zip(layer.planes, planes, strict=True))
+@pytest.mark.parametrize("seed", range(4))
+def test_sight_and_taps_are_those_of_tensor_code(seed: int) -> None:
+    """Rows with trunks of their own, nodes in the tail, absent ones, and two in one place."""
+    rng = np.random.default_rng(seed)
+    rows, nodes, active, width, taps = 3, 9, 30, 11, 4
+    base = torch.tensor([3, 8, 20])
+    trash = active - 1 if seed % 2 else active
+    slots = base[:, None] + torch.from_numpy(rng.integers(0, width, (rows, nodes)))
+    slots[:, 0] = trash
+    slots = slots.clamp(max=trash)
+    if seed == 3:
+        slots = base[:, None] + torch.arange(nodes)
+    # in order of depth, so that a path has one token of each
+    positions = torch.arange(active).expand(rows, -1).contiguous()
+    seen = torch.from_numpy(rng.random((rows, nodes, active)) < 0.5)
+    seen.scatter_(2, slots.clamp(max=active - 1)[:, :, None], value=True)
+    own = positions.gather(1, slots.clamp(max=active - 1))
+    batch = ForestInput(torch.zeros_like(slots), own, slots, seen & (positions[:, None] <= own[:, :, None]), positions)
+    places = Places(batch, base, width, trash)
+    found = places.sight
+    assert (found.seen == places.seen.numpy()).all()
+    assert (found.depths == places.depths.numpy()).all()
+    assert (found.at == places.at.numpy()).all()
+    alike = (found.at[:, :, None] == found.at[:, None]).argmax(2)
+    assert (found.first == np.where(found.at < width, alike, np.arange(nodes))).all()
+    assert found.alone == (found.first == np.arange(nodes)).all() == (seed == 3)
+    flat, back = places.taps(taps - 1)
+    assert (flat == places.flat_in(taps - 1).numpy()).all()
+    there = np.broadcast_to((slots != trash).flatten().numpy(), back.shape)
+    assert (back == places.flat_back(taps).numpy())[there].all()
+    assert ((back >= 0) & (back < rows * (taps + width))).all()
+
+
+def test_what_is_stored_is_scaled_and_y_begins_with_the_skipped_part() -> None:
+    """The steps and the D of Mamba-2. Guards a factor of another head, and an absent node that is stored."""
+    data, places = inputs(3, 5, False, 9), 5
+    layer, own = Layer(data, places, False), arrays(data, list(range(5)), False)
+    at, skip = np.array([[3, places, 0, places, 4]]), np.arange(1, H + 1, dtype=np.float32)
+    y, scales = np.empty(own["v"].shape, np.float32), data["beta"].numpy()
+    before = layer.planes[1].copy()
+    walks.put(layer.rows, at, LEAD, own["k"], *spread(own), scales, own["g"], skip, *layer.planes, y)
+    assert (y == own["v"] * skip[:, None]).all()
+    for node, place in ((0, 3), (2, 0), (4, 4)):
+        before[1, LEAD + place] = own["v"][0, node] * scales[0, node][:, None]
+    assert (layer.planes[1] == before).all()
+
+
+@pytest.mark.parametrize("count", [0, 2, LEAD, LEAD + 3])
+def test_the_last_tokens_of_the_trunk_come_up_front(count: int) -> None:
+    """As in tensor code, in rows whose trunk grows and rows whose trunk does not."""
+    width, base = LEAD + 5, torch.tensor([4, 40, 7])
+    plane = torch.randn(3, LEAD + width + 1, walks.LANES + 3, generator=torch.Generator().manual_seed(count))
+    nobody = torch.empty(0, dtype=torch.int64)
+    counts = torch.tensor([count, 0, 1])
+    shift = Shift(nobody, nobody, base, base + counts, width, int(counts.max()))
+    expected = plane.clone()
+    shift.join(expected, LEAD)
+    walks.join(plane.numpy(), LEAD, base.numpy(), counts.numpy())
+    assert torch.equal(plane, expected)
+
+
+def test_tokens_of_any_layout_become_lines() -> None:
+    """Guards strides of dimensions of one, and tokens that lie apart, between others or in another order."""
+    for rows, count, heads in ((1, 1, 1), (1, 4, 3), (3, 1, 2), (3, 4, 1), (3, 4, 2)):
+        whole = torch.randn(rows, count, heads, 5)
+        wide = torch.randn(rows, count, 40)[:, :, 3 : 3 + heads * 5].unflatten(2, (heads, 5))
+        turned = torch.randn(rows, heads, count, 5).transpose(1, 2)
+        apart = torch.randn(rows, count + 2, heads, 5)[:, :count]
+        for x in (whole, wide, turned, apart, whole.transpose(2, 3), whole.bfloat16()):
+            flat, step = _lines(x)
+            size = x[0, 0].numel()
+            for token, values in enumerate(x.float().flatten(0, 1)):
+                assert (flat[token * step : token * step + size] == values.flatten().numpy()).all()
 
 
 def test_threads_share_the_heads() -> None:
@@ -254,29 +321,43 @@ def test_states_are_overwritten_when_nobody_needs_them() -> None:
     )  # the last token of a branch is the one before a block's end
 
 
-def test_a_convolution_has_the_bits_of_the_tensor_function() -> None:
-    """A prompt is read by the one, nodes by the other."""
+CHANNELS = 1024 + 37  # more than a block of them, and a rest that fills no vector
+
+
+def convolved(x: Tensor, step: int, weight: Tensor, bias: Tensor | None, *, smooth: bool) -> NDArray[Any]:
+    """Of a path [n, C], by the kernel. Its inputs are `step` numbers apart, its places are not in order."""
+    count, channels = x.shape
+    wide = np.full((count, step), 7, np.float32)
+    wide[:, :channels] = x.numpy()
+    lead, at = weight.shape[1] - 1, np.random.default_rng(0).permutation(count)
+    plane, out = np.full((lead + count, channels), 7, np.float32), np.empty((count, channels), np.float32)
+    plane[:lead] = 0
+    ends = np.concatenate((np.arange(lead), lead + at))
+    back = np.stack([ends[tap : tap + count] for tap in range(lead)])
+    added = np.empty(0, np.float32) if bias is None else bias.numpy()
+    walks.convolve(wide.ravel(), step, plane, lead + at, back, weight.numpy(), added, smooth, out)
+    return out
+
+
+@pytest.mark.parametrize("taps", [2, 4])
+def test_a_convolution_has_the_bits_of_the_tensor_function(taps: int) -> None:
+    """Guards a tap, a bias or a rest of the channels that is left out."""
     generator = torch.Generator().manual_seed(1)
-    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((1, 9, 37), (37, 4), (37,)))
-    padded = torch.nn.functional.pad(x, (0, 0, 3, 0))
-    back = np.stack([np.arange(9) + tap for tap in range(3)])
+    shapes = ((9, CHANNELS), (CHANNELS, taps), (CHANNELS,))
+    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in shapes)
+    padded = torch.nn.functional.pad(x, (0, 0, taps - 1, 0))
     for added in (bias, None):
-        expected = scans.convolve([padded[:, tap : tap + 9] for tap in range(4)], weight, added)
-        out = np.empty((9, 37), np.float32)
-        own = np.empty(0, np.float32) if added is None else added.numpy()
-        walks.convolve(padded[0].numpy(), back, x[0].numpy(), weight.t().contiguous().numpy(), own, out)
-        assert (out == expected[0].numpy()).all()
+        expected = scans.convolve([padded[None, tap : tap + 9] for tap in range(taps)], weight, added)
+        assert (convolved(x, CHANNELS + 5, weight, added, smooth=False) == expected[0].numpy()).all()
 
 
 def test_silu() -> None:
-    """Against float64, and with the same bits wherever a number stands."""
-    x = np.linspace(-87, 87, 20011, dtype=np.float32)
-    found = x.copy()
-    walks.silu(found)
-    expected = torch.nn.functional.silu(torch.from_numpy(x).double()).numpy()
-    assert np.abs(found - expected).max() < 1e-5
-    assert (np.abs(found - expected) <= 1e-6 * np.abs(expected)).all()
-    for first in (1, 3, 20000):
-        part = x[first:].copy()
-        walks.silu(part)
-        assert (part == found[first:]).all()
+    """Against float64, to the ends of what float32 holds."""
+    ends = torch.tensor([-3e38, -1e4, -200.0, -88.0, 0.0, 88.0, 1e4, 3e38])
+    x = torch.cat((torch.linspace(-87, 87, 9 * CHANNELS - len(ends)), ends)).view(9, CHANNELS)
+    weight = torch.zeros(CHANNELS, 2)
+    weight[:, 1] = 1
+    found = convolved(x, CHANNELS, weight, None, smooth=True)
+    expected = torch.nn.functional.silu(x.double()).numpy()
+    assert (np.abs(found - expected) <= 1e-6 * np.abs(expected) + 1e-36 * x.abs().numpy()).all()
+    assert np.isnan(convolved(torch.full((1, CHANNELS), torch.nan), CHANNELS, weight, None, smooth=True)).all()

@@ -230,7 +230,6 @@ class Batch:
             job, self.jobs[row] = self.jobs[row], None
             if job is not None and not job.prefilled:
                 self._caches.forget(row, draft=True)
-                self.state.table.drafted[row] = 0
             self._tries.end(self._legal[row])
             self._legal[row] = FREE
         self.state.release(rows)

@@ -154,15 +154,14 @@ def draft_candidates(context: DraftContext, forest: Forest, layer: int, logits: 
 
 
 def _late(context: DraftContext) -> ForestInput:
-    """The slots in use that the draft has not run. Others fill the shape and are not stored: recurrent layers no longer
-    have the state before them."""
+    """The slots in use that the draft has not run (and a few that it has, to fill the shape)."""
     table = context.table
     behind, mask = lagging(table, context.layout, context.beams.ancestors, context.lag)
     known = behind.clamp(min=0)
     return ForestInput(
         tokens=table.tokens.gather(1, known),
         positions=table.positions.gather(1, known),
-        slots=torch.where(behind >= table.drafted.unsqueeze(1), behind, context.trash),
+        slots=torch.where(behind >= 0, behind, context.trash),
         mask=mask,
         slot_positions=table.positions[:, : context.slots],
     )

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from dsbd_cli.engine.models.states import StateCache
 
@@ -90,12 +89,7 @@ def _convolution(
 ) -> Tensor:
     # x: [R, C, n]; weight: [C, J]
     memory = cache.convolution(x.device, weight.shape[-1])
-    out = memory.run(x.transpose(1, 2), weight, bias)
-    if activation in ("silu", "swish") and memory.walked:
-        memory.silu_(out)
-    elif activation is not None:
-        out = ACT2FN[activation](out.to(cache.precision))  # see _steps
-    return out.transpose(1, 2).to(x.dtype)
+    return memory.run(x.transpose(1, 2), weight, bias, activation).transpose(1, 2).to(x.dtype)
 
 
 def _mamba2(
@@ -115,11 +109,9 @@ def _mamba2(
 ) -> Any:
     # x: [R, n, H, P]; dt: [R, n, H]; A: [H]; B, C: [R, n, G, N]
     dt = _steps(cache, dt, dt_bias, dt_softplus).clamp(*dt_limit).float()
-    x = x.float()
-    y = cache.linear(x.device).attend(C.float(), B.float(), x * dt.unsqueeze(3), A.float() * dt).to(x.dtype)
-    if D is not None:
-        y += D.unsqueeze(-1) * x
-    return (y.contiguous(), y) if return_final_states else y.contiguous()
+    skip = None if D is None else D.float()
+    y = cache.linear(x.device).attend(C.float(), B.float(), x.float(), A.float() * dt, dt, skip).float().contiguous()
+    return (y, y) if return_final_states else y
 
 
 def _delta(

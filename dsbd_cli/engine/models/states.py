@@ -15,6 +15,7 @@ C channels, J taps of a convolution, I channels of a Mamba-1 layer.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.core.scans import (
@@ -48,9 +50,12 @@ from dsbd_cli.engine.models.cache import ForestCache
 from dsbd_cli.engine.models.native import loadable
 
 if TYPE_CHECKING:
-    from dsbd_cli.engine.models.walks import Plan
+    from dsbd_cli.engine.models.walks import Plan, Sight
 
 __all__ = ["Convolution", "GroupedState", "LinearState", "Places", "SelectiveState", "StateCache"]
+
+
+SILU = ("silu", "swish")
 
 
 class Places:
@@ -67,13 +72,11 @@ class Places:
         self.batch, self.base, self.width, self.trash = batch, base, width, trash
         self.rows, self.chain = batch.rows, batch.chain
         self.count = batch.tokens.shape[0]
-        self.real = batch.slots != trash
-        past = batch.slots - base.unsqueeze(1)
-        self.at = torch.where(self.real & (past >= 0) & (past < width), batch.slots % width, width)
         self._moved: dict[torch.device, Places] = {}
         self._back: dict[int, Tensor] = {}
         self._flat: dict[int, Tensor] = {}
         self._plans: dict[int, Plan] = {}
+        self._taps: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def on(self, device: torch.device) -> Places:
         """The same for a layer on another device."""
@@ -82,6 +85,15 @@ class Places:
         if device not in self._moved:
             self._moved[device] = Places(self.batch.to(device), self.base.to(device), self.width, self.trash)
         return self._moved[device]
+
+    @cached_property
+    def real(self) -> Tensor:
+        return self.batch.slots != self.trash
+
+    @cached_property
+    def at(self) -> Tensor:
+        slots, past = self.batch.slots, self.batch.slots - self.base.unsqueeze(1)
+        return torch.where(self.real & (past >= 0) & (past < self.width), slots % self.width, self.width)
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -143,28 +155,35 @@ class Places:
         return self._back[taps]
 
     @cached_property
-    def walked_at(self) -> Tensor:
-        """`at`, but -1 of tokens that the state holds already."""
-        return torch.where(self.real & (self.batch.slots < self.base.unsqueeze(1)), -1, self.at)
+    def sight(self) -> Sight:
+        """The same for kernels."""
+        batch = self.batch
+        parts = (_array(part) for part in (batch.mask, batch.slots, batch.slot_positions, self.base))
+        return _kernels().sight(*parts, self.width, self.trash)
+
+    @cached_property
+    def rows_of_planes(self) -> NDArray[np.int64]:
+        """`numbers` for kernels."""
+        return _array(self.numbers)
+
+    def taps(self, lead: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """`flat_in` and `flat_back` for kernels."""
+        if lead not in self._taps:
+            own = self.sight
+            positions, base = _array(self.batch.positions), _array(self.base)
+            self._taps[lead] = _kernels().taps(own.seen, own.at, own.depths, positions, base, self.rows_of_planes, lead)
+        return self._taps[lead]
 
     def plan(self, lead: int) -> Plan:
         """See `walks`: of planes [rows, lead + T + 1, ...], or of a chain in planes [R, lead + n, ...]."""
         if lead not in self._plans:
             base = _array(self.base)
             if self.chain:
-                plan = _kernels().chain(base, _array(self.lengths), self.at.shape[1], lead)
+                plan = _kernels().chain(base, _array(self.lengths), self.real.shape[1], lead)
             else:
-                parts = (_array(part) for part in (self.seen, self.walked_at, self.depths))
-                plan = _kernels().forest(*parts, base, lead)
+                plan = _kernels().forest(*self.sight[:3], base, lead)
             self._plans[lead] = plan
         return self._plans[lead]
-
-    @cached_property
-    def twins(self) -> Tensor | None:
-        """[R, n] int64, the first node in each node's place; None where all places are different."""
-        alike = (self.at.unsqueeze(2) == self.at.unsqueeze(1)).to(torch.int8).argmax(2)
-        own = torch.arange(alike.shape[1], device=alike.device)
-        return None if bool(((alike == own) | (self.at == self.width)).all()) else alike
 
     @cached_property
     def kin(self) -> Tensor:
@@ -227,7 +246,9 @@ class Shift:
     @property
     def count(self) -> Tensor:
         """[R] int64, tokens that join the trunk."""
-        return (self.trunk - self.base).clamp(0, self.width)
+        if "count" not in self.found:
+            self.found["count"] = (self.trunk - self.base).clamp(0, self.width)
+        return self.found["count"]
 
     @property
     def joined(self) -> Tensor:
@@ -391,7 +412,10 @@ class LayerMemory:
         if shift.most:
             self.fold(shift)
         for plane in self.planes.values():
-            shift.join(plane, self.lead)
+            if self.walked:
+                _kernels().join(_array(plane.flatten(2)), self.lead, _array(shift.base), _array(shift.count))
+            else:
+                shift.join(plane, self.lead)
 
     def fold(self, shift: Shift) -> None:
         """What joined the trunk goes into the state."""
@@ -406,36 +430,52 @@ class Convolution(LayerMemory):
         super().__init__(cache, device)
         self.taps, self.lead = taps, taps - 1
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
         """x [R, n, C], weight [C, J], bias [C] or None -> [R, n, C] in float32 at least."""
+        if self.walked and activation in SILU:
+            return self._walk(x, weight, bias, smooth=True)
+        out = self._walk(x, weight, bias, smooth=False) if self.walked else self._sum(x, weight, bias)
+        # in the states' precision: in float32 the last few numbers of a tensor take another exp than the others
+        return out if activation is None else ACT2FN[activation](out.to(self.cache.precision))
+
+    def _sum(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         places, count = self.places, x.shape[1]
-        if self.walked:
-            x = x.float().contiguous()
         plane = self.plane("inputs", (x.shape[2],), x.dtype)
         if places.chain:
             full = torch.cat((self.rows_of(plane)[:, : self.lead], x), 1)
-            kept = places.lengths.unsqueeze(1) + torch.arange(self.lead, device=x.device)
-            last = full.gather(1, kept.unsqueeze(2).expand(-1, -1, x.shape[2]))
-            held = self.rows_of(plane).clone()
-            held[:, : self.lead] = last
-            self.store(plane, held)
+            self._keep(plane, full)
             return convolve([full[:, tap : tap + count] for tap in range(self.taps)], weight, bias)
         self.write("inputs", x, x.dtype)
         flat = plane.flatten(0, 1)
-        if self.walked:
-            out = torch.empty_like(x)
-            added = x.new_zeros(0) if bias is None else bias.float()
-            back, own = places.flat_back(self.taps), x.flatten(0, 1)
-            parts = (flat, back, own, weight.float().t(), added, out.view(own.shape))
-            _kernels().convolve(*(_array(part) for part in parts))
-            return out
         taps = [flat.index_select(0, index).view(x.shape) for index in places.flat_back(self.taps)]
         return convolve([*taps, x], weight, bias)
 
-    @staticmethod
-    def silu_(x: Tensor) -> None:
-        """In place, with the same bits wherever a number stands; x: contiguous float32 on a CPU."""
-        _kernels().silu(x.view(-1).numpy())
+    def _walk(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, smooth: bool) -> Tensor:
+        """By a kernel."""
+        places, (rows, count, channels) = self.places, x.shape
+        plane = self.plane("inputs", (channels,), torch.float32)
+        out, added = torch.empty(x.shape, dtype=torch.float32), weight.new_zeros(0) if bias is None else bias
+        read = plane
+        if places.chain:  # behind the last tokens of the trunk
+            read = plane.new_empty(rows, self.lead + count, channels)
+            read[:, : self.lead] = self.rows_of(plane)[:, : self.lead]
+            before = (np.arange(rows)[:, None] * (self.lead + count) + np.arange(count)).ravel()
+            at, back = before + self.lead, before + np.arange(self.lead)[:, None]
+        else:
+            at, back = places.taps(self.lead)
+        parts = (_array(part.float()) for part in (weight, added))
+        _kernels().convolve(
+            *_lines(x), _array(read.flatten(0, 1)), at, back, *parts, smooth, _array(out.flatten(0, 1))
+        )  # fmt: skip
+        if places.chain:
+            self._keep(plane, read)
+        return out
+
+    def _keep(self, plane: Tensor, full: Tensor) -> None:
+        """After a chain: the last of its inputs [R, lead + n, C] are the last of the trunk."""
+        kept = self.places.lengths.unsqueeze(1) + torch.arange(self.lead, device=full.device)
+        last = full.gather(1, kept.unsqueeze(2).expand(-1, -1, full.shape[2]))
+        plane[self.places.numbers, : self.lead] = last
 
 
 class LinearState(LayerMemory):
@@ -452,13 +492,20 @@ class LinearState(LayerMemory):
         if self.walked:
             self.lead = _kernels().LEAD
 
-    def attend(self, q: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
-        """y [R, n, H, P] of nodes with q, k [R, n, G, N], u [R, n, H, P] and log-decays g [R, n, H] or [R, n, H, N].
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, scales: Tensor | None = None, skip: Tensor | None = None
+    ) -> Tensor:
+        """y [R, n, H, P] of nodes with q, k [R, n, G, N], v [R, n, H, P] and log-decays g [R, n, H] or [R, n, H, N].
 
-        G = H where decays are per channel.
+        G = H where decays are per channel. u is v times scales [R, n, H], and skip [H] times v is added to y.
         """
         if self.walked:
-            return self._walk(q, k, u, g, None)
+            return self._walk(q, k, v, g, scales=scales, skip=skip)
+        y = self._attend(q, k, v if scales is None else v * scales.unsqueeze(3), g)
+        return y if skip is None else y.to(v.dtype).add_(skip.unsqueeze(1) * v)
+
+    def _attend(self, q: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
+        """By sums."""
         places = self.places
         state = self._state_of(k, u)
         held = self.rows_of(state)
@@ -474,7 +521,7 @@ class LinearState(LayerMemory):
     def correct(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """The same by the gated delta rule: v [R, n, H, P], beta [R, n, H]."""
         if self.walked:
-            return self._walk(q, k, v, g, beta)
+            return self._walk(q, k, v, g, beta=beta)
         places = self.places
         state = self._state_of(k, v)
         held = self.rows_of(state)
@@ -494,44 +541,48 @@ class LinearState(LayerMemory):
         self.write("u", solve(among.tril(-1), rest.transpose(1, 2)).transpose(1, 2), held.dtype)
         return self._read(weight, q, c, held)
 
-    def _walk(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Tensor:
+    def _walk(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor | None = None, scales: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Either, by a kernel, in float32 whose order is that of the path. beta: None where v is u."""
         kernels, places, (rows, count, heads, width) = _kernels(), self.places, v.shape
         groups, dim = k.shape[2:]
         decays = g.shape[3] if g.dim() == 4 else 1
-        y = torch.zeros(v.shape, dtype=torch.float32)
-        betas = v.new_zeros(rows, count, 0) if beta is None else beta
-        queries, keys, values, logs, scales = (
-            _array(part.float()) for part in (q, k, v, g.reshape(rows, count, heads, decays), betas)
-        )
+        y = torch.empty(v.shape, dtype=torch.float32)
+        none = np.zeros((rows, count, 0), np.float32)
+        queries, keys, logs = (_array(part.float()) for part in (q, k, g.reshape(rows, count, heads, decays)))
+        betas, factors = (none if part is None else _array(part.float()) for part in (beta, scales))
+        skips = none.ravel() if skip is None else _array(skip.float())
+        values, step = _lines(v)
         shapes = {"k": (groups, dim), "u": (heads, width), "e": (heads, decays)}
         planes = {name: self.plane(name, shape, torch.float32) for name, shape in shapes.items()}
-        numbers, plan = _array(places.numbers), places.plan(self.lead)
-        at, held, read = _array(places.walked_at), numbers, planes
+        numbers, plan, read = places.rows_of_planes, places.plan(self.lead), planes
         if places.chain:  # behind the last tokens of the trunk
-            index = np.arange(rows)
             read = {
                 name: torch.cat(
                     (self.rows_of(plane)[:, : self.lead], plane.new_empty(rows, count + 1, *plane.shape[2:])), 1
                 )
                 for name, plane in planes.items()
             }
-            at, held = np.tile(np.arange(count), (rows, 1)), index
+            at, held = np.tile(np.arange(count), (rows, 1)), np.arange(rows)
+        else:
+            at, held = places.sight.at, numbers
         arrays = [_array(plane) for plane in read.values()]
-        kernels.put(held, at, self.lead, keys, values, logs, *arrays)
+        kernels.put(held, at, self.lead, keys, values, step, factors, logs, skips, *arrays, _array(y))
         asked = alike = np.zeros((rows, 0, 0, 0), np.float32)
         if decays == 1:
             asked = kernels.pairs(queries, arrays[0], held, plan.lines, plan.counts)
         if decays == 1 and beta is not None:
             alike = kernels.pairs(keys, arrays[0], held, plan.lines, plan.counts)
         kernels.shared(
-            kernels.walk, rows * heads, _array(self.state((heads, dim, width))), numbers, held, queries, values, scales,
-            at, asked, alike, *arrays, *plan, _array(y),
+            kernels.walk, rows * heads, _array(self.state((heads, dim, width))), numbers, held, queries, values, step,
+            betas, asked, alike, *arrays, *plan, _array(y),
         )  # fmt: skip
         if places.chain:
             self._keep(read)
-        elif places.twins is not None:
-            y = y.gather(1, places.twins.view(rows, count, 1, 1).expand(y.shape))
+        elif not places.sight.alone:
+            y = y[np.arange(rows)[:, None], places.sight.first]
         return y
 
     def _keep(self, read: dict[str, Tensor]) -> None:
@@ -572,13 +623,14 @@ class LinearState(LayerMemory):
 
     def _grow(self, shift: Shift) -> None:
         """By a kernel."""
-        state, rows = self.states["state"], len(shift.base)
+        state, rows, kernels, plan = self.states["state"], len(shift.base), _kernels(), shift.plan(self.lead)
+        if plan.sizes.max() < 2:  # no state further on
+            return
         keys, inputs, decays = (_array(self.planes[name]) for name in ("k", "u", "e"))
-        index, at, none = np.arange(rows), np.zeros((rows, 0), np.int64), np.zeros((1, 0, 0, 0), np.float32)
-        kernels, plan = _kernels(), shift.plan(self.lead)
+        index, none = np.arange(rows), np.zeros((1, 0, 0, 0), np.float32)
         kernels.shared(
-            kernels.walk, rows * state.shape[1], _array(state), index, index, none, none, none[0], at, none, none,
-            keys, inputs, decays, *plan, none,
+            kernels.walk, rows * state.shape[1], _array(state), index, index, none, none.ravel(), 0, none[0], none,
+            none, keys, inputs, decays, *plan, none,
         )  # fmt: skip
 
 
@@ -679,7 +731,23 @@ def _walkable() -> bool:
 
 def _array(tensor: Tensor) -> NDArray[Any]:
     """The same numbers for a kernel, side by side."""
-    return tensor.detach().contiguous().numpy()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.contiguous().numpy()
+
+
+def _lines(x: Tensor) -> tuple[NDArray[Any], int]:
+    """x [R, n, ...] in float32 as one flat array for a kernel, and how far apart its tokens lie there."""
+    x = x.detach().float()
+    size, apart = 1, True
+    for dim in range(x.dim() - 1, 1, -1):
+        apart &= x.stride(dim) == size
+        size *= x.shape[dim]
+    rows, count = x.shape[:2]
+    step = x.stride(1) if count > 1 else x.stride(0)  # torch gives a dimension of one any stride
+    if not apart or (rows > 1 and count > 1 and x.stride(0) != count * step):
+        x, step = x.contiguous(), size
+    return x.as_strided(((rows * count - 1) * step + size,), (1,)).numpy(), step
 
 
 Memory = TypeVar("Memory", bound=LayerMemory)
@@ -797,9 +865,13 @@ class StateCache(ForestCache):
     @contextlib.contextmanager
     def running(self, batch: ForestInput) -> Iterator[None]:
         """A forward is under way. After it the tokens of a chain are part of the states."""
-        self.begin(batch.slots, batch.rows, batch.mask.shape[-1])
         count = batch.tokens.shape[0]
         base = self.base[:count] if batch.rows is None else self.base[batch.rows]
+        if not batch.chain:
+            # while others catch up, a row is asked for tokens of its trunk as well, which no state is left for
+            held = batch.slots < base.unsqueeze(1)
+            batch = dataclasses.replace(batch, slots=torch.where(held, self.slots - 1, batch.slots))
+        self.begin(batch.slots, batch.rows, batch.mask.shape[-1])
         places = self.places = Places(batch, base, self.window, self.slots - 1)
         token = _current.set(self)
         try:

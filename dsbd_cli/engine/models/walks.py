@@ -39,6 +39,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from dsbd_cli.engine.models import lanes
 from dsbd_cli.engine.models.compiled import Compiler
 
 __all__ = [
@@ -46,14 +47,17 @@ __all__ = [
     "LAG",
     "LEAD",
     "Plan",
+    "Sight",
     "chain",
     "convolve",
     "fold",
     "forest",
+    "join",
     "pairs",
     "put",
     "shared",
-    "silu",
+    "sight",
+    "taps",
     "walk",
 ]
 
@@ -65,7 +69,15 @@ LANES = 16 if get_host_cpu_features().get("avx512f") else 8  # numbers of a vect
 SIDE = 4  # vectors of a tile
 TILE = LANES * SIDE  # columns of a state that are worked on together
 MANY, SOME = (6, 3) if LANES == 16 else (3, 2)  # rows of a product whose sums fit into the registers
+AHEAD = 512  # numbers
 compiled = Compiler("recurrent layers")
+
+# see lanes.py: what numba keeps of this file's kernels is made of that one, too
+assert lanes.SOURCE == 0xB1ECB90A, f"lanes.py changed: write {lanes.SOURCE:#x}"
+
+_LOG2E, _LOG2E_REST, _LN2 = np.float32(1.44269502), np.float32(1.92596299e-8), np.float32(0.693147181)
+_SIDE = 4 * lanes.LANES  # channels of a convolution at a time
+_NEAR = 16 * _SIDE  # of which the factors stay close by
 
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
@@ -99,44 +111,6 @@ def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), code
 
 
-@intrinsic
-def _power(context: Any, x: Any) -> Any:
-    """2 to a whole number between -126 and 127, by its bits."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        integer = ir.IntType(32)
-        exponent = builder.add(builder.fptosi(arguments[0], integer), integer(127))
-        return builder.bitcast(builder.shl(exponent, integer(23)), _FLOAT)
-
-    return types.float32(types.float32), code
-
-
-@njit(inline="always")
-def _exp(x):
-    """exp in float32, within 2 units in the last place, in operations that a vector has as well: the library's own
-    differ between the vectors and the numbers that are left over. (Cephes.)"""
-    x = np.float32(-87) if x < np.float32(-87) else x
-    x = np.float32(88) if x > np.float32(88) else x
-    whole = np.floor(_fma(x, np.float32(1.44269504088896341), np.float32(0.5)))
-    rest = _fma(whole, np.float32(-0.693359375), x)
-    rest = _fma(whole, np.float32(2.12194440e-4), rest)
-    total = np.float32(1.9875691500e-4)
-    total = _fma(total, rest, np.float32(1.3981999507e-3))
-    total = _fma(total, rest, np.float32(8.3334519073e-3))
-    total = _fma(total, rest, np.float32(4.1665795894e-2))
-    total = _fma(total, rest, np.float32(1.6666665459e-1))
-    total = _fma(total, rest, np.float32(5.0000001201e-1))
-    total = _fma(total, rest * rest, rest) + np.float32(1)
-    return total * _power(whole)
-
-
-@compiled(types.void(types.float32[::1]))
-def silu(x):
-    """x / (1 + exp(-x)) of a flat array, in place."""
-    for i in range(len(x)):
-        x[i] = x[i] / (np.float32(1) + _exp(-x[i]))
-
-
 class _Vectors:
     """LLVM code over vectors of LANES numbers, which numba lacks."""
 
@@ -154,6 +128,14 @@ class _Vectors:
 
     def load(self, base: Any, at: Any, lane: int = 0) -> Any:
         return self.builder.load(self.place(base, at, lane), align=4)
+
+    def ahead(self, base: Any, at: Any, lane: int, distance: int) -> None:
+        """The vector so many numbers after another will be read: a row's state comes from main memory."""
+        kind = ir.FunctionType(ir.VoidType(), [ir.PointerType(ir.IntType(8)), _INT, _INT, _INT])
+        prefetch = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
+        where = self.builder.gep(base, [self.builder.add(at, at.type(lane * LANES + distance))])
+        where = self.builder.bitcast(where, kind.args[0])
+        self.builder.call(prefetch, [where, _INT(0), _INT(3), _INT(1)])
 
     def wide(self, base: Any, at: Any) -> Any:
         """One number in all lanes."""
@@ -282,6 +264,9 @@ def _addition(rows: int) -> Any:
             for m in range(rows):
                 factor, line = vectors.wide(e, own[m]), builder.add(source_at, builder.mul(source_step, own[m]))
                 sums += [builder.fmul(factor, vectors.load(source, line, lane)) for lane in range(SIDE)]
+                if rows > 1:
+                    for lane in range(SIDE):
+                        vectors.ahead(source, line, lane, AHEAD)
             with vectors.loop(count, sums) as j:
                 place = builder.load(builder.gep(listed, [builder.add(listed_at, j)]))
                 line = builder.add(b_at, builder.mul(b_step, place))
@@ -351,6 +336,76 @@ _F1, _F2, _F3, _F4 = types.float32[::1], types.float32[:, ::1], types.float32[:,
 _B1, _B3 = types.boolean[::1], types.boolean[:, :, ::1]
 
 
+class Sight(NamedTuple):
+    """Where the nodes of a forward stand in the tail and what they see of it.
+
+    seen: [R, n, T] bool, ancestors and the node itself. at: [R, n] place, T where a node is absent. depths: [R, T] of
+    the token in each place. first: [R, n] the first node in each node's place, the node itself where it has none.
+    alone: no place has two.
+    """
+
+    seen: NDArray[np.bool_]
+    at: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    first: NDArray[np.int64]
+    alone: bool
+
+
+@compiled(types.Tuple((_B3, _I2, _I2, _I2, types.boolean))(_B3, _I2, _I2, _I1, types.int64, types.int64))
+def _sight(mask, slots, slot_positions, base, width, trash):
+    rows, nodes, active = mask.shape
+    seen, at = np.zeros((rows, nodes, width), np.bool_), np.empty((rows, nodes), np.int64)
+    depths, first = np.empty((rows, width), np.int64), np.empty((rows, nodes), np.int64)
+    alone = True
+    for r in range(rows):
+        for place in range(width):
+            slot = base[r] + (place - base[r]) % width
+            depths[r, place] = slot_positions[r, min(slot, active - 1)]
+            if slot < active and slot != trash:
+                for i in range(nodes):
+                    seen[r, i, place] = mask[r, i, slot]
+        for i in range(nodes):
+            past = slots[r, i] - base[r]
+            at[r, i], first[r, i] = width, i
+            if slots[r, i] != trash and 0 <= past < width:
+                at[r, i] = slots[r, i] % width
+                for other in range(i):
+                    if at[r, other] == at[r, i]:
+                        first[r, i], alone = other, False
+                        break
+    return seen, at, depths, first, alone
+
+
+def sight(
+    mask: NDArray[np.bool_], slots: NDArray[np.int64], slot_positions: NDArray[np.int64], base: NDArray[np.int64],
+    width: int, trash: int,
+) -> Sight:  # fmt: skip
+    """Of a ForestInput with mask [R, n, S], slots [R, n] and slot_positions [R, S], after trunks of base [R] tokens, in
+    `width` places."""
+    return Sight._make(_sight(mask, slots, slot_positions, base, width, trash))
+
+
+@compiled(types.Tuple((_I1, _I2))(_B3, _I2, _I2, _I2, _I1, _I1, types.int64))
+def taps(seen, at, depths, positions, base, numbers, lead):
+    """Places of the nodes [R * n], and of the last `lead` tokens before each [lead, R * n], the oldest first, in planes
+    [rows, lead + T + 1, ...] laid flat; numbers: [R] rows of the planes."""
+    rows, nodes, width = seen.shape
+    own, back = np.empty(rows * nodes, np.int64), np.empty((lead, rows * nodes), np.int64)
+    for r in range(rows):
+        start = numbers[r] * (lead + width + 1)
+        for i in range(nodes):
+            node = r * nodes + i
+            own[node] = start + lead + at[r, i]
+            for tap in range(lead):  # in the trunk, if they are not seen in the tail
+                place = lead + positions[r, i] - lead + tap - base[r]
+                back[tap, node] = start + min(max(place, 0), lead + width)
+            for place in range(width):
+                past = positions[r, i] - depths[r, place]
+                if seen[r, i, place] and 0 < past <= lead:
+                    back[lead - past, node] = start + lead + place
+    return own, back
+
+
 class Plan(NamedTuple):
     """Which nodes of each row read which state, and which tokens one by one. Places count from the start of a row of
     the planes.
@@ -359,7 +414,7 @@ class Plan(NamedTuple):
     how many, 0 where a node is not answered. groups: [R, g, 3]: the buffer of the state, -1 for the row's own, and
     which nodes of `order` [R, n] read it. sources: [R, g] the buffer that it is made from, where it is made. blocks:
     [R, g, BLOCK] tokens that go into it then. sizes: [R] groups of each row. used: [R, places] places that are needed,
-    and uses: [R] how many. buffers: states at a time. keep: whether the last state of a row replaces its own.
+    and uses: [R] how many. buffers: states at a time. keep: each state of a row replaces its own, whatever the buffers.
     """
 
     lines: NDArray[np.int64]
@@ -404,23 +459,22 @@ def _forest(seen, at, depths, base, lead):
         taken, needed = np.zeros(size, np.bool_), np.zeros(size, np.bool_)
         for i in range(nodes):
             own = at[r, i]
-            if own >= places or (own >= 0 and taken[lead + own]):
+            if own >= places or taken[lead + own]:
                 continue
             before = base[r] - start
             for past in range(before):
                 path[past] = lead - before + past
             length = before
-            if own >= 0:
-                taken[lead + own] = True
-                # depths of what it sees are those of its path
-                path[before : before + places] = -1
-                for place in range(places):
-                    if seen[r, i, place]:
-                        path[before + places - 1 - (depths[r, own] - depths[r, place])] = lead + place
-                for back in range(places):
-                    if path[before + back] >= 0:
-                        path[length] = path[before + back]
-                        length += 1
+            taken[lead + own] = True
+            # depths of what it sees are those of its path
+            path[before : before + places] = -1
+            for place in range(places):
+                if seen[r, i, place]:
+                    path[before + places - 1 - (depths[r, own] - depths[r, place])] = lead + place
+            for back in range(places):
+                if path[before + back] >= 0:
+                    path[length] = path[before + back]
+                    length += 1
             position = start + length - 1
             anchor = max(start, _anchor(position))
             above = 0
@@ -475,8 +529,7 @@ def _forest(seen, at, depths, base, lead):
 def forest(
     seen: NDArray[np.bool_], at: NDArray[np.int64], depths: NDArray[np.int64], base: NDArray[np.int64], lead: int
 ) -> Plan:
-    """Of nodes in planes [rows, lead + T + 1, ...]. seen: [R, n, T]. at: [R, n] places of the tail, -1 of the trunk's
-    last token, T where a node is absent. depths: [R, T]. base: [R] tokens of the trunk."""
+    """Of nodes in planes [rows, lead + T + 1, ...]. seen, at, depths: as in Sight. base: [R] tokens of the trunk."""
     return Plan._make((*_forest(seen, at, depths, base, lead), False))
 
 
@@ -558,20 +611,50 @@ def pairs(q, keys, rows, lines, counts):
     return found
 
 
-@compiled(types.void(_I1, _I2, types.int64, _F4, _F4, _F4, _F4, _F4, _F4))
-def put(rows, at, lead, k, u, g, keys, inputs, decays):
+@compiled(types.void(_I1, _I2, types.int64, _F4, _F1, types.int64, _F3, _F4, _F1, _F4, _F4, _F4, _F4))
+def put(rows, at, lead, k, v, step, scales, g, skip, keys, inputs, decays, y):
     """Store k [R, n, G, N], u [R, n, H, P] and exp of g [R, n, H, 1 or N] in planes [rows, lead + T + 1, ...], the
-    last place of which is nobody's."""
+    last place of which is nobody's. u is v times scales [R, n, H], or v where scales are [R, n, 0]. v: each token's
+    [H, P] is `step` numbers after that of the token before it. y [R, n, H, P] becomes skip [H] times v, or 0 where skip
+    is [0]."""
     places = keys.shape[1] - lead - 1
+    heads, width = inputs.shape[2:]
     for r in range(len(rows)):
         for i in range(at.shape[1]):
-            if 0 <= at[r, i] < places:
-                place = lead + at[r, i]
-                keys[rows[r], place] = k[r, i]
-                inputs[rows[r], place] = u[r, i]
-                for h in range(g.shape[2]):
-                    for n in range(g.shape[3]):
-                        decays[rows[r], place, h, n] = np.exp(g[r, i, h, n])
+            own, place = (r * at.shape[1] + i) * step, lead + at[r, i]
+            for h in range(heads):
+                source, said = v[own + h * width : own + (h + 1) * width], y[r, i, h]
+                factor = skip[h] if len(skip) else np.float32(0)
+                for p in range(width):
+                    said[p] = factor * source[p] if len(skip) else np.float32(0)
+            if at[r, i] >= places:
+                continue
+            keys[rows[r], place] = k[r, i]
+            for h in range(heads):
+                source, target = v[own + h * width : own + (h + 1) * width], inputs[rows[r], place, h]
+                scale = scales[r, i, h] if scales.shape[2] else np.float32(1)
+                for p in range(width):
+                    target[p] = source[p] * scale
+                for n in range(g.shape[3]):
+                    decays[rows[r], place, h, n] = np.exp(g[r, i, h, n])
+
+
+@compiled(types.void(_F3, types.int64, _I1, _I1))
+def join(plane, lead, base, counts):
+    """Take the last `lead` tokens of a trunk that grew by `counts` [R] up front, in a plane [rows, lead + T + 1, size].
+    base: [R] tokens that it had before."""
+    places, size = plane.shape[1:]
+    width, area = places - lead - 1, lanes.LANES * lanes.WORD
+    for r in range(len(base)):
+        for place in range(lead if counts[r] else 0):
+            past = place + counts[r] - lead  # from the end of the trunk as it was
+            source = past + lead if past < 0 else lead + (base[r] + past) % width
+            start = plane.ctypes.data + (r * places + source) * size * lanes.WORD
+            target = plane.ctypes.data + (r * places + place) * size * lanes.WORD
+            for at in range(0, size // lanes.LANES * area, area):
+                lanes.store_f32(target + at, lanes.load_f32(start + at))
+            for c in range(size // lanes.LANES * lanes.LANES, size):
+                plane[r, place, c] = plane[r, source, c]
 
 
 @njit(error_model="numpy", nogil=True)
@@ -582,6 +665,23 @@ def _fade(decays, plane, h, line, factors):
         factors[past] = factor
         factor *= decays[plane, line[past], h, 0]
     return factor
+
+
+@njit(error_model="numpy", nogil=True)
+def _faded(keys, group, decays, plane, h, places, block, e):
+    """block [BLOCK, N] becomes the keys of these tokens, each times the decays after it, e [N] the decays of all."""
+    e[:] = 1
+    for past in range(BLOCK - 1, -1, -1):
+        place = places[past]
+        for n in range(len(e)):
+            block[past, n] = keys[plane, place, group, n] * e[n]
+        if decays.shape[3] == 1:
+            decay = decays[plane, place, h, 0]
+            for n in range(len(e)):
+                e[n] *= decay
+        else:
+            for n in range(len(e)):
+                e[n] *= decays[plane, place, h, n]
 
 
 @njit(error_model="numpy", nogil=True)
@@ -596,15 +696,16 @@ def _weigh(x, keys, group, decays, plane, h, line, weights):
             x[n] *= decays[plane, place, h, n]
 
 
-@compiled(types.void(_F4, _I1, _I1, _F4, _F4, _F3, _I2, _F4, _F4, _F4, _F4, _F4, _I3, _I2, _I2, _I3, _I2, _I3, _I1,
-                     _I2, _I1, types.int64, types.boolean, _F4, types.int64, types.int64))  # fmt: skip
-def walk(state, rows, planes, q, v, beta, at, asked, alike, keys, inputs, decays, lines, counts, order, groups, sources,
-         blocks, sizes, used, uses, buffers, keep, y, first, last):  # fmt: skip
+@compiled(types.void(_F4, _I1, _I1, _F4, _F1, types.int64, _F3, _F4, _F4, _F4, _F4, _F4, _I3, _I2, _I2, _I3,
+                     _I2, _I3, _I1, _I2, _I1, types.int64, types.boolean, _F4, types.int64, types.int64))  # fmt: skip
+def walk(state, rows, planes, q, v, step, beta, asked, alike, keys, inputs, decays, lines, counts, order,
+         groups, sources, blocks, sizes, used, uses, buffers, keep, y, first, last):  # fmt: skip
     """y [R, n, H, P] of the nodes of a Plan, from states [., H, N, P] and planes [., places, ...] as `put` leaves them.
 
-    rows, planes: [R] which of them. beta: [R, n, H], or [R, n, 0] where u is given as it is; else u is made of v and
-    stored, except where at [R, n] is negative. asked, alike: `pairs` of q, and of each node's own key where there are
-    betas; not read where decays are per channel. y of nodes that are not answered stays.
+    rows, planes: [R] which of them. v, step: as in `put`. beta: [R, n, H], or [R, n, 0] where u is given as it is;
+    else u is made of v and stored. asked, alike:
+    `pairs` of q, and of each node's own key where there are betas; not read where decays are per channel. What is
+    found is added to y.
     """
     heads, dim, width = state.shape[1:]
     places, key_heads = keys.shape[1:3]
@@ -646,24 +747,16 @@ def walk(state, rows, planes, q, v, beta, at, asked, alike, keys, inputs, decays
             target, source = groups[r, number, 0], sources[r, number]
             read, read_at, read_step = own, own_at, own_step
             if target >= 0:
-                e[:] = 1
-                for past in range(BLOCK - 1, -1, -1):
-                    place = blocks[r, number, past]
-                    for n in range(dim):
-                        block[past, n] = keys[plane, place, group, n] * e[n]
-                    if single:
-                        decay = decays[plane, place, h, 0]
-                        for n in range(dim):
-                            e[n] *= decay
-                    else:
-                        for n in range(dim):
-                            e[n] *= decays[plane, place, h, n]
-                if source >= 0:
-                    read, read_at, read_step = flat_held, source * area, wide
+                _faded(keys, group, decays, plane, h, blocks[r, number], block, e)
+                made, made_at, made_step = own, own_at, own_step
+                if not keep:
+                    made, made_at, made_step = flat_held, target * area, wide
+                    if source >= 0:
+                        read, read_at, read_step = flat_held, source * area, wide
                 for tile in range(0, wide, TILE):
                     _advance(e, read, read_at + tile, read_step, flat_block, flat_u, tile, wide, flat_blocks,
-                             (r * most + number) * BLOCK, flat_held, target * area + tile, wide)  # fmt: skip
-                read, read_at, read_step = flat_held, target * area, wide
+                             (r * most + number) * BLOCK, made, made_at + tile, made_step)  # fmt: skip
+                read, read_at, read_step = made, made_at, made_step
             for begin in range(groups[r, number, 1], groups[r, number, 2], MANY):
                 count = min(MANY, groups[r, number, 2] - begin)
                 for m in range(count):
@@ -696,41 +789,95 @@ def walk(state, rows, planes, q, v, beta, at, asked, alike, keys, inputs, decays
                     for m in range(count):
                         i = order[r, begin + m]
                         terms, line_at, here = counts[r, i], (r * nodes + i) * (LEAD + 1), m * TILE
-                        if corrects and at[r, i] >= 0:
+                        if corrects:
                             if terms > 1:
                                 _addition_of_one(one, flat_found_key, here, 0, flat_weights_key, m * (LEAD + 1), 1,
                                                  flat_u, tile, wide, flat_lines, line_at, terms - 1, flat_found_key,
                                                  here, 0, 0)  # fmt: skip
                             place, scale = lines[r, i, terms - 1], beta[r, i, h]
+                            given = v[(r * nodes + i) * step + h * width + tile :]
                             for p in range(columns):
-                                made = scale * (v[r, i, h, tile + p] - found_key[m, p])
-                                u[place, tile + p] = made
-                                inputs[plane, place, h, tile + p] = made
+                                corrected = scale * (given[p] - found_key[m, p])
+                                u[place, tile + p] = corrected
+                                inputs[plane, place, h, tile + p] = corrected
                         _addition_of_one(one, flat_found, here, 0, flat_weights, m * (LEAD + 1), 1, flat_u, tile, wide,
                                          flat_lines, line_at, terms, flat_found, here, 0, 0)  # fmt: skip
                         for p in range(columns):
-                            y[r, i, h, tile + p] = found[m, p]
-        if keep and sizes[r] > 1:
+                            y[r, i, h, tile + p] += found[m, p]
+        if keep and wide != width:
             for n in range(dim):
                 for p in range(width):
-                    state[row, h, n, p] = held[0, n, p]
+                    state[row, h, n, p] = trunk[n, p]
 
 
-@compiled(types.void(_F2, _I2, _F2, _F2, _F1, _F2))
-def convolve(plane, back, x, weight, bias, out):
-    """As `scans.convolve`, for inputs that lie in a plane [places, C]: back [J - 1, n] says where, x [n, C] are the
-    nodes' own. weight: [J, C]. bias: [C], or [0]. out: [n, C]."""
-    taps, channels = weight.shape
-    for i in range(len(x)):
-        total = out[i]
-        for tap in range(taps):
-            values = x[i] if tap == taps - 1 else plane[back[tap, i]]
-            factors = weight[tap]
-            if tap == 0:
-                for c in range(channels):
-                    total[c] = values[c] * factors[c]
-            else:
-                for c in range(channels):
-                    total[c] += values[c] * factors[c]
-        for c in range(len(bias)):
-            total[c] += bias[c]
+@njit(error_model="numpy", nogil=True)
+def _silu(x):
+    """x / (1 + exp(-x)), within a few units in the last place."""
+    least = lanes.larger(lanes.splat(-87), lanes.smaller(lanes.sub(lanes.splat(0), x), lanes.splat(87)))
+    power = lanes.mul(least, lanes.splat(_LOG2E))
+    rest = lanes.fma(least, lanes.splat(_LOG2E), lanes.sub(lanes.splat(0), power))  # what that product has lost
+    rest = lanes.fma(least, lanes.splat(_LOG2E_REST), rest)
+    grown = lanes.exp2(power)
+    grown = lanes.fma(grown, lanes.mul(rest, lanes.splat(_LN2)), grown)
+    return lanes.divide(x, lanes.add(lanes.splat(1), grown))
+
+
+@compiled(types.void(_F1, types.int64, _F2, _I1, _I2, _F2, _F1, types.boolean, _F2))
+def convolve(x, step, plane, at, back, weight, bias, smooth, out):
+    """As `scans.convolve`, and silu of it where asked. x: of n nodes, `step` numbers apart. They are stored in a plane
+    [places, C] at [n]; back [J - 1, n] says where what came before them lies there. weight: [C, J]. bias: [C], or [0].
+    out: [n, C]."""
+    channels, taps = weight.shape
+    turned, starts = np.empty((taps, channels), np.float32), np.empty(taps, np.int64)
+    for tap in range(taps):
+        for c in range(channels):
+            turned[tap, c] = weight[c, tap]
+    whole, line, area = channels // _SIDE * _SIDE, channels * lanes.WORD, lanes.LANES * lanes.WORD
+    for first in range(0, whole, _NEAR):
+        count = min(_NEAR, whole - first) // _SIDE
+        for i in range(len(at)):
+            source = x.ctypes.data + (i * step + first) * lanes.WORD
+            target = plane.ctypes.data + at[i] * line + first * lanes.WORD
+            for past in range(0, count * 4 * area, area):
+                lanes.store_f32(target + past, lanes.load_f32(source + past))
+        for i in range(len(at)):
+            for tap in range(taps):
+                place = back[tap, i] if tap < taps - 1 else at[i]
+                starts[tap] = plane.ctypes.data + place * line + first * lanes.WORD
+            for number in range(count):
+                past = number * 4 * area
+                factors = turned.ctypes.data + first * lanes.WORD + past
+                here = starts[0] + past
+                a = lanes.mul(lanes.load_f32(here), lanes.load_f32(factors))
+                b = lanes.mul(lanes.load_f32(here + area), lanes.load_f32(factors + area))
+                c = lanes.mul(lanes.load_f32(here + 2 * area), lanes.load_f32(factors + 2 * area))
+                d = lanes.mul(lanes.load_f32(here + 3 * area), lanes.load_f32(factors + 3 * area))
+                for tap in range(1, taps):
+                    factors += line
+                    here = starts[tap] + past
+                    a = lanes.add(a, lanes.mul(lanes.load_f32(here), lanes.load_f32(factors)))
+                    b = lanes.add(b, lanes.mul(lanes.load_f32(here + area), lanes.load_f32(factors + area)))
+                    c = lanes.add(c, lanes.mul(lanes.load_f32(here + 2 * area), lanes.load_f32(factors + 2 * area)))
+                    d = lanes.add(d, lanes.mul(lanes.load_f32(here + 3 * area), lanes.load_f32(factors + 3 * area)))
+                if len(bias):
+                    here = bias.ctypes.data + first * lanes.WORD + past
+                    a, b = lanes.add(a, lanes.load_f32(here)), lanes.add(b, lanes.load_f32(here + area))
+                    c = lanes.add(c, lanes.load_f32(here + 2 * area))
+                    d = lanes.add(d, lanes.load_f32(here + 3 * area))
+                if smooth:
+                    a, b, c, d = _silu(a), _silu(b), _silu(c), _silu(d)
+                here = out.ctypes.data + i * line + first * lanes.WORD + past
+                lanes.store_f32(here, a)
+                lanes.store_f32(here + area, b)
+                lanes.store_f32(here + 2 * area, c)
+                lanes.store_f32(here + 3 * area, d)
+    for i in range(len(at)):
+        plane[at[i], whole:] = x[i * step + whole : i * step + channels]
+    for i in range(len(at)):
+        for c in range(whole, channels):
+            total = plane[back[0, i] if taps > 1 else at[i], c] * turned[0, c]
+            for tap in range(1, taps):
+                total += plane[back[tap, i] if tap < taps - 1 else at[i], c] * turned[tap, c]
+            if len(bias):
+                total += bias[c]
+            out[i, c] = lanes.first(_silu(lanes.splat(total))) if smooth else total
