@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from dsbd_cli.engine.models import selftest
 from dsbd_cli.engine.models.adapter import MaskPlan
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.selftest import CEILINGS, LIMITS, PROMPT, limit_for, self_test

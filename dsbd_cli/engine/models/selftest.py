@@ -41,9 +41,9 @@ OUTLIER = 3
 # Root mean square of a node's logit error, relative to the spread of its logits. Wrong masks give 0.2 and more at most
 # nodes; rounding gives up to a third of the limit at the median, and now and then more (an expert chosen otherwise).
 LIMITS = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-# Some checkpoints round worse (Qwen2.5-Coder-0.5B in float32: 1.2e-4; Gemma-3-270m in bfloat16: 5e-2 at the median, 0.22
+# Some checkpoints round worse (Qwen2.5-Coder-0.5B in float32: 1.2e-4; Gemma-3-270m in bfloat16: 5e-2 at the median, 0.2
 # at most). Such a one may be off by so many times what its ordinary forward moves when the same sequences are padded on
-# the right, up to the ceiling. In half types a hidden token gives no more than 8.5e-2 in some models.
+# the right, up to the ceiling. In bfloat16 a hidden token gives no more than 8.5e-2 in some models.
 TIMES_ROUNDING = 4
 PADDING = 21
 CEILINGS = {torch.float32: 1e-3, torch.float16: 2.7e-2, torch.bfloat16: 8e-2}
