@@ -3,6 +3,7 @@ put to work in whole models."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -158,6 +159,16 @@ def test_models_whose_layers_run_as_kernels(family: str) -> None:
     fused.undo()
     with torch.inference_mode():
         assert torch.allclose(model(input_ids=tokens).logits, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_kernels_of_the_cpu_need_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards machines without a GPU, where torch brings none: an import that fails would undo everything."""
+    for name in [name for name in sys.modules if name.startswith("triton") or name.startswith("dsbd_cli.kernels.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    model = widened("llama")
+    fused = fuse(model, layer_kernels(torch.device("cpu")), lambda joined: pack(model, joined))
+    assert fused.counts == FOUND["llama"]
 
 
 def test_widths_that_the_kernels_do_not_take_stay() -> None:

@@ -248,10 +248,10 @@ def _plain_linear(module: object) -> bool:
 
 def _products(model: nn.Module, kernels: LayerKernels, fused: Fused) -> None:
     """Replace the plain products, the head's too. Those that were merged call the kernel by themselves."""
-    from dsbd_cli.kernels.products import linear_fits
-
     if kernels.linear is None:
         return
+    from dsbd_cli.kernels.products import linear_fits
+
     for module in model.modules():
         linear: Any = module
         if _plain_linear(module) and linear_fits(linear.weight, linear.bias):
