@@ -190,9 +190,7 @@ class Product:
     """
 
     parts: list[int]
-    _x: Tensor | None = None
-    _result: Tensor | None = None
-    _left = 0
+    _kept: tuple[Tensor, Tensor, int] | None = None  # input, result, and how many layers have not asked for it
 
     def compute(self, x: Tensor) -> Tensor:
         """x [..., i] -> [..., o], the outputs of all layers side by side."""
@@ -202,12 +200,9 @@ class Product:
         """As `compute`, once for one tensor: it is kept until each layer has asked."""
         if len(self.parts) == 1:
             return self.compute(x)
-        if self._x is not x or self._result is None:
-            self._x, self._left = x, len(self.parts)
-            self._result = self.compute(x)
-        result, self._left = self._result, self._left - 1
-        if not self._left:
-            self._x = self._result = None
+        kept = self._kept  # read once: another thread may change it
+        result, left = (self.compute(x), len(self.parts)) if kept is None or kept[0] is not x else kept[1:]
+        self._kept = (x, result, left - 1) if left > 1 else None
         return result
 
 
