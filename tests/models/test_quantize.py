@@ -198,8 +198,7 @@ def test_layers_that_read_one_tensor_share_its_integers() -> None:
     x, y = inputs(5), inputs(5, seed=9)
     with torch.inference_mode():
         expected = left(y), right(y)  # the second takes what the first has made, and nothing is left of it
-        assert left.product._x is None
-        assert left.product._result is None
+        assert left.product._kept is None
         left(x)  # nobody asks for the second half
         assert torch.equal(right(y), expected[1])
         assert torch.equal(left(y), expected[0])
