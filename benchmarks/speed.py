@@ -14,6 +14,7 @@ import itertools
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,11 @@ def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Ben
     ours, plain = copies[0], copies[-1]
     tokenizer = load_tokenizer(Path(resolve("builtin:target").path), ModelSpec("builtin:target"))
     codec = HFCodec(tokenizer, eos_ids(ours[0], tokenizer))
-    for model in ours:
-        pack(model)
-        if device == "cuda" and available():
-            fuse(model, layer_kernels(faults(torch.device(device))))
+    for model in ours:  # as they are loaded
+        if device == "cpu":
+            fuse(model, layer_kernels(torch.device(device)), partial(pack, model))
+        elif available():
+            fuse(model, layer_kernels(torch.device(device), faults(torch.device(device))))
     target, draft = (CausalForestModel(model, name) for model, name in zip(ours, (shape, draft_shape), strict=True))
     target.invariant = is_invariant(target)
     shares = [(count + place) // len(TASKS) for place in range(len(TASKS))]

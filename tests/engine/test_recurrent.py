@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.decoding.planner import Shape
 from dsbd_cli.engine.models.causal import CausalForestModel
@@ -165,3 +167,30 @@ def test_three_hundred_tokens_do_not_drift(family: str) -> None:
             total = torch.log_softmax(logits, -1).gather(1, ids[0, 3:, None]).sum().item()
             assert abs(total - hypothesis.logprob) < 2e-3
             assert len(hypothesis.token_ids) == 300
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "mamba2"])
+def test_a_draft_that_rested_reads_a_prompt_into_states_that_begin_anew(family: str) -> None:
+    """While other rows draft, a row that came in meanwhile moves on with them, before the draft has read its prompt.
+    Guards states of the draft that stand behind a prompt which is read from its beginning; 21 is no multiple of 8."""
+    target, draft = (CausalForestModel(model(family), role) for role in ("target", "draft"))
+    caches = Caches(target, draft, large_steps=False, moving=lambda: None)
+    caches.begin(share=False)
+    caches.reserve(1, 64, 16)
+    prompt = torch.randint(3, V, (22,), generator=torch.Generator().manual_seed(3)).tolist()
+    same, trunk = torch.tensor([[19, 20]]), torch.tensor([21])
+    positions = torch.arange(64)[None]
+    logits = []
+    for rested in (False, True):
+        caches.admit(0, prompt)
+        if rested:
+            caches.move(same, same, trunk, trunk, draft=True)
+        caches.prefill_draft({0: prompt})
+        last = torch.tensor([[prompt[-1]]])
+        seen = (positions <= 21)[:, None]
+        logits.append(draft.forward(ForestInput(last, torch.tensor([[21]]), torch.tensor([[21]]), seen, positions)))
+    fresh, found = logits
+    assert fresh is not None
+    assert found is not None
+    assert torch.equal(found, fresh)
+    caches.release()

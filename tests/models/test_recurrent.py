@@ -3,7 +3,6 @@ keeps one state per row."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -274,27 +273,31 @@ def test_nan_of_a_failed_row_is_cleared() -> None:
 def test_tokens_of_the_trunk_are_not_run_again(name: str, walked: bool) -> None:
     """While other rows catch up, a draft is asked for tokens that its state holds. Guards inputs added twice, and keys
     of attention layers that are made anew of a state that lies behind them. The base is where an anchor begins."""
-    base, count = 24, 30
-    tokens = torch.randint(3, V, (1, count), generator=torch.Generator().manual_seed(5))
-    everything = torch.arange(count)[None]
-    seen = torch.ones(1, count, count, dtype=torch.bool).tril()
+    base, count, behind = 24, 30, 5  # the second row stands so many tokens further back, and is asked for new ones
+    tokens = torch.randint(3, V, (2, count), generator=torch.Generator().manual_seed(5))
+    everything = torch.arange(count).expand(2, -1)
+    seen = torch.ones(count, count, dtype=torch.bool).tril()
 
-    def part(places: list[int]) -> ForestInput:
-        at = torch.tensor([places])
-        return ForestInput(tokens[:, places], at, at, seen[:, places], everything)
+    def part(places: list[int], other: list[int] | None = None) -> ForestInput:
+        at = torch.tensor([places, [place - behind for place in places] if other is None else other])
+        return ForestInput(tokens.gather(1, at), at, at, seen[at], everything)
 
     found = []
     for again in ([], [base - 3, base - 2, base - 1]):
         forest = CausalForestModel(build(name), name)
-        forest.reserve(1, count + 1, 8)
-        prompt = part(list(range(base - 2)))
-        forest.forward(dataclasses.replace(prompt, rows=torch.tensor([0]), chain=True), logits=False)
+        forest.reserve(2, count + 1, 16)
+        for row, length in enumerate((base - 2, base - 2 - behind)):
+            prompt = part(list(range(length)), list(range(length)))
+            one = [getattr(prompt, name)[row : row + 1] for name in ("tokens", "positions", "slots", "mask")]
+            chain = ForestInput(*one, everything[:1], rows=torch.tensor([row]), chain=True)
+            forest.forward(chain, logits=False)
         forest.forward(part([base - 2, base - 1]), logits=False)
-        same = torch.tensor([[base - 2, base - 1]])
-        forest.move(same, same, torch.tensor([base]))
-        beside = forest.forward(part([*again, base]))
-        after = forest.forward(part([base + 1, base + 2]))
+        same = part([base - 2, base - 1]).slots
+        forest.move(same, same, torch.tensor([base, base - behind]))
+        fresh = list(range(base - behind, base - behind + len(again)))
+        beside = forest.forward(part([*again, base], [*fresh, base - behind + len(again)]))
+        after = forest.forward(part([base + 1, base + 2], [base + 1, base + 2]))
         assert beside is not None
         assert after is not None
-        found.append(torch.cat((beside[:, len(again) :], after), 1))
+        found.append(torch.cat((beside[0, len(again) :], after[0])))
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)

@@ -252,7 +252,7 @@ def test_what_is_stored_is_scaled_and_y_begins_with_the_skipped_part() -> None:
 def test_the_last_tokens_of_the_trunk_come_up_front(count: int) -> None:
     """As in tensor code, in rows whose trunk grows and rows whose trunk does not."""
     width, base = LEAD + 5, torch.tensor([4, 40, 7])
-    plane = torch.randn(3, LEAD + width + 1, walks.LANES + 3, generator=torch.Generator().manual_seed(count))
+    plane = torch.randn(3, LEAD + width + 1, walks.lanes.LANES + 3, generator=torch.Generator().manual_seed(count))
     nobody = torch.empty(0, dtype=torch.int64)
     counts = torch.tensor([count, 0, 1])
     shift = Shift(nobody, nobody, base, base + counts, width, int(counts.max()))
@@ -321,7 +321,7 @@ def test_states_are_overwritten_when_nobody_needs_them() -> None:
     )  # the last token of a branch is the one before a block's end
 
 
-CHANNELS = 1024 + 37  # more than a block of them, and a rest that fills no vector
+CHANNELS = 2 * 1024 + 64 + 37  # blocks of them, vectors, and a rest that fills none
 
 
 def convolved(x: Tensor, step: int, weight: Tensor, bias: Tensor | None, *, smooth: bool) -> NDArray[Any]:
@@ -361,3 +361,7 @@ def test_silu() -> None:
     expected = torch.nn.functional.silu(x.double()).numpy()
     assert (np.abs(found - expected) <= 1e-6 * np.abs(expected) + 1e-36 * x.abs().numpy()).all()
     assert np.isnan(convolved(torch.full((1, CHANNELS), torch.nan), CHANNELS, weight, None, smooth=True)).all()
+    for moved in (x[:1], x[:, 1:]):  # in other company, and in another place
+        count, channels = moved.shape
+        alone = convolved(moved, channels, weight[:channels], None, smooth=True)
+        assert (alone == found[:count, CHANNELS - channels :]).all()

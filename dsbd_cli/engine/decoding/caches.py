@@ -186,6 +186,10 @@ class Caches:
     def _prefill(self, place: int, prompts: Mapping[int, Sequence[int]], *, apart: bool) -> dict[int, int]:
         model, index, trash = self.models[place], self._indexes.get(place), self.slots - 1
         if index is None:
+            for row in prompts if place and self.lagging else ():
+                model.clear(
+                    row
+                )  # while it rested its states moved on with the trunk, over a prompt that it had not read
             prefill(model, list(prompts), list(prompts.values()), trash=trash, apart=apart)
             return {}
         found: dict[int, int] = {}

@@ -33,6 +33,7 @@ TOKENS = 24
 LIMITS = {torch.float32: 1e-5}  # of what a module computes; else half a last bit, about
 QKV = ("q_proj", "k_proj", "v_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
+NOTHING: dict[str, Any] = {"attention_mask": None, "past_key_values": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class LayerKernels:
     merges: bool = True
 
     @property
-    def any(self) -> bool:
+    def present(self) -> bool:
         """Whether there is one."""
         return any(one is not None for one in (self.norm, self.gated, self.rotate, self.linear))
 
@@ -145,7 +146,7 @@ def fuse(model: Any, kernels: LayerKernels, pack: Pack | None = None) -> Fused:
 
     pack: packs the model's products, those of one input as one, and says how many; on the CPU. Products stay the
     library's where they are at fault. Nothing is changed where the model's logits would not be the same even then, up
-    to rounding, or a kernel cannot run.
+    to rounding, or a kernel cannot run. Hooks on what a layer is made of are not called afterwards.
     """
     fused = _tried(model, kernels, pack)
     return _tried(model, replace(kernels, linear=None)) if fused.undone and kernels.linear is not None else fused
@@ -154,7 +155,7 @@ def fuse(model: Any, kernels: LayerKernels, pack: Pack | None = None) -> Fused:
 def _tried(model: Any, kernels: LayerKernels, pack: Pack | None = None) -> Fused:
     """All of the kernels, or nothing."""
     fused = Fused()
-    with suppress(Exception), _cheap(model if kernels.any else None):
+    with suppress(Exception), _cheap(model if kernels.present else None):
         norms = _norms(model, kernels, fused)
         _gated(model, kernels, fused)
         _attentions(model, kernels, fused, norms)
@@ -191,7 +192,11 @@ def _cheap(model: nn.Module | None) -> Iterator[None]:
     without reading the weights, which takes seconds."""
     generator = torch.Generator().manual_seed(23)
     modules = () if model is None else model.modules()
-    linears: list[Any] = [one for one in modules if _plain_linear(one) and next(one.parameters()).device.type == "cpu"]
+    linears: list[Any] = [
+        one
+        for one in modules
+        if _plain_linear(one) and "forward" not in vars(one) and next(one.parameters()).device.type == "cpu"
+    ]
     for linear in linears:
         linear.forward = _chosen(linear, generator)
     try:
@@ -281,12 +286,14 @@ class _Norm:
         return self.eps, self.one_more
 
 
-def _norms(model: nn.Module, kernels: LayerKernels, fused: Fused) -> dict[nn.Module, _Norm]:
+def _norms(model: Any, kernels: LayerKernels, fused: Fused) -> dict[nn.Module, _Norm]:
     """Replace the root mean square norms; what each computes."""
     found: dict[nn.Module, _Norm] = {}
     for module in model.modules():
         norm = None if kernels.norm is None else _as_norm(module)
-        if kernels.norm is None or norm is None or not kernels.take(len(norm.weight), norm.weight):
+        if kernels.norm is None or norm is None or norm.weight.dtype != model.dtype:
+            continue
+        if not kernels.take(len(norm.weight), norm.weight):
             continue
         if len(norm.weight) > kernels.widest:
             continue
@@ -312,8 +319,6 @@ def _as_norm(module: nn.Module) -> _Norm | None:
     if len(inspect.signature(module.forward).parameters) != 1:  # one that is given a gate, too (Mamba-2)
         return None
     x = _noise(module, 3, len(weight)) * 3 + 1  # a mean, so that a norm which subtracts it (Cohere) differs
-    if x.dtype != weight.dtype:
-        return None
     with suppress(Exception):
         wanted = module(x)
         ours = {one_more: norm_twin(x, None, weight, eps, one_more)[0] for one_more in (False, True)}
@@ -331,7 +336,7 @@ class _Joined:
     def __init__(self, kernels: LayerKernels, fused: Fused, parent: nn.Module, names: tuple[str, ...]) -> None:
         self._parent, self._names = parent, names
         self._product: Callable[..., Tensor] | None = None
-        self._layers: list[Any] = []
+        self._known: list[Any] = []
         self._whole: Product | None = None
         linears = tuple(getattr(parent, name) for name in names)
         if not kernels.merges:
@@ -348,8 +353,11 @@ class _Joined:
         if self._product is not None:
             return self._product(x, self._weight, self._bias)
         layers: list[Any] = [self._parent._modules[name] for name in self._names]
-        if layers != self._layers:  # they have been packed, or made int8
-            self._layers, self._whole = layers, whole(layers)
+        if layers != self._known:  # they have been packed, or made int8
+            self._whole = whole(layers)
+            self._known = (
+                [] if self._whole is None else layers
+            )  # plain ones are not held: their weights are to be freed
         return torch.cat([layer(x) for layer in layers], -1) if self._whole is None else self._whole.compute(x)
 
 
@@ -484,7 +492,7 @@ def _asked(
     angles = _noise(module, 1, count, dim).float()
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     with suppress(Exception), _noted(module.config) as calls:
-        result = module(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None, past_key_values=None)
+        result = module(hidden_states=x, position_embeddings=(cos, sin), **NOTHING)
         if (
             len(calls) != 1
             or not isinstance(result, tuple)
@@ -498,6 +506,9 @@ def _asked(
         query = rotate_twin(both, cos, sin, torch.arange(count, device=x.device), keys, values, *heads)
         same = _close(query, call.query)
         same = same and _close(keys.transpose(1, 2), call.key) and _close(values.transpose(1, 2), call.value)
+        with suppress(Exception):  # one that rotates as much of a head as it is given angles for would do so here, too
+            module(hidden_states=x, position_embeddings=(cos[..., : dim // 2], sin[..., : dim // 2]), **NOTHING)
+            return None
         if same and _close(module.o_proj(query.transpose(1, 2).reshape(1, count, -1)), result[0]):
             return dict(call.more)
     return None

@@ -306,7 +306,7 @@ def pack(model: nn.Module, joined: Collection[tuple[nn.Module, Sequence[str]]] =
         product = PackedProduct(layers)
         for part, ((parent, name), layer) in enumerate(zip(group, layers, strict=True)):
             setattr(parent, name, PackedLinear(layer, product, part))
-        del layers
+        del layers, layer
     return len(found)
 
 

@@ -186,7 +186,7 @@ def _fused(model: Any, spec: ModelSpec, *, exact: bool) -> Fused:
         return fuse(model, layer_kernels(device, {*faults(device), *(() if exact else ("linear",))}))
     kernels = LayerKernels(None, None, None)
     hooked = any(hasattr(module, "_hf_hook") for module in model.modules())  # accelerate's, which are forwards too
-    if spec.kernels and not hooked and {parameter.device.type for parameter in model.parameters()} == {"cpu"}:
+    if not hooked and {parameter.device.type for parameter in model.parameters()} == {"cpu"}:
         kernels = layer_kernels(torch.device("cpu"))
     return fuse(model, kernels, partial(_pack, model, spec))
 

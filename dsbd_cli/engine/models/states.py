@@ -112,7 +112,7 @@ class Places:
     @cached_property
     def numbers(self) -> Tensor:
         """[R] int64, the same as `rows`, never None."""
-        return torch.arange(self.count, device=self.at.device) if self.rows is None else self.rows
+        return torch.arange(self.count, device=self.base.device) if self.rows is None else self.rows
 
     @cached_property
     def _slots(self) -> tuple[Tensor, Tensor]:
@@ -868,7 +868,7 @@ class StateCache(ForestCache):
         count = batch.tokens.shape[0]
         base = self.base[:count] if batch.rows is None else self.base[batch.rows]
         if not batch.chain:
-            # while others catch up, a row is asked for tokens of its trunk as well, which no state is left for
+            # while other rows catch up, a row may be asked for tokens that its states hold: these are not stored
             held = batch.slots < base.unsqueeze(1)
             batch = dataclasses.replace(batch, slots=torch.where(held, self.slots - 1, batch.slots))
         self.begin(batch.slots, batch.rows, batch.mask.shape[-1])

@@ -294,7 +294,7 @@ def _processor_kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
     linear = f"{ours} of {len(layers)} linear layers run as kernels of numba"
     linear += ", and so does attention" if attention else "; torch computes attention"
     others = ", ".join(f"{count} x {name}" for name, count in fused.items())
-    return "ok", linear + (f"; of the target's other modules run so: {others}" if others else ""), facts
+    return "ok", linear + (f"; other modules of the target that do: {others}" if others else ""), facts
 
 
 def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:

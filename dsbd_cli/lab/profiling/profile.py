@@ -530,7 +530,8 @@ def _rest(run: Run) -> float:
 def _forests(method: MethodConfig) -> list[MethodConfig]:
     """What is drafted to know how much other K and D would accept. The forests in use, because larger ones stop where
     drafting is hard, and so begin there too; and larger ones, from which those of smaller K are replayed. A drafter
-    that reads text chooses other nodes for each K, so it drafts for each."""
+    that reads text alone chooses other nodes for each K, so it drafts for each. Of two drafters the nodes of the second
+    are replayed as if they stood behind those of the first at every K."""
     drafts, depth = _drafts(method), max(method.depth, LEAST_DEPTH)
     sizes = drafts[-1:] if method.needs_draft else drafts
     return list(dict.fromkeys([method, *(replace(method, drafts_per_layer=k, depth=depth) for k in sizes)]))
