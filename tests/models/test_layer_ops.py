@@ -198,6 +198,19 @@ def test_attention_that_rotates_a_part_of_a_head_is_left_alone() -> None:
     self_test(CausalForestModel(model, "nemotron"))
 
 
+@DTYPES
+def test_attention_with_angles_of_another_dtype_is_left_alone(dtype: torch.dtype) -> None:
+    """Guards OLMo, whose angles are float32 in every dtype: one kernel that cannot run would undo all others."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 97}
+    torch.manual_seed(0)
+    config = transformers.OlmoConfig(**sizes, num_attention_heads=2)
+    model = transformers.OlmoForCausalLM(config).eval().requires_grad_(False).to(dtype)
+    fused = fuse(model, layer_kernels(torch.device("cpu")), lambda joined: pack(model, joined))
+    assert fused.counts.get("rotate", 0) == (dtype == torch.float32)
+    assert fused.counts["gated"] == 1
+    self_test(CausalForestModel(model, "olmo"))
+
+
 def test_a_forward_that_a_layer_was_given_stays() -> None:
     """Guards a patched layer that loses its patch while modules are asked, or is packed without it."""
     model = widened("llama")

@@ -33,7 +33,6 @@ TOKENS = 24
 LIMITS = {torch.float32: 1e-5}  # of what a module computes; else half a last bit, about
 QKV = ("q_proj", "k_proj", "v_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
-NOTHING: dict[str, Any] = {"attention_mask": None, "past_key_values": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +101,15 @@ def layer_kernels(device: torch.device, without: Collection[str] = ()) -> LayerK
 @dataclass(slots=True)
 class Fused:
     """What was changed, by kind; `undo` takes all of it back, and `undone` says so. joined: modules, and the names of
-    their products that are handed one input, and wait for being packed as one."""
+    their products that are handed one input, and wait for being packed as one. misfits: modules that turn out to be
+    given what their kernel does not take."""
 
     counts: dict[str, int] = field(default_factory=dict)
     forwards: dict[nn.Module, Callable[..., Any]] = field(default_factory=dict)
     undone: bool = False
     joined: list[tuple[nn.Module, tuple[str, ...]]] = field(default_factory=list)
     packed: int = 0
+    misfits: set[nn.Module] = field(default_factory=set)
 
     def undo(self) -> None:
         """The modules run as transformers has them; merged weights stay merged, as parts of one buffer or product."""
@@ -130,6 +131,13 @@ class Fused:
     def _rest(self) -> None:
         for module in self.forwards:
             module.__dict__.pop("forward", None)
+
+    def _leave(self, kind: str, modules: set[nn.Module]) -> None:
+        for module in modules & {*self.forwards}:
+            del module.__dict__["forward"], self.forwards[module]
+            self.counts[kind] -= 1
+        if self.counts.get(kind) == 0:
+            del self.counts[kind]
 
     def _replace(self, kind: str, module: nn.Module, forward: Callable[..., Any]) -> None:
         module.forward = self.forwards[module] = forward
@@ -165,6 +173,7 @@ def _tried(model: Any, kernels: LayerKernels, pack: Pack | None = None) -> Fused
     with suppress(Exception):
         _products(model, kernels, fused)
         if not fused.counts or _same_logits(model, fused):
+            fused._leave("rotate", fused.misfits)
             return fused
     fused.undo()
     return fused
@@ -464,7 +473,7 @@ def _attentions(model: nn.Module, kernels: LayerKernels, fused: Fused, norms: di
         more = _asked(module, kernels, linears, heads)
         if more is not None:
             joined = _Joined(kernels, fused, module, QKV)
-            fused._replace("rotate", module, _attention_forward(kernels.rotate, joined, module, heads, more))
+            fused._replace("rotate", module, _attention_forward(kernels.rotate, fused, joined, module, heads, more))
 
 
 def _head_norms(module: Any, found: list[nn.Module], norms: dict[nn.Module, _Norm]) -> tuple[Any, ...] | None:
@@ -492,7 +501,7 @@ def _asked(
     angles = _noise(module, 1, count, dim).float()
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     with suppress(Exception), _noted(module.config) as calls:
-        result = module(hidden_states=x, position_embeddings=(cos, sin), **NOTHING)
+        result = module(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None, past_key_values=None)
         if (
             len(calls) != 1
             or not isinstance(result, tuple)
@@ -506,18 +515,21 @@ def _asked(
         query = rotate_twin(both, cos, sin, torch.arange(count, device=x.device), keys, values, *heads)
         same = _close(query, call.query)
         same = same and _close(keys.transpose(1, 2), call.key) and _close(values.transpose(1, 2), call.value)
-        with suppress(Exception):  # one that rotates as much of a head as it is given angles for would do so here, too
-            module(hidden_states=x, position_embeddings=(cos[..., : dim // 2], sin[..., : dim // 2]), **NOTHING)
-            return None
         if same and _close(module.o_proj(query.transpose(1, 2).reshape(1, count, -1)), result[0]):
             return dict(call.more)
     return None
 
 
 def _attention_forward(
-    kernel: Callable[..., Tensor], joined: _Joined, module: Any, heads: tuple[Any, ...], more: dict[str, object]
+    kernel: Callable[..., Tensor],
+    fused: Fused,
+    joined: _Joined,
+    module: Any,
+    heads: tuple[Any, ...],
+    more: dict[str, object],
 ) -> Callable[..., Any]:
-    """The module's forward over a packed forest; anything else goes the stock way."""
+    """The module's forward over a packed forest; anything else goes the stock way. Where the model's angles are of
+    another dtype (OLMo), or of a part of a head, the module is noted as a misfit."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     stock = module.forward
@@ -533,6 +545,10 @@ def _attention_forward(
         planes = past_key_values.planes(module.layer_idx) if isinstance(past_key_values, ForestCache) else None
         if planes is not None and not serving:
             serving.append(ALL_ATTENTION_FUNCTIONS.get(module.config._attn_implementation))
+        cos = None if position_embeddings is None else position_embeddings[0]
+        if cos is not None and (cos.dtype != hidden_states.dtype or cos.shape[-1] != module.head_dim):
+            fused.misfits.add(module)
+            planes = None
         if planes is None or position_embeddings is None or (attend := serving[0]) is None:
             return stock(
                 hidden_states=hidden_states,
