@@ -129,10 +129,10 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
 LAYERS = 2
 # what is found in two layers whose widths the kernels take; qwen3 and gemma3 have norms of heads
 FOUND = {
-    "llama": {"norm": 2 * LAYERS + 1, "gated": LAYERS, "rotate": LAYERS, "layer": LAYERS},
-    "qwen2": {"norm": 2 * LAYERS + 1, "gated": LAYERS, "rotate": LAYERS, "layer": LAYERS},
-    "qwen3": {"norm": 4 * LAYERS + 1, "gated": LAYERS, "rotate": LAYERS, "layer": LAYERS},
-    "gemma3 window": {"norm": 6 * LAYERS + 1, "gated": LAYERS, "rotate": LAYERS},
+    "llama": {"norm": 2 * LAYERS + 1, "gated": LAYERS, "rotate": LAYERS, "layer": LAYERS, "recorded": LAYERS},
+    "qwen2": {"norm": 2 * LAYERS + 1, "gated": LAYERS, "rotate": LAYERS, "layer": LAYERS, "recorded": LAYERS},
+    "qwen3": {"norm": 4 * LAYERS + 1, "gated": LAYERS, "rotate": LAYERS, "layer": LAYERS, "recorded": LAYERS},
+    "gemma3 window": {"norm": 6 * LAYERS + 1, "gated": LAYERS, "rotate": LAYERS, "recorded": LAYERS},
     "gpt2": {},
 }
 

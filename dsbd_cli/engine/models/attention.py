@@ -38,7 +38,7 @@ from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.models import tail
 from dsbd_cli.engine.models.tail import Paths
 
-__all__ = ["NAME", "Blocks", "Sight", "grouped_attention", "seeing", "use_grouped_attention"]
+__all__ = ["NAME", "Blocks", "Sight", "current", "grouped_attention", "seeing", "use_grouped_attention"]
 
 NAME = "dsbd_grouped"
 SETTLED_STEP = 32  # settled slots are counted in such steps: an odd remainder takes another kernel
@@ -146,6 +146,23 @@ class Sight:
             self._paths[key] = Paths.of(seen, at[:, 0].contiguous(), depth.argsort(dim=1, stable=True))
         return self._paths[key]
 
+    def known_paths(self, mask: Tensor) -> Iterator[tuple[bool, Paths]]:
+        """The paths that layers have asked for, each with whether all slots are tail."""
+        for whole, part in ((False, self), (True, self._all_tail)):
+            if part is not None and (found := part._paths.get(self._key(mask))) is not None:
+                yield whole, found
+
+    def swap_paths(self, mask: Tensor, whole: bool, paths: Paths) -> Paths:
+        """Have layers go by other paths, of those known; what they were."""
+        part = self.all_tail() if whole else self
+        before, part._paths[self._key(mask)] = part._paths[self._key(mask)], paths
+        return before
+
+    @property
+    def windowed(self) -> bool:
+        """There are layers whose nodes do not see all settled slots."""
+        return any(head is not None for head in self._heads.values())
+
     def tail(self, mask: Tensor) -> Tensor:
         """[R, 1, 1, n, T] float32, to be added to the scores of the tail."""
         key = self._key(mask)
@@ -245,6 +262,11 @@ def seeing(sight: Sight | Blocks | None) -> Iterator[None]:
         yield
     finally:
         _sight.reset(token)
+
+
+def current() -> Sight | Blocks | None:
+    """What forwards go by now."""
+    return _sight.get()
 
 
 def grouped_attention(

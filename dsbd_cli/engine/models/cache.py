@@ -120,12 +120,18 @@ class ForestCache(Cache):
         self._plane_specs: dict[tuple[int, int], PlaneSpec] = {}  # (layer, 0 keys / 1 values)
         self._slabs: dict[PlaneSpec, Tensor] = {}  # [P, R, S, H * E]
         self._write: Write | None = None
+        self.replays: Any = None  # recordings of the layers that use this cache: see replay.py
         self.kernel = False  # slots are moved by the kernel `move`, where it fits
 
     @property
     def active(self) -> int:
         """S of the forward that is under way."""
         return self._write.active if self._write else 0
+
+    @property
+    def under_way(self) -> Write | None:
+        """Where the forward that is under way, or the last one, writes."""
+        return self._write
 
     @property
     def dtype(self) -> torch.dtype:

@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 from dsbd_cli.engine.models import layer_ops
 from dsbd_cli.engine.models.cache import ForestCache
 from dsbd_cli.engine.models.packing import Product, whole
+from dsbd_cli.engine.models.replay import in_line
 from dsbd_cli.engine.models.selftest import PADDING, limit_for
 from dsbd_cli.kernels.twins import gated_twin, norm_twin, rotate_fits, rotate_twin
 
@@ -106,6 +107,7 @@ class Fused:
 
     counts: dict[str, int] = field(default_factory=dict)
     forwards: dict[nn.Module, Callable[..., Any]] = field(default_factory=dict)
+    kinds: dict[nn.Module, str] = field(default_factory=dict)
     undone: bool = False
     joined: list[tuple[nn.Module, tuple[str, ...]]] = field(default_factory=list)
     packed: int = 0
@@ -141,6 +143,7 @@ class Fused:
 
     def _replace(self, kind: str, module: nn.Module, forward: Callable[..., Any]) -> None:
         module.forward = self.forwards[module] = forward
+        self.kinds[module] = kind
         self.counts[kind] = self.counts.get(kind, 0) + 1
 
 
@@ -174,6 +177,8 @@ def _tried(model: Any, kernels: LayerKernels, pack: Pack | None = None) -> Fused
         _products(model, kernels, fused)
         if not fused.counts or _same_logits(model, fused):
             fused._leave("rotate", fused.misfits)
+            if not kernels.merges:
+                _recorded(model, fused)
             return fused
     fused.undo()
     return fused
@@ -609,3 +614,22 @@ def _layer_forward(
         return result
 
     return forward
+
+
+# Recordings
+
+
+def _recorded(model: nn.Module, fused: Fused) -> None:
+    """Have the layers recorded, where the parts of all run as kernels."""
+    stacks = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
+    if len(stacks) == 1 and all(_of_kernels(layer, fused) for layer in stacks[0]):
+        for number, layer in enumerate(stacks[0]):
+            fused._replace("recorded", layer, in_line(len(stacks[0]), number, layer.forward))
+
+
+def _of_kernels(layer: nn.Module, fused: Fused) -> bool:
+    """One attention, one gated product, and norms; nobody else listens to it."""
+    kinds = sorted(fused.kinds.get(part, "") for part in layer.children() if part in fused.forwards)
+    others = [kind for kind in kinds if kind != "norm"]
+    whole = len(kinds) == len([*layer.children()]) and others == ["gated", "rotate"]
+    return whole and not layer._forward_hooks and not layer._forward_pre_hooks

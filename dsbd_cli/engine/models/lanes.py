@@ -129,6 +129,11 @@ def put_i32(builder: Any, address: Any, value: Any) -> Any:
     builder.store(builder.trunc(value, I32), pointer(builder, address, I32), align=4)
 
 
+@operation(types.void, types.int64, types.int64)
+def put_i64(builder: Any, address: Any, value: Any) -> Any:
+    builder.store(value, pointer(builder, address, I64), align=8)
+
+
 @operation(types.int64, types.int64)
 def take(builder: Any, address: Any) -> Any:
     """Add one to the int64 there, at once for all threads; what it was before."""

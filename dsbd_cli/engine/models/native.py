@@ -12,13 +12,27 @@ import importlib
 import logging
 import mmap
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["PRODUCT", "Kernel", "features", "fields", "kernels", "loadable", "offsets", "room", "team"]
+__all__ = [
+    "PRODUCT",
+    "Kernel",
+    "features",
+    "fields",
+    "kernels",
+    "loadable",
+    "noted",
+    "offsets",
+    "room",
+    "team",
+    "team_address",
+]
 
 SMALL = 2**18  # multiplications that are not worth waking another thread for
 HUGE = 2**21  # bytes of a huge page
@@ -43,16 +57,37 @@ class Kernel:
     threads that have come, both 0."""
 
     def __init__(self, address: int) -> None:
-        self._address, self._team = address, team()
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+        self.address, self._team = address, team()
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def __call__(self, arguments: ctypes.Structure, work: int, items: int) -> None:
         """work: multiplications or so. items: parts that threads can take."""
         threads = 1 if work < SMALL or self._team is None else min(torch.get_num_threads(), items)
-        if threads == 1 or self._team is None:
-            self._alone(ctypes.addressof(arguments))
+        note = _note.get()
+        if note is not None:
+            note(self, arguments, threads)
+        elif threads == 1 or self._team is None:
+            self.alone(arguments)
         else:
-            self._team(self._address, ctypes.addressof(arguments), threads, 0)
+            self._team(self.address, ctypes.addressof(arguments), threads, 0)
+
+    def alone(self, arguments: ctypes.Structure) -> None:
+        """On the thread that asks."""
+        self._call(ctypes.addressof(arguments))
+
+
+Note = Callable[[Kernel, ctypes.Structure, int], None]
+_note: ContextVar[Note | None] = ContextVar("note", default=None)
+
+
+@contextlib.contextmanager
+def noted(note: Note) -> Iterator[None]:
+    """Kernels that are called inside are not run: `note` is told kernel, arguments and threads."""
+    before = _note.set(note)
+    try:
+        yield
+    finally:
+        _note.reset(before)
 
 
 def kernels(module: str, *names: str) -> list[Kernel]:
@@ -74,6 +109,13 @@ def team() -> Callable[..., object] | None:
         found.restype = None
         return found
     return None
+
+
+@functools.cache
+def team_address() -> int:
+    """Where `team` lies; 0 for none."""
+    found: Any = team()
+    return 0 if found is None else ctypes.cast(found, ctypes.c_void_p).value or 0
 
 
 @functools.cache
