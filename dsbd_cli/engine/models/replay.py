@@ -3,8 +3,8 @@
 With few nodes a kernel between two products takes some microseconds, and Python several times as long to call it. A
 recording holds the kernels of all layers with their arguments, which one call runs, and between them the operations of
 torch. It works as a CUDA graph does: addresses are fixed, and what changes from forward to forward is copied to them
-before a replay. A shape runs plainly first, and is then recorded beside a plain run. The first replay runs beside a
-plain run, too: a recording that gives other bits is dropped.
+before a replay. A shape runs plainly first, and is recorded beside its second plain run. The first replay of each kind
+(settled slots or none, which masks) runs beside a plain run, too: recordings that give other bits are dropped.
 
 Shape letters: R rows, n nodes, H hidden width, T tail slots.
 """
@@ -35,8 +35,8 @@ from dsbd_cli.engine.models.tail import Paths
 __all__ = ["Layer", "Replays", "in_line"]
 
 MOST_NODES = 256  # with more, Python's part is small beside the products
-PLAIN_RUNS = 2  # times that a shape runs plainly before it is recorded
-MOST_PROGRAMS = 64  # shapes kept
+PLAIN_RUNS = 1  # times that a shape runs plainly before it is recorded
+MOST_PROGRAMS, MOST_SHAPES = 64, 4096  # recordings kept; shapes remembered
 ROOM_STEP = 64  # slots of a path, and between its ends, are reserved in such steps
 REFUSED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
 EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default,
@@ -204,6 +204,10 @@ class _Forward:
         shapes = tuple((one.shape, one.dtype) for one in self.inputs())
         return torch.get_num_threads(), split, shapes, tuple(self.given)
 
+    def kind(self) -> Hashable:
+        """What a recording's steps go by, beside sizes."""
+        return None if self.sight is None else bool(max(self.sight.settled)), tuple(self.given)
+
     def plain(self) -> Tensor:
         """The layers one by one: [R, n, H]."""
         hidden = self.hidden
@@ -233,7 +237,7 @@ def _place(known: list[Any], one: Any) -> int:
 
 @dataclass(slots=True)
 class _Program:
-    """A recording: its own places of what changes, and its steps. tried: it gave what a plain run gave.
+    """A recording: its own places of what changes, and its steps.
 
     paths: mask, whether all slots are tail, and the place. used: attentions that went by the sight.
     """
@@ -243,7 +247,6 @@ class _Program:
     steps: list[Callable[[], object]]
     result: Tensor
     used: int
-    tried: bool = False
 
     def load(self, forward: _Forward) -> bool:
         """Take what a forward is given; False where a path is too long."""
@@ -293,14 +296,14 @@ class Replays:
     def __init__(self, layers: int) -> None:
         self._layers, self.replayed = layers, 0
         self._forward: _Forward | None = None
+        self._seen: Counter[Hashable] = Counter()
+        self._right: dict[Hashable, bool] = {}  # kinds whose replay gave what a plain run gave, or did not
         self._forget(-1)
 
     def _forget(self, generation: int) -> None:
         """The cache's memory has moved: no recorded address holds any more."""
         self._generation = generation
         self._programs: dict[Hashable, _Program] = {}
-        self._seen: Counter[Hashable] = Counter()
-        self._refused: set[Hashable] = set()
         self._arena = _Arena()
 
     def ask(self, number: int, plain: Layer, hidden: Tensor, more: dict[str, Any]) -> Tensor:
@@ -320,42 +323,45 @@ class Replays:
     def _run(self, forward: _Forward) -> Tensor:
         if forward.cache.generation != self._generation:
             self._forget(forward.cache.generation)
-        key = forward.key()
+        key, kind = forward.key(), forward.kind()
         program = self._programs.pop(key, None)
         if program is not None and program.load(forward):
+            if kind not in self._right:
+                return self._try(kind, program, forward)
             self._programs[key] = program  # the last one now
-            if not program.tried:
-                return self._try(key, program, forward)
             self.replayed += 1
             return program.replay(forward)
         found = forward.plain()
-        if self._seen[key] >= PLAIN_RUNS and key not in self._refused:
-            self._record(key, forward)
+        if self._seen[key] >= PLAIN_RUNS and self._right.get(kind, True):
+            self._record(key, kind, forward)
+        if len(self._seen) >= MOST_SHAPES:
+            self._seen.clear()
         self._seen[key] += 1
         return found
 
-    def _try(self, key: Hashable, program: _Program, forward: _Forward) -> Tensor:
-        """A replay beside a plain run, which gives the result."""
+    def _try(self, kind: Hashable, program: _Program, forward: _Forward) -> Tensor:
+        """A replay beside a plain run, which gives the result. Where they differ nothing of this kind is recorded any
+        more."""
         found = program.replay(forward).clone()
         before = 0 if forward.sight is None else forward.sight.used
         wanted = forward.plain()
         if forward.sight is not None:
             forward.sight.used = before
-        program.tried = torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
-        if not program.tried:
-            self._refused.add(key)
-            del self._programs[key]
+        self._right[kind] = torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+        if self._right[kind]:
+            self._programs[forward.key()] = program
+        else:
             _logger.warning("layers run one by one: a recording of them gave other bits")
         return wanted
 
-    def _record(self, key: Hashable, forward: _Forward) -> None:
-        """After a plain run. What a layer does that cannot be recorded is run plainly from now on."""
+    def _record(self, key: Hashable, kind: Hashable, forward: _Forward) -> None:
+        """After a plain run. A kind of which a layer does what cannot be recorded is run plainly from now on."""
         while len(self._programs) >= MOST_PROGRAMS:
             del self._programs[next(iter(self._programs))]
         try:
             self._programs[key] = self._recorded(forward)
         except _UnrecordableError:
-            self._refused.add(key)
+            self._right[kind] = False
 
     def _recorded(self, forward: _Forward) -> _Program:
         write, sight = forward.cache.under_way, forward.sight
