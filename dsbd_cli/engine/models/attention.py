@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.models import tail
 from dsbd_cli.engine.models.tail import Paths
 
-__all__ = ["NAME", "Blocks", "Sight", "current", "grouped_attention", "seeing", "use_grouped_attention"]
+__all__ = ["NAME", "Blocks", "Made", "Sight", "current", "grouped_attention", "seeing", "use_grouped_attention"]
 
 NAME = "dsbd_grouped"
 SETTLED_STEP = 32  # settled slots are counted in such steps: an odd remainder takes another kernel
@@ -47,6 +47,8 @@ QUERY_STEP = 4  # queries too: a rest of fewer than four rows takes another kern
 LEAST_TAIL = 16  # slots: products of fewer than twelve columns take another kernel
 LEAST_DIM = 32  # smaller heads take other kernels
 LOG2_E = math.log2(math.e)
+Made = tuple[Literal["paths", "head"], int]
+"""Lists of slots, of this sight or (1) of the one that is all tail; the mask of settled slots for so many queries."""
 Kernel = Callable[..., Tensor]
 """kernels.attention.attention, or its twin."""
 # exp2 of anything is equally fast, exp of what gives zero or a subnormal number is not
@@ -146,22 +148,31 @@ class Sight:
             self._paths[key] = Paths.of(seen, at[:, 0].contiguous(), depth.argsort(dim=1, stable=True))
         return self._paths[key]
 
-    def known_paths(self, mask: Tensor) -> Iterator[tuple[bool, Paths]]:
-        """The paths that layers have asked for, each with whether all slots are tail."""
-        for whole, part in ((False, self), (True, self._all_tail)):
-            if part is not None and (found := part._paths.get(self._key(mask))) is not None:
-                yield whole, found
+    def made(self, mask: Tensor) -> Iterator[tuple[Made, Paths | Tensor]]:
+        """What layers have asked for, of `paths` and of `head`."""
+        key = self._key(mask)
+        for number, part in enumerate((self, self._all_tail)):
+            if part is not None and key in part._paths:
+                yield ("paths", number), part._paths[key]
+        for (other, queries), head in self._wide.items():
+            if other == key and head is not None:
+                yield ("head", queries), head
 
-    def swap_paths(self, mask: Tensor, whole: bool, paths: Paths) -> Paths:
-        """Have layers go by other paths, of those known; what they were."""
-        part = self.all_tail() if whole else self
-        before, part._paths[self._key(mask)] = part._paths[self._key(mask)], paths
+    def make(self, mask: Tensor, what: Made) -> Paths | Tensor:
+        """As `made` has named it."""
+        kind, number = what
+        found = self.head(mask, number) if kind == "head" else (self.all_tail() if number else self).paths(mask)
+        assert found is not None
+        return found
+
+    def swap(self, mask: Tensor, what: Made, other: Paths | Tensor) -> Paths | Tensor:
+        """Have layers go by another one, of what was made; gives the one before."""
+        before, key = self.make(mask, what), self._key(mask)
+        if isinstance(other, Paths):
+            (self.all_tail() if what[1] else self)._paths[key] = other
+        else:
+            self._wide[key, what[1]] = other
         return before
-
-    @property
-    def windowed(self) -> bool:
-        """There are layers whose nodes do not see all settled slots."""
-        return any(head is not None for head in self._heads.values())
 
     def tail(self, mask: Tensor) -> Tensor:
         """[R, 1, 1, n, T] float32, to be added to the scores of the tail."""

@@ -3,8 +3,8 @@
 With few nodes a kernel between two products takes some microseconds, and Python several times as long to call it. A
 recording holds the kernels of all layers with their arguments, which one call runs, and between them the operations of
 torch. It works as a CUDA graph does: addresses are fixed, and what changes from forward to forward is copied to them
-before a replay. A shape runs plainly first, and is recorded beside its second plain run. The first replay of each kind
-(settled slots or none, which masks) runs beside a plain run, too: recordings that give other bits are dropped.
+before a replay. A shape runs plainly first, and is recorded beside its second plain run. The first replays of each kind
+(settled slots or none, which masks) run beside plain runs, too: recordings that give other bits are dropped.
 
 Shape letters: R rows, n nodes, H hidden width, T tail slots.
 """
@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from dsbd_cli.engine.models import attention
-from dsbd_cli.engine.models.attention import Sight
-from dsbd_cli.engine.models.cache import ForestCache, Write
+from dsbd_cli.engine.models.attention import Made, Sight
+from dsbd_cli.engine.models.cache import ForestCache
 from dsbd_cli.engine.models.native import Kernel, fields, kernels, noted, offsets, team_address
 from dsbd_cli.engine.models.tail import Paths
 
@@ -36,6 +36,7 @@ __all__ = ["Layer", "Replays", "in_line"]
 
 MOST_NODES = 256  # with more, Python's part is small beside the products
 PLAIN_RUNS = 1  # times that a shape runs plainly before it is recorded
+CHECKS = 3  # replays of a kind that are compared
 MOST_PROGRAMS, MOST_SHAPES = 64, 4096  # recordings kept; shapes remembered
 ROOM_STEP = 64  # slots of a path, and between its ends, are reserved in such steps
 REFUSED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
@@ -46,6 +47,7 @@ ATTENTION = {torch.ops.aten.scaled_dot_product_attention.default,
              torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}  # fmt: skip
 
 _logger = logging.getLogger(__name__)
+_Seen = tuple[int, Made, "Paths | Tensor"]
 Layer = Callable[..., Tensor]
 """The forward of a decoder layer: hidden states and keywords -> hidden states."""
 
@@ -188,7 +190,7 @@ class _Forward:
             return None
         if cache.planes(0) is None or cache.under_way is None or cache.under_way.rows is not None:
             return None
-        if sight is not None and (not isinstance(sight, Sight) or (max(sight.settled) and sight.windowed)):
+        if sight is not None and not isinstance(sight, Sight):
             return None
         return cls(hidden, cache, sight)
 
@@ -222,8 +224,29 @@ class _Forward:
         return [self.hidden, self.cache.under_way.flat, *(part for pair in self.angles for part in pair), *masks]
 
     def listed(self, mask: Tensor | None) -> bool:
-        """Layers with this mask go by lists of slots."""
+        """Layers with this mask go by what the sight makes of it."""
         return self.sight is not None and self.sight.knows(mask)
+
+    def made(self) -> Iterator[_Seen]:
+        """Places for what a plain run has asked the sight for."""
+        for number, mask in enumerate(self.masks):
+            if self.sight is not None and mask is not None:
+                for what, one in self.sight.made(mask):
+                    yield number, what, _home(one, max(self.sight.settled))
+
+    def make(self, number: int, what: Made) -> Paths | Tensor:
+        """Of a mask."""
+        mask = self.masks[number]
+        assert self.sight is not None
+        assert mask is not None
+        return self.sight.make(mask, what)
+
+    def swap(self, number: int, what: Made, other: Paths | Tensor) -> Paths | Tensor:
+        """As Sight.swap."""
+        mask = self.masks[number]
+        assert self.sight is not None
+        assert mask is not None
+        return self.sight.swap(mask, what, other)
 
 
 def _place(known: list[Any], one: Any) -> int:
@@ -239,28 +262,21 @@ def _place(known: list[Any], one: Any) -> int:
 class _Program:
     """A recording: its own places of what changes, and its steps.
 
-    paths: mask, whether all slots are tail, and the place. used: attentions that went by the sight.
+    seen: mask, what a sight makes of it, and the place. used: attentions that went by the sight.
     """
 
     inputs: list[Tensor]
-    paths: list[tuple[int, bool, Paths]]
+    seen: list[_Seen]
     steps: list[Callable[[], object]]
     result: Tensor
     used: int
+    kind: Hashable
 
     def load(self, forward: _Forward) -> bool:
         """Take what a forward is given; False where a path is too long."""
         for home, value in zip(self.inputs, forward.inputs(), strict=True):
             home.copy_(value)
-        for number, whole, place in self.paths:
-            assert forward.sight is not None
-            part, mask = forward.sight.all_tail() if whole else forward.sight, forward.masks[number]
-            assert mask is not None
-            paths = part.paths(mask)
-            if paths.slots.shape[2] > place.slots.shape[2] or paths.span > place.span:
-                return False
-            _fill(place, paths)
-        return True
+        return all(_fill(place, forward.make(number, what)) for number, what, place in self.seen)
 
     def replay(self, forward: _Forward) -> Tensor:
         """[R, n, H], which the next replay overwrites."""
@@ -271,18 +287,30 @@ class _Program:
         return self.result
 
 
-def _fill(place: Paths, paths: Paths) -> None:
-    place.slots[:, :, : paths.slots.shape[2]].copy_(paths.slots)
-    place.counts.copy_(paths.counts)
-    place.bounds.copy_(paths.bounds)
+def _fill(place: Paths | Tensor, made: Paths | Tensor) -> bool:
+    """False where it does not fit."""
+    if isinstance(place, Tensor):
+        assert isinstance(made, Tensor)
+        place.copy_(made[..., : place.shape[-1]])
+        return True
+    assert isinstance(made, Paths)
+    width = made.slots.shape[2]
+    if width > place.slots.shape[2] or made.span > place.span:
+        return False
+    place.slots[:, :, :width].copy_(made.slots)
+    place.counts.copy_(made.counts)
+    place.bounds.copy_(made.bounds)
+    return True
 
 
-def _home(paths: Paths) -> Paths:
-    """A place for these paths, and for somewhat longer ones."""
-    width, span = (-(-size // ROOM_STEP) * ROOM_STEP for size in (paths.slots.shape[2], paths.span))
-    slots = paths.slots.new_zeros(*paths.slots.shape[:2], width)
-    found = Paths(slots, torch.empty_like(paths.counts), torch.empty_like(paths.bounds), span, paths.total)
-    _fill(found, paths)
+def _home(made: Paths | Tensor, settled: int) -> Paths | Tensor:
+    """A place for it: of paths for somewhat longer ones, too, of a mask for the settled slots, which are read."""
+    if isinstance(made, Tensor):
+        return made[..., :settled].clone(memory_format=torch.contiguous_format)
+    width, span = (-(-size // ROOM_STEP) * ROOM_STEP for size in (made.slots.shape[2], made.span))
+    slots = made.slots.new_zeros(*made.slots.shape[:2], width)
+    found = Paths(slots, torch.empty_like(made.counts), torch.empty_like(made.bounds), span, made.total)
+    _fill(found, made)
     return found
 
 
@@ -297,7 +325,8 @@ class Replays:
         self._layers, self.replayed = layers, 0
         self._forward: _Forward | None = None
         self._seen: Counter[Hashable] = Counter()
-        self._right: dict[Hashable, bool] = {}  # kinds whose replay gave what a plain run gave, or did not
+        self._checked: Counter[Hashable] = Counter()  # replays of a kind that gave what a plain run gave
+        self._refused: set[Hashable] = set()  # kinds
         self._forget(-1)
 
     def _forget(self, generation: int) -> None:
@@ -326,20 +355,20 @@ class Replays:
         key, kind = forward.key(), forward.kind()
         program = self._programs.pop(key, None)
         if program is not None and program.load(forward):
-            if kind not in self._right:
-                return self._try(kind, program, forward)
             self._programs[key] = program  # the last one now
+            if self._checked[kind] < CHECKS:
+                return self._check(kind, program, forward)
             self.replayed += 1
             return program.replay(forward)
         found = forward.plain()
-        if self._seen[key] >= PLAIN_RUNS and self._right.get(kind, True):
+        if self._seen[key] >= PLAIN_RUNS and kind not in self._refused:
             self._record(key, kind, forward)
         if len(self._seen) >= MOST_SHAPES:
             self._seen.clear()
         self._seen[key] += 1
         return found
 
-    def _try(self, kind: Hashable, program: _Program, forward: _Forward) -> Tensor:
+    def _check(self, kind: Hashable, program: _Program, forward: _Forward) -> Tensor:
         """A replay beside a plain run, which gives the result. Where they differ nothing of this kind is recorded any
         more."""
         found = program.replay(forward).clone()
@@ -347,12 +376,16 @@ class Replays:
         wanted = forward.plain()
         if forward.sight is not None:
             forward.sight.used = before
-        self._right[kind] = torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
-        if self._right[kind]:
-            self._programs[forward.key()] = program
+        if torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)):
+            self._checked[kind] += 1
         else:
+            self._refuse(kind)
             _logger.warning("layers run one by one: a recording of them gave other bits")
         return wanted
+
+    def _refuse(self, kind: Hashable) -> None:
+        self._refused.add(kind)
+        self._programs = {key: one for key, one in self._programs.items() if one.kind != kind}
 
     def _record(self, key: Hashable, kind: Hashable, forward: _Forward) -> None:
         """After a plain run. A kind of which a layer does what cannot be recorded is run plainly from now on."""
@@ -361,7 +394,7 @@ class Replays:
         try:
             self._programs[key] = self._recorded(forward)
         except _UnrecordableError:
-            self._right[kind] = False
+            self._refuse(kind)
 
     def _recorded(self, forward: _Forward) -> _Program:
         write, sight = forward.cache.under_way, forward.sight
@@ -370,9 +403,9 @@ class Replays:
         hidden, flat, *rest = inputs
         angles = [(rest.pop(0), rest.pop(0)) for _ in forward.angles]
         masks = [mask if mask is None or forward.listed(mask) else rest.pop(0) for mask in forward.masks]
-        paths = [] if sight is None else list(_homes(sight, forward.masks))
+        seen = list(forward.made())
         recorder, used = _Recorder(self._arena), 0 if sight is None else sight.used
-        with _standing_in(write, flat, sight, forward.masks, paths), noted(recorder.kernel), recorder:
+        with _standing_in(forward, flat, seen), noted(recorder.kernel), recorder:
             for number, ((layer, more), (angle, mask)) in enumerate(zip(forward.asked, forward.given, strict=True)):
                 self._arena.turn(number)
                 given = {**more, "position_embeddings": angles[angle], "attention_mask": masks[mask]}
@@ -380,39 +413,22 @@ class Replays:
         recorder.close()
         if sight is not None:
             used, sight.used = sight.used - used, used
-        return _Program(inputs, paths, recorder.steps, hidden, used)
-
-
-def _homes(sight: Sight, masks: Sequence[Tensor | None]) -> Iterator[tuple[int, bool, Paths]]:
-    """Places for the paths that a plain run went by."""
-    for number, mask in enumerate(masks):
-        for whole, paths in () if mask is None else sight.known_paths(mask):
-            yield number, whole, _home(paths)
+        return _Program(inputs, seen, recorder.steps, hidden, used, forward.kind())
 
 
 @contextmanager
-def _standing_in(
-    write: Write,
-    flat: Tensor,
-    sight: Sight | None,
-    masks: Sequence[Tensor | None],
-    paths: Sequence[tuple[int, bool, Paths]],
-) -> Iterator[None]:
-    """Layers inside are given a recording's own places of slots and paths."""
+def _standing_in(forward: _Forward, flat: Tensor, seen: Sequence[_Seen]) -> Iterator[None]:
+    """Layers inside are given a recording's own places of slots, and of what the sight makes."""
+    write = forward.cache.under_way
+    assert write is not None
     before, write.flat = write.flat, flat
-    kept = []
-    for number, whole, place in paths:
-        assert sight is not None
-        mask = masks[number]
-        assert mask is not None
-        kept.append((mask, whole, sight.swap_paths(mask, whole, place)))
+    kept = [(number, what, forward.swap(number, what, place)) for number, what, place in seen]
     try:
         yield
     finally:
         write.flat = before
-        for mask, whole, found in kept:
-            assert sight is not None
-            sight.swap_paths(mask, whole, found)
+        for number, what, made in kept:
+            forward.swap(number, what, made)
 
 
 def in_line(layers: int, number: int, plain: Layer) -> Layer:
