@@ -1,0 +1,99 @@
+"""Tokens per second with layers that are recorded and replayed, and with the same kernels called layer by layer.
+
+    python -m benchmarks.replay --target models/smollm2-135m-instruct --num-beams 1,4
+    python -m benchmarks.replay --target models/qwen2.5-coder-1.5b-instruct --quantize int8
+    python -m benchmarks.replay --target models/smollm2-135m-instruct --draft models/smollm2-8 --rule coupled
+
+Chat prompts one at a time. The two ways take turns at every prompt after a warm-up; their answers are to be the same
+bits. The time of reading the prompt counts, and so does that of recording.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+
+import dsbd_cli
+from benchmarks.common import markdown_table, results_folder, write_results
+from benchmarks.instruct_prompts import prompts
+from benchmarks.invariance import signature
+from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig
+from dsbd_cli.engine.models import replay
+
+RECORDED, CALLED = "replayed", "layer by layer"
+
+
+@contextmanager
+def way(name: str) -> Iterator[None]:
+    """How layers run inside."""
+    with patch.object(replay, "MOST_NODES", replay.MOST_NODES if name == RECORDED else 0):
+        yield
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="folder of the model")
+    parser.add_argument("--draft", default="none", help="folder of the draft, or none")
+    parser.add_argument("--rule", default="search")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantize")
+    parser.add_argument("--num-beams", default="4", help="several, by commas")
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--name", default="replay", help="folder of the results")
+    options = parser.parse_args()
+    draft = (
+        None if options.draft == "none" else ModelSpec(options.draft, dtype=options.dtype, quantize=options.quantize)
+    )
+    first = dsbd_cli.load(
+        ModelSpec(options.target, dtype=options.dtype, quantize=options.quantize),
+        draft,
+        method=MethodConfig.of({"rule": options.rule, **({} if draft else {"depth": 0})}),
+    )
+    sampling = SamplingConfig(max_new_tokens=options.max_new_tokens)
+    runs, lines = list[dict[str, object]](), list[dict[str, str]]()
+    for num_beams in map(int, options.num_beams.split(",")):
+        method = MethodConfig.of({"rule": options.rule, "num_beams": num_beams, **({} if draft else {"depth": 0})})
+        engine = Engine(first.target, first.draft, first.codec, method, batch_size=1)
+        seconds, tokens, same = dict.fromkeys((RECORDED, CALLED), 0.0), 0, 0
+        for number, text in enumerate(itertools.islice(prompts(0), options.prompts + 1)):
+            request = Request(messages=({"role": "user", "content": text},), sampling=sampling)
+            bits = []
+            for name in seconds:
+                with way(name):
+                    start = time.perf_counter()
+                    (result,) = engine.run([request])
+                    taken = time.perf_counter() - start
+                bits.append(signature(result))
+                if number:  # the first is a warm-up
+                    seconds[name] += taken
+                    count = len(result.hypotheses[0].token_ids)
+                    line = {"way": name, "num_beams": num_beams, "prompt": number, "seconds": taken, "tokens": count}
+                    runs.append(line)
+            tokens += count if number else 0
+            same += bool(number) and bits[0] == bits[1]
+        speeds = {name: tokens / taken for name, taken in seconds.items()}
+        lines.append(
+            {
+                "W": str(num_beams),
+                **{f"tokens/s, {name}": f"{speed:.2f}" for name, speed in speeds.items()},
+                "ratio": f"{speeds[RECORDED] / speeds[CALLED]:.2f}",
+                "answers of the same bits": f"{same} of {options.prompts}",
+            }
+        )
+        about = f"{options.target}, draft {options.draft}, {options.rule}, {options.quantize or options.dtype}, "
+        about += f"{torch.get_num_threads()} threads, one chat prompt at a time, {options.max_new_tokens} new tokens"
+        report = f"# Layers recorded and replayed\n\n{about}\n\n{markdown_table(lines)}"
+        write_results(results_folder(options.name), runs, report)
+        print(report, flush=True)
+
+
+if __name__ == "__main__":
+    main()
