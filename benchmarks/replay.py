@@ -4,8 +4,9 @@
     python -m benchmarks.replay --target models/qwen2.5-coder-1.5b-instruct --quantize int8
     python -m benchmarks.replay --target models/smollm2-135m-instruct --draft models/smollm2-8 --rule coupled
 
-Chat prompts one at a time. The two ways take turns at every prompt after a warm-up; their answers are to be the same
-bits. The time of reading the prompt counts, and so does that of recording.
+Chat prompts one at a time (plain ones where the model has no chat template). The two ways take turns at every prompt
+after a warm-up; their answers are to be the same bits. The time of reading the prompt counts, and so does that of
+recording.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 import dsbd_cli
 from benchmarks.common import markdown_table, results_folder, write_results
+from benchmarks.equal import encoded
 from benchmarks.instruct_prompts import prompts
 from benchmarks.invariance import signature
 from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig
@@ -64,7 +66,7 @@ def main() -> None:
         engine = Engine(first.target, first.draft, first.codec, method, batch_size=1)
         seconds, tokens, same = dict.fromkeys((RECORDED, CALLED), 0.0), 0, 0
         for number, text in enumerate(itertools.islice(prompts(0), options.prompts + 1)):
-            request = Request(messages=({"role": "user", "content": text},), sampling=sampling)
+            request = Request(prompt_ids=encoded(first.codec, text), sampling=sampling)
             bits = []
             for name in seconds:
                 with way(name):

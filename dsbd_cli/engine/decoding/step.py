@@ -142,7 +142,7 @@ class Stepper:
                 _record(state, work.forest, candidates, work.logits, outcome)
             work.counters = self._commit(state, work.forest, outcome, plan.idle, legal)
 
-        phases = (draft, target, verify)
+        phases, slower = (draft, target, verify), self._slower()
         self.steady = plan.beams == state.method.num_beams
         if plan.beams < state.method.num_beams:
             state.beams = state.beams.first()
@@ -155,8 +155,13 @@ class Stepper:
             key = (replace(plan, generated=0), legal and legal.key, *self._static(state))
             work = self.graphs.run(key, state, work, phases, lambda number: self.timer.lap(PHASES[number]))
             self.steady = self.graphs.steady
+        self.steady = self.steady and self._slower() == slower
         work.drop()
         return _report(work.counters, work.draft_calls)
+
+    def _slower(self) -> int:
+        """Forwards of the models so far whose time says nothing of the next one's."""
+        return sum(getattr(model, "slower_forwards", 0) for model in self.caches.models)
 
     def _static(self, state: BatchState) -> tuple[Hashable, ...]:
         """Everything beside the plan that fixes shapes, branches or addresses of an iteration."""

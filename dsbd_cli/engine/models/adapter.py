@@ -172,6 +172,11 @@ class TransformersForest:
         return self._cache.generation
 
     @property
+    def slower_forwards(self) -> int:
+        """Forwards so far that took longer than their shape will take again: layers were recorded, or compared."""
+        return 0 if self._cache.replays is None else int(self._cache.replays.slower)
+
+    @property
     def capturable(self) -> bool:
         """A forward may become a CUDA graph: all weights lie on one GPU, no hook moves them about, and nothing is read
         back."""
@@ -318,7 +323,10 @@ class TransformersForest:
         self.plain(tokens)
 
     def layers_replaced(self) -> None:
-        """Its linear layers have become others: what was settled by their kind is asked again."""
+        """Its linear layers have become others: what was settled by their kind is asked again, and recordings of them
+        are dropped."""
+        if self._cache.replays is not None:
+            self._cache.replays.forget()
 
     def _new_cache(self) -> ForestCache:
         """The cache that this kind of model needs."""

@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,17 @@ from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.models import tail
 from dsbd_cli.engine.models.tail import Paths
 
-__all__ = ["NAME", "Blocks", "Made", "Sight", "current", "grouped_attention", "seeing", "use_grouped_attention"]
+__all__ = [
+    "NAME",
+    "Blocks",
+    "HeadOf",
+    "PathsOf",
+    "Sight",
+    "current",
+    "grouped_attention",
+    "seeing",
+    "use_grouped_attention",
+]
 
 NAME = "dsbd_grouped"
 SETTLED_STEP = 32  # settled slots are counted in such steps: an odd remainder takes another kernel
@@ -47,12 +57,22 @@ QUERY_STEP = 4  # queries too: a rest of fewer than four rows takes another kern
 LEAST_TAIL = 16  # slots: products of fewer than twelve columns take another kernel
 LEAST_DIM = 32  # smaller heads take other kernels
 LOG2_E = math.log2(math.e)
-Made = tuple[Literal["paths", "head"], int]
-"""Lists of slots, of this sight or (1) of the one that is all tail; the mask of settled slots for so many queries."""
 Kernel = Callable[..., Tensor]
 """kernels.attention.attention, or its twin."""
 # exp2 of anything is equally fast, exp of what gives zero or a subnormal number is not
 MASKED = torch.finfo(torch.float32).min
+
+
+class PathsOf(NamedTuple):
+    """`paths` of a sight, or of the one that is all tail."""
+
+    all_tail: bool
+
+
+class HeadOf(NamedTuple):
+    """`head` of a sight, for so many queries."""
+
+    queries: int
 
 
 class Sight:
@@ -148,30 +168,33 @@ class Sight:
             self._paths[key] = Paths.of(seen, at[:, 0].contiguous(), depth.argsort(dim=1, stable=True))
         return self._paths[key]
 
-    def made(self, mask: Tensor) -> Iterator[tuple[Made, Paths | Tensor]]:
-        """What layers have asked for, of `paths` and of `head`."""
+    def made(self, mask: Tensor) -> Iterator[tuple[PathsOf | HeadOf, Paths | Tensor]]:
+        """What layers have asked for of `paths` and of `head`."""
         key = self._key(mask)
-        for number, part in enumerate((self, self._all_tail)):
+        for part, whole in ((self, False), (self._all_tail, True)):
             if part is not None and key in part._paths:
-                yield ("paths", number), part._paths[key]
+                yield PathsOf(whole), part._paths[key]
         for (other, queries), head in self._wide.items():
             if other == key and head is not None:
-                yield ("head", queries), head
+                yield HeadOf(queries), head
 
-    def make(self, mask: Tensor, what: Made) -> Paths | Tensor:
-        """As `made` has named it."""
-        kind, number = what
-        found = self.head(mask, number) if kind == "head" else (self.all_tail() if number else self).paths(mask)
-        assert found is not None
-        return found
+    def make(self, mask: Tensor, what: PathsOf | HeadOf) -> Paths | Tensor:
+        """What `made` has named, of this sight."""
+        if isinstance(what, PathsOf):
+            return (self.all_tail() if what.all_tail else self).paths(mask)
+        head = self.head(mask, what.queries)
+        assert head is not None
+        return head
 
-    def swap(self, mask: Tensor, what: Made, other: Paths | Tensor) -> Paths | Tensor:
-        """Have layers go by another one, of what was made; gives the one before."""
+    def swap(self, mask: Tensor, what: PathsOf | HeadOf, other: Paths | Tensor) -> Paths | Tensor:
+        """Have layers go by another one, of what was made; returns the one before."""
         before, key = self.make(mask, what), self._key(mask)
-        if isinstance(other, Paths):
-            (self.all_tail() if what[1] else self)._paths[key] = other
+        if isinstance(what, PathsOf):
+            assert isinstance(other, Paths)
+            (self.all_tail() if what.all_tail else self)._paths[key] = other
         else:
-            self._wide[key, what[1]] = other
+            assert isinstance(other, Tensor)
+            self._wide[key, what.queries] = other
         return before
 
     def tail(self, mask: Tensor) -> Tensor:

@@ -168,7 +168,7 @@ class ForestCache(Cache):
     def release(self) -> None:
         """Give all memory back; the shapes of the layers stay known."""
         self.rows = self.slots = 0
-        self.generation += 1
+        self._moves()
         self._slabs.clear()
         self._write = None
         self._bind()
@@ -184,6 +184,8 @@ class ForestCache(Cache):
         """A forward over a batch is under way."""
         self.begin(batch.slots, batch.rows, batch.mask.shape[-1])
         yield
+        if self.replays is not None:
+            self.replays.finish()
 
     def advance(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
         """Move slots as `move` does. trunk [R]: leading slots that never move again; keys and values do not go by
@@ -273,12 +275,18 @@ class ForestCache(Cache):
         seen = seen[: step.count] if rows is None else seen.index_select(0, rows)
         return seen.transpose(1, 2)
 
+    def _moves(self) -> None:
+        """No address of this memory holds any longer."""
+        self.generation += 1
+        if self.replays is not None:
+            self.replays.forget()
+
     def _members(self, spec: PlaneSpec) -> list[tuple[int, int]]:
         return [key for key, value in self._plane_specs.items() if value == spec]
 
     def _grow(self, spec: PlaneSpec) -> None:
         """Make the slab of one kind of plane cover all its planes, rows and slots. Zeros, because 0 * NaN is NaN."""
-        self.generation += 1
+        self._moves()
         width = spec.heads * spec.dim
         shape = (len(self._members(spec)), self.rows, self.slots, width)
         fresh = torch.zeros(shape, dtype=spec.dtype, device=spec.device)

@@ -23,7 +23,8 @@ from transformers import AttentionInterface
 from dsbd_cli.engine.models import layer_ops
 from dsbd_cli.engine.models.cache import ForestCache
 from dsbd_cli.engine.models.packing import Product, whole
-from dsbd_cli.engine.models.replay import in_line
+from dsbd_cli.engine.models.recorder import serves
+from dsbd_cli.engine.models.replay import queued
 from dsbd_cli.engine.models.selftest import PADDING, limit_for
 from dsbd_cli.kernels.twins import gated_twin, norm_twin, rotate_fits, rotate_twin
 
@@ -178,7 +179,7 @@ def _tried(model: Any, kernels: LayerKernels, pack: Pack | None = None) -> Fused
         if not fused.counts or _same_logits(model, fused):
             fused._leave("rotate", fused.misfits)
             if not kernels.merges:
-                _recorded(model, fused)
+                _queue(model, fused)
             return fused
     fused.undo()
     return fused
@@ -619,16 +620,21 @@ def _layer_forward(
 # Recordings
 
 
-def _recorded(model: nn.Module, fused: Fused) -> None:
-    """Have the layers recorded, where the parts of all run as kernels."""
+def _queue(model: Any, fused: Fused) -> None:
+    """Have the layers recorded, where the parts of all run as kernels and the model runs each once."""
     stacks = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
-    if len(stacks) == 1 and all(_of_kernels(layer, fused) for layer in stacks[0]):
-        for number, layer in enumerate(stacks[0]):
-            fused._replace("recorded", layer, in_line(len(stacks[0]), number, layer.forward))
+    if len(stacks) != 1 or len({*stacks[0]}) != len(stacks[0]) or not serves():
+        return
+    (layers,) = stacks
+    if len(layers) == model.config.get_text_config().num_hidden_layers and all(
+        _of_kernels(one, fused) for one in layers
+    ):
+        for number, layer in enumerate(layers):
+            fused._replace("recorded", layer, queued(len(layers), number, layer.forward))
 
 
 def _of_kernels(layer: nn.Module, fused: Fused) -> bool:
-    """One attention, one gated product, and norms; nobody else listens to it."""
+    """One attention, one gated product, and norms; no hooks."""
     kinds = sorted(fused.kinds.get(part, "") for part in layer.children() if part in fused.forwards)
     others = [kind for kind in kinds if kind != "norm"]
     whole = len(kinds) == len([*layer.children()]) and others == ["gated", "rotate"]

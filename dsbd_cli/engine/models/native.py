@@ -25,9 +25,9 @@ __all__ = [
     "Kernel",
     "features",
     "fields",
+    "intercept",
     "kernels",
     "loadable",
-    "noted",
     "offsets",
     "room",
     "team",
@@ -67,12 +67,12 @@ class Kernel:
         if note is not None:
             note(self, arguments, threads)
         elif threads == 1 or self._team is None:
-            self.alone(arguments)
+            self.run_here(arguments)
         else:
             self._team(self.address, ctypes.addressof(arguments), threads, 0)
 
-    def alone(self, arguments: ctypes.Structure) -> None:
-        """On the thread that asks."""
+    def run_here(self, arguments: ctypes.Structure) -> None:
+        """On this thread."""
         self._call(ctypes.addressof(arguments))
 
 
@@ -81,7 +81,7 @@ _note: ContextVar[Note | None] = ContextVar("note", default=None)
 
 
 @contextlib.contextmanager
-def noted(note: Note) -> Iterator[None]:
+def intercept(note: Note) -> Iterator[None]:
     """Kernels that are called inside are not run: `note` is told kernel, arguments and threads."""
     before = _note.set(note)
     try:

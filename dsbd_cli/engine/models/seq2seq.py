@@ -171,6 +171,7 @@ class Seq2SeqForestModel(TransformersForest):
         return (place if self._device.type == "cpu" else -2, *source.shape)
 
     def layers_replaced(self) -> None:
+        super().layers_replaced()
         for name in ("_rows_alike", "_head"):
             vars(self).pop(name, None)
 

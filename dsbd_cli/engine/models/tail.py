@@ -48,8 +48,8 @@ class List(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int64)
         for name in (
-            "taken", "rows", "nodes", "width", "total", "seen", "seen_row", "seen_node", "starts", "order", "slots",
-            "counts", "bounds",
+            "taken", "threads", "rows", "nodes", "width", "total", "seen", "seen_row", "seen_node", "starts", "order",
+            "slots", "counts", "bounds",
         )
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ class Paths:
         counts = slots.new_empty(rows, nodes)
         bounds = slots.new_empty(rows, 2)
         arguments = List(
-            0, rows, nodes, width, total, seen.data_ptr(), seen.stride(0), seen.stride(1), starts.data_ptr(),
+            0, 0, rows, nodes, width, total, seen.data_ptr(), seen.stride(0), seen.stride(1), starts.data_ptr(),
             order.data_ptr(), slots.data_ptr(), counts.data_ptr(), bounds.data_ptr(),
         )  # fmt: skip
         _kernels()[1](arguments, rows * nodes * width, rows)
