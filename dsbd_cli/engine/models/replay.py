@@ -5,8 +5,8 @@ recording (recorder.py) of all layers is replayed in a few calls. What changes f
 decoding/graphs.py, and is copied to it before a replay: hidden states, cache slots, angles, masks, and the lists of
 slots that attention goes by.
 
-A shape runs plainly first, and is recorded beside its second plain run. The first replays of each kind (settled slots
-or none, which masks) run beside plain runs, too: recordings that give other bits are dropped.
+A shape runs plainly twice, and is recorded beside its third plain run. The first replay of each kind (settled slots or
+none, which masks) runs beside a plain run, too: recordings that give other bits are dropped.
 
 Shape letters: R rows, n nodes, H hidden width, m queries, S slots, T tail slots.
 """
@@ -33,8 +33,8 @@ from dsbd_cli.engine.models.tail import Paths
 __all__ = ["Layer", "Replays", "queued"]
 
 MOST_NODES = 256  # with more, Python's part is small beside the products
-PLAIN_RUNS = 1  # times that a shape runs plainly before it is recorded
-CHECKS = 3  # replays of a kind that are compared
+PLAIN_RUNS = 2  # times that a shape runs plainly before it is recorded, which takes as long as three replays save
+CHECKS = 1  # replays of a kind that are compared, at slots other than those of the recording
 MOST_PROGRAMS, MOST_SHAPES = 64, 4096  # recordings kept; shapes remembered
 LEAST_ROOM = 64  # slots of a path, and between its ends; more in powers of two
 

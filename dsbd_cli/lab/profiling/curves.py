@@ -15,7 +15,7 @@ from dsbd_cli.lab.reports.profile_data import CurvePoint, Spread, spread_of
 
 __all__ = ["MIN_ROUNDS", "WARM_UP", "forest_input", "measure_forwards", "node_counts", "one_forward", "points_of"]
 
-WARM_UP = 2  # the first of a shape runs plainly, the second is recorded on a CPU
+WARM_UP = 3  # a shape runs plainly twice, and is recorded in its third run on a CPU
 MIN_ROUNDS = 3
 
 
@@ -38,12 +38,12 @@ def forest_input(model: ForestModel, rows: int, slots: int, nodes: int) -> Fores
 
 @torch.inference_mode()
 def one_forward(model: ForestModel, slots: int, nodes: int, clock: Callable[[], float]) -> float:
-    """Seconds of one forward of one row with logits, after WARM_UP others: enough to plan by."""
+    """Seconds of one forward of one row with logits, after one to warm up: enough to plan by."""
     model.release()
     model.reserve(1, slots + 1)
     batch = forest_input(model, 1, slots, nodes)
     start = 0.0
-    for _ in range(WARM_UP + 1):
+    for _ in range(2):
         synchronise(model.device)
         start = clock()
         model.forward(batch)

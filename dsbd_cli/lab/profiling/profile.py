@@ -53,7 +53,7 @@ CURVE_BUDGET_S = 12.0
 # of the time: one run at most, which takes a fraction of that where texts end and drafts pass; the curve of one model
 RUN_SHARE, CURVE_SHARE = 0.33, 0.33
 # to warm up and timed at least; a slow model needs fewer, because its forwards spread less
-MANY_ROUNDS, FEW_ROUNDS = (WARM_UP, MIN_ROUNDS), (WARM_UP, 1)
+MANY_ROUNDS, FEW_ROUNDS = (WARM_UP, MIN_ROUNDS), (1, 1)
 FEWER_TOKENS = (16, 4)
 Choice = tuple[list[int], tuple[int, int]]  # node counts and rounds
 Acceptance = dict[tuple[int, int | None], Rates]
