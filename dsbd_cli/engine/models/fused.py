@@ -102,9 +102,9 @@ def layer_kernels(device: torch.device, without: Collection[str] = ()) -> LayerK
 
 @dataclass(slots=True)
 class Fused:
-    """What was changed, by kind; `undo` takes all of it back, and `undone` says so. joined: modules, and the names of
-    their products that are handed one input, and wait for being packed as one. misfits: modules that turn out to be
-    given what their kernel does not take."""
+    """What was changed, by kind; `undo` takes all of it back, and `undone` says so. kinds: of the modules that were
+    changed. joined: modules, and the names of their products that are handed one input, and wait for being packed as
+    one. misfits: modules that turn out to be given what their kernel does not take."""
 
     counts: dict[str, int] = field(default_factory=dict)
     forwards: dict[nn.Module, Callable[..., Any]] = field(default_factory=dict)
@@ -626,9 +626,8 @@ def _queue(model: Any, fused: Fused) -> None:
     if len(stacks) != 1 or len({*stacks[0]}) != len(stacks[0]) or not serves():
         return
     (layers,) = stacks
-    if len(layers) == model.config.get_text_config().num_hidden_layers and all(
-        _of_kernels(one, fused) for one in layers
-    ):
+    whole = len(layers) == model.config.get_text_config().num_hidden_layers
+    if whole and all(_of_kernels(layer, fused) for layer in layers):
         for number, layer in enumerate(layers):
             fused._replace("recorded", layer, queued(len(layers), number, layer.forward))
 
