@@ -228,7 +228,9 @@ def test_an_engine_over_live_models() -> None:
     found = engine.generate(dsbd_cli.Request(prompt, sampling=short)).text
     by_name = dsbd_cli.load(draft=None, method=MethodConfig(rule="search", num_beams=3))
     assert found == by_name.generate(dsbd_cli.Request(prompt, sampling=short)).text
-    assert engine.exactness == by_name.exactness
+    # the live model's layers are not packed, and on some processors torch's own products go by the number of rows
+    assert by_name.exactness == "same-text"
+    assert engine.exactness == ("same-text" if engine.target.invariant else "same-law")
     with pytest.raises(UsageError, match="model is in training mode"):
         dsbd_cli.from_models(model.train(), tokenizer)
     model.eval()

@@ -117,8 +117,9 @@ WIDE = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_logits_do_not_depend_on_their_company(name: str, dtype: torch.dtype) -> None:
     """Cross attention too: neighbours with other sources, other nodes, other slots."""
-    model = Seq2SeqForestModel(build_pair(name, **WIDE[name]).to(dtype), name)
-    assert is_invariant(model)
+    model = build_pair(name, **WIDE[name]).to(dtype)
+    pack(model)  # as `load` does: on Intel's processors torch's own products in float32 go by the number of rows
+    assert is_invariant(Seq2SeqForestModel(model, name))
 
 
 @pytest.mark.parametrize("name", ["t5", "marian"])

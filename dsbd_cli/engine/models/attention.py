@@ -54,6 +54,9 @@ NAME = "dsbd_grouped"
 SETTLED_STEP = 32  # settled slots are counted in such steps: an odd remainder takes another kernel
 SETTLED_LEAST = 64  # a shorter prompt is all tail
 QUERY_STEP = 4  # queries too: a rest of fewer than four rows takes another kernel
+# On Intel's processors a rest of fewer than 12 rows does, too, where numbers are float32 and heads wider than 64. Torch
+# takes queries in blocks of a multiple of 32.
+QUERY_BLOCK, LEAST_QUERIES, NARROW_DIM = 32, 12, 64
 LEAST_TAIL = 16  # slots: products of fewer than twelve columns take another kernel
 LEAST_DIM = 32  # smaller heads take other kernels
 LOG2_E = math.log2(math.e)
@@ -426,11 +429,15 @@ def _by_paths(
 
 
 def _grouped(query: Tensor, kv_heads: int) -> Tensor:
-    """[R, H * G, n, E] as [R, H, m, E], filled up to whole steps of queries."""
+    """[R, H * G, n, E] as [R, H, m, E], filled up to as many queries as keep the bits of each."""
     rows, heads, count, dim = query.shape
     queries = heads // kv_heads * count
+    missing = -queries % QUERY_STEP
+    rest = (queries + missing) % QUERY_BLOCK
+    if 0 < rest < LEAST_QUERIES and dim > NARROW_DIM and query.dtype == torch.float32:
+        missing += LEAST_QUERIES - rest
     grouped = query.reshape(rows, kv_heads, queries, dim)
-    return nn.functional.pad(grouped, (0, 0, 0, -queries % QUERY_STEP)) if queries % QUERY_STEP else grouped
+    return nn.functional.pad(grouped, (0, 0, 0, missing)) if missing else grouped
 
 
 def _by_parts(

@@ -20,7 +20,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from dsbd_cli.engine.models.native import PRODUCT
+from dsbd_cli.engine.models.native import PRODUCT, processor
 
 LANES = 16
 SOURCE = zlib.crc32(Path(__file__).read_text(encoding="utf-8").encode())  # whatever the ends of lines are
@@ -307,21 +307,35 @@ WORD = 4  # bytes of a float32 and of an int32
 LINE = COLUMNS * WORD
 TAKEN, THREADS, ITEMS, ROWS, CHUNK, BLOCKS, SHARE, SUMS, SUMS_BYTES = range(0, 8 * len(PRODUCT), 8)
 SIDE = COLUMNS // LANES
+# Bytes of weights that are asked for ahead of those in use. Without it an Emerald Rapids computes four rows slower than
+# it reads the weights for one (docs/experiments.md). AMD's processors read as fast without; with it they are untried.
+AHEAD = 0 if processor()[0].startswith("znver") else 3072
+CACHE_LINE = 64
 # what multiplies a line with four bytes of x: (sums, x, weights) for all but the first
 INSTRUCTIONS = {
     "float32": f"llvm.fma.v{LANES}f32",
     "bfloat16": f"llvm.x86.avx512bf16.dpbf16ps.{LANES * 32}",  # pairs; needs AVX-512 BF16
+    "widened": f"llvm.fma.v{LANES}f32",  # pairs of bfloat16, each made float32 first
     "int8": f"llvm.x86.avx512.vpdpbusd.{LANES * 32}",  # four unsigned ones with four signed ones; needs AVX-512 VNNI
 }
+ROWS_AT_ONCE = {kind: 5 if kind == "widened" else SIX for kind in INSTRUCTIONS}  # with weights apart fewer sums fit
 
 
 def _tile(kind: str, rows: int) -> Any:
     """Adds to sums [rows, COLUMNS], float32 or int32, the products of x, x_row bytes apart, with steps lines."""
-    sum_kind = WHOLES if kind == "int8" else VECTOR
+    floats = kind in ("float32", "widened")  # that are multiplied
+    sum_kind, number = WHOLES if kind == "int8" else VECTOR, VECTOR if floats else WHOLES
     read_kind, single = (VECTOR, F32) if kind == "float32" else (WHOLES, I32)
 
+    def apart(builder: Any, read: Any) -> list[Any]:
+        """What is multiplied of four bytes in each lane, one after another."""
+        if kind != "widened":
+            return [read]
+        halves = builder.shl(read, _whole(16)), builder.and_(read, _whole(-65536))
+        return [builder.bitcast(half, VECTOR) for half in halves]
+
     def build(builder: Any, x: Any, x_row: Any, weights: Any, steps: Any, sums: Any) -> None:
-        asked = [VECTOR] * 3 if kind == "float32" else [sum_kind, read_kind, read_kind]
+        asked = [number, number, sum_kind] if floats else [sum_kind, number, number]
         multiply = cgutils.get_or_insert_function(builder.module, ir.FunctionType(sum_kind, asked), INSTRUCTIONS[kind])
         places = [[_further(builder, sums, r * LINE + v * LANES * WORD) for v in range(SIDE)] for r in range(rows)]
         starts = [builder.add(x, builder.mul(x_row, ir.Constant(I64, r))) for r in range(rows)]
@@ -333,18 +347,23 @@ def _tile(kind: str, rows: int) -> Any:
         step = builder.phi(I64)
         found = [[builder.phi(sum_kind) for _ in row] for row in places]
         line = builder.add(weights, builder.mul(step, ir.Constant(I64, LINE)))
+        for distance in range(AHEAD, AHEAD + LINE, CACHE_LINE) if AHEAD else ():
+            _ask_for(builder, _further(builder, line, distance))
         side = [
-            loaded(builder, _further(builder, line, v * LANES * WORD), read_kind, LANES * WORD) for v in range(SIDE)
+            apart(builder, loaded(builder, _further(builder, line, v * LANES * WORD), read_kind, LANES * WORD))
+            for v in range(SIDE)
         ]
         place = builder.mul(step, ir.Constant(I64, WORD))
         after = []
         for start, row in zip(starts, found, strict=True):
-            one = splatted(builder, loaded(builder, builder.add(start, place), single, 1), read_kind)
-            triples = [
-                (one, part, sums) if kind == "float32" else (sums, one, part)
-                for sums, part in zip(row, side, strict=True)
-            ]
-            after.append([builder.call(multiply, triple) for triple in triples])
+            ones = apart(builder, splatted(builder, loaded(builder, builder.add(start, place), single, 1), read_kind))
+            row_sums: list[Any] = list(row)
+            for half, one in enumerate(ones):
+                for v, parts in enumerate(side):
+                    part = parts[half]
+                    triple = (one, part, row_sums[v]) if floats else (row_sums[v], one, part)
+                    row_sums[v] = builder.call(multiply, triple)
+            after.append(row_sums)
         following = _further(builder, step, 1)
         builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
         step.add_incoming(ir.Constant(I64, 0), entry)
@@ -359,6 +378,14 @@ def _tile(kind: str, rows: int) -> Any:
     return operation(types.void, *(types.int64,) * 5)(build)
 
 
+def _ask_for(builder: Any, address: Any) -> None:
+    """Bring the line of the cache there, if there is one, for reading."""
+    kind = I8.as_pointer()
+    asked = ir.FunctionType(ir.VoidType(), [kind, I32, I32, I32])
+    prefetch = cgutils.get_or_insert_function(builder.module, asked, "llvm.prefetch.p0i8")
+    builder.call(prefetch, (builder.inttoptr(address, kind), *(ir.Constant(I32, what) for what in (0, 3, 1))))
+
+
 def _further(builder: Any, address: Any, distance: int) -> Any:
     return builder.add(address, ir.Constant(I64, distance))
 
@@ -366,9 +393,10 @@ def _further(builder: Any, address: Any, distance: int) -> Any:
 def tile(kind: str) -> Callable[..., Any]:
     """A function of numba: sums [count, COLUMNS] += x [count, ..] times steps lines of weights."""
     one, two, three, four, five, six = (_tile(kind, rows) for rows in range(1, SIX + 1))
+    most = ROWS_AT_ONCE[kind]
 
     def add_up(count, x, x_row, weights, steps, sums):  # type: ignore[no-untyped-def]
-        groups = (count + SIX - 1) // SIX
+        groups = (count + most - 1) // most
         for group in range(groups):
             low, rows = group * count // groups, (group + 1) * count // groups - group * count // groups
             at, to = x + low * x_row, sums + low * LINE

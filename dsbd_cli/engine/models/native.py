@@ -29,6 +29,7 @@ __all__ = [
     "kernels",
     "loadable",
     "offsets",
+    "processor",
     "room",
     "team",
     "team_address",
@@ -119,15 +120,20 @@ def team_address() -> int:
 
 
 @functools.cache
-def features() -> frozenset[str]:
-    """Instructions that numba compiles for, by LLVM's names; none where it cannot be loaded."""
+def processor() -> tuple[str, frozenset[str]]:
+    """The processor that numba compiles for and its instructions, by LLVM's names; none where it cannot be loaded."""
     try:
         from numba.core.registry import cpu_target
 
-        said = cpu_target.target_context.codegen().magic_tuple()[2]
+        _, name, said = cpu_target.target_context.codegen().magic_tuple()
     except Exception:  # of numba, llvmlite or the system
-        return frozenset()
-    return frozenset(one[1:] for one in said.split(",") if one.startswith("+"))
+        return "", frozenset()
+    return name, frozenset(one[1:] for one in said.split(",") if one.startswith("+"))
+
+
+def features() -> frozenset[str]:
+    """Instructions of `processor`."""
+    return processor()[1]
 
 
 def room(size: int) -> Tensor:

@@ -3,10 +3,9 @@
 torch hands a plain weight matrix to oneDNN, which copies it into blocks at every call; for a few tokens that copy costs
 as much as the product (docs/experiments.md). Packed once, the same product reads the weights once.
 
-Two ways. Where the processor has AVX-512 (and AVX-512 BF16 for bfloat16), a kernel of our own serves
-(packing_kernel.py). Elsewhere, and for bfloat16 on processors with matrix units (AMX), operators of torch serve, which
-are not documented. `packing_works` tries the one that serves against a plain product; where neither does, the layers
-stay as they are.
+Two ways. Where the processor has AVX-512, a kernel of our own serves (packing_kernel.py). Elsewhere, and for bfloat16
+on processors with matrix units (AMX), operators of torch serve, which are not documented. `packing_works` tries the one
+that serves against a plain product; where neither does, the layers stay as they are.
 """
 
 from __future__ import annotations
@@ -22,16 +21,27 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from dsbd_cli.engine.models.native import PRODUCT, Kernel, features, fields, kernels, loadable, offsets, room, team
+from dsbd_cli.engine.models.native import (
+    PRODUCT,
+    Kernel,
+    features,
+    fields,
+    kernels,
+    loadable,
+    offsets,
+    processor,
+    room,
+    team,
+)
 
 __all__ = [
     "PackedLinear",
     "Parts",
     "Product",
+    "bfloat16_tile",
     "lines",
     "pack",
     "packing_works",
-    "pairs",
     "plain_linears",
     "weight_of",
     "whole",
@@ -42,7 +52,7 @@ LEAST_ROWS = 4  # fewer rows take a slower kernel; measured: 1 row 0.65 ms, 4 ro
 MIN_FEATURES = 64
 COLUMNS = 64  # outputs that our kernels compute at once
 # Of our kernels. For more than FEW_ROWS rows a thread works on PIECE lines of weights at a time, which its cache holds.
-CHUNK_ROWS, FEW_ROWS, PIECE = 96, 6, 1024
+CHUNK_ROWS, FEW_ROWS, PIECE = 96, 5, 1024
 MULTIPLIED = ("dt_proj",)  # layers whose weights Mamba and Jamba multiply by themselves
 
 
@@ -59,9 +69,16 @@ LAYOUT = zlib.crc32(repr([COLUMNS, MULTIPLY, [field[0] for field in Multiply._fi
 
 
 @functools.cache
-def pairs() -> bool:
-    """Whether our kernel multiplies bfloat16 here. Matrix units are faster for long prompts: they are left to torch."""
-    return {"avx512f", "avx512bf16"} <= features() and "amx-bf16" not in features()
+def bfloat16_tile() -> str | None:
+    """The tile of lanes.py that multiplies bfloat16 here. None: torch does. Matrix units are faster for long prompts.
+
+    AVX-512 BF16 multiplies pairs. Intel's processors do that at half their rate of float32, so there, and where the
+    instruction is missing, each number is made float32 first.
+    """
+    name, can = processor()
+    if "avx512f" not in can or "amx-bf16" in can:
+        return None
+    return "bfloat16" if "avx512bf16" in can and name.startswith("znver") else "widened"
 
 
 @functools.cache
@@ -365,7 +382,7 @@ def _able(way: type[_Compiled] | type[_Torch], dtype: torch.dtype) -> bool:
         return False
     if way is _Torch:
         return torch.backends.mkldnn.is_available() and (dtype == torch.float32 or _fast_bfloat16())
-    return (pairs() if dtype == torch.bfloat16 else "avx512f" in features()) and _loads()
+    return (bool(bfloat16_tile()) if dtype == torch.bfloat16 else "avx512f" in features()) and _loads()
 
 
 @functools.cache

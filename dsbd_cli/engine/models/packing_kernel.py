@@ -1,8 +1,8 @@
 """The kernel of packing.py in numba: a product of float32 or bfloat16 with weights that are streamed once.
 
-Up to SIX rows take the weights from memory once, in the tiles of lanes.py; more take them from the cache, a piece of
-the inputs at a time, with their sums kept in float32 between. Each sum goes from the first input to the last (bfloat16:
-pair by pair). So a row's bits are its own, whatever rows and threads there are.
+A few rows take the weights from memory once, in the tiles of lanes.py; more take them from the cache, a piece of the
+inputs at a time, with their sums kept in float32 between. Each sum goes from the first input to the last (bfloat16 on
+AMD: pair by pair). So a row's bits are its own, whatever rows and threads there are.
 
 Addresses are int64, and nothing checks them; packing.py does.
 """
@@ -30,7 +30,7 @@ from dsbd_cli.engine.models.lanes import (
     tile,
 )
 from dsbd_cli.engine.models.native import PRODUCT
-from dsbd_cli.engine.models.packing import LAYOUT, MULTIPLY, pairs
+from dsbd_cli.engine.models.packing import LAYOUT, MULTIPLY, bfloat16_tile
 
 __all__ = ["multiply"]
 
@@ -38,15 +38,15 @@ compiled = Compiler("linear layers")
 
 # `at` is the address of a packing.Multiply, whose fields have these offsets. numba keeps what it compiled until this
 # file changes, so a change of the fields or of lanes.py has to change it: by these numbers.
-assert (LAYOUT, SOURCE) == (0xA09D7123, 0x81EA6AC9), (
+assert (LAYOUT, SOURCE) == (0xA09D7123, 0xB3F5DDDC), (
     f"packing.py's fields or lanes.py changed: write {LAYOUT:#x}, {SOURCE:#x}"
 )
 assert packing.COLUMNS == COLUMNS
 X, X_ROW, WEIGHTS, STEPS, PIECE, BIAS, OUT, OUT_ROW, NARROW = MULTIPLY[len(PRODUCT) :]
 
 float_tile = tile("float32")
-# without the instruction the code is compiled for float32 twice, and never run for bfloat16
-pair_tile = tile("bfloat16" if pairs() else "float32")
+# where torch multiplies bfloat16 the code is compiled for float32 twice, and never run for bfloat16
+pair_tile = tile(bfloat16_tile() or "float32")
 
 
 @njit(error_model="numpy")

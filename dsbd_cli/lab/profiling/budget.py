@@ -47,9 +47,10 @@ class Budget:
         """Seconds; less than 0 where a part took longer than expected."""
         return self.seconds - (self.clock() - self._began)
 
-    def affords(self, what: str, expected_s: float) -> bool:
-        """Whether there is time for a part; if not, it is noted as left out."""
-        if expected_s <= self.left:
+    def affords(self, what: str, expected_s: float, *, behind: float = 0.0) -> bool:
+        """Whether there is time for a part, and for so many seconds of what is worth more and comes behind it; if not,
+        it is noted as left out."""
+        if expected_s + behind <= self.left:
             return True
         self.left_out.append(f"{what} (about {max(1.0, expected_s):.0f} s)")
         return False

@@ -24,7 +24,8 @@ NEAR = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Interpolation:
-    """Seconds over nodes: measured points, joined by straight lines, the last one going on. scale: to the run."""
+    """Seconds over nodes: measured points, joined by straight lines, the last one going on where it rises. scale: to
+    the run."""
 
     points: tuple[tuple[int, float], ...]
     scale: float = 1.0
@@ -38,7 +39,9 @@ class Interpolation:
         (n0, t0), (n1, t1) = points[right - 1], points[right]
         if nodes <= points[0][0]:
             return points[0][1] * self.scale
-        return max(t0 + (t1 - t0) * (nodes - n0) / (n1 - n0), 0.0) * self.scale
+        if nodes > n1 and t1 < t0:  # a measurement's noise, which would lead below 0
+            return t1 * self.scale
+        return (t0 + (t1 - t0) * (nodes - n0) / (n1 - n0)) * self.scale
 
     def through(self, measured: Sequence[tuple[int, float]]) -> Interpolation:
         """The same line, scaled to pass through what was measured in runs; in between the scales are joined, too.

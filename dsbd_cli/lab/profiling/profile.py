@@ -51,7 +51,7 @@ LEAST_DRAFTS = 16
 SLOT_STEP = 32
 CURVE_BUDGET_S = 12.0
 # of the time: one run at most, which takes a fraction of that where texts end and drafts pass; the curve of one model
-RUN_SHARE, CURVE_SHARE = 0.33, 0.33
+RUN_SHARE, CURVE_SHARE = 0.2, 0.25
 # to warm up and timed at least; a slow model needs fewer, because its forwards spread less
 MANY_ROUNDS, FEW_ROUNDS = (WARM_UP, MIN_ROUNDS), (1, 1)
 FEWER_TOKENS = (16, 4)
@@ -123,8 +123,9 @@ class _Session:
         if method.depth and self._affords("the run without a draft", expected.run(NO_DRAFT)):
             self._plain = self._timed(NO_DRAFT)
         self._measure_curves(expected)
-        # the run that warmed up stands for it where time is short
-        if self._affords(f"a second run of {expected.now.label}", expected.run(expected.now)):
+        # the run that warmed up stands for it where time is short: what other D and K would do is worth more
+        needed = expected.run(expected.now)
+        if self._affords(f"a second run of {expected.now.label}", needed, behind=_least_to_predict(method, expected)):
             self._first = self._timed(expected.now, every=True)
             if not self._every:
                 self._first = self._timed(expected.now)
@@ -135,9 +136,9 @@ class _Session:
             count = write_trace(self._bench, method, self._job.trace)
             self._notes.append(f"{count} iterations are in the trace {self._job.trace}")
 
-    def _affords(self, what: str, expected_s: float) -> bool:
-        """Whether there is time for it; says so, and says that it begins."""
-        if not self._budget.affords(what, expected_s):
+    def _affords(self, what: str, expected_s: float, *, behind: float = 0.0) -> bool:
+        """Whether there is time for it, and for so many seconds behind it; says so, and says that it begins."""
+        if not self._budget.affords(what, expected_s, behind=behind):
             return False
         self._budget.tell(f"timing {what}", expected_s)
         return True
@@ -199,13 +200,25 @@ class _Session:
         if self._plain is None or len(self._curves) < len(_curve_counts(method, self._bench, expected)):
             self._budget.left_out.append("predictions for other D and K")
             return
-        other, forests = _other_drafts(method), _forests(method)
-        seconds = sum(expected.run(setting) for setting in (other, *map(setting_of, forests)))
-        if self._affords("other D and K", seconds):
-            self._other = self._timed(other)
+        if self._affords("other D and K", _least_to_predict(method, expected)):
+            self._other = self._timed(_other_drafts(method))
+            forests = self._affordable(_forests(method), expected)
             self._budget.tell("drafting other forests")
             self._rates = _acceptance(self._bench, method, forests)
             self._predictions = self._fitted()
+
+    def _affordable(self, forests: Sequence[MethodConfig], expected: Expected) -> list[MethodConfig]:
+        """The forests in use, and of the others as many as there is time for, the cheapest first."""
+        (now, *others), left = forests, self._budget.left - expected.run(expected.now)
+        taken = [now]
+        for cost, forest in sorted(((expected.run(setting_of(one)), one) for one in others), key=lambda pair: pair[0]):
+            if cost > left:
+                size = setting_of(forest)
+                self._budget.left_out.append(f"predictions from forests of {size.label} (about {cost:.0f} s)")
+                break
+            left -= cost
+            taken.append(forest)
+        return taken
 
     def _fitted(self) -> tuple[Prediction, ...]:
         """Predictions from the runs of median length: what was measured and what is predicted from it go together."""
@@ -213,7 +226,7 @@ class _Session:
         if first is None or plain is None or self._other is None or not self._curves:
             return ()
         costs = costs_of(first, plain, self._other, self._curves)
-        most = max(self._method.depth, LEAST_DEPTH) if self._method.depth else 0
+        most = max((len(rates.reached) for rates in self._rates.values()), default=0)
         return predictions(costs, self._rates, range(1, most + 1))
 
     def _median(self, setting: ForestSize) -> Run | None:
@@ -527,6 +540,11 @@ def _rest(run: Run) -> float:
     return max(run.seconds - _once(run) - forwards, 0.0) / run.log.iterations
 
 
+def _least_to_predict(method: MethodConfig, expected: Expected) -> float:
+    """Seconds of the two runs that a prediction for other D and K needs at least; 0 without a draft."""
+    return expected.run(_other_drafts(method)) + expected.run(expected.now) if method.depth else 0.0
+
+
 def _forests(method: MethodConfig) -> list[MethodConfig]:
     """What is drafted to know how much other K and D would accept. The forests in use, because larger ones stop where
     drafting is hard, and so begin there too; and larger ones, from which those of smaller K are replayed. A drafter
@@ -553,7 +571,7 @@ def _acceptance(bench: ProfiledPair, method: MethodConfig, forests: Sequence[Met
         chains += probe.chains(bench.run(engine, log, requests).results)
     widths: list[int | None] = [*range(1, beams + 1)] if dynamic else [None]
     rates = acceptance_rates(chains, drafts, widths, beams, depth, replayed=method.needs_draft)
-    return {key: rate for key, rate in rates.items() if key[1] is None or key[1] <= key[0]}
+    return {key: rate for key, rate in rates.items() if rate.reached[0] and (key[1] is None or key[1] <= key[0])}
 
 
 def _measured(setting: ForestSize, runs: list[Run], predicted: Prediction | None) -> MeasuredSetting:
