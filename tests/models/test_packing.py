@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dsbd_cli.engine.models import packing
+from dsbd_cli.engine.models import native, packing
 from dsbd_cli.engine.models.packing import PackedLinear, pack, packing_works, whole
 
 needs_packing = pytest.mark.skipif(not packing_works(torch.float32), reason="this torch build cannot pack weights")
@@ -239,3 +239,25 @@ def test_layers_of_quantised_checkpoints_stay() -> None:
     kind.weight = nn.Parameter(kind.weight.detach().as_subclass(Quantised), requires_grad=False)
     patched.forward = lambda x: x  # type: ignore[method-assign]
     assert pack(nn.Sequential(kind, patched).requires_grad_(False)) == 0
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "widened"])
+def test_both_tiles_of_bfloat16_sum_the_products(kind: str) -> None:
+    """Guards the one that this processor does not use."""
+    needed = {"bfloat16": {"avx512f", "avx512bf16"}, "widened": {"avx512f"}}[kind]
+    if not needed <= native.features():
+        pytest.skip(f"this processor has no {', '.join(needed)}")
+    from dsbd_cli.engine.models.lanes import tile
+
+    generator = torch.Generator().manual_seed(5)
+    steps, most = 40, 7
+    weight = torch.randn(packing.COLUMNS, 2 * steps, generator=generator).bfloat16()
+    x = torch.randn(most, 2 * steps, generator=generator).bfloat16()
+    lines, add_up = packing.lines(weight), tile(kind)
+    found = []
+    for count in range(1, most + 1):
+        sums = torch.zeros(count, packing.COLUMNS)
+        add_up(count, x.data_ptr(), 4 * steps, lines.data_ptr(), steps, sums.data_ptr())
+        torch.testing.assert_close(sums.double(), x[:count].double() @ weight.double().T, rtol=1e-4, atol=1e-4)
+        found.append(sums)
+    assert all(torch.equal(sums, found[-1][: len(sums)]) for sums in found), "a row's bits are its own"

@@ -99,6 +99,16 @@ def test_more_time_measures_more() -> None:
     assert long.predictions
 
 
+def test_where_large_forests_take_too_long_the_one_in_use_predicts_smaller_ones() -> None:
+    """Guards what dsbd distill says of a draft's speed: a minute is too short to draft large forests on a CPU."""
+    found, clock, _ = profiled(0.01, 60)
+    assert clock.now <= 66
+    assert any(part.startswith("predictions from forests of D=6 K=16 (about ") for part in found.left_out)
+    drafted = [one.setting for one in found.predictions if one.setting.depth]
+    assert {one.drafts_per_layer for one in drafted} == {2, 3, 4}, "each fits into the forest in use, of 4 drafts"
+    assert {one.depth for one in drafted} == {1, 2}, "it has no more layers"
+
+
 def test_without_predictions_the_fastest_measured_setting_is_recommended() -> None:
     found, _, _ = profiled(0.1, 30)
     assert found.predictions == ()

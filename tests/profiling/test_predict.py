@@ -44,6 +44,7 @@ def test_a_line_between_and_beyond_its_points() -> None:
     line = Interpolation(((4, 1.0), (8, 2.0), (16, 6.0)), scale=2.0)
     assert [line.at(n) for n in (1, 4, 6, 8, 12, 16, 20)] == [2.0, 2.0, 3.0, 4.0, 8.0, 12.0, 16.0]
     assert Interpolation(((4, 1.0),)).at(99) == 1.0
+    assert Interpolation(((4, 2.0), (8, 1.0))).at(99) == 1.0, "noise leads nowhere below what was measured"
 
 
 def test_an_iteration_is_the_sum_of_its_parts() -> None:
