@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.common import device_name, markdown_table, results_folder, write_results
 from dsbd_cli.engine.models import packing
 
-COLD_BYTES = 256 << 20  # of weights that take turns: more than a cache holds
+COLD_BYTES = 512 << 20  # of weights that take turns: more than a cache holds
 WAYS = {"ours": packing._Compiled, "torch": packing._Torch}
 
 
@@ -46,7 +46,7 @@ def main() -> None:
             raise SystemExit(f"no kernel of ours serves {dtype} on this processor")
         for shape in options.shapes.split(","):
             outputs, inputs = map(int, shape.split("x"))
-            count = max(2, min(16, COLD_BYTES // (outputs * inputs * dtype.itemsize)))
+            count = max(2, COLD_BYTES // (outputs * inputs * dtype.itemsize))
             weights = [torch.randn(outputs, inputs, dtype=dtype) for _ in range(count)]
             layers = {name: [way(weight) for weight in weights] for name, way in WAYS.items()}
             for rows in map(int, options.rows.split(",")):

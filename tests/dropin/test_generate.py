@@ -229,8 +229,11 @@ def test_an_engine_over_live_models() -> None:
     by_name = dsbd_cli.load(draft=None, method=MethodConfig(rule="search", num_beams=3))
     assert found == by_name.generate(dsbd_cli.Request(prompt, sampling=short)).text
     # the live model's layers are not packed, and on some processors torch's own products go by the number of rows
+    x, weight = torch.randn(40, 256), torch.randn(128, 256)
+    whole = torch.nn.functional.linear(x, weight)
+    steady = all(torch.equal(torch.nn.functional.linear(x[:rows], weight), whole[:rows]) for rows in range(4, 40))
     assert by_name.exactness == "same-text"
-    assert engine.exactness == ("same-text" if engine.target.invariant else "same-law")
+    assert engine.exactness == ("same-text" if steady else "same-law")
     with pytest.raises(UsageError, match="model is in training mode"):
         dsbd_cli.from_models(model.train(), tokenizer)
     model.eval()

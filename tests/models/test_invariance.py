@@ -204,27 +204,33 @@ def test_a_short_tail_has_the_bits_of_a_long_one(monkeypatch: pytest.MonkeyPatch
         pytest.skip("on this processor products of few columns take no other kernel")
 
 
+def of_queries(count: int, dim: int) -> torch.Tensor:
+    """[1, H, E] of the first of so many nodes that see 96 settled slots and one more."""
+    generator = torch.Generator().manual_seed(4)
+    query, key, value = (torch.randn(1, heads, 128, dim, generator=generator) for heads in (4, 4, 4))
+    seen = torch.zeros(1, count, 128, dtype=torch.bool)
+    seen[..., :97] = True
+    additive = torch.zeros(1, 1, count, 128).masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
+    sight = attention.Sight((96,), 32)
+    sight.add(additive, seen, whole=True)
+    with attention.seeing(sight):
+        return attention.grouped_attention(torch.nn.Module(), query[:, :, :count], key, value, additive)[0][:, 0]
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_a_query_has_the_same_bits_beside_any_number_of_others(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards products of few rows, which take another kernel: what is filled up keeps them away."""
-    generator = torch.Generator().manual_seed(4)
-    query, key, value = (torch.randn(1, heads, 96, dim, generator=generator) for heads in (4, 4, 4))
+    for change in (lambda: None, lambda: in_torch(monkeypatch)):
+        change()
+        many = of_queries(96, dim)
+        assert all(torch.equal(of_queries(count, dim), many) for count in range(1, 70))
 
-    def settled(count: int) -> torch.Tensor:
-        """[1, H, dim] of the first of so many nodes that see 96 settled slots."""
-        seen = torch.ones(1, count, 96, dtype=torch.bool)
-        additive = torch.zeros(1, 1, count, 96)
-        sight = attention.Sight((96,), 0)
-        sight.add(additive, seen, whole=True)
-        with attention.seeing(sight):
-            return attention.grouped_attention(torch.nn.Module(), query[:, :, :count], key, value, additive)[0][:, 0]
 
-    for break_it in (lambda: None, lambda: in_torch(monkeypatch)):
-        break_it()
-        many = settled(96)
-        assert all(torch.equal(settled(count), many) for count in range(1, 70))
-    monkeypatch.setattr(attention, "LEAST_QUERIES", 1)
-    if all(torch.equal(settled(count), many) for count in range(1, 40)):
+@pytest.mark.parametrize("dim", [128, 256])
+def test_queries_that_are_not_filled_up_are_found(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the test above."""
+    monkeypatch.setattr(attention, "LEAST_REST", 1)
+    if all(torch.equal(of_queries(count, dim), of_queries(96, dim)) for count in range(1, 40)):
         pytest.skip("on this processor products of few rows and float32 take no other kernel")
 
 

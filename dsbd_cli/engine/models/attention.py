@@ -36,6 +36,7 @@ from transformers.masking_utils import sdpa_mask
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.models import tail
+from dsbd_cli.engine.models.native import on_amd
 from dsbd_cli.engine.models.tail import Paths
 
 __all__ = [
@@ -54,9 +55,9 @@ NAME = "dsbd_grouped"
 SETTLED_STEP = 32  # settled slots are counted in such steps: an odd remainder takes another kernel
 SETTLED_LEAST = 64  # a shorter prompt is all tail
 QUERY_STEP = 4  # queries too: a rest of fewer than four rows takes another kernel
-# On Intel's processors a rest of fewer than 12 rows does, too, where numbers are float32 and heads wider than 64. Torch
-# takes queries in blocks of a multiple of 32.
-QUERY_BLOCK, LEAST_QUERIES, NARROW_DIM = 32, 12, 64
+# Elsewhere than on AMD's processors a rest of fewer than 12 rows does, too, where numbers are float32 and heads wider
+# than 64. Torch takes queries in blocks of a multiple of 32.
+QUERY_BLOCK, LEAST_REST, NARROW_DIM = 32, 12, 64
 LEAST_TAIL = 16  # slots: products of fewer than twelve columns take another kernel
 LEAST_DIM = 32  # smaller heads take other kernels
 LOG2_E = math.log2(math.e)
@@ -434,8 +435,8 @@ def _grouped(query: Tensor, kv_heads: int) -> Tensor:
     queries = heads // kv_heads * count
     missing = -queries % QUERY_STEP
     rest = (queries + missing) % QUERY_BLOCK
-    if 0 < rest < LEAST_QUERIES and dim > NARROW_DIM and query.dtype == torch.float32:
-        missing += LEAST_QUERIES - rest
+    if 0 < rest < LEAST_REST and dim > NARROW_DIM and query.dtype == torch.float32 and not on_amd():
+        missing += LEAST_REST - rest
     grouped = query.reshape(rows, kv_heads, queries, dim)
     return nn.functional.pad(grouped, (0, 0, 0, missing)) if missing else grouped
 

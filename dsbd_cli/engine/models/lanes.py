@@ -20,7 +20,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-from dsbd_cli.engine.models.native import PRODUCT, processor
+from dsbd_cli.engine.models.native import PRODUCT, on_amd
 
 LANES = 16
 SOURCE = zlib.crc32(Path(__file__).read_text(encoding="utf-8").encode())  # whatever the ends of lines are
@@ -308,8 +308,8 @@ LINE = COLUMNS * WORD
 TAKEN, THREADS, ITEMS, ROWS, CHUNK, BLOCKS, SHARE, SUMS, SUMS_BYTES = range(0, 8 * len(PRODUCT), 8)
 SIDE = COLUMNS // LANES
 # Bytes of weights that are asked for ahead of those in use. Without it an Emerald Rapids computes four rows slower than
-# it reads the weights for one (docs/experiments.md). AMD's processors read as fast without; with it they are untried.
-AHEAD = 0 if processor()[0].startswith("znver") else 3072
+# it reads the weights for one (docs/experiments.md). On AMD's processors it brought no steady gain.
+AHEAD = 0 if on_amd() else 3072
 CACHE_LINE = 64
 # what multiplies a line with four bytes of x: (sums, x, weights) for all but the first
 INSTRUCTIONS = {
@@ -324,7 +324,7 @@ ROWS_AT_ONCE = {kind: 5 if kind == "widened" else SIX for kind in INSTRUCTIONS} 
 def _tile(kind: str, rows: int) -> Any:
     """Adds to sums [rows, COLUMNS], float32 or int32, the products of x, x_row bytes apart, with steps lines."""
     floats = kind in ("float32", "widened")  # that are multiplied
-    sum_kind, number = WHOLES if kind == "int8" else VECTOR, VECTOR if floats else WHOLES
+    sum_kind, factor = WHOLES if kind == "int8" else VECTOR, VECTOR if floats else WHOLES
     read_kind, single = (VECTOR, F32) if kind == "float32" else (WHOLES, I32)
 
     def apart(builder: Any, read: Any) -> list[Any]:
@@ -335,7 +335,7 @@ def _tile(kind: str, rows: int) -> Any:
         return [builder.bitcast(half, VECTOR) for half in halves]
 
     def build(builder: Any, x: Any, x_row: Any, weights: Any, steps: Any, sums: Any) -> None:
-        asked = [number, number, sum_kind] if floats else [sum_kind, number, number]
+        asked = [factor, factor, sum_kind] if floats else [sum_kind, factor, factor]
         multiply = cgutils.get_or_insert_function(builder.module, ir.FunctionType(sum_kind, asked), INSTRUCTIONS[kind])
         places = [[_further(builder, sums, r * LINE + v * LANES * WORD) for v in range(SIDE)] for r in range(rows)]
         starts = [builder.add(x, builder.mul(x_row, ir.Constant(I64, r))) for r in range(rows)]

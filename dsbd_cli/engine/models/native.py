@@ -29,6 +29,7 @@ __all__ = [
     "kernels",
     "loadable",
     "offsets",
+    "on_amd",
     "processor",
     "room",
     "team",
@@ -134,6 +135,11 @@ def processor() -> tuple[str, frozenset[str]]:
 def features() -> frozenset[str]:
     """Instructions of `processor`."""
     return processor()[1]
+
+
+def on_amd() -> bool:
+    """Whether the processor is one of AMD's with AVX-512 (Zen 4 and later) or an older Zen."""
+    return processor()[0].startswith("znver")
 
 
 def room(size: int) -> Tensor:

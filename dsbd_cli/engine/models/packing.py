@@ -29,7 +29,7 @@ from dsbd_cli.engine.models.native import (
     kernels,
     loadable,
     offsets,
-    processor,
+    on_amd,
     room,
     team,
 )
@@ -72,13 +72,12 @@ LAYOUT = zlib.crc32(repr([COLUMNS, MULTIPLY, [field[0] for field in Multiply._fi
 def bfloat16_tile() -> str | None:
     """The tile of lanes.py that multiplies bfloat16 here. None: torch does. Matrix units are faster for long prompts.
 
-    AVX-512 BF16 multiplies pairs. Intel's processors do that at half their rate of float32, so there, and where the
-    instruction is missing, each number is made float32 first.
+    AVX-512 BF16 multiplies pairs. An Emerald Rapids does that at half its rate of float32. So on other processors than
+    AMD's, and where the instruction is missing, each number is made float32 first.
     """
-    name, can = processor()
-    if "avx512f" not in can or "amx-bf16" in can:
+    if "avx512f" not in features() or "amx-bf16" in features():
         return None
-    return "bfloat16" if "avx512bf16" in can and name.startswith("znver") else "widened"
+    return "bfloat16" if "avx512bf16" in features() and on_amd() else "widened"
 
 
 @functools.cache

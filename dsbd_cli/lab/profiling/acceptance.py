@@ -45,6 +45,10 @@ class Rates:
         """Measured chance that the layer (from 0) passes once it is reached; 0 where that never happened."""
         return self.passed[layer] / self.reached[layer] if self.reached[layer] else 0.0
 
+    def first(self, layers: int) -> Rates:
+        """Of so many layers alone."""
+        return Rates(self.reached[:layers], self.passed[:layers], self.width_sum[:layers])
+
     def steps_per_call(self, depth: int) -> float:
         """Expected: the layers that pass one after another, and the step that is always completed."""
         expected, alive = 1.0, 1.0

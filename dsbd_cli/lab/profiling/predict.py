@@ -123,10 +123,11 @@ def predict(costs: Costs, setting: ForestSize, rates: Rates | None) -> Predictio
 def predictions(
     costs: Costs, rates: Mapping[tuple[int, int | None], Rates], depths: Iterable[int]
 ) -> tuple[Prediction, ...]:
-    """Every K and W_min of the rates at every depth from 1, and no draft at all, which stands first."""
+    """Every K and W_min of the rates at every depth from 1 that they know, and no draft at all, which stands first."""
     found = [predict(costs, NO_DRAFT, None)]
     for depth in sorted(set(depths)):
-        found += [predict(costs, ForestSize(depth, k, m), rate) for (k, m), rate in rates.items() if depth]
+        known = {key: rate for key, rate in rates.items() if 0 < depth <= len(rate.reached)}
+        found += [predict(costs, ForestSize(depth, k, m), rate) for (k, m), rate in known.items()]
     return tuple(found)
 
 

@@ -125,7 +125,8 @@ class _Session:
         self._measure_curves(expected)
         # the run that warmed up stands for it where time is short: what other D and K would do is worth more
         needed = expected.run(expected.now)
-        if self._affords(f"a second run of {expected.now.label}", needed, behind=_least_to_predict(method, expected)):
+        behind = _least_to_predict(method, expected) if self._can_predict(expected) else 0.0
+        if self._affords(f"a second run of {expected.now.label}", needed, behind=behind):
             self._first = self._timed(expected.now, every=True)
             if not self._every:
                 self._first = self._timed(expected.now)
@@ -190,6 +191,11 @@ class _Session:
             else:
                 self._budget.left_out.append(f"forwards of the {role} alone (about {seconds:.0f} s)")
 
+    def _can_predict(self, expected: Expected) -> bool:
+        """Whether there are a run without a draft and the curves of all models."""
+        curves = _curve_counts(self._method, self._bench, expected)
+        return self._plain is not None and len(self._curves) == len(curves)
+
     def _predict(self, expected: Expected) -> None:
         """What other D and K would do: a run with another K, and drafts of other forests."""
         method = self._method
@@ -197,7 +203,7 @@ class _Session:
             self._other = self._plain = self._first
             self._predictions = self._fitted()
             return
-        if self._plain is None or len(self._curves) < len(_curve_counts(method, self._bench, expected)):
+        if not self._can_predict(expected):
             self._budget.left_out.append("predictions for other D and K")
             return
         if self._affords("other D and K", _least_to_predict(method, expected)):
@@ -210,14 +216,16 @@ class _Session:
     def _affordable(self, forests: Sequence[MethodConfig], expected: Expected) -> list[MethodConfig]:
         """The forests in use, and of the others as many as there is time for, the cheapest first."""
         (now, *others), left = forests, self._budget.left - expected.run(expected.now)
-        taken = [now]
-        for cost, forest in sorted(((expected.run(setting_of(one)), one) for one in others), key=lambda pair: pair[0]):
-            if cost > left:
-                size = setting_of(forest)
-                self._budget.left_out.append(f"predictions from forests of {size.label} (about {cost:.0f} s)")
-                break
+        taken, dear = [now], list[str]()
+        costs = sorted(((expected.run(setting_of(one)), one) for one in others), key=lambda pair: pair[0])
+        for cost, forest in costs:
             left -= cost
-            taken.append(forest)
+            if left >= 0:
+                taken.append(forest)
+            else:
+                dear.append(f"{setting_of(forest).label} (about {cost:.0f} s)")
+        if dear:
+            self._budget.left_out.append(f"predictions from forests of {', '.join(dear)}")
         return taken
 
     def _fitted(self) -> tuple[Prediction, ...]:
@@ -571,7 +579,18 @@ def _acceptance(bench: ProfiledPair, method: MethodConfig, forests: Sequence[Met
         chains += probe.chains(bench.run(engine, log, requests).results)
     widths: list[int | None] = [*range(1, beams + 1)] if dynamic else [None]
     rates = acceptance_rates(chains, drafts, widths, beams, depth, replayed=method.needs_draft)
-    return {key: rate for key, rate in rates.items() if rate.reached[0] and (key[1] is None or key[1] <= key[0])}
+    known = {}
+    for (drafts_per_layer, min_width), rate in rates.items():
+        # forests of so many drafts, or of more that are replayed, know this many layers
+        layers = max((one.depth for one in forests if _speaks_for(one, drafts_per_layer)), default=0)
+        if layers and (min_width is None or min_width <= drafts_per_layer):
+            known[drafts_per_layer, min_width] = rate.first(layers)
+    return known
+
+
+def _speaks_for(forest: MethodConfig, drafts_per_layer: int) -> bool:
+    more = forest.drafts_per_layer > drafts_per_layer
+    return forest.drafts_per_layer == drafts_per_layer or (more and forest.needs_draft)
 
 
 def _measured(setting: ForestSize, runs: list[Run], predicted: Prediction | None) -> MeasuredSetting:
