@@ -69,9 +69,7 @@ def main() -> None:
                         "ours, GFLOP/s": f"{2 * rows * outputs * inputs / best['ours'] / 1e9:.0f}",
                     }
                 )
-                about = (
-                    f"{device_name()}, {torch.get_num_threads()} threads, best of {options.rounds} rounds; bfloat16 "
-                )
+                about = f"{device_name()}, best of {options.rounds} rounds; bfloat16 "
                 about += f"by the tile '{packing.bfloat16_tile()}'"
                 report = f"# Linear layers\n\n{about}\n\n{markdown_table(lines)}"
                 write_results(results_folder(options.name), runs, report)

@@ -73,12 +73,12 @@ def test_mutants_are_refused(break_it, dtype, monkeypatch: pytest.MonkeyPatch) -
         self_test(forest)
 
 
-def rough() -> Any:
+def rough(bias: float = 8000.0) -> Any:
     """A model that adds a large number to all scores, which changes no weight but rounds them coarsely, as in Qwen2.5:
     a bias of the keys in what the positions hardly turn."""
     model = build("qwen2", rope_theta=1e9)
     for layer in model.model.layers:
-        layer.self_attn.k_proj.bias.data.view(-1, 8)[:, 3::4] = 8000.0
+        layer.self_attn.k_proj.bias.data.view(-1, 8)[:, 3::4] = bias
     return model
 
 
@@ -121,8 +121,9 @@ def test_a_model_may_round_as_coarsely_as_it_does_alone() -> None:
     """Guards checkpoints with large biases (Qwen2.5-Coder-0.5B): above the limit of the dtype, but no more than what
     padding moves in their ordinary forward."""
     report = self_test(CausalForestModel(rough(), "rough"))
-    if report.median_error <= LIMITS[torch.float32]:
-        pytest.skip("this processor rounds alike for any number of rows")
+    if report.median_error <= LIMITS[torch.float32]:  # Intel's products round less coarsely
+        report = self_test(CausalForestModel(rough(80000.0), "rougher"))
+    assert report.median_error > LIMITS[torch.float32]
     assert report.median_error < report.limit / 2 <= CEILING / 2
 
 

@@ -10,6 +10,7 @@ import torch
 from dsbd_cli.engine.models import places
 from dsbd_cli.engine.models.crossing import CrossCache
 from dsbd_cli.engine.models.invariance import COMPANIES, Company, _logits, is_invariant
+from dsbd_cli.engine.models.native import on_amd
 from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.selftest import self_test
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, encoder_digest, sample_source
@@ -113,12 +114,16 @@ WIDE = {
 }
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 @pytest.mark.parametrize("name", WIDE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_logits_do_not_depend_on_their_company(name: str, dtype: torch.dtype) -> None:
+def test_logits_do_not_depend_on_their_company(name: str, dtype: torch.dtype, packed: bool) -> None:
     """Cross attention too: neighbours with other sources, other nodes, other slots."""
     model = build_pair(name, **WIDE[name]).to(dtype)
-    pack(model)  # as `load` does: on Intel's processors torch's own products in float32 go by the number of rows
+    if packed:
+        pack(model)
+    elif dtype == torch.float32 and not on_amd():
+        pytest.skip("torch's own products in float32 go by the number of rows on other processors than AMD's")
     assert is_invariant(Seq2SeqForestModel(model, name))
 
 

@@ -47,6 +47,14 @@ def test_a_line_between_and_beyond_its_points() -> None:
     assert Interpolation(((4, 2.0), (8, 1.0))).at(99) == 1.0, "noise leads nowhere below what was measured"
 
 
+def test_nothing_is_predicted_for_layers_that_no_forest_had() -> None:
+    """Guards a look-up, which drafts for each K apart: where time is short, some K know fewer layers than others."""
+    deep, shallow = Rates((9, 6, 3), (6, 3, 2), (12, 6, 4)), Rates((9, 6, 3), (6, 3, 2), (12, 6, 4)).first(2)
+    found = predictions(COSTS, {(4, None): deep, (8, None): shallow}, [1, 2, 3])
+    sizes = {(one.setting.drafts_per_layer, one.setting.depth) for one in found if one.setting.depth}
+    assert sizes == {(4, 1), (4, 2), (4, 3), (8, 1), (8, 2)}
+
+
 def test_an_iteration_is_the_sum_of_its_parts() -> None:
     # first draft forward 1.5 ms, another one 2 ms, target of 4 + 2 * 8 nodes, the rest, two layers of 8 drafts
     expected = 0.0015 + 0.002 + 0.026 + 0.002 + 2 * (0.001 + 8 * 0.0001)
