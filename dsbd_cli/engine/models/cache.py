@@ -1,62 +1,15 @@
-"""Keys and values of a packed forest: one row per request, one slot per token, written and moved by slot.
-
-Shape letters: R rows, S slots, n nodes of a forward, H kv heads, E head dim, T moved slots, P planes (keys and values
-of all layers that look alike). Layers of one shape and device share one slab [P, R, S, H * E]: a move is one gather and
-one scatter for all of them; a layer sees its own keys as a view [R, S, H, E].
-"""
+"""The cache of a packed forest in the form that transformers asks for: see kv_cache.py."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.models.kv_cache import KVCache, PlaneSpec
 
-__all__ = ["ForestCache", "PlaneSpec", "Write", "moved_by_copy"]
-
-
-@dataclass(frozen=True, slots=True)
-class PlaneSpec:
-    """What the keys (or the values) of one layer look like, learnt from the first forward."""
-
-    heads: int
-    dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes of one token's keys (or values) in one layer."""
-        return self.heads * self.dim * self.dtype.itemsize
-
-
-class Write:
-    """Where the nodes of the forward that is under way go; made once, used by every layer on its own device."""
-
-    def __init__(self, slots: Tensor, rows: Tensor | None, active: int, capacity: int) -> None:
-        # slots: [R, n] int64; rows: [R] int64 or None
-        count = slots.shape[0]
-        base = torch.arange(count, device=slots.device) if rows is None else rows
-        self.flat = (base[:, None] * capacity + slots).flatten()  # [R * n] into rows x slots
-        self.rows = rows
-        self.count = count
-        self.active = active
-        self._moved: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """(flat, rows) on the device of a layer: with a device map layers live apart."""
-        if device == self.flat.device:
-            return self.flat, self.rows
-        if device not in self._moved:
-            rows = None if self.rows is None else self.rows.to(device)
-            self._moved[device] = (self.flat.to(device), rows)
-        return self._moved[device]
+__all__ = ["ForestCache"]
 
 
 class ForestLayer(CacheLayerMixin):
@@ -71,7 +24,7 @@ class ForestLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # key_states: [R, H, n, E]
-        self.owner.learn(self.index, key_states, value_states)
+        self.owner.states_like(self.index, key_states, value_states)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -93,136 +46,12 @@ class ForestLayer(CacheLayerMixin):
         return self.owner.slots
 
 
-def moved_by_copy(slab: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy slots within each row of each plane of a slab [P, R', S, width]: source, target [R, T], all read first.
-
-    On the CPU only those that move, one in fourteen or so: to look at them takes no transfer there.
-    """
-    base = torch.arange(source.shape[0], device=source.device)[:, None] * slab.shape[2]
-    source, target = (base + source).flatten(), (base + target).flatten()
-    if slab.device.type == "cpu":
-        moving = torch.from_numpy((source != target).numpy().nonzero()[0])
-        if not len(moving):
-            return
-        source, target = source[moving], target[moving]
-    flat = slab.flatten(1, 2)  # [P, R' * S, width], a view
-    flat.index_copy_(1, target, flat.index_select(1, source))
-
-
-class ForestCache(Cache):
-    """All layers of one model. Layers appear and tell their shapes in the first forward; reserve takes the memory."""
+class ForestCache(KVCache, Cache):
+    """A KVCache whose layers appear and tell their shapes in the first forward."""
 
     def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.rows = 0
-        self.slots = 0
-        self.generation = 0  # counts how often memory was taken or given back: addresses hold within one generation
-        self._plane_specs: dict[tuple[int, int], PlaneSpec] = {}  # (layer, 0 keys / 1 values)
-        self._slabs: dict[PlaneSpec, Tensor] = {}  # [P, R, S, H * E]
-        self._write: Write | None = None
-        self.replays: Any = None  # recordings of the layers that use this cache: see replay.py
-        self.kernel = False  # slots are moved by the kernel `move`, where it fits
-
-    @property
-    def active(self) -> int:
-        """S of the forward that is under way."""
-        return self._write.active if self._write else 0
-
-    @property
-    def under_way(self) -> Write | None:
-        """Where the forward that is under way, or the last one, writes."""
-        return self._write
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of keys, and so of attention scores; known after the first forward."""
-        return next(iter(self._plane_specs.values())).dtype
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes of keys and values of one token over all layers; 0 before the first forward."""
-        return sum(spec.bytes_per_slot for spec in self._plane_specs.values())
-
-    @property
-    def attending(self) -> int:
-        """Layers that hold keys and values."""
-        return len({layer for layer, _ in self._plane_specs})
-
-    def bytes_of_states(self, window: int) -> int:
-        """Bytes that a row holds beside keys and values, whatever its length: see states.py."""
-        return 0
-
-    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
-        """Own at least rows x slots; grows only, keeps contents. Shapes not known yet follow in the first forward.
-
-        window: slots past its trunk that a row may hold at most, None for all; keys and values do not go by it.
-        """
-        rows, slots = max(rows, self.rows), max(slots, self.slots)
-        if (rows, slots) == (self.rows, self.slots):
-            return
-        self.rows, self.slots = rows, slots
-        for spec in dict.fromkeys(self._plane_specs.values()):
-            self._grow(spec)
-        self._bind()
-
-    def release(self) -> None:
-        """Give all memory back; the shapes of the layers stay known."""
-        self.rows = self.slots = 0
-        self._moves()
-        self._slabs.clear()
-        self._write = None
-        self._bind()
-
-    def begin(self, slots: Tensor, rows: Tensor | None, active: int) -> None:
-        """Say where the next forward writes: slots [R, n], rows [R] or None, and how many slots its mask covers."""
-        assert slots.shape[0] <= self.rows, "more rows than reserved"
-        assert active <= self.slots, "more slots than reserved"
-        self._write = Write(slots, rows, active, self.slots)
-
-    @contextlib.contextmanager
-    def running(self, batch: ForestInput) -> Iterator[None]:
-        """A forward over a batch is under way."""
-        self.begin(batch.slots, batch.rows, batch.mask.shape[-1])
-        yield
-        if self.replays is not None:
-            self.replays.finish()
-
-    def advance(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
-        """Move slots as `move` does. trunk [R]: leading slots that never move again; keys and values do not go by
-        it."""
-        self.move(source, target)
-
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots within each row: source, target [R, T] int64. All reads happen before any write."""
-        if self.kernel and source.shape[0]:
-            from dsbd_cli.kernels import commit
-
-            for spec, slab in self._slabs.items():
-                commit.move(slab, source.to(spec.device), target.to(spec.device))
-            return
-        for spec, slab in self._slabs.items():
-            moved_by_copy(slab, source.to(spec.device), target.to(spec.device))
-
-    def select_rows(self, rows: Tensor) -> None:
-        """Put these rows [n] int64 first, in this order; plane by plane, so that little memory is needed for it."""
-        for spec, slab in self._slabs.items():
-            index = rows.to(spec.device)
-            for plane in slab:
-                plane[: len(index)] = plane.index_select(0, index)
-
-    def clear(self, row: int, start: int = 0) -> None:
-        """Zero one row from a slot on."""
-        for slab in self._slabs.values():
-            slab[:, row, start:].zero_()
-
-    def copy_prefixes(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy leading slots between rows: (source, target, slots) each. All reads happen before any write; plane by
-        plane, so that little memory is needed for it."""
-        for slab in self._slabs.values():
-            for plane in slab:
-                read = [plane[source, :count].clone() for source, _, count in copies]
-                for part, (_, target, count) in zip(read, copies, strict=True):
-                    plane[target, :count] = part
+        Cache.__init__(self, layers=[])
+        KVCache.__init__(self)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -238,68 +67,12 @@ class ForestCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
-    def learn(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Remember the shapes of a layer's states [R, H, n, E] and take its memory."""
-        for side, states in enumerate((keys, values)):
-            spec = PlaneSpec(states.shape[1], states.shape[3], states.dtype, states.device)
-            self._plane_specs[(layer, side)] = spec
-            self._grow(spec)
-        self._bind()
-
-    def write(self, plane: Tensor, states: Tensor) -> Tensor:
-        """Put states [R, H, n, E] into a plane [R', S', H, E]; return what is active (a view if rows is None)."""
-        step = self._write
-        assert step is not None, "begin() comes before a forward"
-        flat, rows = step.on(plane.device)
-        plane.flatten(0, 1).index_copy_(0, flat, states.transpose(1, 2).flatten(0, 1))
-        return self._seen(plane, step, rows)
-
-    def planes(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Keys and values [R', S', H, E] of a layer, and where the forward under way writes: [R * n] int64 into rows
-        times slots. None before the layer has told its shapes, or has memory."""
-        known: Any = self.layers[layer] if layer < len(self.layers) else None
-        if known is None or not known.is_initialized or known.keys is None or known.values is None:
-            return None
-        assert self._write is not None, "begin() comes before a forward"
-        return known.keys, known.values, self._write.on(known.keys.device)[0]
-
-    def seen(self, plane: Tensor) -> Tensor:
-        """All active slots of a plane [R, H, S, E], not copied unless rows are chosen."""
-        step = self._write
-        assert step is not None, "begin() comes before a forward"
-        return self._seen(plane, step, step.on(plane.device)[1])
-
-    @staticmethod
-    def _seen(plane: Tensor, step: Write, rows: Tensor | None) -> Tensor:
-        seen = plane[:, : step.active]
-        seen = seen[: step.count] if rows is None else seen.index_select(0, rows)
-        return seen.transpose(1, 2)
-
-    def _moves(self) -> None:
-        """No address of this memory holds any longer."""
-        self.generation += 1
-        if self.replays is not None:
-            self.replays.forget()
-
-    def _members(self, spec: PlaneSpec) -> list[tuple[int, int]]:
-        return [key for key, value in self._plane_specs.items() if value == spec]
-
-    def _grow(self, spec: PlaneSpec) -> None:
-        """Make the slab of one kind of plane cover all its planes, rows and slots. Zeros, because 0 * NaN is NaN."""
-        self._moves()
-        width = spec.heads * spec.dim
-        shape = (len(self._members(spec)), self.rows, self.slots, width)
-        fresh = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
-        old = self._slabs.pop(spec, None)
-        if old is not None:
-            planes, rows, slots, _ = old.shape
-            fresh[:planes, :rows, :slots] = old
-        self._slabs[spec] = fresh
+    def states_like(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Learn the shapes of a layer from its first states [R, H, n, E]."""
+        specs = (PlaneSpec(one.shape[1], one.shape[3], one.dtype, one.device) for one in (keys, values))
+        self.learn(layer, *specs)
 
     def _bind(self) -> None:
-        """Point every layer at its planes."""
-        for spec in dict.fromkeys(self._plane_specs.values()):
-            slab = self._slabs.get(spec)
-            for plane, (layer, side) in enumerate(self._members(spec)):
-                view = None if slab is None else slab[plane].unflatten(-1, (spec.heads, spec.dim))
-                setattr(self.layers[layer], "values" if side else "keys", view)
+        super()._bind()
+        for number, side in self._plane_specs:
+            setattr(self.layers[number], "values" if side else "keys", self._planes.get((number, side)))

@@ -10,8 +10,9 @@ import torch
 
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models.adapter import MaskPlan, TransformersForest
-from dsbd_cli.engine.models.attention import Blocks, seeing
+from dsbd_cli.engine.models.attention import seeing
 from dsbd_cli.engine.models.cache import ForestCache
+from dsbd_cli.engine.models.forest_attention import Blocks
 from dsbd_cli.engine.models.mixers import REFUSED, bind, has_mixers
 from dsbd_cli.engine.models.states import StateCache
 from dsbd_cli.errors import UnsupportedModelError
@@ -22,14 +23,14 @@ __all__ = ["CausalForestModel"]
 class CausalForestModel(TransformersForest):
     """A decoder-only model: the prompt and the answer are one sequence."""
 
-    def _new_cache(self) -> ForestCache:
+    def _new_cache(self, device: torch.device) -> ForestCache:
         kind = self._config.model_type
         if kind in REFUSED:
             raise UnsupportedModelError(f"{self.architecture} ({kind}) cannot hold a tree of tokens: {REFUSED[kind]}")
         if not has_mixers(self._model):
             return ForestCache()
         bind(self._model)
-        return StateCache(self._device)
+        return StateCache(device)
 
     def keep_states_in(self, precision: torch.dtype) -> None:
         """Hold recurrent states, and sum over them, in this dtype; before `reserve`. In float64 the order of a sum,
@@ -45,7 +46,7 @@ class CausalForestModel(TransformersForest):
     def _masks_wanted(self) -> MaskPlan:
         return MaskPlan.of(self._config, recurrent=isinstance(self._cache, StateCache))
 
-    def _run(self, runner: Any, batch: ForestInput) -> Any:
+    def _call(self, runner: Any, batch: ForestInput) -> Any:
         sight = self._sees(batch)
         with self._cache.running(batch), seeing(sight or Blocks.of(batch)):
             arguments = {"input_ids": self._inputs(batch), "use_cache": True, "return_dict": True}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from dsbd_cli.token_rules import LISTS, TokenRules
 
-__all__ = ["checkpoint_rules", "checkpoint_search", "settings_notes", "unsupported_settings"]
+__all__ = ["CheckpointSettings", "checkpoint_rules", "checkpoint_search", "settings_notes", "unsupported_settings"]
 
 # Settings that transformers' beam search would act on and that are not built, with the values that do nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -27,6 +30,25 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 # Settings that options of a run say here.
 SEARCH = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSettings:
+    """What a checkpoint says beside its weights: its config, its generation settings, and the name of its class."""
+
+    config: Any
+    generation_config: Any
+    architecture: str
+
+    @classmethod
+    def read(cls, folder: Path, config: Any) -> CheckpointSettings:
+        """Read a folder's generation_config.json, where there is one. Raises ValueError and OSError."""
+        place = folder / "generation_config.json"
+        found = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+        if not isinstance(found, dict):
+            raise ValueError("generation_config.json is no object")
+        named = getattr(config, "architectures", None) or [config.model_type]
+        return cls(config, SimpleNamespace(**found), str(named[0]))
 
 
 def checkpoint_rules(model: Any) -> TokenRules:

@@ -17,7 +17,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.models.native import Kernel, fields, kernels, loadable, offsets
+from dsbd_cli.engine.models.native import EAGER, Eager, Kernel, fields, kernels, loadable, offsets
 
 __all__ = ["DTYPES", "STEP", "gated", "norm", "rotate", "serves"]
 
@@ -62,35 +62,37 @@ LAYOUT = zlib.crc32(
 )
 
 
-def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: bool) -> tuple[Tensor, Tensor]:
-    """As norm_twin."""
+def norm(
+    x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: bool, run: Eager = EAGER
+) -> tuple[Tensor, Tensor]:
+    """Do what `norm_twin` does."""
     flat, rows, row = _flat(x)
     width, unit = x.shape[-1], x.element_size()
-    out = torch.empty_like(flat, memory_format=torch.contiguous_format).view(x.shape)
+    out = run.empty(*x.shape, dtype=x.dtype)
     assert x.dtype == weight.dtype
     given, given_row, summed = None, 0, NOTHING[x.dtype]
     if more is not None:
         assert more.shape == x.shape
         assert more.dtype == x.dtype
         given, _, given_row = _flat(more)
-        summed = torch.empty_like(out)
+        summed = run.empty(*x.shape, dtype=x.dtype)
     items, share = _shares(rows, torch.get_num_threads())
     arguments = Norm(
         0, 0, items, rows, share, width, flat.data_ptr(), row * unit, 0 if given is None else given.data_ptr(),
         given_row * unit, weight.data_ptr(), out.data_ptr(), summed.data_ptr(), one_more, unit == 2, eps,
     )  # fmt: skip
-    _kernels()[0](arguments, rows * width * COSTS, items)
+    run.launch(_kernels()[0], arguments, rows * width * COSTS, items)
     return out, summed
 
 
-def gated(both: Tensor, gelu: bool) -> Tensor:
-    """As gated_twin."""
+def gated(both: Tensor, gelu: bool, run: Eager = EAGER) -> Tensor:
+    """Do what `gated_twin` does."""
     flat, rows, row = _flat(both)
     width, unit = both.shape[-1] // 2, both.element_size()
-    out = both.new_empty(*both.shape[:-1], width)
+    out = run.empty(*both.shape[:-1], width, dtype=both.dtype)
     items, share = _shares(rows, torch.get_num_threads())
     arguments = Gated(0, 0, items, rows, share, width, flat.data_ptr(), row * unit, out.data_ptr(), gelu, unit == 2)
-    _kernels()[1](arguments, rows * width * COSTS, items)
+    run.launch(_kernels()[1], arguments, rows * width * COSTS, items)
     return out
 
 
@@ -105,8 +107,9 @@ def rotate(
     key_norm: Tensor | None = None,
     eps: float = 0.0,
     one_more: bool = False,
+    run: Eager = EAGER,
 ) -> Tensor:
-    """As rotate_twin."""
+    """Do what `rotate_twin` does."""
     flat, count, row = _flat(both)
     rows, nodes, width = both.shape
     kv_heads, dim = keys.shape[-2:]
@@ -118,7 +121,7 @@ def rotate(
     assert slots.is_contiguous()
     assert cos.shape == sin.shape == (angles, nodes, dim)
     assert angles in (1, rows)
-    out = both.new_empty(rows, heads, nodes, dim)
+    out = run.empty(rows, heads, nodes, dim, dtype=both.dtype)
     items, share = _shares(count, torch.get_num_threads())
     arguments = Rotate(
         0, 0, items, count, share, nodes, heads, kv_heads, dim, flat.data_ptr(), row * unit, cos.data_ptr(),
@@ -126,7 +129,7 @@ def rotate(
         values.data_ptr(), 0 if query_norm is None else query_norm.data_ptr(),
         0 if key_norm is None else key_norm.data_ptr(), one_more, unit == 2, eps,
     )  # fmt: skip
-    _kernels()[2](arguments, count * width * COSTS, items)
+    run.launch(_kernels()[2], arguments, count * width * COSTS, items)
     return out
 
 

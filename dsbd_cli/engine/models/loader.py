@@ -23,7 +23,7 @@ from dsbd_cli.engine.models.packing import packing_works
 from dsbd_cli.engine.models.quantize import int8_missing
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 
-__all__ = ["Checkpoint", "eos_ids", "is_gguf", "load", "load_config", "load_extractor", "load_tokenizer", "quiet"]
+__all__ = ["Checkpoint", "check_quantize", "device_of", "dtype_of", "eos_ids", "is_plain", "is_gguf", "load", "load_config", "load_extractor", "load_tokenizer", "quiet"]
 
 Checkpoint = tuple[Any, Any]
 
@@ -47,8 +47,7 @@ def load(spec: ModelSpec, config: Any = None, **more: Any) -> Checkpoint:
     with quiet():
         folder = locate(spec)
         config = config or load_config(folder, spec)
-        if spec.quantize is not None:
-            _check_quantize(spec, config, placement)
+        check_quantize(spec, config)
         # bars are drawn while these are unpacked, and nobody is asked
         barred = is_gguf(folder) or _method_of(config) == COMPRESSED
         with contextlib.redirect_stderr(io.StringIO()) if barred else contextlib.nullcontext():
@@ -88,8 +87,14 @@ def _placement(spec: ModelSpec) -> dict[str, Any]:
     """Keyword arguments that put the weights where the spec wants them."""
     if spec.device_map is not None:
         return {"device_map": _device_map(spec)}
+    device = device_of(spec)
+    return {} if device.type == "cpu" else {"device_map": {"": str(device)}}
+
+
+def device_of(spec: ModelSpec) -> torch.device:
+    """Return the device that a spec without a device map names. Raises UsageError where it is not there."""
     if spec.device == "auto":
-        return {"device_map": {"": "cuda:0"}} if torch.cuda.is_available() else {}
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(spec.device)
     except RuntimeError:
@@ -97,7 +102,7 @@ def _placement(spec: ModelSpec) -> dict[str, Any]:
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise UsageError(f"{spec.role} device {spec.device!r} is not there: {count} CUDA devices are visible")
-    return {} if device.type == "cpu" else {"device_map": {"": str(device)}}
+    return device
 
 
 def _device_map(spec: ModelSpec) -> Any:
@@ -140,7 +145,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
             **_source(folder),
             **_local(spec),
             config=config,
-            dtype=_dtype(spec, config, folder),
+            dtype=dtype_of(spec, config, folder),
             attn_implementation=_attention(config),
             weights_only=True,  # a .bin file cannot run code
             output_loading_info=True,
@@ -205,9 +210,11 @@ def _source(place: Path) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": place.parent, "gguf_file": place.name}
 
 
-def _check_quantize(spec: ModelSpec, config: Any, placement: dict[str, Any]) -> None:
-    """int8 can be had: on the CPU, of plain weights. Raises UsageError."""
-    if placement:
+def check_quantize(spec: ModelSpec, config: Any) -> None:
+    """Raise UsageError where int8 is asked for and cannot be had: it is of plain weights on the CPU."""
+    if spec.quantize is None:
+        return
+    if spec.device_map is not None or device_of(spec).type != "cpu":
         reason: str | None = f"int8 runs on the CPU only: drop it, or place the {spec.role} there (--device cpu)"
     elif getattr(config, "quantization_config", None) is not None:
         reason = f"{_name(spec)} is quantised already: drop it"
@@ -215,6 +222,16 @@ def _check_quantize(spec: ModelSpec, config: Any, placement: dict[str, Any]) -> 
         reason = int8_missing()  # last: it may have to compile kernels
     if reason is not None:
         raise UsageError(f"quantize is {spec.quantize}, but {reason}", field="quantize", value=spec.quantize)
+
+
+def is_plain(place: Path, config: Any) -> bool:
+    """Whether the weights are safetensors files that hold what a forward computes with."""
+    return (
+        place.is_dir()
+        and any(place.glob("model*.safetensors"))
+        and getattr(config, "quantization_config", None) is None
+        and read_config(place) is None
+    )
 
 
 def _local(spec: ModelSpec) -> dict[str, Any]:
@@ -266,7 +283,8 @@ def _check_report(report: dict[str, Any], spec: ModelSpec, elsewhere: set[str]) 
             )
 
 
-def _dtype(spec: ModelSpec, config: Any, folder: Path) -> Any:
+def dtype_of(spec: ModelSpec, config: Any, folder: Path) -> Any:
+    """Return the dtype to compute in: `torch.dtype`, or "auto" where the checkpoint decides."""
     if spec.dtype != "auto":
         return _DTYPES[spec.dtype]
     if getattr(config, "quantization_config", None) is not None:

@@ -12,20 +12,20 @@ import importlib
 import logging
 import mmap
 import platform
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 __all__ = [
+    "EAGER",
     "PRODUCT",
+    "Eager",
     "Kernel",
     "features",
     "fields",
-    "intercept",
     "kernels",
     "loadable",
     "offsets",
@@ -43,6 +43,7 @@ HUGE = 2**21  # bytes of a huge page
 PRODUCT = ("taken", "threads", "items", "rows", "chunk", "blocks", "share", "sums", "sums_bytes")
 
 _logger = logging.getLogger(__name__)
+Results = TypeVar("Results", bound=Tensor | tuple[Tensor, ...])
 
 
 def fields(*names: str) -> tuple[tuple[str, type[ctypes.c_int64]], ...]:
@@ -64,32 +65,44 @@ class Kernel:
 
     def __call__(self, arguments: ctypes.Structure, work: int, items: int) -> None:
         """work: multiplications or so. items: parts that threads can take."""
-        threads = 1 if work < SMALL or self._team is None else min(torch.get_num_threads(), items)
-        note = _note.get()
-        if note is not None:
-            note(self, arguments, threads)
-        elif threads == 1 or self._team is None:
+        threads = self.threads(work, items)
+        if threads == 1 or self._team is None:
             self.run_here(arguments)
         else:
             self._team(self.address, ctypes.addressof(arguments), threads, 0)
+
+    def threads(self, work: int, items: int) -> int:
+        """How many threads a call takes."""
+        return 1 if work < SMALL or self._team is None else min(torch.get_num_threads(), items)
 
     def run_here(self, arguments: ctypes.Structure) -> None:
         """On this thread."""
         self._call(ctypes.addressof(arguments))
 
 
-Note = Callable[[Kernel, ctypes.Structure, int], None]
-_note: ContextVar[Note | None] = ContextVar("note", default=None)
+class Eager:
+    """Runs each kernel when an operation calls it, and gives each operation fresh memory.
+
+    `program.Program` has the same methods: it keeps the calls, to be run again and again.
+    """
+
+    def begin(self, layer: int) -> None:
+        """Begin layer number `layer`: the memory of the layer before the last may be used again."""
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for a result of this shape."""
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+    def launch(self, kernel: Kernel, arguments: ctypes.Structure, work: int, items: int, *kept: Tensor) -> None:
+        """Run a kernel. work, items: as `Kernel.__call__`; kept: tensors that only `arguments` points to."""
+        kernel(arguments, work, items)
+
+    def compute(self, function: Callable[[], Results]) -> Results:
+        """Return what a function of torch returns: a tensor or a tuple of tensors."""
+        return function()
 
 
-@contextlib.contextmanager
-def intercept(note: Note) -> Iterator[None]:
-    """Kernels that are called inside are not run: `note` is told kernel, arguments and threads."""
-    before = _note.set(note)
-    try:
-        yield
-    finally:
-        _note.reset(before)
+EAGER = Eager()
 
 
 def kernels(module: str, *names: str) -> list[Kernel]:

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from dsbd_cli.engine.models.native import (
+    EAGER,
     PRODUCT,
+    Eager,
     Kernel,
     features,
     fields,
@@ -36,6 +38,7 @@ from dsbd_cli.engine.models.native import (
 
 __all__ = [
     "PackedLinear",
+    "PackedProduct",
     "Parts",
     "Product",
     "bfloat16_tile",
@@ -111,9 +114,9 @@ class Parts(NamedTuple):
         """kinds: of sums."""
         return _parts(rows, blocks, lines, kinds, torch.get_num_threads())
 
-    def room(self) -> Tensor:
-        """For the sums."""
-        return torch.empty(self.sums, dtype=torch.float32, device="cpu")
+    def room(self, run: Eager) -> Tensor:
+        """Return memory for the sums."""
+        return run.empty(*self.sums, dtype=torch.float32)
 
     def arguments(self, room: Tensor) -> tuple[int, ...]:
         """PRODUCT."""
@@ -148,7 +151,7 @@ class _Compiled:
     def bias(self, bias: Tensor) -> Tensor:
         return _filled(bias.float(), COLUMNS)
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, bias: Tensor | None, run: Eager = EAGER) -> Tensor:
         """x [..., i], bias as `bias` gave it -> [..., o]."""
         unit, inputs, blocks, steps = self._unit, x.shape[-1], self._blocks, self._steps
         columns = blocks * COLUMNS
@@ -160,14 +163,14 @@ class _Compiled:
         if step != 1:
             flat, row = flat.contiguous(), inputs
         rows = flat.shape[0]
-        out = x.new_empty((*x.shape[:-1], columns))
+        out = run.empty(*x.shape[:-1], columns, dtype=x.dtype)
         parts = Parts.of(rows, blocks, steps)
-        sums = parts.room()
+        sums = parts.room(run)
         arguments = Multiply(
             *parts.arguments(sums), flat.data_ptr(), row * unit, self.weights.data_ptr(), steps, parts.piece,
             0 if bias is None else bias.data_ptr(), out.data_ptr(), columns * unit, unit == 2,
         )  # fmt: skip
-        _kernel()(arguments, rows * columns * steps, parts.items)
+        run.launch(_kernel(), arguments, rows * columns * steps, parts.items)
         # rows stay as far apart as they are: torch's functions give numbers by place (vector or rest) other bits
         return out if columns == self.outputs else out[..., : self.outputs]
 
@@ -184,8 +187,11 @@ class _Torch:
     def bias(self, bias: Tensor) -> Tensor:
         return _filled(bias, MIN_FEATURES) if len(bias) < MIN_FEATURES else bias
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, bias: Tensor | None, run: Eager = EAGER) -> Tensor:
         """x [..., i], bias as `bias` gave it -> [..., o]."""
+        return run.compute(lambda: self._padded(x, bias))
+
+    def _padded(self, x: Tensor, bias: Tensor | None) -> Tensor:
         inputs = x.shape[-1]
         rows = x.numel() // inputs
         if rows >= LEAST_ROWS:
@@ -208,7 +214,7 @@ class Product:
     parts: list[int]
     _kept: tuple[Tensor, Tensor, int] | None = None  # input, result, and how many layers have not asked for it
 
-    def compute(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
         """x [..., i] -> [..., o], the outputs of all layers side by side."""
         raise NotImplementedError
 
@@ -225,20 +231,19 @@ class Product:
 class PackedProduct(Product):
     """Of packed weights."""
 
-    def __init__(self, linears: Sequence[nn.Linear | Conv1D]) -> None:
-        weights = [weight_of(linear).detach() for linear in linears]
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each."""
         self.parts = [len(weight) for weight in weights]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        weight = weights[0] if len(weights) == 1 else torch.cat([*weights])
         del weights
         way = _way(weight)
         assert way is not None
         self._way = way(weight)
         self.compiled = way is _Compiled
         self._bias: Tensor | None = None
-        if any(linear.bias is not None for linear in linears):
+        if any(bias is not None for bias in biases):
             missing = (weight.new_zeros(part) for part in self.parts)
-            biases = [gap if one.bias is None else one.bias.detach() for one, gap in zip(linears, missing, strict=True)]
-            self.set_bias(torch.cat(biases))
+            self.set_bias(torch.cat([gap if bias is None else bias for bias, gap in zip(biases, missing, strict=True)]))
 
     @property
     def weights(self) -> Tensor:
@@ -249,8 +254,8 @@ class PackedProduct(Product):
         """bias [o]."""
         self._bias = self._way.bias(bias)
 
-    def compute(self, x: Tensor) -> Tensor:
-        return self._way(x, self._bias)
+    def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
+        return self._way(x, self._bias, run)
 
 
 class PackedLinear(nn.Module):
@@ -263,7 +268,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear | Conv1D, product: PackedProduct | None = None, part: int = 0) -> None:
         super().__init__()
         self.out_features, self.in_features = weight_of(linear).shape
-        self.product = product or PackedProduct([linear])
+        self.product = product or packed_product([linear])
         self._first = sum(self.product.parts[:part])
         self.weight = torch.empty_like(linear.weight, device="meta", requires_grad=False)
         self.bias: Tensor | None = None if linear.bias is None else linear.bias.detach()
@@ -299,6 +304,12 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
+def packed_product(linears: Sequence[nn.Linear | Conv1D]) -> PackedProduct:
+    """Return the packed product of layers that are handed one tensor."""
+    biases = [None if linear.bias is None else linear.bias.detach() for linear in linears]
+    return PackedProduct([weight_of(linear).detach() for linear in linears], biases)
+
+
 def whole(layers: Sequence[Any]) -> Product | None:
     """The product whose parts these layers are, in its order; None where they are no such."""
     product: Product | None = getattr(layers[0], "product", None)
@@ -319,7 +330,7 @@ def pack(model: nn.Module, joined: Collection[tuple[nn.Module, Sequence[str]]] =
     grouped = {place for group in groups for place in group}
     for group in [*groups, *([place] for place in found if place not in grouped)]:
         layers = [getattr(parent, name) for parent, name in group]
-        product = PackedProduct(layers)
+        product = packed_product(layers)
         for part, ((parent, name), layer) in enumerate(zip(group, layers, strict=True)):
             setattr(parent, name, PackedLinear(layer, product, part))
         del layers, layer

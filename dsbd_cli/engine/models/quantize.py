@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from dsbd_cli.engine.models.native import PRODUCT, Kernel, features, fields, kernels, loadable, offsets, team
+from dsbd_cli.engine.models.native import EAGER, PRODUCT, Eager, Kernel, features, fields, kernels, loadable, offsets, team
 from dsbd_cli.engine.models.packing import (
     PackedLinear,
     Parts,
@@ -36,7 +36,7 @@ from dsbd_cli.engine.models.packing import (
     weight_of,
 )
 
-__all__ = ["Int8Linear", "int8_missing", "quantize"]
+__all__ = ["LEAST_WEIGHTS", "Int8Linear", "Int8Product", "int8_missing", "outlier_channels", "quantize"]
 
 OUTLIERS = 32  # channels kept as they are; measured: docs/quantization.md
 # Of a product. Measured: 896 x 896 takes 1.5 times as long as in bfloat16, 1536 x 1536 as long.
@@ -79,6 +79,9 @@ class _Way(Protocol):
 
     weights: Tensor
 
+    def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
+        """x [r, i] -> [r, o]."""
+
     def __init__(
         self, integers: Tensor, scales: Tensor, outliers: Tensor, few: Tensor, bias: Tensor, kept: Tensor
     ) -> None:
@@ -106,8 +109,11 @@ class _Torch:
         self.weights: Tensor = torch.ops.onednn.qlinear_prepack(integers, None)
         self._zeros = torch.zeros(len(integers), dtype=torch.int32)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
         """x [r, i] -> [r, o]."""
+        return run.compute(lambda: self._in_parts(x))
+
+    def _in_parts(self, x: Tensor) -> Tensor:
         parts = [self.multiply(*self.levels(rows)) for rows in x.split(PRODUCT_ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -148,20 +154,21 @@ class _Compiled:
         self._few = lines(few.float())
         self._kept, self._outliers = pad(kept.float(), (0, wider)), outliers.contiguous()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
         """x [r, i] -> [r, o]."""
-        return self.multiply(*self.levels(x))
+        return self.multiply(*self.levels(x, run), run)
 
-    def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def levels(self, x: Tensor, run: Eager = EAGER) -> tuple[Tensor, Tensor, Tensor]:
         assert x.dtype == self._dtype
         assert x.is_cpu
         assert x.shape[1] == self._given
+        given = x
         if self._given < self._inputs or x.stride(1) != 1:
-            x = nn.functional.pad(x, (0, self._inputs - self._given)).contiguous()
+            x = run.compute(lambda: nn.functional.pad(given, (0, self._inputs - self._given)).contiguous())
         rows = x.shape[0]
-        levels = torch.empty(rows, self._inputs, dtype=torch.uint8, device="cpu")
-        steps = self._scales.new_empty(rows, 1)
-        few = self._scales.new_empty(rows, len(self._outliers))
+        levels = run.empty(rows, self._inputs, dtype=torch.uint8)
+        steps = run.empty(rows, 1, dtype=torch.float32)
+        few = run.empty(rows, len(self._outliers), dtype=torch.float32)
         share = max(1, -(-rows // (4 * torch.get_num_threads())))
         items = -(-rows // share)
         arguments = Levelize(
@@ -169,21 +176,21 @@ class _Compiled:
             self._inputs, self._kept.data_ptr(), levels.data_ptr(), self._inputs, steps.data_ptr(),
             self._outliers.data_ptr(), few.data_ptr(), few.shape[1],
         )  # fmt: skip
-        _kernels()[0](arguments, rows * self._inputs, items)
+        run.launch(_kernels()[0], arguments, rows * self._inputs, items)
         return levels, steps, few
 
-    def multiply(self, levels: Tensor, steps: Tensor, few: Tensor) -> Tensor:
+    def multiply(self, levels: Tensor, steps: Tensor, few: Tensor, run: Eager = EAGER) -> Tensor:
         rows, columns = levels.shape[0], self._scales.shape[0]
-        out = torch.empty(rows, columns, dtype=self._dtype, device="cpu")
+        out = run.empty(rows, columns, dtype=self._dtype)
         quads = self._inputs // 4
         parts = Parts.of(rows, self._blocks, quads, kinds=2)
-        sums = parts.room()
+        sums = parts.room(run)
         arguments = Multiply(
             *parts.arguments(sums), levels.data_ptr(), levels.stride(0), self.weights.data_ptr(), quads, parts.piece,
             self._offsets.data_ptr(), self._scales.data_ptr(), steps.data_ptr(), few.data_ptr(), self._few.data_ptr(),
             few.shape[1], self._bias.data_ptr(), out.data_ptr(), columns * out.element_size(), out.element_size() == 2,
         )  # fmt: skip
-        _kernels()[1](arguments, rows * columns * self._inputs, parts.items)
+        run.launch(_kernels()[1], arguments, rows * columns * self._inputs, parts.items)
         return out if columns == self._outputs else out[:, : self._outputs]
 
 
@@ -197,16 +204,15 @@ class Int8Product(Product):
         way: computes the product.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear | Conv1D], largest: Tensor) -> None:
-        """largest: [i] magnitudes of the inputs seen."""
-        weight = torch.cat([weight_of(linear).detach() for linear in linears])
-        biases = [
-            weight.new_zeros(weight_of(linear).shape[0]) if linear.bias is None else linear.bias.detach()
-            for linear in linears
-        ]
-        self.parts = [len(bias) for bias in biases]
-        self.outliers = largest.topk(min(OUTLIERS, len(largest) // 2)).indices.sort().values
-        kept = torch.ones(len(largest))
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], outliers: Tensor) -> None:
+        """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. outliers: [k], ascending."""
+        weight = torch.cat([*weights])
+        self.parts = [len(one) for one in weights]
+        bias = torch.cat([
+            weight.new_zeros(part) if one is None else one for one, part in zip(biases, self.parts, strict=True)
+        ])
+        self.outliers = outliers
+        kept = torch.ones(weight.shape[1])
         kept[self.outliers] = 0
         few = weight[:, self.outliers]
         ordinary = weight.float().mul_(kept)
@@ -214,10 +220,15 @@ class Int8Product(Product):
         self.scales = (ordinary.abs().amax(1) / LEVELS).clamp_min(SMALLEST)
         integers = ordinary.div_(self.scales.unsqueeze(1)).round_().to(torch.int8)
         del ordinary
-        self.way = _way()(integers, self.scales, self.outliers, few, torch.cat(biases), kept)
+        self.way = _way()(integers, self.scales, self.outliers, few, bias, kept)
 
-    def compute(self, x: Tensor) -> Tensor:
-        return self.way(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], sum(self.parts))
+    def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
+        return self.way(x.reshape(-1, x.shape[-1]), run).view(*x.shape[:-1], sum(self.parts))
+
+
+def outlier_channels(largest: Tensor) -> Tensor:
+    """Return the input channels [k], ascending, of the largest magnitudes [i]."""
+    return largest.topk(min(OUTLIERS, len(largest) // 2)).indices.sort().values
 
 
 class Int8Linear(nn.Module):
@@ -310,7 +321,10 @@ def quantize(model: nn.Module, calibrate: Callable[[], object], least: int = LEA
         largest = watch.seen[first].largest
         if sum(child.weight.numel() for _, _, child in layers) < least:
             continue
-        product = Int8Product([child for _, _, child in layers], largest)
+        weights = [weight_of(child).detach() for _, _, child in layers]
+        biases = [None if child.bias is None else child.bias.detach() for _, _, child in layers]
+        product = Int8Product(weights, biases, outlier_channels(largest))
+        del weights
         for *_, child in layers:
             watch.seen.pop(child)
         for part, (parent, name, child) in enumerate(layers):

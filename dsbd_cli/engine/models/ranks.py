@@ -199,8 +199,8 @@ class ShardedForestModel(CausalForestModel):
         if self._ranks is not None:
             self._ranks.tell(name, *arguments)
 
-    def _new_cache(self) -> ForestCache:
-        cache = super()._new_cache()
+    def _new_cache(self, device: torch.device) -> ForestCache:
+        cache = super()._new_cache(device)
         if isinstance(cache, StateCache):
             raise UnsupportedModelError(
                 f"{self.architecture} has recurrent layers, which tensor_parallel does not split"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.protocols import ForestInput, ForestModel, SourceModel
-from dsbd_cli.engine.models.adapter import unsupported
+from dsbd_cli.engine.models.forest import unsupported
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, sample_source
 from dsbd_cli.engine.models.states import StateCache
 from dsbd_cli.errors import UnsupportedModelError

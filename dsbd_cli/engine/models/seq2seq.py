@@ -19,8 +19,9 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models.adapter import TransformersForest
-from dsbd_cli.engine.models.attention import NAME, Sight, seeing
+from dsbd_cli.engine.models.attention import NAME, seeing
 from dsbd_cli.engine.models.crossing import STEP, CrossCache, ForestPairCache
+from dsbd_cli.engine.models.forest_attention import Sight
 from dsbd_cli.engine.models.packing import PackedLinear
 from dsbd_cli.engine.models.places import Places
 from dsbd_cli.errors import UnsupportedModelError
@@ -55,6 +56,10 @@ class Seq2SeqForestModel(TransformersForest):
             decoder.register_forward_pre_hook(self._give_mask, with_kwargs=True)
         super().__init__(model, name, stock)
         self.copies_prefixes = False  # what the decoder keeps of its first tokens goes by the source
+
+    @property
+    def paired(self) -> bool:
+        return True
 
     @property
     def max_positions(self) -> int | None:
@@ -232,7 +237,7 @@ class Seq2SeqForestModel(TransformersForest):
         index = torch.tensor(rows, device=self._device)
         self._hidden = hidden
         try:
-            self._run(self._runner(), ForestInput(zero, zero, zero + self._cache.slots - 1, alone, zero, index))
+            self._call(self._runner(), ForestInput(zero, zero, zero + self._cache.slots - 1, alone, zero, index))
         finally:
             self._hidden = None
 
@@ -256,7 +261,7 @@ class Seq2SeqForestModel(TransformersForest):
         """The model without its head, where it has such a part."""
         return self._body if self._model.base_model is not self._model else self._model
 
-    def _run(self, runner: Any, batch: ForestInput) -> Any:
+    def _call(self, runner: Any, batch: ForestInput) -> Any:
         if runner is not self._model:
             runner = self._runner()
         rows = len(batch.tokens)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.models.native import SMALL, Kernel, kernels, loadable, offsets
+from dsbd_cli.engine.models.native import EAGER, SMALL, Eager, Kernel, kernels, loadable, offsets
 
 __all__ = ["Paths", "attend", "fits", "serves"]
 
@@ -117,6 +117,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    run: Eager = EAGER,
 ) -> Tensor:
     """Attention of query [R, H * G, n, E] over the listed slots of key and value [R, H, S, E]: [R, n, H * G, E].
 
@@ -130,7 +131,7 @@ def attend(
     assert (len(key), len(value), value.shape[1], key.shape[3]) == (rows, rows, heads, dim)
     assert paths.slots.shape[:2] == (rows, nodes)
     assert paths.total <= min(key.shape[2], value.shape[2])
-    out = query.new_empty(rows, nodes, query_heads, out_dim)
+    out = run.empty(rows, nodes, query_heads, out_dim, dtype=query.dtype)
     work = rows * query_heads * nodes * paths.span * (dim + out_dim)
     threads = torch.get_num_threads()
     blocks = 1
@@ -140,7 +141,7 @@ def attend(
     width = -(-paths.span // LANES) * LANES
     wide, stride = -(-out_dim // LANES) * LANES, width | LANES
     numbers = dim * stride + width * wide + -(-2 * dim // LANES) * LANES + 4 * stride + 2 * wide
-    scratch = torch.empty(threads, numbers, dtype=torch.float32, device="cpu")
+    scratch = run.empty(threads, numbers, dtype=torch.float32)
     joined: tuple[int, ...] = (0,) * 8
     if settled is not None:
         part, sums = settled
@@ -168,7 +169,8 @@ def attend(
         *joined, 0 if sinks is None else sinks.data_ptr(), *biased,
         scratch.data_ptr(), scratch.stride(0) * 4, unit == 2, scale, softcap or 0.0,
     )  # fmt: skip
-    _kernels()[0](arguments, work, rows * heads * blocks)
+    kept = [one for one in (sinks, bias) if one is not None]
+    run.launch(_kernels()[0], arguments, work, rows * heads * blocks, *kept)
     return out
 
 

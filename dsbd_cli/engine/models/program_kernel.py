@@ -1,6 +1,6 @@
-"""The kernel of recorder.py in numba: it runs other kernels, one after another, each on its threads.
+"""The loop of program.py in numba: it runs kernels, one after another, each on its threads.
 
-Addresses are int64, and nothing checks them; recorder.py does.
+Addresses are int64, and nothing checks them; program.py does.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from numba import types
 
 from dsbd_cli.engine.models.compiled import Compiler
 from dsbd_cli.engine.models.lanes import I32, I64, SOURCE, get_i64, operation, pointer, put_i64
-from dsbd_cli.engine.models.recorder import LAYOUT, RUN
+from dsbd_cli.engine.models.program import LAYOUT, RUN
 
 __all__ = ["run"]
 
-compiled = Compiler("recordings")
+compiled = Compiler("programs")
 
-# `at` is the address of a recorder.Run, whose fields have these offsets. numba keeps what it compiled until this file
+# `at` is the address of a program.Run, whose fields have these offsets. numba keeps what it compiled until this file
 # changes, so a change of the fields or of lanes.py has to change it: by these numbers.
 assert (LAYOUT, SOURCE) == (0x325F909E, 0x715CF963), (
-    f"recorder.py's fields or lanes.py changed: write {LAYOUT:#x}, {SOURCE:#x}"
+    f"program.py's fields or lanes.py changed: write {LAYOUT:#x}, {SOURCE:#x}"
 )
 COUNT, CALLS, TEAM = RUN
 CALL, WORD = 24, 8

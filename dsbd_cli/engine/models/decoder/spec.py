@@ -1,0 +1,334 @@
+"""Read a config: which decoder a checkpoint is, in numbers. What is not known here is left to transformers.
+
+The standard decoder: RMS norms, rotary positions, grouped attention, a gated MLP. Families differ in the numbers and
+switches of a `DecoderSpec`, and in the names of their tensors (weights.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["DecoderSpec", "Rotary", "spec_of"]
+
+ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # whether it is gelu in its form with tanh
+ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+# Keys that a config declares and that do not change what a forward computes, or that are read below.
+KNOWN = frozenset(
+    """
+    architectures attention_bias attention_dropout attention_multiplier attn_logit_softcapping bos_token_id chunk_size_feed_forward
+    classifier_dropout cls_token_id decoder_start_token_id dtype embd_pdrop embedding_multiplier eos_token_id
+    final_logit_softcapping forced_bos_token_id forced_eos_token_id gradient_checkpointing head_dim hidden_act
+    hidden_activation hidden_size id2label initializer_range intermediate_size is_decoder is_encoder_decoder label2id
+    layer_types logits_scaling max_length max_position_embeddings max_window_layers mlp_bias model_type name_or_path
+    no_rope_layer_interval no_rope_layers num_attention_heads num_hidden_layers num_key_value_heads
+    original_max_position_embeddings output_attentions output_hidden_states output_router_logits pad_token_id
+    partial_rotary_factor pretraining_tp problem_type query_pre_attn_scalar residual_multiplier resid_pdrop return_dict
+    rms_norm_eps rope_local_base_freq rope_parameters rope_scaling rope_theta sep_token_id sliding_window
+    sliding_window_pattern tie_word_embeddings task_specific_params tokenizer_class torch_dtype transformers_version
+    unsloth_fixed unsloth_version use_bidirectional_attention use_cache use_sliding_window vocab_size
+    attention_out_bias residual_dropout cache_implementation
+    """.split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary positions of one kind of layer.
+
+    Attributes:
+        frequencies: [rotated / 2] float32, angles per position. None: the layer does not rotate.
+        scale: of sines and cosines.
+        rotated: leading numbers of a head that are rotated.
+    """
+
+    frequencies: tuple[float, ...] | None
+    scale: float = 1.0
+    rotated: int = 0
+
+    def table(self, positions: int, dim: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [positions, dim] float32 of both halves of a head. Numbers that are not rotated have
+        the angle 0. The angle is rounded to float32, as in transformers; its sine is not, before the end."""
+        angles = torch.zeros(positions, dim // 2, dtype=torch.float32)
+        if self.frequencies is not None:
+            places = torch.arange(positions, dtype=torch.float32)
+            angles[:, : self.rotated // 2] = places[:, None] * torch.tensor(self.frequencies, dtype=torch.float32)
+        wide = torch.cat((angles, angles), -1).to(torch.float64)
+        scales = torch.ones(dim, dtype=torch.float32)
+        for start in (0, dim // 2):
+            scales[start : start + self.rotated // 2] = self.scale
+        return wide.cos().to(torch.float32) * scales, wide.sin().to(torch.float32) * scales
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A standard decoder in numbers.
+
+    Attributes:
+        family: model_type of the checkpoint, which names its tensors.
+        hidden, inner, layers, heads, kv_heads, head_dim, vocabulary: sizes.
+        eps: of the norms. one_more: their weights are 1 + weight.
+        gelu: the gate goes through gelu (tanh) in place of silu.
+        qkv_bias, out_bias, mlp_bias: which products have one.
+        head_norms: queries and keys are normalised head by head. wide_norms: over all heads together.
+        pre_norms, post_norms: norms before and after attention and MLP.
+        tied: the head is the embedding table.
+        windows: per layer, the width of its sliding window in positions; None without one.
+        rotaries: kinds of rotary positions. rotary: per layer, which of them.
+        scale: of attention scores. softcap, logit_softcap: of attention scores and of logits; None without.
+        embedding_scale, residual_scale, logit_scale: factors; 1 without. logits are divided by the last one.
+        positions: that the model was made for.
+        wide_rotary: in bfloat16, angles and norms stay float32, which our kernels do not do.
+    """
+
+    family: str
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    eps: float
+    windows: tuple[int | None, ...]
+    rotaries: tuple[Rotary, ...]
+    rotary: tuple[int, ...]
+    scale: float
+    positions: int | None
+    one_more: bool = False
+    gelu: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_norms: bool = False
+    wide_norms: bool = False
+    pre_norms: bool = True
+    post_norms: bool = False
+    tied: bool = False
+    softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    wide_rotary: bool = False
+
+    @property
+    def kinds(self) -> tuple[int | None, ...]:
+        """The different windows, in the order in which layers have them first."""
+        return tuple(dict.fromkeys(self.windows))
+
+
+class _UnknownError(Exception):
+    """The config asks for something that is not known here."""
+
+
+def spec_of(config: Any) -> DecoderSpec | str:
+    """Return the spec of a transformers (text) config, or why there is none."""
+    family = config.model_type
+    if family not in FAMILIES:
+        return f"{family} is no standard decoder that is known here"
+    # a key that transformers' class does not declare changes nothing there
+    declared, changed = type(config)().to_dict(), config.to_diff_dict()
+    strange = sorted(key for key in changed if key in declared and key[0] != "_" and key not in KNOWN and not _idle(changed[key]))
+    if strange:
+        return f"its config says {strange[0]} = {changed[strange[0]]!r}, which is not known here"
+    try:
+        return DecoderSpec(**{**_common(config), **FAMILIES[family](config)})
+    except _UnknownError as error:
+        return str(error)
+
+
+def _idle(value: object) -> bool:
+    """Whether a setting says nothing."""
+    return value is None or value is False or value in ("", [], {}, ())
+
+
+def _common(config: Any) -> dict[str, Any]:
+    """Settings that all families share."""
+    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    if activation not in ACTIVATIONS:
+        raise _UnknownError(f"its activation is {activation}, which is not known here")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise _UnknownError("its attention looks at later tokens")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise _UnknownError(f"it has {sorted(set(kinds) - {'full_attention', 'sliding_attention'})[0]} layers")
+    named = sorted(key for key in rope if isinstance(rope[key], Mapping))  # parameters of each kind of layer
+    rotaries = tuple(_rotary(config, rope[key], dim, key) for key in named) or (_rotary(config, rope, dim, None),)
+    rotary = tuple(named.index(kinds[layer]) if named and kinds else 0 for layer in range(layers))
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", None) is False:
+        window = None
+    slides = [kinds is None or kinds[layer] == "sliding_attention" for layer in range(layers)]
+    return {
+        "family": config.model_type,
+        "hidden": config.hidden_size,
+        "inner": config.intermediate_size,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": dim,
+        "vocabulary": config.vocab_size,
+        "eps": config.rms_norm_eps,
+        "windows": tuple(window if slide else None for slide in slides),
+        "rotaries": rotaries,
+        "rotary": rotary,
+        "scale": dim**-0.5,
+        "positions": _positions(config, rope),
+        "gelu": ACTIVATIONS[activation],
+        "tied": bool(config.tie_word_embeddings),
+    }
+
+
+def _positions(config: Any, rope: Mapping[str, Any]) -> int | None:
+    limit = getattr(config, "max_position_embeddings", None)
+    if rope.get("rope_type") == "longrope":
+        # past this length transformers changes the frequencies of the whole batch, whatever the others' lengths
+        limit = rope.get("original_max_position_embeddings") or limit
+    return int(limit) if limit else None
+
+
+def _rotary(config: Any, parameters: Mapping[str, Any], dim: int, kind: str | None) -> Rotary:
+    """Read the rotary parameters of a kind of layers; None for all layers alike."""
+    way = parameters.get("rope_type", "default")
+    if way not in ROTARY_TYPES:
+        raise _UnknownError(f"its rotary positions are {way}, which is not known here")
+    rotated = int(dim * (parameters.get("partial_rotary_factor") or 1.0))
+    if rotated % 2 or (rotated != dim and dim % 2):
+        raise _UnknownError(f"it rotates {rotated} of {dim} numbers of a head")
+    if way == "default":
+        theta = parameters.get("rope_theta")
+        if theta is None:
+            raise _UnknownError("its rotary base is missing")
+        found = 1.0 / (theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated))
+        return Rotary(tuple(found.tolist()), 1.0, rotated)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    more = {} if kind is None else {"layer_type": kind}
+    frequencies, scale = ROPE_INIT_FUNCTIONS[way](config, torch.device("cpu"), **more)
+    return Rotary(tuple(frequencies.tolist()), float(scale), 2 * len(frequencies))
+
+
+# Families: what each has beside the common settings.
+
+
+def _llama(config: Any) -> dict[str, Any]:
+    bias = bool(getattr(config, "attention_bias", False))
+    return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bool(getattr(config, "mlp_bias", False)), "windows": _no_windows(config)}
+
+
+def _no_windows(config: Any) -> tuple[None, ...]:
+    return (None,) * int(config.num_hidden_layers)
+
+
+def _mistral(config: Any) -> dict[str, Any]:
+    return {}
+
+
+def _qwen2(config: Any) -> dict[str, Any]:
+    return {"qkv_bias": True}
+
+
+def _qwen3(config: Any) -> dict[str, Any]:
+    bias = bool(getattr(config, "attention_bias", False))
+    return {"qkv_bias": bias, "out_bias": bias, "head_norms": True}
+
+
+def _smollm3(config: Any) -> dict[str, Any]:
+    """Some layers do not rotate: their angles are 0."""
+    common = _common(config)
+    bias = bool(getattr(config, "attention_bias", False))
+    return {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": bool(getattr(config, "mlp_bias", False)),
+        "rotaries": (*common["rotaries"], Rotary(None)),
+        "rotary": tuple(0 if rotates else 1 for rotates in config.no_rope_layers),
+    }
+
+
+def _gemma(config: Any) -> dict[str, Any]:
+    bias = bool(getattr(config, "attention_bias", False))
+    return {
+        "one_more": True,
+        "embedding_scale": config.hidden_size**0.5,
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "windows": _no_windows(config),
+    }
+
+
+def _gemma2(config: Any) -> dict[str, Any]:
+    return {
+        **_gemma(config),
+        "windows": _common(config)["windows"],
+        "post_norms": True,
+        "scale": config.query_pre_attn_scalar**-0.5,
+        "softcap": config.attn_logit_softcapping,
+        "logit_softcap": config.final_logit_softcapping,
+    }
+
+
+def _gemma3(config: Any) -> dict[str, Any]:
+    return {**_gemma2(config), "head_norms": True}
+
+
+def _phi3(config: Any) -> dict[str, Any]:
+    return {}
+
+
+def _granite(config: Any) -> dict[str, Any]:
+    return {
+        **_llama(config),
+        "scale": config.attention_multiplier,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": config.logits_scaling,
+    }
+
+
+def _olmo2(config: Any) -> dict[str, Any]:
+    bias = bool(getattr(config, "attention_bias", False))
+    return {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "wide_norms": True,
+        "pre_norms": False,
+        "post_norms": True,
+        "wide_rotary": True,
+        "windows": _common(config)["windows"] if config.model_type == "olmo3" else _no_windows(config),
+    }
+
+
+def _seed_oss(config: Any) -> dict[str, Any]:
+    return {
+        "qkv_bias": bool(config.attention_bias),
+        "out_bias": bool(config.attention_out_bias),
+        "mlp_bias": bool(config.mlp_bias),
+        "windows": _no_windows(config),
+    }
+
+
+FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "ministral": _mistral,
+    "smollm3": _smollm3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "phi3": _phi3,
+    "granite": _granite,
+    "olmo2": _olmo2,
+    "olmo3": _olmo2,
+    "seed_oss": _seed_oss,
+}

@@ -1,0 +1,83 @@
+"""What checks at load have found, kept by all that they depend on, so that a later load need not make them again.
+
+One JSON file per checkpoint and machine, in the user's cache folder. It depends on the checkpoint's files (names, sizes,
+times), this package's code, the processor, the number of threads, the versions of torch and transformers, and the dtype.
+`dsbd doctor` checks anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsbd_cli.config import ModelSpec
+from dsbd_cli.engine.models.native import processor
+
+__all__ = ["kept", "keep", "fingerprint"]
+
+FORMAT = "dsbd.verdict/1"
+_logger = logging.getLogger(__name__)
+
+
+def fingerprint(spec: ModelSpec, place: Path) -> str:
+    """Return a digest of all that the checks of a checkpoint depend on."""
+    files = [place] if place.is_file() else sorted(path for path in place.iterdir() if path.is_file())
+    facts = {
+        "files": [(str(path.resolve()), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files],
+        "code": _code(),
+        "processor": (processor()[0], sorted(processor()[1])),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "environment": sorted((name, value) for name, value in os.environ.items() if name.startswith(LIBRARIES)),
+        "torch": torch.__version__,
+        "spec": [spec.dtype, spec.device, spec.numerics, spec.quantize, spec.role, spec.kernels],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+LIBRARIES = ("ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_", "ATEN_", "NUMBA_", "OPENBLAS_")
+
+
+def kept(digest: str) -> dict[str, Any] | None:
+    """Return what was kept under this digest; None where nothing was, or it cannot be read."""
+    with suppress(OSError, ValueError):
+        found = json.loads(_place(digest).read_text(encoding="utf-8"))
+        if isinstance(found, dict) and found.get("format") == FORMAT:
+            return found
+    return None
+
+
+def keep(digest: str, found: Mapping[str, object]) -> None:
+    """Keep what was found, whole or not at all. A folder that cannot be written costs later loads their checks."""
+    place = _place(digest)
+    part = place.with_name(f"{place.name}.{os.getpid()}")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part.write_text(json.dumps({"format": FORMAT, **found}), encoding="utf-8")
+        part.replace(place)
+    except OSError as error:
+        _logger.warning("every load checks the model anew: %s cannot be written (%s)", place.parent, error.strerror)
+
+
+def _place(digest: str) -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "dsbd" / "verdicts" / f"{digest}.json"
+
+
+@functools.cache
+def _code() -> str:
+    """Return a digest of the files that decide what a model computes."""
+    digest = hashlib.sha256()
+    package = Path(__file__).resolve().parents[2]
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,113 @@
+"""Tiny random checkpoints of every family that our own decoder knows, with what its config can say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+V = 97
+# wide enough for the kernels of a CPU: multiples of 16, and of 32 in a head
+BASE: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WITHOUT_DIM = {name: value for name, value in BASE.items() if name != "head_dim"} | {"hidden_size": 128}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.1 * i for i in range(16)],
+    "long_factor": [2.0 + 0.1 * i for i in range(16)], "original_max_position_embeddings": 256, "factor": 2.0,
+}  # fmt: skip
+
+# name -> (config class, settings)
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", BASE),
+    "llama tied": ("LlamaConfig", {**BASE, "tie_word_embeddings": True}),
+    "llama biases": ("LlamaConfig", {**BASE, "attention_bias": True, "mlp_bias": True}),
+    "llama 3 rope": ("LlamaConfig", {**BASE, "rope_parameters": LLAMA3}),
+    "llama linear rope": (
+        "LlamaConfig",
+        {**BASE, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+    "llama yarn": ("LlamaConfig", {**BASE, "rope_parameters": YARN}),
+    "llama one kv head": ("LlamaConfig", {**BASE, "num_key_value_heads": 1}),
+    "llama small head": ("LlamaConfig", {**BASE, "head_dim": 8}),
+    "mistral": ("MistralConfig", {**BASE, "sliding_window": None}),
+    "mistral window": ("MistralConfig", {**BASE, "sliding_window": 4}),
+    "ministral": ("MinistralConfig", {**BASE, "sliding_window": 4, "layer_types": KINDS}),
+    "smollm3": ("SmolLM3Config", {**WITHOUT_DIM, "no_rope_layers": [1, 0, 1]}),
+    "qwen2": ("Qwen2Config", WITHOUT_DIM),
+    "qwen2 window": (
+        "Qwen2Config",
+        {**WITHOUT_DIM, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "qwen2 window unused": ("Qwen2Config", {**WITHOUT_DIM, "use_sliding_window": False, "sliding_window": 4}),
+    "qwen3": ("Qwen3Config", BASE),
+    "qwen3 window": ("Qwen3Config", {**BASE, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "gemma": ("GemmaConfig", BASE),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            **BASE,
+            "sliding_window": 4,
+            "layer_types": KINDS,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": ("Gemma3TextConfig", {**BASE, "sliding_window": 4, "layer_types": KINDS, "query_pre_attn_scalar": 16}),
+    "phi3": ("Phi3Config", {**WITHOUT_DIM, "sliding_window": None}),
+    "phi3 window": ("Phi3Config", {**WITHOUT_DIM, "sliding_window": 4}),
+    "phi3 longrope": (
+        "Phi3Config",
+        {**WITHOUT_DIM, "original_max_position_embeddings": 256, "rope_parameters": LONGROPE},
+    ),
+    "phi4 partial rotary": (
+        "Phi3Config",
+        {**WITHOUT_DIM, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            **WITHOUT_DIM,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.25,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "olmo2": ("Olmo2Config", WITHOUT_DIM),
+    "olmo3": ("Olmo3Config", {**WITHOUT_DIM, "sliding_window": 4, "layer_types": KINDS}),
+    "seed-oss": ("SeedOssConfig", BASE),
+}
+
+
+def build_decoder(name: str, seed: int = 0) -> Any:
+    """Return a random model in evaluation mode. Norms and biases are random too, or a missing one would not show."""
+    kind, settings = DECODERS[name]
+    torch.manual_seed(seed)
+    config = getattr(transformers, kind)(**settings)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(4)
+    return model.eval().requires_grad_(False)
