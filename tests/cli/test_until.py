@@ -19,8 +19,8 @@ from dsbd_cli.job.cli.app import run
 from dsbd_cli.job.cli.until import Until, Widening
 from dsbd_cli.job.pick.execution import ByExecution, Databases
 from dsbd_cli.job.records import RowReader
-from dsbd_cli.lab.tasks.execute import TableData
 from dsbd_cli.lab.tasks.sql import SqlTask
+from dsbd_cli.lab.tasks.sql_child import TableData
 from dsbd_cli.requests import RequestResult
 from dsbd_cli.stats import DrafterStats, RequestStats
 from tests.cli.conftest import Outcome

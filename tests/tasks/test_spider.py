@@ -11,7 +11,8 @@ import pytest
 
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.tasks.execute import is_ordered
-from dsbd_cli.lab.tasks.spider import open_database, score_spider, spider_dataset
+from dsbd_cli.lab.tasks.spider import score_spider, spider_dataset
+from dsbd_cli.lab.tasks.sql_child import open_database
 
 FOLDER = Path(__file__).parent / "data" / "spider"
 ENDLESS = "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT count(*) FROM t"

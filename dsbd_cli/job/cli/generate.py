@@ -149,7 +149,7 @@ class _Run:
             assert files.input is not None
             self._fingerprint |= shard.settings(files.input)
         self._signals = StopSignals(quiet=bool(talk.quiet))
-        self.reporter = Reporter(talk, files.output)
+        self.reporter = Reporter(talk, files.output, says_why=files.output_format != "text")
 
     def answer(self) -> int:
         """Answer the rows; returns the exit code of a run that came to its end."""
