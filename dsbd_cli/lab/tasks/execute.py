@@ -125,6 +125,8 @@ class SqlProcess:
 
     def _started(self) -> subprocess.Popen[bytes]:
         """The process, once it is ready for a statement, so that its start is no part of a statement's time."""
+        if self._process is not None and self._process.poll() is not None:
+            self.close()  # killed from outside while it was idle
         if self._process is None and not self._stopped:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", sql_child.__file__],
