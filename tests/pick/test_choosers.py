@@ -122,15 +122,8 @@ def test_a_number_is_read_in_one_pass() -> None:
     """Guards the 33 s that 30,000 digits and a letter took: a million would take half a day."""
     assert NUMBER.fullmatch("1" * 1_000_000 + "x") is None
     assert NUMBER.fullmatch("1," * 500_000 + "x") is None
-    for text, number in (
-        ("12,", False),
-        (",5", True),
-        ("1,.5", True),
-        (".", False),
-        ("1.", False),
-        ("$-1.5e-3%", True),
-    ):
-        assert (NUMBER.fullmatch(text) is not None) is number, text
+    assert all(NUMBER.fullmatch(text) for text in (",5", "1,.5", "$-1.5e-3%"))
+    assert not any(NUMBER.fullmatch(text) for text in ("12,", ".", "1.", "", "-", "e5"))
 
 
 def test_the_highest_score_wins_and_the_first_of_equal_ones() -> None:
