@@ -60,6 +60,7 @@ class Reporter:
         self._live = self._terminal and not self._quiet and not self._json and not shown
         self._progress: Progress | None = None
         self.input_bytes: int | None = None
+        self.input_rows: int | None = None  # where they are counted; else bytes stand for them
         self.note: Callable[[], str] = str  # what else stands in the line
         self._steps: Callable[[], int] = lambda: self.totals.stats.steps
         self._bytes_before = self._bytes = 0
@@ -156,13 +157,18 @@ class Reporter:
 
     def _left(self) -> str:
         """Share of the input that is done, and the time that the rest takes if its rows are as long as those so far."""
-        if not self.input_bytes:
+        totals, steps = self.totals, self.totals.stats.steps
+        if self.input_rows:
+            whole, now, before = self.input_rows, totals.rows + totals.skipped, totals.skipped
+            of = f"of {plural(whole, 'row')}"
+        elif self.input_bytes:
+            whole, now, before, of = self.input_bytes, self._bytes, self._bytes_before, "done"
+        else:
             return ""
-        told, steps = f"{min(1.0, self._bytes / self.input_bytes):.0%} done", self.totals.stats.steps
-        done = self._bytes - self._bytes_before
-        if done <= 0 or not steps or self.totals.rows - self.totals.failed < ROWS_THAT_TELL:
+        told = f"{min(1.0, now / whole):.0%} {of}"
+        if now <= before or not steps or totals.rows - totals.failed < ROWS_THAT_TELL:
             return told
-        left = (self.input_bytes - self._bytes) * steps / done - self._unfinished
+        left = (whole - now) * steps / (now - before) - self._unfinished
         if left <= 0:  # the rows under way are longer than those before, nobody knows by how much
             return told
         return f"{told}, {duration(self.totals.seconds * left / (steps + self._unfinished))} left"
