@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from dsbd_cli.errors import DsbdError, RowError
-from dsbd_cli.job.cli.progress import Reporter
+from dsbd_cli.job.cli.progress import Reporter, row_said
 from dsbd_cli.job.cli.shard import Shard
 from dsbd_cli.job.data.jsonl import LineWriter
 from dsbd_cli.job.data.resume import DoneRows
@@ -149,5 +149,5 @@ class RowFlow:
         if error is None:
             self._reporter.row()
             return
-        self._reporter.row(error=f"row {row.index} (id {row.id}): {error}", kind=type(error).__name__)
+        self._reporter.row(error=row_said(row.index, row.id, error), kind=type(error).__name__)
         check_errors(self._reporter.totals.failed, self._max_errors, f", the last one at {error}")
