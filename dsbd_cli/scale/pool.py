@@ -397,8 +397,8 @@ class RayEngine:
                 where = "Ray cannot be started" if local else f"--workers: Ray at {address} cannot be reached"
                 token = "" if local else "; where it asks for a token, RAY_AUTH_TOKEN has to be set here too"
                 raise DsbdError(f"{where}: {shorten(_last_line(error))}{token}") from error
-        if local and (node := context.address_info["node_ip_address"]) not in LOOPBACK:
-            raise DsbdError(f"Ray listens on {node}, where other machines reach it; ray 2.60 listens on 127.0.0.1 alone")
+        if local and (node := context.address_info["node_ip_address"]) not in LOOPBACK:  # type: ignore[attr-defined]
+            raise DsbdError(f"Ray listens on {node}, where others reach it; ray 2.60 listens on 127.0.0.1 alone")
         self._settle(ray.cluster_resources(), cores)  # type: ignore[no-untyped-call]
 
     def _settle(self, resources: dict[str, float], cores: int) -> None:

@@ -206,7 +206,8 @@ def test_a_ray_of_its_own_is_closed_to_others(job: MakeJob, ray_folder: Path) ->
     asked = f"from ray._raylet import GcsClient; GcsClient(address='127.0.0.1:{gcs}').internal_kv_keys(b'', None)"
     for mode, given, answered in (("disabled", "", False), ("token", "0" * 64, False), ("token", token, True)):
         environment = {**os.environ, "HOME": str(home), "RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": given}
-        told = subprocess.run([sys.executable, "-c", asked], env=environment, capture_output=True, text=True)
+        call = [sys.executable, "-c", asked]
+        told = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
         assert (told.returncode == 0) is answered, told.stderr
         assert ("AuthenticationError" in told.stderr) is not answered, told.stderr
     made.gate.release()
