@@ -165,7 +165,7 @@ def forgets_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def penalises_after_the_bans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_penalise", lambda logprobs, text, penalty: None)
+    monkeypatch.setattr(device, "_penalise", lambda logprobs, text, penalty, total: None)
 
 
 def longer_ngrams(monkeypatch: pytest.MonkeyPatch) -> None:
