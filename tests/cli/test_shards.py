@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.shard import Shard, shard_of
+from dsbd_cli.job.data.lock import open_locked
 from tests.cli.conftest import Outcome
 
 Dsbd = Callable[..., Outcome]
@@ -238,6 +240,64 @@ def test_partial_writes_what_there_is(folder: Folder) -> None:
     assert done.code == 3
     assert "part 2 of 3 is missing" in done.err
     assert [record["index"] for record in folder.lines("all.jsonl")] == [0, 1, 3, 6, 7, 9, 10]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("step", ["write_settings", "settings_file"])
+def test_a_merge_that_is_killed_leaves_no_file_with_the_settings_of_another(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Killed around the moment in which the file takes its name. Guards records that are gone on with under settings
+    that they were not made with."""
+    assert folder.run("--seed", "7", output="all.jsonl").code == 3
+    names = folder.shards(2)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"dsbd_cli.job.cli.merge.{step}", killed)
+        assert folder.merge("--existing", "overwrite", *names).code == 130
+    seeds = {record["seed"] for record in folder.lines("all.jsonl") if "seed" in record}  # type: ignore[operator, index]
+    again = folder.run("--existing", "resume", "--seed", "7", output="all.jsonl")
+    if again.code == 3:  # the old file, with its own settings
+        assert folder.lines("all.jsonl")[0] != folder.lines("out.jsonl.0-of-2")[0], seeds
+    else:
+        assert (again.code, "dsbd-run is missing" in again.err) == (2, True), again.err
+    assert folder.merge("--existing", "overwrite", *names).code == 3
+    assert folder.run("--existing", "resume", output="all.jsonl").code == 3
+
+
+def test_what_is_being_written_is_not_merged(folder: Folder) -> None:
+    """Guards a part whose lines move while it is read, two merges into one file, and a run that writes into a file
+    that has lost its name."""
+    names = folder.shards(2)
+    for held, existing in ((Path(names[1]), "error"), (folder.path / "all.jsonl", "overwrite")):
+        with open_locked(held, create_only=False):
+            done = folder.merge("--existing", existing, *names)
+        assert (done.code, done.err.count("\n")) == (1, 1), done.err
+        assert f"{held} is being written by another process" in done.err
+    (folder.path / "all.jsonl").unlink()
+    temporary = folder.path / ".merging.all.jsonl"
+    with open_locked(temporary, create_only=False):
+        assert folder.merge(*names).code == 1
+    assert temporary.exists(), "it is the other merge's"
+    assert folder.merge(*names).code == 3, "what a killed merge has left is in nobody's way"
+    assert not temporary.exists()
+
+
+def test_a_merge_replaces_files_only_and_keeps_links(folder: Folder) -> None:
+    """Guards /dev/null of a root user, in whose place a file would stand."""
+    names = folder.shards(2)
+    pipe = folder.path / "pipe"
+    os.mkfifo(pipe)
+    done = folder.dsbd("merge", *names, "-o", str(pipe))
+    assert (done.code, "is no ordinary file" in done.err) == (2, True), done.err
+    assert pipe.is_fifo()
+    (folder.path / "there.jsonl").touch()
+    (folder.path / "all.jsonl").symlink_to("there.jsonl")
+    assert folder.merge("--existing", "overwrite", *names).code == 3
+    assert (folder.path / "all.jsonl").is_symlink()
+    assert len(folder.lines("there.jsonl")) == 11
 
 
 REFUSED = [

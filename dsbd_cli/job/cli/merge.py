@@ -12,6 +12,7 @@ import typer
 
 from dsbd_cli.errors import DsbdError, UsageError
 from dsbd_cli.job.cli.declare import Existing, Output, Quiet
+from dsbd_cli.job.cli.files import is_special
 from dsbd_cli.job.cli.messages import say, warn
 from dsbd_cli.job.cli.settings import TYPED
 from dsbd_cli.job.cli.shard import SHARD_SETTINGS, shard_of
@@ -47,9 +48,13 @@ def merge(
     --partial, is missing.
     """
     check_new(output, option="--output", overwrite=existing == "overwrite")
+    if is_special(output):
+        raise UsageError(f"--output {output} is no ordinary file, which cannot be replaced in one step: name a file")
     if any(path.resolve() == output.resolve() for path in parts):
         raise UsageError(f"--output {output} is a part: name another file")
     with ExitStack() as stack:
+        if output.exists():  # a run that writes it would go on into a file without a name
+            stack.enter_context(open_locked(output, create_only=False))
         found, settings, created = _parts(parts, stack, partial=partial)
         indexed = settings.get("output_format") != "openai"
         # without a part that has come to its end only the bytes of the input bound its rows, compressed ones do not
@@ -70,7 +75,8 @@ def merge(
 def _write(output: Path, lines: Iterable[bytes], settings: Settings, created: int) -> None:
     """The whole file, or the one before. Killed in between it leaves a file without settings, never one with those of
     another: nobody goes on with that."""
-    temporary = output.with_name(f".merging.{output.name}")  # the same suffix, which says how to compress
+    real = output.resolve()  # a link stays one
+    temporary = real.with_name(f".merging.{real.name}")
     stream = open_locked(temporary, create_only=False)
     try:
         stream.truncate(0)
@@ -80,7 +86,7 @@ def _write(output: Path, lines: Iterable[bytes], settings: Settings, created: in
             writer.flush()
             os.fsync(stream.fileno())
             settings_file(output).unlink(missing_ok=True)
-            temporary.replace(output)
+            temporary.replace(real)
             write_settings(output, settings, created)
     except BaseException:
         temporary.unlink(missing_ok=True)
