@@ -121,6 +121,22 @@ def break_input(folder: Folder, names: list[str]) -> list[str]:
     return names
 
 
+def break_middle(folder: Folder, names: list[str]) -> list[str]:
+    """As many bytes, and the same beginning."""
+    folder.input.write_text(folder.input.read_text().replace("row 9", "row 8"))
+    assert folder.run("--shard", "2/3", "--existing", "overwrite").code == 3
+    return names
+
+
+def break_resumed(folder: Folder, names: list[str]) -> list[str]:
+    """The input was changed while the part had not come to its end."""
+    lines = Path(names[0]).read_text().splitlines(keepends=True)
+    Path(names[0]).write_text("".join(lines[:-1]))
+    folder.input.write_text(folder.input.read_text().replace("row 9", "row 8"))
+    assert folder.run("--shard", "0/3", "--existing", "resume").code == 0
+    return names
+
+
 def break_unfinished(folder: Folder, names: list[str]) -> list[str]:
     side = Path(names[0] + ".dsbd-run")
     content = json.loads(side.read_text())
@@ -149,6 +165,8 @@ BROKEN = [
     (break_twice, 1, "line 4 is row 1, which stands there twice"),
     (break_settings, 2, "do not belong together: --seed was 0 and is 7"),
     (break_input, 2, "do not belong together: the input's size was"),
+    (break_middle, 2, "do not belong together: the input was changed between them"),
+    (break_resumed, 2, "do not belong together: the input was changed between them"),
     (break_unfinished, 2, "has not come to its end: go on with that part first"),
     (break_index, 1, "line 5 is row 3000000000000, but the input had 11 rows"),
     (break_place, 1, "line 1 is row 1, which belongs to part 1 of 3"),
@@ -159,8 +177,13 @@ BROKEN = [
 
 @pytest.mark.parametrize(("broken", "code", "message"), BROKEN, ids=[message[-30:] for _, _, message in BROKEN])
 def test_what_does_not_belong_together_is_told(
-    folder: Folder, broken: Callable[[Folder, list[str]], list[str]], code: int, message: str
+    folder: Folder,
+    broken: Callable[[Folder, list[str]], list[str]],
+    code: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("dsbd_cli.job.cli.shard.HEAD_BYTES", 64)  # of the input, which is short here
     assert folder.run(output="one.jsonl").code == 3
     done = folder.merge(*broken(folder, folder.shards(3)))
     assert (done.code, done.err.count("\n")) == (code, 1), done.err
@@ -358,7 +381,7 @@ def test_many_small_records_are_merged_in_little_memory(tmp_path: Path) -> None:
             with path.open("w") as stream:
                 stream.writelines(line % index for index in range(part, count, 2))
             settings = {"shard": f"{part}/2", "input_bytes": 1, "input_head": ""}
-            run = {"schema": "dsbd.run/1", "created": 1, "settings": settings, "rows": count}
+            run = {"schema": "dsbd.run/1", "created": 1, "settings": settings, "rows": count, "input_digest": ""}
             Path(f"{path}.dsbd-run").write_text(json.dumps(run))
         names = [str(tmp_path / f"{count}.jsonl.{part}-of-2") for part in range(2)]
         command = [sys.executable, "-m", "dsbd_cli", "merge", *names, "-o", str(tmp_path / f"{count}.all"), "-q"]

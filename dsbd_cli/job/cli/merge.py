@@ -98,11 +98,12 @@ def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[l
     Raises UsageError, OutputError where a part is being written."""
     found: dict[int, Part] = {}
     first: tuple[Path, Settings, int] | None = None
+    ended: tuple[Path, str] | None = None  # the first part that has come to the end of its input, and of which
     for path in paths:
         if not path.is_file():
             raise UsageError(f"{path} is no file")
         stream = _opened(path, stack)
-        settings, created, rows = read_run(path, "merge", BESIDE)
+        settings, created, end = read_run(path, "merge", BESIDE)
         if "shard" not in settings:
             raise UsageError(f"{path} is no part: it was written without --shard")
         try:
@@ -115,8 +116,12 @@ def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[l
         if first is not None and (difference := _difference(first[1], settings)):
             raise UsageError(f"{first[0]} and {path} do not belong together: {difference}")
         first = first or (path, settings, created)
-        found[shard.part] = Part(path, stream, shard.part, shard.count, rows)
-        if rows is None and not partial:
+        found[shard.part] = Part(path, stream, shard.part, shard.count, None if end is None else end.rows)
+        if end is not None:
+            ended = ended or (path, end.digest)
+            if end.digest != ended[1]:
+                raise UsageError(f"{ended[0]} and {path} do not belong together: the input was changed between them")
+        elif not partial:
             raise UsageError(f"{path} has not come to its end: go on with that part first, or take --partial")
     assert first is not None
     count = next(iter(found.values())).count
