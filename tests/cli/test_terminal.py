@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -139,3 +140,29 @@ def test_the_command_that_goes_on_is_not_broken(start: Start, tmp_path: os.PathL
         text = read(ours)
         process.communicate()
     assert f"dsbd generate -o {output} --max-errors 1 --existing resume\n" in text
+
+
+@pytest.mark.parametrize("where", ["terminal", "pipe"])
+def test_a_name_cannot_steer_the_terminal(start: Start, tmp_path: os.PathLike[str], where: str) -> None:
+    """Ids, fields and file names stand in messages: guards a title, a colour or a bidirectional override in them."""
+    name = "\x1b]0;owned\x07\x9b31m\u202e\u2028"
+    row = json.dumps({"id": name, "prompt": "fail"}) + "\n"
+    output = os.path.join(tmp_path, f"{name}.jsonl")
+    call = ("generate", "-o", output, "--log", "verbose", "--max-errors", "1")
+    if where == "pipe":
+        process = start(*call)
+        text = process.communicate(row.encode())[1].decode()
+    else:
+        with terminal(300) as (ours, theirs):
+            process = start(*call, stderr=theirs)
+            os.close(theirs)
+            pipe(process.stdin).write(row.encode())
+            pipe(process.stdin).close()
+            process.stdin = None
+            text = read(ours)
+            process.communicate()
+    shown = "\\x1b]0;owned\\x07\\x9b31m\\u202e\\u2028"
+    assert f"(id {shown})" in text
+    assert f"{shown}.jsonl" in text
+    assert not set(text) & set("\x07\x9b\u202e\u2028")
+    assert "\x1b]" not in text

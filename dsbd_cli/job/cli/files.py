@@ -117,7 +117,10 @@ def _check_resume(files: FileOptions) -> None:
 
 
 def _same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve() and not (one.exists() and not one.is_file())
+    """Whether two names are one file, links of any kind included."""
+    if one.is_file() and other.is_file():
+        return one.samefile(other)
+    return one.resolve() == other.resolve() and not one.exists()
 
 
 def file_hash(option: str, path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -65,6 +66,12 @@ class RowFlow:
         self._ordered, self._shard = ordered, shard
         self._pending: dict[int, tuple[int, Row]] = {}  # by id of what was handed to the engine
         self._ids: set[int] = set()
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    @property
+    def input_digest(self) -> str:
+        """Of all lines so far where a part is answered: parts of inputs that differ anywhere do not go together."""
+        return self._digest.hexdigest()
 
     @property
     def rows_read(self) -> int:
@@ -115,8 +122,10 @@ class RowFlow:
             index = self._index
             self._index += 1
             self._position += (line.size if isinstance(line, LongLine) else len(line)) + 1
-            if self._shard is not None and not self._shard.has(index):
-                continue
+            if self._shard is not None:
+                self._digest.update((line.head if isinstance(line, LongLine) else line) + b"\n")
+                if not self._shard.has(index):
+                    continue
             row = self._read_row(line, index=index, number=number)
             self._note_id(row)
             if self._done is not None and self._done.take(row.id, row.key):

@@ -169,7 +169,7 @@ class _Run:
             self._answer(flow, outputs, summary)
             if self._shard is not None:
                 source.check()
-                outputs.complete(flow.rows_read)
+                outputs.complete(flow.rows_read, flow.input_digest)
         return rows_exit_code(self.reporter.totals)
 
     def _flow(self, source: LineSource, outputs: Outputs) -> RowFlow:

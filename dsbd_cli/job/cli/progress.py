@@ -7,10 +7,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO, cast
 
 from dsbd_cli.errors import UsageError, plural, shorten
 from dsbd_cli.job.cli.messages import duration, log, say, set_style, tracebacks_wanted, warn
@@ -180,6 +180,25 @@ class Reporter:
             log(self._line(), {**self.totals.numbers(), "unfinished_tokens": self._unfinished})
 
 
+class _Lasting:
+    """A stream to a terminal, for rich: what is written after the terminal has gone goes nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+
 def _live_line(told: Callable[[], str], console: Console | None = None) -> Progress:
     """One line on standard error that is drawn again ten times a second; rich looks after NO_COLOR and the width."""
     from rich.console import Console
@@ -196,7 +215,7 @@ def _live_line(told: Callable[[], str], console: Console | None = None) -> Progr
     # the text alone gives way where the terminal is narrow
     rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     columns = (SpinnerColumn(), TimeElapsedColumn(), Told("", table_column=rest))
-    console = console or Console(stderr=True)
+    console = console or Console(file=cast("TextIO", _Lasting(sys.stderr)), stderr=True)
     progress = Progress(*columns, console=console, transient=True, redirect_stdout=False, expand=True)
     progress.add_task("", total=None)
     return progress
