@@ -79,8 +79,8 @@ def shorten(value: object) -> str:
 
 
 def option_name(field: str) -> str:
-    """--num-beams for num_beams."""
-    return "--" + field.replace("_", "-")
+    """--num-beams for num_beams, --else for else_."""
+    return "--" + field.rstrip("_").replace("_", "-")
 
 
 def plural(count: object, name: str) -> str:

@@ -47,6 +47,9 @@ def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
         (("--task", "sql,sql"), "sql stands there twice"),
         (("--task", "nothing"), "task is 'nothing'"),
         (("--data", "x"), "belongs to one task"),
+        (("--input", "x", "--task", "sql"), "--input and --task cannot be used together"),
+        (("--input", "x", "--data", "y"), "--input and --data cannot be used together"),
+        (("--task", "jsonl", "--data", "x"), "--task jsonl is no task: name the prompts with --input"),
         (("--records", "0"), "--records is 0"),
         (("--rounds", "0"), "--rounds is 0"),
         (("--batch-size", "0"), "--batch-size is 0"),
@@ -63,7 +66,7 @@ def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
             ("--fuzzy-threshold", "0.1,0.2", "--dev-records", "0", "--fuzzy-tolerance", "0.1"),
             "because --dev-records is 0",
         ),
-        (("--fuzzy-threshold", "0.1,0.2", "--dev-data", "x"), "goes with --data"),
+        (("--fuzzy-threshold", "0.1,0.2", "--dev-data", "x"), "goes with --input or --data"),
     ],
 )
 def test_what_cannot_be_is_refused_before_models_are_loaded(
@@ -135,7 +138,7 @@ def lines_of(path: Path, count: int, reference: str = ', "reference": "x"') -> P
 def test_dev_records_of_a_file_that_cannot_be(dsbd: Call, tmp_path: Path) -> None:
     one = lines_of(tmp_path / "one.jsonl", 1)
     plain = lines_of(tmp_path / "plain.jsonl", 4, "")
-    call = ("bench", "--task", "jsonl", "--fuzzy-threshold", "0.1,0.2", "--data")
+    call = ("bench", "--fuzzy-threshold", "0.1,0.2", "-i")
     for arguments, message in (
         ((str(one),), "holds one record, but a threshold is chosen on dev records"),
         ((str(plain), "--dev-records", "2"), "answers of jsonl are not scored"),
@@ -151,7 +154,7 @@ def test_thresholds_on_a_file_of_the_user_s_own(tmp_path: Path) -> None:
     """The file has no dev split, so it is divided, which is said; the reference is added, which is said too."""
     data = lines_of(tmp_path / "x.jsonl", 5)
     out = tmp_path / "x.out"
-    words = ("--task", "jsonl", "--data", str(data), "--methods", "dsbd-fuzzy", "--fuzzy-threshold", "0.1,0.4")
+    words = ("--input", str(data), "--methods", "dsbd-fuzzy", "--fuzzy-threshold", "0.1,0.4")
     done = bench(*words, "--num-beams", "2", "--max-new-tokens", "4", "--json", str(out))
     assert done.code == 0
     said = " ".join(done.out.split())

@@ -65,8 +65,12 @@ def test_bad_rows_stay_in_input_order_and_the_others_go_on(dsbd: Dsbd, batch: st
     assert list(records[1]["error"]) == ["type", "message", "line"]
     assert records[2]["id"] == "f"
     assert records[1]["error"]["message"].startswith("line 3: not valid JSON")
-    assert outcome.err == "dsbd: 7 rows, 6 tokens, " + outcome.err.split("tokens, ")[1]
-    assert "5 failed" in outcome.err
+    *named, last = outcome.err.splitlines()
+    assert [line.partition("): line ")[2][:2] for line in named[:3]] == ["3:", "4:", "5:"]
+    assert named[1].startswith("dsbd: warning: row 2 (id f): line 4: prompt has 900 tokens")
+    assert named[3:] == ['dsbd: 2 more rows failed: records with "error" in standard output']
+    assert last.startswith("dsbd: 7 rows, 6 tokens, ")
+    assert "5 failed" in last
 
 
 def test_a_score_that_is_no_number_is_an_error_record(dsbd: Dsbd) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -19,8 +20,8 @@ from dsbd_cli.job.cli.app import run
 from dsbd_cli.job.cli.until import Until, Widening
 from dsbd_cli.job.pick.execution import ByExecution, Databases
 from dsbd_cli.job.records import RowReader
-from dsbd_cli.lab.tasks.execute import TableData
 from dsbd_cli.lab.tasks.sql import SqlTask
+from dsbd_cli.lab.tasks.sql_child import TableData
 from dsbd_cli.requests import RequestResult
 from dsbd_cli.stats import DrafterStats, RequestStats
 from tests.cli.conftest import Outcome
@@ -186,3 +187,24 @@ def test_counters_of_two_rounds_are_summed() -> None:
     assert (both.target_calls, both.steps, both.kv_peak_slots) == (7, 10, 9)
     assert both.drafters == {"beam": DrafterStats(6, 3)}
     assert first.drafters == {"beam": DrafterStats(4, 1)}
+
+
+def test_stopping_ends_a_statement_that_never_ends(tmp_path: Path) -> None:
+    """The stop comes while a beam is checked; the row is not answered, so a run that goes on answers it."""
+    endless = "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT count(*) FROM t"
+    path = tmp_path / "x.sqlite"
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE t (x)")
+
+    class Endless(ByExecution):
+        def passes(self, metadata: object, text: str) -> bool:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            return ByExecution.passes(self, metadata, endless)
+
+    found = Widening(engine(2), Until(Endless(Databases(str(path)), timeout_s=1e6), (2, 4)), engine, {}, window=1)
+    row = RowReader(SamplingConfig(max_new_tokens=3), num_beams=2).read(b'{"prompt": "5 3"}', index=0, number=1)
+    before = signal.signal(signal.SIGALRM, lambda *_: found.stop())
+    try:
+        assert list(found.run([row.request])) == []
+    finally:
+        signal.signal(signal.SIGALRM, before)

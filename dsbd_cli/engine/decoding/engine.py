@@ -123,7 +123,9 @@ class Engine:
         self.catalogues, compiler = dict(catalogues or {}), self._grammars.compiler
         self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory, self.catalogues, compiler)
         self._tries = RowTries(TrieTable(target.vocab_size, device), self.catalogues.values())
-        self._rules = RuleTable(eos.to(device), getattr(codec, "timestamps", None))
+        self._rules = RuleTable(
+            eos.to(device), getattr(codec, "timestamps", None), on_logits=self.method.num_beams == 1
+        )
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
         if graphs is not None:
             graphs.tell = self._tell

@@ -65,7 +65,7 @@ def _root(
 ) -> None:
     """Beam search and beam sampling from language models, sped up by a draft model, with unchanged output.
 
-    Exit codes: 0 all rows answered, 1 the run failed, 2 wrong usage, 3 some rows failed, 130 or 143 stopped.
+    Exit codes: 0 all rows answered, 1 the run failed, 2 wrong usage, 3 some rows failed, 129, 130 or 143 stopped.
     """
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from dsbd_cli.errors import DsbdError, RowError
-from dsbd_cli.job.cli.progress import Reporter
+from dsbd_cli.job.cli.progress import Reporter, row_said
 from dsbd_cli.job.cli.shard import Shard
 from dsbd_cli.job.data.jsonl import LineWriter
 from dsbd_cli.job.data.resume import DoneRows
@@ -65,6 +66,12 @@ class RowFlow:
         self._ordered, self._shard = ordered, shard
         self._pending: dict[int, tuple[int, Row]] = {}  # by id of what was handed to the engine
         self._ids: set[int] = set()
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    @property
+    def input_digest(self) -> str:
+        """Of all lines so far where a part is answered: parts of inputs that differ anywhere do not go together."""
+        return self._digest.hexdigest()
 
     @property
     def rows_read(self) -> int:
@@ -115,8 +122,10 @@ class RowFlow:
             index = self._index
             self._index += 1
             self._position += (line.size if isinstance(line, LongLine) else len(line)) + 1
-            if self._shard is not None and not self._shard.has(index):
-                continue
+            if self._shard is not None:
+                self._digest.update((line.head if isinstance(line, LongLine) else line) + b"\n")
+                if not self._shard.has(index):
+                    continue
             row = self._read_row(line, index=index, number=number)
             self._note_id(row)
             if self._done is not None and self._done.take(row.id, row.key):
@@ -149,5 +158,5 @@ class RowFlow:
         if error is None:
             self._reporter.row()
             return
-        self._reporter.row(error=f"row {row.index} (id {row.id}): {error}", kind=type(error).__name__)
+        self._reporter.row(error=row_said(row.index, row.id, error), kind=type(error).__name__)
         check_errors(self._reporter.totals.failed, self._max_errors, f", the last one at {error}")

@@ -14,7 +14,7 @@ from dsbd_cli._version import __version__
 from dsbd_cli.config import DEFAULT_BATCH_SIZE, MethodConfig, ModelSpec
 from dsbd_cli.errors import UsageError, plural
 from dsbd_cli.job.cli.declare import grouped, help_texts
-from dsbd_cli.job.cli.files import can_resume, check_files, file_hash, open_source, resuming, writes
+from dsbd_cli.job.cli.files import can_resume, check_files, count_rows, file_hash, open_source, resuming, writes
 from dsbd_cli.job.cli.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
 from dsbd_cli.job.cli.layers import job_text
 from dsbd_cli.job.cli.messages import say
@@ -149,7 +149,7 @@ class _Run:
             assert files.input is not None
             self._fingerprint |= shard.settings(files.input)
         self._signals = StopSignals(quiet=bool(talk.quiet))
-        self.reporter = Reporter(talk, files.output)
+        self.reporter = Reporter(talk, files.output, says_why=files.output_format != "text")
 
     def answer(self) -> int:
         """Answer the rows; returns the exit code of a run that came to its end."""
@@ -157,7 +157,8 @@ class _Run:
             stack.enter_context(self._signals)
             stack.enter_context(self._workers_open)  # left after the summary, whose seconds they are not
             stream, name, size = open_source(self._files, stack)
-            self.reporter.input_bytes = size
+            self.reporter.input_bytes, rows = size, count_rows(self._files, size)
+            self.reporter.input_rows = rows if rows is None or self._shard is None else self._shard.rows(rows)
             outputs = stack.enter_context(Outputs(self._files, self._fingerprint))
             outputs.tell(self.reporter)
             settings = {**self._fingerprint, "batch_size": self._settings.batch_size}
@@ -168,7 +169,7 @@ class _Run:
             self._answer(flow, outputs, summary)
             if self._shard is not None:
                 source.check()
-                outputs.complete(flow.rows_read)
+                outputs.complete(flow.rows_read, flow.input_digest)
         return rows_exit_code(self.reporter.totals)
 
     def _flow(self, source: LineSource, outputs: Outputs) -> RowFlow:

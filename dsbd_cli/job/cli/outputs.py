@@ -20,6 +20,7 @@ from dsbd_cli.job.data.jsonl import LineWriter
 from dsbd_cli.job.data.lock import open_locked
 from dsbd_cli.job.data.resume import (
     DoneRows,
+    InputEnd,
     Settings,
     cut,
     cut_unfinished_steps,
@@ -91,10 +92,10 @@ class Outputs:
         self._new = []
         return self._writer(output, self._output), None if steps is None else self._writer(steps, self._steps)
 
-    def complete(self, rows: int) -> None:
-        """All rows of a part are written. rows: of the whole input."""
+    def complete(self, rows: int, digest: str) -> None:
+        """All rows of a part are written. rows, digest: of the whole input."""
         assert self._files.output is not None
-        write_settings(self._files.output, self._settings, self.created, rows)
+        write_settings(self._files.output, self._settings, self.created, InputEnd(rows, digest))
 
     def _claim(self, path: Path | None) -> io.FileIO | None:
         """The file, locked; None for standard output, devices and pipes."""

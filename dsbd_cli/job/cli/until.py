@@ -13,6 +13,7 @@ from dsbd_cli.job.cli.options import ENDING
 from dsbd_cli.job.pick.execution import ByExecution, Databases
 from dsbd_cli.job.records import Row
 from dsbd_cli.job.records.row import Fields
+from dsbd_cli.lab.tasks.execute import SqlStoppedError
 from dsbd_cli.requests import Hypothesis, Request, RequestResult
 from dsbd_cli.stats import RequestStats
 from dsbd_cli.variants import Setting, Variant, help_lines, parse
@@ -77,7 +78,9 @@ def until_of(given: UntilOptions, method: MethodConfig) -> Until | None:
     widths = [method.num_beams]
     while widths[-1] < most:
         widths.append(min(2 * widths[-1], most))
-    return Until(ByExecution(Databases(database)), tuple(widths))
+    check = ByExecution(Databases(database))
+    check.check(f"--until {given.until}")
+    return Until(check, tuple(widths))
 
 
 class Widening:
@@ -120,6 +123,7 @@ class Widening:
         self._stopping = True
         for engine in list(self._engines.values()):
             engine.stop()
+        self._until.check.stop()
 
     def told(self, row: Row) -> Fields | None:
         """What the rounds of a row came to, for its record; once."""
@@ -184,6 +188,8 @@ class Widening:
                     passing = self._passing(row, result.hypotheses)
                 except InvalidRowError as failed:
                     error = failed
+                except SqlStoppedError:
+                    return []
             last = passing is not None or error is not None or width == self._until.widths[-1] or answered < width
             beams = _ordered(result.hypotheses, passing)[: row.sampling.n_best] if error is None else ()
             done[id(row)] = replace(result, request=row, hypotheses=beams, stats=stats, error=error)

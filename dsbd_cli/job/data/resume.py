@@ -25,6 +25,7 @@ from dsbd_cli.job.data.lock import lock
 
 __all__ = [
     "DoneRows",
+    "InputEnd",
     "cut",
     "cut_unfinished_steps",
     "drop_failed",
@@ -43,6 +44,14 @@ OPENAI_ID = "batch_req_"
 TAIL_BYTES = 1 << 20
 
 Settings = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class InputEnd:
+    """What is known of an input once its end was reached: its rows, and a digest of them."""
+
+    rows: int
+    digest: str
 
 
 @dataclass(slots=True)
@@ -93,12 +102,12 @@ def settings_file(output: Path) -> Path:
     return output.with_name(output.name + ".dsbd-run")
 
 
-def write_settings(output: Path, settings: Settings, created: int, rows: int | None = None) -> None:
-    """Whole or not at all, and on the disk before the first record is. created: Unix time of the run. rows: of the
-    whole input, written once the end of it was reached."""
-    content = {"schema": SETTINGS_SCHEMA, "created": created, "settings": settings}
-    if rows is not None:
-        content["rows"] = rows
+def write_settings(output: Path, settings: Settings, created: int, end: InputEnd | None = None) -> None:
+    """Whole or not at all, and on the disk before the first record is. created: Unix time of the run. end: of the whole
+    input, written once it was reached."""
+    content: Settings = {"schema": SETTINGS_SCHEMA, "created": created, "settings": settings}
+    if end is not None:
+        content |= {"rows": end.rows, "input_digest": end.digest}
     write_atomically(settings_file(output), orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
 
 
@@ -108,9 +117,8 @@ def read_settings(output: Path) -> tuple[Settings, int]:
     return settings, created
 
 
-def read_run(output: Path, wanted_by: str, help_: str = AGAIN) -> tuple[Settings, int, int | None]:
-    """The same and how many rows the whole input has, None where its end was not reached. wanted_by, help_: for
-    messages."""
+def read_run(output: Path, wanted_by: str, help_: str = AGAIN) -> tuple[Settings, int, InputEnd | None]:
+    """The same and the end of the whole input, None where it was not reached. wanted_by, help_: for messages."""
     path = settings_file(output)
     try:
         found = orjson.loads(path.read_bytes())
@@ -121,9 +129,11 @@ def read_run(output: Path, wanted_by: str, help_: str = AGAIN) -> tuple[Settings
     except (OSError, ValueError):
         found = None
     if isinstance(found, dict) and found.get("schema") == SETTINGS_SCHEMA:
-        settings, created, rows = found.get("settings"), found.get("created"), found.get("rows")
+        settings, created = found.get("settings"), found.get("created")
+        rows, digest = found.get("rows"), found.get("input_digest")
         if isinstance(settings, dict) and isinstance(created, int):
-            return settings, created, rows if isinstance(rows, int) else None
+            ended = InputEnd(rows, digest) if isinstance(rows, int) and isinstance(digest, str) else None
+            return settings, created, ended
     raise UsageError(f"{wanted_by}: {path} is not what dsbd wrote: {help_}")
 
 

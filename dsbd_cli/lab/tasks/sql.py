@@ -7,10 +7,15 @@ import sqlite3
 from contextlib import closing
 from typing import cast
 
-from dsbd_cli.lab.tasks.execute import Rows, TableData, connect, run, same_rows
+from dsbd_cli.lab.tasks.execute import STEPS, Ran, SqlProcess, read_rows
 from dsbd_cli.lab.tasks.record import Drawn, Task, TaskRecord
 from dsbd_cli.lab.tasks.schema import Schema, make_schema
+from dsbd_cli.lab.tasks.sql_child import TableData, connect
 from dsbd_cli.lab.tasks.sql_forms import Clause, ask
+
+TIMEOUT_S = 30.0  # STEPS are the limit; only a statement that is deaf to them runs so long
+MAX_ROWS = 5000
+PROCESS = SqlProcess()
 
 
 def _tables_of(schema: Schema) -> dict[str, TableData]:
@@ -29,7 +34,7 @@ def _draw_schema(split: str, rng: random.Random, level: int) -> Schema:
 
 def telling(database: sqlite3.Connection, sql: str) -> bool:
     """Whether the gold result has rows and some value that is neither 0 nor NULL."""
-    rows = run(database, sql)
+    rows = read_rows(database, sql)
     return bool(rows) and any(value not in (0, None) for value in (rows or [()])[0])
 
 
@@ -62,15 +67,13 @@ class SqlTask(Task):
             for clause in clauses
         ]
 
-    def execute(self, record: TaskRecord, text: str) -> Rows | None:
-        """The rows that `text` returns on the record's database; None where it fails."""
-        with closing(connect(cast("dict[str, TableData]", record.meta["tables"]))) as database:
-            return run(database, text.strip())
+    def execute(self, record: TaskRecord, text: str) -> Ran | None:
+        """What `text` returns on the record's database; None where it fails."""
+        tables = cast("dict[str, TableData]", record.meta["tables"])
+        found = PROCESS.run(tables, text.strip(), seconds=TIMEOUT_S, steps=STEPS, max_rows=MAX_ROWS)
+        return found if isinstance(found, Ran) else None
 
     def score(self, record: TaskRecord, text: str) -> bool:
         """Whether `text`, run on the record's database, returns what the gold SQL returns."""
-        tables = cast("dict[str, TableData]", record.meta["tables"])
-        with closing(connect(tables)) as database:
-            gold = run(database, record.reference)
-            found = run(database, text.strip())
-        return gold is not None and found is not None and same_rows(found, gold, bool(record.meta["ordered"]))
+        gold, found = self.execute(record, record.reference), self.execute(record, text)
+        return gold is not None and found is not None and gold.same(found, ordered=bool(record.meta["ordered"]))
