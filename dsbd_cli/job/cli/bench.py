@@ -224,6 +224,7 @@ def _load(settings: RunSettings, devices: DeviceOptions, planned: Sequence[Setti
         batch_size=settings.batch_size,
         log_steps=False,
         allow=settings.allow,
+        threads=devices.threads,
     )
 
 

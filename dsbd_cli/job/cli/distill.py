@@ -107,6 +107,7 @@ class DistillOptions:
     device: str | None = option(
         DISTILL, "as of generate; with a comma the target's and the draft's", default="auto", metavar="DEVICE"
     )
+    threads: int | None = option(DISTILL, "processor threads, as of generate", metavar="N", least=1)
     trust_remote_code: bool | None = flag(DISTILL, "run code that a checkpoint brings with it")
     quiet: bool | None = flag(DISTILL, "nothing but errors", "-q")
 
@@ -293,7 +294,7 @@ class _Distilling:
         from dsbd_cli.engine.decoding.load import load
 
         self._talk.now("loading the target")
-        engine = load(self._spec, None, method=self._settings.method)
+        engine = load(self._spec, None, method=self._settings.method, threads=self._options.threads)
         self._check_stopped()
         return engine
 

@@ -230,6 +230,7 @@ def _load(settings: RunSettings, devices: DeviceOptions) -> tuple[Engine, int | 
         *model_specs(settings, devices),
         method=settings.method,
         batch_size=settings.batch_size,
+        threads=devices.threads,
     )
     return engine, before
 
