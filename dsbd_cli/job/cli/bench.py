@@ -23,7 +23,7 @@ from dsbd_cli.job.cli.bench_options import (
 )
 from dsbd_cli.job.cli.declare import grouped
 from dsbd_cli.job.cli.files import check_report_files
-from dsbd_cli.job.cli.messages import duration, log, say
+from dsbd_cli.job.cli.messages import duration, hush, log, say
 from dsbd_cli.job.cli.options import (
     AnswerOptions,
     DeviceOptions,
@@ -76,6 +76,7 @@ def bench(
 
     Without options: the built-in pair on its two tasks, in under two minutes. Ctrl-C prints what is measured by then.
     """
+    hush(outputs.quiet)
     draft_wanted = pair.draft != "none"
     records, shots = data.records or DEFAULT_RECORDS, data.shots or 0
     dev_records = records if choice.dev_records is None else choice.dev_records

@@ -16,7 +16,7 @@ from dsbd_cli.config import BUILTIN_TARGET, DEFAULT_DEPTH, DTYPES, Dtype, Method
 from dsbd_cli.errors import DsbdError, UsageError, option_name
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.files import read_prompts
-from dsbd_cli.job.cli.messages import duration, log, say, status_line, warn, whole
+from dsbd_cli.job.cli.messages import duration, hush, log, say, status_line, warn, whole
 from dsbd_cli.job.cli.options import (
     MAIN,
     Decode,
@@ -126,6 +126,7 @@ def distill(options: DistillOptions, arguments: Sequence[str]) -> None:
 
     Ctrl-C keeps what is done; the same command goes on.
     """
+    hush(options.quiet)
     if options.input is None:
         raise UsageError("--input is missing: name a file of prompts")
     if options.output is None:
