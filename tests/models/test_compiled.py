@@ -49,6 +49,11 @@ def put(at):
 """
 
 
+@pytest.fixture(autouse=True)
+def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_reasons", set())
+
+
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Any:
     return lambda: [record.getMessage() for record in caplog.records]
@@ -108,6 +113,8 @@ def test_a_cache_that_others_may_write_to_is_not_read(fault: str, tmp_path: Path
         COMPILING,
     ]
     assert {index.read_bytes() for index in kept.glob("*.nbi")} == {b"never read"}
+    made(kernels)
+    assert told()[3:] == [COMPILING], "the reason is told once"
 
 
 def test_a_cache_of_another_user_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ __all__ = ["Compiler", "distrust"]
 LOCK = "dsbd.lock"  # held while kernels are looked up, compiled and kept
 
 _logger = logging.getLogger(__name__)
+_reasons: set[str] = set()  # told, why kernels cannot be kept
 
 
 class Compiler:
@@ -54,7 +55,11 @@ class Compiler:
                 except (OSError, RuntimeError) as error:  # a full folder; no folder that numba may write to
                     self._kept, self._listener.folder = False, None
                     said = " ".join(str(error).split())[:300]
-                    _logger.warning("every run compiles the kernels of %s: they cannot be kept (%s)", self.what, said)
+                    if said not in _reasons:  # a folder that is not trusted is told once, not for every file
+                        _reasons.add(said)
+                        _logger.warning(
+                            "every run compiles the kernels of %s: they cannot be kept (%s)", self.what, said
+                        )
             return decorator(signature, **options)(function)
 
 
