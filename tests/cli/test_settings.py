@@ -173,6 +173,7 @@ def test_what_does_not_act_is_null_in_the_record(dsbd: Dsbd) -> None:
         "target": "builtin:target",
         "draft": None,
         "quantize": None,
+        "threads": None,
     }
     [fuzzy] = dsbd("generate", "--verify", "fuzzy:0.2", lines=[{"prompt": "a"}]).records
     assert fuzzy["exactness"] == "lossy"

@@ -5,6 +5,8 @@ Our own decoder serves what it knows (decoder/), transformers everything else.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.models import verdicts
+from dsbd_cli.engine.models.checkpoint_checks import stored_bytes
 from dsbd_cli.engine.models.decoder.load import DecoderSource, decoder_forest, differs, pack, sort_of, tensors_of
 from dsbd_cli.engine.models.decoder.spec import DecoderSpec
 from dsbd_cli.engine.models.forest import Forest
@@ -40,15 +43,28 @@ from dsbd_cli.kernels import available
 __all__ = ["load_model", "trimmed_target"]
 
 LAYER_KERNELS = ("norm", "gated", "rotate", "linear")
+TOLD_BYTES = 64 << 20  # loading less takes no time that needs a line
 UNASKED = "nobody asked for the work that it takes"
+
+_logger = logging.getLogger(__name__)
 
 
 def load_model(spec: ModelSpec, *, anew: bool = False) -> tuple[Forest, HFCodec]:
     """Return one model, checked, and its codec. A target that is to be `invariant` is asked whether it is.
 
-    anew: make all checks, whatever an earlier load has found. Raises ModelNotFoundError, ModelError,
-    UnsupportedModelError and UsageError.
+    Of a large one a line is logged before and after. anew: make all checks, whatever an earlier load has found. Raises
+    ModelNotFoundError, ModelError, UnsupportedModelError and UsageError.
     """
+    size, began = stored_bytes(locate(spec)), time.monotonic()
+    if size < TOLD_BYTES:
+        return _loaded(spec, anew=anew)
+    _logger.info("loading %s (%s)", spec.source, f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB")
+    loaded = _loaded(spec, anew=anew)
+    _logger.info("loaded %s in %.0f s", spec.source, time.monotonic() - began)
+    return loaded
+
+
+def _loaded(spec: ModelSpec, *, anew: bool) -> tuple[Forest, HFCodec]:
     with quiet():
         place = locate(spec)
         config = load_config(place, spec)

@@ -24,7 +24,7 @@ from dsbd_cli.job.cli.bench_options import (
 )
 from dsbd_cli.job.cli.declare import grouped
 from dsbd_cli.job.cli.files import check_report_files
-from dsbd_cli.job.cli.messages import duration, log, say
+from dsbd_cli.job.cli.messages import duration, hush, log, say
 from dsbd_cli.job.cli.options import (
     AnswerOptions,
     DeviceOptions,
@@ -77,6 +77,7 @@ def bench(
 
     Without options: the built-in pair on its two tasks, in under two minutes. Ctrl-C prints what is measured by then.
     """
+    hush(outputs.quiet)
     data = _of_input(data)
     draft_wanted = pair.draft != "none"
     records, shots = data.records or DEFAULT_RECORDS, data.shots or 0
@@ -238,6 +239,7 @@ def _load(settings: RunSettings, devices: DeviceOptions, planned: Sequence[Setti
         batch_size=settings.batch_size,
         log_steps=False,
         allow=settings.allow,
+        threads=devices.threads,
     )
 
 

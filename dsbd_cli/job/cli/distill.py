@@ -16,7 +16,7 @@ from dsbd_cli.config import BUILTIN_TARGET, DEFAULT_DEPTH, DTYPES, Dtype, Method
 from dsbd_cli.errors import DsbdError, UsageError, option_name
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.files import read_prompts
-from dsbd_cli.job.cli.messages import duration, log, say, status_line, warn, whole
+from dsbd_cli.job.cli.messages import duration, hush, log, say, status_line, warn, whole
 from dsbd_cli.job.cli.options import (
     MAIN,
     Decode,
@@ -108,6 +108,7 @@ class DistillOptions:
     device: str | None = option(
         DISTILL, "as of generate; with a comma the target's and the draft's", default="auto", metavar="DEVICE"
     )
+    threads: int | None = option(DISTILL, "processor threads, as of generate", metavar="N", least=1)
     trust_remote_code: bool | None = flag(DISTILL, "run code that a checkpoint brings with it")
     quiet: bool | None = flag(DISTILL, "nothing but errors", "-q")
 
@@ -126,6 +127,7 @@ def distill(options: DistillOptions, arguments: Sequence[str]) -> None:
 
     Ctrl-C keeps what is done, and leaves the draft so far in --output; the same command goes on.
     """
+    hush(options.quiet)
     if options.input is None:
         raise UsageError("--input is missing: name a file of prompts")
     if options.output is None:
@@ -298,7 +300,7 @@ class _Distilling:
         from dsbd_cli.engine.decoding.load import load
 
         self._talk.now("loading the target")
-        engine = load(self._spec, None, method=self._settings.method)
+        engine = load(self._spec, None, method=self._settings.method, threads=self._options.threads)
         self._check_stopped()
         return engine
 

@@ -205,6 +205,8 @@ class _Run:
             raise
         if engine is not None:
             summary.info = engine.info
+            if engine.info is not None:
+                self._method = replace(self._method, threads=engine.info.threads)
             for line in () if engine.info is None else engine.info.told:
                 self.reporter.warn(line)
             if engine.exactness != self._method.method.exactness:
@@ -279,6 +281,7 @@ class _Run:
             cuda_graphs=devices.cuda_graphs,
             kernels=devices.wanted_kernels,
             allow=settings.allow,
+            threads=devices.threads,
         )
         answering: RunsRequests
         if self._pool is not None:
@@ -341,7 +344,9 @@ def _describe(settings: RunSettings, engine: RunsRequests) -> str:
     footprint = getattr(engine, "footprint", None)  # an engine of this process says it, workers do not
     allowed += f"; {footprint}" if footprint and method.num_beams >= WIDE else ""
     models = f"target {settings.target}" + (f", draft {settings.draft}" if settings.draft else "")
-    models += f" ({info.dtype}, {info.device})" if info is not None else ""
+    if info is not None:
+        threads = "" if info.threads is None else f", {plural(info.threads, 'thread')}"
+        models += f" ({info.dtype}, {info.device}{threads})"
     return (
         f"{models}; rule {method.rule}, {method.num_beams} beams, {drafts}, width {method.width} ({engine.exactness})"
         f"{allowed}"

@@ -16,6 +16,7 @@ from typing import Literal
 __all__ = [
     "duration",
     "error_line",
+    "hush",
     "log",
     "say",
     "set_style",
@@ -48,7 +49,12 @@ def set_style(*, json_lines: bool, tracebacks: bool, quiet: bool = False) -> Non
     _json, _tracebacks = json_lines, tracebacks
     library = logging.getLogger("dsbd_cli")
     library.handlers, library.propagate = [_Lines()], False
-    library.setLevel(logging.ERROR if quiet else logging.WARNING)
+    library.setLevel(logging.ERROR if quiet else logging.INFO)
+
+
+def hush(quiet: bool | None) -> None:
+    """--quiet of a command without --log: what the library logs is dropped, but errors."""
+    set_style(json_lines=_json, tracebacks=_tracebacks, quiet=bool(quiet))
 
 
 def tracebacks_wanted() -> bool:

@@ -249,6 +249,13 @@ class DeviceOptions:
         default=1,
         metavar="T",
     )
+    threads: int | None = option(
+        DEVICES,
+        "processor threads of each process",
+        default="OMP_NUM_THREADS, else torch's choice within the container's quota of processors",
+        metavar="N",
+        least=1,
+    )
     gpu: Literal["graphs,kernels", "graphs", "kernels", "plain"] | None = option(
         DEVICES,
         "what of a GPU is used: CUDA graphs of iterations; kernels in place of tensor code; plain: "

@@ -18,7 +18,7 @@ from dsbd_cli.config import DEFAULT_DEPTH
 from dsbd_cli.errors import UsageError, option_name
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.files import check_report_files, read_prompts
-from dsbd_cli.job.cli.messages import say, status_line
+from dsbd_cli.job.cli.messages import hush, say, status_line
 from dsbd_cli.job.cli.options import (
     MAIN,
     METHOD,
@@ -114,6 +114,7 @@ def profile(
 
     Ctrl-C prints what is measured by then.
     """
+    hush(wanted.quiet)
     settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, answers=answers)
     if settings.allow is not None:
         raise UsageError(f"--allow {settings.allow} is not profiled, because a profile cuts answers short: drop it")
@@ -238,6 +239,7 @@ def _load(settings: RunSettings, devices: DeviceOptions) -> tuple[Engine, int | 
         *model_specs(settings, devices),
         method=settings.method,
         batch_size=settings.batch_size,
+        threads=devices.threads,
     )
     return engine, before
 

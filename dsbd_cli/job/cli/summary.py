@@ -83,6 +83,7 @@ class Summary:
                 "draft_device": info.draft_device,
                 "draft_dtype": info.draft_dtype,
                 "kernels": list(info.kernels),
+                "threads": info.threads,
             },
             **({} if self.workers is None else {"workers": [asdict(report) for report in self.workers()]}),
             "versions": {

@@ -16,7 +16,7 @@ from dsbd_cli.config import DTYPES, Dtype, MethodConfig, ModelSpec, SamplingConf
 from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError, plural, reading
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.files import read_prompts
-from dsbd_cli.job.cli.messages import say, warn
+from dsbd_cli.job.cli.messages import hush, say, warn
 from dsbd_cli.job.cli.options import (
     MAIN,
     Decode,
@@ -90,6 +90,7 @@ def trim_draft(
 
     Acceptance and time of both drafts are measured on held-out prompts and shown.
     """
+    hush(trim.quiet)
     if trim.output is None:
         raise UsageError("--output is missing: name a new folder for the trimmed draft")
     if (trim.texts is None) == (trim.input is None):
