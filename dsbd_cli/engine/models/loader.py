@@ -24,7 +24,20 @@ from dsbd_cli.engine.models.packing import packing_works
 from dsbd_cli.engine.models.quantize import int8_missing
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 
-__all__ = ["Checkpoint", "check_quantize", "device_of", "dtype_of", "eos_ids", "is_plain", "is_gguf", "load", "load_config", "load_extractor", "load_tokenizer", "quiet"]
+__all__ = [
+    "Checkpoint",
+    "check_quantize",
+    "device_of",
+    "dtype_of",
+    "eos_ids",
+    "is_gguf",
+    "is_plain",
+    "load",
+    "load_config",
+    "load_extractor",
+    "load_tokenizer",
+    "quiet",
+]
 
 Checkpoint = tuple[Any, Any]
 

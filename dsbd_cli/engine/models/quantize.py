@@ -25,7 +25,18 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from dsbd_cli.engine.models.native import EAGER, PRODUCT, Eager, Kernel, features, fields, kernels, loadable, offsets, team
+from dsbd_cli.engine.models.native import (
+    EAGER,
+    PRODUCT,
+    Eager,
+    Kernel,
+    features,
+    fields,
+    kernels,
+    loadable,
+    offsets,
+    team,
+)
 from dsbd_cli.engine.models.packing import (
     PackedLinear,
     Parts,
@@ -208,9 +219,9 @@ class Int8Product(Product):
         """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. outliers: [k], ascending."""
         weight = torch.cat([*weights])
         self.parts = [len(one) for one in weights]
-        bias = torch.cat([
-            weight.new_zeros(part) if one is None else one for one, part in zip(biases, self.parts, strict=True)
-        ])
+        bias = torch.cat(
+            [weight.new_zeros(part) if one is None else one for one, part in zip(biases, self.parts, strict=True)]
+        )
         self.outliers = outliers
         kept = torch.ones(weight.shape[1])
         kept[self.outliers] = 0

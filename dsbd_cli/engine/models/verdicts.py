@@ -22,7 +22,7 @@ import torch
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.models.native import processor
 
-__all__ = ["kept", "keep", "fingerprint"]
+__all__ = ["fingerprint", "keep", "kept"]
 
 FORMAT = "dsbd.verdict/1"
 _logger = logging.getLogger(__name__)
