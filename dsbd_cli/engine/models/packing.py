@@ -46,6 +46,7 @@ __all__ = [
     "pack",
     "packing_works",
     "plain_linears",
+    "row_addresses",
     "weight_of",
     "whole",
 ]
@@ -67,8 +68,16 @@ class Multiply(ctypes.Structure):
     )  # fmt: skip
 
 
-MULTIPLY = offsets(Multiply)
-LAYOUT = zlib.crc32(repr([COLUMNS, MULTIPLY, [field[0] for field in Multiply._fields_]]).encode())
+class Pack(ctypes.Structure):
+    """Arguments of the kernel that packs. rows: addresses of rows, 0 for rows of zeros."""
+
+    _fields_ = fields("taken", "threads", "items", "rows", "steps", "out")
+
+
+MULTIPLY, PACK = offsets(Multiply), offsets(Pack)
+LAYOUT = zlib.crc32(
+    repr([COLUMNS, MULTIPLY, PACK, [field[0] for kind in (Multiply, Pack) for field in kind._fields_]]).encode()
+)
 
 
 @functools.cache
@@ -84,14 +93,13 @@ def bfloat16_tile() -> str | None:
 
 
 @functools.cache
-def _kernel() -> Kernel:
-    (found,) = kernels("packing_kernel", "multiply")
-    return found
+def _kernels() -> list[Kernel]:
+    return kernels("packing_kernel", "multiply", "pack_rows")
 
 
 @functools.cache
 def _loads() -> bool:
-    return team() is not None and loadable(_kernel, "torch computes linear layers")
+    return team() is not None and loadable(_kernels, "torch computes linear layers")
 
 
 class Parts(NamedTuple):
@@ -131,21 +139,38 @@ def _parts(rows: int, blocks: int, lines: int, kinds: int, threads: int) -> Part
     return Parts(rows, blocks, chunk, share, items, piece, (threads, kinds * chunk, COLUMNS))
 
 
-def lines(weight: Tensor) -> Tensor:
-    """Weights [o, i] as the kernels read them: [blocks, i / u, COLUMNS] of int32, which hold u numbers each. Outputs
-    are filled up to a multiple of COLUMNS with zeros."""
-    words = _filled(weight, COLUMNS).contiguous().view(torch.int32)
-    blocks, steps = len(words) // COLUMNS, words.shape[1]
-    made = room(words.numel() * 4).view(torch.int32).view(blocks, steps, COLUMNS)
-    return made.copy_(words.view(blocks, COLUMNS, steps).transpose(1, 2))
+def lines(weights: Sequence[Tensor]) -> Tensor:
+    """Return weights [o, i] each, of one dtype and width, one below the other, as the kernels read them.
+
+    [blocks, i / u, COLUMNS] of int32, which hold u numbers each. Outputs are filled up to a multiple of COLUMNS with
+    zeros. Each weight is read once, from wherever it lies.
+    """
+    rows, held = row_addresses(weights)
+    steps = weights[0].shape[1] * weights[0].element_size() // 4
+    made = room(len(rows) * steps * 4).view(torch.int32).view(-1, steps, COLUMNS)
+    _kernels()[1](Pack(0, 0, len(made), rows.data_ptr(), steps, made.data_ptr()), made.numel(), len(made))
+    del held
+    return made
+
+
+def row_addresses(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return the addresses [o] int64 of the rows of all weights, filled up to a multiple of COLUMNS with 0, and the
+    tensors that they point into."""
+    held = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
+    assert all(weight.is_cpu for weight in held)
+    found = [
+        torch.arange(len(weight)) * (weight.stride(0) * weight.element_size()) + weight.data_ptr() for weight in held
+    ]
+    return _filled(torch.cat(found), COLUMNS), held
 
 
 class _Compiled:
     """Weights for our kernel."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.outputs, self.dtype, self._unit = len(weight), weight.dtype, weight.element_size()
-        self.weights = lines(weight)
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.outputs, self.dtype = sum(map(len, weights)), weights[0].dtype
+        self._unit = weights[0].element_size()
+        self.weights = lines(weights)
         self._blocks, self._steps, _ = self.weights.shape
 
     def bias(self, bias: Tensor) -> Tensor:
@@ -170,7 +195,7 @@ class _Compiled:
             *parts.arguments(sums), flat.data_ptr(), row * unit, self.weights.data_ptr(), steps, parts.piece,
             0 if bias is None else bias.data_ptr(), out.data_ptr(), columns * unit, unit == 2,
         )  # fmt: skip
-        run.launch(_kernel(), arguments, rows * columns * steps, parts.items)
+        run.launch(_kernels()[0], arguments, rows * columns * steps, parts.items)
         # rows stay as far apart as they are: torch's functions give numbers by place (vector or rest) other bits
         return out if columns == self.outputs else out[..., : self.outputs]
 
@@ -179,7 +204,8 @@ class _Torch:
     """Weights for torch's operators. Fewer outputs than MIN_FEATURES are filled up with zeros, which the result leaves
     out: in a product of few columns the bits of a row depend on the other rows."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        weight = weights[0] if len(weights) == 1 else torch.cat([*weights])
         self.outputs = len(weight)
         filled = _filled(weight, MIN_FEATURES) if len(weight) < MIN_FEATURES else weight
         self.weights: Tensor = torch.ops.mkldnn._reorder_linear_weight(filled.contiguous(), ROWS_HINT)
@@ -234,15 +260,13 @@ class PackedProduct(Product):
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
         """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each."""
         self.parts = [len(weight) for weight in weights]
-        weight = weights[0] if len(weights) == 1 else torch.cat([*weights])
-        del weights
-        way = _way(weight)
+        way = _way(weights[0])
         assert way is not None
-        self._way = way(weight)
+        self._way = way(weights)
         self.compiled = way is _Compiled
         self._bias: Tensor | None = None
         if any(bias is not None for bias in biases):
-            missing = (weight.new_zeros(part) for part in self.parts)
+            missing = (weights[0].new_zeros(part) for part in self.parts)
             self.set_bias(torch.cat([gap if bias is None else bias for bias, gap in zip(biases, missing, strict=True)]))
 
     @property
@@ -405,7 +429,7 @@ def _works(way: type[_Compiled] | type[_Torch], dtype: torch.dtype) -> bool:
     x, bias = torch.randn(2, 5, 64, generator=generator).to(dtype), torch.randn(96, generator=generator).to(dtype)
     try:
         with torch.inference_mode():
-            product = way(weight)
+            product = way([weight])
             ours = product(x, product.bias(bias))
             plain = nn.functional.linear(x, weight, bias)
     except (AttributeError, RuntimeError, NotImplementedError):

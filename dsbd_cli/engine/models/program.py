@@ -98,7 +98,7 @@ class Program(Eager):
 
         self._steps.append(step)
         result: Any = homes[0] if alone else tuple(homes)
-        return result  # type: ignore[no-any-return]
+        return result
 
     def close(self) -> None:
         """End a run of kernels: they become one step."""

@@ -21,7 +21,8 @@ ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 KNOWN = frozenset(
     """
     architectures attention_bias attention_dropout attention_multiplier attn_logit_softcapping bos_token_id
-    chunk_size_feed_forward classifier_dropout cls_token_id decoder_start_token_id dtype embd_pdrop embedding_multiplier eos_token_id
+    chunk_size_feed_forward classifier_dropout cls_token_id decoder_start_token_id dtype embd_pdrop embedding_multiplier
+    eos_token_id
     final_logit_softcapping forced_bos_token_id forced_eos_token_id gradient_checkpointing head_dim hidden_act
     hidden_activation hidden_size id2label initializer_range intermediate_size is_decoder is_encoder_decoder label2id
     layer_types logits_scaling max_length max_position_embeddings max_window_layers mlp_bias model_type name_or_path
@@ -133,9 +134,8 @@ def spec_of(config: Any) -> DecoderSpec | str:
         return f"{family} is no standard decoder that is known here"
     # a key that transformers' class does not declare changes nothing there
     declared, changed = type(config)().to_dict(), config.to_diff_dict()
-    strange = sorted(
-        key for key in changed if key in declared and key[0] != "_" and key not in KNOWN and not _idle(changed[key])
-    )
+    told = {key for key in changed if key in declared and key[0] != "_" and not _idle(changed[key])}
+    strange = sorted(told - KNOWN)
     if strange:
         return f"its config says {strange[0]} = {changed[strange[0]]!r}, which is not known here"
     try:
