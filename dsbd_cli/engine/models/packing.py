@@ -10,16 +10,14 @@ that serves against a plain product; where neither does, the layers stay as they
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from dsbd_cli.engine.models.native import (
     EAGER,
@@ -37,18 +35,15 @@ from dsbd_cli.engine.models.native import (
 )
 
 __all__ = [
-    "PackedLinear",
+    "MIN_FEATURES",
     "PackedProduct",
     "Parts",
     "Product",
     "bfloat16_tile",
     "lines",
-    "pack",
+    "packable",
     "packing_works",
-    "plain_linears",
     "row_addresses",
-    "weight_of",
-    "whole",
 ]
 
 ROWS_HINT = 32  # blocks are chosen for about so many tokens; measured: any hint from 8 to 512 gives the same blocks
@@ -57,7 +52,6 @@ MIN_FEATURES = 64
 COLUMNS = 64  # outputs that our kernels compute at once
 # Of our kernels. For more than FEW_ROWS rows a thread works on PIECE lines of weights at a time, which its cache holds.
 CHUNK_ROWS, FEW_ROWS, PIECE = 96, 5, 1024
-MULTIPLIED = ("dt_proj",)  # layers whose weights Mamba and Jamba multiply by themselves
 
 
 class Multiply(ctypes.Structure):
@@ -282,120 +276,10 @@ class PackedProduct(Product):
         return self._way(x, self._bias, run)
 
 
-class PackedLinear(nn.Module):
-    """x W^T + b with a packed W: a product, or a part of one. Inference only: the weight is no parameter and has no
-    gradient.
-
-    `weight` tells shape and dtype to models that look at it (T5, Mamba) and holds no numbers: it lies on `meta`.
-    """
-
-    def __init__(self, linear: nn.Linear | Conv1D, product: PackedProduct | None = None, part: int = 0) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight_of(linear).shape
-        self.product = product or packed_product([linear])
-        self._first = sum(self.product.parts[:part])
-        self.weight = torch.empty_like(linear.weight, device="meta", requires_grad=False)
-        self.bias: Tensor | None = None if linear.bias is None else linear.bias.detach()
-
-    @property
-    def packed(self) -> Tensor:
-        """The weights of the whole product as they are stored."""
-        return self.product.weights
-
-    @property
-    def compiled(self) -> bool:
-        """Whether a kernel of our own computes it."""
-        return self.product.compiled
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features]."""
-        result = self.product.of(x)
-        if len(self.product.parts) == 1:
-            return result
-        # rows stay as far apart as they are, as in _Compiled
-        return result.narrow(-1, self._first, self.out_features)
-
-    def with_bias(self, bias: Tensor) -> PackedLinear:
-        """The same weights with this bias [out_features], which costs nothing on top of the product. Of a whole
-        product."""
-        assert len(self.product.parts) == 1
-        other = copy.copy(self)
-        other.bias, other.product = bias, copy.copy(self.product)
-        other.product.set_bias(bias)
-        return other
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
-
-def packed_product(linears: Sequence[nn.Linear | Conv1D]) -> PackedProduct:
-    """Return the packed product of layers that are handed one tensor."""
-    biases = [None if linear.bias is None else linear.bias.detach() for linear in linears]
-    return PackedProduct([weight_of(linear).detach() for linear in linears], biases)
-
-
-def whole(layers: Sequence[Any]) -> Product | None:
-    """The product whose parts these layers are, in its order; None where they are no such."""
-    product: Product | None = getattr(layers[0], "product", None)
-    if product is None or any(getattr(layer, "product", None) is not product for layer in layers):
-        return None
-    return product if [layer.out_features for layer in layers] == product.parts else None
-
-
-def pack(model: nn.Module, joined: Collection[tuple[nn.Module, Sequence[str]]] = ()) -> int:
-    """Replace the plain linear layers of a model on the CPU by packed ones, in place; returns how many.
-
-    joined: modules, and the names of their layers that are handed one tensor: these become one product. Each original
-    weight is freed as soon as it is packed, unless something else shares it (tied embeddings).
-    """
-    found = [(parent, name) for parent, name, child in plain_linears(model, least=1) if _way(weight_of(child))]
-    together = [[(parent, name) for name in names] for parent, names in joined]
-    groups = [group for group in together if {*found}.issuperset(group) and _alike(group)]
-    grouped = {place for group in groups for place in group}
-    for group in [*groups, *([place] for place in found if place not in grouped)]:
-        layers = [getattr(parent, name) for parent, name in group]
-        product = packed_product(layers)
-        for part, ((parent, name), layer) in enumerate(zip(group, layers, strict=True)):
-            setattr(parent, name, PackedLinear(layer, product, part))
-        del layers, layer
-    return len(found)
-
-
-def _alike(group: Sequence[tuple[nn.Module, str]]) -> bool:
-    """Layers of one dtype and width of inputs."""
-    layers = [weight_of(getattr(parent, name)) for parent, name in group]
-    return len({(weight.dtype, weight.shape[1]) for weight in layers}) == 1
-
-
-def plain_linears(model: nn.Module, least: int = MIN_FEATURES) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
-    """The linear layers on the CPU that do nothing but x W^T + b, with their parents and names. least: outputs."""
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if isinstance(child, nn.Linear | Conv1D) and name not in MULTIPLIED and _suits(child, least):
-                yield parent, name, child
-
-
-def weight_of(linear: nn.Linear | Conv1D) -> Tensor:
-    """[out, in]; GPT-2's layers hold theirs the other way round."""
-    weight: Tensor = linear.weight.t() if isinstance(linear, Conv1D) else linear.weight
-    return weight
-
-
 def _filled(weight: Tensor, multiple: int) -> Tensor:
     """Zeros after the last output, up to a multiple of so many."""
     missing = -weight.shape[0] % multiple
     return nn.functional.pad(weight, (*[0] * (2 * weight.dim() - 1), missing)) if missing else weight
-
-
-def _suits(linear: nn.Linear | Conv1D, least: int) -> bool:
-    weight, bias = linear.weight, linear.bias
-    hooked = bool(linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))
-    # one with a forward of its own, or with weights that quantised checkpoints keep in a form of theirs
-    hooked |= type(linear) not in (nn.Linear, Conv1D) or "forward" in vars(linear)
-    hooked |= type(weight.data) is not Tensor
-    plain = weight.device.type == "cpu" and not hooked and (bias is None or bias.dtype == weight.dtype)
-    outputs, inputs = weight_of(linear).shape
-    return plain and weight.is_floating_point() and inputs >= MIN_FEATURES and outputs >= least
 
 
 def _way(weight: Tensor) -> type[_Compiled] | type[_Torch] | None:
@@ -404,6 +288,11 @@ def _way(weight: Tensor) -> type[_Compiled] | type[_Torch] | None:
     if weight.shape[1] * weight.element_size() % 4 == 0 and _works(_Compiled, dtype):
         return _Compiled
     return _Torch if _works(_Torch, dtype) else None
+
+
+def packable(weight: Tensor) -> bool:
+    """Whether such a weight [o, i] can be packed here."""
+    return _way(weight) is not None
 
 
 def packing_works(dtype: torch.dtype) -> bool:

@@ -17,13 +17,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from dsbd_cli.engine.models.native import (
     EAGER,
@@ -40,17 +39,15 @@ from dsbd_cli.engine.models.native import (
 )
 from dsbd_cli.engine.models.packing import (
     COLUMNS,
-    PackedLinear,
+    PackedProduct,
     Parts,
     Product,
     lines,
     packing_works,
-    plain_linears,
     row_addresses,
-    weight_of,
 )
 
-__all__ = ["LEAST_WEIGHTS", "Int8Linear", "Int8Product", "int8_missing", "outlier_channels", "quantize"]
+__all__ = ["LEAST_WEIGHTS", "Int8Product", "int8_missing", "outlier_channels"]
 
 OUTLIERS = 32  # channels kept as they are; measured: docs/quantization.md
 # Of a product. Measured: 896 x 896 takes 1.5 times as long as in bfloat16, 1536 x 1536 as long.
@@ -133,10 +130,7 @@ class _Torch:
         scales = (ordinary.abs().amax(1) / LEVELS).clamp_min(SMALLEST)
         integers = ordinary.div_(scales.unsqueeze(1)).round_().to(torch.int8)
         del ordinary
-        layer = nn.Linear(few.shape[1], len(few), dtype=few.dtype).requires_grad_(False)
-        layer.weight.copy_(few)
-        layer.bias.copy_(bias)
-        self._few: nn.Module = PackedLinear(layer) if packing_works(few.dtype) else layer
+        self._few = PackedProduct([few], [bias]).compute if packing_works(few.dtype) else partial(_linear, few, bias)
         self.scales, self._outliers, self._kept = scales, outliers, kept.to(few.dtype)
         self.weights: Tensor = torch.ops.onednn.qlinear_prepack(integers, None)
         self._zeros = torch.zeros(len(integers), dtype=torch.int32)
@@ -228,6 +222,10 @@ class _Compiled:
         return out if columns == self._outputs else out[:, : self._outputs]
 
 
+def _linear(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, weight, bias)
+
+
 def _kept(inputs: int, outliers: Tensor) -> Tensor:
     """[i] float32: 0 for outliers and 1 for others."""
     kept = torch.ones(inputs)
@@ -270,6 +268,7 @@ class Int8Product(Product):
         self.outliers = outliers
         self.way = _way()(weights, outliers, bias)
         self.scales = self.way.scales
+        self.compiled = isinstance(self.way, _Compiled)
 
     def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
         return self.way(x.reshape(-1, x.shape[-1]), run).view(*x.shape[:-1], sum(self.parts))
@@ -278,108 +277,6 @@ class Int8Product(Product):
 def outlier_channels(largest: Tensor) -> Tensor:
     """Return the input channels [k], ascending, of the largest magnitudes [i]."""
     return largest.topk(min(OUTLIERS, len(largest) // 2)).indices.sort().values
-
-
-class Int8Linear(nn.Module):
-    """x W^T + b with W in int8, but for its columns of outliers: a part of a product. Inference only.
-
-    `weight` tells shape and dtype to models that look at it and holds no numbers: it lies on `meta`.
-    """
-
-    def __init__(self, linear: nn.Linear | Conv1D, product: Int8Product, part: int) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight_of(linear).shape
-        self.product = product
-        self._first = sum(product.parts[:part])
-        self.weight = torch.empty_like(linear.weight, device="meta", requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features], of the same dtype."""
-        return self.product.of(x).narrow(-1, self._first, self.out_features).contiguous()
-
-    @property
-    def packed(self) -> Tensor:
-        """The weights of the whole product as they are stored."""
-        return self.product.way.weights
-
-    @property
-    def compiled(self) -> bool:
-        """Whether kernels of our own compute it."""
-        return isinstance(self.product.way, _Compiled)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What calibration saw of one layer. first: the layer that was handed the same tensor before it, or itself."""
-
-    largest: Tensor
-    first: nn.Module
-
-
-@dataclass(slots=True)
-class _Watch:
-    """Hooks on layers while `calibrate` runs the model."""
-
-    seen: dict[nn.Module, _Seen] = field(default_factory=dict)
-    last: dict[nn.Module, tuple[Tensor, Tensor, nn.Module]] = field(default_factory=dict)  # of each parent
-
-    def __call__(self, parent: nn.Module, layer: nn.Module, x: Tensor) -> None:
-        largest = x.detach().reshape(-1, x.shape[-1]).abs().amax(0).float()
-        same, copy, first = self.last.get(parent, (None, None, layer))
-        if same is not x or copy is None or not torch.equal(copy, x):
-            first = layer
-        self.last[parent] = x, x.clone(), first
-        before = self.seen.get(layer)
-        if before is None:
-            self.seen[layer] = _Seen(largest, first)
-        else:
-            before.largest = torch.maximum(before.largest, largest)
-            before.first = layer if before.first is not first else first
-
-
-def quantize(model: nn.Module, calibrate: Callable[[], object], least: int = LEAST_WEIGHTS) -> int:
-    """Replace the plain linear layers of a model on the CPU by int8 ones, in place; returns how many.
-
-    calibrate: runs tokens through the model. Layers that it does not reach stay as they are. So do products of fewer
-    than `least` weights, for which int8 is no gain: the work beside the product takes longer than the product.
-    """
-    found = list(plain_linears(model))
-    watch = _Watch()
-    hooks = [
-        child.register_forward_pre_hook(lambda layer, inputs, parent=parent: watch(parent, layer, inputs[0]))
-        for parent, _, child in found
-    ]
-    try:
-        with torch.inference_mode():
-            calibrate()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    watch.last.clear()
-    together: dict[nn.Module, list[tuple[nn.Module, str, nn.Linear | Conv1D]]] = {}
-    for item in found:
-        if item[2] in watch.seen:
-            together.setdefault(watch.seen[item[2]].first, []).append(item)
-    del found
-    made = 0
-    while together:  # each original weight is freed as soon as it is converted
-        first, layers = together.popitem()
-        largest = watch.seen[first].largest
-        if sum(child.weight.numel() for _, _, child in layers) < least:
-            continue
-        weights = [weight_of(child).detach() for _, _, child in layers]
-        biases = [None if child.bias is None else child.bias.detach() for _, _, child in layers]
-        product = Int8Product(weights, biases, outlier_channels(largest))
-        del weights
-        for *_, child in layers:
-            watch.seen.pop(child)
-        for part, (parent, name, child) in enumerate(layers):
-            setattr(parent, name, Int8Linear(child, product, part))
-        made += len(layers)
-    return made
 
 
 @functools.cache
