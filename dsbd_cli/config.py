@@ -58,7 +58,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 ON_TOO_LONG, QUANTIZE, NUMERICS, DTYPES = map(get_args, (OnTooLong, Quantize, Numerics, Dtype))
 
 BUILTIN_TARGET = "builtin:target"
-BUILTIN_DRAFT = "builtin:draft"
+BUILTIN_DRAFT = "builtin:draft"  # of the built-in target alone: another one has none, unless one is named
 DEFAULT_BATCH_SIZE = 8
 DEFAULT_DEPTH = 4  # where every iteration drafts as deep
 MAX_AUTO_DEPTH = 8  # where the depth is adaptive

@@ -1,6 +1,6 @@
 """Self-consistency: eight samples of every question, and the answer that most of them give.
 
-    python examples/self_consistency.py --target MODEL --draft none --answer-regex '#### (.*)' < questions.jsonl
+    python examples/self_consistency.py --target MODEL --answer-regex '#### (.*)' < questions.jsonl
 
 The samples of a question are rows of one input with ids of their own, answered by `dsbd generate --num-beams 1`; their
 records are joined by question, and `dsbd pick --by vote` chooses.

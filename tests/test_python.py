@@ -156,8 +156,9 @@ def test_generate_gives_what_was_asked_for_or_raises() -> None:
     with pytest.raises(InvalidRowError, match="request 0: prompt is empty"):
         _ = failed.text
     engine.stop()
-    with pytest.raises(UsageError, match="stopped"):
-        engine.generate("1 2")
+    for answers in (engine.generate, lambda prompt: next(engine.run([prompt])), lambda prompt: next(engine.stream([prompt]))):
+        with pytest.raises(UsageError, match="stopped"):
+            answers("1 2")
 
 
 # Loading
@@ -212,6 +213,24 @@ def test_a_spec_says_how_to_load_and_the_draft_follows(monkeypatch: pytest.Monke
             loading.load(spec, draft)
     named, own = ModelSpec("builtin:draft", "draft", "bfloat16", "cpu"), ModelSpec("builtin:draft", "draft", "float32")
     assert seen == [spec, named, spec, own]
+
+
+def test_a_target_that_is_named_has_no_draft_unless_one_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[object] = []
+
+    def note(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool) -> None:
+        seen.append(None if draft is None else draft.source)
+        raise InterruptedError
+
+    monkeypatch.setattr("dsbd_cli.engine.models.pair.load_pair", note)
+    (tmp_path / "config.json").write_text("{}")
+    target, builtin = str(tmp_path), ModelSpec("builtin:target", dtype="bfloat16")
+    for given in ((), (target,), (ModelSpec(target),), (target, "builtin:draft"), (builtin,), (builtin, None)):
+        with pytest.raises(InterruptedError):
+            loading.load(*given)
+    assert seen == ["builtin:draft", None, None, "builtin:draft", "builtin:draft", None]
+    with pytest.raises(UsageError, match="draft is None, but depth is 3, which needs a draft model: give one, or drop"):
+        loading.load(target, method=MethodConfig(depth=3))
 
 
 OPTIONS = [

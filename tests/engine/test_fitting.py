@@ -6,7 +6,7 @@ import pytest
 
 from dsbd_cli.config import MethodConfig, OnTooLong, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.errors import PromptTooLongError
+from dsbd_cli.errors import PromptTooLongError, UsageError
 from dsbd_cli.requests import Request
 from tests.engine.toys import NumberCodec, table_pair
 
@@ -108,7 +108,8 @@ def test_a_stopped_run_hands_out_what_is_done_and_ends() -> None:
     done = [result.request.id for result in decoder.run(source())]
     assert done == ["0", "1", "2"]
     assert len(asked) < 8
-    assert list(decoder.run([Request(id="a", seed=1, prompt="3", sampling=SAMPLING)])) == []
+    with pytest.raises(UsageError, match="stopped and answers nothing any more"):
+        next(decoder.run([Request(id="a", seed=1, prompt="3", sampling=SAMPLING)]))
 
 
 def test_steps_of_unfinished_requests_are_counted() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from dsbd_cli.errors import DsbdError, RowError
+from dsbd_cli.errors import DsbdError, RowError, UsageError
 from dsbd_cli.job.cli.progress import Reporter
 from dsbd_cli.job.cli.shard import Shard
 from dsbd_cli.job.data.jsonl import LineWriter
@@ -82,11 +82,15 @@ class RowFlow:
     def run(self, engine: RunsRequests, record: MakeRecord, writer: LineWriter, steps: LineWriter | None) -> None:
         """Answer every row that is not done."""
         self._record, self._writer, self._steps = record, writer, steps
-        for result in engine.run(self._requests(), ordered=self._ordered):
-            name = id(result.request) if id(result.request) in self._pending else id(result.error)
-            assert not self._ordered or name == next(iter(self._pending)), "the engine answers in input order"
-            position, row = self._pending.pop(name)
-            self._write(position, row, None if row.request is None else result)
+        try:
+            for result in engine.run(self._requests(), ordered=self._ordered):
+                name = id(result.request) if id(result.request) in self._pending else id(result.error)
+                assert not self._ordered or name == next(iter(self._pending)), "the engine answers in input order"
+                position, row = self._pending.pop(name)
+                self._write(position, row, None if row.request is None else result)
+        except UsageError:
+            if not self._stopping():  # a signal may have stopped the engine before its run began
+                raise
         assert self._stopping() or not self._pending, "the engine answers every row"
         writer.flush()
 

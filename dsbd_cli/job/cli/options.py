@@ -121,7 +121,12 @@ class PairOptions:
     """The two models."""
 
     target: str | None = option(MAIN, "alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL")
-    draft: str | None = option(MAIN, "alias, folder or hub id; none: no draft", default=BUILTIN_DRAFT, metavar="MODEL")
+    draft: str | None = option(
+        MAIN,
+        "alias, folder or hub id; none: no draft",
+        default=f"{BUILTIN_DRAFT} with the built-in target, else none",
+        metavar="MODEL",
+    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dsbd_cli._version import __version__
 from dsbd_cli.errors import DsbdError, OutputError, plural
 from dsbd_cli.job.cli.messages import utc_now
 from dsbd_cli.job.cli.signals import StoppedError
-from dsbd_cli.job.data.jsonl import ClosedOutputError
+from dsbd_cli.job.data.jsonl import OUTPUT_CLOSED, ClosedOutputError
 from dsbd_cli.job.data.resume import write_atomically
 from dsbd_cli.job.records.native import drafter_fields
 from dsbd_cli.lab.metrics.environment import installed
@@ -99,7 +99,7 @@ def _ending(error: BaseException | None, totals: Totals) -> tuple[str, int]:
     if isinstance(error, StoppedError):
         return "stopped", error.exit_code
     if isinstance(error, ClosedOutputError):
-        return "output closed", 0
+        return "output closed", OUTPUT_CLOSED
     return "failed", error.exit_code if isinstance(error, DsbdError) else 1
 
 
