@@ -35,7 +35,7 @@ def main() -> None:
     models = ["--target", given.target, "--draft", given.draft, "--num-beams", "1", "--early-stopping"]
     generate = [*DSBD, "generate", "-q", *models, "--max-new-tokens", given.max_new_tokens]
     made = subprocess.run(generate, input=lines(rows), stdout=subprocess.PIPE, check=True).stdout
-    beams = defaultdict(list)
+    beams: defaultdict[int, list[object]] = defaultdict(list)
     for line in made.splitlines():
         record = json.loads(line)
         beams[record["metadata"]["question"]] += record["beams"]

@@ -15,7 +15,16 @@ from dsbd_cli.errors import OutputError, UsageError
 from dsbd_cli.job.data.compression import frame_maker
 from dsbd_cli.job.records.row import MAX_LINE_BYTES, LongLine
 
-__all__ = ["OUTPUT_CLOSED", "ClosedOutputError", "LineWriter", "Readable", "check_new", "read_blocks", "read_lines", "read_object"]
+__all__ = [
+    "OUTPUT_CLOSED",
+    "ClosedOutputError",
+    "LineWriter",
+    "Readable",
+    "check_new",
+    "read_blocks",
+    "read_lines",
+    "read_object",
+]
 
 BOM = b"\xef\xbb\xbf"
 BLOCK_BYTES = 1 << 17
