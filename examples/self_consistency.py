@@ -39,7 +39,7 @@ def main() -> None:
     for line in made.splitlines():
         record = json.loads(line)
         beams[record["metadata"]["question"]] += record["beams"]
-    joined = [{"id": str(number), "beams": beams[number]} for number in sorted(beams)]
+    joined: list[dict[str, object]] = [{"id": str(number), "beams": beams[number]} for number in sorted(beams)]
     regex = [] if given.answer_regex is None else ["--answer-regex", given.answer_regex]
     subprocess.run([*DSBD, "pick", "-q", "--by", "vote", *regex], input=lines(joined), check=True)
 

@@ -157,13 +157,9 @@ def test_generate_gives_what_was_asked_for_or_raises() -> None:
     with pytest.raises(InvalidRowError, match="request 0: prompt is empty"):
         _ = failed.text
     engine.stop()
-    for answers in (
-        engine.generate,
-        lambda prompt: next(engine.run([prompt])),
-        lambda prompt: next(engine.stream([prompt])),
-    ):
+    for answers in (engine.run, engine.stream, engine.generate):
         with pytest.raises(UsageError, match="stopped"):
-            answers("1 2")
+            list(answers(["1 2"]))  # type: ignore[operator]
 
 
 # Loading
@@ -220,9 +216,7 @@ def test_a_spec_says_how_to_load_and_the_draft_follows(monkeypatch: pytest.Monke
     assert seen == [spec, named, spec, own]
 
 
-def test_a_target_that_is_named_has_no_draft_unless_one_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_named_target_has_no_draft_unless_one_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[object] = []
 
     def note(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool) -> None:

@@ -180,6 +180,7 @@ class _Run:
             done=outputs.done,
             max_errors=self._settings.max_errors,
             stopping=lambda: self._signals.number is not None,
+            begin=outputs.begin,
             ordered=self._ordered,
             shard=self._shard,
         )
@@ -198,33 +199,15 @@ class _Run:
     def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
         totals = self.reporter.totals
         try:
-            engine = self._load(summary) if outputs.done is None or flow.anything_left() or outputs.is_empty else None
+            if self._needs_engine(flow, outputs):
+                self._run(flow, outputs, summary)
+            elif outputs.is_empty:
+                outputs.begin()  # a run without rows has to make its file, too
+        except TooManyErrorsError as error:
+            raise TooManyErrorsError(f"{error}; {self._how_to_resume()}") from None
         except StoppedError:
             self.reporter.stop()
             raise
-        if engine is not None:
-            summary.info = engine.info
-            for line in () if engine.info is None else engine.info.told:
-                self.reporter.warn(line)
-            if engine.exactness != self._method.method.exactness:
-                self._method = replace(self._method, exactness=engine.exactness)
-                if self._devices.numerics != "fast":
-                    self.reporter.warn(NOT_INVARIANT)
-            writer, steps = outputs.begin()
-            self.reporter.begin(_describe(self._settings, engine), steps=lambda: engine.steps)
-            answering: RunsRequests = engine
-            if self._until is not None:
-                from dsbd_cli.engine.decoding.engine import Engine
-
-                assert isinstance(engine, Engine), "workers are refused"
-                rows = WINDOW * (self._settings.batch_size or DEFAULT_BATCH_SIZE)
-                wider = partial(self._wider, engine)
-                answering = self._widening = Widening(engine, self._until, wider, self._metadata, window=rows)
-            self._signals.on_stop = answering.stop
-            try:
-                flow.run(answering, self._maker(outputs.created, engine), writer, steps)
-            except TooManyErrorsError as error:
-                raise TooManyErrorsError(f"{error}; {self._how_to_resume()}") from None
         if (number := self._signals.number) is not None:
             self.reporter.summary(f"stopped: {totals.line()}; {self._how_to_resume()}", always=True)
             raise StoppedError(number)
@@ -236,14 +219,47 @@ class _Run:
         rounds = "" if self._widening is None else f"; {self._widening.line()}"
         self.reporter.summary(totals.line() + rounds)
 
-    def _maker(self, created: int, engine: RunsRequests) -> MakeRecord:
-        """How this run writes a row."""
+    def _needs_engine(self, flow: RowFlow, outputs: Outputs) -> bool:
+        """Whether there is a row that no earlier run has answered, and that can be read; those before it are written.
+        A signal ends this as it ends a run."""
+        self._signals.on_stop = lambda: None
+        needed = flow.needs_engine(self._maker(outputs.created, None))
+        self._signals.on_stop = None
+        return needed and self._signals.number is None
+
+    def _run(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
+        """Load the models and answer the rows."""
+        engine = self._load(summary)
+        summary.info = engine.info
+        for line in () if engine.info is None else engine.info.told:
+            self.reporter.warn(line)
+        if engine.exactness != self._method.method.exactness:
+            self._method = replace(self._method, exactness=engine.exactness)
+            if self._devices.numerics != "fast":
+                self.reporter.warn(NOT_INVARIANT)
+        outputs.begin()
+        self.reporter.begin(_describe(self._settings, engine), steps=lambda: engine.steps)
+        answering: RunsRequests = engine
+        if self._until is not None:
+            from dsbd_cli.engine.decoding.engine import Engine
+
+            assert isinstance(engine, Engine), "workers are refused"
+            rows = WINDOW * (self._settings.batch_size or DEFAULT_BATCH_SIZE)
+            wider = partial(self._wider, engine)
+            answering = self._widening = Widening(engine, self._until, wider, self._metadata, window=rows)
+        self._signals.on_stop = answering.stop
+        flow.run(answering, self._maker(outputs.created, engine))
+
+    def _maker(self, created: int, engine: RunsRequests | None) -> MakeRecord:
+        """How this run writes a row. engine: None while only rows are written that have failed without one."""
         first, make = replace(self._method, created=created), writes(self._files).load()
-        promised = engine.exactness
+        promised = None if engine is None else engine.exactness
         assert callable(make), "checked at the start"
 
         def method() -> MethodRecord:  # a kernel that fails takes with it what was promised of the rows to come
-            return first if engine.exactness == promised else replace(first, exactness=engine.exactness)
+            if engine is None or engine.exactness == promised:
+                return first
+            return replace(first, exactness=engine.exactness)
 
         if self._widening is None:
             return lambda row, result: bytes(make(row, result, method()))

@@ -18,7 +18,7 @@ from dsbd_cli.errors import DsbdError, OutputError, plural
 from dsbd_cli.job.cli.messages import utc_now
 from dsbd_cli.job.cli.signals import StoppedError
 from dsbd_cli.job.data.jsonl import OUTPUT_CLOSED, ClosedOutputError
-from dsbd_cli.job.data.resume import write_atomically
+from dsbd_cli.job.data.resume import check_replaceable, write_atomically
 from dsbd_cli.job.records.native import drafter_fields
 from dsbd_cli.lab.metrics.environment import installed
 from dsbd_cli.requests import RequestResult
@@ -50,6 +50,9 @@ class Summary:
         self._started = utc_now()
 
     def __enter__(self) -> Self:
+        """Raises OutputError where the file could not be written in the end."""
+        if self._path is not None:
+            check_replaceable(self._path)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
