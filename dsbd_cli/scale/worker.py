@@ -58,6 +58,8 @@ class EngineNames(Protocol):
     def kernels(self) -> tuple[str, ...]: ...
     @property
     def told(self) -> tuple[str, ...]: ...
+    @property
+    def chat(self) -> bool: ...
 
 
 class RunsRequests(Protocol):
@@ -100,7 +102,8 @@ class WorkerSetup:
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """What a worker has loaded, and where. checkpoints: hashes of the models' files, see `checkpoint_hash`.
-    kernels: those that its engine runs. told: what the user should know of how it does."""
+    kernels: those that its engine runs. told: what the user should know of how it does. chat: the target has a
+    chat template."""
 
     dsbd: str
     checkpoints: tuple[str, ...]
@@ -113,6 +116,7 @@ class WorkerInfo:
     host: str
     kernels: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
+    chat: bool = False
 
     def difference(self, other: WorkerInfo) -> str | None:
         """What keeps another worker from giving the same texts: `dsbd is 0.1.0 there and 0.2.0 here`; None: nothing."""
@@ -241,6 +245,7 @@ class Worker:
             host=socket.gethostname(),
             kernels=() if info is None else info.kernels,
             told=() if info is None else info.told,
+            chat=info is not None and info.chat,
         )
 
     def _requests(self) -> Iterator[Request | None]:

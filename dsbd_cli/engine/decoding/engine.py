@@ -53,7 +53,8 @@ Item = TypeVar("Item")
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What runs: names, dtypes and devices of the models, for records and reports. told: what the user should know of
-    the target. kernels: names of the kernels in use, where the settings fit them."""
+    the target. kernels: names of the kernels in use, where the settings fit them. chat: the target has a chat
+    template."""
 
     target: str
     draft: str | None
@@ -63,6 +64,7 @@ class EngineInfo:
     draft_device: str | None = None
     told: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
+    chat: bool = False
 
 
 class Engine:

@@ -104,6 +104,7 @@ def load(
         device=str(pair.target.device),
         draft_dtype=pair.draft_dtype,
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
+        chat=pair.codec.has_template,
         told=(*pair.told, *left_out(pair.target.device, kernels)),
     )
     width = pair.target.vocab_size

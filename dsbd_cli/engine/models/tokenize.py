@@ -78,6 +78,11 @@ class HFCodec:
         return self._eos_ids
 
     @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    @property
     def fingerprint(self) -> str | None:
         """32 hexadecimal digits that two tokenizers share only if they tokenise alike; None of one that does not say
         all it does."""
@@ -112,7 +117,7 @@ class HFCodec:
         return list(self._tokenizer(self._chat_text(messages), add_special_tokens=False, **IDS_ALONE)["input_ids"])
 
     def _chat_text(self, messages: list[dict[str, str]]) -> str:
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not self.has_template:
             raise InvalidRowError(
                 "the model's tokenizer has no chat template: give a plain prompt, or use an instruct model"
             )

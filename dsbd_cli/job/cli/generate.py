@@ -54,6 +54,11 @@ NOT_INVARIANT = (
     "the draft or the batch: records say same-law, not same-text (see docs/numerics.md)"
 )
 
+PLAIN = (
+    "the target has a chat template, but prompts are given to it as they stand: --chat puts each through the template, "
+    "--no-chat ends this line"
+)
+
 WIDE = 32  # beams; from here on a run says what memory a row takes
 
 DEMONSTRATION = (
@@ -87,7 +92,9 @@ def generate(
     """
     begin_talk(talk)
     strict = files.input_format == "strict"
-    settings = run_settings(pair, method, sampling, devices, failing, strict=strict, answers=answers)
+    settings = run_settings(
+        pair, method, sampling, devices, failing, strict=strict, chat=bool(files.chat), answers=answers
+    )
     until = until_of(rounds, settings.method)
     if until is not None and scale.workers is not None:
         raise UsageError("--until cannot be used with --workers: its rounds share one pair of models; drop one of them")
@@ -125,6 +132,8 @@ class _Run:
         self._demonstrates, self._until = demonstrates, until
         self._widening: Widening | None = None
         self._metadata: dict[int, object] = {}  # of rows that are under way
+        self._plain = False  # a row with a plain prompt has come
+        self._templated = False  # the target has been loaded, and has a chat template
         self._files, self._settings, self._devices, self._arguments = files, settings, devices, arguments
         self._ordered, self._pool = scale.order != "done", pool_config(scale, devices)
         self._workers_open = ExitStack()
@@ -136,6 +145,7 @@ class _Run:
             numerics=devices.numerics or "invariant",
             on_too_long=settings.on_too_long,
             strict=settings.rows.strict,
+            chat=settings.rows.chat or None,
             input_format="text" if files.input_format == "text" else "auto",
             output_format=files.output_format or "native",
             until=None if until is None else f"exec-ok on {until.check.databases.template}",
@@ -186,15 +196,24 @@ class _Run:
         )
 
     def _noted(self, read: ReadRow) -> ReadRow:
-        """Rows as they are read, so that the rounds know their metadata."""
+        """Rows as they are read, so that the rounds know their metadata, and that plain prompts are told of."""
 
         def noting(line: bytes | LongLine, *, index: int, number: int) -> Row:
             row = read(line, index=index, number=number)
-            if row.request is not None:
+            if row.request is not None and self._until is not None:
                 self._metadata[id(row.request)] = row.metadata
+            if row.request is not None and row.request.prompt is not None and not self._plain:
+                self._plain = True
+                self._tell_plain()
             return row
 
-        return read if self._until is None else noting
+        return noting
+
+    def _tell_plain(self) -> None:
+        """One line where prompts are given as they stand to a target that was trained on conversations, and nobody has
+        said that it shall be so."""
+        if self._plain and self._templated and self._files.chat is None:
+            self.reporter.warn(PLAIN)
 
     def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
         totals = self.reporter.totals
@@ -233,6 +252,11 @@ class _Run:
         summary.info = engine.info
         for line in () if engine.info is None else engine.info.told:
             self.reporter.warn(line)
+        if engine.info is not None:
+            self._templated = engine.info.chat
+            if self._files.chat and not engine.info.chat:
+                raise UsageError(f"--chat: target {self._settings.target} has no chat template: drop it")
+        self._tell_plain()
         if engine.exactness != self._method.method.exactness:
             self._method = replace(self._method, exactness=engine.exactness)
             if self._devices.numerics != "fast":

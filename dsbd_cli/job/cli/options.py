@@ -84,6 +84,9 @@ class FileOptions(StreamOptions):
         default="auto",
         metavar="FORM",
     )
+    chat: bool | None = flag(
+        MAIN, "put each prompt through the target's chat template, as one message of a user; --no-chat: as it stands"
+    )
     output_format: str | None = option(
         FILES, "; ".join(f"{one.name}: {one.text}" for one in FORMATS.values()), default="native", metavar="FORM"
     )

@@ -91,9 +91,11 @@ def run_settings(
     failing: RowOptions = NO_ROWS,
     *,
     strict: bool = False,
+    chat: bool = False,
     answers: AnswerOptions = NO_ANSWERS,
 ) -> RunSettings:
-    """Settle defaults and refuse what contradicts itself. strict: of rows with unknown fields. Raises UsageError."""
+    """Settle defaults and refuse what contradicts itself. strict: of rows with unknown fields. chat: prompts
+    become messages. Raises UsageError."""
     if _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
         raise UsageError("--depth is 0, but must be 1 or more: --draft none decodes without a draft")
     allow, grammar = allowed(answers.allow)
@@ -133,7 +135,7 @@ def run_settings(
         raise UsageError(
             f"--gpu {devices.gpu} cannot be had with a grammar, whose masks the host makes in every iteration: drop it"
         )
-    rows = replace(_rows(sampling, config, strict=strict), grammar=grammar)
+    rows = replace(_rows(sampling, config, strict=strict), grammar=grammar, chat=chat)
     batch_size: int | None = None
     if devices.batch_size != "auto":
         batch_size = _given(_number("--batch-size", devices.batch_size, 0), DEFAULT_BATCH_SIZE)
