@@ -22,7 +22,7 @@ IDS_ALONE = {"return_attention_mask": False, "return_token_type_ids": False}  # 
 # steps that drop no byte of a text; NFC shortens one to a quarter at most, a Kelvin sign to a third
 KEEPING = {"Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits", "NFC"}
 NFC_SHRINKS = 4
-MOST_BYTES = 256  # of text per token, where the tokenizer gives no bound
+MOST_BYTES = 256  # of text per token, on average; the tokenizer's own bound may be that of its longest run of spaces
 HEAD = 256  # characters, in which the token that begins every text stands
 UTF8_BYTES = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
 
@@ -120,7 +120,7 @@ class HFCodec:
     def bytes_per_token(self) -> int:
         """Bytes of a text that one token covers at most: a bound of the tokenizer, or one that no text of people
         reaches."""
-        return self._covering.longest or MOST_BYTES
+        return min(self._covering.longest or MOST_BYTES, MOST_BYTES)
 
     @property
     def _covering(self) -> _Cover:
