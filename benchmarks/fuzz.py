@@ -37,15 +37,17 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.invariance import check
+from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.pair import load_pair
 from dsbd_cli.engine.models.quantize import quantize
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.grammars import Grammar
 from dsbd_cli.requests import RequestResult
+from tests.models import pairs
 from tests.models.conftest import byte_level, wrap
 from tests.models.pairs import build_pair, pair_codec, perturbed
-from tests.models.tiny import build
+from tests.models.tiny import FIT, RECURRENT, build
 
 __all__ = ["Configuration", "Fuzzer", "RowKind"]
 
@@ -53,9 +55,15 @@ CAUSAL = (
     *("llama", "opt", "gpt2", "qwen2 window", "qwen3", "mistral window", "gemma2 window", "gemma3 window", "gpt-neox"),
     *("phi", "phi3", "phi3 window", "smollm3", "cohere"),
 )
-RECURRENT = ("mamba2", "qwen3-next", "lfm2", "granite-hybrid")
+HYBRID = ("mamba2", "qwen3-next", "lfm2", "granite-hybrid")
 PAIRS = ("t5", "marian", "bart")
 NOISE = 0.05  # of a draft's weights
+# Layers of 64 inputs or more are packed, as those of real models. By the names that families give their sizes.
+LARGER = {
+    **{"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "n_embd": 64, "ffn_dim": 96, "mamba_n_heads": 16},
+    **{"word_embed_proj_dim": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96},
+    **{"shared_intermediate_size": 64, "query_pre_attn_scalar": 16, "linear_value_head_dim": 16},
+}
 WIDE = 1300  # a vocabulary that is searched by blocks
 PATTERNS = ("[a-z]{1,6}", "(yes|no|never)", "-?[0-9]{1,4}", "[A-Z][a-z ]{2,9}[.]")
 SCHEMA = {
@@ -191,7 +199,7 @@ class Fuzzer:
     """
 
     def __init__(
-        self, place: Path, *, families: Sequence[str] = (*CAUSAL, *RECURRENT, *PAIRS), most_beams: int = 256
+        self, place: Path, *, families: Sequence[str] = (*CAUSAL, *HYBRID, *PAIRS), most_beams: int = 256
     ) -> None:
         """place: an empty folder for checkpoints and an index."""
         self._place, self._families, self._most_beams = place, families, most_beams
@@ -254,13 +262,8 @@ class Fuzzer:
         self.differences.append(line)
 
     def _beside(self, engine: Engine, configuration: Configuration, requests: Sequence[Request]) -> list[Said]:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(configuration.threads)
-        try:
-            with out_of_memory(engine.target, configuration.fails_at):
-                return [said(result) for result in engine.run(requests)]
-        finally:
-            torch.set_num_threads(threads)
+        with using(configuration.threads), out_of_memory(engine.target, configuration.fails_at):
+            return [said(result) for result in engine.run(requests)]
 
     def _alone(self, engine: Engine, request: Request) -> Said:
         (result,) = engine.run([request])
@@ -286,18 +289,20 @@ class Fuzzer:
     ) -> Engine:
         asked = {"rule": configuration.rule, "num_beams": configuration.beams, "warp_scope": configuration.scope}
         method = MethodConfig.of({**asked, "width": "fixed", **settings})
-        key = role, configuration.model, batch, repr(method)
+        key = role, configuration.model, configuration.threads, batch, repr(method)
         if key not in self._engines:
             draft = loaded.draft if method.needs_draft else None
             self._engines[key] = Engine(loaded.target, draft, loaded.codec, method, batch_size=batch)
         return self._engines[key]
 
     def _models(self, configuration: Configuration, role: str) -> Loaded:
-        key = role, configuration.model
+        threads = configuration.threads if role == "beside" else 1
+        key = role, threads, configuration.model
         if configuration.model in self.refused:
             raise ValueError(self.refused[configuration.model])
         if key not in self._loaded:
-            self._loaded[key] = self._load(configuration)
+            with using(threads):  # for the check at load
+                self._loaded[key] = self._load(configuration)
         return self._loaded[key]
 
     def _load(self, configuration: Configuration) -> Loaded:
@@ -316,7 +321,7 @@ class Fuzzer:
         """A checkpoint; the draft's weights are the target's, moved a little."""
         folder = self._place / f"{family.replace(' ', '-')}-{size}-{role}"
         if not folder.exists():
-            model = build(family, vocab_size=size)
+            model = build(family, vocab_size=size, **_larger(FIT | RECURRENT, family))
             model = perturbed(model, NOISE) if role == "draft" else model
             model.to(torch.bfloat16).save_pretrained(folder)
             self._tokenizer.save_pretrained(folder)
@@ -331,18 +336,24 @@ class Fuzzer:
         return path
 
 
+def _larger(table: dict[str, tuple[str, dict[str, Any]]], family: str) -> dict[str, Any]:
+    """Settings of a family in `table` that make its layers as large as LARGER says."""
+    return {name: size for name, size in LARGER.items() if name in table[family][1]}
+
+
 def _pair(family: str, dtype: torch.dtype) -> Loaded:
     """A target with an encoder."""
-    model = build_pair(family, scale=3.0)
-    draft = perturbed(model, NOISE).to(dtype)
-    target = Seq2SeqForestModel(model.to(dtype), family)
+    model = build_pair(family, scale=2.0, **_larger(pairs.FIT, family))
+    draft, codec = perturbed(model, NOISE).to(dtype), pair_codec(model, (2, 3, 4))
+    pack(model.to(dtype))
+    target = Seq2SeqForestModel(model, family)
     _promise(target)
-    return Loaded(target, Seq2SeqForestModel(draft, family), pair_codec(model, (2, 3, 4)))
+    return Loaded(target, Seq2SeqForestModel(draft, family), codec)
 
 
 def _int8(family: str, size: int, dtype: torch.dtype, tokenizer: PreTrainedTokenizerFast) -> Loaded:
     """Its linear layers are int8, however small."""
-    model = build(family, vocab_size=size, **({"tie_word_embeddings": False} if family != "gpt2" else {}))
+    model = build(family, vocab_size=size, **_larger(FIT, family))
     draft = CausalForestModel(perturbed(model, NOISE).to(dtype), family)
     target = CausalForestModel(model.to(dtype), family)
     quantize(target.module, target.calibrate, least=0)
@@ -370,6 +381,17 @@ def said(result: RequestResult) -> Said:
 
 def _same(one: Said, other: Said) -> str:
     return "the same" if one == other else "something else"
+
+
+@contextmanager
+def using(threads: int) -> Iterator[None]:
+    """So many threads of torch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager
@@ -405,7 +427,7 @@ def main() -> None:
     parser.add_argument("--families", help="some of them, joined by commas")
     chosen = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    families = chosen.families.split(",") if chosen.families else (*CAUSAL, *RECURRENT, *PAIRS)
+    families = chosen.families.split(",") if chosen.families else (*CAUSAL, *HYBRID, *PAIRS)
     begun, number, told = time.monotonic(), 0, 0
     with tempfile.TemporaryDirectory(prefix="dsbd-fuzz-") as name:
         fuzzer = Fuzzer(Path(name), families=families, most_beams=chosen.most_beams)
