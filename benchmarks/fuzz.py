@@ -58,7 +58,7 @@ CAUSAL = (
 HYBRID = ("mamba2", "qwen3-next", "lfm2", "granite-hybrid")
 PAIRS = ("t5", "marian", "bart")
 NOISE = 0.05  # of a draft's weights
-# Layers of 64 inputs or more are packed, as those of real models. By the names that families give their sizes.
+# Sizes that int8 kernels take, too. By the names that families give them.
 LARGER = {
     **{"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "n_embd": 64, "ffn_dim": 96, "mamba_n_heads": 16},
     **{"word_embed_proj_dim": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96},
