@@ -313,7 +313,8 @@ def pack(model: nn.Module, joined: Collection[tuple[nn.Module, Sequence[str]]] =
     joined: modules, and the names of their layers that are handed one tensor: these become one product. Each original
     weight is freed as soon as it is packed, unless something else shares it (tied embeddings).
     """
-    found = [(parent, name) for parent, name, child in plain_linears(model, least=1) if _way(weight_of(child))]
+    # small ones too: rows of torch's own products depend on each other
+    found = [(parent, name) for parent, name, child in plain_linears(model, 1, 1) if _way(weight_of(child))]
     together = [[(parent, name) for name in names] for parent, names in joined]
     groups = [group for group in together if {*found}.issuperset(group) and _alike(group)]
     grouped = {place for group in groups for place in group}
@@ -332,11 +333,14 @@ def _alike(group: Sequence[tuple[nn.Module, str]]) -> bool:
     return len({(weight.dtype, weight.shape[1]) for weight in layers}) == 1
 
 
-def plain_linears(model: nn.Module, least: int = MIN_FEATURES) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
-    """The linear layers on the CPU that do nothing but x W^T + b, with their parents and names. least: outputs."""
+def plain_linears(
+    model: nn.Module, least: int = MIN_FEATURES, inputs: int = MIN_FEATURES
+) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
+    """The linear layers on the CPU that do nothing but x W^T + b, with their parents and names. least, inputs: fewest
+    outputs and inputs."""
     for parent in model.modules():
         for name, child in parent.named_children():
-            if isinstance(child, nn.Linear | Conv1D) and name not in MULTIPLIED and _suits(child, least):
+            if isinstance(child, nn.Linear | Conv1D) and name not in MULTIPLIED and _suits(child, least, inputs):
                 yield parent, name, child
 
 
@@ -352,7 +356,7 @@ def _filled(weight: Tensor, multiple: int) -> Tensor:
     return nn.functional.pad(weight, (*[0] * (2 * weight.dim() - 1), missing)) if missing else weight
 
 
-def _suits(linear: nn.Linear | Conv1D, least: int) -> bool:
+def _suits(linear: nn.Linear | Conv1D, least: int, fewest: int) -> bool:
     weight, bias = linear.weight, linear.bias
     hooked = bool(linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))
     # one with a forward of its own, or with weights that quantised checkpoints keep in a form of theirs
@@ -360,7 +364,7 @@ def _suits(linear: nn.Linear | Conv1D, least: int) -> bool:
     hooked |= type(weight.data) is not Tensor
     plain = weight.device.type == "cpu" and not hooked and (bias is None or bias.dtype == weight.dtype)
     outputs, inputs = weight_of(linear).shape
-    return plain and weight.is_floating_point() and inputs >= MIN_FEATURES and outputs >= least
+    return plain and weight.is_floating_point() and inputs >= fewest and outputs >= least
 
 
 def _way(weight: Tensor) -> type[_Compiled] | type[_Torch] | None:
