@@ -65,17 +65,21 @@ def pack(model: nn.Module) -> int:
 
     Each original weight is freed as soon as it is packed, unless something else shares it (tied embeddings).
     """
-    found = [(parent, name) for parent, name, child in plain_linears(model, least=1) if packable(weight_of(child))]
+    # small ones too: rows of torch's own products depend on each other
+    found = [(parent, name) for parent, name, child in plain_linears(model, 1, 1) if packable(weight_of(child))]
     for parent, name in found:
         setattr(parent, name, PackedLinear(getattr(parent, name)))
     return len(found)
 
 
-def plain_linears(model: nn.Module, least: int = MIN_FEATURES) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
-    """The linear layers on the CPU that do nothing but x W^T + b, with their parents and names. least: outputs."""
+def plain_linears(
+    model: nn.Module, least: int = MIN_FEATURES, inputs: int = MIN_FEATURES
+) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
+    """The linear layers on the CPU that do nothing but x W^T + b, with their parents and names. least, inputs: fewest
+    outputs and inputs."""
     for parent in model.modules():
         for name, child in parent.named_children():
-            if isinstance(child, nn.Linear | Conv1D) and name not in MULTIPLIED and _suits(child, least):
+            if isinstance(child, nn.Linear | Conv1D) and name not in MULTIPLIED and _suits(child, least, inputs):
                 yield parent, name, child
 
 
@@ -85,7 +89,7 @@ def weight_of(linear: nn.Linear | Conv1D) -> Tensor:
     return weight
 
 
-def _suits(linear: nn.Linear | Conv1D, least: int) -> bool:
+def _suits(linear: nn.Linear | Conv1D, least: int, fewest: int) -> bool:
     weight, bias = linear.weight, linear.bias
     hooked = bool(linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))
     # one with a forward of its own, or with weights that quantised checkpoints keep in a form of theirs
@@ -93,7 +97,7 @@ def _suits(linear: nn.Linear | Conv1D, least: int) -> bool:
     hooked |= type(weight.data) is not Tensor
     plain = weight.device.type == "cpu" and not hooked and (bias is None or bias.dtype == weight.dtype)
     outputs, inputs = weight_of(linear).shape
-    return plain and weight.is_floating_point() and inputs >= MIN_FEATURES and outputs >= least
+    return plain and weight.is_floating_point() and inputs >= fewest and outputs >= least
 
 
 class Int8Linear(nn.Module):
