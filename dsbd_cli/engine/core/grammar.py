@@ -24,6 +24,7 @@ from dsbd_cli.engine.core.legal import DEAD, FREE, NodePaths
 from dsbd_cli.engine.core.probs import NEVER
 from dsbd_cli.engine.core.protocols import TextCodec
 from dsbd_cli.errors import UsageError
+from dsbd_cli.grammar_trial import parser_limits
 from dsbd_cli.grammars import Grammar
 
 if TYPE_CHECKING:
@@ -152,8 +153,7 @@ class GrammarCompiler:
     def _compiled(self, grammar: Grammar) -> tuple[LLMatcher, _Origin]:
         found = self._known.get(grammar)
         if found is None:
-            source = grammar.source()  # before the import: it tells what is to be installed
-            found = self._compile(source)
+            found = self._compile(grammar.source())
             while len(self._known) >= MOST_KEPT:
                 del self._known[next(iter(self._known))]
             self._known[grammar] = found
@@ -166,7 +166,7 @@ class GrammarCompiler:
             raise UsageError("the target has no end token, so a text could never be whole")
         if self._tokenizer is None:
             self._tokenizer = _tokenizer(self._codec, self.vocab_size, sorted(self._eos))
-        matcher = LLMatcher(self._tokenizer, source, log_level=0)
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=parser_limits())
         if matcher.is_error():
             raise UsageError(_one_line(matcher.get_error()))
         origin = _Origin(self._tokenizer.vocab_size, self._eos, [])
