@@ -44,7 +44,12 @@ def _tried(source: str) -> str | None:
     try:
         # a session of its own: a Ctrl-C at the terminal is no fault of the grammar
         done = subprocess.run(
-            command, input=source.encode(), capture_output=True, timeout=WALL_SECONDS, check=False, start_new_session=True
+            command,
+            input=source.encode(),
+            capture_output=True,
+            timeout=WALL_SECONDS,
+            check=False,
+            start_new_session=True,
         )
     except subprocess.TimeoutExpired:
         return f"it was not compiled within {WALL_SECONDS} s"

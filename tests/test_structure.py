@@ -17,7 +17,19 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dsbd_cli"
 
 LAYERS = {
-    0: ("errors", "variants", "grammars", "grammar_trial", "schemas", "token_rules", "config", "records", "stats", "requests", "_version"),
+    0: (
+        "errors",
+        "variants",
+        "grammars",
+        "grammar_trial",
+        "schemas",
+        "token_rules",
+        "config",
+        "records",
+        "stats",
+        "requests",
+        "_version",
+    ),
     1: ("kernels",),
     2: ("core",),
     3: ("drafting", "verify"),
