@@ -148,7 +148,8 @@ def test_a_damaged_compiled_file_is_compiled_anew(
         size = count * (8 if place < 4 else 1)
         if place == array:
             data = bytearray(whole)
-            data[at : at + 8 if array < 4 else at + 1] = b"\xff" * (8 if array < 4 else 1)
+            second = at + (8 if array < 4 else 1)
+            data[second : 2 * second - at] = b"\xff" * (second - at)
             kept.write_bytes(bytes(data))
         at += size
     if signed:
