@@ -283,12 +283,6 @@ def test_what_a_grammar_does_not_go_with() -> None:
         Request("a", allow=("x",), grammar=Grammar.regex("a"))
 
 
-def test_without_llguidance_a_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsbd_cli.grammars.find_spec", lambda name: None)
-    result = next(iter(engine(num_beams=1).run([request("ab")])))
-    assert "pip install 'dsbd[grammar]'" in str(result.error)
-
-
 def test_log_probabilities_are_raw() -> None:
     """Legal tokens keep the log-probability that they have without the grammar: it is not normalised again."""
     rows = table_rows(3, V)
