@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-__all__ = ["byte_tokenizer", "parser_limits", "trial_fault"]
+__all__ = ["BYTES_END", "byte_tokenizer", "parser_limits", "trial_fault"]
 
 CPU_SECONDS, WALL_SECONDS = 3, 30  # a machine under load gives a child its seconds late
 ADDRESS_SPACE = 2 << 30  # bytes

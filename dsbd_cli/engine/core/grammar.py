@@ -42,7 +42,7 @@ MOST_KEPT = 256  # compiled grammars
 # Tokens before the limit from which on a text is led: twice the shortest whole text and some, but no more than
 SOME, MOST_LED = 32, 256
 SKIPPED = 6  # tokens of a known completion that another token may stand for
-CHECKED = 256  # tokens behind which an end is looked for, at each node
+CHECKED = 64  # tokens behind which an end is looked for, at each node
 Mask = NDArray[np.int32]
 
 
@@ -71,21 +71,23 @@ class GrammarState:
     """
 
     __slots__ = (
-        *("_after", "_completion", "_few", "_fits", "_led", "_left", "_mask", "_matcher", "_narrow", "_origin"),
-        *("_searched", "_text", "number"),
+        *("_after", "_by_bytes", "_completion", "_few", "_fits", "_led", "_left", "_mask", "_matcher", "_narrow"),
+        *("_origin", "_searched", "number"),
     )
 
     def __init__(
         self,
         matcher: LLMatcher | None,
         origin: _Origin,
-        text: bytes = b"",
+        by_bytes: LLMatcher | None = None,
         left: int | None = None,
         completion: Tokens | None = None,
     ) -> None:
-        """matcher: its own from now on; None where nothing may follow. text: so far. left: tokens that may still be
-        generated, None for any number. completion: what makes the text whole, where that is known."""
-        self._matcher, self._origin, self._text, self._left = matcher, origin, text, left
+        """matcher: its own from now on; None where nothing may follow. by_bytes: one over bytes, None at the beginning
+        and where the text is not to be led. left: tokens that may still be generated, None for any number. completion:
+        what makes the text whole, where that is known."""
+        self._matcher, self._origin, self._left = matcher, origin, left
+        self._by_bytes = origin.ends.start if by_bytes is None else by_bytes
         self._completion, self._searched = completion, False
         self._led: bool | None = None
         self._narrow: Mask | None = None
@@ -113,8 +115,9 @@ class GrammarState:
                 matcher.consume_token(token)  # an error, as of a limit, stays with the matcher
             left = None if self._left is None else self._left - 1
             completion = self.fits(token) if self.led else None
-            text = self._text + self._origin.ends.bytes_of(token) if self._origin.led else b""
-            found = self._after[token] = GrammarState(matcher, self._origin, text, left, completion)
+            leads = self._origin.led and left is not None and matcher is not None
+            by_bytes = self._origin.ends.behind(self._by_bytes, token) if leads else None
+            found = self._after[token] = GrammarState(matcher, self._origin, by_bytes, left, completion)
         return found
 
     def allows(self, token: int) -> bool:
@@ -154,7 +157,7 @@ class GrammarState:
         self._searched = True
         matcher, found = self._matcher, None
         if matcher is not None and not matcher.is_error():
-            found = self._origin.ends.find(matcher, self._text)
+            found = self._origin.ends.find(matcher, self._by_bytes)
         self._completion = found if found is None or not found or self.allows(found[0]) else None
         return self._completion
 
@@ -179,10 +182,7 @@ class GrammarState:
         for first in (1, 0, *range(2, SKIPPED), len(known)):
             if len(known) - room <= first <= len(known) and ends.ends(matcher, (token, *known[first:])):
                 return known[first:]
-        behind = matcher.deep_copy()
-        if not behind.consume_token(token):
-            return None
-        found = ends.find(behind, self._text + ends.bytes_of(token))
+        found = ends.find_behind(token, known, matcher, self._by_bytes) if room else None
         return found if found is not None and len(found) <= room else None
 
     @property

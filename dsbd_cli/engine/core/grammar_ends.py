@@ -9,9 +9,12 @@ none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from dsbd_cli.grammar_trial import BYTES_END
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -37,20 +40,38 @@ class EndFinder:
 
     def __init__(self, by_bytes: LLMatcher, tokenizer: LLTokenizer, eos: int) -> None:
         """by_bytes: at the beginning of a text, over the vocabulary of bytes; eos: an end token of the target."""
-        self._start, self._tokenizer, self.eos = by_bytes, tokenizer, eos
+        self.start, self._tokenizer, self.eos = by_bytes, tokenizer, eos
 
     def bytes_of(self, token: int) -> bytes:
         """The text of a token."""
         return self._tokenizer.decode_bytes([token])
 
-    def find(self, matcher: LLMatcher, text: bytes) -> Tokens | None:
-        """Tokens that make the text whole, without an end token; None where none were found. matcher: of the target's
-        vocabulary, behind the text."""
-        here = self._start.deep_copy()
-        if text and not here.consume_tokens(list(text)):
-            return None
-        rest = _shortest(here)
+    def behind(self, by_bytes: LLMatcher, token: int) -> LLMatcher:
+        """The matcher over bytes one token on; in error where the token has no bytes that the grammar takes."""
+        after = by_bytes.deep_copy()
+        after.consume_tokens(list(self.bytes_of(token)))
+        return after
+
+    def find(self, matcher: LLMatcher, by_bytes: LLMatcher) -> Tokens | None:
+        """Tokens that make a text whole, without an end token; None where none were found. Both matchers stand behind
+        the text, matcher over the target's vocabulary, by_bytes over bytes."""
+        rest = None if by_bytes.is_error() else _shortest(by_bytes)
         return None if rest is None else self._spelled(matcher, rest)
+
+    def find_behind(self, token: int, known: Tokens, matcher: LLMatcher, by_bytes: LLMatcher) -> Tokens | None:
+        """The same behind a token that follows the text. known: what makes the text whole without the token. Mostly
+        the token ends with what that begins with, so that the rest of it is enough and nothing is searched."""
+        after, there = matcher.deep_copy(), self.behind(by_bytes, token)
+        if not after.consume_token(token) or there.is_error():
+            return None
+        said, whole = self.bytes_of(token), b"".join(map(self.bytes_of, known))
+        for size in range(min(len(said), len(whole)), -1, -1):
+            rest = whole[size:]
+            if said.endswith(whole[:size]) and there.validate_tokens([*rest, BYTES_END]) == len(rest) + 1:
+                found = self._spelled(after, rest)
+                if found is not None:
+                    return found
+        return self.find(after, there)
 
     def _spelled(self, matcher: LLMatcher, rest: bytes) -> Tokens | None:
         """Tokens of the target that write this, each of which the grammar allows where it stands; None where they do
@@ -98,8 +119,8 @@ def _shortest(start: LLMatcher) -> bytes | None:
             if looked > MOST_STATES:
                 return None
             forced = matcher.compute_ff_bytes()
-            following = [forced] if forced else [bytes([byte]) for byte in RANKED if mask[byte >> 3] >> (byte & 7) & 1]
-            for more in following[:TRIED_PER_STATE]:
+            able = (bytes([byte]) for byte in RANKED if mask[byte >> 3] >> (byte & 7) & 1)
+            for more in [forced] if forced else islice(able, TRIED_PER_STATE):
                 after = matcher.deep_copy()
                 if after.consume_tokens(list(more)):
                     by_length.setdefault(length + len(more), []).append((after, text + more))
