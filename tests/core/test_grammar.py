@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -143,6 +145,13 @@ def test_a_fault_names_its_place(grammar: Grammar, told: str) -> None:
     with pytest.raises(UsageError, match=told) as caught:
         grammar.source()
     assert "\n" not in str(caught.value)
+
+
+def test_a_grammar_needs_no_extra() -> None:
+    """The line of the README works after `pip install .`."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert any(one.startswith("llguidance") for one in project["dependencies"])
+    assert "grammar" not in project["optional-dependencies"]
 
 
 def test_a_grammar_that_no_token_can_begin() -> None:
