@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from dsbd_cli._version import __version__
-from dsbd_cli.config import DEFAULT_BATCH_SIZE, MethodConfig, ModelSpec
-from dsbd_cli.errors import UsageError, plural
+from dsbd_cli.config import MethodConfig, ModelSpec
+from dsbd_cli.errors import plural
 from dsbd_cli.job.cli.declare import grouped, help_texts
 from dsbd_cli.job.cli.files import can_resume, check_files, file_hash, open_source, resuming, writes
-from dsbd_cli.job.cli.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
+from dsbd_cli.job.cli.flow import MakeRecord, RowFlow, TooManyErrorsError
 from dsbd_cli.job.cli.layers import job_text
 from dsbd_cli.job.cli.messages import say
 from dsbd_cli.job.cli.options import (
@@ -37,13 +37,10 @@ from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
 from dsbd_cli.job.cli.shard import Shard, shard_of, sharded_files
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import Summary, rows_exit_code
-from dsbd_cli.job.cli.until import WINDOW, Until, UntilOptions, Widening, until_of
 from dsbd_cli.job.data.source import LineSource
-from dsbd_cli.job.records import LongLine, MethodRecord, Row, run_fingerprint
-from dsbd_cli.requests import RequestResult
+from dsbd_cli.job.records import MethodRecord, run_fingerprint
 
 if TYPE_CHECKING:
-    from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.scale.pool import PoolConfig
     from dsbd_cli.scale.worker import LoadEngine, RunsRequests
 
@@ -70,7 +67,6 @@ def generate(
     method: MethodOptions,
     sampling: SamplingOptions,
     answers: AnswerOptions,
-    rounds: UntilOptions,
     devices: DeviceOptions,
     scale: ScaleOptions,
     talk: TalkOptions,
@@ -88,10 +84,7 @@ def generate(
     begin_talk(talk)
     strict = files.input_format == "strict"
     settings = run_settings(pair, method, sampling, devices, failing, strict=strict, answers=answers)
-    until = until_of(rounds, settings.method)
-    if until is not None and scale.workers is not None:
-        raise UsageError("--until cannot be used with --workers: its rounds share one pair of models; drop one of them")
-    groups = (files, failing, pair, method, sampling, answers, rounds, devices, scale, talk)
+    groups = (files, failing, pair, method, sampling, answers, devices, scale, talk)
     if job.print_config:
         typer.echo(job_text(groups, help_texts(groups)))
         return
@@ -100,7 +93,7 @@ def generate(
         files = sharded_files(files, shard)
     check_files(files)
     demonstrates = pair.target is None and not talk.quiet
-    run = _Run(files, settings, devices, scale, shard, talk, arguments, demonstrates=demonstrates, until=until)
+    run = _Run(files, settings, devices, scale, shard, talk, arguments, demonstrates=demonstrates)
     if code := run.answer():
         raise typer.Exit(code)
 
@@ -119,12 +112,9 @@ class _Run:
         arguments: Sequence[str],
         *,
         demonstrates: bool,
-        until: Until | None,
     ) -> None:
-        """demonstrates: nobody has named a model, and it is to be told. until: rows are answered in rounds."""
-        self._demonstrates, self._until = demonstrates, until
-        self._widening: Widening | None = None
-        self._metadata: dict[int, object] = {}  # of rows that are under way
+        """demonstrates: nobody has named a model, and it is to be told."""
+        self._demonstrates = demonstrates
         self._files, self._settings, self._devices, self._arguments = files, settings, devices, arguments
         self._ordered, self._pool = scale.order != "done", pool_config(scale, devices)
         self._workers_open = ExitStack()
@@ -138,8 +128,6 @@ class _Run:
             strict=settings.rows.strict,
             input_format="text" if files.input_format == "text" else "auto",
             output_format=files.output_format or "native",
-            until=None if until is None else f"exec-ok on {until.check.databases.template}",
-            max_beams=None if until is None else until.widths[-1],
             allow=None if settings.allow is None else file_hash("--allow", settings.allow),
             grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
             dsbd=__version__,
@@ -175,7 +163,7 @@ class _Run:
         rows = self._settings.rows
         return RowFlow(
             source,
-            self._noted(rows.read_text if self._files.input_format == "text" else rows.read),
+            rows.read_text if self._files.input_format == "text" else rows.read,
             self.reporter,
             done=outputs.done,
             max_errors=self._settings.max_errors,
@@ -183,17 +171,6 @@ class _Run:
             ordered=self._ordered,
             shard=self._shard,
         )
-
-    def _noted(self, read: ReadRow) -> ReadRow:
-        """Rows as they are read, so that the rounds know their metadata."""
-
-        def noting(line: bytes | LongLine, *, index: int, number: int) -> Row:
-            row = read(line, index=index, number=number)
-            if row.request is not None:
-                self._metadata[id(row.request)] = row.metadata
-            return row
-
-        return read if self._until is None else noting
 
     def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
         totals = self.reporter.totals
@@ -212,17 +189,9 @@ class _Run:
                     self.reporter.warn(NOT_INVARIANT)
             writer, steps = outputs.begin()
             self.reporter.begin(_describe(self._settings, engine), steps=lambda: engine.steps)
-            answering: RunsRequests = engine
-            if self._until is not None:
-                from dsbd_cli.engine.decoding.engine import Engine
-
-                assert isinstance(engine, Engine), "workers are refused"
-                rows = WINDOW * (self._settings.batch_size or DEFAULT_BATCH_SIZE)
-                wider = partial(self._wider, engine)
-                answering = self._widening = Widening(engine, self._until, wider, self._metadata, window=rows)
-            self._signals.on_stop = answering.stop
+            self._signals.on_stop = engine.stop
             try:
-                flow.run(answering, self._maker(outputs.created, engine), writer, steps)
+                flow.run(engine, self._maker(outputs.created, engine), writer, steps)
             except TooManyErrorsError as error:
                 raise TooManyErrorsError(f"{error}; {self._how_to_resume()}") from None
         if (number := self._signals.number) is not None:
@@ -233,8 +202,7 @@ class _Run:
                 f"{self._files.output} holds {plural(outputs.done.left, 'record')} of rows that are not in the input "
                 "any more"
             )
-        rounds = "" if self._widening is None else f"; {self._widening.line()}"
-        self.reporter.summary(totals.line() + rounds)
+        self.reporter.summary(totals.line())
 
     def _maker(self, created: int, engine: RunsRequests) -> MakeRecord:
         """How this run writes a row."""
@@ -245,15 +213,7 @@ class _Run:
         def method() -> MethodRecord:  # a kernel that fails takes with it what was promised of the rows to come
             return first if engine.exactness == promised else replace(first, exactness=engine.exactness)
 
-        if self._widening is None:
-            return lambda row, result: bytes(make(row, result, method()))
-        told, native = self._widening.told, self._files.output_format in (None, "native")
-
-        def record(row: Row, result: RequestResult | None) -> bytes:
-            note = told(row)  # asked for in any case, or notes would pile up
-            return bytes(make(row, result, method(), note) if native else make(row, result, method()))
-
-        return record
+        return lambda row, result: bytes(make(row, result, method()))
 
     def _how_to_resume(self) -> str:
         """The command that goes on with this run."""
@@ -288,29 +248,6 @@ class _Run:
         if self._demonstrates:
             say(DEMONSTRATION)
         return answering
-
-    def _wider(self, engine: Engine, width: int) -> Engine:
-        """The same engine with more beams, on the same models."""
-        from dsbd_cli.engine.decoding.engine import Engine
-
-        method, settings = engine.method, self._settings
-        usual = MethodConfig(num_beams=width).drafts_per_layer
-        wider = Engine(
-            engine.target,
-            engine.draft,
-            engine.codec,
-            replace(method, num_beams=width, drafts_per_layer=max(method.drafts_per_layer, usual)),
-            batch_size=settings.batch_size,
-            info=engine.info,
-            log_steps=engine.log_steps,
-            catalogues=engine.catalogues,
-            on_too_long=settings.on_too_long,
-            # none where the first engine's captures failed their trial at load
-            cuda_graphs=False if engine.stepper.graphs is None else self._devices.cuda_graphs,
-            kernels=self._devices.wanted_kernels,
-        )
-        wider.tell = engine.tell
-        return wider
 
     def _workers(
         self, load: LoadEngine, models: Sequence[ModelSpec | None], pool: PoolConfig, summary: Summary

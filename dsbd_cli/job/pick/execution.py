@@ -72,10 +72,6 @@ class ByExecution:
         texts = [candidate.text for candidate in row.candidates]
         return _chosen_run(self.databases.path(row.metadata), texts, self.agree, self.timeout_s)
 
-    def passes(self, metadata: object, text: str) -> bool:
-        """Whether a single candidate runs. Raises InvalidRowError where there is no database."""
-        return bool(_chosen_run(self.databases.path(metadata), [text], "first", self.timeout_s).why["ran"])
-
 
 def _chosen_run(path: Path, texts: list[str], agree: Agree, timeout_s: float) -> Choice:
     """The choice among statements. Raises InvalidRowError for a file that is no database."""
