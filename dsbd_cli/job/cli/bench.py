@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 LOG_INTERVAL_S = 60.0
-TASK_SEED = 0
 
 
 class Progress(Protocol):
@@ -195,7 +194,7 @@ def _datasets(data: DataOptions, choice: ChoiceOptions, shots: int, *, chosen: b
         raise UsageError(f"--data {data.data} belongs to one task, but --task is {', '.join(names)}: name one")
     if choice.dev_data is not None and data.data is None:
         raise UsageError(f"--dev-data {choice.dev_data} goes with --data, which is not given")
-    opened = [open_dataset(name, data.data, TASK_SEED, choice.dev_data, data.metric) for name in names]
+    opened = [open_dataset(name, data.data, choice.dev_data, data.metric) for name in names]
     if shots:
         opened = [with_shots(one, shots) for one in opened]
     if not chosen:

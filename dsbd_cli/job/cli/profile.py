@@ -46,7 +46,6 @@ T = TypeVar("T")
 
 PROMPTS, PROFILE = MAIN, "Profile"
 RECORDS, REPEATS, SECONDS = 8, 3, 60.0
-TASK_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, .
     count = prompts.records or RECORDS
     if prompts.prompts is None:
         reader, tasks = settings.rows, [TASKS[prompts.task]] if prompts.task else list(TASKS.values())
-        streams = [task.records("test", TASK_SEED) for task in tasks]
+        streams = [task.records("test") for task in tasks]
         records = itertools.islice(itertools.chain.from_iterable(zip(*streams, strict=True)), count)
         return tuple(
             Request(

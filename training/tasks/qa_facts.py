@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from dsbd_cli.lab.tasks.words import proper_name
+from training.tasks.words import proper_name
 
 VERBS = {
     "built": ("build", "put up", "put up"),

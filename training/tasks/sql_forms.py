@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from dsbd_cli.lab.tasks.schema import Column, Schema, Table
-from dsbd_cli.lab.tasks.words import plural, spoken
+from training.tasks.schema import Column, Schema, Table
+from training.tasks.words import plural, spoken
 
 COMPARE = {
     ">": ("over", "above", "more than", "greater than"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from dsbd_cli.lab.tasks.words import (
+from training.tasks.words import (
     COLUMN_MODIFIERS,
     NUMBER_NOUNS,
     TABLE_MODIFIERS,
