@@ -1,4 +1,4 @@
-"""CTranslate2 and llama.cpp on the target's own weights: same prompts, as token ids, same limits.
+"""CTranslate2 and llama.cpp on the target's own weights, as methods of bench: same prompts, as token ids, same limits.
 
 CTranslate2 converts the checkpoint's folder, in a process of its own and into a temporary folder. llama.cpp reads the
 GGUF file that --target names; what it hands out is text, whose tokens it counts itself.
@@ -7,24 +7,30 @@ GGUF file that --target names; what it hands out is text, whose tokens it counts
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypedDict, cast
+from typing import ClassVar, Literal, Protocol, TypedDict, cast
 
 import torch
 
 from dsbd_cli.config import SamplingConfig
+from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.models.adapter import TransformersForest
+from dsbd_cli.engine.models.registry import resolve
+from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import ModelError
+from dsbd_cli.lab.bench.methods import BEAMS, Method
 from dsbd_cli.lab.peers.base import Asked, Delivered, Peer, delivered
-from dsbd_cli.lab.peers.config import PeerConfig
+from dsbd_cli.lab.peers.config import PeerConfig, PeerName
 
-__all__ = ["CTranslatePeer", "LlamaPeer", "SeparatePeer", "convert"]
+__all__ = ["METHODS", "CTranslateConfig", "CTranslatePeer", "LlamaConfig", "LlamaPeer", "SeparatePeer", "convert"]
 
 LAST = 200  # characters of another program's message
 NO_TOKEN = "<|no such token|>"
@@ -61,12 +67,12 @@ class SeparatePeer(Peer):
         super().__init__(config, target, codec, sampling, batch_size)
         if sampling.stop or sampling.token_rules:
             given = "stop strings" if sampling.stop else "token rules"
-            raise ModelError(f"{config.engine} takes no {given}: leave it out of --methods")
+            raise ModelError(f"{config.whose} takes no {given}: leave it out of --methods")
 
     def _batch(self, prompts: Sequence[Asked]) -> Iterator[Delivered]:
         ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
         if len(ids) < len(prompts):
-            raise ModelError(f"{self.config.engine} reads no speech: leave it out of --methods")
+            raise ModelError(f"{self.config.whose} reads no speech: leave it out of --methods")
         return self._answers(ids)
 
     def _answers(self, prompts: Sequence[Sequence[int]]) -> Iterator[Delivered]:
@@ -78,7 +84,7 @@ class CTranslatePeer(SeparatePeer):
 
     def __init__(
         self,
-        config: PeerConfig,
+        config: CTranslateConfig,
         place: Path,
         target: TransformersForest,
         codec: HFCodec,
@@ -87,7 +93,6 @@ class CTranslatePeer(SeparatePeer):
     ) -> None:
         """place: the checkpoint's folder. Raises ModelError where CTranslate2 cannot convert it."""
         super().__init__(config, target, codec, sampling, batch_size)
-        assert config.dtype is not None
         self._generator = _generator(place, config.dtype, torch.get_num_threads())
 
     def _answers(self, prompts: Sequence[Sequence[int]]) -> Iterator[Delivered]:
@@ -181,3 +186,69 @@ def _server(place: Path, room: int, threads: int) -> _Server:
     params.n_ctx, params.n_parallel, params.verbosity = room, 1, -1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     return cast("_Server", xllamacpp.Server(params))
+
+
+@dataclass(frozen=True, slots=True)
+class CTranslateConfig(PeerConfig):
+    """One of CTranslate2's methods. dtype: that it computes in."""
+
+    dtype: Literal["float32", "int8"] = "float32"
+
+    whose: ClassVar[str] = "CTranslate2"
+    does: ClassVar[tuple[PeerName, ...]] = ("greedy", "beam-search")
+
+    def peer(self, pair: Engine, sampling: SamplingConfig, batch_size: int, longest: int) -> Peer:
+        """Make the comparator; see PeerConfig.peer."""
+        place, target, codec = _taken(pair, "folder", "ctranslate2")
+        return CTranslatePeer(self, place, target, codec, sampling, batch_size)
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig(PeerConfig):
+    """llama.cpp's greedy decoding."""
+
+    whose: ClassVar[str] = "llama.cpp"
+    does: ClassVar[tuple[PeerName, ...]] = ("greedy",)
+
+    @property
+    def max_batch(self) -> int | None:
+        """Sequences that it can decode together."""
+        return 1
+
+    def peer(self, pair: Engine, sampling: SamplingConfig, batch_size: int, longest: int) -> Peer:
+        """Make the comparator; see PeerConfig.peer."""
+        place, target, codec = _taken(pair, "file", "xllamacpp")
+        room = longest + sampling.max_new_tokens + 1  # it ends an answer one token before the room is full
+        return LlamaPeer(self, place, target, codec, sampling, room)
+
+
+FORMS = {"folder": "a folder of safetensors", "file": "a GGUF file"}
+
+
+def _taken(pair: Engine, kind: str, package: str) -> tuple[Path, TransformersForest, HFCodec]:
+    """Where the target's file or folder lies, and the loaded target. Raises ModelError where it is none that the other
+    engine takes, or where its package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ModelError(f"it needs a package: pip install {package}")
+    target, codec = pair.target, pair.codec
+    if not isinstance(target, TransformersForest) or not isinstance(codec, HFCodec):
+        raise ModelError("the target is no transformers model; leave it out of --methods")
+    if pair.catalogues or isinstance(target, Seq2SeqForestModel) or target.device.type != "cpu":
+        why = "--allow" if pair.catalogues else "a target with an encoder, or on a GPU"
+        raise ModelError(f"it does not go with {why}: leave it out of --methods")
+    assert pair.info is not None
+    found = resolve(pair.info.target)
+    if found.kind != kind:
+        raise ModelError(f"it reads {FORMS[kind]}, but --target is {pair.info.target}: leave it out of --methods")
+    return Path(found.path), target, codec
+
+
+METHODS: dict[str, Method] = {
+    "ct2-greedy": Method("CTranslate2's greedy in float32", peer=CTranslateConfig("greedy")),
+    "ct2-beam-search": Method("CTranslate2's beam search in float32", axes=BEAMS, peer=CTranslateConfig("beam-search")),
+    "ct2-int8-greedy": Method("CTranslate2's greedy in int8", peer=CTranslateConfig("greedy", dtype="int8")),
+    "ct2-int8-beam-search": Method(
+        "CTranslate2's beam search in int8", axes=BEAMS, peer=CTranslateConfig("beam-search", dtype="int8")
+    ),
+    "llama-cpp-greedy": Method("llama.cpp's greedy on a GGUF target", peer=LlamaConfig("greedy")),
+}
