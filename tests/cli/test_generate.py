@@ -124,7 +124,7 @@ def test_a_place_may_be_one_the_pair_s_or_a_map(dsbd: Dsbd) -> None:
 def test_options_reach_the_library(dsbd: Dsbd) -> None:
     outcome = dsbd(
         *"generate --target t --draft d --dtype bfloat16 --device cuda:1,cpu --batch-size 3".split(),
-        *"--gpu plain --trust-remote-code --num-beams 6".split(),
+        *"--set gpu=plain --trust-remote-code --num-beams 6".split(),
     )
     [call] = outcome.loads
     method = call.pop("method")

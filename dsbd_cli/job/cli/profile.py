@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import typer
 
 from dsbd_cli.config import DEFAULT_DEPTH
-from dsbd_cli.errors import UsageError, option_name
+from dsbd_cli.errors import SETTINGS, UsageError, option_name
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.files import check_report_files, read_prompts
 from dsbd_cli.job.cli.messages import say, status_line
@@ -240,7 +240,11 @@ def option_words(group: object, changed: dict[str, object]) -> list[str]:
     for item in dataclasses.fields(group):
         value = changed.get(item.name, getattr(group, item.name))
         name = option_name(item.name)
-        if value is True:
+        if value is not None and item.name in SETTINGS:
+            flag, setting = name.split()
+            shown = str(value).lower() if isinstance(value, bool) else value
+            words += [flag, f"{setting}={shown}"]
+        elif value is True:
             words.append(name)
         elif value is False:
             words.append("--no-" + name.removeprefix("--"))
