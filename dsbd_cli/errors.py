@@ -82,7 +82,9 @@ def shorten(value: object) -> str:
 # options that are seldom typed, and have no name of their own on the command line: `--set NAME=VALUE`
 SETTINGS = (
     "early_stopping",
+    "fuzzy_tolerance",
     "gpu",
+    "index",
     "length_penalty",
     "memory_saving",
     "min_p",

@@ -153,7 +153,7 @@ def _check_choice(choice: ChoiceOptions, planned: SweepPlan, dev_records: int, s
     """Whether a threshold is chosen. Raises UsageError for options of a choice that is not made."""
     tolerance = choice.fuzzy_tolerance
     if tolerance is not None and not 0 <= tolerance <= 1:
-        raise UsageError(f"--fuzzy-tolerance is {tolerance:g}, but must be from 0 to 1")
+        raise UsageError(f"{option_name('fuzzy_tolerance')} is {tolerance:g}, but must be from 0 to 1")
     several = bool(curves(planned.settings))
     reason = "--dev-records is 0" if several else "no two values of --fuzzy-threshold are run"
     for name in ("dev_records", "dev_data", "fuzzy_tolerance"):

@@ -134,7 +134,7 @@ def plan(names: Sequence[str], sweep: Sweep, index: str | None = None) -> SweepP
     index: file of dsbd index, for drafter retrieval.
     """
     if index is not None and not any("retrieval" in str(name).split("+") for name in sweep.get("drafter", ())):
-        raise UsageError(f"--index {index} would do nothing, because no --drafter is retrieval: drop it")
+        raise UsageError(f"{option_name('index')} {index} would do nothing, because no --drafter is retrieval: drop it")
     for axis in sweep:
         if not any(axis in METHODS[name].axes for name in names):
             raise UsageError(f"{option_name(axis)} would do nothing: it acts on none of {', '.join(names)}")
