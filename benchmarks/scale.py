@@ -142,7 +142,8 @@ def merge(folder: Path, rows: int, repeats: int) -> list[Run]:
             for index in range(part, records, parts):
                 stream.write(f'{{"schema": "dsbd.output/1", "index": {index}, "text": "{WORDS}"}}\n')
         settings = {"shard": f"{part}/{parts}", "input_bytes": 1, "input_head": ""}
-        content = {"schema": "dsbd.run/1", "created": 1, "settings": settings, "rows": records}
+        end = {"rows": records, "input_digest": ""}
+        content = {"schema": "dsbd.run/1", "created": 1, "settings": settings, **end}
         Path(f"{path}.dsbd-run").write_text(json.dumps(content))
     # a small process in between, because a child's peak begins with its parent's memory
     wrapper = (

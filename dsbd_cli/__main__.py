@@ -12,8 +12,10 @@ def main() -> NoReturn:
     """Entry point of the script `dsbd`."""
     try:
         from dsbd_cli.errors import UsageError
+        from dsbd_cli.threads import wait_without_spinning
         from dsbd_cli.variants import find_extensions
 
+        wait_without_spinning()
         try:
             find_extensions()
         except UsageError as error:

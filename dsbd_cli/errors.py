@@ -100,8 +100,8 @@ SETTINGS = (
 
 
 def option_name(field: str) -> str:
-    """--num-beams for num_beams, --set min-p for min_p."""
-    return ("--set " if field in SETTINGS else "--") + field.replace("_", "-")
+    """--num-beams for num_beams, --else for else_, --set min-p for min_p."""
+    return ("--set " if field in SETTINGS else "--") + field.rstrip("_").replace("_", "-")
 
 
 def plural(count: object, name: str) -> str:

@@ -33,7 +33,8 @@ class TokenRules:
             and its log-probability as 0.
         forced_eos_token_id: the last token that max_new_tokens allows, with log-probability 0.
         no_repeat_ngram_size: no n tokens in a row twice. 0: any.
-        repetition_penalty: log-probabilities of tokens that stand in the decoder's text are multiplied by it.
+        repetition_penalty: log-probabilities of tokens that stand in the decoder's text are multiplied by it; with one
+            beam it acts on logits, as in transformers: those below 0 are multiplied, others divided.
         timestamps: Whisper tells when words are spoken, by its rules of timestamp tokens; no checkpoint asks for it.
     """
 

@@ -17,7 +17,18 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dsbd_cli"
 
 LAYERS = {
-    0: ("errors", "variants", "grammars", "token_rules", "config", "records", "stats", "requests", "_version"),
+    0: (
+        "errors",
+        "variants",
+        "grammars",
+        "token_rules",
+        "config",
+        "records",
+        "stats",
+        "requests",
+        "_version",
+        "threads",
+    ),
     1: ("kernels",),
     2: ("core",),
     3: ("drafting", "verify"),
@@ -205,7 +216,7 @@ def test_the_public_names() -> None:
 def test_load_has_the_defaults_of_the_command() -> None:
     parameters = inspect.signature(dsbd_cli.load).parameters
     assert parameters["target"].default == config.BUILTIN_TARGET
-    assert parameters["draft"].default == config.BUILTIN_DRAFT
+    assert parameters["draft"].default == "auto", "the built-in draft with the built-in target, else none"
     assert parameters["batch_size"].default == config.DEFAULT_BATCH_SIZE
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ AHEAD = 8  # rows that are read ahead to keep the input's order, in rows that al
 AGAIN_S = 0.5  # before a dead worker is replaced: a node that is going takes a moment to be gone
 WAIT_S = 0.5  # for an answer; a signal is heeded after this time
 IDLE_S = 0.01
+LOOPBACK = ("127.0.0.1", "::1")
+TOKEN_BYTES = 32
 OBJECT_STORE_BYTES = 128 << 20  # of a Ray of our own; rows and answers above 100 KB pass through it
 LONGEST_TMP = 30
 REACH_S = 10.0
@@ -113,9 +116,11 @@ class RayEngine:
         self._stopping = False
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
+        self._stack = contextlib.ExitStack()
+        if config.address is None:  # Ray reads them when it is imported
+            self._stack.enter_context(_environment(_closed_doors()))
         import ray  # noqa: F401  # sets up loggers
 
-        self._stack = contextlib.ExitStack()
         self._stack.enter_context(quiet())
         self._places: list[_Place] = []
         self._info: WorkerInfo | None = None
@@ -378,7 +383,7 @@ class RayEngine:
         self._stack.callback(ray.shutdown)
         with _handlers_kept():
             try:
-                ray.init(
+                context = ray.init(
                     address or "local",
                     num_cpus=max(cores, (self._config.most or 1) * self._config.processes) if local else None,
                     object_store_memory=OBJECT_STORE_BYTES if local else None,
@@ -388,9 +393,12 @@ class RayEngine:
                     configure_logging=False,
                     _temp_dir=folder,
                 )
-            except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
                 where = "Ray cannot be started" if local else f"--workers: Ray at {address} cannot be reached"
-                raise DsbdError(f"{where}: {shorten(_last_line(error))}") from error
+                token = "" if local else "; where it asks for a token, RAY_AUTH_TOKEN has to be set here too"
+                raise DsbdError(f"{where}: {shorten(_last_line(error))}{token}") from error
+        if local and (node := context.address_info["node_ip_address"]) not in LOOPBACK:  # type: ignore[attr-defined]
+            raise DsbdError(f"Ray listens on {node}, where others reach it; ray 2.60 listens on 127.0.0.1 alone")
         self._settle(ray.cluster_resources(), cores)  # type: ignore[no-untyped-call]
 
     def _settle(self, resources: dict[str, float], cores: int) -> None:
@@ -431,6 +439,31 @@ class RayEngine:
                     f"each needs {self._cpus} CPU and {self._gpus} GPU, Ray has {free.get('CPU', 0):.0f} CPU and "
                     f"{free.get('GPU', 0):.0f} GPU free"
                 )
+
+
+def _closed_doors() -> dict[str, str]:
+    """Variables for a Ray of our own: all its ports are on loopback, and no one without the token is answered.
+
+    The first is Ray's switch for clusters of several machines, which it reads on every system. The token is in no file;
+    it goes to Ray's processes with their environment, which other users cannot read.
+    """
+    token = secrets.token_hex(TOKEN_BYTES)
+    return {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """These variables, and what stood there before in the end."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -58,6 +58,10 @@ class EngineNames(Protocol):
     def kernels(self) -> tuple[str, ...]: ...
     @property
     def told(self) -> tuple[str, ...]: ...
+    @property
+    def threads(self) -> int | None: ...
+    @property
+    def chat(self) -> bool: ...
 
 
 class RunsRequests(Protocol):
@@ -100,7 +104,8 @@ class WorkerSetup:
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """What a worker has loaded, and where. checkpoints: hashes of the models' files, see `checkpoint_hash`.
-    kernels: those that its engine runs. told: what the user should know of how it does."""
+    kernels: those that its engine runs. told: what the user should know of how it does. threads: of its processor.
+    chat: the target has a chat template."""
 
     dsbd: str
     checkpoints: tuple[str, ...]
@@ -113,11 +118,13 @@ class WorkerInfo:
     host: str
     kernels: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
+    threads: int | None = None
+    chat: bool = False
 
     def difference(self, other: WorkerInfo) -> str | None:
         """What keeps another worker from giving the same texts: `dsbd is 0.1.0 there and 0.2.0 here`; None: nothing."""
         for item in fields(self):
-            if item.name in ("host", "draft_device", "kernels", "told"):
+            if item.name in ("host", "draft_device", "kernels", "told", "threads"):
                 continue
             ours, theirs = getattr(self, item.name), getattr(other, item.name)
             if item.name == "device":
@@ -241,6 +248,8 @@ class Worker:
             host=socket.gethostname(),
             kernels=() if info is None else info.kernels,
             told=() if info is None else info.told,
+            threads=None if info is None else info.threads,
+            chat=info is not None and info.chat,
         )
 
     def _requests(self) -> Iterator[Request | None]:

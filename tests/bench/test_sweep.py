@@ -106,7 +106,7 @@ def test_without_a_draft_only_what_needs_none() -> None:
     names, (said,) = choose_methods("all", draft=False)
     assert names == [name for name, one in METHODS.items() if not one.drafts]
     drafted = [name for name in METHODS if METHODS[name].drafts]
-    assert said == f"left out: {', '.join(drafted)}: they need a draft, but --draft is none"
+    assert said == f"left out: {', '.join(drafted)}: they need a draft, but there is none: name one with --draft"
     assert choose_methods(None) == (list(DEFAULT_METHODS), ())
     assert choose_methods("all") == (list(METHODS), ())
     with pytest.raises(UsageError, match="dsbd-coupled needs a draft"):

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsbd_cli.job.cli import distill as command
 from dsbd_cli.job.cli.app import run
 from dsbd_cli.job.data.lock import open_locked
+from dsbd_cli.lab.distillation.record import Acceptance, Speed
 from dsbd_cli.lab.distillation.training import Training
 from tests.models.conftest import byte_level, save, wrap
 
@@ -78,7 +79,11 @@ def test_from_prompts_to_a_draft(
     assert milestones[-1]["speed"]["drafted"] > 0
     for word in ("before", "after", "layers that pass", "expected tokens/s", "on 3 held-out prompts"):
         assert word in out
+    assert "steps per target call: tokens by which one run of the target makes each beam longer" in out
+    assert ("this draft pays: " in out) is (milestones[-1]["speed"]["drafted"] > milestones[-1]["speed"]["plain"])
+    assert "pays: " in out or "this draft does not pay: " in out
     assert "expected here: " in err
+    assert f"--input {prompts} holds 24 prompts: below 500 a draft hardly learns more than these" in err
     assert not (folder / "checkpoint").exists()
     model, big = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, target))
     assert (model.dtype, model.config.num_hidden_layers) == (torch.bfloat16, 1)
@@ -130,7 +135,9 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
     with monkeypatch.context() as patched:
         patched.setattr(Training, "run_step", step_and_stop)
         distil(target, prompts, parts, *words, code=143)
-    assert not (parts / "config.json").exists(), "a folder that is not finished is no checkpoint"
+    assert f"{parts} holds the draft of step 6, which --draft takes as it is" in capfd.readouterr().err
+    assert AutoModelForCausalLM.from_pretrained(parts).dtype == torch.bfloat16
+    assert len(generate(target, str(parts), prompts, tmp_path / "early.jsonl")) == len(PROMPTS)
     (parts / "checkpoint").rename(parts / ".checkpoint.before")  # as kill -9 between two renames leaves it
     capfd.readouterr()
     distil(target, prompts, parts, *words)
@@ -139,6 +146,55 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
         assert (parts / name).read_bytes() == (whole / name).read_bytes(), name
     steps = [[one["step"] for one in record_of(folder)["milestones"]] for folder in (whole, parts)]
     assert steps[0] == steps[1]
+
+
+def test_a_run_that_is_killed_leaves_the_best_draft_so_far(
+    target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a signal that is heard: what was published at a milestone loads, and a worse one does not replace it."""
+    monkeypatch.setattr(command, "EVALUATIONS", 4)
+    measured = command._Distilling._measure
+    rates = iter([1.0, 3.0, 2.0])
+
+    def measure(self: Any, *words: Any, **named: Any) -> Any:
+        measured(self, *words, **named)
+        return Acceptance(next(rates), (0.5,)), None
+
+    published: list[int] = []
+    step = Training.run_step
+
+    def step_and_die(self: Training) -> float:
+        if self.step == 5:
+            raise RuntimeError("killed")
+        return step(self)
+
+    publish = command._Distilling._publish
+
+    def noted(self: Any, training: Training) -> None:
+        published.append(training.step)
+        publish(self, training)
+
+    monkeypatch.setattr(command._Distilling, "_measure", measure)
+    monkeypatch.setattr(command._Distilling, "_publish", noted)
+    monkeypatch.setattr(Training, "run_step", step_and_die)
+    distil(target, prompts, tmp_path / "draft", "--layers", "1", "--steps", "8", code=1)
+    assert published == [2]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "draft").config.num_hidden_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("speed", "said"),
+    [
+        (Speed(10.0, 12.0, "D=1 K=2", 0.4), "this draft pays: 12.0 tokens/s are expected with it, 10.0 without"),
+        (Speed(10.0, 9.0, "D=1 K=2", 0.71), "it would where more than 71% of the layers pass"),
+        (Speed(10.0, 9.0, "D=1 K=2", None), "nor would it if every layer passed: give fewer --layers"),
+    ],
+)
+def test_the_verdict(speed: Speed, said: str) -> None:
+    assert said in command._verdict(speed)
+    assert command._verdict(speed).startswith(
+        "this draft pays" if speed.drafted > speed.plain else "this draft does not"
+    )
 
 
 @pytest.mark.parametrize("words", [[], ["--trust-remote-code"]], ids=["plain", "trusted"])

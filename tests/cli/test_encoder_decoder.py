@@ -120,5 +120,5 @@ def test_bench(pair: tuple[str, str], task: str, metric: str, tmp_path: Path, mo
 def test_profile(pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"w{n} w{n + 1}"}) + "\n" for n in range(10, 14)))
-    options = ["profile", "--target", pair[0], "--draft", pair[1], "--prompts", str(data), "--max-new-tokens", "6"]
+    options = ["profile", "--target", pair[0], "--draft", pair[1], "--input", str(data), "--max-new-tokens", "6"]
     call(monkeypatch, [*options, "--seconds", "3"], [], code=0)

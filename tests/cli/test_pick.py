@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsbd_cli.job.pick.candidates import CandidateRow
+from dsbd_cli.job.pick.choosers import ByVote, Choice
 from tests.cli.conftest import ROOT, Outcome
 
 Dsbd = Callable[..., Outcome]
@@ -110,6 +113,82 @@ def test_sql_that_runs(dsbd: Dsbd) -> None:
     assert "gone.sqlite does not exist" in done.out
 
 
+def test_nothing_that_runs_is_counted_or_an_error(dsbd: Dsbd) -> None:
+    rows = [record("a", "x", metadata={"db_id": "concert"}), record("b", "SELECT 1", metadata={"db_id": "pets"})]
+    options = ("pick", "--by", "exec", "--database", f"{SPIDER}/{{db_id}}/{{db_id}}.sqlite")
+    done = dsbd(*options, lines=rows, terminals=("stderr",))
+    assert (done.code, done.records[0]["text"]) == (0, "x")
+    assert "1 row with nothing that runs (--else error makes them fail)" in done.err.replace("\n      ", " ")
+    strict = dsbd(*options, "--else", "error", lines=rows)
+    assert strict.code == 3
+    assert "line 1: none of 1 candidates runs" in strict.records[0]["error"]["message"]  # type: ignore[index]
+    assert "nothing that runs" not in strict.err
+
+
+def test_a_constant_database_is_opened_before_the_input_is_read(dsbd: Dsbd, tmp_path: Path) -> None:
+    (tmp_path / "x.sqlite").write_text("no database" * 100)
+    missing = str(tmp_path / "no-such-input.jsonl")
+    for name, said in (("x.sqlite", "cannot be read: file is not a database"), ("y.sqlite", "does not exist")):
+        done = dsbd("pick", "--by", "exec", "--database", str(tmp_path / name), "-i", missing)
+        assert (done.code, done.out) == (2, "")
+        assert "--database: the database" in done.err
+        assert said in done.err
+
+
+def test_any_exception_in_a_choice_is_the_error_of_its_row(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(self: ByVote, row: CandidateRow) -> Choice:
+        if row.id == "a":
+            raise OverflowError("too large\nfor a number")
+        return Choice(0, {})
+
+    monkeypatch.setattr(ByVote, "choose", choose)
+    done = dsbd("pick", "--by", "vote", lines=[record("a", "x"), record("b", "y")])
+    assert (done.code, done.records[1]["text"]) == (3, "y")
+    assert done.records[0]["error"] == {
+        "type": "RowError", "message": "line 1: OverflowError: too large for a number", "line": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", ["1e1000000", "1e999999", "9" * 30_000 + "x"])
+def test_a_vote_for_an_absurd_number(dsbd: Dsbd, answer: str) -> None:
+    done = dsbd("pick", "--by", "vote", lines=[record("a", answer, answer), record("b", "1")])
+    assert done.code == 0
+    assert done.records[0]["pick"]["answer"] == answer  # type: ignore[index]
+
+
+def test_failed_rows_are_named_in_the_end(dsbd: Dsbd, tmp_path: Path) -> None:
+    rows = [record("a", "x", "y"), *({"id": f"f\x1b{place}", "error": {"message": "no"}} for place in range(5))]
+    out = tmp_path / "out.jsonl"
+    done = dsbd("pick", "--by", "vote", "-o", str(out), lines=rows)
+    told = done.err.splitlines()
+    assert told[:3] == [
+        f"dsbd: warning: row {n} (id 'f\\x1b{n - 1}'): line {n + 1}: the row had failed before: 'no'" for n in (1, 2, 3)
+    ]
+    assert told[3] == f'dsbd: 2 more rows failed: records with "error" in {out}'
+    assert told[4].startswith("dsbd: 6 rows, ")
+    text = dsbd("pick", "--by", "vote", "--output-format", "text", lines=rows)
+    assert text.err.splitlines()[3] == "dsbd: 2 more rows failed: empty lines in standard output"
+    assert dsbd("pick", "--by", "vote", "-q", lines=rows).err == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_statement_that_never_ends_does_not_keep_a_run_from_stopping(number: signal.Signals) -> None:
+    """Guards a statement that was deaf to signals; its row is not written, so a run that goes on chooses for it."""
+    endless = "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT count(*) FROM t"
+    rows = [record("a", "SELECT 1"), record("b", endless)]
+    options = ["--by", "exec", "--database", str(SPIDER / "pets" / "pets.sqlite"), "--timeout", "1e6"]
+    command = [sys.executable, "-m", "dsbd_cli", "pick", *options]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:  # type: ignore[call-overload]
+        process.stdin.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline())["id"] == "a"
+        process.send_signal(number)
+        out, err = process.communicate(timeout=600)
+    assert (process.returncode, out) == (128 + number, b"")
+    assert b"stopped: 1 row" in err
+
+
 WRONG = [
     ((), "--by is missing"),
     (("--by", "vote", "--metric", "chrf"), "--metric would do nothing without --by mbr: drop it"),
@@ -123,6 +202,7 @@ WRONG = [
     (("--by", "score", "--input-format", "lines", "--candidates", "2"), "but --by score needs records"),
     (("--by", "vote", "--output-format", "lines", "--candidates", "2"), "--by vote would do nothing"),
     (("--by", "exec", "--database", "d", "--timeout", "0"), "--timeout is 0, but must be"),
+    (("--by", "vote", "--else", "error"), "--else would do nothing without --by exec: drop it"),
     (("--by", "vote", "--output-format", "text", "--existing", "resume", "-o", "x"), "cannot go on with"),
 ]
 

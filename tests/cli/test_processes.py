@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import resource
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +17,7 @@ import pytest
 
 from dsbd_cli import __version__
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
-from tests.cli.conftest import pipe
+from tests.cli.conftest import pipe, read, terminal
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
@@ -70,7 +73,7 @@ def test_a_closed_output_ends_quietly(start: Start) -> None:
     pipe(process.stdout).close()
     process.stdout = None
     code, _, err = finish(process)
-    assert (code, err) == (0, b"")
+    assert (code, err) == (141, b""), "as every filter that SIGPIPE ends"
     assert feeder.wait(DEADLINE) in (0, 1, 120)
 
 
@@ -84,7 +87,7 @@ def test_lists_that_nobody_reads_end_quietly(arguments: str) -> None:
     assert (code, err) == (0, b"")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_keeps_what_is_written(start: Start, number: signal.Signals) -> None:
     """The slow row has many iterations: guards against a run that ends a row or a batch first."""
     process = start("generate", "--batch-size", "1", "--log", "verbose")
@@ -101,6 +104,38 @@ def test_an_interrupt_keeps_what_is_written(start: Start, number: signal.Signals
     assert b"dsbd: stopping after this iteration; the same once more stops at once\n" in err
     assert b"dsbd: stopped: 1 row," in err
     assert b"Traceback" not in err
+
+
+def test_under_nohup_the_end_of_a_terminal_stops_nothing(start: Start) -> None:
+    """nohup has SIGHUP ignored, which stays so."""
+    process = start("generate", "--batch-size", "1", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    for _ in range(2):
+        pipe(process.stdin).write(ROW)
+        pipe(process.stdin).flush()
+        assert b"text" in pipe(process.stdout).readline()
+        process.send_signal(signal.SIGHUP)
+    assert finish(process) == (0, b"", b"")
+
+
+def test_a_terminal_that_goes_away_leaves_whole_records(start: Start, tmp_path: Path) -> None:
+    """Its window is closed while a row is at work: what is written is whole, and the run is gone on with. Standard
+    error leads nowhere then, and the live line is drawn on it."""
+    output = tmp_path / "out.jsonl"
+    with terminal(80) as (ours, theirs):
+        process = start(
+            "generate", "--batch-size", "1", "-o", str(output),
+            stdin=subprocess.PIPE, stderr=theirs, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(2, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(theirs)
+        pipe(process.stdin).write(ROW + b'{"prompt": "slow"}\n')
+        pipe(process.stdin).flush()
+        read(ours, until="fake: slow begins")
+    assert finish(process)[0] == 128 + signal.SIGHUP
+    assert [json.loads(line)["index"] for line in output.read_bytes().splitlines()] == [0]
+    again = start("generate", "-o", str(output), "--existing", "resume")
+    assert finish(again, ROW + b'{"prompt": "b"}\n')[0] == 0
+    assert len(output.read_bytes().splitlines()) == 2
 
 
 def test_a_second_interrupt_ends_at_once(start: Start) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from dsbd_cli.job.cli.app import run
 from tests.cli.conftest import of_rule
@@ -144,3 +145,33 @@ def test_a_resumed_file_equals_an_undisturbed_one(generate: Call, tmp_path: Path
             assert ours["score"] == pytest.approx(other["score"], abs=1e-4)
             names = ("id", "index", "key", "text", "num_tokens", "usage", "seed", "method")
             assert [ours[name] for name in names] == [other[name] for name in names]
+
+
+def test_records_summary_and_the_line_of_settings_say_the_threads(
+    generate: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another number of threads may round differently. So it is said, and a run may go on with another one."""
+    before, lines = torch.get_num_threads(), ['{"id": 1, "prompt": "a"}', '{"id": 2, "prompt": "b"}']
+    summary, output = tmp_path / "summary.json", tmp_path / "out.jsonl"
+    again = ("--output", str(output), "--log", "verbose", "--summary", str(summary), "--existing")
+    try:
+        generate("--threads", "3", *again, "overwrite", lines=lines[:1], code=0)
+        assert ", cpu, 3 threads)" in capsys.readouterr().err
+        assert json.loads(summary.read_bytes())["device"]["threads"] == 3
+        generate("--threads", "1", *again, "resume", lines=lines, code=0)
+        assert ", cpu, 1 thread)" in capsys.readouterr().err
+    finally:
+        torch.set_num_threads(before)
+    records = [json.loads(line) for line in output.read_bytes().splitlines()]
+    assert [record["method"]["threads"] for record in records] == [3, 1]
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_loading_a_large_model_is_told(
+    quiet: bool, generate: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards a minute of silence after Enter."""
+    monkeypatch.setattr("dsbd_cli.engine.models.pair.TOLD_BYTES", 1)
+    generate(*(["--quiet"] if quiet else []), lines=['{"id": 1, "prompt": "a"}'], code=0)
+    said = [line for line in capsys.readouterr().err.splitlines() if "load" in line]
+    assert [line.split()[1] for line in said] == ([] if quiet else ["loading", "loaded"] * 2)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Outcome
+from tests.cli.conftest import Outcome, pipe
 
 Dsbd = Callable[..., Outcome]
 
@@ -198,3 +200,58 @@ def test_text_output_has_no_settings_beside_it(job: Callable[..., Outcome], tmp_
     job("--output-format", "text", "--existing", "overwrite")
     assert (tmp_path / "out").read_text() == "a!0\n\nc!0\nd!0\n"
     assert not (tmp_path / "out.dsbd-run").exists()
+
+
+def test_a_run_that_was_killed_anywhere_is_gone_on_with(job: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Records are only ever appended, so a kill leaves a beginning of them: in the middle of a line, of a character, at
+    its end. All rows are there once in the end, and lines that were whole are not touched."""
+    rows: list[object] = [{"id": f"r{n}", "prompt": "fail" if n == 1 else "ä€𝄞" * (n + 1)} for n in range(4)]
+    assert job("--stats", str(tmp_path / "steps"), lines=rows).code == 3
+    whole, steps = (tmp_path / "out").read_bytes(), (tmp_path / "steps").read_bytes()
+    ends = [n + 1 for n, byte in enumerate(whole) if byte == ord("\n")]
+    cuts = {*range(0, len(whole), 101), *(end + more for end in (0, *ends) for more in (-1, 0, 1))}
+    for cut in sorted(cut for cut in cuts if 0 <= cut <= len(whole)):
+        (tmp_path / "out").write_bytes(whole[:cut])
+        (tmp_path / "steps").write_bytes(steps)  # a row's stand there before its record
+        (tmp_path / ".out.tmp").write_bytes(b"what a kill left\n")
+        outcome = job("--stats", str(tmp_path / "steps"), "--existing", "retry" if cut % 2 else "resume")
+        assert outcome.code == 3, outcome.err
+        found = records(tmp_path)
+        assert sorted(str(record["id"]) for record in found) == ["r0", "r1", "r2", "r3"], cut
+        kept = [line for line in whole[:cut].splitlines(keepends=True) if line.endswith(b"\n")]
+        kept = [line for line in kept if cut % 2 == 0 or json.loads(line).get("error") is None]
+        assert (tmp_path / "out").read_bytes().startswith(b"".join(kept)), cut
+        logged = [json.loads(line)["id"] for line in (tmp_path / "steps").read_text().splitlines()]
+        assert sorted(logged) == ["r0", "r2", "r3"], cut
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink], ids=["hard", "soft"])
+def test_the_input_under_another_name_is_not_overwritten(
+    job: Callable[..., Outcome], tmp_path: Path, link: Callable[[Path, Path], None]
+) -> None:
+    (tmp_path / "in").write_text(json.dumps(ROWS[0]) + "\n")
+    link(tmp_path / "in", tmp_path / "out")
+    outcome = job("--existing", "overwrite")
+    assert (outcome.code, "is the input" in outcome.err) == (2, True), outcome.err
+    assert json.loads((tmp_path / "in").read_text()) == ROWS[0]
+
+
+@pytest.mark.parametrize("existing", ["resume", "retry", "overwrite"])
+def test_a_second_run_on_one_output_changes_nothing(
+    job: Callable[..., Outcome], start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path, existing: str
+) -> None:
+    """The first one is at work. Guards records that two runs mix, and a file that is emptied under a run."""
+    process = start("generate", "-o", str(tmp_path / "out"), "--batch-size", "1")
+    pipe(process.stdin).write(b'{"prompt": "a"}\n{"prompt": "fail"}\n{"prompt": "stubborn"}\n')
+    pipe(process.stdin).flush()
+    for line in iter(pipe(process.stderr).readline, b""):
+        if line == b"fake: stubborn begins\n":
+            break
+    before = (tmp_path / "out").read_bytes()
+    assert before.count(b"\n") == 2
+    outcome = job("--existing", existing, lines=ROWS)
+    assert (outcome.code, outcome.loads) == (1, [])
+    assert "is being written by another process" in outcome.err
+    assert (tmp_path / "out").read_bytes() == before
+    process.kill()
+    process.communicate()

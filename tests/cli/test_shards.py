@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 from dsbd_cli.errors import UsageError
 from dsbd_cli.job.cli.shard import Shard, shard_of
+from dsbd_cli.job.data.lock import open_locked
 from tests.cli.conftest import Outcome
 
 Dsbd = Callable[..., Outcome]
@@ -119,6 +121,22 @@ def break_input(folder: Folder, names: list[str]) -> list[str]:
     return names
 
 
+def break_middle(folder: Folder, names: list[str]) -> list[str]:
+    """As many bytes, and the same beginning."""
+    folder.input.write_text(folder.input.read_text().replace("row 9", "row 8"))
+    assert folder.run("--shard", "2/3", "--existing", "overwrite").code == 3
+    return names
+
+
+def break_resumed(folder: Folder, names: list[str]) -> list[str]:
+    """The input was changed while the part had not come to its end."""
+    lines = Path(names[0]).read_text().splitlines(keepends=True)
+    Path(names[0]).write_text("".join(lines[:-1]))
+    folder.input.write_text(folder.input.read_text().replace("row 9", "row 8"))
+    assert folder.run("--shard", "0/3", "--existing", "resume").code == 0
+    return names
+
+
 def break_unfinished(folder: Folder, names: list[str]) -> list[str]:
     side = Path(names[0] + ".dsbd-run")
     content = json.loads(side.read_text())
@@ -147,6 +165,8 @@ BROKEN = [
     (break_twice, 1, "line 4 is row 1, which stands there twice"),
     (break_settings, 2, "do not belong together: --seed was 0 and is 7"),
     (break_input, 2, "do not belong together: the input's size was"),
+    (break_middle, 2, "do not belong together: the input was changed between them"),
+    (break_resumed, 2, "do not belong together: the input was changed between them"),
     (break_unfinished, 2, "has not come to its end: go on with that part first"),
     (break_index, 1, "line 5 is row 3000000000000, but the input had 11 rows"),
     (break_place, 1, "line 1 is row 1, which belongs to part 1 of 3"),
@@ -157,8 +177,13 @@ BROKEN = [
 
 @pytest.mark.parametrize(("broken", "code", "message"), BROKEN, ids=[message[-30:] for _, _, message in BROKEN])
 def test_what_does_not_belong_together_is_told(
-    folder: Folder, broken: Callable[[Folder, list[str]], list[str]], code: int, message: str
+    folder: Folder,
+    broken: Callable[[Folder, list[str]], list[str]],
+    code: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("dsbd_cli.job.cli.shard.HEAD_BYTES", 64)  # of the input, which is short here
     assert folder.run(output="one.jsonl").code == 3
     done = folder.merge(*broken(folder, folder.shards(3)))
     assert (done.code, done.err.count("\n")) == (code, 1), done.err
@@ -240,6 +265,64 @@ def test_partial_writes_what_there_is(folder: Folder) -> None:
     assert [record["index"] for record in folder.lines("all.jsonl")] == [0, 1, 3, 6, 7, 9, 10]  # type: ignore[index]
 
 
+@pytest.mark.parametrize("step", ["write_settings", "settings_file"])
+def test_a_merge_that_is_killed_leaves_no_file_with_the_settings_of_another(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Killed around the moment in which the file takes its name. Guards records that are gone on with under settings
+    that they were not made with."""
+    assert folder.run("--seed", "7", output="all.jsonl").code == 3
+    names = folder.shards(2)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"dsbd_cli.job.cli.merge.{step}", killed)
+        assert folder.merge("--existing", "overwrite", *names).code == 130
+    seeds = {record["seed"] for record in folder.lines("all.jsonl") if "seed" in record}  # type: ignore[operator, index]
+    again = folder.run("--existing", "resume", "--seed", "7", output="all.jsonl")
+    if again.code == 3:  # the old file, with its own settings
+        assert folder.lines("all.jsonl")[0] != folder.lines("out.jsonl.0-of-2")[0], seeds
+    else:
+        assert (again.code, "dsbd-run is missing" in again.err) == (2, True), again.err
+    assert folder.merge("--existing", "overwrite", *names).code == 3
+    assert folder.run("--existing", "resume", output="all.jsonl").code == 3
+
+
+def test_what_is_being_written_is_not_merged(folder: Folder) -> None:
+    """Guards a part whose lines move while it is read, two merges into one file, and a run that writes into a file
+    that has lost its name."""
+    names = folder.shards(2)
+    for held, existing in ((Path(names[1]), "error"), (folder.path / "all.jsonl", "overwrite")):
+        with open_locked(held, create_only=False):
+            done = folder.merge("--existing", existing, *names)
+        assert (done.code, done.err.count("\n")) == (1, 1), done.err
+        assert f"{held} is being written by another process" in done.err
+    (folder.path / "all.jsonl").unlink()
+    temporary = folder.path / ".merging.all.jsonl"
+    with open_locked(temporary, create_only=False):
+        assert folder.merge(*names).code == 1
+    assert temporary.exists(), "it is the other merge's"
+    assert folder.merge(*names).code == 3, "what a killed merge has left is in nobody's way"
+    assert not temporary.exists()
+
+
+def test_a_merge_replaces_files_only_and_keeps_links(folder: Folder) -> None:
+    """Guards /dev/null of a root user, in whose place a file would stand."""
+    names = folder.shards(2)
+    pipe = folder.path / "pipe"
+    os.mkfifo(pipe)
+    done = folder.dsbd("merge", *names, "-o", str(pipe))
+    assert (done.code, "is no ordinary file" in done.err) == (2, True), done.err
+    assert pipe.is_fifo()
+    (folder.path / "there.jsonl").touch()
+    (folder.path / "all.jsonl").symlink_to("there.jsonl")
+    assert folder.merge("--existing", "overwrite", *names).code == 3
+    assert (folder.path / "all.jsonl").is_symlink()
+    assert len(folder.lines("there.jsonl")) == 11
+
+
 REFUSED = [
     (("--shard", "3/3"), "--shard is 3/3, but I of I/N must be from 0 to N - 1"),
     (("--shard", "1-3"), "--shard is '1-3', but must be I/N"),
@@ -298,7 +381,7 @@ def test_many_small_records_are_merged_in_little_memory(tmp_path: Path) -> None:
             with path.open("w") as stream:
                 stream.writelines(line % index for index in range(part, count, 2))
             settings = {"shard": f"{part}/2", "input_bytes": 1, "input_head": ""}
-            run = {"schema": "dsbd.run/1", "created": 1, "settings": settings, "rows": count}
+            run = {"schema": "dsbd.run/1", "created": 1, "settings": settings, "rows": count, "input_digest": ""}
             Path(f"{path}.dsbd-run").write_text(json.dumps(run))
         names = [str(tmp_path / f"{count}.jsonl.{part}-of-2") for part in range(2)]
         command = [sys.executable, "-m", "dsbd_cli", "merge", *names, "-o", str(tmp_path / f"{count}.all"), "-q"]

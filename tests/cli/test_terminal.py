@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.job.cli.options import TalkOptions
+from dsbd_cli.job.cli.files import count_rows
+from dsbd_cli.job.cli.options import FileOptions, TalkOptions
 from dsbd_cli.job.cli.progress import Reporter
+from dsbd_cli.job.cli.shard import Shard
 from tests.cli.conftest import pipe, read, terminal
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -78,6 +81,40 @@ def test_the_time_left_is_told_when_it_can_be_and_does_not_jump(monkeypatch: pyt
     assert left(failed) == "20% done", "refused rows tell nothing of the time of the others"
 
 
+def test_the_share_and_the_time_left_go_by_rows_where_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a share by bytes, which the one long row in front makes wrong."""
+    monkeypatch.setattr(time, "perf_counter", lambda: 1000.0)
+    made = reporter(20, row_bytes=45)
+    assert left(made) == "90% done, 0:00:11 left"
+    made.input_rows = 80
+    assert left(made) == "25% of 80 rows, 0:05:00 left"
+    made.totals.skipped = 20
+    assert left(made) == "50% of 80 rows, 0:03:20 left", "what an earlier run has done says nothing of the pace"
+
+
+def test_rows_of_the_input_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'\n{"prompt": "a"}\r\n\n  \n{"prompt": "b"}\n{"prompt": "c"}')
+    files, size = FileOptions(input=path), path.stat().st_size
+    assert count_rows(files, size) == 3
+    assert [Shard(part, 2).rows(3) for part in (0, 1)] == [2, 1]
+    assert count_rows(files, None) is None
+    assert count_rows(FileOptions(), None) is None
+    monkeypatch.setattr("dsbd_cli.job.cli.files.MAX_COUNTED_BYTES", size - 1)
+    assert count_rows(files, size) is None
+
+
+def test_a_terminal_shows_the_share_by_rows(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n' * 3 + SLOW)
+    with terminal(100) as (ours, theirs):
+        process = start("generate", "--batch-size", "1", "-i", str(path), stderr=theirs)
+        os.close(theirs)
+        read(ours, r"75% of 4 rows")
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.parametrize("columns", [40, 80])
 def test_messages_are_broken_at_spaces_only(start: Start, columns: int) -> None:
     path = "/no-such-folder-" + "x" * 60 + "/prompts.jsonl"
@@ -103,3 +140,29 @@ def test_the_command_that_goes_on_is_not_broken(start: Start, tmp_path: os.PathL
         text = read(ours)
         process.communicate()
     assert f"dsbd generate -o {output} --max-errors 1 --existing resume\n" in text
+
+
+@pytest.mark.parametrize("where", ["terminal", "pipe"])
+def test_a_name_cannot_steer_the_terminal(start: Start, tmp_path: os.PathLike[str], where: str) -> None:
+    """Ids, fields and file names stand in messages: guards a title, a colour or a bidirectional override in them."""
+    name = "\x1b]0;owned\x07\x9b31m\u202e\u2028"
+    row = json.dumps({"id": name, "prompt": "fail"}) + "\n"
+    output = os.path.join(tmp_path, f"{name}.jsonl")
+    call = ("generate", "-o", output, "--log", "verbose", "--max-errors", "1")
+    if where == "pipe":
+        process = start(*call)
+        text = process.communicate(row.encode())[1].decode()
+    else:
+        with terminal(300) as (ours, theirs):
+            process = start(*call, stderr=theirs)
+            os.close(theirs)
+            pipe(process.stdin).write(row.encode())
+            pipe(process.stdin).close()
+            process.stdin = None
+            text = read(ours)
+            process.communicate()
+    shown = "\\x1b]0;owned\\x07\\x9b31m\\u202e\\u2028"
+    assert f"(id {shown})" in text
+    assert f"{shown}.jsonl" in text
+    assert not set(text) & set("\x07\x9b\u202e\u2028")
+    assert "\x1b]" not in text

@@ -57,7 +57,7 @@ def test_from_prompts_to_a_draft(
     """Guards the whole way: answers are counted, the two drafts measured on what was held out, and the folder serves
     generate with the same text."""
     small = tmp_path / "small"
-    trim(pair, "--prompts", prompts, "--size", "120", "-o", str(small), "--json")
+    trim(pair, "--input", prompts, "--size", "120", "-o", str(small), "--json")
     record = json.loads(capfd.readouterr().out)
     assert (record["schema"], record["kept"], record["held_out_prompts"]) == ("dsbd.trim/1", 120, 2)
     assert 0 < record["counted"] <= 14 * 6
@@ -149,9 +149,9 @@ def test_what_is_called_worse() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--size 9 --prompts {p}", "--output is missing"),
-        ("--size 9 -o {o}", "give either --texts or --prompts"),
-        ("--size 9 -o {o} --prompts {p} --texts {p}", "give either --texts or --prompts"),
+        ("--size 9 --input {p}", "--output is missing"),
+        ("--size 9 -o {o}", "give either --texts or --input"),
+        ("--size 9 -o {o} --input {p} --texts {p}", "give either --texts or --input"),
         ("-o {o} --texts {n}", "--size or --coverage is missing"),
         ("-o {o} --texts {n} --size 0", "--size is 0, but must be 1 or more"),
         ("-o {o} --texts {n} --size -3", "--size is -3, but must be 1 or more"),
@@ -159,14 +159,14 @@ def test_what_is_called_worse() -> None:
             "-o {o} --texts {n} --size 50 --coverage 0.5",
             "--size and --coverage say the same in two ways: give one of them",
         ),
-        ("-o {o} --prompts {p} --size 4000", "--size is 4000, but the draft has only 380 logits"),
+        ("-o {o} --input {p} --size 4000", "--size is 4000, but the draft has only 380 logits"),
         ("-o {o} --texts {p} --size 50", "prompts.jsonl, line 1: it holds no text"),
         ("-o {o} --texts {o}.none --size 50", "error: --texts {o}.none cannot be read: No such file"),
-        ("-o {o} --prompts {o}.none --size 50", "error: --prompts {o}.none cannot be read: No such file"),
-        ("-o {o} --prompts {p} --held-out {o}.none --size 50", "--held-out {o}.none cannot be read: No such file"),
-        ("-o {o} --prompts {e} --size 50", "holds no prompts"),
-        ("-o {p} --prompts {p} --size 50", "exists: name a new folder"),
-        ("-o {o} --prompts {p} --size 50 --json -q", "--json and --quiet cannot be used together"),
+        ("-o {o} --input {o}.none --size 50", "error: --input {o}.none cannot be read: No such file"),
+        ("-o {o} --input {p} --held-out {o}.none --size 50", "--held-out {o}.none cannot be read: No such file"),
+        ("-o {o} --input {e} --size 50", "holds no prompts"),
+        ("-o {p} --input {p} --size 50", "exists: name a new folder"),
+        ("-o {o} --input {p} --size 50 --json -q", "--json and --quiet cannot be used together"),
     ],
 )
 def test_refusals(
@@ -188,7 +188,7 @@ def test_no_draft_to_trim(
         pair[0],
         "--draft",
         "none",
-        "--prompts",
+        "--input",
         prompts,
         "--size",
         "50",

@@ -100,7 +100,7 @@ def differing(seed: int) -> int:
     if acting is not None:
         at = acting.of(paths)
         for part in (slice(0, 7), slice(7, None)):  # as the candidates are taken, some nodes at a time
-            at.apply(got[part], part)
+            at.apply(got[part], part, torch.zeros(len(got[part]), 1))
     close = torch.isclose(got, torch.tensor(want).flatten(0, 1), rtol=1e-5, atol=1e-6)
     return int((~close.all(-1)).sum())
 
@@ -121,7 +121,7 @@ def test_a_row_that_began_anew_keeps_no_rule() -> None:
     acting = table.acting([0, 0], 0)
     assert acting is not None
     logprobs = torch.full((16, V), -1.0)
-    acting.of(paths).apply(logprobs, slice(0, 16))
+    acting.of(paths).apply(logprobs, slice(0, 16), torch.zeros(16, 1))
     assert logprobs[:8, 6].isneginf().all()
     assert not logprobs[8:].isneginf().any()
     assert logprobs[8].tolist() == ruled([-1.0] * V, TokenRules(repetition_penalty=2.0), [0, 4], texts[1][0], ENDS, 9)
@@ -138,7 +138,7 @@ def test_a_row_without_rules_keeps_none_of_the_one_before() -> None:
     acting = table.acting([0, 0], 3)
     assert acting is not None
     logprobs = torch.full((16, V), -1.0)
-    acting.of(paths).apply(logprobs, slice(0, 16))
+    acting.of(paths).apply(logprobs, slice(0, 16), torch.zeros(16, 1))
     assert (logprobs[:8] == -1.0).all()
     assert not (logprobs[8:] == -1.0).all(1).any()
 
@@ -165,7 +165,7 @@ def forgets_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def penalises_after_the_bans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_penalise", lambda logprobs, text, penalty: None)
+    monkeypatch.setattr(device, "_penalise", lambda logprobs, text, penalty, total: None)
 
 
 def longer_ngrams(monkeypatch: pytest.MonkeyPatch) -> None:

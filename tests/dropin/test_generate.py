@@ -70,6 +70,105 @@ def test_scores_and_beam_indices() -> None:
         assert type(found) is type(want)
 
 
+RULES: dict[str, dict[str, Any]] = {
+    "penalty": {"repetition_penalty": 1.6},
+    "reward": {"repetition_penalty": 0.4},
+    "n-grams": {"no_repeat_ngram_size": 2},
+    "least": {"min_new_tokens": 9},
+    "length": {"min_length": 15},
+    "together": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 3, "min_length": 10},
+}
+# no token of the answers is the padding's, which transformers' n-grams count
+PROMPTS = torch.tensor([[0, 0, 5, 6, 7, 6], [9, 8, 7, 6, 5, 8], [0, 11, 12, 13, 14, 11]])
+PADDED = (PROMPTS > 0).long()
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("name", RULES)
+def test_token_rules_are_transformers(family: str, beams: int, name: str) -> None:
+    """Greedy decoding is penalised on logits, beams on log-probabilities."""
+    model = made(family)
+    plain = {"attention_mask": PADDED, "do_sample": False, "num_beams": beams, "max_new_tokens": 10}
+    options = {**plain, **RULES[name], "synced_gpus": False}
+    want = model.generate(PROMPTS, **options)
+    assert torch.equal(dsbd_cli.generate(model, PROMPTS, **options), want)
+    assert torch.equal(model.generate(PROMPTS, custom_generate=dsbd_cli.generate, **options), want)
+    assert torch.equal(dsbd_cli.generate(model, PROMPTS, assistant_model=made(family, 0.02), **options), want)
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_each_token_rule_acts(beams: int) -> None:
+    """Guards the test above against prompts on which nothing changes."""
+    options = {"attention_mask": PADDED, "do_sample": False, "num_beams": beams, "max_new_tokens": 10}
+    models = [made(family) for family in ("llama", "opt", "gpt2")]
+    plain = [dsbd_cli.generate(model, PROMPTS, **options).tolist() for model in models]
+    for rules in RULES.values():
+        assert [dsbd_cli.generate(model, PROMPTS, **options, **rules).tolist() for model in models] != plain, rules
+
+
+def test_a_row_without_a_penalty_keeps_its_bits_beside_one_that_has_it() -> None:
+    """With one beam the penalty takes the sum over the vocabulary off and puts it back, which rounds."""
+    from dsbd_cli.engine.core.token_rules import _penalise
+
+    logprobs = torch.randn(64, 50).log_softmax(-1)
+    total, text = torch.randn(64, 1) * 9, torch.randint(0, 50, (64, 8))
+    penalty = torch.tensor([1.0, 1.5]).repeat(32).unsqueeze(1)
+    found = logprobs.clone()
+    _penalise(found, text, penalty, total)
+    assert torch.equal(found[::2], logprobs[::2])
+    assert (found[1::2] != logprobs[1::2]).any(1).all()
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+@pytest.mark.parametrize("rules", [{}, {"repetition_penalty": 1.4, "min_new_tokens": 6}], ids=["plain", "rules"])
+def test_scores_of_one_beam(family: str, rules: dict[str, Any]) -> None:
+    """The processed logits of every step, as transformers' own loop keeps them."""
+    model = made(family)
+    options = {
+        "attention_mask": PADDED, "do_sample": False, "max_new_tokens": 8, "return_dict_in_generate": True,
+        "output_scores": True, **rules,
+    }  # fmt: skip
+    want = model.generate(PROMPTS, **options)
+    for found in (
+        dsbd_cli.generate(model, PROMPTS, **options),
+        model.generate(PROMPTS, custom_generate=dsbd_cli.generate, **options),
+    ):
+        assert type(found) is type(want)
+        assert torch.equal(found.sequences, want.sequences)
+        assert len(found.scores) == len(want.scores)
+        for step, (ours, theirs) in enumerate(zip(found.scores, want.scores, strict=True)):
+            assert ours.dtype == theirs.dtype
+            assert torch.allclose(ours, theirs, atol=1e-3), step
+        gained = [model.compute_transition_scores(one.sequences, one.scores) for one in (found, want)]
+        assert torch.allclose(*gained, atol=1e-3)
+
+
+def test_scores_of_samples() -> None:
+    """Every drawn token is possible under the scores of its step, several samples of a prompt each with its own."""
+    model = made()
+    options = {"do_sample": True, "top_k": 5, "num_return_sequences": 2, "max_new_tokens": 6}
+    found = dsbd_cli.generate(
+        model, PROMPTS, attention_mask=PADDED, **options, return_dict_in_generate=True, output_scores=True
+    )
+    begin = PROMPTS.shape[1]
+    assert len(found.scores) == found.sequences.shape[1] - begin
+    ended = torch.zeros(6, dtype=torch.bool)
+    for step, scores in enumerate(found.scores):
+        token = found.sequences[:, begin + step]
+        assert ((scores > float("-inf")).sum(1) == 5).all()
+        assert (scores.gather(1, token[:, None])[:, 0][~ended] > float("-inf")).all()
+        ended |= torch.isin(token, torch.tensor(ENDS))
+
+
+def test_a_penalty_that_passes_over_prompts_is_refused() -> None:
+    from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=6)])
+    with pytest.raises(UsageError, match="prompt_ignore_length is not the padding"):
+        dsbd_cli.generate(made(), PROMPTS, attention_mask=PADDED, logits_processor=processors, max_new_tokens=3)
+
+
 def test_the_assistant_drafts() -> None:
     """transformers hands it to no callable; ours takes it all the same."""
     calls = []
@@ -133,10 +232,11 @@ def test_sampling_follows_torchs_seed() -> None:
 
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
-    "repetition": ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
-    "min": ({"min_new_tokens": 2}, "MinLengthLogitsProcessor"),
-    "bad words": ({"bad_words_ids": [[5]]}, "NoBadWordsLogitsProcessor"),
-    "n-gram": ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
+    "bad words": ({"bad_words_ids": [[5]]}, "bad_words_ids asks for"),
+    "suppressed": ({"suppress_tokens": [5]}, "suppress_tokens asks for"),
+    "forced": ({"forced_eos_token_id": 5}, "forced_eos_token_id asks for"),
+    "decay": ({"exponential_decay_length_penalty": (2, 1.5)}, "exponential_decay_length_penalty asks for"),
+    "synced": ({"synced_gpus": True}, "synced_gpus is true"),
     "endless": (
         {"prefix_allowed_tokens_fn": lambda batch, ids: [15]},
         r"it allows 3 tokens \(max_new_tokens\) without",
@@ -150,10 +250,6 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "time": ({"max_time": 3.0}, "max_time is 3.0"),
     "hidden": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states is true"),
     "logits": ({"output_logits": True, "return_dict_in_generate": True}, "output_logits is true"),
-    "scores of one": (
-        {"num_beams": 1, "output_scores": True, "return_dict_in_generate": True},
-        "output_scores is true",
-    ),
     "never": ({"early_stopping": "never"}, "early_stopping is 'never'"),
     "right": ({"attention_mask": MASK.flip(1)}, "pad on the left"),
     "streamer": ({"streamer": object()}, "streamer is given"),

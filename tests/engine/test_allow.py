@@ -233,7 +233,7 @@ def test_a_late_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         found = top_candidates(logits, Room(min(room.count, 4)))
         assert legal is not None
         whole = torch.zeros_like(logits).flatten(0, -2)
-        legal.apply(whole, slice(0, len(whole)))
+        legal.apply(whole, slice(0, len(whole)), whole[:, :1])
         found.logprobs = found.logprobs + whole.view_as(logits).gather(-1, found.tokens)
         return found
 

@@ -14,6 +14,10 @@ pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportE
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.kernels.interpreter import own_products
+
+__all__ = ["own_products"]
+
 
 def _patched_once(real: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """triton's `_patch_lang` without its repetitions. The interpreter puts its functions in the place of the language's

@@ -22,7 +22,10 @@ from dsbd_cli.engine.models.selftest import self_test
 from dsbd_cli.kernels import attention as kernels_attention
 from dsbd_cli.kernels.attention import attention
 from dsbd_cli.kernels.twins import gated_twin, norm_twin, rotate_twin
+from tests.kernels.interpreter import own_products
 from tests.models.tiny import build
+
+__all__ = ["own_products"]
 
 GPU = torch.device("cuda")
 TWINS = LayerKernels(norm_twin, gated_twin, rotate_twin)

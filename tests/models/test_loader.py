@@ -213,7 +213,7 @@ def test_unfit_folders(checkpoint: Path, tmp_path: Path) -> None:
         "empty": "config.json",
         "bare": "no weights",
         "holes": "1 weights are missing",
-        "cut": "cannot be loaded",
+        "cut": "model.safetensors is cut short",
         "odd": "config cannot be read",
         "mute": "tokenizer cannot be loaded",
     }

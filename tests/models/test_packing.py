@@ -138,7 +138,8 @@ def test_the_default_dtype_of_torch_is_not_the_kernels(way: str) -> None:
 
 @needs_packing
 def test_a_width_that_fills_no_words_takes_torchs_way() -> None:
-    serves(torch.bfloat16)
+    if not packing._works(packing._Torch, torch.bfloat16):
+        pytest.skip("torch's way does not serve bfloat16 on this processor, so such a layer stays as it is")
     torch.manual_seed(7)
     linear = nn.Linear(161, 72, dtype=torch.bfloat16).requires_grad_(False)
     x = torch.randn(3, 161, dtype=torch.bfloat16)

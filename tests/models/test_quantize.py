@@ -39,7 +39,8 @@ class Attention(nn.Module):
         return self.out(self.left(x) * self.right(x))
 
 
-WAYS = [module._Torch] if module._way() is module._Torch else [module._Torch, module._Compiled]
+# torch's is exact where the processor adds products of 8 bits in 32
+WAYS = [way for way in dict.fromkeys((module._Torch, module._way())) if module._fault(way) is None]
 
 
 @pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
@@ -320,6 +321,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
     with pytest.raises(UsageError, match="quantize is 'int4', but must be one of int8"):
         ModelSpec("t", quantize="int4")  # type: ignore[arg-type]
     spec = ModelSpec(str(checkpoint), device="cpu", quantize="int8")
+    monkeypatch.setattr(loader, "int8_missing", lambda: None)  # on any processor
     with pytest.raises(UsageError, match=r"quantize is int8, but .* has no linear layer of 2000000 weights or more"):
         load_model(spec)
     monkeypatch.setattr(loader, "int8_missing", lambda: "this build of torch has no int8 linear layers (oneDNN)")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import struct
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +32,10 @@ import dsbd_cli
 from dsbd_cli import MethodConfig, Request, SamplingConfig
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.models import speech
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.engine.models.speech import read_audio
-from dsbd_cli.errors import PromptTooLongError
+from dsbd_cli.errors import InvalidRowError, PromptTooLongError
 from dsbd_cli.job.cli.app import run
 from dsbd_cli.requests import Segment
 from tests.models.pairs import ENDINGS, build_pair, perturbed
@@ -74,6 +77,67 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(path)
     WhisperFeatureExtractor(feature_size=8, chunk_length=SECONDS).save_pretrained(path)
     return path
+
+
+def wave_file(rate: int, channels: int = 1, form: int = 1, bits: int = 16, data: bytes = bytes(400)) -> bytes:
+    """A WAV file as its header claims. form: 1 integers, 3 floats."""
+    frame = channels * bits // 8
+    head = struct.pack("<IHHIIHH", 16, form, channels, rate, rate * frame & 0xFFFFFFFF, frame, bits)
+    return b"RIFF%sWAVEfmt %sdata%s" % (struct.pack("<I", 36 + len(data)), head, struct.pack("<I", len(data)) + data)
+
+
+BAD_SOUNDS = {
+    "rate.wav": (wave_file(0), "cannot be read"),
+    "fast.wav": (wave_file(0x7FFFFFFF), "holds no sound"),
+    "silent.wav": (wave_file(16000, data=b""), "holds no sound"),
+    "nan.wav": (wave_file(16000, form=3, bits=32, data=struct.pack("<f", math.nan) * 100), "not all finite numbers"),
+    "loud.wav": (wave_file(16000, form=3, bits=32, data=struct.pack("<f", 1e38) * 100), "not all finite numbers"),
+    "x.raw": (bytes(400), "cannot be read"),
+    "torn.wav": (wave_file(16000)[:30], "cannot be read"),
+    "a\0b.wav": (None, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SOUNDS)
+def test_a_broken_sound_file_is_a_row_error(tmp_path: Path, name: str) -> None:
+    """Guards a division by a rate of 0, and errors of libraries that would end the run."""
+    data, message = BAD_SOUNDS[name]
+    path = tmp_path / name
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(InvalidRowError, match="audio is .*" + message):
+        read_audio(str(path), 16000, SECONDS)
+
+
+def test_a_rate_of_zero_is_a_row_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """libsndfile refuses it in WAV files, but not in every format and version."""
+    path = tmp_path / "x.wav"
+    path.write_bytes(wave_file(16000))
+    monkeypatch.setattr(soundfile.SoundFile, "samplerate", 0)
+    with pytest.raises(InvalidRowError, match="which has 0 samples per second"):
+        read_audio(str(path), 16000, SECONDS)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "link"])
+def test_only_files_are_read_as_sound(tmp_path: Path, kind: str) -> None:
+    """Guards a named pipe that nobody writes to, on which the run would wait for ever, and /dev/zero."""
+    path = tmp_path / "x.wav"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to("/dev/zero")
+    with pytest.raises(InvalidRowError, match="which is no file"):
+        read_audio("/dev/zero" if kind == "device" else str(path), 16000, SECONDS)
+
+
+def test_channels_do_not_take_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "wide.wav"
+    path.write_bytes(wave_file(16000, channels=100, data=bytes(2 * 100 * 20)))
+    monkeypatch.setattr(speech, "MOST_SAMPLES", 1999)
+    with pytest.raises(InvalidRowError, match="has 2000 samples, but must have at most 1999"):
+        read_audio(str(path), 16000, SECONDS)
 
 
 def chirps(folder: Path, count: int) -> list[Path]:

@@ -15,7 +15,7 @@ from sacrebleu.metrics.chrf import CHRF
 
 from dsbd_cli.errors import InvalidRowError, UsageError
 from dsbd_cli.job.pick.candidates import Candidate, CandidateRow, record_row
-from dsbd_cli.job.pick.choosers import ByRisk, ByScore, ByVote, Choice, normalised
+from dsbd_cli.job.pick.choosers import NUMBER, ByRisk, ByScore, ByVote, Choice, normalised
 from dsbd_cli.job.pick.execution import ByExecution, Databases
 
 SPIDER = Path(__file__).parents[1] / "tasks" / "data" / "spider" / "database"
@@ -105,6 +105,27 @@ def test_answers_that_do_not(one: str, other: str) -> None:
     assert normalised(one) != normalised(other)
 
 
+@pytest.mark.parametrize("number", ["1e1000000", "1e999999", "-1e-999999", "1" * 1001, "1e1001", "0e1000000"])
+def test_the_key_of_a_number_is_short(number: str) -> None:
+    """Guards an overflow that ended the run, and keys of a million characters."""
+    assert len(normalised(number)) <= max(len(number), 10)
+
+
+def test_a_number_keeps_all_its_digits() -> None:
+    """Guards the 28 digits of Decimal's default context."""
+    assert normalised("1" * 40) != normalised("1" * 39 + "2")
+    assert normalised("1e3") == normalised("1,000") == "1000"
+    assert normalised("0e5") == normalised("-0") == "0"
+
+
+def test_a_number_is_read_in_one_pass() -> None:
+    """Guards the 33 s that 30,000 digits and a letter took: a million would take half a day."""
+    assert NUMBER.fullmatch("1" * 1_000_000 + "x") is None
+    assert NUMBER.fullmatch("1," * 500_000 + "x") is None
+    assert all(NUMBER.fullmatch(text) for text in (",5", "1,.5", "$-1.5e-3%"))
+    assert not any(NUMBER.fullmatch(text) for text in ("12,", ".", "1.", "", "-", "e5"))
+
+
 def test_the_highest_score_wins_and_the_first_of_equal_ones() -> None:
     assert ByScore().choose(row("a", "b", "c", scores=(-2.0, -1.0, -1.0))) == Choice(1, {"score": -1.0})
     lines = record_row(b'{"id":"x","beams":[{"text":"t"}]}', index=0, number=1)
@@ -187,7 +208,7 @@ def test_what_cannot_run() -> None:
     before = path.read_bytes()
     texts = (ENDLESS, "DELETE FROM pet", "ATTACH '/tmp/x' AS x", "PRAGMA writable_schema = 1", "SELECT kind FROM pet")
     choice = ByExecution(Databases(TEMPLATE), timeout_s=0.2).choose(row(*texts, metadata={"db_id": "pets"}))
-    assert (choice.beam, choice.why["failed"], choice.why["first_error"]) == (4, 4, "interrupted")
+    assert (choice.beam, choice.why["failed"], choice.why["first_error"]) == (4, 4, "it ran longer than 0.2 s")
     assert path.read_bytes() == before
 
 
@@ -199,6 +220,7 @@ def test_what_cannot_run() -> None:
         ({"db_id": "../pets"}, "must be a name without folders"),
         ({"db_id": ".."}, "must be a name without folders"),
         ({"db_id": "nowhere"}, "nowhere.sqlite does not exist"),
+        ({"db_id": "n" * 300}, "cannot be opened: File name too long"),
     ],
 )
 def test_a_row_without_a_database(metadata: object, message: str) -> None:
@@ -208,5 +230,21 @@ def test_a_row_without_a_database(metadata: object, message: str) -> None:
 
 def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     (tmp_path / "x.sqlite").write_text("no database" * 100)
+    chooser = ByExecution(Databases(str(tmp_path / "x.sqlite")))
     with pytest.raises(InvalidRowError, match="cannot be read: file is not a database"):
-        ByExecution(Databases(str(tmp_path / "x.sqlite"))).choose(row("SELECT 1"))
+        chooser.choose(row("SELECT 1"))
+    with pytest.raises(UsageError, match=r"--database: the database .*x.sqlite cannot be read: file is not a database"):
+        chooser.check("--database")
+
+
+def test_nothing_runs_as_an_error() -> None:
+    chooser = ByExecution(Databases(TEMPLATE), otherwise="error")
+    with pytest.raises(InvalidRowError, match="none of 2 candidates runs; the first: no such column: nme"):
+        chooser.choose(row("SELECT nme FROM singer", "nothing", metadata={"db_id": "concert"}))
+
+
+def test_an_order_in_a_comment_is_none() -> None:
+    """Guards a wrong answer: equal rows in another order were two results."""
+    texts = ("SELECT age FROM singer ORDER BY age", "SELECT age FROM singer -- order by age", "SELECT 1", "SELECT 1")
+    choice = ByExecution(Databases(TEMPLATE), "majority").choose(row(*texts, metadata={"db_id": "concert"}))
+    assert (choice.beam, choice.why["votes"], choice.why["results"]) == (0, 2, 2)

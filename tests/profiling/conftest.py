@@ -24,7 +24,9 @@ from tests.engine.toys import NumberCodec, TableLM, table_pair
 from tests.loads import shipped_models_are_checked_once  # noqa: F401
 
 VOCABULARY = 12
-PARTS_TOLD = tuple(f"dsbd: {part}" for part in ("loading", "timing", "drafting", "warming up", "round", "tracing"))
+PARTS_TOLD = tuple(
+    f"dsbd: {part}" for part in ("loading", "timing", "drafting", "warming up", "round", "tracing", "measured")
+)
 
 
 def toy_load(

@@ -42,14 +42,14 @@ PARTS = (
 def test_a_whole_profile(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
     files = {name: tmp_path / f"{name}.json" for name in ("json", "trace")}
     named = [word for name, path in files.items() for word in (f"--{name}", str(path))]
-    done = dsbd("profile", "--prompts", str(prompts), *FEW, "--show", "2", *named)
+    done = dsbd("profile", "--input", str(prompts), *FEW, "--show", "2", *named)
     assert (done.code, done.faults) == (0, [])
     for part in PARTS:
         assert part in done.out
     assert "Iteration 2 of prompt row 0" in done.out
     found = json.loads(files["json"].read_text())
     assert found["schema"] == "dsbd.profile/1"
-    assert found["command"].startswith("dsbd profile --prompts")
+    assert found["command"].startswith("dsbd profile --input")
     assert found["machine"]["versions"]["dsbd"]
     phases = found["now"]["phases"]
     assert [one["name"] for one in phases] == [
@@ -68,12 +68,12 @@ def test_a_whole_profile(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
 
 
 def test_without_a_draft_and_with_threshold_width(dsbd: Dsbd, prompts: Path) -> None:
-    done = dsbd("profile", "--prompts", str(prompts), "--records", "2", "--repeats", "1", "--draft", "none")
+    done = dsbd("profile", "--input", str(prompts), "--records", "2", "--repeats", "1", "--draft", "none")
     assert (done.code, done.faults) == (0, [])
     assert "T_draft" not in done.out
     assert "--draft none" in done.out
     wide = ("--width", "threshold:min=2", "--verify", "rejection")
-    done = dsbd("profile", "--prompts", str(prompts), *FEW, *wide)
+    done = dsbd("profile", "--input", str(prompts), *FEW, *wide)
     assert (done.code, done.faults) == (0, [])
     assert "The fastest D and K of every W_min" in done.out
 
@@ -83,7 +83,7 @@ def test_the_forest_of_two_drafters_says_who_proposed(dsbd: Dsbd, prompts: Path,
     written = tmp_path / "p.json"
     prompts.write_text(json.dumps({"prompt": " ".join(str(token) for token in [*range(VOCABULARY)] * 2)}) + "\n")
     two = ("--records", "1", "--drafter", "beam+ngram:top-k=0", "--show", "2", "--json", str(written))
-    done = dsbd("profile", "--prompts", str(prompts), *FEW, *two)
+    done = dsbd("profile", "--input", str(prompts), *FEW, *two)
     assert (done.code, done.faults) == (0, [])
     nodes = json.loads(written.read_text())["forest"]["nodes"]
     drafted = [node for node in nodes if node["parent"] is not None and node["proposer"] is not None]
@@ -103,7 +103,7 @@ def test_the_forest_of_two_drafters_says_who_proposed(dsbd: Dsbd, prompts: Path,
 @pytest.mark.parametrize("tree", ["greedy", "threshold"])
 def test_the_head_says_how_a_dynamic_tree_is_chosen(dsbd: Dsbd, prompts: Path, tree: str) -> None:
     one = ("--records", "1", "--drafter", f"dynamic-tree:{tree}", "--verify", "rejection")
-    done = dsbd("profile", "--prompts", str(prompts), *FEW, *one)
+    done = dsbd("profile", "--input", str(prompts), *FEW, *one)
     assert (done.code, done.faults) == (0, [])
     assert f"dynamic-tree ({tree}) D=2 K=3" in done.out
 
@@ -111,7 +111,7 @@ def test_the_head_says_how_a_dynamic_tree_is_chosen(dsbd: Dsbd, prompts: Path, t
 def test_without_a_draft_no_phase_is_called_draft(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
     written = tmp_path / "p.json"
     plain = ("--records", "1", "--repeats", "1", "--draft", "none")
-    done = dsbd("profile", "--prompts", str(prompts), *plain, "--json", str(written))
+    done = dsbd("profile", "--input", str(prompts), *plain, "--json", str(written))
     assert done.code == 0
     names = [one["name"] for one in json.loads(written.read_text())["now"]["phases"]]
     assert "draft" not in names
@@ -119,7 +119,7 @@ def test_without_a_draft_no_phase_is_called_draft(dsbd: Dsbd, prompts: Path, tmp
 
 
 def test_quiet_prints_the_command_alone(dsbd: Dsbd, prompts: Path) -> None:
-    done = dsbd("profile", "--prompts", str(prompts), *FEW, "--quiet", "--records", "1")
+    done = dsbd("profile", "--input", str(prompts), *FEW, "--quiet", "--records", "1")
     assert (done.code, done.err) == (0, "")
     (line,) = done.out.splitlines()
     assert shlex.split(line)[:2] == ["dsbd", "generate"]
@@ -129,7 +129,7 @@ def test_quiet_prints_the_command_alone(dsbd: Dsbd, prompts: Path) -> None:
 def test_the_plot_is_a_picture(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "p.png"
-    done = dsbd("profile", "--prompts", str(prompts), *FEW, "--quiet", "--plot", str(picture))
+    done = dsbd("profile", "--input", str(prompts), *FEW, "--quiet", "--plot", str(picture))
     assert (done.code, done.err) == (0, "")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -157,10 +157,10 @@ def unloadable(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--plot", "{folder}/none/p.png"), "does not exist"),
         (("--plot", "{folder}/p.gif"), "must end in .png"),
         (("--json", "{folder}/a", "--trace", "{folder}/a"), "name two files"),
-        (("--prompts", "{folder}/none.jsonl"), "cannot be read"),
-        (("--prompts", "{old}", "--task", "sql"), "--prompts and --task cannot be used together"),
-        (("--prompts", "{old}"), "line 2: "),
-        (("--prompts", "{empty}"), "holds no prompt"),
+        (("--input", "{folder}/none.jsonl"), "cannot be read"),
+        (("--input", "{old}", "--task", "sql"), "--input and --task cannot be used together"),
+        (("--input", "{old}"), "line 2: "),
+        (("--input", "{empty}"), "holds no prompt"),
         (("--draft", "none", "--width", "threshold:min=2"), "--width threshold:min=2 would do nothing"),
     ],
 )
@@ -179,7 +179,7 @@ def test_what_is_refused_before_anything_is_loaded(
 
 
 def test_the_fixture_above_works(dsbd: Dsbd, prompts: Path, unloadable: None) -> None:
-    assert "a model was loaded" in dsbd("profile", "--prompts", str(prompts)).err
+    assert "a model was loaded" in dsbd("profile", "--input", str(prompts)).err
 
 
 def test_a_plot_without_matplotlib(
@@ -192,7 +192,7 @@ def test_a_plot_without_matplotlib(
 
 
 def test_an_iteration_that_there_is_not(dsbd: Dsbd, prompts: Path) -> None:
-    done = dsbd("profile", "--prompts", str(prompts), *FEW, "--show", "500")
+    done = dsbd("profile", "--input", str(prompts), *FEW, "--show", "500")
     assert done.code == 2
     assert "--show 500: the first prompt (row 0) took" in done.err
 
@@ -200,7 +200,7 @@ def test_an_iteration_that_there_is_not(dsbd: Dsbd, prompts: Path) -> None:
 def test_a_prompt_that_cannot_be_decoded(dsbd: Dsbd, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"id": "x", "prompt": "99"}\n')
-    done = dsbd("profile", "--prompts", str(path), *FEW)
+    done = dsbd("profile", "--input", str(path), *FEW)
     assert done.code == 1
     assert "prompt x cannot be profiled: prompt holds token id 99" in done.err
 
@@ -216,7 +216,7 @@ def test_signals_before_anything_is_measured_end_it_with_one_line(
             raise ModuleNotFoundError from None
 
     monkeypatch.setattr(sys.modules["dsbd_cli.engine.decoding.load"], "load", swallowed)
-    done = dsbd("profile", "--prompts", str(prompts), "--json", str(tmp_path / "p.json"))
+    done = dsbd("profile", "--input", str(prompts), "--json", str(tmp_path / "p.json"))
     assert (done.code, done.out) == (code, "")
     assert done.faults == ["dsbd: stopped before there was a result"]
     assert not (tmp_path / "p.json").exists()
@@ -251,12 +251,29 @@ def test_signals_print_what_is_measured_until_then(
 
     monkeypatch.setattr(Budget, "tell", tell)
     written = tmp_path / "p.json"
-    done = dsbd("profile", "--prompts", str(prompts), *FEW, "--json", str(written))
+    done = dsbd("profile", "--input", str(prompts), *FEW, "--json", str(written))
     assert done.code == code
     assert all(words in done.out for words in there)
     assert missing not in done.out
     assert "- stopped early: this is what was measured until then" in done.out
     assert json.loads(written.read_text())["complete"] is False
+
+
+def test_a_signal_before_the_first_run_is_over_leaves_what_was_said(
+    dsbd: Dsbd, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Budget.tell
+
+    def tell(self: Budget, what: str, expected_s: float = 0.0) -> None:
+        plain(self, what, expected_s)
+        if what == "warming up":
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Budget, "tell", tell)
+    done = dsbd("profile", "--input", str(prompts), *FEW)
+    assert (done.code, done.out) == (130, "")
+    assert "dsbd: measured: one forward of the target: " in done.err
+    assert "stopped before there was a result" not in done.err
 
 
 def test_a_signal_while_a_run_is_made_ends_that_run(dsbd: Dsbd, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,14 +288,19 @@ def test_a_signal_while_a_run_is_made_ends_that_run(dsbd: Dsbd, prompts: Path, m
         return plain(self, batch, logits=logits)
 
     monkeypatch.setattr(TableLM, "forward", forward)
-    done = dsbd("profile", "--prompts", str(prompts), *FEW)
+    done = dsbd("profile", "--input", str(prompts), *FEW)
     assert (done.code, len(forwards) < 40) == (130, True)
     assert "stopped early" in done.out
 
 
 def test_what_is_measured_is_said_in_plain_lines(dsbd: Dsbd, prompts: Path) -> None:
-    done = dsbd("profile", "--prompts", str(prompts), *FEW, "--records", "1")
-    lines = done.err.splitlines()
+    done = dsbd("profile", "--input", str(prompts), *FEW, "--records", "1")
+    lines = [line for line in done.err.splitlines() if not line.startswith("dsbd: measured: ")]
+    found = [line.removeprefix("dsbd: measured: ") for line in done.err.splitlines() if line not in lines]
+    assert [line.partition(": ")[0] for line in found[:4]] == [
+        "one forward of the target", "one forward of the draft", "D=2 K=3", "no draft",
+    ]  # fmt: skip
+    assert found[2].endswith(" tokens/s, the first run")
     assert lines[:4] == [
         "dsbd: loading the models",
         "dsbd: timing one forward",
@@ -286,7 +308,7 @@ def test_what_is_measured_is_said_in_plain_lines(dsbd: Dsbd, prompts: Path) -> N
         "dsbd: timing the run without a draft",
     ]
     assert "dsbd: round 1 of 1: no draft" in lines
-    assert dsbd("profile", "--prompts", str(prompts), *FEW, "--records", "1", "--quiet").err == ""
+    assert dsbd("profile", "--input", str(prompts), *FEW, "--records", "1", "--quiet").err == ""
 
 
 @pytest.mark.parametrize(
@@ -380,7 +402,7 @@ def test_numbers_are_shown_with_units_that_suit_them() -> None:
 )
 def test_other_drafters_and_rules(dsbd: Dsbd, prompts: Path, options: str) -> None:
     """Guards options of drafting that are carried into the run without a draft, or into its command."""
-    done = dsbd("profile", "--prompts", str(prompts), *FEW, "--quiet", *options.split())
+    done = dsbd("profile", "--input", str(prompts), *FEW, "--quiet", *options.split())
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("dsbd generate ")
     if "--draft none" in done.out:
@@ -392,7 +414,7 @@ def test_other_drafters_and_rules(dsbd: Dsbd, prompts: Path, options: str) -> No
 def test_lookups_are_profiled_without_a_draft_model(dsbd: Dsbd, prompts: Path, tmp_path: Path, drafter: str) -> None:
     path = tmp_path / "p.json"
     few = ("--repeats", "1", "--num-beams", "2", "--drafts-per-layer", "3", "--top-k", "0", "--draft", "none")
-    done = dsbd("profile", "--prompts", str(prompts), *few, "--drafter", drafter, "--show", "1", "--json", str(path))
+    done = dsbd("profile", "--input", str(prompts), *few, "--drafter", drafter, "--show", "1", "--json", str(path))
     assert (done.code, done.faults) == (0, [])
     for part in PARTS:
         shown = f"{part}: one forward" if part.startswith("T_") else part
@@ -414,7 +436,7 @@ def test_retrieval_is_profiled_with_its_index(dsbd: Dsbd, prompts: Path, tmp_pat
     corpus.end_document()
     write_index(path, corpus, NumberCodec(VOCABULARY, (3,)).token_bytes())
     words = ("--drafter", f"retrieval:{path}+ngram")
-    done = dsbd("profile", "--prompts", str(prompts), *FEW, *words)
+    done = dsbd("profile", "--input", str(prompts), *FEW, *words)
     assert (done.code, done.faults) == (0, [])
     assert "drafter retrieval+ngram runs no draft model" in done.out
 
@@ -423,7 +445,7 @@ def test_a_bridge_is_profiled_and_says_that_it_reads_the_host(dsbd: Dsbd, tmp_pa
     texts, path = tmp_path / "texts.jsonl", tmp_path / "p.json"
     texts.write_text('{"prompt": "the quick brown", "max_new_tokens": 8}\n')
     few = ("--repeats", "1", "--num-beams", "2", "--drafts-per-layer", "3", "--depth", "2")
-    done = dsbd("profile", "--prompts", str(texts), *few, "--drafter", "bridge", "--json", str(path))
+    done = dsbd("profile", "--input", str(texts), *few, "--drafter", "bridge", "--json", str(path))
     assert (done.code, done.faults) == (0, [])
     assert all(part in done.out for part in PARTS)
     said = " ".join(done.out.split())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,6 +175,45 @@ def test_one_worker_on_a_ray_of_its_own(job: MakeJob, undisturbed: Undisturbed, 
     assert "its process died" in err
     assert all(line.startswith("dsbd: ") for line in err.splitlines()), err
     assert not list(own.iterdir())
+
+
+def test_a_ray_of_its_own_is_closed_to_others(job: MakeJob, ray_folder: Path) -> None:
+    """All its processes listen on loopback alone, and who has no token, or a wrong one, is not answered. No token is
+    written to the home folder."""
+    import psutil
+
+    made = job(4)
+    made.gate.hold(0)
+    home = made.folder / "home"
+    home.mkdir()
+    own = {"TMPDIR": str(ray_folder), "HOME": str(home), "RAY_AUTH_MODE": "disabled"}
+    process = made.start("--workers", "1", workers=None, environment=own)
+    made.holders(process, process.pid)
+    tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    listening = [
+        (one.name(), place.laddr)
+        for one in tree
+        for place in one.net_connections(kind="inet")
+        if place.status == psutil.CONN_LISTEN
+    ]
+    names = {name for name, _ in listening}
+    assert {"gcs_server", "raylet"} <= names, names
+    assert any(name.startswith("ray::Worker") for name in names), names
+    assert {address.ip.removeprefix("::ffff:") for _, address in listening} <= {"127.0.0.1", "::1"}, listening
+    [gcs] = {address.port for name, address in listening if name == "gcs_server"}
+    [server] = [one for one in tree if one.name() == "gcs_server"]
+    token = server.environ()["RAY_AUTH_TOKEN"]
+    asked = f"from ray._raylet import GcsClient; GcsClient(address='127.0.0.1:{gcs}').internal_kv_keys(b'', None)"
+    for mode, given, answered in (("disabled", "", False), ("token", "0" * 64, False), ("token", token, True)):
+        environment = {**os.environ, "HOME": str(home), "RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": given}
+        call = [sys.executable, "-c", asked]
+        told = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
+        assert (told.returncode == 0) is answered, told.stderr
+        assert ("AuthenticationError" in told.stderr) is not answered, told.stderr
+    made.gate.release()
+    code, _, err = made.end(process)
+    assert code == 0, err
+    assert not list(home.rglob("*token*"))
 
 
 def test_done_order(job: MakeJob) -> None:

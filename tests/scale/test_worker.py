@@ -95,7 +95,7 @@ def test_a_kernel_that_fails_at_a_worker_takes_the_promise_of_the_run_with_it() 
     engine = Failing(METHOD, 4, log_steps=False)
     made = worker(lambda: engine)
     info = greeted(made)
-    driver = RayEngine(WorkerSetup(fake, (), 4), PoolConfig(1, 1), lambda line: None)
+    driver = RayEngine(WorkerSetup(fake, (), 4), PoolConfig(1, 1, "auto"), lambda line: None)
     window: Window[Any, Any] = Window(4, None)
     place = _Place(WorkerReport(0))
     found = []

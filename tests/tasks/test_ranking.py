@@ -65,5 +65,5 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
             open_dataset("jsonl", write(tmp_path / "b.jsonl", *rows))
     with pytest.raises(UsageError, match="--metric mrr needs relevant"):
         open_dataset("jsonl", write(tmp_path / "c.jsonl", {"prompt": "x"}), metric="mrr")
-    with pytest.raises(UsageError, match="--metric mrr is for task jsonl"):
+    with pytest.raises(UsageError, match="--metric mrr is for prompts of --input"):
         open_dataset("sql", None, metric="mrr")

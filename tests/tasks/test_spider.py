@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sqlite3
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from dsbd_cli.errors import UsageError
-from dsbd_cli.lab.tasks.execute import is_ordered
-from dsbd_cli.lab.tasks.spider import open_database, score_spider, spider_dataset
+from dsbd_cli.lab.tasks.execute import TOKEN, is_ordered
+from dsbd_cli.lab.tasks.spider import score_spider, spider_dataset
+from dsbd_cli.lab.tasks.sql_child import open_database
 
 FOLDER = Path(__file__).parent / "data" / "spider"
 ENDLESS = "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT count(*) FROM t"
@@ -142,7 +144,23 @@ def test_a_broken_folder_is_told_by_place_and_field(name: str, change: object, m
         ("SELECT a FROM t WHERE b = ' ORDER BY ' AND c = 'it''s order by'", False),
         ("SELECT a FROM (SELECT 1) ORDER BY 1", True),
         ('SELECT "order by" FROM t', False),
+        ("SELECT a FROM t -- order by a", False),
+        ("SELECT a FROM t /* order by ( */", False),
+        ("SELECT a FROM t /* ( */ ORDER -- (\n BY a", True),
+        ("SELECT [order by], `order by` FROM t", False),
+        ("SELECT a FROM t ORDER BY '--'", True),
     ],
 )
 def test_only_the_statements_own_order_counts(sql: str, ordered: bool) -> None:
     assert is_ordered(sql) is ordered
+
+
+@pytest.mark.parametrize("opening", ["(", "/*", "/*(", "'", '"', "[", "`", "--", "order ", "*", "/"])
+def test_no_character_is_looked_at_twice(opening: str) -> None:
+    """Guards against a quadratic search: a megabyte would take hours. Every token begins where the one before ends."""
+    sql = opening * (1_000_000 // len(opening))
+    assert is_ordered(sql) is False
+    end = 0
+    for token in itertools.islice(TOKEN.finditer(sql), 100):
+        assert token.start() == end
+        end = token.end()

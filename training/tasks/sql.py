@@ -6,7 +6,8 @@ import random
 import sqlite3
 from contextlib import closing
 
-from dsbd_cli.lab.tasks.execute import TableData, connect, run
+from dsbd_cli.lab.tasks.execute import read_rows
+from dsbd_cli.lab.tasks.sql_child import TableData, connect
 from training.tasks.generator import Drawn, Generator
 from training.tasks.schema import Schema, make_schema
 from training.tasks.sql_forms import Clause, ask
@@ -28,7 +29,7 @@ def _draw_schema(split: str, rng: random.Random, level: int) -> Schema:
 
 def telling(database: sqlite3.Connection, sql: str) -> bool:
     """Whether the gold result has rows and some value that is neither 0 nor NULL."""
-    rows = run(database, sql)
+    rows = read_rows(database, sql)
     return bool(rows) and any(value not in (0, None) for value in (rows or [()])[0])
 
 

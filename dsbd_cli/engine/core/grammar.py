@@ -262,7 +262,7 @@ class GrammarMasks:
         """There are too many of them to be listed."""
         return None
 
-    def apply(self, logprobs: Tensor, part: slice) -> None:
+    def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
         """-inf for every token that may not follow. logprobs: [k, V] of nodes `part`, or fewer columns."""
         if self._masks is None:
             self._masks = torch.from_numpy(self._coming.result()).to(self._device)

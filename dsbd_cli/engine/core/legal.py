@@ -142,7 +142,7 @@ class _Together:
         """Each may take tokens from the others' lists, so there is none."""
         return None
 
-    def apply(self, logprobs: Tensor, part: slice) -> None:
+    def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
         """One after another."""
         for rule in self.rules:
-            rule.apply(logprobs, part)
+            rule.apply(logprobs, part, total)

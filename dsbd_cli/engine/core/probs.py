@@ -97,9 +97,9 @@ class Room:
 class LegalTokens(Protocol):
     """What may follow some nodes, m = R * n of them in one row after another; see core/legal.py."""
 
-    def apply(self, logprobs: Tensor, part: slice) -> None:
+    def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
         """Change log-probabilities in place, to -inf where a token is illegal. logprobs: [k, V] float32 of the nodes
-        `part`; of a draft that lacks tokens, fewer columns."""
+        `part`; of a draft that lacks tokens, fewer columns. total: [k, 1] float32, what was taken from the logits."""
         ...
 
     def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:
@@ -300,7 +300,7 @@ def _legal_candidates(logits: Tensor, room: Room, legal: LegalTokens) -> Candida
         found = legal.listed(part) if room.count < vocabulary else None
         if found is None:
             logprobs = (values - highest).sub_(total)
-            legal.apply(logprobs, part)
+            legal.apply(logprobs, part, highest + total)
             columns = torch.arange(vocabulary, device=values.device).expand_as(values)
         else:
             columns, real = found

@@ -27,9 +27,10 @@ NO_TOKEN, NO_MATCH = -1, -2
 class RuleTable:
     """Rules of every row, and the decoder's prompts where a rule looks back at them. `begin` sets those of a row."""
 
-    def __init__(self, eos: Tensor, times: Timestamps | None = None) -> None:
-        """eos: [V] bool, tokens that end. times: tokens of times, where the target has them."""
-        self.eos, self.times = eos, times
+    def __init__(self, eos: Tensor, times: Timestamps | None = None, *, on_logits: bool = False) -> None:
+        """eos: [V] bool, tokens that end. times: tokens of times, where the target has them. on_logits: the penalty
+        acts on logits, as transformers has it with one beam; with several it acts on log-probabilities."""
+        self.eos, self.times, self.on_logits = eos, times, on_logits
         self.version = 0  # changes whenever a tensor is another one
         self.rules: list[TokenRules] = []
         self.max_new: list[int] = []
@@ -179,14 +180,14 @@ class _AtNodes:
         """A rule forbids some tokens, so that the others are too many to be listed."""
         return None
 
-    def apply(self, logprobs: Tensor, part: slice) -> None:
+    def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
         """logprobs: [k, V] float32 of the nodes `part`, or fewer columns."""
         table, acts, row, length = self.table, self.acts, self.row[part], self.length[part]
         size = logprobs.shape[1]
         if self.text is not None:
             text = self.text[part]
             if acts.penalty:
-                _penalise(logprobs, text, table.penalty[row].unsqueeze(1))
+                _penalise(logprobs, text, table.penalty[row].unsqueeze(1), total if table.on_logits else None)
             if acts.longest:
                 logprobs.masked_fill_(_repeats(text, table.size[row].unsqueeze(1), acts.longest, size), NEVER)
         if acts.early:
@@ -221,12 +222,17 @@ def _force(logprobs: Tensor, token: Tensor) -> None:
     logprobs.masked_fill_(here, 0.0)
 
 
-def _penalise(logprobs: Tensor, text: Tensor, penalty: Tensor) -> None:
-    """Multiply log-probabilities below 0 of all tokens in the text [k, X] by the penalty [k, 1], divide others."""
+def _penalise(logprobs: Tensor, text: Tensor, penalty: Tensor, total: Tensor | None) -> None:
+    """Multiply what is below 0 of all tokens in the text [k, X] by the penalty [k, 1], divide others. These are
+    log-probabilities or, with `total` [k, 1] that was taken from them, logits."""
     known = torch.where((text >= 0) & (text < logprobs.shape[1]), text, text[:, :1])
     known = known.clamp(0, logprobs.shape[1] - 1)
-    value = logprobs.gather(1, known)
-    logprobs.scatter_(1, known, torch.where(value < 0, value * penalty, value / penalty))
+    before = logprobs.gather(1, known)
+    value = before if total is None else before + total
+    value = torch.where(value < 0, value * penalty, value / penalty)
+    if total is not None:  # a row without a penalty keeps its bits
+        value = torch.where(penalty == 1, before, value - total)
+    logprobs.scatter_(1, known, value)
 
 
 def _repeats(text: Tensor, size: Tensor, longest: int, columns: int) -> Tensor:

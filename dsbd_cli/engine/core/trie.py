@@ -176,7 +176,7 @@ class _Children:
         tokens = keys[at.clamp(max=len(keys) - 1)] - self.edge[part].unsqueeze(1)
         return torch.where(real, tokens, 0), real
 
-    def apply(self, logprobs: Tensor, part: slice) -> None:
+    def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
         """-inf for every token that no answer goes on with. logprobs: [k, V] of nodes `part`, or fewer columns."""
         size = logprobs.shape[1]
         tokens, real = self._tokens(part)

@@ -53,7 +53,8 @@ Item = TypeVar("Item")
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What runs: names, dtypes and devices of the models, for records and reports. told: what the user should know of
-    the target. kernels: names of the kernels in use, where the settings fit them."""
+    the target. kernels: names of the kernels in use, where the settings fit them. threads: of the processor. chat: the
+    target has a chat template."""
 
     target: str
     draft: str | None
@@ -63,6 +64,8 @@ class EngineInfo:
     draft_device: str | None = None
     told: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
+    threads: int | None = None
+    chat: bool = False
 
 
 class Engine:
@@ -123,7 +126,9 @@ class Engine:
         self.catalogues, compiler = dict(catalogues or {}), self._grammars.compiler
         self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory, self.catalogues, compiler)
         self._tries = RowTries(TrieTable(target.vocab_size, device), self.catalogues.values())
-        self._rules = RuleTable(eos.to(device), getattr(codec, "timestamps", None))
+        self._rules = RuleTable(
+            eos.to(device), getattr(codec, "timestamps", None), on_logits=self.method.num_beams == 1
+        )
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
         if graphs is not None:
             graphs.tell = self._tell
@@ -195,7 +200,7 @@ class Engine:
 
     def stop(self) -> None:
         """Ask `run` to end, at the next layer that is drafted or after the iteration it is in, for good; requests that
-        are not done give no result.
+        are not done give no result. A run that begins later raises UsageError.
 
         May be called from a signal handler or another thread.
         """
@@ -216,8 +221,7 @@ class Engine:
         """
         alone = isinstance(requests, Request | str)
         results = list(self.run([requests] if isinstance(requests, Request | str) else requests, seed=seed))
-        if self._stopping:
-            raise UsageError("this engine was stopped and answers nothing any more: load another one")
+        self._refuse_stopped()
         for result in results:
             result.check()
         return results[0] if alone else results
@@ -255,6 +259,7 @@ class Engine:
     @torch.inference_mode()
     def _answers(self, source: Source, order: Results[Item]) -> Iterator[Item]:
         """What `order` gives out while all requests of the source are decoded."""
+        self._refuse_stopped()
         if self._running:
             gc.collect()  # a run that nobody holds any more may wait in a cycle
         if self._running:
@@ -276,6 +281,11 @@ class Engine:
                     yield from self._decode(source, order, backlog)
         finally:
             self._running = False
+
+    def _refuse_stopped(self) -> None:
+        """Raises UsageError once `stop` was called."""
+        if self._stopping:
+            raise UsageError("this engine was stopped and answers nothing any more: load another one")
 
     def _nodes(self, jobs: Iterable[Job]) -> int:
         """Most nodes of an iteration of these requests."""

@@ -18,6 +18,7 @@ from dsbd_cli.config import (
 )
 from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.threads import processors, wait_without_spinning
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.decoding.engine import Engine
@@ -29,7 +30,7 @@ Source = str | os.PathLike[str] | ModelSpec
 
 def load(
     target: Source = BUILTIN_TARGET,
-    draft: Source | None = BUILTIN_DRAFT,
+    draft: Source | None = "auto",
     *,
     method: MethodConfig | None = None,
     batch_size: int | None = DEFAULT_BATCH_SIZE,
@@ -38,12 +39,14 @@ def load(
     cuda_graphs: bool | None = None,
     kernels: bool | None = None,
     allow: str | os.PathLike[str] | None = None,
+    threads: int | None = None,
 ) -> Engine:
-    """Load a target and a draft checkpoint into an engine.
+    """Load a target, and a draft where there is one, into an engine.
 
     target, draft: alias, folder or hub id; or a ModelSpec, which also says dtype, device and what else there is to
-    loading. A draft that is only named is loaded as the target is. draft None: no draft model; a method that was not
-    told to draft is then plain decoding.
+    loading. A draft that is only named is loaded as the target is. draft `auto`: the built-in draft for the built-in
+    target, and None for any other. draft None: no draft model; a method that was not told to draft is then plain
+    decoding.
     method: how to decode; the default is the command's.
     batch_size: requests decoded together at most; None for as many as fit in memory.
     on_too_long: a prompt that does not fit the models' positions fails (`error`), or loses tokens on its left
@@ -52,6 +55,8 @@ def load(
     cuda_graphs: capture iterations as CUDA graphs; None: where both models lie whole on one GPU.
     kernels: run iterations and the models' layers with kernels; None: on a GPU, those that do there what they should.
     allow: file of the only answers that may come out, see docs/constraints.md.
+    threads: of the processor, for all that torch does in this process; None: what OMP_NUM_THREADS says, else torch's
+    choice within the container's quota of processors.
 
     Raises UsageError for settings that do not go together, before anything is loaded; ModelNotFoundError,
     UnsupportedModelError, PairError or ModelError where the checkpoints cannot be used.
@@ -62,9 +67,15 @@ def load(
     check_value("log_steps", log_steps, bool)
     check_value("cuda_graphs", cuda_graphs, bool | None)
     check_value("kernels", kernels, bool | None)
+    check_value("threads", threads, int | None)
+    if threads is not None and threads < 1:
+        raise UsageError(f"threads is {threads}, but must be 1 or more", field="threads", value=threads)
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
     spec = target if isinstance(target, ModelSpec) else ModelSpec(os.fspath(target))
+    method = method or MethodConfig()
+    if draft == "auto":
+        draft = BUILTIN_DRAFT if spec.source == BUILTIN_TARGET else None
     draft_spec = None
     if isinstance(draft, ModelSpec):
         draft_spec = replace(draft, role="draft")
@@ -73,12 +84,13 @@ def load(
     if kernels is False:
         spec = replace(spec, kernels=False)
         draft_spec = None if draft_spec is None else replace(draft_spec, kernels=False)
-    method = (method or MethodConfig()).fit_draft(None if draft_spec is None else draft_spec.source)
+    method = method.fit_draft(None if draft_spec is None else draft_spec.source)
     if allow is not None and not os.path.isfile(allow):
         raise UsageError(f"allow is {shorten(os.fspath(allow))}, which is no file", field="allow", value=allow)
     for wanted in (spec, draft_spec):
         if wanted is not None:
             locate(wanted)
+    wait_without_spinning()
     # heavy imports only now, so that a wrong name is told at once
     import torch
 
@@ -88,6 +100,7 @@ def load(
     from dsbd_cli.engine.decoding.trial import prove_captures
     from dsbd_cli.engine.models.pair import load_pair
 
+    _take_threads(threads)
     if kernels and spec.device_map is None:  # told before a large model is loaded
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         if (auto if spec.device == "auto" else spec.device) == "cpu":
@@ -100,7 +113,9 @@ def load(
         device=str(pair.target.device),
         draft_dtype=pair.draft_dtype,
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
+        chat=pair.codec.has_template,
         told=(*pair.told, *left_out(pair.target.device, kernels)),
+        threads=torch.get_num_threads(),
     )
     width = pair.target.vocab_size
     catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width)
@@ -119,3 +134,14 @@ def load(
     )
     prove_captures(engine)
     return engine
+
+
+def _take_threads(wanted: int | None) -> None:
+    """Set torch's threads, which the kernels share. None: what OMP_NUM_THREADS says, else no more than the process may
+    use: torch does not know the quota of a container."""
+    import torch
+
+    if wanted is None and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > processors():
+        wanted = processors()
+    if wanted is not None:
+        torch.set_num_threads(wanted)

@@ -13,6 +13,7 @@ Letters: B prompts, T their padded length, W beams, n returned sequences, L new 
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,6 +44,30 @@ WARPERS = {
     "MinPLogitsWarper": "min_p",
 }
 PREFIXES = "PrefixConstrainedLogitsProcessor"
+# those that are token rules of ours
+RULES = (
+    "RepetitionPenaltyLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+)
+# the argument that makes transformers add a processor which we refuse
+ARGUMENTS = {
+    "EncoderNoRepeatNGramLogitsProcessor": "encoder_no_repeat_ngram_size",
+    "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
+    "EpsilonLogitsWarper": "epsilon_cutoff",
+    "EtaLogitsWarper": "eta_cutoff",
+    "ExponentialDecayLengthPenalty": "exponential_decay_length_penalty",
+    "ForcedBOSTokenLogitsProcessor": "forced_bos_token_id",
+    "ForcedEOSTokenLogitsProcessor": "forced_eos_token_id",
+    "InfNanRemoveLogitsProcessor": "remove_invalid_values",
+    "LogitNormalization": "renormalize_logits",
+    "NoBadWordsLogitsProcessor": "bad_words_ids",
+    "SequenceBiasLogitsProcessor": "sequence_bias",
+    "SuppressTokensAtBeginLogitsProcessor": "begin_suppress_tokens",
+    "SuppressTokensLogitsProcessor": "suppress_tokens",
+    "TopHLogitsWarper": "top_h",
+}
 CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
 # fields of a generation config that would change what comes back, with the values that change nothing
 REFUSED: dict[str, tuple[object, ...]] = {
@@ -83,15 +108,16 @@ def generate(
     Taken are num_beams, num_return_sequences, do_sample, temperature, top_k, top_p, min_p, length_penalty,
     early_stopping, max_new_tokens (max_length), eos_token_id, pad_token_id, stop_strings (with tokenizer),
     assistant_model (as our draft, with any number of beams), prefix_allowed_tokens_fn (where it allows a finite set of
-    sequences), output_scores and return_dict_in_generate.
+    sequences), repetition_penalty, no_repeat_ngram_size, min_length, min_new_tokens, output_scores and
+    return_dict_in_generate. Padding is no text: n-grams do not count it, as they do in transformers.
 
     Without sampling the sequences are transformers' own, token for token, but for rounding. With it, one beam has
     transformers' law; several draw without replacement, see docs/algorithm.md, with warp_scope beam. Torch's global
     generator seeds the run.
 
-    Returns sequences [B * n, T + L], or with return_dict_in_generate transformers' output with `sequences` and, of
-    beams with output_scores, `sequences_scores` [B * n] and `beam_indices` [B * n, L]; `scores` over the whole
-    vocabulary are not kept.
+    Returns sequences [B * n, T + L], or with return_dict_in_generate transformers' output with `sequences` and, with
+    output_scores, of beams `sequences_scores` [B * n] and `beam_indices` [B * n, L], of one beam `scores`, L times
+    [B * n, V], which cost one forward more; of beams `scores` over the whole vocabulary are not kept.
 
     Weights are read as they stand. Afterwards the model is as it was: mode, attention, buffers. Raises UsageError for
     what is not supported, UnsupportedModelError for models that cannot hold a tree.
@@ -102,14 +128,16 @@ def generate(
         left = sys._getframe(1).f_locals  # what its generate keeps to itself: a callable is not handed the assistant
         if left.get("streamer") is not None:
             raise UsageError("streamer is given, but is not supported: use Engine.stream")
+        _check_alone(left.get("synced_gpus"))
         assistant_model = assistant_model if assistant_model is not None else left.get("assistant_model")
         return _decode(
             model, inputs, logits_processor, stopping_criteria, generation_config,
             assistant=assistant_model, tokenizer=tokenizer, stop=(), **options,
         )  # fmt: skip
-    for name in ("custom_generate", "streamer", "synced_gpus", "negative_prompt_ids", "assistant_tokenizer"):
+    for name in ("custom_generate", "streamer", "negative_prompt_ids", "assistant_tokenizer"):
         if options.pop(name, None) is not None:
             raise UsageError(f"{name} is given, but is not supported: drop it")
+    _check_alone(options.pop("synced_gpus", None))
     stop = options.pop("stop_strings", None)
     if stop is None and generation_config is not None:
         stop = generation_config.stop_strings
@@ -150,6 +178,7 @@ def _decode(
     prompts = _prompts(ids, None if mask is None else mask[::copies], model_kwargs.get("position_ids"), copies)
     new = int(config.max_length) - ids.shape[1]
     sampling = replace(_sampling(config, logits_processor, new), stop=stop)
+    sampling = replace(sampling, token_rules=_rules(logits_processor, ids, mask))
     prefixes = next((one for one in logits_processor if type(one).__name__ == PREFIXES), None)
     eos, sequences = _ends(config), None
     if prefixes is not None:
@@ -188,7 +217,10 @@ def _decode(
     found = [tuple(_cut(one, new) for one in result.hypotheses) for result in results]
     if short := next((one for one in found if len(one) < sampling.n_best), None):
         raise NumericalError(f"{len(short)} sequences have a finite score, fewer than num_return_sequences {wanted}")
-    return _output(ids.repeat_interleave(wanted, 0), [one for some in found for one in some], config, beams, wanted)
+    out = _output(ids.repeat_interleave(wanted, 0), [one for some in found for one in some], config, beams, wanted)
+    if beams == 1 and config.output_scores and config.return_dict_in_generate:
+        out.scores = _scores(model, out.sequences, mask, logits_processor, ids.shape[1])
+    return out
 
 
 def _sampling(config: Any, processors: Any, new: int) -> SamplingConfig:
@@ -218,11 +250,6 @@ def _check(config: Any, criteria: Any, model_kwargs: dict[str, Any]) -> None:
         value = getattr(config, name, None)
         if value not in neutral:
             raise UsageError(f"{name} is {shorten(value)}, which is not supported: drop it")
-    if config.output_scores and (config.num_beams or 1) == 1:
-        raise UsageError(
-            "output_scores is true with one beam: it asks for scores of the whole vocabulary, which are not kept: "
-            "drop it, or use Engine with token_logprobs"
-        )
     for one in criteria:
         if type(one).__name__ not in CRITERIA:
             raise UsageError(f"stopping_criteria has a {type(one).__name__}, which is not supported: drop it")
@@ -254,19 +281,70 @@ def _prompts(ids: Tensor, mask: Tensor | None, positions: Tensor | None, copies:
 
 
 def _warps(processors: Any, drawn: bool) -> dict[str, float | int]:
-    """Sampling settings of the prepared logits processors. Raises UsageError for any other one."""
+    """Sampling settings of the prepared logits processors. Raises UsageError for one that is no setting of ours."""
     found: dict[str, float | int] = {"top_k": 0}
     seen: set[str] = set()
     for one in processors:
         name = type(one).__name__
-        if name == PREFIXES:
-            continue
-        if name not in WARPERS or name in seen or not drawn:
-            raise UsageError(f"logits_processor has a {name}, which is not supported: drop what asks for it")
+        if name in seen:
+            raise UsageError(f"logits_processor has two of {name}, and only one is supported: drop one")
         seen.add(name)
-        field = WARPERS[name]
-        found[field] = getattr(one, field)
+        if name in WARPERS and drawn:
+            found[WARPERS[name]] = getattr(one, WARPERS[name])
+        elif name != PREFIXES and name not in RULES:
+            asked = f", which {ARGUMENTS[name]} asks for," if name in ARGUMENTS else ""
+            raise UsageError(f"logits_processor has a {name}{asked} and it is not supported: drop it")
     return found
+
+
+def _rules(processors: Any, ids: Tensor, mask: Tensor | None) -> str:
+    """Token rules of the prepared logits processors. ids, mask: [B, T] or more rows. Raises UsageError."""
+    rules = {"min_new_tokens": 0}
+    for one in processors:
+        name = type(one).__name__
+        if name == "RepetitionPenaltyLogitsProcessor":
+            _check_ignored(one.prompt_ignore_length, mask)
+            rules["repetition_penalty"] = one.penalty
+        elif name == "NoRepeatNGramLogitsProcessor":
+            rules["no_repeat_ngram_size"] = one.ngram_size
+        elif name in RULES:  # transformers' lengths count the padding
+            least = one.min_length - ids.shape[1] if name.startswith("MinLength") else one.min_new_tokens
+            rules["min_new_tokens"] = max(rules["min_new_tokens"], least)
+    return "none" + "".join(f",{name}={value}" for name, value in rules.items())
+
+
+def _check_ignored(ignored: Any, mask: Tensor | None) -> None:
+    """A penalty that passes over more of a prompt than its padding is refused."""
+    padding: Any = 0 if mask is None else (mask != 0).int().argmax(dim=1)
+    if (ignored is None and mask is not None) or (ignored is not None and (torch.as_tensor(ignored) != padding).any()):
+        raise UsageError(
+            "logits_processor has a RepetitionPenaltyLogitsProcessor whose prompt_ignore_length is not the padding of "
+            "the prompts, which is not supported: give repetition_penalty"
+        )
+
+
+def _check_alone(synced: object) -> None:
+    if synced:
+        raise UsageError(f"synced_gpus is {shorten(synced)}, which is not supported: drop it")
+
+
+def _scores(model: Any, sequences: Tensor, mask: Tensor | None, processors: Any, begin: int) -> tuple[Tensor, ...]:
+    """What transformers' own loop keeps of one beam: for every new token the processed logits, [B * n, V] float32 each.
+
+    sequences: [B * n, T + L]; mask: [B * n, T]; begin: T. One forward over all of it.
+    """
+    new = sequences.shape[1] - begin
+    held = sequences.new_ones(len(sequences), begin) if mask is None else mask.to(sequences)
+    held = torch.nn.functional.pad(held, (0, new), value=1)
+    given: dict[str, Any] = {"attention_mask": held}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        given["position_ids"] = (held.cumsum(1) - 1).clamp(min=0)
+    with lent(model), torch.no_grad():
+        logits = model(sequences, use_cache=False, **given).logits
+    return tuple(
+        processors(sequences[:, :end], logits[:, end - 1].to(torch.float32, copy=True))
+        for end in range(begin, begin + new)
+    )
 
 
 def _early(value: object) -> bool:

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from numba import cfunc, njit, types
+from numba.core.caching import FunctionCache
 from numba.core.event import Event, Listener, install_listener
 
-__all__ = ["Compiler"]
+__all__ = ["Compiler", "distrust"]
+
+LOCK = "dsbd.lock"  # held while kernels are looked up, compiled and kept
 
 _logger = logging.getLogger(__name__)
+_reasons: set[str] = set()  # told, why kernels cannot be kept
 
 
 class Compiler:
     """Makes kernels of the functions of one file. A line says when the first of them is not found on disk and has to be
     compiled, and one when they cannot be kept.
 
-    what: that they compute, for these lines.
+    what: that they compute, for these lines. seconds: that compiling them takes, about.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, seconds: int) -> None:
         self.what = what
-        self._kept, self._listener = True, _Told(what)
+        self._kept, self._listener = True, _Told(what, seconds)
 
     def __call__(self, signature: Any) -> Callable[[Any], Any]:
         """Make a kernel with this signature, for Python. Other threads of Python run beside it."""
@@ -38,24 +46,84 @@ class Compiler:
         with install_listener("numba:run_pass", self._listener):
             if self._kept:
                 try:
-                    return decorator(signature, cache=True, **options)(function)
+                    folder = Path(FunctionCache(function).cache_path)
+                    if (reason := distrust(folder, Path(function.__code__.co_filename))) is not None:
+                        raise OSError(reason)
+                    with _alone(folder):
+                        self._listener.folder = folder
+                        return decorator(signature, cache=True, **options)(function)
                 except (OSError, RuntimeError) as error:  # a full folder; no folder that numba may write to
-                    self._kept = False
-                    said = " ".join(str(error).split())[:160]
-                    _logger.warning("every run compiles the kernels of %s: they cannot be kept (%s)", self.what, said)
+                    self._kept, self._listener.folder = False, None
+                    said = " ".join(str(error).split())[:300]
+                    if said not in _reasons:  # a folder that is not trusted is told once, not for every file
+                        _reasons.add(said)
+                        _logger.warning(
+                            "every run compiles the kernels of %s: they cannot be kept (%s)", self.what, said
+                        )
             return decorator(signature, **options)(function)
 
 
 class _Told(Listener):  # type: ignore[misc]
-    """Hears numba compile, which it does not for what it finds on disk."""
+    """Hears numba compile, which it does not for what it finds on disk. folder: where the kernels will be kept."""
 
-    def __init__(self, what: str) -> None:
-        self._what, self._told = what, False
+    def __init__(self, what: str, seconds: int) -> None:
+        self._what, self._seconds, self._told = what, seconds, False
+        self.folder: Path | None = None
 
     def on_start(self, event: Event) -> None:
         if not self._told:
             self._told = True
-            _logger.warning("compiling the kernels of %s", self._what)
+            kept = "" if self.folder is None else f"once, kept in {self.folder}, "
+            _logger.warning("compiling the kernels of %s (%sabout %d s)", self._what, kept, self._seconds)
 
     def on_end(self, event: Event) -> None:
         pass
+
+
+def distrust(folder: Path, source: Path) -> str | None:
+    """Why compiled kernels of this folder cannot be trusted; None where they can. numba reads them as pickles, which
+    run what they hold: who may write to the folder may run code here.
+
+    source: the file of the kernels. Its owner and, where it has a group that may write to it, that group could run code
+    here anyway.
+    """
+    if not hasattr(os, "getuid"):  # a system without owners
+        return None
+    given = source.stat() if source.exists() else None
+    owners = {0, os.getuid(), *(() if given is None else (given.st_uid,))}
+    groups = {given.st_gid} if given is not None and given.st_mode & stat.S_IWGRP else set()
+    for place in (folder, *sorted(folder.glob("*.nb[ci]"))):
+        found = place.stat()
+        own = found.st_gid in groups or _private(found.st_gid)
+        writers = stat.S_IWOTH if own else stat.S_IWOTH | stat.S_IWGRP
+        if found.st_uid not in owners:
+            return f"{place} belongs to another user: remove it, or name a folder of your own by NUMBA_CACHE_DIR"
+        if found.st_mode & writers:
+            return f"{place} may be written by others: chmod go-w {place}"
+    return None
+
+
+def _private(group: int) -> bool:
+    """Whether it is this user's own group, which has the user's name where each user gets one."""
+    import grp
+    import pwd
+
+    try:
+        return bool(grp.getgrgid(group).gr_name == pwd.getpwuid(os.getuid()).pw_name)
+    except KeyError:  # a container that knows no names
+        return False
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other process looks into the folder or writes to it. numba names a kernel's file by counting those that it has
+    found, so of two processes that begin at once one would overwrite what the other's index names; they may run on
+    different processors, in a folder of both."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    with (folder / LOCK).open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

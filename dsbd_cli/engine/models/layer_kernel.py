@@ -38,7 +38,7 @@ from dsbd_cli.engine.models.layer_ops import GATED, LAYOUT, NORM, ROTATE
 
 __all__ = ["gated", "norm", "rotate"]
 
-compiled = Compiler("norms, rotations and activations")
+compiled = Compiler("norms, rotations and activations", seconds=2)
 
 # `at` is the address of a Norm, Gated or Rotate of layer_ops.py, whose fields have these offsets. numba keeps what it
 # compiled until this file changes, so a change of the fields or of lanes.py has to change it: by these numbers.

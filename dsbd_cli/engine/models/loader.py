@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dsbd_cli.config import ModelSpec
+from dsbd_cli.engine.models.checkpoint_checks import check_checkpoint, check_numbers, unsafe_pickle
 from dsbd_cli.engine.models.head import head_keys, install, read_head
 from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.linearised import LinearisedLlama, mark, unread
@@ -116,6 +117,8 @@ def load_config(folder: Path, spec: ModelSpec) -> Any:
 
     if is_gguf(folder) and importlib.util.find_spec("gguf") is None:
         raise UsageError(f"{_name(spec)} is GGUF, which needs a package: pip install 'dsbd[gguf]'")
+    if not is_gguf(folder):
+        check_checkpoint(folder, _name(spec))
     if (config := read_config(folder)) is not None:
         return config
     try:
@@ -151,6 +154,8 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(f"{_name(spec)} does not fit in memory: {_said(error)}") from error
     except Exception as error:
+        if (refused := unsafe_pickle(folder, error, _name(spec))) is not None:
+            raise refused from None
         if "Unrecognized configuration class" in str(error):
             raise UnsupportedModelError(
                 f"{_name(spec)} is a {config.model_type}, which is neither a causal language model nor an "
@@ -164,6 +169,7 @@ def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]
             f"{_name(spec)} has {lost[0]}, a weight of linear attention, in a pickled file without an index, where "
             "such weights are not looked for: convert it to safetensors"
         )
+    check_numbers(model.named_parameters(), _name(spec))
     if head is not None:
         install(model, head, _name(spec))
     return model

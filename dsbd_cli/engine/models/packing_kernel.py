@@ -34,7 +34,7 @@ from dsbd_cli.engine.models.packing import LAYOUT, MULTIPLY, bfloat16_tile
 
 __all__ = ["multiply"]
 
-compiled = Compiler("linear layers")
+compiled = Compiler("linear layers", seconds=3)
 
 # `at` is the address of a packing.Multiply, whose fields have these offsets. numba keeps what it compiled until this
 # file changes, so a change of the fields or of lanes.py has to change it: by these numbers.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +17,7 @@ from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.drafting import AnyDraft, BridgedDraft
 from dsbd_cli.engine.models.adapter import TransformersForest
 from dsbd_cli.engine.models.causal import CausalForestModel
+from dsbd_cli.engine.models.checkpoint_checks import stored_bytes
 from dsbd_cli.engine.models.fused import Fused, LayerKernels, fuse, layer_kernels
 from dsbd_cli.engine.models.generation import settings_notes
 from dsbd_cli.engine.models.head import installed
@@ -34,7 +37,11 @@ from dsbd_cli.kernels.trial import faults
 
 __all__ = ["LoadedPair", "check_pair", "load_model", "load_pair", "markers", "trimmed_target"]
 
+TOLD_BYTES = 64 << 20  # loading less takes no time that needs a line
+
 _SHOWN = 3
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +138,21 @@ def _dtype_name(model: TransformersForest) -> str:
 
 def load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
     """One model, its weights packed where it runs on the CPU, self-tested, and its codec. A target that is to be
-    `invariant` is asked whether it is."""
+    `invariant` is asked whether it is. Of a large one a line is logged before and after."""
+    size, began = stored_bytes(locate(spec)), time.monotonic()
+    if size < TOLD_BYTES:
+        return _load_model(spec)
+    _logger.info("loading %s (%s)", spec.source, _size(size))
+    loaded = _load_model(spec)
+    _logger.info("loaded %s in %.0f s", spec.source, time.monotonic() - began)
+    return loaded
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def _load_model(spec: ModelSpec) -> tuple[TransformersForest, HFCodec]:
     model, tokenizer, ranks = _loaded(spec)
     paired = bool(getattr(model.config, "is_encoder_decoder", False))
     digest = encoder_digest(model) if paired else None

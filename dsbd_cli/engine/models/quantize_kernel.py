@@ -56,7 +56,7 @@ from dsbd_cli.engine.models.quantize import LEVELS as MOST
 
 __all__ = ["levelize", "multiply"]
 
-compiled = Compiler("int8 layers")
+compiled = Compiler("int8 layers", seconds=3)
 
 # `at` is the address of a quantize.Levelize or Multiply, whose fields have these offsets. numba keeps what it compiled
 # until this file changes, so a change of the fields or of lanes.py has to change it: by these numbers.

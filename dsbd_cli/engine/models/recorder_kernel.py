@@ -16,7 +16,7 @@ from dsbd_cli.engine.models.recorder import LAYOUT, RUN
 
 __all__ = ["run"]
 
-compiled = Compiler("recordings")
+compiled = Compiler("recordings", seconds=1)
 
 # `at` is the address of a recorder.Run, whose fields have these offsets. numba keeps what it compiled until this file
 # changes, so a change of the fields or of lanes.py has to change it: by these numbers.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +20,9 @@ from dsbd_cli.token_rules import Timestamps, TokenRules, asked_rules
 
 __all__ = ["WhisperCodec", "read_audio"]
 
+MOST_SAMPLES = 1 << 26  # of all channels: 256 MiB, and 30 seconds of 11 channels at 192 kHz
+LOUDEST = 2.0**31  # 1 is full scale; the power of what is larger would overflow
+
 
 def read_audio(path: str, rate: int, seconds: float) -> Tensor:
     """A sound file as one channel at `rate` samples per second: [samples] float32.
@@ -31,19 +36,31 @@ def read_audio(path: str, rate: int, seconds: float) -> Tensor:
     except ImportError as error:
         raise UsageError(f"rows with audio need the extra audio ({error}): pip install 'dsbd[audio]'") from None
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or a device may never end
+            raise InvalidRowError(f"audio is {shorten(path)}, which is no file")
         with soundfile.SoundFile(path) as file:
-            length, own = file.frames / file.samplerate, file.samplerate
-            if length > seconds:
+            own, samples = file.samplerate, file.frames * file.channels
+            if own < 1:
+                raise InvalidRowError(f"audio is {shorten(path)}, which has {own} samples per second")
+            if (length := file.frames / own) > seconds:
                 raise PromptTooLongError(
                     f"audio is {shorten(path)}, {length:.1f} seconds long, but the target takes {seconds:g}: cut it"
                 )
+            if samples > MOST_SAMPLES:
+                raise InvalidRowError(
+                    f"audio is {shorten(path)}, which has {samples} samples, but must have at most {MOST_SAMPLES}"
+                )
             wave = file.read(dtype="float32", always_2d=True).mean(1)
-    except (OSError, RuntimeError) as error:  # soundfile's own errors are RuntimeErrors
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        # soundfile's own errors are RuntimeErrors; TypeError: a file without a header, by its name; ValueError: a path
         said = " ".join(str(error).split())[:120]
         raise InvalidRowError(f"audio is {shorten(path)}, which cannot be read: {said}") from None
+    if not (abs(wave) <= LOUDEST).all():  # nor is NaN
+        raise InvalidRowError(f"audio is {shorten(path)}, whose samples are not all finite numbers")
+    wave = soxr.resample(wave, own, rate) if len(wave) else wave
     if not len(wave):
         raise InvalidRowError(f"audio is {shorten(path)}, which holds no sound")
-    return torch.from_numpy(soxr.resample(wave, own, rate))
+    return torch.from_numpy(wave)
 
 
 class WhisperCodec(Seq2SeqCodec):

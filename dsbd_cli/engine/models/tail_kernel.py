@@ -46,7 +46,7 @@ from dsbd_cli.engine.models.tail import ATTEND, LAYOUT, LIST
 
 __all__ = ["attend", "list_slots"]
 
-compiled = Compiler("attention")
+compiled = Compiler("attention", seconds=3)
 
 # The kernel. `at` is the address of a tail.Attend, whose fields have these offsets. numba keeps what it compiled until
 # this file changes, so a change of the fields or of lanes.py has to change it: by these numbers.

@@ -32,7 +32,7 @@ from dsbd_cli.engine.models.totals import LAYOUT, TOTAL
 
 __all__ = ["totals"]
 
-compiled = Compiler("sums over the vocabulary")
+compiled = Compiler("sums over the vocabulary", seconds=1)
 
 # `at` is the address of a totals.Total, whose fields have these offsets. numba keeps what it compiled until this file
 # changes, so a change of the fields or of lanes.py has to change it: by these numbers.

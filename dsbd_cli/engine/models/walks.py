@@ -70,7 +70,7 @@ SIDE = 4  # vectors of a tile
 TILE = LANES * SIDE  # columns of a state that are worked on together
 MANY, SOME = (6, 3) if LANES == 16 else (3, 2)  # rows of a product whose sums fit into the registers
 AHEAD = 512  # numbers
-compiled = Compiler("recurrent layers")
+compiled = Compiler("recurrent layers", seconds=15)
 
 # see lanes.py: what numba keeps of this file's kernels is made of that one, too
 assert lanes.SOURCE == 0x715CF963, f"lanes.py changed: write {lanes.SOURCE:#x}"

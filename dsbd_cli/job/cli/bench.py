@@ -16,6 +16,7 @@ from dsbd_cli.job.cli.bench_options import (
     DEFAULT_RECORDS,
     DEFAULT_ROUNDS,
     DEFAULT_TASKS,
+    OWN_TASK,
     BenchOutputs,
     ChoiceOptions,
     DataOptions,
@@ -23,7 +24,7 @@ from dsbd_cli.job.cli.bench_options import (
 )
 from dsbd_cli.job.cli.declare import grouped
 from dsbd_cli.job.cli.files import check_report_files
-from dsbd_cli.job.cli.messages import duration, log, say
+from dsbd_cli.job.cli.messages import duration, hush, log, say
 from dsbd_cli.job.cli.options import (
     AnswerOptions,
     DeviceOptions,
@@ -32,7 +33,7 @@ from dsbd_cli.job.cli.options import (
     PairOptions,
     SamplingOptions,
 )
-from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
+from dsbd_cli.job.cli.settings import RunSettings, drafts, model_specs, run_settings
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.data.resume import write_atomically
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
@@ -75,7 +76,9 @@ def bench(
 
     Without options: the built-in pair on its two tasks, in under two minutes. Ctrl-C prints what is measured by then.
     """
-    draft_wanted = pair.draft != "none"
+    hush(outputs.quiet)
+    data = _of_input(data)
+    draft_wanted = drafts(pair)
     records, shots = data.records or DEFAULT_RECORDS, data.shots or 0
     dev_records = records if choice.dev_records is None else choice.dev_records
     planned = _plan(sweep, draft_wanted, tuned=dev_records > 0)
@@ -184,6 +187,18 @@ def _takes_cold(setting: Setting) -> bool:
     return isinstance(setting.config, MethodConfig) and setting.config.takes_cold
 
 
+def _of_input(data: DataOptions) -> DataOptions:
+    """--input as the data of a task. Raises UsageError for what cannot be used with it."""
+    if data.input is None:
+        if OWN_TASK in [name.strip() for name in (data.task or "").split(",")]:
+            raise UsageError(f"--task {OWN_TASK} is no task: name the prompts with --input")
+        return data
+    for name in ("task", "data"):
+        if getattr(data, name) is not None:
+            raise UsageError(f"--input and --{name} cannot be used together: give one of them")
+    return dataclasses.replace(data, task=OWN_TASK, data=data.input)
+
+
 def _datasets(data: DataOptions, choice: ChoiceOptions, shots: int, *, chosen: bool) -> tuple[list[Dataset], list[str]]:
     """The data sets, and what is to be said of them. chosen: on dev records, where answers are scored."""
     names = [name.strip() for name in (data.task or DEFAULT_TASKS).split(",")]
@@ -193,7 +208,7 @@ def _datasets(data: DataOptions, choice: ChoiceOptions, shots: int, *, chosen: b
     if data.data is not None and len(names) > 1:
         raise UsageError(f"--data {data.data} belongs to one task, but --task is {', '.join(names)}: name one")
     if choice.dev_data is not None and data.data is None:
-        raise UsageError(f"--dev-data {choice.dev_data} goes with --data, which is not given")
+        raise UsageError(f"--dev-data {choice.dev_data} goes with --input or --data, but neither is given")
     opened = [open_dataset(name, data.data, choice.dev_data, data.metric) for name in names]
     if shots:
         opened = [with_shots(one, shots) for one in opened]
@@ -223,6 +238,7 @@ def _load(settings: RunSettings, devices: DeviceOptions, planned: Sequence[Setti
         batch_size=settings.batch_size,
         log_steps=False,
         allow=settings.allow,
+        threads=devices.threads,
     )
 
 

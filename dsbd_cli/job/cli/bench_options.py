@@ -19,6 +19,7 @@ __all__ = [
     "DEFAULT_RECORDS",
     "DEFAULT_ROUNDS",
     "DEFAULT_TASKS",
+    "OWN_TASK",
     "BenchOutputs",
     "ChoiceOptions",
     "DataOptions",
@@ -27,6 +28,7 @@ __all__ = [
 
 DATA, METHODS_PANEL, CHOICE, OUTPUT = MAIN, "Methods and their settings", "Choice of a fuzzy threshold", "Output"
 DEFAULT_TASKS, DEFAULT_RECORDS, DEFAULT_ROUNDS = "sql,qa", 24, 1
+OWN_TASK = "jsonl"  # what --input is called in a report
 _METHOD = MethodConfig()
 
 
@@ -34,19 +36,27 @@ _METHOD = MethodConfig()
 class DataOptions:
     """What is answered."""
 
+    input: Path | None = option(
+        DATA,
+        "prompts of your own, as generate reads them, with reference or relevant where answers are to be scored",
+        "-i",
+        metavar="FILE",
+    )
     task: str | None = option(
-        DATA, f"{', '.join(TASK_NAMES)}, or both built-in ones with a comma", default=DEFAULT_TASKS, metavar="TASK"
+        DATA,
+        f"{', '.join(name for name in TASK_NAMES if name != OWN_TASK)}, or both built-in ones with a comma",
+        default=f"{DEFAULT_TASKS}, or what is in --input",
+        metavar="TASK",
     )
     data: Path | None = option(
         DATA,
         "squad: the official JSON file, v1.1 or v2.0; spider: the folder with dev.json, tables.json and "
-        "database; mt-bench: question.jsonl; jsonl: lines with prompt or messages, and reference or relevant if "
-        "answers are to be scored",
+        "database; mt-bench: question.jsonl",
         metavar="PATH",
     )
     metric: str | None = option(
         DATA,
-        "how all answers, best first, are held against relevant, the ids of a line of task jsonl: hit@K, ndcg@K, mrr",
+        "how all answers, best first, are held against relevant, the ids of a line of --input: hit@K, ndcg@K, mrr",
         default=DEFAULT_METRICS,
         metavar="NAME,...",
     )
@@ -113,8 +123,8 @@ class ChoiceOptions:
     )
     dev_data: Path | None = option(
         CHOICE,
-        "dev records, in the form of --data",
-        default="the task's own, else every second record of --data, which is then not reported on",
+        "dev records, in the form of --input or --data",
+        default="the task's own, else every second record of --input or --data, which is then not reported on",
         metavar="PATH",
     )
     fuzzy_tolerance: float | None = option(

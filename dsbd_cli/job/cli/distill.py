@@ -16,7 +16,7 @@ from dsbd_cli.config import BUILTIN_TARGET, DEFAULT_DEPTH, DTYPES, Dtype, Method
 from dsbd_cli.errors import DsbdError, UsageError, option_name
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.files import read_prompts
-from dsbd_cli.job.cli.messages import duration, log, say, status_line, warn, whole
+from dsbd_cli.job.cli.messages import duration, hush, log, say, status_line, warn, whole
 from dsbd_cli.job.cli.options import (
     MAIN,
     Decode,
@@ -43,6 +43,7 @@ __all__ = ["distill"]
 DISTILL = "Distillation"
 ANSWERS, CHECKPOINT = "answers.jsonl", "checkpoint"
 STEPS = 1000
+FEW_PROMPTS = 500
 CUT_RATE, NEW_RATE = 5e-4, 1e-3  # of the target's own layers, of a small Llama
 HELD_OUT_BETWEEN = 16  # of the prompts that are held out, before the end
 EVALUATIONS = 8
@@ -107,6 +108,7 @@ class DistillOptions:
     device: str | None = option(
         DISTILL, "as of generate; with a comma the target's and the draft's", default="auto", metavar="DEVICE"
     )
+    threads: int | None = option(DISTILL, "processor threads, as of generate", metavar="N", least=1)
     trust_remote_code: bool | None = flag(DISTILL, "run code that a checkpoint brings with it")
     quiet: bool | None = flag(DISTILL, "nothing but errors", "-q")
 
@@ -123,8 +125,9 @@ def distill(options: DistillOptions, arguments: Sequence[str]) -> None:
     The target answers the prompts, and the draft learns the target's law after every token of the answers. Acceptance
     on held-out prompts is measured before, meanwhile and after.
 
-    Ctrl-C keeps what is done; the same command goes on.
+    Ctrl-C keeps what is done, and leaves the draft so far in --output; the same command goes on.
     """
+    hush(options.quiet)
     if options.input is None:
         raise UsageError("--input is missing: name a file of prompts")
     if options.output is None:
@@ -225,6 +228,10 @@ class _Distilling:
             raise UsageError(
                 f"{name} holds {len(found)} prompts, but {HELD_OUT_EVERY} or more are needed: hundreds are better"
             )
+        if len(found) < FEW_PROMPTS:
+            self._talk.warn(
+                f"{name} holds {len(found)} prompts: below {FEW_PROMPTS} a draft hardly learns more than these"
+            )
         return found, digest.hexdigest()
 
     def _begin(self, shape: StudentShape, digest: str) -> Record:
@@ -293,7 +300,7 @@ class _Distilling:
         from dsbd_cli.engine.decoding.load import load
 
         self._talk.now("loading the target")
-        engine = load(self._spec, None, method=self._settings.method)
+        engine = load(self._spec, None, method=self._settings.method, threads=self._options.threads)
         self._check_stopped()
         return engine
 
@@ -325,9 +332,27 @@ class _Distilling:
     # The draft
 
     def _train(self, engine: Engine, shape: StudentShape, held: list[Request]) -> None:
-        from dsbd_cli.engine.models.student import publish_student, remove, stored_dtype
+        training = self._training(engine, shape)
+        try:
+            self._take_steps(engine, training, held)
+        except StoppedError:
+            if training.step:
+                self._publish(training)
+                self._talk.line(f"{self._folder} holds the draft of step {training.step}, which --draft takes as it is")
+            else:
+                self._talk.line(f"{self._folder} holds no draft yet, because no step was taken")
+            raise
 
-        training, record = self._training(engine, shape), self._record
+    def _publish(self, training: Training) -> None:
+        """The draft so far, in --output."""
+        from dsbd_cli.engine.models.student import publish_student, stored_dtype
+
+        publish_student(training.student, self._spec, self._folder, stored_dtype(self._spec))
+
+    def _take_steps(self, engine: Engine, training: Training, held: list[Request]) -> None:
+        from dsbd_cli.engine.models.student import remove
+
+        record = self._record
         steps = record.plan.steps
         every = max(1, steps // EVALUATIONS)
         first, saved, losses = training.step, time.monotonic(), list[float]()
@@ -337,6 +362,8 @@ class _Distilling:
                 self._save(training)
                 began = time.monotonic()
                 self._reach_with(engine, training.step, losses, self._folder / CHECKPOINT, held)
+                if training.step and _is_best(record.milestones):
+                    self._publish(training)
                 saved = time.monotonic()
                 measured.append(saved - began)
             began = time.monotonic()
@@ -356,7 +383,7 @@ class _Distilling:
                 saved = time.monotonic()
                 self._check_stopped()
         self._save(training)
-        publish_student(training.student, self._spec, self._folder, stored_dtype(self._spec))
+        self._publish(training)
         self._reach_with(engine, steps, losses, self._folder, held)
         record.complete = True
         record.write(self._folder)
@@ -441,6 +468,12 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
+def _is_best(milestones: Sequence[Milestone]) -> bool:
+    """Whether at the last one a target call yields as many steps as at any before."""
+    steps = [one.acceptance.steps_per_call if one.acceptance else 0.0 for one in milestones]
+    return steps[-1] == max(steps)
+
+
 def _said(one: Milestone) -> str:
     if one.acceptance is None:
         return "nothing was drafted"
@@ -459,6 +492,27 @@ def _speed_said(speed: Speed) -> str:
     return f"{said}; a draft of this size pays where more than {speed.pays_from:.0%} of the layers pass"
 
 
+EXPLAINED = (
+    "loss: how far the draft's law is from the target's; 0: it is the same",
+    "layers that pass: how often the target keeps the 1st, the 2nd, .. drafted layer, of the times that it gets there",
+    "steps per target call: tokens by which one run of the target makes each beam longer; 1 without a draft",
+    "expected tokens/s: on this machine, from measured forwards and the shares above",
+)
+
+
+def _verdict(speed: Speed) -> str:
+    """Whether drafting makes the target faster here, and what it would take."""
+    said = f"{speed.drafted:.1f} tokens/s are expected with it, {speed.plain:.1f} without"
+    if speed.drafted > speed.plain:
+        return f"this draft pays: {said}"
+    if speed.pays_from is None:
+        return f"this draft does not pay: {said}; nor would it if every layer passed: give fewer --layers"
+    return (
+        f"this draft does not pay: {said}; it would where more than {speed.pays_from:.0%} of the layers pass: give "
+        "more prompts and --steps, or fewer --layers"
+    )
+
+
 def _show(record: Record, folder: Path, held: int) -> None:
     from dsbd_cli.lab.reports.screen import Screen, before_and_after
 
@@ -472,5 +526,9 @@ def _show(record: Record, folder: Path, held: int) -> None:
     table.add_row("without a draft", *(f"{one.speed.plain:.1f}" if one.speed else "-" for one in ends))
     console = Screen(sys.stdout)
     console.print(table)
+    for line in EXPLAINED:
+        console.say(line)
+    if last.speed is not None:
+        console.say(_verdict(last.speed))
     command = whole(f"dsbd generate --target {record.plan.target} --draft {folder}")
     console.say(f"{folder} is written, measured on {held} held-out prompts: {command}")

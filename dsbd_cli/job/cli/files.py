@@ -15,8 +15,8 @@ from typing import BinaryIO
 from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.job.cli.messages import whole
 from dsbd_cli.job.cli.options import STANDARD, FileOptions
-from dsbd_cli.job.data.compression import open_input
-from dsbd_cli.job.data.jsonl import check_new
+from dsbd_cli.job.data.compression import check_whole, open_input
+from dsbd_cli.job.data.jsonl import check_new, read_blocks
 from dsbd_cli.job.data.source import LineSource
 from dsbd_cli.job.records import RowReader
 from dsbd_cli.requests import Request
@@ -26,6 +26,7 @@ __all__ = [
     "can_resume",
     "check_files",
     "check_report_files",
+    "count_rows",
     "file_hash",
     "is_special",
     "open_source",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 COMPRESSED = (".gz", ".zst")
+MAX_COUNTED_BYTES = 256 << 20
 
 
 def is_special(path: Path) -> bool:
@@ -115,7 +117,10 @@ def _check_resume(files: FileOptions) -> None:
 
 
 def _same(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve() and not (one.exists() and not one.is_file())
+    """Whether two names are one file, links of any kind included."""
+    if one.is_file() and other.is_file():
+        return one.samefile(other)
+    return one.resolve() == other.resolve() and not one.exists()
 
 
 def file_hash(option: str, path: Path) -> str:
@@ -125,17 +130,30 @@ def file_hash(option: str, path: Path) -> str:
 
 
 def open_source(files: FileOptions, stack: ExitStack) -> tuple[BinaryIO, str, int | None]:
-    """The input, its name, and its size in bytes where that is known. Raises UsageError."""
+    """The input, its name, and its size in bytes where that is known. A compressed file is read through first, so that
+    one that is cut is told before a model is loaded. Raises UsageError."""
     path = files.input
     if path is not None and path != STANDARD:
         with reading(f"--input {path}"):
-            size = path.stat().st_size if path.is_file() and path.suffix not in COMPRESSED else None
+            plain = path.suffix not in COMPRESSED
+            size = path.stat().st_size if path.is_file() and plain else None
+            if path.is_file() and not plain:
+                check_whole(path)
             return stack.enter_context(open_input(path)), str(path), size
     if sys.stdin is None:
         raise UsageError("standard input is closed: name a file with --input")
     if path is None and sys.stdin.isatty():
         raise UsageError("no input: use dsbd generate < prompts.jsonl, or --input FILE (--input - reads the terminal)")
     return sys.stdin.buffer, "standard input", None
+
+
+def count_rows(files: FileOptions, size: int | None) -> int | None:
+    """Rows of the input, from a pass of its own; None where it is too large for one, or no plain file. size: as
+    `open_source` gives it. Raises UsageError."""
+    if files.input is None or size is None or size > MAX_COUNTED_BYTES:
+        return None
+    with reading(f"--input {files.input}"), files.input.open("rb") as stream:
+        return sum(len(lines) for lines in read_blocks(stream))
 
 
 def check_report_files(files: Mapping[str, Path | None], *, existing: str | None) -> None:

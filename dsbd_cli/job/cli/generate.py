@@ -12,10 +12,10 @@ import typer
 
 from dsbd_cli._version import __version__
 from dsbd_cli.config import MethodConfig, ModelSpec
-from dsbd_cli.errors import plural
+from dsbd_cli.errors import UsageError, plural
 from dsbd_cli.job.cli.declare import grouped, help_texts
-from dsbd_cli.job.cli.files import can_resume, check_files, file_hash, open_source, resuming, writes
-from dsbd_cli.job.cli.flow import MakeRecord, RowFlow, TooManyErrorsError
+from dsbd_cli.job.cli.files import can_resume, check_files, count_rows, file_hash, open_source, resuming, writes
+from dsbd_cli.job.cli.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
 from dsbd_cli.job.cli.layers import job_text
 from dsbd_cli.job.cli.messages import say
 from dsbd_cli.job.cli.options import (
@@ -38,7 +38,7 @@ from dsbd_cli.job.cli.shard import Shard, shard_of, sharded_files
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import Summary, rows_exit_code
 from dsbd_cli.job.data.source import LineSource
-from dsbd_cli.job.records import MethodRecord, run_fingerprint
+from dsbd_cli.job.records import LongLine, MethodRecord, Row, run_fingerprint
 
 if TYPE_CHECKING:
     from dsbd_cli.scale.pool import PoolConfig
@@ -49,6 +49,11 @@ __all__ = ["generate"]
 NOT_INVARIANT = (
     "on this machine the target's logits depend on what else is in a forward, so that rounding may change a text with "
     "the draft or the batch: records say same-law, not same-text (see docs/numerics.md)"
+)
+
+PLAIN = (
+    "the target has a chat template, but prompts are given to it as they stand: --chat puts each through the template, "
+    "--no-chat ends this line"
 )
 
 WIDE = 32  # beams; from here on a run says what memory a row takes
@@ -83,7 +88,9 @@ def generate(
     """
     begin_talk(talk)
     strict = files.input_format == "strict"
-    settings = run_settings(pair, method, sampling, devices, failing, strict=strict, answers=answers)
+    settings = run_settings(
+        pair, method, sampling, devices, failing, strict=strict, chat=bool(files.chat), answers=answers
+    )
     groups = (files, failing, pair, method, sampling, answers, devices, scale, talk)
     if job.print_config:
         typer.echo(job_text(groups, help_texts(groups)))
@@ -115,6 +122,8 @@ class _Run:
     ) -> None:
         """demonstrates: nobody has named a model, and it is to be told."""
         self._demonstrates = demonstrates
+        self._plain = False  # a row with a plain prompt has come
+        self._templated = False  # the target has been loaded, and has a chat template
         self._files, self._settings, self._devices, self._arguments = files, settings, devices, arguments
         self._ordered, self._pool = scale.order != "done", pool_config(scale, devices)
         self._workers_open = ExitStack()
@@ -126,6 +135,7 @@ class _Run:
             numerics=devices.numerics or "invariant",
             on_too_long=settings.on_too_long,
             strict=settings.rows.strict,
+            chat=settings.rows.chat or None,
             input_format="text" if files.input_format == "text" else "auto",
             output_format=files.output_format or "native",
             allow=None if settings.allow is None else file_hash("--allow", settings.allow),
@@ -137,7 +147,7 @@ class _Run:
             assert files.input is not None
             self._fingerprint |= shard.settings(files.input)
         self._signals = StopSignals(quiet=bool(talk.quiet))
-        self.reporter = Reporter(talk, files.output)
+        self.reporter = Reporter(talk, files.output, says_why=files.output_format != "text")
 
     def answer(self) -> int:
         """Answer the rows; returns the exit code of a run that came to its end."""
@@ -145,7 +155,8 @@ class _Run:
             stack.enter_context(self._signals)
             stack.enter_context(self._workers_open)  # left after the summary, whose seconds they are not
             stream, name, size = open_source(self._files, stack)
-            self.reporter.input_bytes = size
+            self.reporter.input_bytes, rows = size, count_rows(self._files, size)
+            self.reporter.input_rows = rows if rows is None or self._shard is None else self._shard.rows(rows)
             outputs = stack.enter_context(Outputs(self._files, self._fingerprint))
             outputs.tell(self.reporter)
             settings = {**self._fingerprint, "batch_size": self._settings.batch_size}
@@ -156,44 +167,53 @@ class _Run:
             self._answer(flow, outputs, summary)
             if self._shard is not None:
                 source.check()
-                outputs.complete(flow.rows_read)
+                outputs.complete(flow.rows_read, flow.input_digest)
         return rows_exit_code(self.reporter.totals)
 
     def _flow(self, source: LineSource, outputs: Outputs) -> RowFlow:
         rows = self._settings.rows
         return RowFlow(
             source,
-            rows.read_text if self._files.input_format == "text" else rows.read,
+            self._noted(rows.read_text if self._files.input_format == "text" else rows.read),
             self.reporter,
             done=outputs.done,
             max_errors=self._settings.max_errors,
             stopping=lambda: self._signals.number is not None,
+            begin=outputs.begin,
             ordered=self._ordered,
             shard=self._shard,
         )
 
+    def _noted(self, read: ReadRow) -> ReadRow:
+        """Rows as they are read, so that plain prompts are told of."""
+
+        def noting(line: bytes | LongLine, *, index: int, number: int) -> Row:
+            row = read(line, index=index, number=number)
+            if row.request is not None and row.request.prompt is not None and not self._plain:
+                self._plain = True
+                self._tell_plain()
+            return row
+
+        return noting
+
+    def _tell_plain(self) -> None:
+        """One line where prompts are given as they stand to a target that was trained on conversations, and nobody has
+        said that it shall be so."""
+        if self._plain and self._templated and self._files.chat is None:
+            self.reporter.warn(PLAIN)
+
     def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
         totals = self.reporter.totals
         try:
-            engine = self._load(summary) if outputs.done is None or flow.anything_left() or outputs.is_empty else None
+            if self._needs_engine(flow, outputs):
+                self._run(flow, outputs, summary)
+            elif outputs.is_empty:
+                outputs.begin()  # a run without rows has to make its file, too
+        except TooManyErrorsError as error:
+            raise TooManyErrorsError(f"{error}; {self._how_to_resume()}") from None
         except StoppedError:
             self.reporter.stop()
             raise
-        if engine is not None:
-            summary.info = engine.info
-            for line in () if engine.info is None else engine.info.told:
-                self.reporter.warn(line)
-            if engine.exactness != self._method.method.exactness:
-                self._method = replace(self._method, exactness=engine.exactness)
-                if self._devices.numerics != "fast":
-                    self.reporter.warn(NOT_INVARIANT)
-            writer, steps = outputs.begin()
-            self.reporter.begin(_describe(self._settings, engine), steps=lambda: engine.steps)
-            self._signals.on_stop = engine.stop
-            try:
-                flow.run(engine, self._maker(outputs.created, engine), writer, steps)
-            except TooManyErrorsError as error:
-                raise TooManyErrorsError(f"{error}; {self._how_to_resume()}") from None
         if (number := self._signals.number) is not None:
             self.reporter.summary(f"stopped: {totals.line()}; {self._how_to_resume()}", always=True)
             raise StoppedError(number)
@@ -204,14 +224,45 @@ class _Run:
             )
         self.reporter.summary(totals.line())
 
-    def _maker(self, created: int, engine: RunsRequests) -> MakeRecord:
-        """How this run writes a row."""
+    def _needs_engine(self, flow: RowFlow, outputs: Outputs) -> bool:
+        """Whether there is a row that no earlier run has answered, and that can be read; those before it are written.
+        A signal ends this as it ends a run."""
+        self._signals.on_stop = lambda: None
+        needed = flow.needs_engine(self._maker(outputs.created, None))
+        self._signals.on_stop = None
+        return needed and self._signals.number is None
+
+    def _run(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
+        """Load the models and answer the rows."""
+        engine = self._load(summary)
+        summary.info = engine.info
+        for line in () if engine.info is None else engine.info.told:
+            self.reporter.warn(line)
+        if engine.info is not None:
+            self._method = replace(self._method, threads=engine.info.threads)
+            self._templated = engine.info.chat
+            if self._files.chat and not engine.info.chat:
+                raise UsageError(f"--chat: target {self._settings.target} has no chat template: drop it")
+        self._tell_plain()
+        if engine.exactness != self._method.method.exactness:
+            self._method = replace(self._method, exactness=engine.exactness)
+            if self._devices.numerics != "fast":
+                self.reporter.warn(NOT_INVARIANT)
+        outputs.begin()
+        self.reporter.begin(_describe(self._settings, engine), steps=lambda: engine.steps)
+        self._signals.on_stop = engine.stop
+        flow.run(engine, self._maker(outputs.created, engine))
+
+    def _maker(self, created: int, engine: RunsRequests | None) -> MakeRecord:
+        """How this run writes a row. engine: None while only rows are written that have failed without one."""
         first, make = replace(self._method, created=created), writes(self._files).load()
-        promised = engine.exactness
+        promised = None if engine is None else engine.exactness
         assert callable(make), "checked at the start"
 
         def method() -> MethodRecord:  # a kernel that fails takes with it what was promised of the rows to come
-            return first if engine.exactness == promised else replace(first, exactness=engine.exactness)
+            if engine is None or engine.exactness == promised:
+                return first
+            return replace(first, exactness=engine.exactness)
 
         return lambda row, result: bytes(make(row, result, method()))
 
@@ -238,6 +289,7 @@ class _Run:
             cuda_graphs=devices.cuda_graphs,
             kernels=devices.wanted_kernels,
             allow=settings.allow,
+            threads=devices.threads,
         )
         answering: RunsRequests
         if self._pool is not None:
@@ -277,7 +329,9 @@ def _describe(settings: RunSettings, engine: RunsRequests) -> str:
     footprint = getattr(engine, "footprint", None)  # an engine of this process says it, workers do not
     allowed += f"; {footprint}" if footprint and method.num_beams >= WIDE else ""
     models = f"target {settings.target}" + (f", draft {settings.draft}" if settings.draft else "")
-    models += f" ({info.dtype}, {info.device})" if info is not None else ""
+    if info is not None:
+        threads = "" if info.threads is None else f", {plural(info.threads, 'thread')}"
+        models += f" ({info.dtype}, {info.device}{threads})"
     return (
         f"{models}; rule {method.rule}, {method.num_beams} beams, {drafts}, width {method.width} ({engine.exactness})"
         f"{allowed}"

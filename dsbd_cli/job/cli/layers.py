@@ -151,7 +151,7 @@ def _from_environment(table: dict[str, _Field]) -> Iterator[tuple[str, object]]:
 
 def variable(name: str) -> str:
     """DSBD_NUM_BEAMS for num_beams."""
-    return PREFIX + name.upper()
+    return PREFIX + name.rstrip("_").upper()
 
 
 def _read(field: _Field, text: str, place: str) -> object:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import typer
 
 from dsbd_cli.errors import DsbdError, UsageError
 from dsbd_cli.job.cli.declare import Existing, Output, Quiet
+from dsbd_cli.job.cli.files import is_special
 from dsbd_cli.job.cli.messages import say, warn
 from dsbd_cli.job.cli.settings import TYPED
 from dsbd_cli.job.cli.shard import SHARD_SETTINGS, shard_of
 from dsbd_cli.job.cli.summary import ROWS_FAILED
+from dsbd_cli.job.data.compression import frame_maker
 from dsbd_cli.job.data.jsonl import LineWriter, check_new
+from dsbd_cli.job.data.lock import open_locked, open_shared
 from dsbd_cli.job.data.parts import Part, in_order, one_after_another, scan
 from dsbd_cli.job.data.resume import Settings, read_run, settings_file, write_settings
 from dsbd_cli.job.records import fingerprint_difference
@@ -44,26 +48,23 @@ def merge(
     --partial, is missing.
     """
     check_new(output, option="--output", overwrite=existing == "overwrite")
+    if is_special(output):
+        raise UsageError(f"--output {output} is no ordinary file, which cannot be replaced in one step: name a file")
     if any(path.resolve() == output.resolve() for path in parts):
         raise UsageError(f"--output {output} is a part: name another file")
-    found, settings, created = _parts(parts, partial=partial)
-    indexed = settings.get("output_format") != "openai"
-    # without a part that has come to its end only the bytes of the input bound its rows, and compressed ones do not
-    size = None if settings.get("input_compressed") else int(str(settings["input_bytes"]))
-    most = max([part.rows for part in found if part.rows is not None], default=size)
-    for part in found:
-        scan(part, indexed=indexed, most=most)
-    holes = _holes(found, indexed=indexed, partial=partial)
-    common: Settings = {name: value for name, value in settings.items() if name not in SHARD_SETTINGS}
-    temporary = output.with_name(f".merging.{output.name}")  # the same suffix, which says how to compress
-    try:
-        with ExitStack() as stack, LineWriter.create(temporary, overwrite=True) as writer:
-            for line in in_order(found, stack) if indexed else one_after_another(found):
-                writer.write(line.removesuffix(b"\n"))
-        write_settings(output, common, created)
-        temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with ExitStack() as stack:
+        if output.exists():  # a run that writes it would go on into a file without a name
+            stack.enter_context(open_locked(output, create_only=False))
+        found, settings, created = _parts(parts, stack, partial=partial)
+        indexed = settings.get("output_format") != "openai"
+        # without a part that has come to its end only the bytes of the input bound its rows, compressed ones do not
+        size = None if settings.get("input_compressed") else int(str(settings["input_bytes"]))
+        most = max([part.rows for part in found if part.rows is not None], default=size)
+        for part in found:
+            scan(part, indexed=indexed, most=most)
+        holes = _holes(found, indexed=indexed, partial=partial)
+        common: Settings = {name: value for name, value in settings.items() if name not in SHARD_SETTINGS}
+        _write(output, in_order(found) if indexed else one_after_another(found), common, created)
     records, failed = sum(part.records for part in found), sum(part.failed for part in found)
     if not quiet:
         say(f"{output}: {records} records of {len(found)} parts" + (f", {failed} failed" if failed else ""))
@@ -71,14 +72,38 @@ def merge(
         raise typer.Exit(ROWS_FAILED)
 
 
-def _parts(paths: Sequence[Path], *, partial: bool) -> tuple[list[Part], Settings, int]:
-    """The parts, and what all of them were made with. Raises UsageError."""
+def _write(output: Path, lines: Iterable[bytes], settings: Settings, created: int) -> None:
+    """The whole file, or the one before. Killed in between it leaves a file without settings, never one with those of
+    another: nobody goes on with that."""
+    real = output.resolve()  # a link stays one
+    temporary = real.with_name(f".merging.{real.name}")
+    stream = open_locked(temporary, create_only=False)
+    try:
+        stream.truncate(0)
+        with LineWriter(stream, str(temporary), owned=True, frame=frame_maker(output)) as writer:
+            for line in lines:
+                writer.write(line.removesuffix(b"\n"))
+            writer.flush()
+            os.fsync(stream.fileno())
+            settings_file(output).unlink(missing_ok=True)
+            temporary.replace(real)
+            write_settings(output, settings, created)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[list[Part], Settings, int]:
+    """The parts, which nobody writes while they are open, and what all of them were made with. stack: closes them.
+    Raises UsageError, OutputError where a part is being written."""
     found: dict[int, Part] = {}
     first: tuple[Path, Settings, int] | None = None
+    ended: tuple[Path, str] | None = None  # the first part that has come to the end of its input, and of which
     for path in paths:
         if not path.is_file():
             raise UsageError(f"{path} is no file")
-        settings, created, rows = read_run(path, "merge", BESIDE)
+        stream = _opened(path, stack)
+        settings, created, end = read_run(path, "merge", BESIDE)
         if "shard" not in settings:
             raise UsageError(f"{path} is no part: it was written without --shard")
         try:
@@ -91,8 +116,12 @@ def _parts(paths: Sequence[Path], *, partial: bool) -> tuple[list[Part], Setting
         if first is not None and (difference := _difference(first[1], settings)):
             raise UsageError(f"{first[0]} and {path} do not belong together: {difference}")
         first = first or (path, settings, created)
-        found[shard.part] = Part(path, shard.part, shard.count, rows)
-        if rows is None and not partial:
+        found[shard.part] = Part(path, stream, shard.part, shard.count, None if end is None else end.rows)
+        if end is not None:
+            ended = ended or (path, end.digest)
+            if end.digest != ended[1]:
+                raise UsageError(f"{ended[0]} and {path} do not belong together: the input was changed between them")
+        elif not partial:
             raise UsageError(f"{path} has not come to its end: go on with that part first, or take --partial")
     assert first is not None
     count = next(iter(found.values())).count
@@ -102,6 +131,14 @@ def _parts(paths: Sequence[Path], *, partial: bool) -> tuple[list[Part], Setting
             raise UsageError(f"part {told}: give all parts, or take --partial")
         warn(f"part {told}")
     return list(found.values()), first[1], first[2]
+
+
+def _opened(path: Path, stack: ExitStack) -> BinaryIO:
+    try:
+        return stack.enter_context(open_shared(path))
+    except OSError as error:
+        told = f"{path} cannot be read: {error.strerror} (ulimit -n bounds how many files are open)"
+        raise UsageError(told) from None
 
 
 def _difference(old: Settings, new: Settings) -> str | None:

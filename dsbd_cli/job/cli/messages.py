@@ -16,6 +16,7 @@ from typing import Literal
 __all__ = [
     "duration",
     "error_line",
+    "hush",
     "log",
     "say",
     "set_style",
@@ -48,7 +49,12 @@ def set_style(*, json_lines: bool, tracebacks: bool, quiet: bool = False) -> Non
     _json, _tracebacks = json_lines, tracebacks
     library = logging.getLogger("dsbd_cli")
     library.handlers, library.propagate = [_Lines()], False
-    library.setLevel(logging.ERROR if quiet else logging.WARNING)
+    library.setLevel(logging.ERROR if quiet else logging.INFO)
+
+
+def hush(quiet: bool | None) -> None:
+    """--quiet of a command without --log: what the library logs is dropped, but errors."""
+    set_style(json_lines=_json, tracebacks=_tracebacks, quiet=bool(quiet))
 
 
 def tracebacks_wanted() -> bool:
@@ -116,10 +122,19 @@ def write_from_signal(message: str) -> None:
 
 
 def _line(message: str, level: Level, event: str, fields: Mapping[str, object]) -> str:
-    text = " ".join(message.split())
     if not _json:
-        return f"dsbd: {text if (width := _width()) is None else _wrapped(message, width)}\n"
+        text, width = _visible(message), _width()
+        return f"dsbd: {' '.join(text.split()) if width is None else _wrapped(text, width)}\n"
+    text = " ".join(message.split())
     return json.dumps({"time": utc_now(), "level": level, "event": event, "message": text, **fields}) + "\n"
+
+
+def _visible(text: str) -> str:
+    """Characters that a terminal would obey, not show, as escapes: an id may hold any. White space stays, which is
+    joined or broken at later; JSON lines escape their own."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in " \t\n\r\v\f" + NO_BREAK else repr(c)[1:-1] for c in text)
 
 
 def _width() -> int | None:

@@ -15,7 +15,7 @@ import typer
 
 from dsbd_cli._version import __version__
 from dsbd_cli.config import ModelSpec
-from dsbd_cli.errors import InvalidRowError, RowError, UsageError, option_name, plural, reading
+from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError, option_name, plural, reading
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.files import can_resume, check_files, open_source, resuming
 from dsbd_cli.job.cli.flow import check_errors
@@ -29,21 +29,23 @@ from dsbd_cli.job.cli.options import (
     TalkOptions,
 )
 from dsbd_cli.job.cli.outputs import Outputs
-from dsbd_cli.job.cli.progress import Reporter, begin_talk
+from dsbd_cli.job.cli.progress import Reporter, begin_talk, row_said
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import rows_exit_code
 from dsbd_cli.job.data.compression import open_input
 from dsbd_cli.job.data.source import LineSource
 from dsbd_cli.job.pick.candidates import CandidateRow, group_of_lines, record_row
 from dsbd_cli.job.pick.choosers import METRICS, ByRisk, ByScore, ByVote, Choice, Chooser, Equal, Weights
-from dsbd_cli.job.pick.execution import DEFAULT_TIMEOUT_S, ByExecution, Databases
+from dsbd_cli.job.pick.execution import DEFAULT_TIMEOUT_S, ByExecution, Databases, Otherwise
 from dsbd_cli.job.pick.prompts import ByReward, Prompts
 from dsbd_cli.job.records.output import dump_line
 from dsbd_cli.job.records.row import LongLine
+from dsbd_cli.lab.tasks.execute import SqlStoppedError
 
 __all__ = ["pick"]
 
 PICK_SCHEMA = "dsbd.pick/1"
+MAX_REASON = 200  # characters of an unexpected error
 CHOICE, FILES = "How one is chosen", "Input and output"
 
 By = Literal["score", "vote", "exec", "mbr", "model"]
@@ -55,6 +57,7 @@ OPTIONS_OF: dict[str, tuple[By, ...]] = {
     "database": ("exec",),
     "majority": ("exec",),
     "timeout": ("exec",),
+    "else_": ("exec",),
     "metric": ("mbr",),
     "model": ("model",),
     "prompts": ("model",),
@@ -97,6 +100,12 @@ class PickOptions:
     majority: bool | None = flag(CHOICE, "exec: of those that run, the first whose result most others have too")
     timeout: float | None = option(
         CHOICE, "exec: seconds that one candidate may run", default=DEFAULT_TIMEOUT_S, metavar="S"
+    )
+    else_: Otherwise | None = option(
+        CHOICE,
+        "exec: where nothing runs: first: the first candidate is chosen; error: the row fails",
+        default="first",
+        metavar="WHAT",
     )
     metric: str | None = option(CHOICE, f"mbr: {' or '.join(METRICS)}", default="chrf", metavar="NAME")
     model: str | None = option(CHOICE, "model: sequence classifier with one output; folder or hub id", metavar="MODEL")
@@ -205,7 +214,10 @@ def _chooser(how: PickOptions) -> Chooser | None:
             return ByVote(answer, how.weights or "uniform", how.equal or "text")
         case "exec":
             agree: Literal["first", "majority"] = "majority" if how.majority else "first"
-            return ByExecution(Databases(how.database or ""), agree, how.timeout or DEFAULT_TIMEOUT_S)
+            databases, timeout_s = Databases(how.database or ""), how.timeout or DEFAULT_TIMEOUT_S
+            chooser = ByExecution(databases, agree, timeout_s, how.else_ or "first")
+            chooser.check("--database")
+            return chooser
         case "mbr":
             return ByRisk(how.metric or "chrf", how.weights or "uniform")
         case _:
@@ -221,7 +233,7 @@ class _Run:
         """own: the files as `dsbd generate` knows them."""
         self._how, self._files, self._own, self._arguments = how, files, own, arguments
         self._settings: dict[str, object] = {
-            name: value if value is None or isinstance(value, int | float) else str(value)
+            name.rstrip("_"): value if value is None or isinstance(value, int | float) else str(value)
             for name, value in (
                 ("by", how.by),
                 *((name, getattr(how, name)) for name in OPTIONS_OF if name != "device"),
@@ -233,8 +245,9 @@ class _Run:
         }
         self._signals = StopSignals(quiet=bool(talk.quiet))
         self._stopped = False
-        self._reporter = Reporter(talk, files.output)
-        self._chosen = self._moved = 0
+        self._reporter = Reporter(talk, files.output, says_why=(files.output_format or "native") == "native")
+        self._chosen = self._moved = self._none_ran = 0
+        self._chooser: Chooser | None = None
 
     def run(self, chooser: Chooser | None) -> int:
         """Choose for every row; returns the exit code."""
@@ -249,6 +262,7 @@ class _Run:
             source = stack.enter_context(LineSource(stream, name))
             if chooser is None and self._how.by == "model":
                 chooser = self._reward(stack)
+            self._chooser = chooser
             writer, _ = outputs.begin()
             self._signals.on_stop = self._stop
             for row in self._rows(source):
@@ -260,7 +274,11 @@ class _Run:
                 if outputs.done is not None and outputs.done.take(row.id, row.key):
                     totals.skipped += 1
                     continue
-                for line in self._lines(row, chooser):
+                try:
+                    lines = self._lines(row, chooser)
+                except SqlStoppedError:
+                    break
+                for line in lines:
                     writer.write(line)
                 check_errors(totals.failed, self._files.max_errors, f"; {self._how_to_resume()}")
             writer.flush()
@@ -272,6 +290,8 @@ class _Run:
 
     def _stop(self) -> None:
         self._stopped = True
+        if isinstance(self._chooser, ByExecution):
+            self._chooser.stop()
 
     def _reward(self, stack: ExitStack) -> Chooser:
         """Where torch is imported."""
@@ -312,7 +332,7 @@ class _Run:
             yield CandidateRow(index, first, str(index), "", error=told)
 
     def _lines(self, row: CandidateRow, chooser: Chooser | None) -> list[bytes]:
-        """What is written of a row."""
+        """What is written of a row. Raises SqlStoppedError where its choice was not made to the end."""
         error: RowError | None = row.error
         choice: Choice | None = None
         if error is None:
@@ -324,11 +344,17 @@ class _Run:
                     raise InvalidRowError(f"the row has {count} candidates, not {self._files.candidates}")
             except RowError as failed:
                 error = type(failed)(f"line {row.number}: {failed}")
+            except (DsbdError, SqlStoppedError):
+                raise
+            except Exception as failed:  # whatever a text makes of a library, it is the matter of its row
+                told = " ".join(str(failed).split())[:MAX_REASON]
+                error = RowError(f"line {row.number}: {type(failed).__name__}: {told}".removesuffix(": "))
         kind = "" if error is None else type(error).__name__
-        self._reporter.row(error=None if error is None else f"row {row.index} (id {row.id}): {error}", kind=kind)
+        self._reporter.row(error=None if error is None else row_said(row.index, row.id, error), kind=kind)
         if error is None:
             self._chosen += 1
             self._moved += choice is not None and choice.beam > 0
+            self._none_ran += choice is not None and choice.why.get("ran") == 0
             if len(row.candidates) == 1 and chooser is not None:
                 told = f"row {row.index} (id {row.id}) has one candidate: dsbd generate --n-best N reports more"
                 self._reporter.warn(told, kind="one candidate")
@@ -344,6 +370,8 @@ class _Run:
         parts = [plural(totals.rows, "row")]
         if self._how.by is not None:
             parts.append(f"{self._moved} of {self._chosen} not the first candidate")
+        if self._none_ran:
+            parts.append(f"{plural(self._none_ran, 'row')} with nothing that runs (--else error makes them fail)")
         parts += [f"{totals.failed} failed"] if totals.failed else []
         parts += [f"{totals.skipped} done before"] if totals.skipped else []
         return ", ".join(parts)

@@ -18,7 +18,7 @@ from dsbd_cli.config import DEFAULT_DEPTH
 from dsbd_cli.errors import SETTINGS, UsageError, option_name
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.files import check_report_files, read_prompts
-from dsbd_cli.job.cli.messages import say, status_line
+from dsbd_cli.job.cli.messages import hush, say, status_line
 from dsbd_cli.job.cli.options import (
     MAIN,
     METHOD,
@@ -52,7 +52,7 @@ RECORDS, REPEATS, SECONDS = 8, 3, 60.0
 class PromptOptions:
     """What is decoded to be measured."""
 
-    prompts: Path | None = option(PROMPTS, "file of JSON lines as generate reads them", metavar="FILE")
+    input: Path | None = option(PROMPTS, "prompts as generate reads them", "-i", metavar="FILE")
     task: Literal["sql", "qa"] | None = option(
         PROMPTS, "prompts of one built-in task: sql or qa", default="both", metavar="TASK"
     )
@@ -113,6 +113,7 @@ def profile(
 
     Ctrl-C prints what is measured by then.
     """
+    hush(wanted.quiet)
     settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, answers=answers)
     if settings.allow is not None:
         raise UsageError(f"--allow {settings.allow} is not profiled, because a profile cuts answers short: drop it")
@@ -131,19 +132,20 @@ def profile(
     command = shlex.join(["dsbd", *(arguments or ["profile"])])
     # libraries turn a KeyboardInterrupt in the middle of an import into errors of their own
     with StopSignals(quiet=bool(wanted.quiet)) as signals:
+        shown: list[str] = []  # what was measured, as it was told
         with _talk(quiet=bool(wanted.quiet)) as told:
-            render = _renderer(groups, prompts.prompts)
-            found = _measure(settings, devices, requests, wanted, command, render, told, signals)
+            render = _renderer(groups, prompts.input)
+            found = _measure(settings, devices, requests, wanted, command, render, (told, shown), signals)
         if found is not None:
             _write(found, wanted)
         if signals.number is not None:
-            raise StoppedError(signals.number, early=found is None)
+            raise StoppedError(signals.number, early=found is None and not shown)
 
 
 def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, ...]:
     """The prompts to be decoded. Raises UsageError where there are none, InvalidRowError with the first bad line."""
     count = prompts.records or RECORDS
-    if prompts.prompts is None:
+    if prompts.input is None:
         reader, tasks = settings.rows, [TASKS[prompts.task]] if prompts.task else list(TASKS.values())
         streams = [task.records("test") for task in tasks]
         records = itertools.islice(itertools.chain.from_iterable(zip(*streams, strict=True)), count)
@@ -158,10 +160,10 @@ def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, .
             for one in records
         )
     if prompts.task is not None:
-        raise UsageError("--prompts and --task cannot be used together: give one of them")
-    found = read_prompts("--prompts", prompts.prompts, settings.rows, most=count)
+        raise UsageError("--input and --task cannot be used together: give one of them")
+    found = read_prompts("--input", prompts.input, settings.rows, most=count)
     if not found:
-        raise UsageError(f"--prompts {prompts.prompts} holds no prompt")
+        raise UsageError(f"--input {prompts.input} holds no prompt")
     return tuple(found)
 
 
@@ -182,17 +184,24 @@ def _measure(
     wanted: ProfileOptions,
     command: str,
     render: Callable[[ForestSize], str],
-    told: Callable[[str], None],
+    talk: tuple[Callable[[str], None], list[str]],
     signals: StopSignals,
 ) -> Profile | None:
-    """Where torch is imported."""
+    """Where torch is imported. talk: is told what is being done, and takes what it came to."""
     engine, before = _load(settings, devices)
     from dsbd_cli.lab.profiling.budget import Budget
     from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
     from dsbd_cli.lab.profiling.runs import ProfiledPair
 
     assert engine.info is not None
-    budget = Budget(wanted.seconds or SECONDS, told)
+    told, shown = talk
+
+    def found(message: str) -> None:
+        if not wanted.quiet:
+            shown.append(message)
+            say(f"measured: {message}")
+
+    budget = Budget(wanted.seconds or SECONDS, told, found=found)
     signals.on_stop = budget.stop
     return take_profile(
         ProfileSpec(
@@ -229,6 +238,7 @@ def _load(settings: RunSettings, devices: DeviceOptions) -> tuple[Engine, int | 
         *model_specs(settings, devices),
         method=settings.method,
         batch_size=settings.batch_size,
+        threads=devices.threads,
     )
     return engine, before
 

@@ -7,12 +7,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO, cast
 
-from dsbd_cli.errors import UsageError
+from dsbd_cli.errors import UsageError, plural, shorten
 from dsbd_cli.job.cli.messages import duration, log, say, set_style, tracebacks_wanted, warn
 from dsbd_cli.job.cli.options import STANDARD, TalkOptions
 from dsbd_cli.job.cli.summary import Totals
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-__all__ = ["LOG_INTERVAL_S", "Reporter", "begin_talk"]
+__all__ = ["LOG_INTERVAL_S", "Reporter", "begin_talk", "row_said"]
 
 LOG_INTERVAL_S = 60.0
 MAX_SAME_WARNINGS = 3
+MAX_NAMED_FAILURES = 3
 ROWS_THAT_TELL = 10  # their mean length says something about the rows to come
 
 
@@ -35,12 +36,20 @@ def begin_talk(talk: TalkOptions) -> None:
         raise UsageError("--quiet and --log verbose cannot be used together: give one of them")
 
 
+def row_said(index: int, row_id: str, error: object) -> str:
+    """A row that failed, and why. An id that could write over a terminal is escaped."""
+    return f"row {index} (id {row_id if row_id.isprintable() else shorten(row_id)}): {error}"
+
+
 class Reporter:
     """Counts rows and talks about them as the options want it."""
 
-    def __init__(self, talk: TalkOptions, output: Path | None = None) -> None:
-        """output: where records go; on a terminal they leave no room for a live line."""
+    def __init__(self, talk: TalkOptions, output: Path | None = None, *, says_why: bool = True) -> None:
+        """output: where records go; on a terminal they leave no room for a live line. says_why: the record of a row
+        that failed says why it did."""
         self.totals = Totals()
+        self._output, self._says_why = output, says_why
+        self._failures: list[str] = []  # the first ones
         shown = output in (None, STANDARD) and sys.stdout is not None and sys.stdout.isatty()
         self._quiet, self._verbose, self._json = (
             bool(talk.quiet),
@@ -51,6 +60,7 @@ class Reporter:
         self._live = self._terminal and not self._quiet and not self._json and not shown
         self._progress: Progress | None = None
         self.input_bytes: int | None = None
+        self.input_rows: int | None = None  # where they are counted; else bytes stand for them
         self.note: Callable[[], str] = str  # what else stands in the line
         self._steps: Callable[[], int] = lambda: self.totals.stats.steps
         self._bytes_before = self._bytes = 0
@@ -96,6 +106,8 @@ class Reporter:
         if error is not None:
             self.totals.failed += 1
             self.totals.errors[kind] += 1
+            if len(self._failures) < MAX_NAMED_FAILURES:
+                self._failures.append(error)
             if self._verbose:
                 say(error, level="warning", event="row_failed")
 
@@ -116,8 +128,22 @@ class Reporter:
         """Say how the run ended; in a pipe only if it is worth a mail: failed rows, a long run, or on demand."""
         self.stop()
         wanted = always or self._terminal or self._verbose or self._json or self._logged
-        if not self._quiet and (wanted or self.totals.failed or self.totals.skipped_failed):
+        if self._quiet:
+            return
+        self._name_failures()
+        if wanted or self.totals.failed or self.totals.skipped_failed:
             say(message, event="summary", fields=self.totals.numbers())
+
+    def _name_failures(self) -> None:
+        """The first rows that failed, and where the others are; --log verbose has told each as it failed."""
+        if self._verbose or not self._failures:
+            return
+        for told in self._failures:
+            warn(told)
+        if (more := self.totals.failed - len(self._failures)) > 0:
+            place = "standard output" if self._output in (None, STANDARD) else self._output
+            where = f'records with "error" in {place}' if self._says_why else f"empty lines in {place}"
+            say(f"{plural(more, 'more row')} failed: {where}")
 
     @property
     def _unfinished(self) -> int:
@@ -131,13 +157,18 @@ class Reporter:
 
     def _left(self) -> str:
         """Share of the input that is done, and the time that the rest takes if its rows are as long as those so far."""
-        if not self.input_bytes:
+        totals, steps = self.totals, self.totals.stats.steps
+        if self.input_rows:
+            whole, now, before = self.input_rows, totals.rows + totals.skipped, totals.skipped
+            of = f"of {plural(whole, 'row')}"
+        elif self.input_bytes:
+            whole, now, before, of = self.input_bytes, self._bytes, self._bytes_before, "done"
+        else:
             return ""
-        told, steps = f"{min(1.0, self._bytes / self.input_bytes):.0%} done", self.totals.stats.steps
-        done = self._bytes - self._bytes_before
-        if done <= 0 or not steps or self.totals.rows - self.totals.failed < ROWS_THAT_TELL:
+        told = f"{min(1.0, now / whole):.0%} {of}"
+        if now <= before or not steps or totals.rows - totals.failed < ROWS_THAT_TELL:
             return told
-        left = (self.input_bytes - self._bytes) * steps / done - self._unfinished
+        left = (whole - now) * steps / (now - before) - self._unfinished
         if left <= 0:  # the rows under way are longer than those before, nobody knows by how much
             return told
         return f"{told}, {duration(self.totals.seconds * left / (steps + self._unfinished))} left"
@@ -147,6 +178,25 @@ class Reporter:
         while not self._over.wait(LOG_INTERVAL_S):
             self._logged = True
             log(self._line(), {**self.totals.numbers(), "unfinished_tokens": self._unfinished})
+
+
+class _Lasting:
+    """A stream to a terminal, for rich: what is written after the terminal has gone goes nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 def _live_line(told: Callable[[], str], console: Console | None = None) -> Progress:
@@ -165,7 +215,7 @@ def _live_line(told: Callable[[], str], console: Console | None = None) -> Progr
     # the text alone gives way where the terminal is narrow
     rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     columns = (SpinnerColumn(), TimeElapsedColumn(), Told("", table_column=rest))
-    console = console or Console(stderr=True)
+    console = console or Console(file=cast("TextIO", _Lasting(sys.stderr)), stderr=True)
     progress = Progress(*columns, console=console, transient=True, redirect_stdout=False, expand=True)
     progress.add_task("", total=None)
     return progress

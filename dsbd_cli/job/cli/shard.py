@@ -38,6 +38,10 @@ class Shard:
         """Whether a row belongs to this part."""
         return index % self.count == self.part
 
+    def rows(self, count: int) -> int:
+        """Rows of this part, of so many in all."""
+        return len(range(self.part, count, self.count))
+
     def path(self, path: Path) -> Path:
         """out.jsonl.3-of-16 for out.jsonl."""
         return path.with_name(f"{path.name}.{self.part}-of-{self.count}")

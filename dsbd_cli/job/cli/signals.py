@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM: the first one ends the run after the iteration it is in, the second one ends it at once."""
+"""Ctrl-C, SIGTERM and SIGHUP (the terminal is gone): the first one ends the run after the iteration it is in, the
+second one ends it at once."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from dsbd_cli.job.cli.messages import write_from_signal
 
 __all__ = ["StopSignals", "StoppedError"]
 
-HANDLED = (signal.SIGINT, signal.SIGTERM)
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StoppedError(BaseException):
@@ -40,7 +41,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in HANDLED:
-                # a shell starts jobs in the background with SIGINT ignored: that stays so
+                # a shell starts jobs in the background with SIGINT ignored, nohup with SIGHUP: that stays so
                 if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                     self._before[number] = signal.signal(number, self._first)
         return self

@@ -16,7 +16,7 @@ from dsbd_cli.config import DTYPES, Dtype, MethodConfig, ModelSpec, SamplingConf
 from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError, plural, reading
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.files import read_prompts
-from dsbd_cli.job.cli.messages import say, warn
+from dsbd_cli.job.cli.messages import hush, say, warn
 from dsbd_cli.job.cli.options import (
     MAIN,
     Decode,
@@ -51,10 +51,11 @@ class TrimOptions:
 
     output: Path | None = option(TRIM, "new folder for the trimmed draft (required)", "-o", metavar="FOLDER")
     texts: list[str] | None = option(TRIM, "count a file that dsbd generate wrote; may be repeated", metavar="FILE")
-    prompts: Path | None = option(
+    input: Path | None = option(
         TRIM,
-        "answer these prompts now and count the answers; "
+        "answer these prompts now, as generate reads them, and count the answers; "
         f"every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is held out",
+        "-i",
         metavar="FILE",
     )
     held_out: Path | None = option(TRIM, "prompts to measure on instead of every eighth one", metavar="FILE")
@@ -85,14 +86,15 @@ def trim_draft(
 ) -> None:
     """Write a draft whose LM head has only the rows of frequent tokens (VocabTrim): cheaper to run, the text the same.
 
-    Tokens are counted in what the target says: in files of dsbd generate (--texts), or in answers to --prompts.
+    Tokens are counted in what the target says: in files of dsbd generate (--texts), or in answers to --input.
 
     Acceptance and time of both drafts are measured on held-out prompts and shown.
     """
+    hush(trim.quiet)
     if trim.output is None:
         raise UsageError("--output is missing: name a new folder for the trimmed draft")
-    if (trim.texts is None) == (trim.prompts is None):
-        raise UsageError("give either --texts or --prompts: what shall be counted")
+    if (trim.texts is None) == (trim.input is None):
+        raise UsageError("give either --texts or --input: what shall be counted")
     if trim.json and trim.quiet:
         raise UsageError("--json and --quiet cannot be used together: give one of them")
     method = MethodOptions(num_beams=trim.num_beams, decode=trim.decode)
@@ -119,7 +121,7 @@ class _Trimming:
         from dsbd_cli.engine.models.trim import check
 
         check(self._draft, self._output, size=self._trim.size, coverage=self._trim.coverage)
-        prompts = self._prompts(self._trim.prompts, "--prompts")
+        prompts = self._prompts(self._trim.input, "--input")
         held = self._prompts(self._trim.held_out, "--held-out")
         if self._trim.held_out is None:
             held, prompts = hold_out(prompts)

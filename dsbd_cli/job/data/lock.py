@@ -7,10 +7,11 @@ import fcntl
 import io
 import os
 from pathlib import Path
+from typing import BinaryIO
 
 from dsbd_cli.errors import OutputError
 
-__all__ = ["lock", "open_locked"]
+__all__ = ["lock", "open_locked", "open_shared"]
 
 _TRIES = 5
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -39,10 +40,22 @@ def open_locked(path: Path, *, create_only: bool) -> io.FileIO:
     raise OutputError(f"cannot write {path}: it is replaced again and again by somebody else")
 
 
-def lock(stream: io.FileIO, path: Path) -> None:
-    """Take the lock or raise OutputError at once. A file system that has no locks is taken as it is."""
+def open_shared(path: Path) -> BinaryIO:
+    """A file to be read, which nobody writes while it is open. Raises OSError, OutputError where somebody does."""
+    stream = path.open("rb")
     try:
-        fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(stream, path, shared=True)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+def lock(stream: io.FileIO | BinaryIO, path: Path, *, shared: bool = False) -> None:
+    """Take the lock or raise OutputError at once. A file system that has no locks is taken as it is. shared: others may
+    read the file too, and none may write it."""
+    try:
+        fcntl.flock(stream.fileno(), (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         raise OutputError(f"{path} is being written by another process: wait for it, or name another file") from None
     except OSError as error:

@@ -6,12 +6,12 @@ import heapq
 import itertools
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
+from typing import BinaryIO
 
-from dsbd_cli.errors import DsbdError, UsageError
+from dsbd_cli.errors import DsbdError
 from dsbd_cli.job.data.jsonl import read_object
 
 __all__ = ["Part", "in_order", "one_after_another", "scan"]
@@ -22,12 +22,14 @@ class Part:
     """One part file: rows `part`, `part + count`, `part + 2 count`, ... of the input.
 
     Attributes:
+        stream: its file, open for as long as the part is read.
         rows: of the whole input; None where the part's run has not come to its end.
         indices: rows of its records, ascending. offsets: where each of these records begins.
         failed: records with an error. records: all there are.
     """
 
     path: Path
+    stream: BinaryIO
     part: int
     count: int
     rows: int | None
@@ -53,19 +55,19 @@ def scan(part: Part, *, indexed: bool, most: int | None) -> None:
     Raises DsbdError for what is no record of its rows, or stands twice.
     """
     position = 0
-    with part.path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.endswith(b"\n"):
-                raise DsbdError(f"{part.path}: line {number}, the last one, is torn: go on with that part first")
-            record = read_object(line)
-            if record is None:
-                raise DsbdError(f"{part.path}: line {number} is no record of dsbd")
-            part.records += 1
-            part.failed += record.get("error") is not None
-            if indexed:
-                part.indices.append(_index(part, record.get("index"), number, most))
-                part.offsets.append(position)
-            position += len(line)
+    part.stream.seek(0)
+    for number, line in enumerate(part.stream, start=1):
+        if not line.endswith(b"\n"):
+            raise DsbdError(f"{part.path}: line {number}, the last one, is torn: go on with that part first")
+        record = read_object(line)
+        if record is None:
+            raise DsbdError(f"{part.path}: line {number} is no record of dsbd")
+        part.records += 1
+        part.failed += record.get("error") is not None
+        if indexed:
+            part.indices.append(_index(part, record.get("index"), number, most))
+            part.offsets.append(position)
+        position += len(line)
     _sort(part)
 
 
@@ -92,24 +94,19 @@ def _sort(part: Part) -> None:
     part.indices, part.offsets = array("Q", indices.tobytes()), array("Q", offsets.tobytes())
 
 
-def in_order(parts: Sequence[Part], stack: ExitStack) -> Iterator[bytes]:
-    """The records with their line ends, in the order of the input. stack: closes the parts. Raises UsageError where
-    they cannot all be open."""
-    return (line for _, line in heapq.merge(*[_numbered(part, stack) for part in parts], key=itemgetter(0)))
+def in_order(parts: Sequence[Part]) -> Iterator[bytes]:
+    """The records with their line ends, in the order of the input."""
+    return (line for _, line in heapq.merge(*[_numbered(part) for part in parts], key=itemgetter(0)))
 
 
-def _numbered(part: Part, stack: ExitStack) -> Iterator[tuple[int, bytes]]:
+def _numbered(part: Part) -> Iterator[tuple[int, bytes]]:
     """The index of every record of a part, and the record."""
-    try:
-        stream = stack.enter_context(part.path.open("rb"))
-    except OSError as error:
-        told = f"{part.path} cannot be read: {error.strerror} (ulimit -n bounds how many files are open)"
-        raise UsageError(told) from None
+    part.stream.seek(0)
     at = 0
     for index, offset in zip(part.indices, part.offsets, strict=True):
         if at != offset:
-            stream.seek(offset)
-        line = stream.readline()
+            part.stream.seek(offset)
+        line = part.stream.readline()
         at = offset + len(line)
         yield index, line
 
@@ -117,5 +114,5 @@ def _numbered(part: Part, stack: ExitStack) -> Iterator[tuple[int, bytes]]:
 def one_after_another(parts: Sequence[Part]) -> Iterator[bytes]:
     """The records of all parts, part by part."""
     for part in sorted(parts, key=lambda one: one.part):
-        with part.path.open("rb") as stream:
-            yield from stream
+        part.stream.seek(0)
+        yield from part.stream

@@ -25,6 +25,8 @@ from dsbd_cli.job.data.lock import lock
 
 __all__ = [
     "DoneRows",
+    "InputEnd",
+    "check_replaceable",
     "cut",
     "cut_unfinished_steps",
     "drop_failed",
@@ -43,6 +45,14 @@ OPENAI_ID = "batch_req_"
 TAIL_BYTES = 1 << 20
 
 Settings = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class InputEnd:
+    """What is known of an input once its end was reached: its rows, and a digest of them."""
+
+    rows: int
+    digest: str
 
 
 @dataclass(slots=True)
@@ -93,12 +103,12 @@ def settings_file(output: Path) -> Path:
     return output.with_name(output.name + ".dsbd-run")
 
 
-def write_settings(output: Path, settings: Settings, created: int, rows: int | None = None) -> None:
-    """Whole or not at all, and on the disk before the first record is. created: Unix time of the run. rows: of the
-    whole input, written once the end of it was reached."""
-    content = {"schema": SETTINGS_SCHEMA, "created": created, "settings": settings}
-    if rows is not None:
-        content["rows"] = rows
+def write_settings(output: Path, settings: Settings, created: int, end: InputEnd | None = None) -> None:
+    """Whole or not at all, and on the disk before the first record is. created: Unix time of the run. end: of the whole
+    input, written once it was reached."""
+    content: Settings = {"schema": SETTINGS_SCHEMA, "created": created, "settings": settings}
+    if end is not None:
+        content |= {"rows": end.rows, "input_digest": end.digest}
     write_atomically(settings_file(output), orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
 
 
@@ -108,9 +118,8 @@ def read_settings(output: Path) -> tuple[Settings, int]:
     return settings, created
 
 
-def read_run(output: Path, wanted_by: str, help_: str = AGAIN) -> tuple[Settings, int, int | None]:
-    """The same and how many rows the whole input has, None where its end was not reached. wanted_by, help_: for
-    messages."""
+def read_run(output: Path, wanted_by: str, help_: str = AGAIN) -> tuple[Settings, int, InputEnd | None]:
+    """The same and the end of the whole input, None where it was not reached. wanted_by, help_: for messages."""
     path = settings_file(output)
     try:
         found = orjson.loads(path.read_bytes())
@@ -121,10 +130,30 @@ def read_run(output: Path, wanted_by: str, help_: str = AGAIN) -> tuple[Settings
     except (OSError, ValueError):
         found = None
     if isinstance(found, dict) and found.get("schema") == SETTINGS_SCHEMA:
-        settings, created, rows = found.get("settings"), found.get("created"), found.get("rows")
+        settings, created = found.get("settings"), found.get("created")
+        rows, digest = found.get("rows"), found.get("input_digest")
         if isinstance(settings, dict) and isinstance(created, int):
-            return settings, created, rows if isinstance(rows, int) else None
+            ended = InputEnd(rows, digest) if isinstance(rows, int) and isinstance(digest, str) else None
+            return settings, created, ended
     raise UsageError(f"{wanted_by}: {path} is not what dsbd wrote: {help_}")
+
+
+def check_replaceable(path: Path) -> None:
+    """Raises OutputError where `write_atomically` could not write a file of this name."""
+    if path.exists() and not path.is_file():
+        return
+    temporary = _beside(path)
+    try:
+        temporary.open("wb").close()
+        temporary.unlink()
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _beside(path: Path) -> Path:
+    """Where the whole file is written before it is put in the place of the old one."""
+    real = Path(os.path.realpath(path))
+    return real.with_name(f".{real.name}.tmp")
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -136,8 +165,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         except OSError as error:
             raise OutputError(f"cannot write {path}: {error.strerror}") from error
         return
-    real = Path(os.path.realpath(path))
-    temporary = real.with_name(f".{real.name}.tmp")
+    real, temporary = Path(os.path.realpath(path)), _beside(path)
     try:
         with temporary.open("wb") as stream:
             stream.write(data)

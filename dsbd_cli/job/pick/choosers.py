@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Context, Decimal, InvalidOperation
 from types import ModuleType
 from typing import Literal, Protocol
 
@@ -21,7 +21,10 @@ Equal = Literal["text", "math"]
 Utility = Callable[[Sequence[str]], list[list[float]]]
 
 METRICS: tuple[str, ...] = ("chrf", "bleu")
-NUMBER = re.compile(r"^[-+]?[$€£]?[-+]?[\d,]*\.?\d+(e[-+]?\d+)?%?$", re.IGNORECASE)
+# possessive: no character is looked at twice; digits and commas end with a digit
+NUMBER = re.compile(r"[-+]?[$€£]?[-+]?[\d,]*+(?:\.\d++)?(?<=\d)(?:e[-+]?\d++)?%?", re.IGNORECASE)
+MAX_NUMBER = 1000  # characters; what is longer is a text
+MAX_EXPONENT = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +138,19 @@ def _same_values(answers: Sequence[str | None]) -> list[str | None]:
 
 def normalised(answer: str) -> str:
     """An answer as votes compare it: case, repeated spaces and a full stop at the end do not count, and a number is its
-    value (`$1,200.50` and `1200.5` agree)."""
+    value (`$1,200.50` and `1200.5` agree). One of over MAX_NUMBER characters, or of 10 to a power beyond MAX_EXPONENT,
+    is a text."""
     text = " ".join(answer.casefold().split()).removesuffix(".")
-    if NUMBER.match(text):
-        try:
-            value = Decimal(re.sub(r"[,$€£%]", "", text))
-        except InvalidOperation:
-            return text
-        return f"{value.normalize():f}" + ("%" if text.endswith("%") else "")
-    return text
+    if len(text) > MAX_NUMBER or not NUMBER.fullmatch(text):
+        return text
+    try:
+        value = Decimal(re.sub(r"[,$€£%]", "", text))
+    except InvalidOperation:
+        return text
+    if value and abs(value.adjusted()) > MAX_EXPONENT:
+        return text
+    exact = value.normalize(Context(prec=MAX_NUMBER)) if value else Decimal(0)
+    return f"{exact:f}" + ("%" if text.endswith("%") else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,24 @@
-"""Choosing by execution: SQL candidates run on a database that may only be read, each within a budget of time."""
+"""Choosing by execution: SQL candidates run on a database that may only be read, in a process with limits."""
 
 from __future__ import annotations
 
 import re
-import sqlite3
 from collections.abc import Mapping
-from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from dsbd_cli.errors import InvalidRowError, shorten
+from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 from dsbd_cli.job.pick.candidates import CandidateRow
 from dsbd_cli.job.pick.choosers import Choice
-from dsbd_cli.lab.tasks.execute import Rows, attempt, budget_of_time, is_ordered, same_rows
-from dsbd_cli.lab.tasks.spider import open_database
+from dsbd_cli.lab.tasks.execute import Ran, SqlProcess, UnreadableDatabaseError, is_ordered
 
-__all__ = ["DEFAULT_TIMEOUT_S", "ByExecution", "Databases"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Agree", "ByExecution", "Databases", "Otherwise"]
 
 Agree = Literal["first", "majority"]
+Otherwise = Literal["first", "error"]
 
 DEFAULT_TIMEOUT_S = 30.0
-MAX_ROWS = 1_000_000
 FIELD = re.compile(r"\{([^{}]*)\}")
 
 
@@ -47,67 +44,82 @@ class Databases:
             return text
 
         path = Path(FIELD.sub(value, self.template))
-        if not path.is_file():
-            raise InvalidRowError(f"the database {path} does not exist")
-        return path
+        try:
+            if path.is_file():
+                return path
+        except (OSError, ValueError) as error:
+            said = getattr(error, "strerror", None) or error
+            raise InvalidRowError(f"the database {shorten(str(path))} cannot be opened: {said}") from None
+        raise InvalidRowError(f"the database {path} does not exist")
 
 
 @dataclass(frozen=True, slots=True)
 class ByExecution:
     """The first candidate that runs (the rule of CodeS), or the first of those whose results most candidates agree on.
 
-    Where none runs, the first candidate is chosen, and the record says so.
-
     Attributes:
         agree: `first` or `majority`.
         timeout_s: of one candidate.
+        otherwise: where none runs, the `first` candidate is chosen, and the record says so, or it is an `error`.
     """
 
     databases: Databases
     agree: Agree = "first"
     timeout_s: float = DEFAULT_TIMEOUT_S
+    otherwise: Otherwise = "first"
+    process: SqlProcess = field(default_factory=SqlProcess, repr=False, compare=False)
+
+    def check(self, option: str) -> None:
+        """Open a database that is the same for all rows. option: that names it. Raises UsageError."""
+        if FIELD.search(self.databases.template):
+            return
+        try:
+            self._run(self.databases.path(None), "SELECT 1")
+        except InvalidRowError as error:
+            raise UsageError(f"{option}: {error}") from None
 
     def choose(self, row: CandidateRow) -> Choice:
-        """Raises InvalidRowError where there is no database to run on."""
-        texts = [candidate.text for candidate in row.candidates]
-        return _chosen_run(self.databases.path(row.metadata), texts, self.agree, self.timeout_s)
+        """Raises InvalidRowError where there is no database to run on, SqlStoppedError once `stop` was called."""
+        path, texts = self.databases.path(row.metadata), [candidate.text for candidate in row.candidates]
+        results: list[Ran | str] = []
+        for text in texts:
+            results.append(self._run(path, text))
+            if self.agree == "first" and isinstance(results[-1], Ran):
+                break
+        ran = {place: found for place, found in enumerate(results) if isinstance(found, Ran)}
+        errors = [found for found in results if isinstance(found, str)]
+        why = {"ran": len(ran), "failed": len(errors), **({"first_error": errors[0]} if errors else {})}
+        if not ran:
+            if self.otherwise == "error":
+                raise InvalidRowError(f"none of {len(texts)} candidates runs; the first: {errors[0]}")
+            return Choice(0, why)
+        if self.agree == "first":
+            return Choice(min(ran), why)
+        groups = _groups(ran, texts)
+        most = max(groups, key=len)
+        return Choice(most[0], {**why, "votes": len(most), "results": len(groups)})
+
+    def stop(self) -> None:
+        """End what runs. May be called from a signal handler."""
+        self.process.stop()
+
+    def _run(self, path: Path, text: str) -> Ran | str:
+        """What a candidate returns, or why it has failed. Raises InvalidRowError for a file that is no database."""
+        try:
+            return self.process.run(path, text.strip(), seconds=self.timeout_s)
+        except UnreadableDatabaseError as error:
+            raise InvalidRowError(f"the database {path} cannot be read: {error}") from None
 
 
-def _chosen_run(path: Path, texts: list[str], agree: Agree, timeout_s: float) -> Choice:
-    """The choice among statements. Raises InvalidRowError for a file that is no database."""
-    try:
-        with closing(open_database(path)) as database:
-            database.execute("SELECT count(*) FROM sqlite_master").fetchone()
-            results: list[Rows | None] = []
-            errors: list[str] = []
-            for text in texts:
-                rows, error = attempt(database, text.strip(), over=budget_of_time(timeout_s), max_rows=MAX_ROWS)
-                results.append(rows)
-                errors += [] if error is None else [error]
-                if rows is not None and agree == "first":
-                    break
-    except sqlite3.Error as error:
-        raise InvalidRowError(f"the database {path} cannot be read: {error}") from None
-    ran = [place for place, rows in enumerate(results) if rows is not None]
-    why = {"ran": len(ran), "failed": len(errors), **({"first_error": errors[0]} if errors else {})}
-    if not ran:
-        return Choice(0, why)
-    if agree == "first":
-        return Choice(ran[0], why)
+def _groups(ran: Mapping[int, Ran], texts: list[str]) -> list[list[int]]:
+    """Places of candidates with equal rows; their order counts where both statements order them."""
+    ordered = {place: is_ordered(texts[place]) for place in ran}
     groups: list[list[int]] = []
-    for place in ran:
-        group = next((one for one in groups if _agree(results, texts, one[0], place)), None)
-        if group is None:
-            groups.append([place])
+    for place, found in ran.items():
+        for group in groups:
+            if found.same(ran[group[0]], ordered=ordered[place] and ordered[group[0]]):
+                group.append(place)
+                break
         else:
-            group.append(place)
-    most = max(groups, key=len)
-    return Choice(most[0], {**why, "votes": len(most), "results": len(groups)})
-
-
-def _agree(results: list[Rows | None], texts: list[str], one: int, other: int) -> bool:
-    """Equal rows; their order counts where both statements order them."""
-    first, second = results[one], results[other]
-    assert first is not None
-    assert second is not None
-    return same_rows(first, second, is_ordered(texts[one]) and is_ordered(texts[other]))
+            groups.append([place])
+    return groups

@@ -30,19 +30,20 @@ class MethodRecord:
     created: int = 0  # Unix time at which the run began, in seconds; the same when it is resumed
     quantize: Quantize | None = None
     exactness: Exactness | None = None  # of this run, once the target is loaded; None: the method's
-    encoded: orjson.Fragment = field(init=False, repr=False, compare=False)  # fields() as JSON
+    threads: int | None = None  # of the processor, once the target is loaded; another run may go on with others
+    encoded: orjson.Fragment = field(init=False, repr=False, compare=False)  # fields() and threads, as JSON
     fingerprint: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # a folder's name may hold bytes that are no UTF-8
         object.__setattr__(self, "target", _unicode(self.target))
         object.__setattr__(self, "draft", None if self.draft is None else _unicode(self.draft))
-        encoded = orjson.dumps(self.fields())
+        encoded = orjson.dumps({**self.fields(), "threads": self.threads})
         object.__setattr__(self, "encoded", orjson.Fragment(encoded))
         object.__setattr__(self, "fingerprint", f"fp_{hashlib.blake2b(encoded, digest_size=5).hexdigest()}")
 
     def fields(self) -> Fields:
-        """The `method` object of a record; what does not act in this run is null."""
+        """The `method` object of a record, but its threads; what does not act in this run is null."""
         method = self.method
         drafted = method.depth > 0
         dynamic = drafted and method.dynamic

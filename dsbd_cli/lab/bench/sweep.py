@@ -100,12 +100,12 @@ def choose_methods(
             hint = f"did you mean {', '.join(near)}?" if near else f"all, or some of {', '.join(METHODS)}"
             raise UsageError(f"--methods: there is no method {name!r}: {hint}")
         if not runs(METHODS[name]):
-            raise UsageError(f"--methods: {name} needs a draft, but --draft is none")
+            raise UsageError(f"--methods: {name} needs a draft, but there is none: name one with --draft")
     if text is not None and "all" not in names:
         return chosen, ()
     every = DEFAULT_METHODS if text is None else tuple(name for name in METHODS if name not in chosen)
     if missing := [name for name in every if not runs(METHODS[name])]:
-        notes.append(f"left out: {', '.join(missing)}: they need a draft, but --draft is none")
+        notes.append(f"left out: {', '.join(missing)}: they need a draft, but there is none: name one with --draft")
     kept = [name for name in every if name not in missing]
     return [name for name in METHODS if name in (*kept, *chosen)] if text is not None else kept, tuple(notes)
 

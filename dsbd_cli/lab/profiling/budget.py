@@ -27,12 +27,13 @@ def _nobody(message: str) -> None:
 class Budget:
     """Seconds that may be spent on measuring, from `start`. Without a limit everything is measured.
 
-    told: is called with what is being done. left_out: what there was no time for.
+    told: is called with what is being done, found with what it has come to. left_out: what there was no time for.
     """
 
     seconds: float = float("inf")
     told: Callable[[str], None] = _nobody
     clock: Callable[[], float] = time.perf_counter
+    found: Callable[[str], None] = _nobody
     left_out: list[str] = field(default_factory=list)
     stopped: bool = False
     _began: float = 0.0

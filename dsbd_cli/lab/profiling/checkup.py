@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import platform
 import threading
 import time
@@ -19,6 +18,7 @@ from dsbd_cli.errors import DsbdError, ModelNotFoundError, plural
 from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, installed, versions
 from dsbd_cli.lab.tasks import TASKS
 from dsbd_cli.requests import Request
+from dsbd_cli.threads import processors
 
 if TYPE_CHECKING:
     from dsbd_cli.engine.core.protocols import ForestModel
@@ -123,7 +123,7 @@ def _machine() -> tuple[State, str, Facts]:
     from dsbd_cli.engine.decoding.budget import free_bytes, memory_bytes
 
     cpu, threads = torch.device("cpu"), torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS has none
+    cores = processors()
     total, free = memory_bytes(cpu), free_bytes(cpu)
     system = f"{platform.system()} {platform.machine()}"
     beside = f"{plural(cores, 'core')}, {plural(threads, 'thread')}"

@@ -14,7 +14,7 @@ from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.models.sizes import size_of
-from dsbd_cli.errors import RowError, UsageError
+from dsbd_cli.errors import RowError, UsageError, plural
 from dsbd_cli.lab.profiling import advice
 from dsbd_cli.lab.profiling.acceptance import Rates, acceptance_rates
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError, Expected
@@ -119,6 +119,7 @@ class _Session:
         budget.tell("warming up")
         began = budget.clock()
         self._memory, self._first = _memory(self._job, self._bench)
+        budget.found(f"{expected.now.label}: {_speed(self._first)}, the first run")
         expected = _scaled(expected, self._first, budget.clock() - began)
         if method.depth and self._affords("the run without a draft", expected.run(NO_DRAFT)):
             self._plain = self._timed(NO_DRAFT)
@@ -145,7 +146,9 @@ class _Session:
         return True
 
     def _timed(self, setting: ForestSize, *, every: bool | None = None) -> Run:
-        return self._bench.timed(method_for(self._method, setting), every=self._every if every is None else every)
+        run = self._bench.timed(method_for(self._method, setting), every=self._every if every is None else every)
+        self._budget.found(f"{setting.label}: {_speed(run)}")
+        return run
 
     def _fit(self) -> Expected:
         """What single forwards take, and as many prompts and new tokens as one run has time for."""
@@ -164,6 +167,12 @@ class _Session:
         if bench.draft_model is not None and method.depth:
             draft = line(bench.draft_model, sorted({1, max(drafts, 2)}))
         expected = Expected(line(bench.target, nodes), draft, beams, setting_of(method))
+        for role, timed in (("target", expected.target), ("draft", expected.draft)):
+            if timed is not None:
+                shown = ", ".join(
+                    f"{1000 * seconds:.3g} ms for {plural(count, 'node')}" for count, seconds in timed.points
+                )
+                budget.found(f"one forward of the {role}: {shown}")
         requests = _fitting(expected, bench.requests, lengths, budget.left * RUN_SHARE)
         if requests != bench.requests:
             self._bench = replace(bench, requests=requests, batch_size=min(bench.batch_size, len(requests)))
@@ -318,6 +327,10 @@ class _Session:
             drafters=_drafter_rates(self._first),
             tree=method.value(TREE) if method.depth and TREE.field in method.settled else None,
         )
+
+
+def _speed(run: Run) -> str:
+    return f"{run.tokens / run.seconds:.1f} tokens/s"
 
 
 def _prompt_tokens(encoder: Encoder, request: Request) -> int:

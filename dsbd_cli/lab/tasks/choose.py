@@ -34,7 +34,7 @@ def open_dataset(name: str, path: Path | None, dev_path: Path | None = None, met
     elsewhere. metric: of task jsonl, see jsonl_dataset. Raises UsageError.
     """
     if metric is not None and name != "jsonl":
-        raise UsageError(f"--metric {metric} is for task jsonl, but the task is {name}: drop it")
+        raise UsageError(f"--metric {metric} is for prompts of --input, but the task is {name}: drop it")
     if name in TASKS:
         for given in (path, dev_path):
             if given is not None:
@@ -49,7 +49,7 @@ def open_dataset(name: str, path: Path | None, dev_path: Path | None = None, met
     if dev_path is None:
         return data
     if dev_path.resolve() == path.resolve():
-        raise UsageError(f"--data and --dev-data are both {path}, but what is chosen on one is reported on the other")
+        raise UsageError(f"the data and --dev-data are both {path}, but what is chosen on one is reported on the other")
     dev = read(dev_path)
     if data.metrics != dev.metrics:
         raise UsageError(f"{path} and {dev_path} are not scored alike: give every line of both a reference, or none")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dsbd_cli.errors import UsageError
-from dsbd_cli.lab.tasks.execute import Rows
+from dsbd_cli.lab.tasks.execute import Ran
 from dsbd_cli.lab.tasks.record import Task, TaskRecord
 
 __all__ = ["Dataset", "builtin_dataset", "with_dev", "with_shots"]
@@ -27,7 +27,7 @@ class Dataset:
         ranks: record and all answers, best first -> the metrics; where it is given, all hypotheses are asked for, and
             it takes the place of `score`. An answer is its id, or its text where it has none.
         dev: other records of the same kind, to choose settings on; None where the data has no such split.
-        execute: the rows that a text gives on a record's database, None where it fails; None for data without one.
+        execute: what a text returns on a record's database, None where it fails; None for data without one.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Dataset:
     score: Callable[[TaskRecord, str], Mapping[str, float]]
     notes: tuple[str, ...] = ()
     dev: Dataset | None = None
-    execute: Callable[[TaskRecord, str], Rows | None] | None = None
+    execute: Callable[[TaskRecord, str], Ran | None] | None = None
     ranks: Callable[[TaskRecord, Sequence[str]], Mapping[str, float]] | None = None
 
 

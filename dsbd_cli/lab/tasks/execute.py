@@ -1,105 +1,223 @@
-"""Running untrusted SQL on a small in-memory database, read-only and within a budget."""
+"""Running untrusted SQL, read-only, in a process with limits that is started again when it dies."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import re
+import select
+import signal
 import sqlite3
+import subprocess
+import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import TypedDict
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
-STEPS_PER_CALL = 1000
-MAX_CALLS = 2000
-MAX_ROWS = 5000
-MAX_VALUE_BYTES = 100_000
+from dsbd_cli.errors import DsbdError
+from dsbd_cli.lab.tasks import sql_child
+from dsbd_cli.lab.tasks.sql_child import MAX_SQL_BYTES, Cell, TableData
 
-READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+__all__ = ["Ran", "SqlProcess", "SqlStoppedError", "UnreadableDatabaseError", "is_ordered", "read_rows"]
 
-QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`[^`]*`""")
-INNERMOST = re.compile(r"\([^()]*\)")
-ORDER_BY = re.compile(r"\border\s+by\b", re.IGNORECASE)
+STEPS = 2_000_000
+MAX_ROWS = 1_000_000
+START_S = 60.0
+GRACE_S = 1.0  # in which a statement may end by itself, behind its time
+WAIT_S = 60.0
+MAX_ANSWER_BYTES = 1 << 16
 
-Cell = int | float | str | bytes | None
 Rows = list[tuple[Cell, ...]]
 
-
-class TableData(TypedDict):
-    """A table as plain data."""
-
-    columns: list[str]
-    rows: list[list[int | str]]
-
-
-def connect(tables: Mapping[str, TableData]) -> sqlite3.Connection:
-    """An in-memory database of the tables ({name: {columns, rows}}), closed to writing."""
-    database = sqlite3.connect(":memory:")
-    for name, table in tables.items():
-        database.execute(f"CREATE TABLE {name} ({', '.join(table['columns'])})")
-        marks = ", ".join("?" * len(table["columns"]))
-        database.executemany(f"INSERT INTO {name} VALUES ({marks})", table["rows"])
-    database.commit()
-    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
-    database.set_authorizer(allow)
-    return database
+# comments, quoted texts and names, each ended by its end or by that of the statement; parentheses; words; anything else
+TOKEN = re.compile(
+    r"""(?P<skipped>\s++|--[^\n]*+|/\*(?:[^*]|\*(?!/))*+(?:\*/|\Z))"""
+    r"""|'[^']*+(?:'|\Z)|"[^"]*+(?:"|\Z)|`[^`]*+(?:`|\Z)|\[[^\]]*+(?:\]|\Z)|[()]|\w++|.""",
+    re.DOTALL,
+)
 
 
-def allow(action: int, *_: str | None) -> int:
-    """Let a statement read and nothing else."""
-    return sqlite3.SQLITE_OK if action in READS else sqlite3.SQLITE_DENY
+class UnreadableDatabaseError(Exception):
+    """The file is no database, or cannot be opened."""
 
 
-def _budget_of_steps(calls: int = MAX_CALLS) -> Callable[[], bool]:
-    """A budget that is the same on every machine: `calls` x STEPS_PER_CALL steps of SQLite's virtual machine."""
-    left = calls
-
-    def over() -> bool:
-        nonlocal left
-        left -= 1
-        return left < 0
-
-    return over
+class SqlStoppedError(Exception):
+    """`stop` was called while, or before, a statement ran."""
 
 
-def budget_of_time(seconds: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], bool]:
-    """A budget for databases of any size."""
-    end = clock() + seconds
-    return lambda: clock() > end
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a statement returned, as digests: equal ones stand for equal rows. Floats count to six decimals."""
+
+    ordered: str
+    bag: str
+
+    def same(self, other: Ran, *, ordered: bool) -> bool:
+        """Whether two results agree: column order and repeats count, row order only where `ordered`."""
+        return self.ordered == other.ordered if ordered else self.bag == other.bag
 
 
-def run(
-    database: sqlite3.Connection, sql: str, *, over: Callable[[], bool] | None = None, max_rows: int = MAX_ROWS
-) -> Rows | None:
-    """The rows of one statement, or None where it fails, writes, or goes past the budget (`over` says so)."""
-    return attempt(database, sql, over=over, max_rows=max_rows)[0]
+class SqlProcess:
+    """A process that runs statements, one at a time. It is started by the first one, and ends with this object."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[..., SqlProcess] | None = None
+        self._stopped = False
+        self.starts = 0
+
+    def run(
+        self,
+        database: Path | Mapping[str, TableData],
+        sql: str,
+        *,
+        seconds: float,
+        steps: int | None = None,
+        max_rows: int = MAX_ROWS,
+    ) -> Ran | str:
+        """What a statement returns, or why it has failed: it is no such statement, writes, or goes past a limit.
+
+        database: a file, or tables. seconds: after which it is ended, whatever it does. steps: of SQLite's virtual
+        machine at most. Raises UnreadableDatabaseError, SqlStoppedError, and DsbdError where no process can be started.
+        """
+        if len(sql) > MAX_SQL_BYTES:
+            return f"it has {len(sql)} characters, but must have at most {MAX_SQL_BYTES}"
+        request = {
+            "path": str(database.resolve()) if isinstance(database, Path) else None,
+            "tables": None if isinstance(database, Path) else database,
+            "sql": sql,
+            "seconds": seconds,
+            "steps": steps,
+            "max_rows": max_rows,
+        }
+        process = self._started()
+        try:
+            answer = _asked(process, json.dumps(request).encode() + b"\n", seconds + GRACE_S)
+        except TimeoutError:
+            self.close()
+            return f"it ran longer than {seconds:g} s"
+        except BaseException:
+            self.close()  # its answer would be taken for that of the next statement
+            raise
+        if answer is None:
+            self.close()
+            if self._stopped:
+                raise SqlStoppedError
+            return _died(process)
+        if "unreadable" in answer:
+            raise UnreadableDatabaseError(answer["unreadable"])
+        return answer["error"] if "error" in answer else Ran(answer["ordered"], answer["bag"])
+
+    def stop(self) -> None:
+        """End the statement that runs, and refuse others. May be called from a signal handler."""
+        self._stopped = True
+        if self._process is not None:
+            self._process.kill()
+
+    def close(self) -> None:
+        """End the process. The next statement starts another one."""
+        if self._end is not None:
+            self._end()
+        self._process = self._end = None
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """The process, once it is ready for a statement, so that its start is no part of a statement's time."""
+        if self._process is not None and self._process.poll() is not None:
+            self.close()  # killed from outside while it was idle
+        if self._process is None and not self._stopped:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", sql_child.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                process_group=0,  # Ctrl-C in a terminal is for us alone
+            )
+            self._process, self._end = process, weakref.finalize(self, _ended, process)
+            self.starts += 1
+            try:
+                ready = _read(process, START_S)
+            except BaseException:
+                self.close()
+                raise
+            if ready is None and not self._stopped:
+                self.close()
+                raise DsbdError(f"the process that runs SQL does not start: {_died(process)}")
+        if self._stopped:
+            self.close()
+            raise SqlStoppedError
+        assert self._process is not None
+        return self._process
 
 
-def attempt(
-    database: sqlite3.Connection, sql: str, *, over: Callable[[], bool] | None = None, max_rows: int = MAX_ROWS
-) -> tuple[Rows | None, str | None]:
-    """The rows of one statement as `run` gives them, or None and why there are none."""
-    asked = over or _budget_of_steps()
-    database.set_progress_handler(lambda: int(asked()), STEPS_PER_CALL)
+def _asked(process: subprocess.Popen[bytes], request: bytes, seconds: float) -> dict[str, str] | None:
+    """The answer; None where the process has died. Raises TimeoutError where none comes in time."""
+    assert process.stdin is not None
     try:
-        cursor = database.execute(sql)
-        rows = cursor.fetchmany(max_rows + 1)
-    except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
-        return None, " ".join(str(error).split())[:200] or type(error).__name__
-    if cursor.description is None:
-        return None, "it is no statement that returns rows"
-    if len(rows) > max_rows:
-        return None, f"it returns more than {max_rows} rows"
-    return [tuple(round(v, 6) if isinstance(v, float) else v for v in row) for row in rows], None
+        left = memoryview(request)
+        while left:
+            left = left[process.stdin.write(left) or 0 :]
+    except BrokenPipeError:
+        return None
+    return _read(process, seconds)
 
 
-def same_rows(found: Rows, gold: Rows, ordered: bool) -> bool:
-    """Whether two results agree: column order and repeats count, row order only where `ordered`."""
-    return found == gold if ordered else Counter(found) == Counter(gold)
+def _read(process: subprocess.Popen[bytes], seconds: float) -> dict[str, str] | None:
+    """One line of the process; None where it has died. Signals are heard meanwhile. Raises TimeoutError."""
+    assert process.stdout is not None
+    poll, end, line = select.poll(), time.monotonic() + seconds, b""
+    poll.register(process.stdout, select.POLLIN)
+    while not line.endswith(b"\n") and len(line) < MAX_ANSWER_BYTES:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        if poll.poll(1000 * min(left, WAIT_S)):
+            more = os.read(process.stdout.fileno(), MAX_ANSWER_BYTES)
+            if not more:
+                return None
+            line += more
+    answer: dict[str, str] = json.loads(line)
+    return answer
+
+
+def _ended(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        with contextlib.suppress(OSError):
+            stream.close()
+    process.wait()
+
+
+def _died(process: subprocess.Popen[bytes]) -> str:
+    code = process.returncode
+    return f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
+
+
+def read_rows(database: sqlite3.Connection, sql: str) -> Rows | None:
+    """The rows of a statement of our own, in this process, floats to six decimals; None where it fails or takes more
+    than STEPS steps."""
+    over = sql_child.budget(float("inf"), STEPS)
+    database.set_progress_handler(lambda: over() is not None, sql_child.STEPS_PER_CALL)
+    try:
+        rows: Rows = database.execute(sql).fetchall()
+    except sqlite3.Error:
+        return None
+    return [tuple(round(cell, 6) if isinstance(cell, float) else cell for cell in row) for row in rows]
 
 
 def is_ordered(sql: str) -> bool:
-    """Whether the statement itself, not a part in parentheses or quotes, has an ORDER BY."""
-    bare = QUOTED.sub("''", sql)
-    while bare != (bare := INNERMOST.sub(" ", bare)):
-        pass
-    return ORDER_BY.search(bare) is not None
+    """Whether the statement itself, not a part in parentheses, quotes or comments, has an ORDER BY. One pass."""
+    depth, before = 0, ""
+    for token in TOKEN.finditer(sql):
+        if token["skipped"] is not None:
+            continue
+        word = token[0].casefold()
+        depth += (word == "(") - (word == ")")
+        if word == "by" and before == "order" and depth == 0:
+            return True
+        before = word
+    return False

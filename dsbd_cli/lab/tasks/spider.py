@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from pathlib import Path
 
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.tasks.dataset import Dataset
-from dsbd_cli.lab.tasks.execute import MAX_VALUE_BYTES, Rows, allow, budget_of_time, is_ordered, run, same_rows
+from dsbd_cli.lab.tasks.execute import Ran, SqlProcess, UnreadableDatabaseError, is_ordered
 from dsbd_cli.lab.tasks.files import field, items, read_json
 from dsbd_cli.lab.tasks.record import TaskRecord
 
-__all__ = ["open_database", "score_spider", "spider_dataset"]
+__all__ = ["score_spider", "spider_dataset"]
 
 TIMEOUT_S = 30.0
-MAX_ROWS = 1_000_000
 METRIC = "execution accuracy"
+PROCESS = SqlProcess()
 
 
 def spider_dataset(folder: Path, timeout_s: float = TIMEOUT_S) -> Dataset:
@@ -37,7 +35,7 @@ def spider_dataset(folder: Path, timeout_s: float = TIMEOUT_S) -> Dataset:
         for number, (place, asked) in enumerate(questions):
             yield _record(folder, number, asked, place, schemas, timeout_s)
 
-    def execute(record: TaskRecord, text: str) -> Rows | None:
+    def execute(record: TaskRecord, text: str) -> Ran | None:
         path = record.meta["database"]
         assert isinstance(path, Path)
         return _execute(path, text.strip(), timeout_s)
@@ -76,36 +74,27 @@ def _record(
     path = folder / "database" / name / f"{name}.sqlite"
     if not path.is_file():
         raise UsageError(f"{place}: the database {path} does not exist")
-    rows = _execute(path, gold, timeout_s)
-    if rows is None:
+    found = _execute(path, gold, timeout_s)
+    if found is None:
         raise UsageError(f"{place}.query fails on {path}: {gold}")
     prompt = f"schema: {schemas[name]}\nquestion: {question}\nsql:"
-    meta = {"database": path, "rows": rows, "ordered": is_ordered(gold)}
+    meta = {"database": path, "result": found, "ordered": is_ordered(gold)}
     return TaskRecord(f"spider-{number}", prompt, gold, meta)
 
 
-def open_database(path: Path) -> sqlite3.Connection:
-    """A database that can be read and nothing else: opened read-only, and closed to every other action."""
-    database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
-    database.text_factory = lambda data: data.decode(errors="replace")  # some of Spider's texts are not UTF-8
-    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 10 * MAX_VALUE_BYTES)
-    database.set_authorizer(allow)
-    return database
-
-
-def _execute(path: Path, sql: str, timeout_s: float) -> Rows | None:
+def _execute(path: Path, sql: str, timeout_s: float) -> Ran | None:
     try:
-        with closing(open_database(path)) as database:
-            return run(database, sql, over=budget_of_time(timeout_s), max_rows=MAX_ROWS)
-    except sqlite3.Error as error:
+        found = PROCESS.run(path, sql, seconds=timeout_s)
+    except UnreadableDatabaseError as error:
         raise UsageError(f"{path} cannot be opened: {error}") from None
+    return found if isinstance(found, Ran) else None
 
 
 def score_spider(record: TaskRecord, text: str, timeout_s: float = TIMEOUT_S) -> Mapping[str, float]:
     """1 where the statement returns what the gold one returns: same columns in order, same rows with repeats, in the
     same order where the gold statement orders them."""
-    path, gold = record.meta["database"], record.meta["rows"]
+    path, gold = record.meta["database"], record.meta["result"]
     assert isinstance(path, Path)
-    assert isinstance(gold, list)
+    assert isinstance(gold, Ran)
     found = _execute(path, text.strip(), timeout_s)
-    return {METRIC: float(found is not None and same_rows(found, gold, bool(record.meta["ordered"])))}
+    return {METRIC: float(found is not None and gold.same(found, ordered=bool(record.meta["ordered"])))}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import cast
 
-from dsbd_cli.lab.tasks.execute import Rows, TableData, connect, run, same_rows
+from dsbd_cli.lab.tasks.execute import STEPS, Ran, SqlProcess
 from dsbd_cli.lab.tasks.record import Task, TaskRecord
+from dsbd_cli.lab.tasks.sql_child import TableData
+
+TIMEOUT_S = 30.0  # STEPS are the limit; only a statement that is deaf to them runs so long
+MAX_ROWS = 5000
+PROCESS = SqlProcess()
 
 
 class SqlTask(Task):
@@ -15,15 +19,13 @@ class SqlTask(Task):
     name = "sql"
     metric = "execution accuracy"
 
-    def execute(self, record: TaskRecord, text: str) -> Rows | None:
-        """The rows that `text` returns on the record's database; None where it fails."""
-        with closing(connect(cast("dict[str, TableData]", record.meta["tables"]))) as database:
-            return run(database, text.strip())
+    def execute(self, record: TaskRecord, text: str) -> Ran | None:
+        """What `text` returns on the record's database; None where it fails."""
+        tables = cast("dict[str, TableData]", record.meta["tables"])
+        found = PROCESS.run(tables, text.strip(), seconds=TIMEOUT_S, steps=STEPS, max_rows=MAX_ROWS)
+        return found if isinstance(found, Ran) else None
 
     def score(self, record: TaskRecord, text: str) -> bool:
         """Whether `text`, run on the record's database, returns what the gold SQL returns."""
-        tables = cast("dict[str, TableData]", record.meta["tables"])
-        with closing(connect(tables)) as database:
-            gold = run(database, record.reference)
-            found = run(database, text.strip())
-        return gold is not None and found is not None and same_rows(found, gold, bool(record.meta["ordered"]))
+        gold, found = self.execute(record, record.reference), self.execute(record, text)
+        return gold is not None and found is not None and gold.same(found, ordered=bool(record.meta["ordered"]))

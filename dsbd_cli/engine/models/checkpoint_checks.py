@@ -1,0 +1,157 @@
+"""Faults of a checkpoint that are told before its weights are loaded, or before they are used: from config.json, the
+index and the headers of its safetensors files. Only `check_numbers` looks at weights.
+
+Everything raises ModelError; `name` stands first in its message, as in "target model 'x'".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.errors import ModelError, shorten
+
+__all__ = ["Stored", "check_checkpoint", "check_numbers", "read_headers", "stored_bytes", "unsafe_pickle"]
+
+LONGEST_HEADER = 100_000_000  # bytes; the limit of safetensors
+PARTS = ("text_config", "decoder", "encoder")  # of a config.json
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers",
+          "num_decoder_layers")  # fmt: skip
+WIDTHS = ("hidden_size", "d_model", "n_embd", "vocab_size")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a safetensors file. dtype: as safetensors names it. begin, end: its bytes in the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def stored_bytes(place: Path) -> int:
+    """Bytes of the weights in a checkpoint folder or a GGUF file."""
+    if place.is_file():
+        return place.stat().st_size
+    for pattern in ("*.safetensors", "*.bin"):
+        if files := list(place.glob(pattern)):
+            return sum(file.stat().st_size for file in files)
+    return 0
+
+
+def check_checkpoint(folder: Path, name: str) -> None:
+    """The indices of a checkpoint folder stay inside it, its safetensors files are whole, and its config fits their
+    tensors: a config of 10^8 layers would be built first, and be missed by its weights minutes later."""
+    for index in sorted(folder.glob("*.index.json")):
+        _check_index(index, name)
+    files = _weight_files(folder)
+    if files:
+        _check_config(folder, read_headers(files, name), name)
+
+
+def read_headers(files: Iterable[Path], name: str) -> dict[str, Stored]:
+    """Tensors of safetensors files, by name."""
+    return {tensor: stored for file in files for tensor, stored in _header(file, name)}
+
+
+def check_numbers(tensors: Iterable[tuple[str, Tensor]], name: str) -> None:
+    """No tensor holds NaN."""
+    for tensor, values in tensors:
+        if not values.is_floating_point() or values.dtype.itemsize == 1 or values.is_meta or not values.numel():
+            continue
+        if bool(torch.isnan(values.detach().amax())):  # NaN where one of them is, and no mask is made
+            count = int(values.detach().isnan().sum())
+            raise ModelError(f"{name}: {count} of {values.numel()} numbers in {tensor} are NaN: get the files again")
+
+
+def unsafe_pickle(folder: Path, error: BaseException, name: str) -> ModelError | None:
+    """What to say of a pickle that torch refuses; None where `error` is about something else. torch's own text advises
+    to load it all the same."""
+    if "weights_only" not in str(error) or any(folder.glob("*.safetensors")):
+        return None
+    found = ", ".join(sorted(file.name for file in folder.glob("*.bin"))[:3])
+    return ModelError(
+        f"{name}: {found} is a pickle of more than tensors, which could run code and is not loaded: get the weights "
+        "as safetensors"
+    )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers reads: one, or those that the index names."""
+    if (one := folder / "model.safetensors").is_file():
+        return [one]
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    files = {folder / file for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    return sorted(file for file in files if file.is_file())
+
+
+def _check_index(index: Path, name: str) -> None:
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        places = [(str(tensor), str(file)) for tensor, file in names.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{name}: {index.name} is no index of weights ({type(error).__name__})") from None
+    for tensor, file in places:
+        for path in (PurePosixPath(file), PureWindowsPath(file)):
+            if path.is_absolute() or path.drive or ".." in path.parts:
+                raise ModelError(
+                    f"{name}: {index.name} names {shorten(file)} for {shorten(tensor)}: the path leaves the folder"
+                )
+
+
+def _header(file: Path, name: str) -> Iterator[tuple[str, Stored]]:
+    """Names and places of the tensors in a file."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > min(LONGEST_HEADER, size - 8):
+            raise ModelError(f"{name}: {file.name} is cut short or no safetensors file: get it again")
+        text, start = stream.read(length), 8 + length
+    try:
+        table: dict[str, Any] = json.loads(text)
+        found = [
+            (tensor, Stored(file, str(one["dtype"]), tuple(map(int, one["shape"])), *map(int, one["data_offsets"])))
+            for tensor, one in table.items()
+            if tensor != "__metadata__"
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ModelError(f"{name}: {file.name} is no safetensors file: its header cannot be read") from None
+    for tensor, stored in found:
+        if not 0 <= stored.begin <= stored.end <= size - start:
+            raise ModelError(
+                f"{name}: {file.name} is cut short: {tensor} ends at byte {start + stored.end} of {size}: get it again"
+            )
+        yield tensor, Stored(file, stored.dtype, stored.shape, start + stored.begin, start + stored.end)
+
+
+def _check_config(folder: Path, tensors: dict[str, Stored], name: str) -> None:
+    """Every layer has a tensor, and every width is one of a tensor. Config classes are not asked: they list layers."""
+    try:
+        given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # told when the config is read
+    if not isinstance(given, dict):
+        return
+    widest = max((length for stored in tensors.values() for length in stored.shape), default=0)
+    for part in ("", *PARTS):
+        config = given if not part else given.get(part)
+        if not isinstance(config, dict):
+            continue
+        limits = [(field, len(tensors), f"the weights are {len(tensors)} tensors") for field in LAYERS]
+        if "quantization_config" not in given:  # several numbers in one
+            limits += [(field, widest, f"no tensor of the weights is wider than {widest}") for field in WIDTHS]
+        for field, most, reason in limits:
+            value = config.get(field)
+            if type(value) is int and value > most:
+                place = f"{part}.{field}" if part else field
+                raise ModelError(f"{name}: config.json does not fit the weights: {place} is {value}, but {reason}")

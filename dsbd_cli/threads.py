@@ -1,0 +1,73 @@
+"""Threads of this process: how many the machine gives it, and that they wait instead of spinning. No torch here."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+
+__all__ = ["processors", "wait_without_spinning"]
+
+# Looks at a lock before a thread of OpenMP sleeps. libgomp's own 300,000 take longer than what lies between two
+# products, so that no thread slept; beside other work that was three to four times the processor time
+# (benchmarks/LOG.md).
+SPINS = 3_000
+BLOCK_MS = 1  # the same for LLVM's OpenMP, which counts milliseconds
+SPINNING = {"GOMP_SPINCOUNT": str(SPINS), "KMP_BLOCKTIME": str(BLOCK_MS)}
+CHOSEN = ("OMP_WAIT_POLICY", *SPINNING)  # variables by which a user decides
+
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def wait_without_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let threads that have nothing to do sleep soon. Does nothing where the user has decided, and acts only before
+    torch is imported, which reads these variables then."""
+    if not any(name in environment for name in CHOSEN):
+        environment.update(SPINNING)
+
+
+def processors() -> int:
+    """Processors that this process may use: those of its affinity, and no more than the quota of its container, rounded
+    up."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS
+    return max(1, math.ceil(min(affinity, quota())))
+
+
+def quota(root: Path = CGROUPS, own: Path = OWN_CGROUPS) -> float:
+    """Processors that the container's control groups allow, of cgroup v2 or v1; inf without a limit."""
+    return min(_limits(root, own), default=math.inf)
+
+
+def _limits(root: Path, own: Path) -> Iterator[float]:
+    """Of the groups of this process and of those around them."""
+    for line in _text(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        tops = (root, root / "unified") if not controllers else (root / controllers, root / "cpu")
+        for top in tops:
+            place = top / path.lstrip("/")
+            # where a container sees its own group as the root, the path of the host is not there
+            for folder in (place, *place.parents):
+                yield from _limit(folder, v2=not controllers)
+                if folder == top:
+                    break
+
+
+def _limit(folder: Path, *, v2: bool) -> Iterator[float]:
+    """Of one group: microseconds of processor time in a period, over the microseconds of the period."""
+    if v2:
+        words = _text(folder / "cpu.max").split()
+    else:
+        words = [_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+    if len(words) == 2 and all(word.isdigit() for word in words) and int(words[0]) and int(words[1]):
+        yield int(words[0]) / int(words[1])
+
+
+def _text(path: Path) -> str:
+    """Empty where it cannot be read: another system, or a group that the container does not show."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
