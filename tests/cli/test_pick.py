@@ -162,7 +162,7 @@ def test_failed_rows_are_named_in_the_end(dsbd: Dsbd, tmp_path: Path) -> None:
     done = dsbd("pick", "--by", "vote", "-o", str(out), lines=rows)
     told = done.err.splitlines()
     assert told[:3] == [
-        f"dsbd: warning: row {n} (id 'f\\x1b{n - 1}'): line {n + 1}: the row had failed before: 'no'" for n in (1, 2, 3)
+        f"dsbd: warning: row {n} (id f\\x1b{n - 1}): line {n + 1}: the row had failed before: 'no'" for n in (1, 2, 3)
     ]
     assert told[3] == f'dsbd: 2 more rows failed: records with "error" in {out}'
     assert told[4].startswith("dsbd: 6 rows, ")
