@@ -45,7 +45,8 @@ def main() -> None:
     options.add_argument("--max-new-tokens", default="64")
     given = options.parse_args()
     rows = [{"id": str(i), **json.loads(line)} for i, line in enumerate(sys.stdin)]
-    left, answers = list(range(len(rows))), {}
+    left = list(range(len(rows)))
+    answers: dict[int, dict[str, dict[str, int]]] = {}
     for width in given.num_beams:
         answers.update(zip(left, answer([rows[i] for i in left], width, given), strict=True))
         left = [i for i in left if "pick" in answers[i] and not answers[i]["pick"]["ran"]]
