@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -149,9 +150,14 @@ def test_what_is_running_is_stopped_and_nothing_begins_afterwards() -> None:
 
 def test_an_engine_that_is_stopped_before_it_begins_is_cut_off_and_no_wrong_usage() -> None:
     """Guards the moment between the question whether a signal has come and the first iteration."""
-    for signalled, error in ((True, CutOffError), (False, UsageError)):
-        budget = Budget()
-        with pytest.raises(error), budget.running(lambda: None):
-            if signalled:
-                budget.stop()
+
+    def run(budget: Budget, before: Callable[[], None]) -> None:
+        with budget.running(lambda: None):
+            before()
             raise UsageError("this engine was stopped and answers nothing any more")
+
+    cut = Budget()
+    with pytest.raises(CutOffError):
+        run(cut, cut.stop)
+    with pytest.raises(UsageError):
+        run(Budget(), lambda: None)
