@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,14 @@ from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
 from dsbd_cli.engine.models.causal import CausalForestModel
+from dsbd_cli.engine.models.decoder.load import DecoderSource, decoder_forest
+from dsbd_cli.engine.models.decoder.pack import find_outliers, quantize_decoder
+from dsbd_cli.engine.models.decoder.spec import DecoderSpec, spec_of
+from dsbd_cli.engine.models.forest import Forest
+from dsbd_cli.engine.models.generation import CheckpointSettings
 from dsbd_cli.engine.models.invariance import check
-from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.pair import load_pair
-from dsbd_cli.engine.models.quantize import quantize
+from dsbd_cli.engine.models.patching import pack, quantize
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.grammars import Grammar
@@ -314,7 +319,7 @@ class Fuzzer:
             return _int8(family, size, getattr(torch, dtype), self._tokenizer)
         target, draft = (self._folder(family, size, role) for role in ("target", "draft"))
         pair = load_pair(ModelSpec(str(target), dtype=dtype), ModelSpec(str(draft), role="draft", dtype=dtype))
-        assert isinstance(pair.draft, CausalForestModel)
+        assert isinstance(pair.draft, Forest)
         return Loaded(pair.target, pair.draft, pair.codec)
 
     def _folder(self, family: str, size: int, role: str) -> Path:
@@ -354,19 +359,32 @@ def _pair(family: str, dtype: torch.dtype) -> Loaded:
 def _int8(family: str, size: int, dtype: torch.dtype, tokenizer: PreTrainedTokenizerFast) -> Loaded:
     """Its linear layers are int8, however small."""
     model = build(family, vocab_size=size, **_larger(FIT, family))
-    draft = CausalForestModel(perturbed(model, NOISE).to(dtype), family)
-    target = CausalForestModel(model.to(dtype), family)
-    quantize(target.module, target.calibrate, least=0)
-    target.layers_replaced()
-    target.quantized = "int8"
+    draft: Forest = CausalForestModel(perturbed(model, NOISE).to(dtype), family)
+    model.to(dtype)
+    target: Forest
+    if isinstance(spec := spec_of(model.config), DecoderSpec) and not spec.wide_rotary:
+        state = model.state_dict()
+        tensors = {name: partial(state.__getitem__, name) for name in state}
+        source = DecoderSource(spec, tensors, dtype, torch.device("cpu"))
+        settings = CheckpointSettings.of(model.config, {})
+        target = own = decoder_forest(ModelSpec(family), source, settings, None, lambda: model, frozenset())
+        outliers = find_outliers(own.decoder, lambda: own.plain(torch.arange(64)[None] % size))
+        quantize_decoder(own.decoder, outliers, least=0)
+        target.quantized = "int8"
+    else:
+        target = adapted = CausalForestModel(model, family)
+        quantize(adapted.module, adapted.calibrate, least=0)
+        adapted.layers_replaced()
+        target.quantized = "int8"
     _promise(target)
     return Loaded(target, draft, HFCodec(tokenizer, (tokenizer.eos_token_id,)))
 
 
-def _promise(target: CausalForestModel | Seq2SeqForestModel) -> None:
+def _promise(target: Forest) -> None:
     """As load_model does."""
     target.keep_states_in(torch.float64)
-    target.trust(check(target))
+    found = check(target)
+    target.trust(found.varies, found.copies)
 
 
 def said(result: RequestResult) -> Said:

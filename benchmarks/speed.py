@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dsbd_cli.engine.models.fused import fuse, layer_kernels
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from benchmarks.common import environment, markdown_table, results_folder, write_results
@@ -28,7 +29,6 @@ from benchmarks.outcome import Outcome, Runner, delivered
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.models.causal import CausalForestModel
-from dsbd_cli.engine.models.fused import fuse, layer_kernels
 from dsbd_cli.engine.models.invariance import is_invariant
 from dsbd_cli.engine.models.loader import eos_ids, load_tokenizer
 from dsbd_cli.engine.models.packing import pack
