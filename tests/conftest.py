@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,15 @@ with contextlib.suppress(ModuleNotFoundError):  # GPU machines run a few files t
     # The same cases on every run, and no verdict by the clock of a busy machine.
     settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("steady")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_folder_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Guards the user's cache folder, from which no test may read a verdict on a model, nor keep one there. Tests that
+    load the shipped models ask each once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def pytest_collection_finish() -> None:

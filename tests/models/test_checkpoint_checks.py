@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsbd_cli.config import ModelSpec
-from dsbd_cli.engine.models import pair
+from dsbd_cli.engine.models import load_model as loading_module
 from dsbd_cli.engine.models.checkpoint_checks import check_checkpoint, check_numbers, read_headers, stored_bytes
 from dsbd_cli.engine.models.loader import load
 from dsbd_cli.errors import ModelError

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.models import loader
-from dsbd_cli.engine.models.pair import load_model, load_pair
+from dsbd_cli.engine.models.load_model import load_model
+from dsbd_cli.engine.models.pair import load_pair
 from dsbd_cli.engine.models.quantize import Int8Linear, int8_missing, quantize
 from dsbd_cli.engine.models.seq2seq import sample_source
 from dsbd_cli.errors import UsageError

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from dsbd_cli.config import MethodConfig, ModelSpec
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.models.pair import check_pair, load_model
+from dsbd_cli.engine.models.load_model import load_model
+from dsbd_cli.engine.models.pair import check_pair
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import DsbdError
 from dsbd_cli.requests import Request

@@ -26,7 +26,7 @@ from dsbd_cli.engine.decoding.step import Plan, Stepper
 from dsbd_cli.engine.decoding.timing import PhaseTimer
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.drafting.beam import BeamDrafter
-from dsbd_cli.engine.models.cache import moved_by_copy
+from dsbd_cli.engine.models.kv_cache import moved_by_copy
 from dsbd_cli.engine.verify import make_rule
 from dsbd_cli.kernels import Arguments, Kernel
 

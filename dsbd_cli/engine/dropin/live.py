@@ -98,7 +98,7 @@ def forest_of(model: Any, role: str, *, invariant: bool = False) -> CausalForest
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{role} {_name(model)}: {error}") from error
     if invariant and (found := known[key]) is not None:
-        forest.trust(found)
+        forest.trust(found.varies, found.copies)
     return forest
 
 

@@ -11,7 +11,7 @@ from dsbd_cli.config import Exactness, MethodConfig, SamplingConfig
 from dsbd_cli.engine.decoding.answers import Catalogue
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.base import AnyDraft
-from dsbd_cli.engine.models.adapter import TransformersForest
+from dsbd_cli.engine.models.forest import Forest
 from dsbd_cli.engine.models.registry import resolve
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.engine.models.tokenize import HFCodec
@@ -278,10 +278,10 @@ def _peer(
 ) -> Peer:
     """Raises ModelError where the target, or the form of its files, is none that the other code takes."""
     target, draft, codec = pair.target, pair.draft, pair.codec
-    if not isinstance(target, TransformersForest) or not isinstance(codec, HFCodec):
+    if not isinstance(target, Forest) or not isinstance(codec, HFCodec):
         raise ModelError(f"{method}: the target is no transformers model; leave it out of --methods")
     if config.engine == "transformers":
-        assistant = draft if isinstance(draft, TransformersForest) else None
+        assistant = draft if isinstance(draft, Forest) else None
         return TransformersPeer(config, target, assistant, codec, sampling, batch_size, pair.catalogues.get(""))
     if pair.catalogues or isinstance(target, Seq2SeqForestModel) or target.device.type != "cpu":
         why = "--allow" if pair.catalogues else "a target with an encoder, or on a GPU"

@@ -18,7 +18,7 @@ from typing import Protocol, TypedDict, cast
 import torch
 
 from dsbd_cli.config import SamplingConfig
-from dsbd_cli.engine.models.adapter import TransformersForest
+from dsbd_cli.engine.models.forest import Forest
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import ModelError
 from dsbd_cli.lab.peers.base import Asked, Delivered, Peer, delivered
@@ -55,7 +55,7 @@ class SeparatePeer(Peer):
     """A comparator that loads the weights a second time, in a form of its own."""
 
     def __init__(
-        self, config: PeerConfig, target: TransformersForest, codec: HFCodec, sampling: SamplingConfig, batch_size: int
+        self, config: PeerConfig, target: Forest, codec: HFCodec, sampling: SamplingConfig, batch_size: int
     ) -> None:
         """Raises ModelError for what neither can do."""
         super().__init__(config, target, codec, sampling, batch_size)
@@ -80,7 +80,7 @@ class CTranslatePeer(SeparatePeer):
         self,
         config: PeerConfig,
         place: Path,
-        target: TransformersForest,
+        target: Forest,
         codec: HFCodec,
         sampling: SamplingConfig,
         batch_size: int,
@@ -143,7 +143,7 @@ class LlamaPeer(SeparatePeer):
         self,
         config: PeerConfig,
         place: Path,
-        target: TransformersForest,
+        target: Forest,
         codec: HFCodec,
         sampling: SamplingConfig,
         room: int,

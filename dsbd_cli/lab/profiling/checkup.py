@@ -181,7 +181,7 @@ def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]
         if not is_gguf(folder) and not has_weights(folder):
             raise ModelNotFoundError(f"{spec.role} model {spec.source!r}: its weights are not on this machine")
     begin = time.monotonic()
-    pair = load_pair(target, draft)
+    pair = load_pair(target, draft, anew=True)
     took = time.monotonic() - begin
     loaded.append(pair)
     told: list[str] = []
