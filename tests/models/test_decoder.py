@@ -418,9 +418,19 @@ def test_paths_that_outgrow_a_program(loaded: Loads, monkeypatch: pytest.MonkeyP
     target, _ = loaded("llama")
     target.release()
     with eager(target):
-        wanted = answers(target, [prompt(9)], SEARCH)
-    assert answers(target, [prompt(9)], SEARCH) == wanted
-    assert target.programs > 2
+        wanted = answers(target, [prompt(9)], SEARCH, new=40)
+    rooms: set[int] = set()
+    place_of = decoder_forest._place_of
+
+    def noting(view: Any) -> Any:
+        place = place_of(view)
+        rooms.add(place.paths.slots.shape[2])
+        return place
+
+    monkeypatch.setattr(decoder_forest, "_place_of", noting)
+    assert answers(target, [prompt(9)], SEARCH, new=40) == wanted
+    assert len(rooms) > 1
+    assert min(rooms) < 40
 
 
 @ON_CPU

@@ -103,6 +103,12 @@ class Program(Eager):
         self._steps.append(step)
         return homes
 
+    def copy(self, value: Tensor) -> Tensor:
+        self.close()
+        home = torch.empty(value.shape, dtype=value.dtype)
+        self._steps.append(lambda: home.copy_(value))
+        return home
+
     def close(self) -> None:
         """End a run of kernels: they become one step."""
         if self._calls:
