@@ -31,7 +31,7 @@ real: $(READY) ## fetch SmolLM2-135M and Gemma-3-270m (350 MB) into models/, ans
 	$(BIN)/python -m benchmarks.real smollm2-135m-instruct gemma-3-270m
 	@for model in models/smollm2-135m-instruct models/gemma-3-270m; do \
 		echo; echo "══ $$model"; \
-		$(BIN)/dsbd generate --quiet --target $$model --draft none --decode search --num-beams 8 --max-new-tokens 24 \
+		$(BIN)/dsbd generate --quiet --target $$model --decode search --num-beams 8 --max-new-tokens 24 \
 			< sample_inputs/text.jsonl | $(BIN)/python sample_inputs/show.py sample_inputs/text.jsonl; \
 		$(BIN)/python sample_inputs/compare.py sample_inputs/text.jsonl $$model; \
 	done

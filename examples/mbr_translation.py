@@ -1,6 +1,6 @@
 """Minimum Bayes risk: of 16 samples of every prompt the one that agrees most with all others (chrF).
 
-    python examples/mbr_translation.py --target MODEL --draft none < prompts.jsonl
+    python examples/mbr_translation.py --target MODEL < prompts.jsonl
 
 A line is {"prompt": "..."}: a translation prompt of your model. Samples of one prompt are rows of their own, so that
 they are independent; beams are different texts by design, and would need --weights probability. By hand:

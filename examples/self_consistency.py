@@ -1,6 +1,6 @@
 """Self-consistency: eight samples of every question, and the answer that most of them give.
 
-    python examples/self_consistency.py --target MODEL --draft none --answer-regex '#### (.*)' < questions.jsonl
+    python examples/self_consistency.py --target MODEL --answer-regex '#### (.*)' < questions.jsonl
 
 The samples of a question are rows of one input with ids of their own, answered by `dsbd generate --num-beams 1`; their
 records are joined by question, and `dsbd pick --by vote` chooses.
@@ -35,11 +35,11 @@ def main() -> None:
     models = ["--target", given.target, "--draft", given.draft, "--num-beams", "1", "--early-stopping"]
     generate = [*DSBD, "generate", "-q", *models, "--max-new-tokens", given.max_new_tokens]
     made = subprocess.run(generate, input=lines(rows), stdout=subprocess.PIPE, check=True).stdout
-    beams = defaultdict(list)
+    beams: defaultdict[int, list[object]] = defaultdict(list)
     for line in made.splitlines():
         record = json.loads(line)
         beams[record["metadata"]["question"]] += record["beams"]
-    joined = [{"id": str(number), "beams": beams[number]} for number in sorted(beams)]
+    joined: list[dict[str, object]] = [{"id": str(number), "beams": beams[number]} for number in sorted(beams)]
     regex = [] if given.answer_regex is None else ["--answer-regex", given.answer_regex]
     subprocess.run([*DSBD, "pick", "-q", "--by", "vote", *regex], input=lines(joined), check=True)
 

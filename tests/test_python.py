@@ -23,6 +23,7 @@ from dsbd_cli.requests import derive_seed
 from dsbd_cli.variants import RULES, parse
 from tests.engine.toys import NumberCodec, table_pair
 
+ROOT = Path(__file__).parents[1]
 SHORT = SamplingConfig(max_new_tokens=6)
 
 
@@ -156,8 +157,9 @@ def test_generate_gives_what_was_asked_for_or_raises() -> None:
     with pytest.raises(InvalidRowError, match="request 0: prompt is empty"):
         _ = failed.text
     engine.stop()
-    with pytest.raises(UsageError, match="stopped"):
-        engine.generate("1 2")
+    for answers in (engine.run, engine.stream, engine.generate):
+        with pytest.raises(UsageError, match="stopped"):
+            list(answers(["1 2"]))  # type: ignore[operator]
 
 
 # Loading
@@ -214,6 +216,24 @@ def test_a_spec_says_how_to_load_and_the_draft_follows(monkeypatch: pytest.Monke
     assert seen == [spec, named, spec, own]
 
 
+def test_a_named_target_has_no_draft_unless_one_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[object] = []
+
+    def note(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool) -> None:
+        seen.append(None if draft is None else draft.source)
+        raise InterruptedError
+
+    monkeypatch.setattr("dsbd_cli.engine.models.pair.load_pair", note)
+    (tmp_path / "config.json").write_text("{}")
+    target, builtin = str(tmp_path), ModelSpec("builtin:target", dtype="bfloat16")
+    for given in ((), (target,), (ModelSpec(target),), (target, "builtin:draft"), (builtin,), (builtin, None)):
+        with pytest.raises(InterruptedError):
+            loading.load(*given)
+    assert seen == ["builtin:draft", None, None, "builtin:draft", "builtin:draft", None]
+    with pytest.raises(UsageError, match="draft is None, but depth is 3, which needs a draft model: give one, or drop"):
+        loading.load(target, method=MethodConfig(depth=3))
+
+
 OPTIONS = [
     MethodOptions(),
     MethodOptions(num_beams=6),
@@ -255,7 +275,52 @@ def test_the_text_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found == [(line["id"], line["seed"], line["text"]) for line in written]
 
 
+def readme_samples() -> list[str]:
+    """The Python of README.md, block by block."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+
+
 def test_the_readme_snippets_run() -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    [section] = re.findall(r"## From Python\n.*?```python\n(.*?)```", readme, re.DOTALL)
-    exec(compile(section, "README.md", "exec"), {"print": lambda *_, **__: None})
+    [sample] = readme_samples()
+    exec(compile(sample, "README.md", "exec"), {"print": lambda *_, **__: None})
+
+
+ACCEPTED = """
+from dsbd_cli import MethodConfig, Request, SamplingConfig
+
+SamplingConfig(stop="\\n"), SamplingConfig(stop=["a", "b"]), SamplingConfig(stop=("a",))
+Request("a", id=None, seed=None), Request(messages=[{"role": "user", "content": "a"}]), Request(prompt_ids=[1, 2])
+Request("a", allow=["yes", "no"]), Request("a", allow="films")
+MethodConfig(depth=None, width=None, settings={"min_width": 2, "chance": None})
+"""
+REFUSED = """
+from dsbd_cli import Request, SamplingConfig
+
+SamplingConfig(stop=5)
+Request(5)
+Request("a", seed="z")
+"""
+
+
+@pytest.mark.slow
+def test_types_accept_what_is_accepted_in_the_readme_and_the_examples(tmp_path: Path) -> None:
+    """Guards users who check their own code. Libraries count for nothing here, so that no hundred thousand lines of
+    theirs are read."""
+    from mypy import api
+
+    (tmp_path / "mypy.ini").write_text(
+        f"[mypy]\nstrict = True\nfollow_imports = silent\nmypy_path = {ROOT}\n"
+        "[mypy-torch.*,transformers.*,numpy.*,numba.*,triton.*,huggingface_hub.*,tokenizers.*,safetensors.*]\n"
+        "follow_imports = skip\n"
+    )
+    samples = {"readme.py": "\n".join(readme_samples()), "accepted.py": ACCEPTED, "refused.py": REFUSED}
+    for name, text in samples.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    files = [*map(str, sorted((ROOT / "examples").glob("*.py"))), *(str(tmp_path / name) for name in samples)]
+    cache = ["--cache-dir", str(tmp_path / "cache"), "--config-file", str(tmp_path / "mypy.ini")]
+    said, crashed, _ = api.run([*cache, *files])
+    assert crashed == ""
+    errors = [line for line in said.splitlines() if ": error: " in line]
+    assert [line.rsplit("[")[-1] for line in errors] == ["arg-type]"] * 3, said
+    assert all("refused.py" in line for line in errors), said

@@ -216,7 +216,7 @@ def test_the_public_names() -> None:
 def test_load_has_the_defaults_of_the_command() -> None:
     parameters = inspect.signature(dsbd_cli.load).parameters
     assert parameters["target"].default == config.BUILTIN_TARGET
-    assert parameters["draft"].default == config.BUILTIN_DRAFT
+    assert parameters["draft"].default == "auto", "the built-in draft with the built-in target, else none"
     assert parameters["batch_size"].default == config.DEFAULT_BATCH_SIZE
 
 

@@ -7,6 +7,7 @@ largest number, and the one at which the mass reaches top_p, are found bit by bi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import triton
@@ -37,6 +38,9 @@ MIX_A = tl.constexpr(0xBF58476D1CE4E5B9)
 MIX_B = tl.constexpr(0x94D049BB133111EB)
 TOKEN = tl.constexpr(0xD1342543DE82EF95)
 NEVER = tl.constexpr(float("-inf"))
+SHARE_UNITS = tl.constexpr(2.0**36)  # as in core/probs.py, which this package does not know
+LOG_UNITS = tl.constexpr(math.log(2.0**36))
+NO_SHARE = tl.constexpr(-26.0)
 REGISTERS = 255  # of a thread at most; left alone, ptxas stops at 128 and spills
 RULES = {"coupled": 0, "search": 1, "rejection": 2}
 
@@ -182,10 +186,17 @@ def is_some(x):
 
 
 @triton.jit
-def log_normalise(x):
-    """probs.log_normalise of [A, B] over B. The largest number of a row is 0, or it holds none."""
-    total = tl.log(tl.sum(tl.exp(x), 1))[:, None]
-    return tl.where(is_finite(total), x - total, NEVER)
+def shares(x):
+    """probs._shares: int64."""
+    units = tl.full((), SHARE_UNITS, tl.float64)
+    return tl.floor(tl.exp(tl.maximum(x, NO_SHARE)).to(tl.float64) * units + 0.5).to(tl.int64)
+
+
+@triton.jit
+def log_mass(x):
+    """probs._log_mass of [A, B] over B: [A, 1]."""
+    units = tl.maximum(tl.sum(shares(x), 1), 1)[:, None].to(tl.float64)
+    return (tl.log(units) - tl.full((), LOG_UNITS, tl.float64)).to(tl.float32)
 
 
 @triton.jit
@@ -208,17 +219,18 @@ def cut(x, top_k, top_p, min_p, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P:
             x = tl.where(ordered(x) >= lowest[:, None], x, NEVER)
     if TOP_P:
         if top_p < 1:
-            share = tl.exp(log_normalise(x))
+            share = shares(x)
+            wanted = top_p.to(tl.float64) * tl.sum(share, 1).to(tl.float64)
             keys = ordered(x)
             bound = tl.max(keys, 1) * 0
             for bit in range(32):
                 trial = bound | (tl.full((), 0x80000000, tl.uint32) >> bit)
-                mass = tl.sum(tl.where(keys >= trial[:, None], share, 0.0), 1)
-                bound = tl.where(mass >= top_p, trial, bound)
+                mass = tl.sum(tl.where(keys >= trial[:, None], share, 0), 1)
+                bound = tl.where(mass.to(tl.float64) >= wanted, trial, bound)
             x = tl.where(keys >= bound[:, None], x, NEVER)
     if MIN_P:
         x = tl.where(x >= tl.max(x, 1)[:, None] + tl.log(min_p), x, NEVER)
-    return log_normalise(x)
+    return x - log_mass(x)
 
 
 @triton.jit
@@ -253,12 +265,8 @@ def pool_law(
         if COLD:
             law = tl.where(cold & (law > NEVER), best, law)
         joint = weight[:, None] + law
-        flat = tl.reshape(joint, (1, NP * CP))
-        # of a pool: its largest number is not 0 here
-        top = tl.max(flat, 1)[:, None]
-        shift = tl.where(is_finite(top), top, 0.0)
-        total = tl.log(tl.sum(tl.exp(flat - shift), 1))[:, None] + shift
-        log_p = tl.reshape(tl.where(is_finite(total), flat - total, NEVER), (NP, CP))
+        below = from_best(tl.reshape(joint, (1, NP * CP)))
+        log_p = tl.reshape(below - log_mass(below), (NP, CP))
     else:
         joint = weight[:, None] + logprobs
         scaled = tl.div_rn(from_best(tl.reshape(joint, (1, NP * CP))), temperature)

@@ -60,6 +60,8 @@ class EngineNames(Protocol):
     def told(self) -> tuple[str, ...]: ...
     @property
     def threads(self) -> int | None: ...
+    @property
+    def chat(self) -> bool: ...
 
 
 class RunsRequests(Protocol):
@@ -102,7 +104,8 @@ class WorkerSetup:
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """What a worker has loaded, and where. checkpoints: hashes of the models' files, see `checkpoint_hash`.
-    kernels: those that its engine runs. told: what the user should know of how it does. threads: of its processor."""
+    kernels: those that its engine runs. told: what the user should know of how it does. threads: of its processor.
+    chat: the target has a chat template."""
 
     dsbd: str
     checkpoints: tuple[str, ...]
@@ -116,6 +119,7 @@ class WorkerInfo:
     kernels: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
     threads: int | None = None
+    chat: bool = False
 
     def difference(self, other: WorkerInfo) -> str | None:
         """What keeps another worker from giving the same texts: `dsbd is 0.1.0 there and 0.2.0 here`; None: nothing."""
@@ -245,6 +249,7 @@ class Worker:
             kernels=() if info is None else info.kernels,
             told=() if info is None else info.told,
             threads=None if info is None else info.threads,
+            chat=info is not None and info.chat,
         )
 
     def _requests(self) -> Iterator[Request | None]:

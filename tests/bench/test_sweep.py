@@ -106,7 +106,7 @@ def test_without_a_draft_only_what_needs_none() -> None:
     names, (said, apart) = choose_methods("all", draft=False)
     assert names == [name for name, one in METHODS.items() if not one.drafts and not one.separate]
     drafted = [name for name in METHODS if METHODS[name].drafts]
-    assert said == f"left out: {', '.join(drafted)}: they need a draft, but --draft is none"
+    assert said == f"left out: {', '.join(drafted)}: they need a draft, but there is none: name one with --draft"
     assert choose_methods(None) == (list(DEFAULT_METHODS), ())
     assert choose_methods("all") == ([name for name, one in METHODS.items() if not one.separate], (apart,))
     separate = [name for name, one in METHODS.items() if one.separate]

@@ -27,6 +27,7 @@ from tests.cli import fake
 from tests.loads import shipped_models_are_checked_once  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
+ONE_ROW = b'{"prompt": "a"}\n'
 HANG_S = 600  # only so that a fault does not hang the suite
 
 
@@ -100,7 +101,8 @@ class _Stream(io.TextIOWrapper):
 
 @pytest.fixture
 def dsbd(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
-    """dsbd("generate", "--num-beams", "2", lines=[...]) in this process; terminals as named."""
+    """dsbd("generate", "--num-beams", "2", lines=[...]) in this process; terminals as named. One row to answer where no
+    lines are given, because without one nothing is loaded."""
     loads: list[dict[str, object]] = []
     module = fake.module(fake.fake_load(loads))
     monkeypatch.setitem(sys.modules, fake.MODULE, module)
@@ -108,7 +110,7 @@ def dsbd(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     monkeypatch.delenv("DSBD_DEBUG", raising=False)
     monkeypatch.setenv("DSBD_TARGET", "builtin:target")  # named, so that no line says that nobody named one
 
-    def call(*arguments: str, lines: list[object] | bytes = b"", terminals: tuple[str, ...] = ()) -> Outcome:
+    def call(*arguments: str, lines: list[object] | bytes = ONE_ROW, terminals: tuple[str, ...] = ()) -> Outcome:
         data = lines if isinstance(lines, bytes) else "".join(json.dumps(line) + "\n" for line in lines).encode()
         streams = {
             name: _Stream(data if name == "stdin" else b"", tty=name in terminals)

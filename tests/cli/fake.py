@@ -17,12 +17,16 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import dsbd_cli.engine.decoding
 from dsbd_cli.config import Exactness, MethodConfig, ModelSpec
 from dsbd_cli.errors import ModelError, PromptTooLongError, RowError
 from dsbd_cli.requests import Hypothesis, Request, RequestResult
 from dsbd_cli.stats import LayerStats, RequestStats, StepStats
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.engine import EngineInfo
 
 MODULE = "dsbd_cli.engine.decoding.load"
 FAILING = "fail"
@@ -82,7 +86,8 @@ class FakeEngine:
     ) -> None:
         self.before = before
         self.method, self.batch_size, self.log_steps = method, batch_size, log_steps
-        self.info, self.stopping, self.steps, self.allowed = None, False, 0, None
+        self.info: EngineInfo | None = None
+        self.stopping, self.steps, self.allowed = False, 0, None
 
     @property
     def exactness(self) -> Exactness:

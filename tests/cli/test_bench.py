@@ -38,7 +38,7 @@ def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
     ("arguments", "message"),
     [
         (("--methods", "dsbd-couple"), "did you mean dsbd-coupled"),
-        (("--methods", "dsbd-coupled", "--draft", "none"), "needs a draft, but --draft is none"),
+        (("--methods", "dsbd-coupled", "--draft", "none"), "needs a draft, but there is none: name one with --draft"),
         (("--methods", "greedy", "--draft", "builtin:draft"), "no method of --methods drafts"),
         (("--methods", "greedy", "--temperature", "2"), "no method of --methods samples"),
         (("--methods", "greedy", "--num-beams", "4"), "--num-beams would do nothing"),
@@ -57,7 +57,7 @@ def bench(*arguments: str, terminal: TextIO | None = None) -> Outcome:
         (("--plot", "x.jpeg"), "must end in .png"),
         (("--json", "x", "--markdown", "x"), "are both x"),
         (("--existing", "overwrite"), "but none is given"),
-        (("--target", "somebody/model"), "--draft is missing"),
+        (("--target", "somebody/model", "--methods", "dsbd-coupled"), "needs a draft, but there is none: name one"),
         (("--dev-records", "3"), "no two values of --fuzzy-threshold are run"),
         (("--fuzzy-threshold", "0.1", "--fuzzy-tolerance", "0.1"), "no two values of --fuzzy-threshold are run"),
         (("--fuzzy-threshold", "0.1,0.2", "--fuzzy-tolerance", "2"), "must be from 0 to 1"),
@@ -127,7 +127,7 @@ def test_methods_that_need_a_draft_are_named_where_there_is_none() -> None:
     assert (done.code, done.err) == (0, "")
     said = " ".join(done.out.split())
     assert "note: left out: speculative, dsbd-coupled, dsbd-search," in said
-    assert "hf-assisted: they need a draft, but --draft is none" in said
+    assert "hf-assisted: they need a draft, but there is none: name one with --draft" in said
 
 
 def lines_of(path: Path, count: int, reference: str = ', "reference": "x"') -> Path:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dsbd_cli.config import ModelSpec
+from dsbd_cli.engine.decoding.engine import EngineInfo
+from dsbd_cli.requests import Request
+from tests.cli import fake
 from tests.cli.conftest import Outcome
 
 Dsbd = Callable[..., Outcome]
@@ -123,6 +127,56 @@ def test_a_place_may_be_one_the_pair_s_or_a_map(dsbd: Dsbd) -> None:
         call = dsbd("generate", "--device", given, lines=prompts("a")).loads[-1]
         assert (call["target"].device, call["target"].device_map) == target  # type: ignore[attr-defined]
         assert call["draft"].device == draft  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def with_template(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """with_template(True): the target that is loaded has a chat template."""
+    plain = fake.FakeEngine.__init__
+
+    def set_(chat: bool) -> None:
+        def begin(self: fake.FakeEngine, *given: Any) -> None:
+            plain(self, *given)
+            self.info = EngineInfo("t", None, "float32", "cpu", chat=chat)
+
+        monkeypatch.setattr(fake.FakeEngine, "__init__", begin)
+
+    return set_
+
+
+def test_plain_prompts_to_a_chat_model_are_told_of_once(dsbd: Dsbd, with_template: Callable[[bool], None]) -> None:
+    with_template(True)
+    message = {"messages": [{"role": "user", "content": "a"}]}
+    for lines in (prompts("a", "b"), [message, *prompts("a", "b")]):
+        told = dsbd("generate", lines=lines)
+        assert (told.code, told.err.count("\n")) == (0, 1)
+        assert "warning: the target has a chat template, but prompts are given to it as they stand: --chat" in told.err
+    for silent in (("--no-chat",), ("--chat",), ("--quiet",)):
+        assert dsbd("generate", *silent, lines=prompts("a")).err == ""
+    assert dsbd("generate", lines=[message]).err == ""
+    with_template(False)
+    assert dsbd("generate", lines=prompts("a")).err == ""
+
+
+def test_chat_makes_a_prompt_what_a_user_says(
+    dsbd: Dsbd, with_template: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with_template(True)
+    seen: list[Request] = []
+    plain = fake.FakeEngine._answer
+    monkeypatch.setattr(fake.FakeEngine, "_answer", lambda self, request: seen.append(request) or plain(self, request))
+    message = {"role": "system", "content": "b"}
+    out = ("-o", str(tmp_path / "out"))
+    assert dsbd("generate", "--chat", *out, lines=[*prompts("a"), {"messages": [message]}]).code == 0
+    assert dsbd("generate", "--chat", "--input-format", "text", lines=b"c d\n").code == 0
+    user = [{"role": "user", "content": text} for text in ("a", "c d")]
+    assert [request.messages for request in seen] == [(user[0],), (message,), (user[1],)]
+    other = dsbd("generate", *out, "--existing", "resume", lines=prompts("a"))
+    assert (other.code, "--chat was true and is not set" in other.err) == (2, True)
+    with_template(False)
+    refused = dsbd("generate", "--chat", lines=prompts("a"))
+    assert (refused.code, refused.out) == (2, "")
+    assert "--chat: target builtin:target has no chat template: drop it" in refused.err
 
 
 def test_options_reach_the_library(dsbd: Dsbd) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dsbd_cli.job.data.compression import frame_maker
 from tests.cli.conftest import Outcome
 
 Dsbd = Callable[..., Outcome]
@@ -41,16 +42,56 @@ def test_a_compressed_file_in_and_out(dsbd: Dsbd, tmp_path: Path) -> None:
     assert [json.loads(line)["text"] for line in lines] == ["a!0", "b!0"]
 
 
-def test_damaged_input_is_an_error_behind_the_rows_that_came(dsbd: Dsbd, tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_cut_input_is_told_before_a_model_is_loaded(dsbd: Dsbd, tmp_path: Path, suffix: str) -> None:
     import random
 
     noise = random.Random(0).randbytes(20000).hex()
-    whole = gzip.compress(b'{"prompt": "a"}\n' + f'{{"prompt": "{noise}"}}\n'.encode())
-    (tmp_path / "in.gz").write_bytes(whole[:-3000])
-    outcome = dsbd("generate", "-i", str(tmp_path / "in.gz"))
-    assert outcome.code == 1
-    assert outcome.records[0]["text"] == "a!0"
-    assert "ends in the middle" in outcome.err
+    source = tmp_path / f"in{suffix}"
+    compress = frame_maker(source)
+    assert compress is not None
+    whole = compress(b'{"prompt": "a"}\n' + f'{{"prompt": "{noise}"}}\n'.encode())
+    source.write_bytes(whole[:-3000])
+    outcome = dsbd("generate", "-i", str(source))
+    assert (outcome.code, outcome.out, outcome.loads) == (2, "", [])
+    assert f"--input {source} cannot be read: the compressed data ends in the middle" in outcome.err
+    source.write_bytes(whole)
+    assert dsbd("generate", "-i", str(source)).records[0]["text"] == "a!0"
+
+
+NEEDS_NONE: dict[str, tuple[bytes, int]] = {
+    "no row": (b"", 0),
+    "blank lines": (b"\n \n", 0),
+    "rows that cannot be read": (b'broken\n{"prompt": 5}\n{"id": "x"}\n', 3),
+}
+
+
+@pytest.mark.parametrize(("lines", "failed"), NEEDS_NONE.values(), ids=NEEDS_NONE)
+def test_without_a_row_to_answer_no_model_is_loaded(dsbd: Dsbd, tmp_path: Path, lines: bytes, failed: int) -> None:
+    output = tmp_path / "out.jsonl"
+    outcome = dsbd("generate", "-o", str(output), "--summary", str(tmp_path / "s"), lines=lines)
+    assert (outcome.code, outcome.loads) == (3 if failed else 0, [])
+    assert ["error" in json.loads(line) for line in output.read_bytes().splitlines()] == [True] * failed
+    again = dsbd("generate", "-o", str(output), "--existing", "retry", lines=lines)
+    assert (again.code, again.loads) == (3 if failed else 0, []), "retried rows fail again without a model"
+    assert len(output.read_bytes().splitlines()) == failed
+    assert json.loads((tmp_path / "s").read_bytes())["ending"] == "complete"
+
+
+def test_the_model_is_loaded_at_the_first_row_that_needs_it(dsbd: Dsbd) -> None:
+    outcome = dsbd("generate", lines=b'broken\n{"prompt": "a"}\nbroken\n')
+    assert (outcome.code, len(outcome.loads)) == (3, 1)
+    assert ["error" in record for record in outcome.records] == [True, False, True]
+    assert [record["index"] for record in outcome.records] == [0, 1, 2]
+    ended = dsbd("generate", "--max-errors", "1", lines=b'broken\n{"prompt": "a"}\n')
+    assert (ended.code, len(ended.loads), len(ended.records)) == (1, 1, 1), "no load after the one before"
+
+
+def test_what_cannot_be_written_is_told_before_a_model_is_loaded(dsbd: Dsbd) -> None:
+    for options in (("-o", "/proc/out.jsonl"), ("--stats", "/proc/steps.jsonl"), ("--summary", "/proc/summary.json")):
+        outcome = dsbd("generate", *options)
+        assert (outcome.code, outcome.out, outcome.loads) == (1, "", [])
+        assert f"cannot write {options[1]}: " in outcome.err
 
 
 def test_an_unknown_field_is_warned_of_once_or_refused(dsbd: Dsbd) -> None:

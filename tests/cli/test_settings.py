@@ -10,6 +10,8 @@ import pytest
 
 from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.errors import UsageError
+from dsbd_cli.job.cli.options import DeviceOptions, MethodOptions, PairOptions, SamplingOptions
+from dsbd_cli.job.cli.settings import fixed_depth, run_settings
 from tests.cli.conftest import Outcome, of_rule
 
 Dsbd = Callable[..., Outcome]
@@ -51,7 +53,9 @@ REFUSED = {
     "--draft none --device cpu,cuda": "cuda in --device cpu,cuda would do nothing, because there is no draft",
     "--depth 0": "--depth is 0, but must be 1 or more: --draft none decodes without a draft",
     "--draft none --depth 0": "--depth is 0, but must be 1 or more",
-    "--target t": "--target is t, but --draft is missing",
+    "--target t --depth 3": "--depth 3 needs a draft, but --target t has no draft: name one with --draft, or drop it",
+    "--target t --drafter rsd-c": "--drafter rsd-c needs a draft model, but --target t has no draft: name one with",
+    "--target t --verify fuzzy:0.1": "--verify fuzzy:0.1 compares the target with a draft model, but --target t has no",
     "--num-beams 1 --memory-saving": "--memory-saving keeps one beam of several",
     "--device cpu,": "--device is 'cpu,', but must be one device, or the target's and the draft's with a comma",
     "--quiet --log verbose": "--quiet and --log verbose cannot be used together",
@@ -139,6 +143,9 @@ SETTLED: list[tuple[str, str | None, dict[str, object]]] = [
     ("--depth auto", "builtin:draft", {"depth": 8, "adaptive_depth": True, "drafts_per_layer": 8}),
     ("--depth 3", "builtin:draft", {"depth": 3, "adaptive_depth": False}),
     ("--draft none --target t", None, {"depth": 0}),
+    ("--target t", None, {"depth": 0, "adaptive_depth": False, "width": "fixed"}),
+    ("--target t --verify rejection", None, {"depth": 0, "width": "fixed"}),
+    ("--target t --drafter ngram", None, {"depth": 8, "adaptive_depth": True}),
     ("--draft none --verify rejection", None, {"depth": 0, "width": "fixed"}),
     ("--target builtin:target --depth 2", "builtin:draft", {"depth": 2}),
     ("--memory-saving --warp-scope beam", "builtin:draft", {"memory_saving": True, "warp_scope": "beam"}),
@@ -155,6 +162,13 @@ def test_settled(dsbd: Dsbd, options: str, draft: str | None, fields: dict[str, 
     method = call["method"]
     settled = {**asdict(method), **method.settled}
     assert {name: settled[name] for name in fields} == fields
+
+
+def test_a_named_target_without_a_draft_is_profiled_as_it_is() -> None:
+    """Its forest is the roots alone, as with --draft none."""
+    plain = fixed_depth(PairOptions(target="t"), MethodOptions())
+    settings = run_settings(PairOptions(target="t"), plain, SamplingOptions(), DeviceOptions())
+    assert (settings.draft, settings.method.depth) == (None, 0)
 
 
 def test_what_does_not_act_is_null_in_the_record(dsbd: Dsbd) -> None:

@@ -92,3 +92,28 @@ def test_one_row_of_cache_per_request() -> None:
         kept += max(step.kv_slots - step.nodes for step in result.stats.step_log)
         single += result.prompt_tokens + result.hypotheses[0].num_tokens
     assert kept < 1.3 * single
+
+
+def sampled(rows: list[Request], batch_size: int) -> list[set[tuple[int, ...]]]:
+    """All ten beams of each, without drafts."""
+    loaded, method = pair(), dsbd_cli.MethodConfig(num_beams=10, depth=0)
+    engine = dsbd_cli.Engine(loaded.target, None, loaded.codec, method, batch_size=batch_size)
+    return [{one.token_ids for one in result.hypotheses} for result in engine.run(rows)]
+
+
+def beams_of(prompt: str, seed: int, top_k: int, new: int = 1) -> Request:
+    sampling = dsbd_cli.SamplingConfig(top_k=top_k, max_new_tokens=new, n_best=10)
+    return Request(prompt, id=str(seed), seed=seed, sampling=sampling)
+
+
+def test_a_neighbours_top_k_moves_no_draw() -> None:
+    """One draw in 1.6 million seeds hung on the last bit of a sum that the neighbour's top_k made longer."""
+    prompt = "question: who sold a mirror\nanswer:"
+    row = beams_of(prompt, 1590396, 20)
+    assert sampled([row, beams_of(prompt, 1, 0)], 2)[0] == sampled([row], 1)[0]
+
+
+def test_a_place_that_was_taken_again_moves_no_draw() -> None:
+    """There a row begins with W roots, all but one dead, and not with one: the same last bit, with default settings."""
+    row = beams_of("a", 1961419, 50)
+    assert sampled([beams_of("a", 1, 50), beams_of("a", 2, 50, new=6), row], 2)[2] == sampled([row], 1)[0]

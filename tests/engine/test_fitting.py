@@ -6,7 +6,7 @@ import pytest
 
 from dsbd_cli.config import MethodConfig, OnTooLong, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.errors import PromptTooLongError
+from dsbd_cli.errors import PromptTooLongError, UsageError
 from dsbd_cli.requests import Request
 from tests.engine.toys import NumberCodec, table_pair
 
@@ -62,15 +62,29 @@ def test_the_token_that_begins_a_text_is_kept() -> None:
 
 
 class CountingCodec(NumberCodec):
-    """Tells the least number of tokens, and must not be asked for more than a few."""
+    """Tells the least number of tokens, or none, and must not be asked for more than a few."""
 
-    def encode(self, prompt: str) -> list[int]:
+    bytes_per_token = 3
+
+    def __init__(self, vocabulary: int, *, bounded: bool = True) -> None:
+        super().__init__(vocabulary)
+        self.bounded = bounded
+        self.longest = 0  # text that was tokenized
+
+    def encode(self, prompt: str, most: int | None = None) -> list[int]:
+        prompt = prompt if most is None else prompt[-most:]
         assert len(prompt) < 100, "tokenized although its bytes prove it too long"
+        self.longest = max(self.longest, len(prompt))
         return super().encode(prompt)
 
+    def encode_chat(self, messages: list[dict[str, str]], most: int | None = None) -> list[int]:
+        return self.encode(messages[0]["content"], most)
+
+    def size(self, asked: str | list[dict[str, str]]) -> int:
+        return len(asked if isinstance(asked, str) else asked[0]["content"])
+
     def least_tokens(self, asked: str | list[dict[str, str]]) -> int:
-        text = asked if isinstance(asked, str) else asked[0]["content"]
-        return len(text) // 3
+        return self.size(asked) // 3 if self.bounded else 0
 
 
 @pytest.mark.parametrize("form", ["prompt", "messages"])
@@ -85,6 +99,32 @@ def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenized(form: str
     )
     [answered] = decoder.run([Request(id="b", seed=1, prompt="3 4", sampling=SAMPLING)])
     assert answered.error is None
+
+
+@pytest.mark.parametrize("form", ["prompt", "messages"])
+def test_without_a_bound_of_the_tokenizer_a_text_of_too_many_bytes_is_refused(form: str) -> None:
+    text = "3 " * 300_000
+    given = {"prompt": text, "messages": ({"role": "user", "content": text},)}
+    codec = CountingCodec(VOCABULARY, bounded=False)
+    [result] = engine(9, codec, on_too_long="error").run([Request(sampling=SAMPLING, **{form: given[form]})])  # type: ignore[arg-type]
+    assert isinstance(result.error, PromptTooLongError)
+    assert str(result.error) == (
+        "prompt has 600000 bytes, more than 3 for each token that fits: the target has 9 positions"
+    )
+    assert codec.longest == 0
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize("form", ["prompt", "messages"])
+def test_where_the_left_is_cut_only_the_end_of_a_text_is_tokenized(form: str, bounded: bool) -> None:
+    text = "9 " * 300_000 + "3 4 5 6 7"
+    given = {"prompt": text, "messages": ({"role": "user", "content": text},)}
+    codec = CountingCodec(VOCABULARY, bounded=bounded)
+    request = Request(sampling=SAMPLING, **{form: given[form]})  # type: ignore[arg-type]
+    ids, dropped = engine(9, codec, on_too_long="truncate-left")._encoder.encode(request)
+    assert ids == [3, 4, 5, 6, 7]
+    assert codec.longest == 9 * 3, "as many bytes as nine tokens can have"
+    assert dropped == (len(text) // 3 - 5 if bounded else 9)
 
 
 def test_no_room_for_a_prompt_is_an_error_even_so() -> None:
@@ -108,7 +148,8 @@ def test_a_stopped_run_hands_out_what_is_done_and_ends() -> None:
     done = [result.request.id for result in decoder.run(source())]
     assert done == ["0", "1", "2"]
     assert len(asked) < 8
-    assert list(decoder.run([Request(id="a", seed=1, prompt="3", sampling=SAMPLING)])) == []
+    with pytest.raises(UsageError, match="stopped and answers nothing any more"):
+        next(decoder.run([Request(id="a", seed=1, prompt="3", sampling=SAMPLING)]))
 
 
 def test_steps_of_unfinished_requests_are_counted() -> None:

@@ -65,6 +65,41 @@ def test_they_are_those_of_a_teacher_forced_pass(name: str) -> None:
     assert len(lengths) > 1
 
 
+def test_what_is_recorded_stays_when_a_row_that_asks_for_more_joins() -> None:
+    """Batch of 2: the third row takes the second's place while the first is under way."""
+    asks = [(8, 2), (2, 2), (2, 5)]
+    rows = [
+        Request(
+            prompt_ids=tuple(ids),
+            id=str(place),
+            seed=place,
+            sampling=SamplingConfig(max_new_tokens=new, token_logprobs=True, top_logprobs=tops),
+        )
+        for place, (ids, (new, tops)) in enumerate(zip(prompts(3, seed=2), asks, strict=True))
+    ]
+    together = [result.hypotheses[0].tokens or () for result in engine(METHODS["plain"], rows=2)[0].run(rows)]
+    alone = [engine(METHODS["plain"], rows=1)[0].generate(row).hypotheses[0].tokens or () for row in rows]
+    for found, wanted in zip(together, alone, strict=True):
+        assert [[other for other, _, _ in token.top] for token in found] == [
+            [other for other, _, _ in token.top] for token in wanted
+        ]
+        for one, other in zip(found, wanted, strict=True):
+            assert [value for _, _, value in one.top] == pytest.approx([value for _, _, value in other.top], abs=1e-4)
+
+
+def test_an_answer_of_a_list_may_hold_token_0() -> None:
+    """Behind the listed tokens of a node stands token 0 again, as impossible."""
+    target = CausalForestModel(model("llama"), "llama")
+    codec = NumberCodec(V, (2,))
+    made = Engine(target, None, codec, MethodConfig(rule="search", num_beams=3, depth=0), batch_size=1)
+    sampling = SamplingConfig(max_new_tokens=4, n_best=3, token_logprobs=True)
+    result = made.generate(Request(prompt_ids=(5, 6), sampling=sampling, allow=("0 7 ", "0 9 ", "11 0 ")))
+    assert len(result.hypotheses) == 3
+    for beam in result.hypotheses:
+        assert beam.tokens is not None
+        assert math.fsum(token.logprob for token in beam.tokens) == pytest.approx(beam.logprob, abs=1e-5)
+
+
 def test_asking_changes_no_text() -> None:
     batch = prompts(5, seed=4)
 

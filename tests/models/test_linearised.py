@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dsbd_cli.config import ModelSpec
-from dsbd_cli.engine.models.linearised import LinearisedLlama, causal_conv1d_fn, grouped_linear_attention
+from dsbd_cli.engine.models.linearised_model import LinearisedLlama, causal_conv1d_fn, grouped_linear_attention
 from dsbd_cli.engine.models.loader import load
 from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.job.cli.app import run

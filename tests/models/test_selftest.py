@@ -38,6 +38,22 @@ def test_refuses(name: str, dtype: torch.dtype) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_node_that_rounding_alone_moves_is_no_fault_in_bfloat16(moved: bool) -> None:
+    """Attention between two equals falls either way. Then the ordinary forward moves at this node too, where padded."""
+    expected = torch.randn(12, 97, generator=torch.Generator().manual_seed(0))
+    packed, padded = expected.clone(), expected.clone()
+    packed[3] += 0.3 * torch.randn(97, generator=torch.Generator().manual_seed(1))
+    if moved:
+        padded[3] = packed[3]
+    forest = CausalForestModel(build("llama").to(torch.bfloat16), "llama")
+    if moved:
+        assert selftest._checked(forest, packed, expected, lambda: padded, "slots").largest_error < 1e-6
+    else:
+        with pytest.raises(UnsupportedModelError, match="tree of tokens"):
+            selftest._checked(forest, packed, expected, lambda: padded, "slots")
+
+
 def ignore_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MaskPlan, "seen", lambda self, kind, batch: batch.mask)
 

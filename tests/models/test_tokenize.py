@@ -6,13 +6,13 @@ import random
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer
 
 from dsbd_cli.engine.decoding.outcome import text_of
 from dsbd_cli.engine.models.tokenize import HFCodec, byte_alphabet
 from dsbd_cli.errors import InvalidRowError
-from tests.models.conftest import CHAT, KINDS, TEXTS, numbers, wrap
+from tests.models.conftest import CHAT, KINDS, TEXTS, byte_level, numbers, wrap
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -132,3 +132,57 @@ def test_bytes_tell_how_long_a_text_is_where_no_token_can_swallow_them() -> None
     spaces = wrap(KINDS["byte-level"]())
     spaces.add_tokens([AddedToken("<wide>", lstrip=True)])
     assert HFCodec(spaces, ()).least_tokens("x" * 100_000) == 0, "it takes any number of spaces"
+
+
+def lacking() -> Any:
+    """As SmolLM2: byte-level BPE whose alphabet is that of its training text; other bytes vanish."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return wrap(tokenizer)
+
+
+def composing() -> Any:
+    """As Qwen: every byte has a token, and texts are composed first."""
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.NFC()
+    return wrap(tokenizer)
+
+
+@pytest.mark.parametrize("make", [lacking, composing])
+def test_a_bound_holds_where_bytes_vanish_or_characters_are_composed(make: Any) -> None:
+    """Guards the refusal of megabytes before they are tokenized, which was off for SmolLM2 and Qwen."""
+    codec, rng = HFCodec(make(), ()), random.Random(2)
+    assert codec.least_tokens("the quick brown fox " * 10_000) > 1000
+    words = [
+        *TEXTS,
+        "\x00\x01" * 20,
+        "\u212a" * 50,
+        "e\u0301" * 40,
+        "\u1112\u1161\u11ab" * 30,
+        "\u2126\u0313\u0300\u0345" * 9,
+    ]
+    vanished = 0
+    for word in [*words, *("".join(rng.choices(words, k=rng.randint(0, 20))) for _ in range(200))]:
+        found = len(codec.encode(word))
+        assert codec.least_tokens(word) <= found
+        vanished += found == 0 and word != ""
+    assert vanished or make is composing
+
+
+def test_only_the_end_of_a_long_text_is_tokenized_where_the_rest_is_cut(tokenizer: Any) -> None:
+    """The token that begins every text stays, and a conversation is cut as its text is."""
+    codec, begins = HFCodec(tokenizer, ()), "{{ bos_token }}{{ messages[0].content }}"
+    assert codec.encode("x" * 50 + TEXTS[0], len(TEXTS[0])) == codec.encode(TEXTS[0])
+    assert codec.encode_chat([{"role": "user", "content": "hi"}], 10_000) == codec.encode_chat(
+        [{"role": "user", "content": "hi"}]
+    )
+    made = wrap(byte_level(), chat_template=begins)
+    made.add_bos_token = True
+    made._tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    codec = HFCodec(made, ())
+    ids = codec.encode_chat([{"role": "user", "content": "x" * 1000 + "fox dog"}], 7)
+    assert ids == codec.encode("fox dog")
+    assert ids[0] == made.bos_token_id

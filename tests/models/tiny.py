@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
-from dsbd_cli.engine.models.linearised import LinearisedLlama
+from dsbd_cli.engine.models.linearised_model import LinearisedLlama
 
 V = 97
 

@@ -5,6 +5,7 @@ Letters: R requests, n nodes, C candidates per node, V vocabulary. Natural logs,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -35,6 +36,9 @@ PART = 1 << 21  # numbers worked on at a time: enough for all threads, few enoug
 SWEPT = 1 << 17  # of a large vocabulary, for each thread: few enough for a cache of its own
 # exp of less is subnormal: ten times slower on processors, and no part of a float32 sum with a 1
 LOWEST = -80.0
+SHARE_UNITS = 2.0**36  # of a share of 1: the shares of 2**27 pairs still add up to less than 2**63
+LOG_UNITS = math.log(SHARE_UNITS)
+NO_SHARE = -26.0  # exp of less is rounded to no unit
 SORTED_TO = 512  # numbers; up to here a stable sort takes no longer than a search of what was told apart
 TIES = 8  # candidates beyond a row's top_k: so many pairs that are tied with the last one kept may stay
 
@@ -349,10 +353,25 @@ def best_tokens(values: Tensor, count: int, maxima: Tensor | None = None) -> tup
     return some.gather(-1, at), tokens.gather(-1, at)
 
 
-def log_normalise(x: Tensor, of: Tensor | None = None) -> Tensor:
-    """x - logsumexp(of, by default x) over the last dimension; all -inf stays all -inf."""
-    total = torch.logsumexp(x if of is None else of, dim=-1, keepdim=True)
-    return torch.where(torch.isfinite(total), x - total, NEVER)
+def log_normalise(x: Tensor) -> Tensor:
+    """x - logsumexp(x) over the last dimension; all -inf stays all -inf."""
+    below = _from_best(x)
+    return below - _log_mass(below)
+
+
+def _log_mass(x: Tensor) -> Tensor:
+    """logsumexp of numbers of at most 0 over the last dimension, which is kept; of nothing but -inf it is some number.
+
+    The sum has no order: a row has the same bits whatever stands between its numbers, or behind them, that is -inf
+    because another row of the batch is wider.
+    """
+    units = _shares(x).sum(-1, keepdim=True, dtype=torch.int64).clamp_(min=1)
+    return (torch.log(units.to(torch.float64)) - LOG_UNITS).to(x.dtype)
+
+
+def _shares(x: Tensor) -> Tensor:
+    """exp of numbers of at most 0 in whole units, of which SHARE_UNITS are 1. To be summed as int64."""
+    return x.clamp(min=NO_SHARE).exp_().mul_(SHARE_UNITS).round_()
 
 
 def pool_law(candidates: Candidates, weight: Tensor, live: Tensor, warp: Warp) -> PoolLaw:
@@ -385,9 +404,8 @@ def _of_cold(x: Tensor, log_p: Tensor, warp: Warp) -> Tensor:
 
 
 def _from_best(x: Tensor) -> Tensor:
-    """x less its largest value over the last dimension, so that a low temperature cannot overflow."""
-    best = x.amax(-1, keepdim=True)
-    return torch.where(torch.isfinite(best), x - best, x)
+    """x less its largest value over the last dimension, so that a low temperature cannot overflow. -inf stays -inf."""
+    return x - x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
 
 
 def _repeat(warp: Warp, times: int) -> Warp:
@@ -398,7 +416,8 @@ def _repeat(warp: Warp, times: int) -> Warp:
 
 
 def _cut(x: Tensor, warp: Warp) -> Tensor:
-    """top-k, top-p, min-p of log-weights x [rows, M], then normalise. Cuts go by value, so ties at a cut all stay."""
+    """top-k, top-p, min-p of log-weights x [rows, M], the largest of a row 0, then normalise. Cuts go by value, so ties
+    at a cut all stay."""
     best: Tensor | None = None
     if warp.max_top_k:
         count = min(warp.max_top_k, x.shape[-1])
@@ -411,12 +430,15 @@ def _cut(x: Tensor, warp: Warp) -> Tensor:
         if best is None or not warp.all_top_k:
             best = torch.sort(x, dim=-1, descending=True).values
         # of all that is left, not of `best`: how many entries tie with the last one must not matter
-        mass = torch.exp(log_normalise(best, of=x)).cumsum(-1)
+        wanted = warp.top_p.unsqueeze(1).to(torch.float64) * _shares(x).sum(-1, keepdim=True, dtype=torch.int64)
         # the entry at which the mass first reaches top_p is the last one kept
-        last = (mass < warp.top_p.unsqueeze(1)).sum(-1, keepdim=True).clamp(max=best.shape[-1] - 1)
+        last = (
+            (_shares(best).cumsum(-1, dtype=torch.int64) < wanted).sum(-1, keepdim=True).clamp(max=best.shape[-1] - 1)
+        )
         lowest = torch.where(warp.top_p.unsqueeze(1) < 1, best.gather(1, last), NEVER)
         x = torch.where(x >= lowest, x, NEVER)
     if warp.any_min_p:
-        lowest = x.amax(-1, keepdim=True) + torch.log(warp.min_p).unsqueeze(1)
+        # in float64: in float32 the last few numbers of a tensor may take another log than the others
+        lowest = x.amax(-1, keepdim=True) + torch.log(warp.min_p.to(torch.float64)).to(torch.float32).unsqueeze(1)
         x = torch.where(x >= lowest, x, NEVER)
-    return log_normalise(x)
+    return x - _log_mass(x)

@@ -15,7 +15,7 @@ from torch import Tensor
 from dsbd_cli.requests import Request, Segment
 from dsbd_cli.token_rules import Timestamps
 
-__all__ = ["ForestInput", "ForestModel", "SourceCodec", "SourceModel", "SourceRequest", "TextCodec"]
+__all__ = ["ForestInput", "ForestModel", "SizedCodec", "SourceCodec", "SourceModel", "SourceRequest", "TextCodec"]
 
 
 @dataclass(slots=True)
@@ -216,6 +216,34 @@ class TextCodec(Protocol):
 
     def token_bytes(self) -> list[bytes]:
         """For every token id the bytes it adds to the text in mid-sentence; empty for special tokens."""
+        ...
+
+
+@runtime_checkable
+class SizedCodec(TextCodec, Protocol):
+    """A codec that tells of a long text what its tokens must be, before it is tokenized."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a text that one token covers at most: a bound of the tokenizer, or one that no text of people
+        reaches."""
+        ...
+
+    def size(self, asked: str | list[dict[str, str]]) -> int:
+        """Bytes of a plain prompt or a conversation."""
+        ...
+
+    def least_tokens(self, asked: str | list[dict[str, str]]) -> int:
+        """How many tokens a plain prompt or a conversation has at least; 0 where nothing can be told."""
+        ...
+
+    def encode(self, prompt: str, most: int | None = None) -> list[int]:
+        """As of every codec. most: characters of the prompt, the last ones."""
+        ...
+
+    def encode_chat(self, messages: list[dict[str, str]], most: int | None = None) -> list[int]:
+        """As of every codec. most: characters of the conversation's text, the last ones, behind the token that every
+        text begins with."""
         ...
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from torch import Tensor
 
 from dsbd_cli.config import MethodConfig, OnTooLong, check_request
 from dsbd_cli.engine.core.grammar import GrammarCompiler
-from dsbd_cli.engine.core.protocols import ForestModel, SourceCodec, SourceModel, TextCodec
+from dsbd_cli.engine.core.protocols import ForestModel, SizedCodec, SourceCodec, SourceModel, TextCodec
 from dsbd_cli.engine.decoding.answers import Answer, Catalogue, Compiler
 from dsbd_cli.engine.decoding.budget import least_bytes
 from dsbd_cli.engine.decoding.jobs import Job
@@ -38,11 +38,13 @@ class Encoder:
     grammars: GrammarCompiler
     # what reads sources; found once, because a check of a protocol asks every property
     sources: SourceCodec | None = field(init=False)
+    sized: SizedCodec | None = field(init=False)
     readers: tuple[tuple[SourceModel, str], ...] = field(init=False)
 
     def __post_init__(self) -> None:
         roles = ((self.target, "target"), (self.draft, "draft"))
         object.__setattr__(self, "sources", self.codec if isinstance(self.codec, SourceCodec) else None)
+        object.__setattr__(self, "sized", self.codec if isinstance(self.codec, SizedCodec) else None)
         object.__setattr__(self, "readers", tuple(pair for pair in roles if isinstance(pair[0], SourceModel)))
 
     @classmethod
@@ -102,7 +104,10 @@ class Encoder:
     def _read_source(self, job: Job, codec: SourceCodec) -> None:
         """A request to a model with an encoder: lengths of source and answer are checked apart."""
         request = job.request
-        asked = codec.source(request)
+        limit, role = self._source_limit()
+        most = self._most_characters(request, limit, f"{role}'s encoder takes {limit}")
+        cut = most is not None and request.prompt is not None
+        asked = codec.source(replace(request, prompt=(request.prompt or "")[-(most or 0) :]) if cut else request)
         source, prompt, dropped = asked.source, asked.prompt, 0
         self._check(request, prompt)
         if not source.is_floating_point():
@@ -113,6 +118,7 @@ class Encoder:
                     told = f"the {role}'s encoder has {model.source_vocab_size} ids"
                     raise InvalidRowError(f"prompt holds token id {foreign[0]}, but {told}")
             source, dropped = self._fit_source(source, codec)
+            dropped = self._dropped(request, len(source), dropped) if cut else dropped
         self._check_memory(job.max_new)
         new, (limit, role) = job.max_new, self._limit() or (None, "")
         if limit is not None and len(prompt) + new > limit:
@@ -131,11 +137,15 @@ class Encoder:
                 "off with forced_bos_token_id=none"
             )
 
+    def _source_limit(self) -> tuple[int | None, str]:
+        """The fewest tokens that an encoder takes, and whose it is; None where there is no limit."""
+        limits = [(model.max_source, role) for model, role in self.readers if model.max_source is not None]
+        return min(limits, key=lambda pair: pair[0], default=(None, ""))
+
     def _fit_source(self, source: Tensor, codec: SourceCodec) -> tuple[Tensor, int]:
         """The source as both encoders take it, and how many tokens were dropped. Raises PromptTooLongError."""
-        limits = [(model.max_source, role) for model, role in self.readers if model.max_source is not None]
-        limit, role = min(limits, key=lambda pair: pair[0], default=(len(source), ""))
-        if len(source) <= limit:
+        limit, role = self._source_limit()
+        if limit is None or len(source) <= limit:
             return source, 0
         if self.on_too_long == "truncate-left" and (kept := codec.cut(source, limit)) is not None:
             return kept, len(source) - len(kept)
@@ -176,16 +186,24 @@ class Encoder:
         """Token ids of the prompt, and how many were dropped. Raises RowError where it cannot be decoded. new: tokens
         that it can generate at most, by default as the request says."""
         new = request.sampling.max_new_tokens if new is None else new
-        self._check_length(request, new)
+        limit, role = self._limit() or (None, "")
+        most = self._most_characters(request, limit, f"{role} has {limit} positions", new)
+        cut = () if most is None else (most,)  # not every codec cuts
         if request.prompt_ids is not None:
             ids = list(request.prompt_ids)
         elif request.messages is not None:
-            ids = self.codec.encode_chat([dict(message) for message in request.messages])
+            ids = self.codec.encode_chat([dict(message) for message in request.messages], *cut)
         else:
-            ids = self.codec.encode(request.prompt or "")
+            ids = self.codec.encode(request.prompt or "", *cut)
         self._check(request, ids)
         self._check_memory(new)
-        return self._fit(ids, new)
+        kept, dropped = self._fit(ids, new)
+        return kept, self._dropped(request, len(kept), dropped) if cut else dropped
+
+    def _dropped(self, request: Request, kept: int, dropped: int) -> int:
+        """Tokens that a prompt has lost at least, where only the last characters of it were tokenized."""
+        assert self.sized is not None
+        return max(1, dropped, self.sized.least_tokens(_asked(request)) - kept)
 
     def _check_memory(self, steps: int) -> None:
         """An iteration as deep as the request lets it be fits into memory. Raises OutOfMemoryRowError."""
@@ -227,19 +245,26 @@ class Encoder:
         ]
         return min(limits, key=lambda pair: pair[0], default=None)
 
-    def _check_length(self, request: Request, new: int) -> None:
-        """Refuse a text whose bytes alone prove it too long: megabytes take seconds to tokenize. Where the left is cut,
-        the tokens are needed."""
-        limit, count = self._limit(), getattr(self.codec, "least_tokens", None)
-        if limit is None or count is None or self.on_too_long != "error" or request.prompt_ids is not None:
-            return
-        asked = request.prompt or "" if request.messages is None else [dict(one) for one in request.messages]
-        least = count(asked)
-        if least + new > limit[0]:
+    def _most_characters(self, request: Request, limit: int | None, holds: str, new: int = 0) -> int | None:
+        """How many of its last characters are enough of a text whose left is cut; None: all. A text whose bytes alone
+        prove it too long is refused: megabytes take seconds, and gigabytes, to tokenize. limit: tokens that fit; holds:
+        whose that is, for messages; new: of them that are to be generated. Raises PromptTooLongError."""
+        codec = self.sized
+        if limit is None or codec is None or (request.prompt is None and request.messages is None):
+            return None
+        asked = _asked(request)
+        size, most = codec.size(asked), limit * codec.bytes_per_token
+        if self.on_too_long == "truncate-left":
+            return most if size > most else None
+        generated = f" and max_new_tokens is {new}" if new else ""
+        least = codec.least_tokens(asked)
+        if least + new > limit:
+            raise PromptTooLongError(f"prompt has {least} tokens or more{generated}, but the {holds}")
+        if size > most:
             raise PromptTooLongError(
-                f"prompt has {least} tokens or more and max_new_tokens is {new}, but the {limit[1]} has {limit[0]} "
-                "positions"
+                f"prompt has {size} bytes, more than {codec.bytes_per_token} for each token that fits: the {holds}"
             )
+        return None
 
     def _fit(self, ids: list[int], new: int) -> tuple[list[int], int]:
         """The prompt as the models' positions allow it, and how many tokens were dropped. Raises PromptTooLongError."""
@@ -257,3 +282,8 @@ class Encoder:
         same = takewhile(lambda pair: pair[0] == pair[1], zip(ids, self.codec.encode(""), strict=False))
         begin = len(list(same))
         return ids[:begin] + ids[len(ids) - room + begin :] if room > begin else []
+
+
+def _asked(request: Request) -> str | list[dict[str, str]]:
+    """The text of a prompt, or a conversation."""
+    return request.prompt or "" if request.messages is None else [dict(one) for one in request.messages]

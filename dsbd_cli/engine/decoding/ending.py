@@ -111,7 +111,7 @@ def way_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Way:
     finished, limits = state.finished, state.limits
     number = torch.arange(1, len(layers) + 1, device=rows.device)
     length = state.beams.length.unsqueeze(1) + number  # [R, L]
-    scale = length.to(torch.float32).pow(limits.length_penalty.unsqueeze(1))
+    scale = _power(length, limits.length_penalty.unsqueeze(1))
     out_of_length = length >= limits.max_new.unsqueeze(1)
     live_logprob, valid = _stack([item.live.logprob for item in layers]), _stack([item.live.valid for item in layers])
     countable = _stack([item.countable for item in layers]) & out_of_length.unsqueeze(2)
@@ -138,6 +138,11 @@ def way_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Way:
     finished.take(new, best_score, index, steps)
     active = active.to(torch.bool)
     return Way(active, steps, (done & active).any(1))
+
+
+def _power(length: Tensor, penalty: Tensor) -> Tensor:
+    """length ** penalty in float32. torch's pow gives the last few numbers of a tensor other bits than the others."""
+    return torch.exp(penalty.to(torch.float64) * torch.log(length.to(torch.float64))).to(torch.float32)
 
 
 def counters(forest: Forest, layers: list[Verified], active: Tensor) -> Tensor:

@@ -53,7 +53,8 @@ Item = TypeVar("Item")
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What runs: names, dtypes and devices of the models, for records and reports. told: what the user should know of
-    the target. kernels: names of the kernels in use, where the settings fit them. threads: of the processor."""
+    the target. kernels: names of the kernels in use, where the settings fit them. threads: of the processor. chat: the
+    target has a chat template."""
 
     target: str
     draft: str | None
@@ -64,6 +65,7 @@ class EngineInfo:
     told: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
     threads: int | None = None
+    chat: bool = False
 
 
 class Engine:
@@ -198,7 +200,7 @@ class Engine:
 
     def stop(self) -> None:
         """Ask `run` to end, at the next layer that is drafted or after the iteration it is in, for good; requests that
-        are not done give no result.
+        are not done give no result. A run that begins later raises UsageError.
 
         May be called from a signal handler or another thread.
         """
@@ -219,8 +221,7 @@ class Engine:
         """
         alone = isinstance(requests, Request | str)
         results = list(self.run([requests] if isinstance(requests, Request | str) else requests, seed=seed))
-        if self._stopping:
-            raise UsageError("this engine was stopped and answers nothing any more: load another one")
+        self._refuse_stopped()
         for result in results:
             result.check()
         return results[0] if alone else results
@@ -258,6 +259,7 @@ class Engine:
     @torch.inference_mode()
     def _answers(self, source: Source, order: Results[Item]) -> Iterator[Item]:
         """What `order` gives out while all requests of the source are decoded."""
+        self._refuse_stopped()
         if self._running:
             gc.collect()  # a run that nobody holds any more may wait in a cycle
         if self._running:
@@ -279,6 +281,11 @@ class Engine:
                     yield from self._decode(source, order, backlog)
         finally:
             self._running = False
+
+    def _refuse_stopped(self) -> None:
+        """Raises UsageError once `stop` was called."""
+        if self._stopping:
+            raise UsageError("this engine was stopped and answers nothing any more: load another one")
 
     def _nodes(self, jobs: Iterable[Job]) -> int:
         """Most nodes of an iteration of these requests."""

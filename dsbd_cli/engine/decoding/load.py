@@ -30,7 +30,7 @@ Source = str | os.PathLike[str] | ModelSpec
 
 def load(
     target: Source = BUILTIN_TARGET,
-    draft: Source | None = BUILTIN_DRAFT,
+    draft: Source | None = "auto",
     *,
     method: MethodConfig | None = None,
     batch_size: int | None = DEFAULT_BATCH_SIZE,
@@ -41,11 +41,12 @@ def load(
     allow: str | os.PathLike[str] | None = None,
     threads: int | None = None,
 ) -> Engine:
-    """Load a target and a draft checkpoint into an engine.
+    """Load a target, and a draft where there is one, into an engine.
 
     target, draft: alias, folder or hub id; or a ModelSpec, which also says dtype, device and what else there is to
-    loading. A draft that is only named is loaded as the target is. draft None: no draft model; a method that was not
-    told to draft is then plain decoding.
+    loading. A draft that is only named is loaded as the target is. draft `auto`: the built-in draft for the built-in
+    target, and None for any other. draft None: no draft model; a method that was not told to draft is then plain
+    decoding.
     method: how to decode; the default is the command's.
     batch_size: requests decoded together at most; None for as many as fit in memory.
     on_too_long: a prompt that does not fit the models' positions fails (`error`), or loses tokens on its left
@@ -72,6 +73,9 @@ def load(
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
     spec = target if isinstance(target, ModelSpec) else ModelSpec(os.fspath(target))
+    method = method or MethodConfig()
+    if draft == "auto":
+        draft = BUILTIN_DRAFT if spec.source == BUILTIN_TARGET else None
     draft_spec = None
     if isinstance(draft, ModelSpec):
         draft_spec = replace(draft, role="draft")
@@ -80,7 +84,7 @@ def load(
     if kernels is False:
         spec = replace(spec, kernels=False)
         draft_spec = None if draft_spec is None else replace(draft_spec, kernels=False)
-    method = (method or MethodConfig()).fit_draft(None if draft_spec is None else draft_spec.source)
+    method = method.fit_draft(None if draft_spec is None else draft_spec.source)
     if allow is not None and not os.path.isfile(allow):
         raise UsageError(f"allow is {shorten(os.fspath(allow))}, which is no file", field="allow", value=allow)
     for wanted in (spec, draft_spec):
@@ -109,6 +113,7 @@ def load(
         device=str(pair.target.device),
         draft_dtype=pair.draft_dtype,
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
+        chat=pair.codec.has_template,
         told=(*pair.told, *left_out(pair.target.device, kernels)),
         threads=torch.get_num_threads(),
     )

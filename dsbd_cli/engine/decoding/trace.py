@@ -16,7 +16,7 @@ from torch import Tensor
 from dsbd_cli.config import SamplingConfig
 from dsbd_cli.engine.core.beams import Beams, Finished
 from dsbd_cli.engine.core.forest import Forest, at_nodes
-from dsbd_cli.engine.core.probs import Candidates, Room, top_candidates
+from dsbd_cli.engine.core.probs import NEVER, Candidates, Room, top_candidates
 from dsbd_cli.requests import TokenDetail
 
 __all__ = ["Marks", "TokenTrace", "token_details"]
@@ -29,7 +29,8 @@ class Marks:
     Attributes:
         logprob: [R, m, L] float32, raw log p(token | before).
         beam: [R, m, L] int64, place of the beam that the token was appended to, among those of its step.
-        top, top_logprob: [R, m, L, T] int64 and float32, the likeliest tokens at this place, by token id.
+        top, top_logprob: [R, m, L, T] int64 and float32, the likeliest tokens at this place, by token id; -inf behind
+            those that were recorded when no row asked for so many.
     """
 
     logprob: Tensor
@@ -88,7 +89,7 @@ class TokenTrace:
 
         def grown(value: Tensor) -> Tensor:
             pads = (0, more) if value.dim() == 3 else (0, wider, 0, more)
-            return torch.nn.functional.pad(value, pads)
+            return torch.nn.functional.pad(value, pads, value=NEVER if value.is_floating_point() else 0)
 
         if more > 0 or wider:
             more = max(0, more)
@@ -163,7 +164,8 @@ def _marks(
         return at_nodes(value, flat).view(*path.shape, -1)
 
     same = of(candidates.tokens) == tokens.unsqueeze(3)
-    logprob = torch.where(same, of(candidates.logprobs), 0.0).sum(3)
+    # not a sum: behind the listed tokens of a node stands token 0 again, as impossible
+    logprob = torch.where(same, of(candidates.logprobs), NEVER).amax(3)
     beam = (before.unsqueeze(1) == path.unsqueeze(3)).to(torch.int64).argmax(3)
     top = of(best.tokens) if best is not None else old.top[:, :1, :1].expand(*path.shape, 0)
     top_logprob = of(best.logprobs) if best is not None else old.top_logprob[:, :1, :1].expand(*path.shape, 0)

@@ -13,8 +13,8 @@ from dsbd_cli.engine.models.head import installed
 from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.invariance import Verdict, check
 from dsbd_cli.engine.models.loader import eos_ids, load, load_config, load_extractor
-from dsbd_cli.engine.models.packing import pack
-from dsbd_cli.engine.models.quantize import LEAST_WEIGHTS, quantize
+from dsbd_cli.engine.models.patching import pack, quantize
+from dsbd_cli.engine.models.quantize import LEAST_WEIGHTS
 from dsbd_cli.engine.models.ranks import Ranks, ShardedForestModel, check_ranks, load_slice
 from dsbd_cli.engine.models.selftest import self_test
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, encoder_digest

@@ -20,8 +20,7 @@ from dsbd_cli.engine.models.cache import ForestCache
 from dsbd_cli.engine.models.forest import CALIBRATION, Forest, ModelSize, unsupported
 from dsbd_cli.engine.models.forest_attention import Sight
 from dsbd_cli.engine.models.generation import checkpoint_rules
-from dsbd_cli.engine.models.packing import PackedLinear
-from dsbd_cli.engine.models.quantize import Int8Linear
+from dsbd_cli.engine.models.patching import Int8Linear, PackedLinear
 from dsbd_cli.engine.models.reads import HostReads
 from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.token_rules import TokenRules

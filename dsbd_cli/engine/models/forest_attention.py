@@ -478,5 +478,3 @@ def _written_out(
     if sinks is not None:
         weights = weights[..., :-1]
     return (weights @ value.unsqueeze(2).to(torch.float32)).flatten(1, 2).to(query.dtype)
-
-

@@ -417,6 +417,20 @@ def tile(kind: str) -> Callable[..., Any]:
     return made
 
 
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def pack_lines(rows: Any, steps: Any, out: Any) -> None:
+    """Write COLUMNS rows of `steps` words, whose addresses (0: zeros) are at `rows`, as `steps` lines: a word of each
+    row side by side."""
+    done = types.int64(0)
+    while done < steps:
+        count = min(LANES, steps - done)  # a line of the cache of each row
+        for column in range(COLUMNS):
+            row, target = get_i64(rows + column * 8), out + done * LINE + column * WORD
+            for j in range(count):
+                put_i32(target + j * LINE, get_i32(row + (done + j) * WORD) if row != 0 else types.int64(0))
+        done += count
+
+
 def product(block: Callable[..., None]) -> Callable[..., Any]:
     """A function of numba: block(at, number, first, count, sums) for each block of COLUMNS outputs and chunk of rows
     first .. first + count in the shares that no other thread has taken. sums: room of the thread's own. at: arguments

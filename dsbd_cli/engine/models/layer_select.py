@@ -46,9 +46,7 @@ def layer_ops_for(
         fits = dtype in layer_ops.DTYPES and all(width % layer_ops.STEP == 0 for width in widths)
         if fits and layer_ops.serves():
             names = ("norm", "gated", "rotate")
-            return LayerOps(
-                layer_ops.norm, layer_ops.gated, layer_ops.rotate, programs=program.serves(), names=names
-            )
+            return LayerOps(layer_ops.norm, layer_ops.gated, layer_ops.rotate, programs=program.serves(), names=names)
         return REFERENCE
     if not kernels:
         return REFERENCE

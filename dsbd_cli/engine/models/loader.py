@@ -18,13 +18,26 @@ from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.models.checkpoint_checks import check_checkpoint, check_numbers, unsafe_pickle
 from dsbd_cli.engine.models.head import head_keys, install, read_head
 from dsbd_cli.engine.models.hub import locate
-from dsbd_cli.engine.models.linearised import LinearisedLlama, mark, unread
+from dsbd_cli.engine.models.linearised import mark, unread
 from dsbd_cli.engine.models.mamba_ssm import KEY_MAPPING, byte_tokenizer, read_config
 from dsbd_cli.engine.models.packing import packing_works
 from dsbd_cli.engine.models.quantize import int8_missing
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 
-__all__ = ["Checkpoint", "check_quantize", "device_of", "dtype_of", "eos_ids", "is_plain", "is_gguf", "load", "load_config", "load_extractor", "load_tokenizer", "quiet"]
+__all__ = [
+    "Checkpoint",
+    "check_quantize",
+    "device_of",
+    "dtype_of",
+    "eos_ids",
+    "is_gguf",
+    "is_plain",
+    "load",
+    "load_config",
+    "load_extractor",
+    "load_tokenizer",
+    "quiet",
+]
 
 Checkpoint = tuple[Any, Any]
 
@@ -186,6 +199,8 @@ def _class(config: Any) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
 
     if getattr(config, "linear_group_size", None):
+        from dsbd_cli.engine.models.linearised_model import LinearisedLlama
+
         return LinearisedLlama
     if not getattr(config, "is_encoder_decoder", False):
         return transformers.AutoModelForCausalLM

@@ -10,16 +10,14 @@ that serves against a plain product; where neither does, the layers stay as they
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from dsbd_cli.engine.models.native import (
     EAGER,
@@ -37,17 +35,15 @@ from dsbd_cli.engine.models.native import (
 )
 
 __all__ = [
-    "PackedLinear",
+    "MIN_FEATURES",
     "PackedProduct",
     "Parts",
     "Product",
     "bfloat16_tile",
     "lines",
-    "pack",
+    "packable",
     "packing_works",
-    "plain_linears",
-    "weight_of",
-    "whole",
+    "row_addresses",
 ]
 
 ROWS_HINT = 32  # blocks are chosen for about so many tokens; measured: any hint from 8 to 512 gives the same blocks
@@ -56,7 +52,6 @@ MIN_FEATURES = 64
 COLUMNS = 64  # outputs that our kernels compute at once
 # Of our kernels. For more than FEW_ROWS rows a thread works on PIECE lines of weights at a time, which its cache holds.
 CHUNK_ROWS, FEW_ROWS, PIECE = 96, 5, 1024
-MULTIPLIED = ("dt_proj",)  # layers whose weights Mamba and Jamba multiply by themselves
 
 
 class Multiply(ctypes.Structure):
@@ -67,8 +62,16 @@ class Multiply(ctypes.Structure):
     )  # fmt: skip
 
 
-MULTIPLY = offsets(Multiply)
-LAYOUT = zlib.crc32(repr([COLUMNS, MULTIPLY, [field[0] for field in Multiply._fields_]]).encode())
+class Pack(ctypes.Structure):
+    """Arguments of the kernel that packs. rows: addresses of rows, 0 for rows of zeros."""
+
+    _fields_ = fields("taken", "threads", "items", "rows", "steps", "out")
+
+
+MULTIPLY, PACK = offsets(Multiply), offsets(Pack)
+LAYOUT = zlib.crc32(
+    repr([COLUMNS, MULTIPLY, PACK, [field[0] for kind in (Multiply, Pack) for field in kind._fields_]]).encode()
+)
 
 
 @functools.cache
@@ -84,14 +87,13 @@ def bfloat16_tile() -> str | None:
 
 
 @functools.cache
-def _kernel() -> Kernel:
-    (found,) = kernels("packing_kernel", "multiply")
-    return found
+def _kernels() -> list[Kernel]:
+    return kernels("packing_kernel", "multiply", "pack_rows")
 
 
 @functools.cache
 def _loads() -> bool:
-    return team() is not None and loadable(_kernel, "torch computes linear layers")
+    return team() is not None and loadable(_kernels, "torch computes linear layers")
 
 
 class Parts(NamedTuple):
@@ -131,21 +133,38 @@ def _parts(rows: int, blocks: int, lines: int, kinds: int, threads: int) -> Part
     return Parts(rows, blocks, chunk, share, items, piece, (threads, kinds * chunk, COLUMNS))
 
 
-def lines(weight: Tensor) -> Tensor:
-    """Weights [o, i] as the kernels read them: [blocks, i / u, COLUMNS] of int32, which hold u numbers each. Outputs
-    are filled up to a multiple of COLUMNS with zeros."""
-    words = _filled(weight, COLUMNS).contiguous().view(torch.int32)
-    blocks, steps = len(words) // COLUMNS, words.shape[1]
-    made = room(words.numel() * 4).view(torch.int32).view(blocks, steps, COLUMNS)
-    return made.copy_(words.view(blocks, COLUMNS, steps).transpose(1, 2))
+def lines(weights: Sequence[Tensor]) -> Tensor:
+    """Return weights [o, i] each, of one dtype and width, one below the other, as the kernels read them.
+
+    [blocks, i / u, COLUMNS] of int32, which hold u numbers each. Outputs are filled up to a multiple of COLUMNS with
+    zeros. Each weight is read once, from wherever it lies.
+    """
+    rows, held = row_addresses(weights)
+    steps = weights[0].shape[1] * weights[0].element_size() // 4
+    made = room(len(rows) * steps * 4).view(torch.int32).view(-1, steps, COLUMNS)
+    _kernels()[1](Pack(0, 0, len(made), rows.data_ptr(), steps, made.data_ptr()), made.numel(), len(made))
+    del held
+    return made
+
+
+def row_addresses(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return the addresses [o] int64 of the rows of all weights, filled up to a multiple of COLUMNS with 0, and the
+    tensors that they point into."""
+    held = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
+    assert all(weight.is_cpu for weight in held)
+    found = [
+        torch.arange(len(weight)) * (weight.stride(0) * weight.element_size()) + weight.data_ptr() for weight in held
+    ]
+    return _filled(torch.cat(found), COLUMNS), held
 
 
 class _Compiled:
     """Weights for our kernel."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.outputs, self.dtype, self._unit = len(weight), weight.dtype, weight.element_size()
-        self.weights = lines(weight)
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.outputs, self.dtype = sum(map(len, weights)), weights[0].dtype
+        self._unit = weights[0].element_size()
+        self.weights = lines(weights)
         self._blocks, self._steps, _ = self.weights.shape
 
     def bias(self, bias: Tensor) -> Tensor:
@@ -170,7 +189,7 @@ class _Compiled:
             *parts.arguments(sums), flat.data_ptr(), row * unit, self.weights.data_ptr(), steps, parts.piece,
             0 if bias is None else bias.data_ptr(), out.data_ptr(), columns * unit, unit == 2,
         )  # fmt: skip
-        run.launch(_kernel(), arguments, rows * columns * steps, parts.items)
+        run.launch(_kernels()[0], arguments, rows * columns * steps, parts.items)
         # rows stay as far apart as they are: torch's functions give numbers by place (vector or rest) other bits
         return out if columns == self.outputs else out[..., : self.outputs]
 
@@ -179,7 +198,8 @@ class _Torch:
     """Weights for torch's operators. Fewer outputs than MIN_FEATURES are filled up with zeros, which the result leaves
     out: in a product of few columns the bits of a row depend on the other rows."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        weight = weights[0] if len(weights) == 1 else torch.cat([*weights])
         self.outputs = len(weight)
         filled = _filled(weight, MIN_FEATURES) if len(weight) < MIN_FEATURES else weight
         self.weights: Tensor = torch.ops.mkldnn._reorder_linear_weight(filled.contiguous(), ROWS_HINT)
@@ -234,15 +254,13 @@ class PackedProduct(Product):
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
         """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each."""
         self.parts = [len(weight) for weight in weights]
-        weight = weights[0] if len(weights) == 1 else torch.cat([*weights])
-        del weights
-        way = _way(weight)
+        way = _way(weights[0])
         assert way is not None
-        self._way = way(weight)
+        self._way = way(weights)
         self.compiled = way is _Compiled
         self._bias: Tensor | None = None
         if any(bias is not None for bias in biases):
-            missing = (weight.new_zeros(part) for part in self.parts)
+            missing = (weights[0].new_zeros(part) for part in self.parts)
             self.set_bias(torch.cat([gap if bias is None else bias for bias, gap in zip(biases, missing, strict=True)]))
 
     @property
@@ -258,120 +276,10 @@ class PackedProduct(Product):
         return self._way(x, self._bias, run)
 
 
-class PackedLinear(nn.Module):
-    """x W^T + b with a packed W: a product, or a part of one. Inference only: the weight is no parameter and has no
-    gradient.
-
-    `weight` tells shape and dtype to models that look at it (T5, Mamba) and holds no numbers: it lies on `meta`.
-    """
-
-    def __init__(self, linear: nn.Linear | Conv1D, product: PackedProduct | None = None, part: int = 0) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight_of(linear).shape
-        self.product = product or packed_product([linear])
-        self._first = sum(self.product.parts[:part])
-        self.weight = torch.empty_like(linear.weight, device="meta", requires_grad=False)
-        self.bias: Tensor | None = None if linear.bias is None else linear.bias.detach()
-
-    @property
-    def packed(self) -> Tensor:
-        """The weights of the whole product as they are stored."""
-        return self.product.weights
-
-    @property
-    def compiled(self) -> bool:
-        """Whether a kernel of our own computes it."""
-        return self.product.compiled
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features]."""
-        result = self.product.of(x)
-        if len(self.product.parts) == 1:
-            return result
-        # rows stay as far apart as they are, as in _Compiled
-        return result.narrow(-1, self._first, self.out_features)
-
-    def with_bias(self, bias: Tensor) -> PackedLinear:
-        """The same weights with this bias [out_features], which costs nothing on top of the product. Of a whole
-        product."""
-        assert len(self.product.parts) == 1
-        other = copy.copy(self)
-        other.bias, other.product = bias, copy.copy(self.product)
-        other.product.set_bias(bias)
-        return other
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
-
-def packed_product(linears: Sequence[nn.Linear | Conv1D]) -> PackedProduct:
-    """Return the packed product of layers that are handed one tensor."""
-    biases = [None if linear.bias is None else linear.bias.detach() for linear in linears]
-    return PackedProduct([weight_of(linear).detach() for linear in linears], biases)
-
-
-def whole(layers: Sequence[Any]) -> Product | None:
-    """The product whose parts these layers are, in its order; None where they are no such."""
-    product: Product | None = getattr(layers[0], "product", None)
-    if product is None or any(getattr(layer, "product", None) is not product for layer in layers):
-        return None
-    return product if [layer.out_features for layer in layers] == product.parts else None
-
-
-def pack(model: nn.Module, joined: Collection[tuple[nn.Module, Sequence[str]]] = ()) -> int:
-    """Replace the plain linear layers of a model on the CPU by packed ones, in place; returns how many.
-
-    joined: modules, and the names of their layers that are handed one tensor: these become one product. Each original
-    weight is freed as soon as it is packed, unless something else shares it (tied embeddings).
-    """
-    found = [(parent, name) for parent, name, child in plain_linears(model, least=1) if _way(weight_of(child))]
-    together = [[(parent, name) for name in names] for parent, names in joined]
-    groups = [group for group in together if {*found}.issuperset(group) and _alike(group)]
-    grouped = {place for group in groups for place in group}
-    for group in [*groups, *([place] for place in found if place not in grouped)]:
-        layers = [getattr(parent, name) for parent, name in group]
-        product = packed_product(layers)
-        for part, ((parent, name), layer) in enumerate(zip(group, layers, strict=True)):
-            setattr(parent, name, PackedLinear(layer, product, part))
-        del layers, layer
-    return len(found)
-
-
-def _alike(group: Sequence[tuple[nn.Module, str]]) -> bool:
-    """Layers of one dtype and width of inputs."""
-    layers = [weight_of(getattr(parent, name)) for parent, name in group]
-    return len({(weight.dtype, weight.shape[1]) for weight in layers}) == 1
-
-
-def plain_linears(model: nn.Module, least: int = MIN_FEATURES) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
-    """The linear layers on the CPU that do nothing but x W^T + b, with their parents and names. least: outputs."""
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if isinstance(child, nn.Linear | Conv1D) and name not in MULTIPLIED and _suits(child, least):
-                yield parent, name, child
-
-
-def weight_of(linear: nn.Linear | Conv1D) -> Tensor:
-    """[out, in]; GPT-2's layers hold theirs the other way round."""
-    weight: Tensor = linear.weight.t() if isinstance(linear, Conv1D) else linear.weight
-    return weight
-
-
 def _filled(weight: Tensor, multiple: int) -> Tensor:
     """Zeros after the last output, up to a multiple of so many."""
     missing = -weight.shape[0] % multiple
     return nn.functional.pad(weight, (*[0] * (2 * weight.dim() - 1), missing)) if missing else weight
-
-
-def _suits(linear: nn.Linear | Conv1D, least: int) -> bool:
-    weight, bias = linear.weight, linear.bias
-    hooked = bool(linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))
-    # one with a forward of its own, or with weights that quantised checkpoints keep in a form of theirs
-    hooked |= type(linear) not in (nn.Linear, Conv1D) or "forward" in vars(linear)
-    hooked |= type(weight.data) is not Tensor
-    plain = weight.device.type == "cpu" and not hooked and (bias is None or bias.dtype == weight.dtype)
-    outputs, inputs = weight_of(linear).shape
-    return plain and weight.is_floating_point() and inputs >= MIN_FEATURES and outputs >= least
 
 
 def _way(weight: Tensor) -> type[_Compiled] | type[_Torch] | None:
@@ -380,6 +288,11 @@ def _way(weight: Tensor) -> type[_Compiled] | type[_Torch] | None:
     if weight.shape[1] * weight.element_size() % 4 == 0 and _works(_Compiled, dtype):
         return _Compiled
     return _Torch if _works(_Torch, dtype) else None
+
+
+def packable(weight: Tensor) -> bool:
+    """Whether such a weight [o, i] can be packed here."""
+    return _way(weight) is not None
 
 
 def packing_works(dtype: torch.dtype) -> bool:
@@ -405,7 +318,7 @@ def _works(way: type[_Compiled] | type[_Torch], dtype: torch.dtype) -> bool:
     x, bias = torch.randn(2, 5, 64, generator=generator).to(dtype), torch.randn(96, generator=generator).to(dtype)
     try:
         with torch.inference_mode():
-            product = way(weight)
+            product = way([weight])
             ours = product(x, product.bias(bias))
             plain = nn.functional.linear(x, weight, bias)
     except (AttributeError, RuntimeError, NotImplementedError):

@@ -24,24 +24,27 @@ from dsbd_cli.engine.models.lanes import (
     clear_line,
     get_i64,
     load_f32,
+    pack_lines,
     product,
     store_bf16,
     store_f32,
+    take,
     tile,
 )
 from dsbd_cli.engine.models.native import PRODUCT
-from dsbd_cli.engine.models.packing import LAYOUT, MULTIPLY, bfloat16_tile
+from dsbd_cli.engine.models.packing import LAYOUT, MULTIPLY, PACK, bfloat16_tile
 
-__all__ = ["multiply"]
+__all__ = ["multiply", "pack_rows"]
 
 compiled = Compiler("linear layers", seconds=3)
 
 # `at` is the address of a packing.Multiply, whose fields have these offsets. numba keeps what it compiled until this
 # file changes, so a change of the fields or of lanes.py has to change it: by these numbers.
-assert (LAYOUT, SOURCE) == (0xA09D7123, 0x715CF963), (
+assert (LAYOUT, SOURCE) == (0x6BB237AE, 0x71932E1B), (
     f"packing.py's fields or lanes.py changed: write {LAYOUT:#x}, {SOURCE:#x}"
 )
 assert packing.COLUMNS == COLUMNS
+(P_TAKEN, _, P_ITEMS, P_ROWS, P_STEPS, P_OUT) = PACK
 X, X_ROW, WEIGHTS, STEPS, PIECE, BIAS, OUT, OUT_ROW, NARROW = MULTIPLY[len(PRODUCT) :]
 
 float_tile = tile("float32")
@@ -96,3 +99,14 @@ share_out = product(add_up_and_finish)
 def multiply(at):
     """[rows, outputs], for the shares of outputs that no other thread has taken."""
     share_out(at)
+
+
+@compiled.addressed
+def pack_rows(at):
+    """Blocks of rows, whose addresses are given, as lines of words."""
+    while True:
+        block = take(at + P_TAKEN)
+        if block >= get_i64(at + P_ITEMS):
+            return
+        steps = get_i64(at + P_STEPS)
+        pack_lines(get_i64(at + P_ROWS) + block * COLUMNS * 8, steps, get_i64(at + P_OUT) + block * steps * LINE)

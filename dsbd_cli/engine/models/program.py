@@ -11,7 +11,8 @@ import ctypes
 import functools
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,19 +90,15 @@ class Program(Eager):
 
     def compute(self, function: Callable[[], Results]) -> Results:
         self.close()
-        found = function()
-        if isinstance(found, Tensor):
-            home = self._home(found)
-            self._steps.append(lambda: home.copy_(function()))
-            return home
-        homes = tuple(map(self._home, found))
+        alone, homes = isinstance(found := function(), Tensor), [self._home(one) for one in _several(found)]
 
         def step() -> None:
-            for one, result in zip(homes, function(), strict=True):
-                one.copy_(result)
+            for home, result in zip(homes, _several(function()), strict=True):
+                home.copy_(result)
 
         self._steps.append(step)
-        return homes
+        result: Any = homes[0] if alone else tuple(homes)
+        return result
 
     def copy(self, value: Tensor) -> Tensor:
         self.close()
@@ -126,9 +123,8 @@ class Program(Eager):
         return self.empty(*like.shape, dtype=like.dtype)
 
 
-def homes(values: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of these tensors without gaps: places for a program's inputs."""
-    return [value.clone(memory_format=torch.contiguous_format) for value in values]
+def _several(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (results,) if isinstance(results, Tensor) else results
 
 
 @functools.cache

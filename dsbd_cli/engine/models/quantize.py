@@ -17,26 +17,37 @@ from __future__ import annotations
 import ctypes
 import functools
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
-from dsbd_cli.engine.models.native import EAGER, PRODUCT, Eager, Kernel, features, fields, kernels, loadable, offsets, team
+from dsbd_cli.engine.models.native import (
+    EAGER,
+    PRODUCT,
+    Eager,
+    Kernel,
+    features,
+    fields,
+    kernels,
+    loadable,
+    offsets,
+    room,
+    team,
+)
 from dsbd_cli.engine.models.packing import (
-    PackedLinear,
+    COLUMNS,
+    PackedProduct,
     Parts,
     Product,
     lines,
     packing_works,
-    plain_linears,
-    weight_of,
+    row_addresses,
 )
 
-__all__ = ["LEAST_WEIGHTS", "Int8Linear", "Int8Product", "int8_missing", "outlier_channels", "quantize"]
+__all__ = ["LEAST_WEIGHTS", "Int8Product", "int8_missing", "outlier_channels"]
 
 OUTLIERS = 32  # channels kept as they are; measured: docs/quantization.md
 # Of a product. Measured: 896 x 896 takes 1.5 times as long as in bfloat16, 1536 x 1536 as long.
@@ -68,10 +79,23 @@ class Multiply(ctypes.Structure):
     )  # fmt: skip
 
 
-LEVELIZE, MULTIPLY = offsets(Levelize), offsets(Multiply)
+class Convert(ctypes.Structure):
+    """Arguments of the kernel that makes weights integers: sizes and addresses. rows: addresses of rows, 0 for rows of
+    zeros. spare: [threads, COLUMNS, inputs] bytes."""
+
+    _fields_ = fields(
+        "taken", "threads", "items", "rows", "inputs", "narrow", "kept", "scales", "sums", "out", "spare",
+        "spare_bytes",
+    )  # fmt: skip
+
+
+LEVELIZE, MULTIPLY, CONVERT = offsets(Levelize), offsets(Multiply), offsets(Convert)
 LAYOUT = zlib.crc32(
-    repr([LEVELS, ZERO, LEVELIZE, MULTIPLY, *(f[0] for kind in (Levelize, Multiply) for f in kind._fields_)]).encode()
-)
+    repr([
+        LEVELS, ZERO, LEVELIZE, MULTIPLY, CONVERT,
+        *(f[0] for kind in (Levelize, Multiply, Convert) for f in kind._fields_),
+    ]).encode()
+)  # fmt: skip
 
 
 class _Way(Protocol):
@@ -82,11 +106,11 @@ class _Way(Protocol):
     def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
         """x [r, i] -> [r, o]."""
 
-    def __init__(
-        self, integers: Tensor, scales: Tensor, outliers: Tensor, few: Tensor, bias: Tensor, kept: Tensor
-    ) -> None:
-        """integers [o, i] int8, 0 for outliers; scales [o] float32; outliers [k]; few [o, k], their weights in the
-        checkpoint's dtype; bias [o]; kept [i], 0 for outliers and 1 for others."""
+    scales: Tensor
+
+    def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor) -> None:
+        """weights: [o, i] each, one below the other; outliers [k]; bias [o]. scales: [o] float32, what an integer of a
+        weight is worth."""
 
     def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [r, i] -> integers [r, i] in 1 .. 255, what one of them is worth [r, 1], outliers [r, k]."""
@@ -98,14 +122,16 @@ class _Way(Protocol):
 class _Torch:
     """By torch's operators."""
 
-    def __init__(
-        self, integers: Tensor, scales: Tensor, outliers: Tensor, few: Tensor, bias: Tensor, kept: Tensor
-    ) -> None:
-        layer = nn.Linear(few.shape[1], len(few), dtype=few.dtype).requires_grad_(False)
-        layer.weight.copy_(few)
-        layer.bias.copy_(bias)
-        self._few: nn.Module = PackedLinear(layer) if packing_works(few.dtype) else layer
-        self._scales, self._outliers, self._kept = scales, outliers, kept.to(few.dtype)
+    def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor) -> None:
+        weight = torch.cat([*weights])
+        few, kept = weight[:, outliers], _kept(weight.shape[1], outliers)
+        ordinary = weight.float().mul_(kept)
+        del weight
+        scales = (ordinary.abs().amax(1) / LEVELS).clamp_min(SMALLEST)
+        integers = ordinary.div_(scales.unsqueeze(1)).round_().to(torch.int8)
+        del ordinary
+        self._few = PackedProduct([few], [bias]).compute if packing_works(few.dtype) else partial(_linear, few, bias)
+        self.scales, self._outliers, self._kept = scales, outliers, kept.to(few.dtype)
         self.weights: Tensor = torch.ops.onednn.qlinear_prepack(integers, None)
         self._zeros = torch.zeros(len(integers), dtype=torch.int32)
 
@@ -119,7 +145,7 @@ class _Torch:
 
     def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         levels = torch.empty_like(x, dtype=torch.uint8)
-        steps = self._scales.new_empty(len(x), 1)
+        steps = self.scales.new_empty(len(x), 1)
         for rows, found, step in zip(
             x.split(LEVEL_ROWS), levels.split(LEVEL_ROWS), steps.split(LEVEL_ROWS), strict=True
         ):
@@ -131,7 +157,7 @@ class _Torch:
 
     def multiply(self, levels: Tensor, steps: Tensor, few: Tensor) -> Tensor:
         sums: Tensor = torch.ops.onednn.qlinear_pointwise(
-            levels, 1.0, ZERO, self.weights, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+            levels, 1.0, ZERO, self.weights, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
         return sums.mul_(steps).add_(self._few(few)).to(few.dtype)
 
@@ -139,20 +165,21 @@ class _Torch:
 class _Compiled:
     """By the kernels of quantize_kernel.py. Outputs are filled up to a multiple of COLUMNS, inputs to one of INPUTS."""
 
-    def __init__(
-        self, integers: Tensor, scales: Tensor, outliers: Tensor, few: Tensor, bias: Tensor, kept: Tensor
-    ) -> None:
-        self._outputs, self._given = integers.shape
-        self._dtype = few.dtype
+    def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor) -> None:
+        self._outputs, self._given = sum(map(len, weights)), weights[0].shape[1]
+        self._dtype, pad = weights[0].dtype, nn.functional.pad
         wider = -self._given % INPUTS
-        pad = nn.functional.pad
-        self.weights = lines(pad(integers, (0, wider)) if wider else integers)
-        self._blocks, quads, columns = self.weights.shape
-        self._inputs, more = 4 * quads, self._blocks * columns - self._outputs
-        self._offsets = pad(integers.sum(1, dtype=torch.int32).mul_(-ZERO), (0, more))
-        self._scales, self._bias = pad(scales, (0, more)), pad(bias.float(), (0, more))
-        self._few = lines(few.float())
-        self._kept, self._outliers = pad(kept.float(), (0, wider)), outliers.contiguous()
+        self._inputs, more = self._given + wider, -self._outputs % COLUMNS
+        few = torch.cat([weight[:, outliers] for weight in weights])
+        if wider:
+            weights = [pad(weight, (0, wider)) for weight in weights]
+        self._kept = pad(_kept(self._given, outliers), (0, wider))
+        self.weights, scales, sums = _converted(weights, self._kept)
+        self._blocks = len(self.weights)
+        self._offsets = sums.mul_(-ZERO)
+        self._padded_scales, self.scales = scales, scales[: self._outputs]
+        self._bias, self._few = pad(bias.float(), (0, more)), lines([few.float()])
+        self._outliers = outliers.contiguous()
 
     def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
         """x [r, i] -> [r, o]."""
@@ -180,18 +207,47 @@ class _Compiled:
         return levels, steps, few
 
     def multiply(self, levels: Tensor, steps: Tensor, few: Tensor, run: Eager = EAGER) -> Tensor:
-        rows, columns = levels.shape[0], self._scales.shape[0]
+        rows, columns = levels.shape[0], self._padded_scales.shape[0]
         out = run.empty(rows, columns, dtype=self._dtype)
         quads = self._inputs // 4
         parts = Parts.of(rows, self._blocks, quads, kinds=2)
         sums = parts.room(run)
         arguments = Multiply(
             *parts.arguments(sums), levels.data_ptr(), levels.stride(0), self.weights.data_ptr(), quads, parts.piece,
-            self._offsets.data_ptr(), self._scales.data_ptr(), steps.data_ptr(), few.data_ptr(), self._few.data_ptr(),
-            few.shape[1], self._bias.data_ptr(), out.data_ptr(), columns * out.element_size(), out.element_size() == 2,
+            self._offsets.data_ptr(), self._padded_scales.data_ptr(), steps.data_ptr(), few.data_ptr(),
+            self._few.data_ptr(), few.shape[1], self._bias.data_ptr(), out.data_ptr(), columns * out.element_size(),
+            out.element_size() == 2,
         )  # fmt: skip
         run.launch(_kernels()[1], arguments, rows * columns * self._inputs, parts.items)
         return out if columns == self._outputs else out[:, : self._outputs]
+
+
+def _linear(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, weight, bias)
+
+
+def _kept(inputs: int, outliers: Tensor) -> Tensor:
+    """[i] float32: 0 for outliers and 1 for others."""
+    kept = torch.ones(inputs)
+    kept[outliers] = 0
+    return kept
+
+
+def _converted(weights: Sequence[Tensor], kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Make weights [o, i] integers, as lines; return these, their scales [o] and sums [o] int32, filled up with zeros
+    (scales: with SMALLEST) to a multiple of COLUMNS. Each weight is read twice, row by row."""
+    rows, held = row_addresses(weights)
+    inputs, count, threads = weights[0].shape[1], len(rows), torch.get_num_threads()
+    made = room(count * inputs).view(torch.int32).view(-1, inputs // 4, COLUMNS)
+    scales, sums = torch.empty(count), torch.empty(count, dtype=torch.int32)
+    spare = torch.empty(threads, COLUMNS * inputs, dtype=torch.uint8)
+    arguments = Convert(
+        0, 0, len(made), rows.data_ptr(), inputs, weights[0].element_size() == 2, kept.data_ptr(), scales.data_ptr(),
+        sums.data_ptr(), made.data_ptr(), spare.data_ptr(), spare.stride(0),
+    )  # fmt: skip
+    _kernels()[2](arguments, made.numel() * 8, len(made))
+    del held
+    return made, scales, sums
 
 
 class Int8Product(Product):
@@ -206,21 +262,13 @@ class Int8Product(Product):
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], outliers: Tensor) -> None:
         """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. outliers: [k], ascending."""
-        weight = torch.cat([*weights])
         self.parts = [len(one) for one in weights]
-        bias = torch.cat([
-            weight.new_zeros(part) if one is None else one for one, part in zip(biases, self.parts, strict=True)
-        ])
+        missing = (weights[0].new_zeros(part) for part in self.parts)
+        bias = torch.cat([gap if one is None else one for one, gap in zip(biases, missing, strict=True)])
         self.outliers = outliers
-        kept = torch.ones(weight.shape[1])
-        kept[self.outliers] = 0
-        few = weight[:, self.outliers]
-        ordinary = weight.float().mul_(kept)
-        del weight
-        self.scales = (ordinary.abs().amax(1) / LEVELS).clamp_min(SMALLEST)
-        integers = ordinary.div_(self.scales.unsqueeze(1)).round_().to(torch.int8)
-        del ordinary
-        self.way = _way()(integers, self.scales, self.outliers, few, bias, kept)
+        self.way = _way()(weights, outliers, bias)
+        self.scales = self.way.scales
+        self.compiled = isinstance(self.way, _Compiled)
 
     def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
         return self.way(x.reshape(-1, x.shape[-1]), run).view(*x.shape[:-1], sum(self.parts))
@@ -231,111 +279,9 @@ def outlier_channels(largest: Tensor) -> Tensor:
     return largest.topk(min(OUTLIERS, len(largest) // 2)).indices.sort().values
 
 
-class Int8Linear(nn.Module):
-    """x W^T + b with W in int8, but for its columns of outliers: a part of a product. Inference only.
-
-    `weight` tells shape and dtype to models that look at it and holds no numbers: it lies on `meta`.
-    """
-
-    def __init__(self, linear: nn.Linear | Conv1D, product: Int8Product, part: int) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight_of(linear).shape
-        self.product = product
-        self._first = sum(product.parts[:part])
-        self.weight = torch.empty_like(linear.weight, device="meta", requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] -> [..., out_features], of the same dtype."""
-        return self.product.of(x).narrow(-1, self._first, self.out_features).contiguous()
-
-    @property
-    def packed(self) -> Tensor:
-        """The weights of the whole product as they are stored."""
-        return self.product.way.weights
-
-    @property
-    def compiled(self) -> bool:
-        """Whether kernels of our own compute it."""
-        return isinstance(self.product.way, _Compiled)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What calibration saw of one layer. first: the layer that was handed the same tensor before it, or itself."""
-
-    largest: Tensor
-    first: nn.Module
-
-
-@dataclass(slots=True)
-class _Watch:
-    """Hooks on layers while `calibrate` runs the model."""
-
-    seen: dict[nn.Module, _Seen] = field(default_factory=dict)
-    last: dict[nn.Module, tuple[Tensor, Tensor, nn.Module]] = field(default_factory=dict)  # of each parent
-
-    def __call__(self, parent: nn.Module, layer: nn.Module, x: Tensor) -> None:
-        largest = x.detach().reshape(-1, x.shape[-1]).abs().amax(0).float()
-        same, copy, first = self.last.get(parent, (None, None, layer))
-        if same is not x or copy is None or not torch.equal(copy, x):
-            first = layer
-        self.last[parent] = x, x.clone(), first
-        before = self.seen.get(layer)
-        if before is None:
-            self.seen[layer] = _Seen(largest, first)
-        else:
-            before.largest = torch.maximum(before.largest, largest)
-            before.first = layer if before.first is not first else first
-
-
-def quantize(model: nn.Module, calibrate: Callable[[], object], least: int = LEAST_WEIGHTS) -> int:
-    """Replace the plain linear layers of a model on the CPU by int8 ones, in place; returns how many.
-
-    calibrate: runs tokens through the model. Layers that it does not reach stay as they are. So do products of fewer
-    than `least` weights, for which int8 is no gain: the work beside the product takes longer than the product.
-    """
-    found = list(plain_linears(model))
-    watch = _Watch()
-    hooks = [
-        child.register_forward_pre_hook(lambda layer, inputs, parent=parent: watch(parent, layer, inputs[0]))
-        for parent, _, child in found
-    ]
-    try:
-        with torch.inference_mode():
-            calibrate()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    watch.last.clear()
-    together: dict[nn.Module, list[tuple[nn.Module, str, nn.Linear | Conv1D]]] = {}
-    for item in found:
-        if item[2] in watch.seen:
-            together.setdefault(watch.seen[item[2]].first, []).append(item)
-    del found
-    made = 0
-    while together:  # each original weight is freed as soon as it is converted
-        first, layers = together.popitem()
-        largest = watch.seen[first].largest
-        if sum(child.weight.numel() for _, _, child in layers) < least:
-            continue
-        weights = [weight_of(child).detach() for _, _, child in layers]
-        biases = [None if child.bias is None else child.bias.detach() for _, _, child in layers]
-        product = Int8Product(weights, biases, outlier_channels(largest))
-        del weights
-        for *_, child in layers:
-            watch.seen.pop(child)
-        for part, (parent, name, child) in enumerate(layers):
-            setattr(parent, name, Int8Linear(child, product, part))
-        made += len(layers)
-    return made
-
-
 @functools.cache
 def _kernels() -> list[Kernel]:
-    return kernels("quantize_kernel", "levelize", "multiply")
+    return kernels("quantize_kernel", "levelize", "multiply", "convert")
 
 
 @functools.cache
@@ -364,12 +310,11 @@ def _fault(way: type[_Torch] | type[_Compiled]) -> str | None:
     weight = LEVELS * (2 * torch.randint(0, 2, (96, 128), generator=generator) - 1)
     levels = 1 + 254 * torch.randint(0, 2, (5, 128), generator=generator)
     weight[:, :32], levels[:, :32] = LEVELS, 255
-    none = torch.zeros(1, dtype=torch.int64)  # an outlier of weight 0
+    weight[:, -1] = 0
+    last = torch.tensor([127])  # an outlier of weight 0
     try:
         with torch.inference_mode():
-            made = way(
-                weight.to(torch.int8), torch.ones(96), none, torch.zeros(96, 1), torch.zeros(96), torch.ones(128)
-            )
+            made = way([weight.float()], last, torch.zeros(96))
             ours = made.multiply(levels.to(torch.uint8), torch.ones(5, 1), torch.zeros(5, 1))
     except (RuntimeError, NotImplementedError) as error:
         return f"torch's int8 linear layers fail on this processor: {' '.join(str(error).split())[:100]}"

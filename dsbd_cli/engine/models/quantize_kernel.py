@@ -20,6 +20,7 @@ from dsbd_cli.engine.models.lanes import (
     LANES,
     LANES_TYPE,
     LINE,
+    ROUND,
     SIDE,
     SOURCE,
     VECTOR,
@@ -40,33 +41,39 @@ from dsbd_cli.engine.models.lanes import (
     loaded,
     mul,
     operation,
+    pack_lines,
     pointer,
     product,
     put_f32,
+    put_i32,
+    put_i64,
     splat,
     store_bf16,
     store_f32,
+    sub,
     take,
     tile,
     total,
 )
 from dsbd_cli.engine.models.native import PRODUCT
-from dsbd_cli.engine.models.quantize import LAYOUT, LEVELIZE, MULTIPLY, SMALLEST, ZERO
+from dsbd_cli.engine.models.quantize import CONVERT, LAYOUT, LEVELIZE, MULTIPLY, SMALLEST, ZERO
 from dsbd_cli.engine.models.quantize import LEVELS as MOST
 
-__all__ = ["levelize", "multiply"]
+__all__ = ["convert", "levelize", "multiply"]
 
 compiled = Compiler("int8 layers", seconds=3)
 
 # `at` is the address of a quantize.Levelize or Multiply, whose fields have these offsets. numba keeps what it compiled
 # until this file changes, so a change of the fields or of lanes.py has to change it: by these numbers.
-assert (LAYOUT, SOURCE) == (0xEF608AB5, 0x715CF963), (
+assert (LAYOUT, SOURCE) == (0x7344F0F0, 0x71932E1B), (
     f"quantize.py's fields or lanes.py changed: write {LAYOUT:#x}, {SOURCE:#x}"
 )
 (L_TAKEN, _, L_ITEMS, L_ROWS, L_SHARE, L_X, L_X_ROW, L_NARROW, L_INPUTS, L_KEPT, L_LEVELS, L_LEVELS_ROW, L_STEPS,
  L_OUTLIERS, L_FEW, L_FEW_INPUTS) = LEVELIZE  # fmt: skip
 (LEVELS, LEVELS_ROW, WEIGHTS, QUADS, PIECE, OFFSETS, SCALES, STEPS, FEW, FEW_WEIGHTS, FEW_INPUTS, BIAS, OUT, OUT_ROW,
  NARROW) = MULTIPLY[len(PRODUCT) :]  # fmt: skip
+(C_TAKEN, C_THREADS, C_ITEMS, C_ROWS, C_INPUTS, C_NARROW, C_KEPT, C_SCALES, C_SUMS, C_OUT, C_SPARE,
+ C_SPARE_BYTES) = CONVERT  # fmt: skip
 whole_tile, float_tile = tile("int8"), tile("float32")
 
 
@@ -175,3 +182,48 @@ def multiply(at):
     """[rows, outputs]: integers times scale and step, plus outliers, plus bias, for the shares of outputs that no
     other thread has taken."""
     share_out(at)
+
+
+@njit(error_model="numpy")
+def convert_row(row, inputs, narrow, kept, target, scale_at, sum_at):
+    """A row of weights made integers in -127 .. 127, rounded half to even; what one is worth, and their sum."""
+    unit = types.int64(2) if narrow else types.int64(WORD)
+    best, i = splat(types.float32(0)), types.int64(0)
+    while row != 0 and i < inputs:
+        value = load_bf16(row + i * unit) if narrow else load_f32(row + i * unit)
+        best = larger(magnitude(mul(value, load_f32(kept + i * WORD))), best)
+        i += LANES
+    scale = max(largest(best) / types.float32(MOST), types.float32(SMALLEST))
+    put_f32(scale_at, scale)
+    wide, nearest = splat(scale), splat(types.float32(ROUND))
+    summed, i = splat(types.float32(0)), types.int64(0)
+    while i < inputs:
+        whole = splat(types.float32(0))
+        if row != 0:
+            value = load_bf16(row + i * unit) if narrow else load_f32(row + i * unit)
+            whole = sub(add(divide(mul(value, load_f32(kept + i * WORD)), wide), nearest), nearest)
+        store_bytes(target + i, whole)
+        summed = add(summed, whole)
+        i += LANES
+    put_i32(sum_at, types.int64(total(summed)))
+
+
+@compiled.addressed
+def convert(at):
+    """Weights made integers, a block of COLUMNS rows at a time, and packed as lines."""
+    inputs, narrow, kept = get_i64(at + C_INPUTS), get_i64(at + C_NARROW), get_i64(at + C_KEPT)
+    spare = get_i64(at + C_SPARE) + take(at + C_THREADS) * get_i64(at + C_SPARE_BYTES)
+    while True:
+        block = take(at + C_TAKEN)
+        if block >= get_i64(at + C_ITEMS):
+            return
+        for column in range(COLUMNS):
+            place = block * COLUMNS + column
+            row, target = get_i64(get_i64(at + C_ROWS) + place * 8), spare + column * inputs
+            convert_row(
+                row, inputs, narrow, kept, target, get_i64(at + C_SCALES) + place * WORD,
+                get_i64(at + C_SUMS) + place * WORD,
+            )  # fmt: skip
+            put_i64(get_i64(at + C_ROWS) + place * 8, target)
+        steps = inputs // 4
+        pack_lines(get_i64(at + C_ROWS) + block * COLUMNS * 8, steps, get_i64(at + C_OUT) + block * steps * LINE)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dsbd_cli.config import ModelSpec
+from dsbd_cli.engine.models.chat import render
 from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.loader import load_config, load_tokenizer, quiet
 from dsbd_cli.errors import InvalidRowError, UnsupportedModelError
@@ -69,6 +70,6 @@ class RewardModel:
         if not getattr(self._tokenizer, "chat_template", None):
             raise InvalidRowError("the row has messages, but the reward model's tokenizer has no chat template")
         messages = [*(dict(message) for message in prompt), {"role": "assistant", "content": text}]
-        shown = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        shown = render(self._tokenizer, messages, opened=False)
         told: list[int] = self._tokenizer(shown, add_special_tokens=False)["input_ids"]
         return told

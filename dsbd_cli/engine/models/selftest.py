@@ -42,7 +42,8 @@ OUTLIER = 3
 # nodes; rounding gives up to a third of the limit at the median, and now and then more (an expert chosen otherwise).
 LIMITS = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 # Some checkpoints round worse in float32 (Qwen2.5-Coder-0.5B: 1.2e-4). Such a one may be off by so many times what its
-# ordinary forward moves when the same sequences are padded on the right, up to the ceiling.
+# ordinary forward moves when the same sequences are padded on the right, up to the ceiling. In half types this is asked
+# of the worst nodes alone.
 TIMES_ROUNDING = 4
 PADDING = 21
 CEILING = 1e-3
@@ -149,6 +150,10 @@ def _checked(
         dtype = torch.float16
     errors = _errors(logits, expected, dtype)
     median, largest = errors.median().item(), errors.max().item()
+    if dtype != torch.float32 and largest > OUTLIER * LIMITS[dtype]:
+        # attention between two equals falls either way by rounding; in the ordinary forward, too, where it is padded
+        sure = errors > TIMES_ROUNDING * _errors(padded(), expected, dtype)
+        largest = errors[sure].max().item() if bool(sure.any()) else 0.0
     limit = limit_for(dtype, max(median, largest / OUTLIER), lambda: _errors(padded(), expected, dtype).median().item())
     report = SelfTestReport(median, largest, limit)
     if not (median <= limit and largest <= OUTLIER * limit):

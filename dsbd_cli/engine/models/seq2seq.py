@@ -22,7 +22,7 @@ from dsbd_cli.engine.models.adapter import TransformersForest
 from dsbd_cli.engine.models.attention import NAME, seeing
 from dsbd_cli.engine.models.crossing import STEP, CrossCache, ForestPairCache
 from dsbd_cli.engine.models.forest_attention import Sight
-from dsbd_cli.engine.models.packing import PackedLinear
+from dsbd_cli.engine.models.patching import PackedLinear
 from dsbd_cli.engine.models.places import Places
 from dsbd_cli.errors import UnsupportedModelError
 

@@ -7,8 +7,11 @@ import json
 import re
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Protocol
 
+from dsbd_cli.engine.models.chat import render
 from dsbd_cli.errors import InvalidRowError
 
 __all__ = ["HFCodec", "Tokenizer", "byte_alphabet"]
@@ -16,7 +19,11 @@ __all__ = ["HFCodec", "Tokenizer", "byte_alphabet"]
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "\u2581"
 IDS_ALONE = {"return_attention_mask": False, "return_token_type_ids": False}  # half the time of a long text
-KEEPING = {"Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits"}  # steps that drop no byte of a text
+# steps that drop no byte of a text; NFC shortens one to a quarter at most, a Kelvin sign to a third
+KEEPING = {"Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits", "NFC"}
+NFC_SHRINKS = 4
+MOST_BYTES = 256  # of text per token, on average; the tokenizer's own bound may be that of its longest run of spaces
+HEAD = 256  # characters, in which the token that begins every text stands
 UTF8_BYTES = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
 
 
@@ -51,9 +58,10 @@ class Tokenizer(Protocol):
         self, text: str | list[str], *, add_special_tokens: bool = True, **fields_wanted: bool
     ) -> Mapping[str, Any]: ...
 
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str: ...
+    @property
+    def special_tokens_map(self) -> Mapping[str, Any]: ...
+
+    def get_chat_template(self) -> str: ...
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
 
@@ -65,7 +73,8 @@ class HFCodec:
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._bytes: list[bytes] | None = None
-        self._longest: int | None = None  # bytes of a text that one token covers at most; 0: no bound is known
+        self._cover: _Cover | None = None
+        self._rendered: tuple[list[dict[str, str]], str] | None = None  # the last conversation: its size is asked first
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -78,6 +87,11 @@ class HFCodec:
         return self._eos_ids
 
     @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    @property
     def fingerprint(self) -> str | None:
         """32 hexadecimal digits that two tokenizers share only if they tokenise alike; None of one that does not say
         all it does."""
@@ -86,41 +100,63 @@ class HFCodec:
             return None
         return hashlib.blake2b(backend.to_str().encode(), digest_size=16).hexdigest()
 
-    def encode(self, prompt: str) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens the tokenizer adds by itself."""
-        return list(self._tokenizer(prompt, **IDS_ALONE)["input_ids"])
+    def encode(self, prompt: str, most: int | None = None) -> list[int]:
+        """Token ids of a plain prompt, with the special tokens the tokenizer adds by itself. most: characters of it,
+        the last ones."""
+        return list(self._tokenizer(prompt if most is None else prompt[-most:], **IDS_ALONE)["input_ids"])
 
     def least_tokens(self, asked: str | list[dict[str, str]]) -> int:
         """How many tokens a plain prompt or a conversation has at least, told without the tokenizer: for texts that
         would take it long. 0 where nothing can be told."""
-        if self._longest is None:
-            self._longest = _longest_token(self._tokenizer, self.token_bytes())
-        if not self._longest:
-            return 0
         text = asked if isinstance(asked, str) else self._chat_text(asked)
-        return -(-len(text.encode("utf-8", "surrogatepass")) // self._longest)
+        return self._covering.least(text.encode("utf-8", "surrogatepass"))
+
+    def size(self, asked: str | list[dict[str, str]]) -> int:
+        """Bytes of a plain prompt or a conversation."""
+        text = asked if isinstance(asked, str) else self._chat_text(asked)
+        return len(text.encode("utf-8", "surrogatepass"))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a text that one token covers at most: a bound of the tokenizer, or one that no text of people
+        reaches."""
+        return min(self._covering.longest or MOST_BYTES, MOST_BYTES)
+
+    @property
+    def _covering(self) -> _Cover:
+        if self._cover is None:
+            self._cover = _covering(self._tokenizer, self.token_bytes())
+        return self._cover
 
     def encode_pieces(self, texts: list[str]) -> list[list[int]]:
         """Token ids of pieces of text, nothing added."""
         return [list(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer.
+    def encode_chat(self, messages: list[dict[str, str]], most: int | None = None) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer. most: characters of its text, the last ones,
+        behind the token that every text begins with, where the conversation does.
 
         Raises InvalidRowError when the tokenizer has no chat template, or the template refuses the conversation.
         """
-        return list(self._tokenizer(self._chat_text(messages), add_special_tokens=False, **IDS_ALONE)["input_ids"])
+        text = self._chat_text(messages)
+        if most is None or len(text) <= most:
+            return self._plain_ids(text)
+        same = takewhile(
+            lambda pair: pair[0] == pair[1], zip(self.encode(""), self._plain_ids(text[:HEAD]), strict=False)
+        )
+        return [*(token for token, _ in same), *self._plain_ids(text[-most:])]
+
+    def _plain_ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, **IDS_ALONE)["input_ids"])
 
     def _chat_text(self, messages: list[dict[str, str]]) -> str:
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not self.has_template:
             raise InvalidRowError(
                 "the model's tokenizer has no chat template: give a plain prompt, or use an instruct model"
             )
-        try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates are programs of the checkpoint and raise what they like
-            said = " ".join(str(error).split())[:200]
-            raise InvalidRowError(f"the model's chat template refuses these messages: {said}") from None
+        if self._rendered is None or self._rendered[0] != messages:
+            self._rendered = messages, render(self._tokenizer, messages, opened=True)
+        return self._rendered[1]
 
     def decode(self, ids: list[int]) -> str:
         """Text of generated ids, special tokens left out."""
@@ -172,15 +208,33 @@ def _token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     return table
 
 
-def _longest_token(tokenizer: Tokenizer, table: list[bytes]) -> int:
-    """Bytes of the longest token, where every byte of a text ends up in a token; else 0.
+@dataclass(frozen=True, slots=True)
+class _Cover:
+    """What is known of how many bytes of a text its tokens cover.
 
-    So it is with byte-level BPE, and with byte fallback. A normalizer may shorten a text, an unknown token may stand
-    for any length, and a special token may take the spaces beside it.
+    Attributes:
+        longest: bytes that one token covers at most; 0 where there is no bound.
+        dropped: bytes that no token stands for, so that they may be left out.
+    """
+
+    longest: int = 0
+    dropped: bytes = b""
+
+    def least(self, text: bytes) -> int:
+        """Tokens of a text, at least."""
+        return -(-len(text.translate(None, self.dropped)) // self.longest) if self.longest else 0
+
+
+def _covering(tokenizer: Tokenizer, table: list[bytes]) -> _Cover:
+    """What one token covers, where every byte of a text ends up in a token, or is one that the vocabulary lacks.
+
+    So it is with byte-level BPE, some of whose vocabularies lack bytes that were not in their training text, and with
+    byte fallback. A normalizer may shorten a text (NFC to a quarter), an unknown token may stand for any length, and a
+    special token may take the spaces beside it.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return 0
+        return _Cover()
     made = json.loads(backend.to_str())
     steps = [*_steps(made.get("normalizer")), *_steps(made.get("pre_tokenizer"))]
     keeps = all(step.get("type") in KEEPING and step.get("behavior") != "Removed" for step in steps)
@@ -188,12 +242,17 @@ def _longest_token(tokenizer: Tokenizer, table: list[bytes]) -> int:
     keeps = keeps and all(
         (step.get("pattern"), step.get("content")) == ({"String": " "}, _SPACE_MARK) for step in replaced
     )
-    whole = any(step.get("type") == "ByteLevel" for step in steps) or made["model"].get("byte_fallback")
+    by_bytes = any(step.get("type") == "ByteLevel" for step in steps)
     added = tokenizer.added_tokens_decoder.values()
     greedy = any(getattr(token, "lstrip", False) or getattr(token, "rstrip", False) for token in added)
-    if not (keeps and whole) or greedy or not {bytes([byte]) for byte in UTF8_BYTES} <= set(table):
-        return 0
-    return max(*map(len, table), *(len(token.content.encode()) for token in added))
+    held = set(table)
+    dropped = bytes(byte for byte in UTF8_BYTES if bytes([byte]) not in held)
+    whole = by_bytes or (made["model"].get("byte_fallback") and not dropped)
+    shrinks = any(step.get("type") == "NFC" for step in steps)
+    if not (keeps and whole) or greedy or (shrinks and dropped):  # NFC may make bytes that are then dropped
+        return _Cover()
+    longest = max(*map(len, table), *(len(token.content.encode()) for token in added))
+    return _Cover(longest * NFC_SHRINKS if shrinks else longest, dropped)
 
 
 def _steps(part: object) -> list[dict[str, Any]]:

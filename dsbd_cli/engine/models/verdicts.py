@@ -1,8 +1,8 @@
 """What checks at load have found, kept by all that they depend on, so that a later load need not make them again.
 
-One JSON file per checkpoint and machine, in the user's cache folder. It depends on the checkpoint's files (names, sizes,
-times), this package's code, the processor, the number of threads, the versions of torch and transformers, and the dtype.
-`dsbd doctor` checks anew.
+One JSON file per checkpoint and machine, in the user's cache folder. It depends on the checkpoint's files (names,
+sizes, times), this package's code, the processor, the number of threads, torch's version and the dtype. `dsbd doctor`
+checks anew.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.models.native import processor
 
-__all__ = ["kept", "keep", "fingerprint"]
+__all__ = ["fingerprint", "keep", "kept"]
 
 FORMAT = "dsbd.verdict/1"
 _logger = logging.getLogger(__name__)

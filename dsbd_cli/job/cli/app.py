@@ -26,7 +26,7 @@ from dsbd_cli.job.cli.pick import pick
 from dsbd_cli.job.cli.profile import profile
 from dsbd_cli.job.cli.signals import StoppedError
 from dsbd_cli.job.cli.trim import trim_draft
-from dsbd_cli.job.data.jsonl import ClosedOutputError
+from dsbd_cli.job.data.jsonl import OUTPUT_CLOSED, ClosedOutputError
 
 __all__ = ["app", "main", "run"]
 
@@ -65,7 +65,8 @@ def _root(
 ) -> None:
     """Beam search and beam sampling from language models, sped up by a draft model, with unchanged output.
 
-    Exit codes: 0 all rows answered, 1 the run failed, 2 wrong usage, 3 some rows failed, 129, 130 or 143 stopped.
+    Exit codes: 0 all rows answered, 1 the run failed, 2 wrong usage, 3 some rows failed, 129, 130 or 143 stopped, 141
+    nobody reads the records any more.
     """
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
@@ -82,7 +83,10 @@ def run(arguments: Sequence[str]) -> int:
         if code == INTERRUPTED:  # the parser has caught a KeyboardInterrupt
             say(STOPPED)
         return code if isinstance(code, int) else 0
-    except (ClosedOutputError, BrokenPipeError):
+    except ClosedOutputError:
+        _drop_output()
+        return OUTPUT_CLOSED
+    except BrokenPipeError:
         _drop_output()
         return 0
     except SystemExit as ended:

@@ -33,7 +33,7 @@ from dsbd_cli.job.cli.options import (
     PairOptions,
     SamplingOptions,
 )
-from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
+from dsbd_cli.job.cli.settings import RunSettings, drafts, model_specs, run_settings
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.data.resume import write_atomically
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
@@ -79,7 +79,7 @@ def bench(
     """
     hush(outputs.quiet)
     data = _of_input(data)
-    draft_wanted = pair.draft != "none"
+    draft_wanted = drafts(pair)
     records, shots = data.records or DEFAULT_RECORDS, data.shots or 0
     dev_records = records if choice.dev_records is None else choice.dev_records
     planned = _plan(sweep, draft_wanted, tuned=dev_records > 0)

@@ -15,7 +15,7 @@ from typing import BinaryIO
 from dsbd_cli.errors import UsageError, reading, shorten
 from dsbd_cli.job.cli.messages import whole
 from dsbd_cli.job.cli.options import STANDARD, FileOptions
-from dsbd_cli.job.data.compression import open_input
+from dsbd_cli.job.data.compression import check_whole, open_input
 from dsbd_cli.job.data.jsonl import check_new, read_blocks
 from dsbd_cli.job.data.source import LineSource
 from dsbd_cli.job.records import RowReader
@@ -130,11 +130,15 @@ def file_hash(option: str, path: Path) -> str:
 
 
 def open_source(files: FileOptions, stack: ExitStack) -> tuple[BinaryIO, str, int | None]:
-    """The input, its name, and its size in bytes where that is known. Raises UsageError."""
+    """The input, its name, and its size in bytes where that is known. A compressed file is read through first, so that
+    one that is cut is told before a model is loaded. Raises UsageError."""
     path = files.input
     if path is not None and path != STANDARD:
         with reading(f"--input {path}"):
-            size = path.stat().st_size if path.is_file() and path.suffix not in COMPRESSED else None
+            plain = path.suffix not in COMPRESSED
+            size = path.stat().st_size if path.is_file() and plain else None
+            if path.is_file() and not plain:
+                check_whole(path)
             return stack.enter_context(open_input(path)), str(path), size
     if sys.stdin is None:
         raise UsageError("standard input is closed: name a file with --input")

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from dsbd_cli.errors import DsbdError, RowError
+from dsbd_cli.errors import DsbdError, RowError, UsageError
 from dsbd_cli.job.cli.progress import Reporter, row_said
 from dsbd_cli.job.cli.shard import Shard
 from dsbd_cli.job.data.jsonl import LineWriter
@@ -54,12 +54,16 @@ class RowFlow:
         done: DoneRows | None,
         max_errors: int | None,
         stopping: Callable[[], bool],
+        begin: Callable[[], tuple[LineWriter, LineWriter | None]],
         ordered: bool = True,
         shard: Shard | None = None,
     ) -> None:
-        """done: what an earlier run has left. stopping: a signal has come. ordered: records in input order; else as
-        they are ready. shard: only the rows of this part."""
+        """done: what an earlier run has left. stopping: a signal has come. begin: gives the writers of records and
+        steps, before the first record. ordered: records in input order; else as they are ready. shard: only the rows
+        of this part."""
         self._lines, self._read_row, self._reporter = iter(source), read, reporter
+        self._begin = begin
+        self._writers: tuple[LineWriter, LineWriter | None] | None = None
         self._done, self._max_errors, self._stopping = done, max_errors, stopping
         self._index = self._position = 0
         self._next: tuple[int, Row] | None = None
@@ -78,31 +82,48 @@ class RowFlow:
         """Rows of the input so far, those of other parts too."""
         return self._index
 
-    def anything_left(self) -> bool:
-        """Pass over the rows that are done. False: there is nothing else, and no model is needed."""
+    def needs_engine(self, record: MakeRecord) -> bool:
+        """Pass over the rows that are done, and write those that cannot be read, up to the first one that an engine has
+        to answer. False: there is none, and no model is needed."""
+        self._record = record
         for item in self._rows():
-            if item is not None:
+            if self._stopping():
+                return False
+            if item is None:
+                self._flush()
+            elif item[1].request is not None:
                 self._next = item
                 return True
+            else:
+                self._write(*item, None)
+        self._flush()
         return False
 
-    def run(self, engine: RunsRequests, record: MakeRecord, writer: LineWriter, steps: LineWriter | None) -> None:
+    def run(self, engine: RunsRequests, record: MakeRecord) -> None:
         """Answer every row that is not done."""
-        self._record, self._writer, self._steps = record, writer, steps
-        for result in engine.run(self._requests(), ordered=self._ordered):
-            name = id(result.request) if id(result.request) in self._pending else id(result.error)
-            assert not self._ordered or name == next(iter(self._pending)), "the engine answers in input order"
-            position, row = self._pending.pop(name)
-            self._write(position, row, None if row.request is None else result)
+        self._record = record
+        try:
+            for result in engine.run(self._requests(), ordered=self._ordered):
+                name = id(result.request) if id(result.request) in self._pending else id(result.error)
+                assert not self._ordered or name == next(iter(self._pending)), "the engine answers in input order"
+                position, row = self._pending.pop(name)
+                self._write(position, row, None if row.request is None else result)
+        except UsageError:
+            if not self._stopping():  # a signal may have stopped the engine before its run began
+                raise
         assert self._stopping() or not self._pending, "the engine answers every row"
-        writer.flush()
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._writers is not None:
+            self._writers[0].flush()
 
     def _requests(self) -> Iterator[Request | RowError | None]:
         for item in self._rows():
             if self._stopping():
                 return
             if item is None:
-                self._writer.flush()
+                self._flush()
                 yield None
                 continue
             handed = item[1].request or item[1].error
@@ -148,12 +169,14 @@ class RowFlow:
     def _write(self, position: int, row: Row, result: RequestResult | None) -> None:
         """Steps first: a record says that all of its row is written."""
         error = row_error(row, result)
+        self._writers = self._writers or self._begin()
+        writer, steps = self._writers
         if result is not None:
-            if self._steps is not None:
+            if steps is not None:
                 for line in step_records(result.stats.step_log):
-                    self._steps.write(line)
+                    steps.write(line)
             self._reporter.totals.add(result)
-        self._writer.write(self._record(row, result))
+        writer.write(self._record(row, result))
         self._reporter.at(position)
         if error is None:
             self._reporter.row()

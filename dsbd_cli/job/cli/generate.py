@@ -54,6 +54,11 @@ NOT_INVARIANT = (
     "the draft or the batch: records say same-law, not same-text (see docs/numerics.md)"
 )
 
+PLAIN = (
+    "the target has a chat template, but prompts are given to it as they stand: --chat puts each through the template, "
+    "--no-chat ends this line"
+)
+
 WIDE = 32  # beams; from here on a run says what memory a row takes
 
 DEMONSTRATION = (
@@ -87,7 +92,9 @@ def generate(
     """
     begin_talk(talk)
     strict = files.input_format == "strict"
-    settings = run_settings(pair, method, sampling, devices, failing, strict=strict, answers=answers)
+    settings = run_settings(
+        pair, method, sampling, devices, failing, strict=strict, chat=bool(files.chat), answers=answers
+    )
     until = until_of(rounds, settings.method)
     if until is not None and scale.workers is not None:
         raise UsageError("--until cannot be used with --workers: its rounds share one pair of models; drop one of them")
@@ -125,6 +132,8 @@ class _Run:
         self._demonstrates, self._until = demonstrates, until
         self._widening: Widening | None = None
         self._metadata: dict[int, object] = {}  # of rows that are under way
+        self._plain = False  # a row with a plain prompt has come
+        self._templated = False  # the target has been loaded, and has a chat template
         self._files, self._settings, self._devices, self._arguments = files, settings, devices, arguments
         self._ordered, self._pool = scale.order != "done", pool_config(scale, devices)
         self._workers_open = ExitStack()
@@ -136,6 +145,7 @@ class _Run:
             numerics=devices.numerics or "invariant",
             on_too_long=settings.on_too_long,
             strict=settings.rows.strict,
+            chat=settings.rows.chat or None,
             input_format="text" if files.input_format == "text" else "auto",
             output_format=files.output_format or "native",
             until=None if until is None else f"exec-ok on {until.check.databases.template}",
@@ -181,53 +191,43 @@ class _Run:
             done=outputs.done,
             max_errors=self._settings.max_errors,
             stopping=lambda: self._signals.number is not None,
+            begin=outputs.begin,
             ordered=self._ordered,
             shard=self._shard,
         )
 
     def _noted(self, read: ReadRow) -> ReadRow:
-        """Rows as they are read, so that the rounds know their metadata."""
+        """Rows as they are read, so that the rounds know their metadata, and that plain prompts are told of."""
 
         def noting(line: bytes | LongLine, *, index: int, number: int) -> Row:
             row = read(line, index=index, number=number)
-            if row.request is not None:
+            if row.request is not None and self._until is not None:
                 self._metadata[id(row.request)] = row.metadata
+            if row.request is not None and row.request.prompt is not None and not self._plain:
+                self._plain = True
+                self._tell_plain()
             return row
 
-        return read if self._until is None else noting
+        return noting
+
+    def _tell_plain(self) -> None:
+        """One line where prompts are given as they stand to a target that was trained on conversations, and nobody has
+        said that it shall be so."""
+        if self._plain and self._templated and self._files.chat is None:
+            self.reporter.warn(PLAIN)
 
     def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
         totals = self.reporter.totals
         try:
-            engine = self._load(summary) if outputs.done is None or flow.anything_left() or outputs.is_empty else None
+            if self._needs_engine(flow, outputs):
+                self._run(flow, outputs, summary)
+            elif outputs.is_empty:
+                outputs.begin()  # a run without rows has to make its file, too
+        except TooManyErrorsError as error:
+            raise TooManyErrorsError(f"{error}; {self._how_to_resume()}") from None
         except StoppedError:
             self.reporter.stop()
             raise
-        if engine is not None:
-            summary.info = engine.info
-            if engine.info is not None:
-                self._method = replace(self._method, threads=engine.info.threads)
-            for line in () if engine.info is None else engine.info.told:
-                self.reporter.warn(line)
-            if engine.exactness != self._method.method.exactness:
-                self._method = replace(self._method, exactness=engine.exactness)
-                if self._devices.numerics != "fast":
-                    self.reporter.warn(NOT_INVARIANT)
-            writer, steps = outputs.begin()
-            self.reporter.begin(_describe(self._settings, engine), steps=lambda: engine.steps)
-            answering: RunsRequests = engine
-            if self._until is not None:
-                from dsbd_cli.engine.decoding.engine import Engine
-
-                assert isinstance(engine, Engine), "workers are refused"
-                rows = WINDOW * (self._settings.batch_size or DEFAULT_BATCH_SIZE)
-                wider = partial(self._wider, engine)
-                answering = self._widening = Widening(engine, self._until, wider, self._metadata, window=rows)
-            self._signals.on_stop = answering.stop
-            try:
-                flow.run(answering, self._maker(outputs.created, engine), writer, steps)
-            except TooManyErrorsError as error:
-                raise TooManyErrorsError(f"{error}; {self._how_to_resume()}") from None
         if (number := self._signals.number) is not None:
             self.reporter.summary(f"stopped: {totals.line()}; {self._how_to_resume()}", always=True)
             raise StoppedError(number)
@@ -239,14 +239,53 @@ class _Run:
         rounds = "" if self._widening is None else f"; {self._widening.line()}"
         self.reporter.summary(totals.line() + rounds)
 
-    def _maker(self, created: int, engine: RunsRequests) -> MakeRecord:
-        """How this run writes a row."""
+    def _needs_engine(self, flow: RowFlow, outputs: Outputs) -> bool:
+        """Whether there is a row that no earlier run has answered, and that can be read; those before it are written.
+        A signal ends this as it ends a run."""
+        self._signals.on_stop = lambda: None
+        needed = flow.needs_engine(self._maker(outputs.created, None))
+        self._signals.on_stop = None
+        return needed and self._signals.number is None
+
+    def _run(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
+        """Load the models and answer the rows."""
+        engine = self._load(summary)
+        summary.info = engine.info
+        for line in () if engine.info is None else engine.info.told:
+            self.reporter.warn(line)
+        if engine.info is not None:
+            self._method = replace(self._method, threads=engine.info.threads)
+            self._templated = engine.info.chat
+            if self._files.chat and not engine.info.chat:
+                raise UsageError(f"--chat: target {self._settings.target} has no chat template: drop it")
+        self._tell_plain()
+        if engine.exactness != self._method.method.exactness:
+            self._method = replace(self._method, exactness=engine.exactness)
+            if self._devices.numerics != "fast":
+                self.reporter.warn(NOT_INVARIANT)
+        outputs.begin()
+        self.reporter.begin(_describe(self._settings, engine), steps=lambda: engine.steps)
+        answering: RunsRequests = engine
+        if self._until is not None:
+            from dsbd_cli.engine.decoding.engine import Engine
+
+            assert isinstance(engine, Engine), "workers are refused"
+            rows = WINDOW * (self._settings.batch_size or DEFAULT_BATCH_SIZE)
+            wider = partial(self._wider, engine)
+            answering = self._widening = Widening(engine, self._until, wider, self._metadata, window=rows)
+        self._signals.on_stop = answering.stop
+        flow.run(answering, self._maker(outputs.created, engine))
+
+    def _maker(self, created: int, engine: RunsRequests | None) -> MakeRecord:
+        """How this run writes a row. engine: None while only rows are written that have failed without one."""
         first, make = replace(self._method, created=created), writes(self._files).load()
-        promised = engine.exactness
+        promised = None if engine is None else engine.exactness
         assert callable(make), "checked at the start"
 
         def method() -> MethodRecord:  # a kernel that fails takes with it what was promised of the rows to come
-            return first if engine.exactness == promised else replace(first, exactness=engine.exactness)
+            if engine is None or engine.exactness == promised:
+                return first
+            return replace(first, exactness=engine.exactness)
 
         if self._widening is None:
             return lambda row, result: bytes(make(row, result, method()))

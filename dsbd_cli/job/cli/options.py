@@ -84,6 +84,9 @@ class FileOptions(StreamOptions):
         default="auto",
         metavar="FORM",
     )
+    chat: bool | None = flag(
+        MAIN, "put each prompt through the target's chat template, as one message of a user; --no-chat: as it stands"
+    )
     output_format: str | None = option(
         FILES, "; ".join(f"{one.name}: {one.text}" for one in FORMATS.values()), default="native", metavar="FORM"
     )
@@ -121,7 +124,12 @@ class PairOptions:
     """The two models."""
 
     target: str | None = option(MAIN, "alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL")
-    draft: str | None = option(MAIN, "alias, folder or hub id; none: no draft", default=BUILTIN_DRAFT, metavar="MODEL")
+    draft: str | None = option(
+        MAIN,
+        "alias, folder or hub id; none: no draft",
+        default=f"{BUILTIN_DRAFT} with the built-in target, else none",
+        metavar="MODEL",
+    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Where records go: the output and the stats file, locked before any model is loaded, changed only after that."""
+"""Where records go: the output and the stats file, opened and locked before any model is loaded, and changed no sooner
+than there is a record, or a model."""
 
 from __future__ import annotations
 
@@ -48,9 +49,13 @@ class Outputs:
         self._stack = ExitStack()
         self._output: io.FileIO | None = None
         self._steps: io.FileIO | None = None
+        self._writers: tuple[LineWriter, LineWriter | None] | None = None
+        self._special: dict[Path, LineWriter] = {}  # devices and pipes
         self._new: list[Path] = []  # made by us, and to be removed if nothing comes of it
 
     def __enter__(self) -> Self:
+        if self._files.output in (None, STANDARD) and sys.stdout is None:
+            raise OutputError("standard output is closed: name a file with --output")
         with self._stack:
             self._output = self._claim(self._files.output)
             self._steps = self._claim(self._files.stats)
@@ -78,7 +83,13 @@ class Outputs:
         return self._output is None or self._output.tell() == 0
 
     def begin(self) -> tuple[LineWriter, LineWriter | None]:
-        """Writers of records and steps. Only now an old file is emptied, and the settings are written beside it."""
+        """Writers of records and steps, the same ones from the first call on, which empties an old file and writes the
+        settings beside it."""
+        if self._writers is None:
+            self._writers = self._begun()
+        return self._writers
+
+    def _begun(self) -> tuple[LineWriter, LineWriter | None]:
         output, steps = self._files.output, self._files.stats
         if self._output is not None and output is not None:
             if self._files.existing == "overwrite":
@@ -98,8 +109,11 @@ class Outputs:
         write_settings(self._files.output, self._settings, self.created, InputEnd(rows, digest))
 
     def _claim(self, path: Path | None) -> io.FileIO | None:
-        """The file, locked; None for standard output, devices and pipes."""
-        if path in (None, STANDARD) or is_special(path):
+        """The file, locked; None for standard output, and for devices and pipes, which are opened."""
+        if path in (None, STANDARD):
+            return None
+        if is_special(path):
+            self._special[path] = self._stack.enter_context(LineWriter.create(path, overwrite=True))
             return None
         fresh = not path.exists()
         stream = open_locked(path, create_only=self._files.existing in (None, "error"))
@@ -140,8 +154,6 @@ class Outputs:
             writer = LineWriter(stream, str(path), owned=True, frame=frame_maker(path))
             return self._stack.enter_context(writer)
         if path is not None and path != STANDARD:
-            return self._stack.enter_context(LineWriter.create(path, overwrite=True))
-        if sys.stdout is None:
-            raise OutputError("standard output is closed: name a file with --output")
+            return self._special[path]
         sys.stdout.flush()
         return LineWriter(sys.stdout.buffer, "standard output", owned=False)

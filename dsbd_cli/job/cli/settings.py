@@ -42,7 +42,7 @@ from dsbd_cli.variants import (
     typed_names,
 )
 
-__all__ = ["TYPED", "RunSettings", "fixed_depth", "model_specs", "places", "run_settings"]
+__all__ = ["TYPED", "RunSettings", "drafts", "fixed_depth", "model_specs", "places", "run_settings"]
 
 T = TypeVar("T")
 
@@ -91,9 +91,11 @@ def run_settings(
     failing: RowOptions = NO_ROWS,
     *,
     strict: bool = False,
+    chat: bool = False,
     answers: AnswerOptions = NO_ANSWERS,
 ) -> RunSettings:
-    """Settle defaults and refuse what contradicts itself. strict: of rows with unknown fields. Raises UsageError."""
+    """Settle defaults and refuse what contradicts itself. strict: of rows with unknown fields. chat: prompts
+    become messages. Raises UsageError."""
     if _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
         raise UsageError("--depth is 0, but must be 1 or more: --draft none decodes without a draft")
     allow, grammar = allowed(answers.allow)
@@ -133,7 +135,7 @@ def run_settings(
         raise UsageError(
             f"--gpu {devices.gpu} cannot be had with a grammar, whose masks the host makes in every iteration: drop it"
         )
-    rows = replace(_rows(sampling, config, strict=strict), grammar=grammar)
+    rows = replace(_rows(sampling, config, strict=strict), grammar=grammar, chat=chat)
     batch_size: int | None = None
     if devices.batch_size != "auto":
         batch_size = _given(_number("--batch-size", devices.batch_size, 0), DEFAULT_BATCH_SIZE)
@@ -165,12 +167,19 @@ def places(device: str | None) -> tuple[str | None, str | None]:
     return target, draft or None
 
 
+def drafts(pair: PairOptions) -> bool:
+    """Whether there is a draft model: one that is named, or the built-in one of the built-in target."""
+    if pair.draft is None:
+        return pair.target in (None, BUILTIN_TARGET)
+    return pair.draft != "none"
+
+
 def fixed_depth(pair: PairOptions, method: MethodOptions) -> MethodOptions:
     """The options with the library's depth in place of `auto` by default, for commands that measure a forest. Without
     a draft it is the roots alone, with a grammar too."""
-    if pair.draft == "none" and method.drafter is None:
+    if not drafts(pair) and method.drafter is None:
         return replace(method, drafter=MethodConfig().drafter)
-    drafting = pair.draft != "none" or not runs_model(str(_chosen(method)["drafter"]))
+    drafting = drafts(pair) or not runs_model(str(_chosen(method)["drafter"]))
     open_ = method.depth is None and drafting
     return replace(method, depth=str(DEFAULT_DEPTH)) if open_ else method
 
@@ -178,7 +187,7 @@ def fixed_depth(pair: PairOptions, method: MethodOptions) -> MethodOptions:
 def _with_drafter(method: MethodOptions, pair: PairOptions, grammar: Grammar | None) -> MethodOptions:
     """Without a draft model, what a grammar forces is drafted all the same, where the rule takes such drafts."""
     rule = SEARCH if method.decode == "search" else (method.verify or MethodConfig().rule).partition(":")[0]
-    free = pair.draft == "none" and method.drafter is None
+    free = not drafts(pair) and method.drafter is None
     if grammar is None or not free or rule not in RULES or any(one.field == "drafter" for one in RULES[rule].limits):
         return method
     return replace(method, drafter=GRAMMAR)
@@ -229,21 +238,17 @@ def _pair(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, 
         if pair.draft not in (None, "none"):
             raise UsageError(f"--draft {pair.draft} would do nothing, because drafter {drafter} runs no model: drop it")
         return target, None
-    if pair.draft == "none":
+    if not drafts(pair):
+        there = "--draft is none" if pair.draft == "none" else f"--target {target} has no draft"
         if method.verify is not None and RULES[parse("--verify", method.verify, RULES)[0]].needs_draft:
             raise UsageError(
-                f"--verify {method.verify} compares the target with a draft model, but --draft is none: name one"
+                f"--verify {method.verify} compares the target with a draft model, but {there}: name one with --draft"
             )
         if drafter != MethodConfig().drafter:
-            raise UsageError(f"--drafter {drafter} needs a draft model, but --draft is none: name one")
+            raise UsageError(f"--drafter {drafter} needs a draft model, but {there}: name one with --draft")
         if method.depth is not None:
-            raise UsageError(f"--depth {method.depth} needs a draft, but --draft is none: drop one of them")
+            raise UsageError(f"--depth {method.depth} needs a draft, but {there}: name one with --draft, or drop it")
         return target, None
-    if pair.draft is None and not target.startswith("builtin:"):
-        raise UsageError(
-            f"--target is {target}, but --draft is missing and the built-in draft fits only the built-in target: "
-            "name a draft, or use --draft none"
-        )
     return target, _given(pair.draft, BUILTIN_DRAFT)
 
 

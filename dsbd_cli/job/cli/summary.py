@@ -17,8 +17,8 @@ from dsbd_cli._version import __version__
 from dsbd_cli.errors import DsbdError, OutputError, plural
 from dsbd_cli.job.cli.messages import utc_now
 from dsbd_cli.job.cli.signals import StoppedError
-from dsbd_cli.job.data.jsonl import ClosedOutputError
-from dsbd_cli.job.data.resume import write_atomically
+from dsbd_cli.job.data.jsonl import OUTPUT_CLOSED, ClosedOutputError
+from dsbd_cli.job.data.resume import check_replaceable, write_atomically
 from dsbd_cli.job.records.native import drafter_fields
 from dsbd_cli.lab.metrics.environment import installed
 from dsbd_cli.requests import RequestResult
@@ -50,6 +50,9 @@ class Summary:
         self._started = utc_now()
 
     def __enter__(self) -> Self:
+        """Raises OutputError where the file could not be written in the end."""
+        if self._path is not None:
+            check_replaceable(self._path)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -100,7 +103,7 @@ def _ending(error: BaseException | None, totals: Totals) -> tuple[str, int]:
     if isinstance(error, StoppedError):
         return "stopped", error.exit_code
     if isinstance(error, ClosedOutputError):
-        return "output closed", 0
+        return "output closed", OUTPUT_CLOSED
     return "failed", error.exit_code if isinstance(error, DsbdError) else 1
 
 

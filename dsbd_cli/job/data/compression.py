@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["DecompressionError", "frame_maker", "open_input"]
+__all__ = ["DecompressionError", "check_whole", "frame_maker", "open_input"]
 
 PIECE_BYTES = 1 << 10  # of compressed input at a time: bounds what it can swell to (32 MiB at worst)
+BLOCK_BYTES = 1 << 20  # of decompressed input, where it is only checked
 GZIP_FORMAT = 31  # zlib's number for a gzip header and trailer
 
 
@@ -40,6 +41,14 @@ def open_input(path: Path) -> BinaryIO:
         return path.open("rb")
     make = _zstd_frame if path.suffix == ".zst" else _gzip_frame
     return io.BufferedReader(_Decompressing(path.open("rb"), make))
+
+
+def check_whole(path: Path) -> None:
+    """Read a compressed file once to its end, a block at a time. Raises DecompressionError where it is damaged, or ends
+    in the middle."""
+    with open_input(path) as stream:
+        while stream.read(BLOCK_BYTES):
+            pass
 
 
 def frame_maker(path: Path) -> Callable[[bytes], bytes] | None:

@@ -15,7 +15,16 @@ from dsbd_cli.errors import OutputError, UsageError
 from dsbd_cli.job.data.compression import frame_maker
 from dsbd_cli.job.records.row import MAX_LINE_BYTES, LongLine
 
-__all__ = ["ClosedOutputError", "LineWriter", "Readable", "check_new", "read_blocks", "read_lines", "read_object"]
+__all__ = [
+    "OUTPUT_CLOSED",
+    "ClosedOutputError",
+    "LineWriter",
+    "Readable",
+    "check_new",
+    "read_blocks",
+    "read_lines",
+    "read_object",
+]
 
 BOM = b"\xef\xbb\xbf"
 BLOCK_BYTES = 1 << 17
@@ -27,8 +36,12 @@ FRAME_SECONDS = 1.0
 NumberedLine = tuple[int, bytes | LongLine]
 
 
+OUTPUT_CLOSED = 141  # exit code of a program that SIGPIPE ends: 128 + 13
+
+
 class ClosedOutputError(Exception):
-    """Whoever read our output has gone (`| head -1`): the run ends quietly, since nothing went wrong."""
+    """Whoever read our output has gone (`| head -1`): the run ends quietly, with OUTPUT_CLOSED as exit code, because
+    a row is not written."""
 
 
 class Readable(Protocol):

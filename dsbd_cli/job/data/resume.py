@@ -26,6 +26,7 @@ from dsbd_cli.job.data.lock import lock
 __all__ = [
     "DoneRows",
     "InputEnd",
+    "check_replaceable",
     "cut",
     "cut_unfinished_steps",
     "drop_failed",
@@ -137,6 +138,24 @@ def read_run(output: Path, wanted_by: str, help_: str = AGAIN) -> tuple[Settings
     raise UsageError(f"{wanted_by}: {path} is not what dsbd wrote: {help_}")
 
 
+def check_replaceable(path: Path) -> None:
+    """Raises OutputError where `write_atomically` could not write a file of this name."""
+    if path.exists() and not path.is_file():
+        return
+    temporary = _beside(path)
+    try:
+        temporary.open("wb").close()
+        temporary.unlink()
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _beside(path: Path) -> Path:
+    """Where the whole file is written before it is put in the place of the old one."""
+    real = Path(os.path.realpath(path))
+    return real.with_name(f".{real.name}.tmp")
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """The whole file or, whatever happens, the one before; a link stays one. What is no file (a device, a pipe) is
     written to. Raises OutputError."""
@@ -146,8 +165,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         except OSError as error:
             raise OutputError(f"cannot write {path}: {error.strerror}") from error
         return
-    real = Path(os.path.realpath(path))
-    temporary = real.with_name(f".{real.name}.tmp")
+    real, temporary = Path(os.path.realpath(path)), _beside(path)
     try:
         with temporary.open("wb") as stream:
             stream.write(data)

@@ -42,6 +42,7 @@ class RowReader:
         num_beams: of the run; the most `n` that a row may ask for.
         grammar: of rows that do not bring a response_format.
         strict: an unknown field is the row's error instead of a warning.
+        chat: a prompt becomes the one message of a user, for the target's chat template.
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -50,6 +51,7 @@ class RowReader:
     num_beams: int = 4
     strict: bool = False
     grammar: Grammar | None = None
+    chat: bool = False
     _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     _known: dict[bytes, SamplingConfig] = field(default_factory=dict, init=False, repr=False, compare=False)
     _checked_grammars: set[Grammar] = field(default_factory=set, init=False, repr=False, compare=False)
@@ -95,7 +97,10 @@ class RowReader:
             told = InvalidRowError(f"line {number}: {error}")
             return Row(index, number, row_id, None, told, "text", None, key)
         seed = derive_seed(self.seed, row_id)
-        request = Request(id=row_id, seed=seed, prompt=prompt, sampling=self.sampling, grammar=self.grammar)
+        asked, chat = self._asked(prompt, None)
+        request = Request(
+            id=row_id, seed=seed, prompt=asked, messages=chat, sampling=self.sampling, grammar=self.grammar
+        )
         return Row(index, number, row_id, request, None, "text", None, key)
 
     def _warnings(self, parsed: ParsedRow, number: int) -> tuple[str, ...]:
@@ -122,9 +127,10 @@ class RowReader:
             raise InvalidRowError(f"{given[0]} and {given[1]} are both given: give one of them")
         if not given:
             raise InvalidRowError("neither prompt nor messages is given")
-        prompt = text(row, "prompt") if "prompt" in row else None
         audio = text(row, "audio") if "audio" in row else None
-        chat = messages(row["messages"]) if "messages" in row else None
+        prompt, chat = self._asked(
+            text(row, "prompt") if "prompt" in row else None, messages(row["messages"]) if "messages" in row else None
+        )
         seed = integer(row, "seed", 0) if "seed" in row else derive_seed(self.seed, row_id)
         return Request(
             id=row_id,
@@ -136,6 +142,14 @@ class RowReader:
             allow=_allow(row["allow"]) if "allow" in row else None,
             grammar=self._grammar(row),
         )
+
+    def _asked(
+        self, prompt: str | None, chat: tuple[dict[str, str], ...] | None
+    ) -> tuple[str | None, tuple[dict[str, str], ...] | None]:
+        """Prompt and messages as the run wants them."""
+        if not self.chat or prompt is None:
+            return prompt, chat
+        return None, ({"role": "user", "content": prompt},)
 
     def _grammar(self, row: Fields) -> Grammar | None:
         if "response_format" not in row:

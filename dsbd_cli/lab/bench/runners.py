@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +15,7 @@ from dsbd_cli.engine.models.forest import Forest
 from dsbd_cli.engine.models.registry import resolve
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.engine.models.tokenize import HFCodec
-from dsbd_cli.errors import ModelError
+from dsbd_cli.errors import ModelError, UsageError
 from dsbd_cli.grammars import Grammar
 from dsbd_cli.job.pick.candidates import Candidate, CandidateRow
 from dsbd_cli.job.pick.choosers import ByRisk, ByScore, ByVote, Chooser, Weights
@@ -26,7 +26,7 @@ from dsbd_cli.lab.peers.base import Asked, Delivered, Peer
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.engines import CTranslatePeer, LlamaPeer
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
-from dsbd_cli.requests import RequestResult, derive_seed
+from dsbd_cli.requests import Request, RequestResult, derive_seed
 from dsbd_cli.stats import RequestStats
 
 __all__ = ["Answer", "Runner", "make_runner"]
@@ -82,7 +82,7 @@ class _OnEngine:
         self._engine = Engine(
             pair.target, draft, pair.codec, method, batch_size=batch_size, log_steps=True, catalogues=pair.catalogues
         )
-        self._models = self._engine.models
+        self._models, self._stopped = self._engine.models, False
         self._bytes_per_slot = sum(model.kv_bytes_per_slot() for model in self._models)
 
     @property
@@ -96,7 +96,16 @@ class _OnEngine:
 
     def stop(self) -> None:
         """End after the iteration that is under way."""
+        self._stopped = True
         self._engine.stop()
+
+    def _results(self, requests: Sequence[Request]) -> Iterator[RequestResult]:
+        """The engine's results; none where a signal has stopped it before it began."""
+        try:
+            yield from self._engine.run(requests)
+        except UsageError:
+            if not self._stopped:
+                raise
 
     def _release(self) -> None:
         for model in self._models:
@@ -124,7 +133,7 @@ class _EngineRunner(_OnEngine):
             p.request(p.record.id, derive_seed(self._seed, p.record.id), self._sampling, self._grammar) for p in prompts
         ]
         answers = []
-        for result in self._engine.run(requests):
+        for result in self._results(requests):
             kv_bytes = result.stats.kv_peak_slots * self._bytes_per_slot
             if result.error is not None or not result.hypotheses:
                 answers.append(Answer("", 0, None, result.stats, kv_bytes, str(result.error)))
@@ -167,7 +176,7 @@ class _PickRunner(_OnEngine):
             for p in prompts
             for name in ([f"{p.record.id}/{place}" for place in range(each)] if self._independent else [p.record.id])
         ]
-        results = list(self._engine.run(requests))
+        results = list(self._results(requests))
         answers = [
             self._answer(prompt, results[each * place : each * (place + 1)])
             for place, prompt in enumerate(prompts)

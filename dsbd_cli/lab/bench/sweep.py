@@ -100,7 +100,7 @@ def choose_methods(
             hint = f"did you mean {', '.join(near)}?" if near else f"all, or some of {', '.join(METHODS)}"
             raise UsageError(f"--methods: there is no method {name!r}: {hint}")
         if not runs(METHODS[name]):
-            raise UsageError(f"--methods: {name} needs a draft, but --draft is none")
+            raise UsageError(f"--methods: {name} needs a draft, but there is none: name one with --draft")
         if METHODS[name].separate:
             config = METHODS[name].config({})
             if isinstance(config, PeerConfig) and config.missing:
@@ -109,7 +109,7 @@ def choose_methods(
         return chosen, ()
     every = DEFAULT_METHODS if text is None else tuple(name for name in METHODS if name not in chosen)
     if missing := [name for name in every if not runs(METHODS[name])]:
-        notes.append(f"left out: {', '.join(missing)}: they need a draft, but --draft is none")
+        notes.append(f"left out: {', '.join(missing)}: they need a draft, but there is none: name one with --draft")
     if apart := [name for name in every if METHODS[name].separate]:
         told = "another package runs them on weights of its own: name them as well, as in --methods all"
         notes.append(f"left out: {', '.join(apart)}: {told},{apart[0]}")

@@ -274,8 +274,7 @@ def _processor_kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
     from torch.nn import Linear
 
     from dsbd_cli.engine.models import tail
-    from dsbd_cli.engine.models.packing import PackedLinear
-    from dsbd_cli.engine.models.quantize import Int8Linear
+    from dsbd_cli.engine.models.patching import Int8Linear, PackedLinear
 
     module = getattr(pair.target, "module", None)
     kinds = (PackedLinear, Int8Linear, Linear)

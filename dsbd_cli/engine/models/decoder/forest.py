@@ -78,7 +78,8 @@ class DecoderForest(Forest):
         device = weights.table.device
         super().__init__(name, device, KVCache())
         self.decoder, self._settings = decoder, settings
-        self._load_stock, self._stock = stock, None
+        self._load_stock = stock
+        self._stock: Any = None
         self._watched = frozenset(hidden)
         self.hidden_states: dict[int, Tensor] = {}
         plane = PlaneSpec(spec.kv_heads, spec.head_dim, weights.dtype, device)
@@ -127,9 +128,7 @@ class DecoderForest(Forest):
     @property
     def size(self) -> ModelSize:
         weights, spec = self.decoder.weights, self.decoder.spec
-        linears = [
-            linear for layer in weights.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
-        ]
+        linears = [linear for layer in weights.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         stored = [held for linear in (*linears, weights.head) for held in _stored(linear)]
         table = weights.table
         shared = any(one.data_ptr() == table.data_ptr() for one in stored)
@@ -201,7 +200,7 @@ class DecoderForest(Forest):
         self, batch: ForestInput, hidden: Tensor, inputs: LayerInputs
     ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
         few = hidden.shape[:2].numel() <= MOST_NODES
-        fixed = all(isinstance(view, PathView) or view.sight is None for view in inputs.views)
+        fixed = all(not isinstance(view, MaskView) or view.sight is None for view in inputs.views)
         if not (self.decoder.ops.programs and few and fixed and batch.rows is None and not batch.chain):
             return self.decoder.layers(hidden, inputs, EAGER, self._watched)
         if self._programs_of != self.generation:
@@ -244,7 +243,10 @@ class DecoderForest(Forest):
                 tuple(one.to(self._dtype).to(self._device) for one in rotary.table(size, dim))  # type: ignore[misc]
                 for rotary in self.decoder.spec.rotaries
             ]
-        return [(nn.functional.embedding(positions, cos), nn.functional.embedding(positions, sin)) for cos, sin in self._angles]
+        return [
+            (nn.functional.embedding(positions, cos), nn.functional.embedding(positions, sin))
+            for cos, sin in self._angles
+        ]
 
     def _views(self, batch: ForestInput) -> list[View]:
         """What the nodes see, by kind of window."""

@@ -127,9 +127,7 @@ def pack(forest: DecoderForest, model: ModelSpec, outliers: dict[str, list[int]]
         found = {name: torch.tensor(channels) for name, channels in outliers.items()}
     if not quantize_decoder(decoder, found):
         reason = f"the {model.role} model {model.source!r} has no linear layer of {LEAST_WEIGHTS} weights or more"
-        raise UsageError(
-            f"quantize is {model.quantize}, but {reason}: drop it", field="quantize", value=model.quantize
-        )
+        raise UsageError(f"quantize is {model.quantize}, but {reason}: drop it", field="quantize", value=model.quantize)
     forest.quantized = model.quantize
     forest.forget_programs()
     return {name: channels.tolist() for name, channels in found.items()}

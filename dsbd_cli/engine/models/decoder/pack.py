@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dsbd_cli.engine.models.decoder.forward import Decoder
 from dsbd_cli.engine.models.decoder.weights import Linear, PlainLinear
 from dsbd_cli.engine.models.native import EAGER, Eager
-from dsbd_cli.engine.models.packing import PackedProduct, packing_works
+from dsbd_cli.engine.models.packing import PackedProduct, packable
 from dsbd_cli.engine.models.quantize import LEAST_WEIGHTS, Int8Product, outlier_channels
 
 __all__ = ["Outliers", "find_outliers", "pack_decoder", "quantize_decoder"]
@@ -105,10 +105,8 @@ def _packed(
     linear: PlainLinear, dtype: torch.dtype, device: torch.device, product: Callable[..., Tensor] | None
 ) -> Linear:
     if device.type == "cpu":
-        wide = linear.weights[0].shape[1] >= 64  # packing.MIN_FEATURES
-        if wide and packing_works(dtype):
-            return PackedProduct([weight.to(dtype) for weight in linear.weights], _converted(linear.biases, dtype))
-        return linear
+        weights = [weight.to(dtype) for weight in linear.weights]
+        return PackedProduct(weights, _converted(linear.biases, dtype)) if packable(weights[0]) else linear
     weight = torch.cat([one.to(device, dtype) for one in linear.weights])
     biases = [one for one in _converted(linear.biases, dtype) if one is not None]
     bias = torch.cat([one.to(device) for one in biases]) if biases else None

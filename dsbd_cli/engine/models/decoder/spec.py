@@ -20,8 +20,9 @@ ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 # Keys that a config declares and that do not change what a forward computes, or that are read below.
 KNOWN = frozenset(
     """
-    architectures attention_bias attention_dropout attention_multiplier attn_logit_softcapping bos_token_id chunk_size_feed_forward
-    classifier_dropout cls_token_id decoder_start_token_id dtype embd_pdrop embedding_multiplier eos_token_id
+    architectures attention_bias attention_dropout attention_multiplier attn_logit_softcapping bos_token_id
+    chunk_size_feed_forward classifier_dropout cls_token_id decoder_start_token_id dtype embd_pdrop embedding_multiplier
+    eos_token_id
     final_logit_softcapping forced_bos_token_id forced_eos_token_id gradient_checkpointing head_dim hidden_act
     hidden_activation hidden_size id2label initializer_range intermediate_size is_decoder is_encoder_decoder label2id
     layer_types logits_scaling max_length max_position_embeddings max_window_layers mlp_bias model_type name_or_path
@@ -133,7 +134,8 @@ def spec_of(config: Any) -> DecoderSpec | str:
         return f"{family} is no standard decoder that is known here"
     # a key that transformers' class does not declare changes nothing there
     declared, changed = type(config)().to_dict(), config.to_diff_dict()
-    strange = sorted(key for key in changed if key in declared and key[0] != "_" and key not in KNOWN and not _idle(changed[key]))
+    told = {key for key in changed if key in declared and key[0] != "_" and not _idle(changed[key])}
+    strange = sorted(told - KNOWN)
     if strange:
         return f"its config says {strange[0]} = {changed[strange[0]]!r}, which is not known here"
     try:
@@ -221,7 +223,8 @@ def _rotary(config: Any, parameters: Mapping[str, Any], dim: int, kind: str | No
 
 def _llama(config: Any) -> dict[str, Any]:
     bias = bool(getattr(config, "attention_bias", False))
-    return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bool(getattr(config, "mlp_bias", False)), "windows": _no_windows(config)}
+    mlp = bool(getattr(config, "mlp_bias", False))
+    return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": mlp, "windows": _no_windows(config)}
 
 
 def _no_windows(config: Any) -> tuple[None, ...]:

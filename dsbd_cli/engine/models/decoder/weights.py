@@ -65,7 +65,8 @@ class PlainLinear:
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer. Norms are [hidden], of queries and keys [head_dim] or as wide as all heads; None where there is none."""
+    """One layer. Norms are [hidden], of queries and keys [head_dim] or as wide as all heads; None where there is no
+    such norm."""
 
     qkv: Linear
     out: Linear
@@ -89,8 +90,10 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class DecoderWeights:
-    """All of a decoder's weights. table: [V, hidden], in the checkpoint's dtype. norm: [hidden]. dtype: what is computed
-    in."""
+    """All of a decoder's weights.
+
+    table: [V, hidden], in the checkpoint's dtype. norm: [hidden]. dtype: what is computed in.
+    """
 
     table: Tensor
     layers: list[LayerWeights]
@@ -140,8 +143,8 @@ def read_weights(
 ) -> DecoderWeights:
     """Give a checkpoint's tensors their places.
 
-    head: rows in the place of the checkpoint's head. Raises KeyError for a tensor that is missing, ValueError for one of
-    another shape.
+    head: rows in the place of the checkpoint's head. Raises KeyError for a tensor that is missing, ValueError for one
+    of another shape.
     """
     reader = _Reader(spec, tensors, dtype)
     layers = [reader.layer(number) for number in range(spec.layers)]

@@ -1,0 +1,121 @@
+"""Conversations through a checkpoint's chat template, rendered by a child process with limits of time and memory.
+
+A template is a program that comes with the checkpoint: it may loop for ever, or make a text that no memory holds. The
+child is started at the first conversation, serves all tokenizers of the process, and is started anew where a template
+has ended it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsbd_cli.errors import InvalidRowError
+
+__all__ = ["Renderer", "render"]
+
+SECONDS = 10  # of processor time for one conversation; the templates of known models take less than a millisecond
+CHILD = Path(__file__).with_name("chat_child.py")
+
+
+class Renderer:
+    """The child process, and what goes to it. One conversation at a time."""
+
+    def __init__(self, seconds: int = SECONDS) -> None:
+        """seconds: of processor time for one conversation."""
+        self.starts = 0  # children that were started
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._owner = 0  # process that started it: a fork must not share its pipes
+
+    def render(self, tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bool) -> str:
+        """The text of a conversation. opened: with the beginning of the assistant's answer. Raises InvalidRowError
+        where the template refuses it, or goes beyond the limits."""
+        try:
+            template = tokenizer.get_chat_template()
+        except ValueError as error:  # several templates, none of which is the default
+            raise InvalidRowError(f"the model's chat template cannot be chosen: {error}") from None
+        asked = {
+            "template": template,
+            "messages": messages,
+            "opened": opened,
+            "variables": {
+                name: value if isinstance(value, list) else str(value)
+                for name, value in tokenizer.special_tokens_map.items()
+            },
+            "seconds": self._seconds,
+        }
+        found: dict[str, str] = json.loads(self._answer(json.dumps(asked).encode() + b"\n"))
+        if "error" in found:
+            raise InvalidRowError(f"the model's chat template refuses these messages: {found['error']}")
+        return found["text"]
+
+    def close(self) -> None:
+        """End the child."""
+        child, self._child = self._child, None
+        if child is not None and self._owner == os.getpid():
+            child.kill()
+            _end(child)
+
+    def _answer(self, line: bytes) -> bytes:
+        """The child's line. Raises InvalidRowError where the child has ended instead."""
+        with self._lock:
+            if self._child is None or self._owner != os.getpid():
+                self._start()
+            child = self._child
+            assert child is not None
+            assert child.stdin is not None
+            assert child.stdout is not None
+            try:
+                with contextlib.suppress(BrokenPipeError):
+                    child.stdin.write(line)
+                    child.stdin.flush()
+                answer = child.stdout.readline()
+            except BaseException:
+                self.close()  # what it says later would answer the next conversation
+                raise
+            if answer:
+                return answer
+            self._child = None
+            code = _end(child)
+            why = f"takes more than {self._seconds} s of processor time for these messages"
+            if code != -signal.SIGXCPU:
+                why = f"cannot be rendered: the process that does it ended with exit code {code}"
+            raise InvalidRowError(f"the model's chat template {why}")
+
+    def _start(self) -> None:
+        # -P: the folder of the child's file holds modules that are named like those of the standard library
+        environment = {**os.environ, "USE_TORCH": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        command = [sys.executable, "-P", str(CHILD)]
+        self._child = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._owner = os.getpid()
+        self.starts += 1
+
+
+def _end(child: subprocess.Popen[bytes]) -> int:
+    """Close the pipes of a child that ends; returns its exit code."""
+    for stream in (child.stdin, child.stdout):
+        assert stream is not None
+        with contextlib.suppress(OSError):
+            stream.close()
+    return child.wait()
+
+
+_renderer = Renderer()
+atexit.register(_renderer.close)
+
+
+def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bool) -> str:
+    """As Renderer.render, by the child of this process."""
+    return _renderer.render(tokenizer, messages, opened=opened)

@@ -1,0 +1,67 @@
+"""Renders chat templates for `chat`: a program of its own, because a template is a program of the checkpoint.
+
+A line of standard input is a JSON object {template, messages, opened, variables, seconds}; the line of the answer is
+{text} or {error}. The process ends with its input, or where a template takes more processor time than `seconds`: then
+there is no answer. It imports nothing of dsbd, and transformers without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+MEMORY_BYTES = 2 << 30  # of addresses; the process itself takes a quarter of it
+MAX_CHARACTERS = 64 << 20  # of a rendered conversation: four times the longest line of an input
+
+
+def rendered(asked: dict[str, Any]) -> dict[str, str]:
+    """The answer to one line."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    until = int(used.ru_utime + used.ru_stime) + 1 + asked["seconds"]
+    limit(resource.RLIMIT_CPU, until)
+    try:
+        found: Any = render_jinja_template(
+            conversations=[asked["messages"]],
+            chat_template=asked["template"],
+            add_generation_prompt=asked["opened"],
+            **asked["variables"],
+        )
+    except MemoryError:
+        return {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB"}
+    except Exception as error:  # templates raise what they like
+        return {"error": " ".join(str(error).split())[:200] or type(error).__name__}
+    text: str = found[0][0]
+    if len(text) > MAX_CHARACTERS:
+        return {"error": f"it makes {len(text)} characters of them, but {MAX_CHARACTERS} are the most"}
+    return {"text": text}
+
+
+def limit(kind: int, value: int) -> None:
+    """Set a limit, no higher than may be."""
+    most = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (value if most == resource.RLIM_INFINITY else min(value, most), most))
+
+
+def main() -> None:
+    """Answer line by line."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end is the end of the input
+    limit(resource.RLIMIT_CORE, 0)
+    import transformers.utils.chat_template_utils  # noqa: F401 # before memory is limited
+
+    limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    # what a template prints must not be taken for an answer
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        answers.write(json.dumps(rendered(json.loads(line))) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

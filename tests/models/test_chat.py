@@ -1,0 +1,80 @@
+"""Chat templates are programs of the checkpoint: they are rendered by a child process with limits, and a template that
+goes beyond them is the error of its row."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from dsbd_cli.engine.models.chat import Renderer
+from dsbd_cli.errors import InvalidRowError
+from tests.models.conftest import CHAT, byte_level, wrap
+
+MESSAGES = [{"role": "user", "content": "hé 漢字 \ud800 \x00"}, {"role": "assistant", "content": "a\nb"}]
+LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+DOUBLING = "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+
+
+@pytest.fixture
+def renderer() -> Iterator[Renderer]:
+    with closing(Renderer(seconds=600)) as made:
+        yield made
+
+
+def with_template(template: Any) -> Any:
+    return wrap(byte_level(), chat_template=template)
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_the_text_is_that_of_transformers(renderer: Renderer, opened: bool) -> None:
+    tokenizer = with_template(CHAT + "{{ bos_token }}{{ messages | tojson }}{{ messages[::-1][0].content }}")
+    expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=opened)
+    assert renderer.render(tokenizer, MESSAGES, opened=opened) == expected
+
+
+BEYOND = {
+    "{{ 'a' * 10 ** 10 }}": "it takes more than 2 GiB",
+    DOUBLING: "it takes more than 2 GiB",
+    "{{ 'a' * 10 ** 8 }}": "it makes 100000000 characters of them, but 67108864 are the most",
+    "{{ raise_exception('no\\n such role') }}": "refuses these messages: no such role",
+    "{{ (1).__class__.__mro__ }}": "refuses these messages: ",
+}
+
+
+@pytest.mark.parametrize(("template", "message"), BEYOND.items(), ids=[key[:30] for key in BEYOND])
+def test_a_template_beyond_its_limits_is_an_error_of_the_row(renderer: Renderer, template: str, message: str) -> None:
+    with pytest.raises(InvalidRowError) as caught:
+        renderer.render(with_template(template), MESSAGES, opened=True)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert renderer.render(with_template("{{ 1 }}"), MESSAGES, opened=True) == "1", "the next row is answered"
+    assert renderer.starts == 1
+
+
+def test_a_template_that_does_not_end_is_an_error_of_the_row() -> None:
+    with closing(Renderer(seconds=1)) as renderer:
+        with pytest.raises(InvalidRowError, match="takes more than 1 s of processor time for these messages"):
+            renderer.render(with_template(LOOP), MESSAGES, opened=True)
+        assert renderer.render(with_template("{{ 1 }}"), MESSAGES, opened=True) == "1", "the next row is answered"
+        assert renderer.starts == 2, "by another child"
+
+
+def test_a_child_that_is_killed_is_started_anew(renderer: Renderer) -> None:
+    tokenizer = with_template("{{ messages[0].role }}")
+    assert renderer.render(tokenizer, MESSAGES, opened=True) == "user"
+    assert renderer._child is not None
+    os.kill(renderer._child.pid, 9)
+    with pytest.raises(InvalidRowError, match="the process that does it ended with exit code -9"):
+        renderer.render(tokenizer, MESSAGES, opened=True)
+    assert renderer.render(tokenizer, MESSAGES, opened=True) == "user"
+    assert renderer.starts == 2
+
+
+def test_one_of_several_templates_is_taken_or_the_row_fails(renderer: Renderer) -> None:
+    assert renderer.render(with_template({"default": "d", "other": "o"}), MESSAGES, opened=True) == "d"
+    with pytest.raises(InvalidRowError, match="the model's chat template cannot be chosen"):
+        renderer.render(with_template({"one": "d", "other": "o"}), MESSAGES, opened=True)
