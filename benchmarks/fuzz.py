@@ -37,9 +37,8 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.invariance import check
-from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.pair import load_pair
-from dsbd_cli.engine.models.quantize import quantize
+from dsbd_cli.engine.models.patching import pack, quantize
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.grammars import Grammar

@@ -45,7 +45,7 @@ def pytest_collection_finish() -> None:
     kept = Path(tail.__file__).parent / "__pycache__"
     loads: tuple[tuple[str, Callable[[], object]], ...] = (
         ("tail_kernel.attend", tail._kernels),
-        ("packing_kernel.multiply", packing._kernel),
+        ("packing_kernel.multiply", packing._kernels),
         ("layer_kernel.norm", layer_ops._kernels),
         ("totals_kernel.totals", totals._kernel),
     )

@@ -15,7 +15,8 @@ from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.models import loader
 from dsbd_cli.engine.models.load_model import load_model
 from dsbd_cli.engine.models.pair import load_pair
-from dsbd_cli.engine.models.quantize import Int8Linear, int8_missing, quantize
+from dsbd_cli.engine.models.patching import Int8Linear, quantize
+from dsbd_cli.engine.models.quantize import int8_missing
 from dsbd_cli.engine.models.seq2seq import sample_source
 from dsbd_cli.errors import UsageError
 from tests.models.conftest import numbers, save

@@ -9,7 +9,8 @@ import torch
 
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig, load
 from dsbd_cli.engine.models.causal import CausalForestModel
-from dsbd_cli.engine.models.packing import PackedLinear, packing_works
+from dsbd_cli.engine.models.packing import packing_works
+from dsbd_cli.engine.models.patching import PackedLinear
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.peers import PeerConfig
