@@ -198,6 +198,11 @@ class RequestResult:
         self.check()
         return self.hypotheses[0].text
 
+    @property
+    def invalid(self) -> bool:
+        """The best text does not match the request's grammar: it was cut, and no other one matches either."""
+        return bool(self.hypotheses) and self.hypotheses[0].valid is False
+
     def check(self) -> None:
         """Raises the error of a request that failed."""
         if self.error is not None:

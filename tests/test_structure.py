@@ -21,6 +21,8 @@ LAYERS = {
         "errors",
         "variants",
         "grammars",
+        "grammar_trial",
+        "schemas",
         "token_rules",
         "config",
         "records",

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import orjson
 import psutil
 import pytest
 
@@ -122,6 +124,80 @@ def test_a_large_catalogue_is_kept_beside_its_file(tmp_path: Path, monkeypatch: 
     lines(path, *rows[:7])  # another content: another file
     assert len(catalogues.open_catalogues(path, codec(), 400)["a"]) == 4
     assert len(list(tmp_path.glob("c.jsonl.*.trie"))) == 2
+
+
+def _first_line(kept: Path) -> tuple[dict[str, Any], int]:
+    line = kept.read_bytes().partition(b"\n")[0]
+    return orjson.loads(line), len(line) + 1
+
+
+@pytest.mark.parametrize("array", range(5), ids=["keys", "nodes", "order", "starts", "ids"])
+@pytest.mark.parametrize("signed", [False, True], ids=["as it is", "with a checksum that fits"])
+def test_a_damaged_compiled_file_is_compiled_anew(
+    array: int, signed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One number of one array is another; a checksum that fits leaves the ranges and the order to find it."""
+    monkeypatch.setattr(catalogues, "KEPT_FROM", 1)
+    path = lines(tmp_path / "c.jsonl", *({"text": f" {at}", "id": at} for at in range(9)))
+    first, told = catalogues.open_catalogues(path, codec(), 400), []
+    [kept] = tmp_path.glob("c.jsonl.*.trie")
+    whole = kept.read_bytes()
+    head, at = _first_line(kept)
+    for place, count in enumerate(head["catalogues"][0][2]):
+        at += -at % catalogues.ALIGNED
+        size = count * (8 if place < 4 else 1)
+        if place == array:
+            data = bytearray(whole)
+            second = at + (8 if array < 4 else 1)
+            data[second : 2 * second - at] = b"\xff" * (second - at)
+            kept.write_bytes(bytes(data))
+        at += size
+    if signed:
+        monkeypatch.setattr(catalogues, "_checksum", lambda arrays: head["body"])
+    found = catalogues.open_catalogues(path, codec(), 400, told.append)
+    assert len(told) == 1
+    assert "is damaged (" in told[0]
+    assert "is compiled anew" in told[0]
+    for at in range(9):
+        tokens = [*codec().encode_pieces([f" {at}"])[0], 0]
+        assert found[""].id_of(tokens) == first[""].id_of(tokens) == at
+    assert kept.read_bytes() == whole
+
+
+@pytest.mark.parametrize("change", ["key", "fanout", "counts", "head"])
+def test_a_compiled_file_whose_numbers_do_not_fit(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogues, "KEPT_FROM", 1)
+    path, told = lines(tmp_path / "c.jsonl", *({"text": f" {at}"} for at in range(9))), []
+    catalogues.open_catalogues(path, codec(), 400)
+    [kept] = tmp_path.glob("c.jsonl.*.trie")
+    head, begin = _first_line(kept)
+    [[name, fanout, counts]] = head["catalogues"]
+    body = bytearray(kept.read_bytes()[begin + -begin % catalogues.ALIGNED :])
+    if change == "key":
+        body[8:16] = (399 + 401 * 5).to_bytes(8, "little")
+        monkeypatch.setattr(catalogues, "_checksum", lambda arrays: head["body"])
+    elif change == "fanout":
+        fanout[0] += 1
+    elif change == "counts":
+        counts[0] += 1
+    else:
+        head["catalogues"] = [name]
+    line = orjson.dumps(head) + b"\n"
+    kept.write_bytes(line + bytes(-len(line) % catalogues.ALIGNED) + bytes(body))
+    assert len(catalogues.open_catalogues(path, codec(), 400, told.append)[""]) == 9
+    assert len(told) == 1
+    assert "is damaged (" in told[0]
+
+
+def test_an_answer_that_no_target_could_say_is_refused_before_the_trie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsbd_cli.engine.decoding.answers.build_trie", lambda *_: pytest.fail("a trie was made"))
+    asked = [{"token_ids": [5]}, {"token_ids": [5] * 1_000_000}]
+    with pytest.raises(UsageError, match=r"c.jsonl line 2 has 1000000 tokens, but an answer may have 32768"):
+        catalogues.open_catalogues(lines(tmp_path / "c.jsonl", *asked), codec(), 400)
+    with pytest.raises(UsageError, match=r"c.jsonl line 1 has 2000000 letters, but an answer may have 1048576"):
+        catalogues.open_catalogues(lines(tmp_path / "c.jsonl", {"text": "a" * 2_000_000}), codec(), 400)
 
 
 def test_many_catalogues_keep_one_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

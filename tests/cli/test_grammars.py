@@ -86,9 +86,45 @@ def test_the_built_in_target_answers_in_json(files: Path) -> None:
     assert sorted(json.loads(beam["text"])["a"] for beam in first["beams"]) == ["x", "yy"]
     assert [beam["valid"] for beam in first["beams"]] == [True, True]
     assert (second["text"], second["valid"]) == ("5", True)
-    assert (third["finish_reason"], third["valid"]) == ("length", False)
+    assert (third["valid"], isinstance(json.loads(third["text"]), dict)) == (True, True)  # three tokens are enough
     assert "valid" not in fourth
     assert first["stats"]["steps_per_call"] > 2
+
+
+def test_rows_that_were_cut_are_counted_and_fail_on_demand(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one text needs more tokens than one of the rows has."""
+    lines = [{"prompt": "sql:", "max_new_tokens": 2}, {"prompt": "sql:"}]
+    (files / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--allow", "regex:SELECTED AND ORDERED", "--draft", "none", "--num-beams", "1"]
+    options += ["-i", str(files / "in.jsonl")]
+    for more, code, failed in (([], 0, 0), (["--require-valid"], 3, 1)):
+        out = files / f"out{code}.jsonl"
+        told = files / f"summary{code}.json"
+        assert run(["generate", *options, *more, "-o", str(out), "--quiet", "--summary", str(told)]) == code
+        summary = json.loads(told.read_text())
+        assert (summary["rows"]["invalid"], summary["rows"]["failed"], summary["exit_code"]) == (1, failed, code)
+        first, second = map(json.loads, out.read_text().splitlines())
+        assert second["valid"] is True
+        if code:
+            assert "max_new_tokens is 2, which cut the text before it matched its grammar" in first["error"]["message"]
+        else:
+            assert first["valid"] is False
+    capsys.readouterr()
+    run(["generate", *options, "-o", str(files / "out.jsonl")])
+    assert "1 cut before they matched their grammar (raise --max-new-tokens)" in capsys.readouterr().err
+
+
+def test_a_schema_that_would_take_the_process_is_an_error_of_its_row(files: Path) -> None:
+    links = {f"a{at}": {"allOf": [{"$ref": f"#/$defs/a{at + 1}"}]} for at in range(3_000)}
+    schema = {"$defs": {**links, "a3000": {}}, "$ref": "#/$defs/a0"}
+    asked = {"type": "json_schema", "json_schema": {"schema": schema}}
+    lines = [{"prompt": "sql:", "response_format": asked}, {"prompt": "sql:", "max_new_tokens": 2}]
+    (files / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    named = ["-i", str(files / "in.jsonl"), "-o", str(files / "out.jsonl"), "--quiet"]
+    assert run(["generate", "--draft", "none", "--num-beams", "1", *named]) == 3
+    first, second = map(json.loads, (files / "out.jsonl").read_text().splitlines())
+    assert "references lead through more than 500 levels" in first["error"]["message"]
+    assert second["text"]
 
 
 def test_runs_with_other_grammars_are_told_apart() -> None:

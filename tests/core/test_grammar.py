@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,6 +147,13 @@ def test_a_fault_names_its_place(grammar: Grammar, told: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_grammar_needs_no_extra() -> None:
+    """The line of the README works after `pip install .`."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert any(one.startswith("llguidance") for one in project["dependencies"])
+    assert "grammar" not in project["optional-dependencies"]
+
+
 def test_a_grammar_that_no_token_can_begin() -> None:
     with pytest.raises(UsageError, match="no token"):
         compiler().start(Grammar.regex("z"))
@@ -162,3 +171,86 @@ def test_json_is_written_as_python_writes_it() -> None:
         assert text.decode() == expected
         assert state.complete
         assert json.loads(expected) == {"a": 1, "b": 0}
+
+
+LED = [
+    *(
+        "a(bb)*",
+        "(ab|ba|c){0,3}",
+        "[abc]*c[01]?",
+        "a|",
+        "a{2,4}",
+        "(a|bbbb)c*",
+        "(abc|a)(0|111)?",
+        "[abc]+(:[abc]){0,2}",
+    ),
+    *("c*b", "(a|b(c|aaaaaaaa))*0", "[ac]{5}"),
+]
+
+
+def distances(state: GrammarState, depth: int) -> int:
+    """Tokens to the nearest whole text, by trying all of up to `depth` tokens; depth + 1 where there is none."""
+    if state.complete:
+        return 0
+    if not depth:
+        return 1
+    near = [distances(state.after(token), depth - 1) for token in state.following(99) or []]
+    return 1 + min(near, default=depth)
+
+
+@pytest.mark.parametrize("limit", [1, 3, 5])
+@pytest.mark.parametrize("pattern", LED)
+def test_near_the_limit_only_what_leaves_an_end_may_follow(pattern: str, limit: int) -> None:
+    """Against distances from all texts: what may follow is exactly what can still be whole within the limit."""
+    made, looked = compiler(), 0
+    free, led = made.start(Grammar.regex(pattern)), made.start(Grammar.regex(pattern), limit)
+    known = distances(free, limit) <= limit
+    waiting = [(free, led, limit)]
+    while waiting:
+        free, led, left = waiting.pop()
+        tokens = set(free.following(99) or [])
+        if known and left:
+            tokens = {token for token in tokens if distances(free.after(token), left - 1) <= left - 1}
+            assert led.allows(0) == free.complete
+        if left:
+            assert set(led.following(99) or []) == tokens
+            looked += 1
+            waiting += [(free.after(token), led.after(token), left - 1) for token in tokens]
+        else:
+            assert free.complete or not known
+    assert looked
+
+
+def test_a_text_whose_end_is_out_of_reach_is_not_led() -> None:
+    """Nothing within the limit is whole, so the limit cuts it, as it would without."""
+    made = compiler()
+    led, free = made.start(Grammar.regex("[ab]{5}"), 2), made.start(Grammar.regex("[ab]{5}"))
+    assert led.following(99) == free.following(99)
+    assert not led.led
+
+
+def test_what_follows_does_not_depend_on_what_was_asked_before() -> None:
+    """The same text reached token by token, and after everything beside it was looked at."""
+    grammar = Grammar.regex("(a|bbbb)[abc]*(0|1c)")
+    for limit in (4, 6, 8):
+        plain, busy = compiler().start(grammar, limit), compiler().start(grammar, limit)
+        while plain is not None and (tokens := plain.following(99)):
+            for token in reversed(busy.following(99) or []):
+                after = busy.after(token)
+                assert after is not None
+                after.following(99)
+            assert busy.following(99) == tokens
+            plain, busy = plain.after(tokens[-1]), busy.after(tokens[-1])  # type: ignore[assignment]
+
+
+def test_of_many_tokens_the_likeliest_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsbd_cli.engine.core.grammar.CHECKED", 2)
+    state = compiler().start(Grammar.regex("[abc]c{0,3}0"), 3)
+    assert state.narrow is None
+    tokens = {text: LETTERS.index(text) for text in (b"a", b"b", b"c", b"ab")}
+    logprobs = np.full(len(LETTERS), -np.inf, dtype=np.float32)
+    logprobs[[tokens[b"a"], tokens[b"b"], tokens[b"c"]]] = (-3.0, -1.0, -2.0)
+    found = {LETTERS[token] for token in np.flatnonzero(state.fitting(logprobs))}
+    assert found >= {b"b", b"c"}
+    assert state._completion is not None
+    assert found <= {b"b", b"c", LETTERS[state._completion[0]]}

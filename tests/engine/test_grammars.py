@@ -53,15 +53,12 @@ def language(pattern: str) -> frozenset[Path]:
     )
 
 
-@cache
-def beginnings(pattern: str) -> frozenset[Path]:
-    """What the texts of the language begin with."""
-    return frozenset(text[:size] for text in language(pattern) for size in range(len(text) + 1))
-
-
-def legal_rows(seed: int, pattern: str) -> Rows:
-    """The target of table_pair, raw log-probabilities, with what leads to no text of the language left out."""
-    rows, legal = table_rows(seed, V), beginnings(pattern)
+def legal_rows(seed: int, pattern: str, limit: int = LONGEST) -> Rows:
+    """The target of table_pair, raw log-probabilities, with what leads to no text of the language left out, or only to
+    texts of more than `limit` tokens without their end token."""
+    rows = table_rows(seed, V)
+    texts = [text for text in language(pattern) if len(text) - 1 <= limit]
+    legal = {text[:size] for text in texts for size in range(len(text) + 1)}
 
     def allowed(path: Path) -> Mapping[int, float]:
         return {token: logprob for token, logprob in rows(path).items() if (*path, token) in legal}
@@ -133,8 +130,8 @@ def test_the_best_then_filtered_is_not_what_comes_out() -> None:
 )
 def test_the_law_of_sampling_is_that_of_plain_decoding_over_legal_pairs(rule: str, method: dict[str, Any]) -> None:
     """Chi-square as in test_law.py: alpha = 1e-5 per case, fixed seeds."""
-    pattern, settings = "[abc](b|cd)[de]?", Settings(width=2, max_new=3, ends=(END,))
-    rows = legal_rows(3, pattern)
+    pattern, settings = "[abc](b|cd|add)[de]?", Settings(width=2, max_new=3, ends=(END,))
+    rows = legal_rows(3, pattern, 3)  # which leaves no `add`, and after `cd` nothing
     law = results_law(rows, settings)
     assert len(law) > 10
     runner = engine(rule=rule, num_beams=2, batch=2000, **method)
@@ -148,6 +145,40 @@ def test_the_law_of_sampling_is_that_of_plain_decoding_over_legal_pairs(rule: st
 
     runner.run = constrained  # type: ignore[method-assign]
     assert excess(run_engine(runner, settings, 1500), law) < 1
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("method", [{}, {"depth": 3, "drafts_per_layer": 10}, {"drafter": "grammar", "depth": 16}])
+def test_search_near_the_limit_is_plain_beam_search_over_what_leaves_an_end(
+    pattern: str, limit: int, method: dict[str, Any]
+) -> None:
+    """No text is cut in two where the language has one that fits."""
+    rows = legal_rows(3, pattern, limit if any(len(text) - 1 <= limit for text in language(pattern)) else LONGEST)
+    expected = decode(rows, Settings(width=3, max_new=limit, ends=(END,)))
+    [result] = engine(rule="search", num_beams=3, **method).run([request(pattern, n_best=3, max_new_tokens=limit)])
+    valid = {one.token_ids: one.valid for one in result.hypotheses}
+    assert list(valid) == sorted((text.tokens for text in expected), key=lambda tokens: not valid[tokens])
+    if any(len(text) - 1 <= limit for text in language(pattern)):
+        assert all(valid.values())
+
+
+def test_a_valid_text_goes_before_a_better_one_that_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a way to the end, as where none is found: some texts end in time, and better ones are cut."""
+    monkeypatch.setattr("dsbd_cli.engine.core.grammar_ends.EndFinder.find", lambda *_: None)
+    turned = 0
+    for seed in range(12):
+        runner = engine(rule="search", num_beams=4, seed=seed)
+        asked = request("[abcde]{0,1}|[abcde]{5}", n_best=4, max_new_tokens=3)
+        pieces = list(runner.stream([asked]))
+        result = pieces[-1].result
+        assert result is not None
+        found = [bool(one.valid) for one in result.hypotheses]
+        assert found == sorted(found, reverse=True)
+        scores = [one.score for one in result.hypotheses]
+        turned += scores != sorted(scores, reverse=True)
+        assert "".join(piece.text for piece in pieces) == result.text
+    assert turned
 
 
 METHODS: list[dict[str, Any]] = [
@@ -281,12 +312,6 @@ def test_what_a_grammar_does_not_go_with() -> None:
         request("ab", stop="b")
     with pytest.raises(UsageError, match="allow and grammar"):
         Request("a", allow=("x",), grammar=Grammar.regex("a"))
-
-
-def test_without_llguidance_a_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsbd_cli.grammars.find_spec", lambda name: None)
-    result = next(iter(engine(num_beams=1).run([request("ab")])))
-    assert "pip install 'dsbd[grammar]'" in str(result.error)
 
 
 def test_log_probabilities_are_raw() -> None:

@@ -33,12 +33,21 @@ def pair(**warp: object) -> tuple[Model, Model]:
     return Model(1, 4, 0, warp, ANSWERS), Model(2, 4, 0, warp, ANSWERS)
 
 
+def led(**warp: object) -> tuple[Model, Model]:
+    """A pair that is led to the end of answers of two tokens at most: (2, 2, 1) leaves its beginning (2,) alone."""
+    target, draft = pair(**warp)
+    return replace(target, limit=2), replace(draft, limit=2)
+
+
 CASES = {
     "D=2 K=2 W=2": Setting(*pair(), 2, 2, 2, frozenset({END})),
     "D=1 K=3 W=2": Setting(*pair(), 2, 3, 1, frozenset({END})),
     "D=2 K=2 W=2, drafted ahead": Setting(*pair(), 2, 2, 2, frozenset({END}), eager=True),
     "D=2 K=3 W=2, top-k": Setting(*pair(top_k=3), 2, 3, 2, frozenset({END})),
     "D=2 K=2 W=2, per beam": Setting(*pair(scope="beam", top_p=0.8), 2, 2, 2, frozenset({END})),
+    "D=2 K=2 W=2, led to the end": Setting(*led(), 2, 2, 2, frozenset({END})),
+    "D=2 K=3 W=2, led, top-k, drafted ahead": Setting(*led(top_k=3), 2, 3, 2, frozenset({END}), eager=True),
+    "D=2 K=2 W=2, a draft that is not led": Setting(led()[0], pair()[1], 2, 2, 2, frozenset({END})),
     "D=2 K=2 W=2, a draft that does not know the catalogue": Setting(pair()[0], Model(2, 4), 2, 2, 2, frozenset({END})),
 }
 
@@ -96,7 +105,7 @@ def test_coupled_draws_depend_on_no_draft(kind: str) -> None:
         tokens, width = rng.randint(3, 5), rng.randint(1, 3)
         answers = tuple({(*(rng.randrange(1, tokens) for _ in range(rng.randint(1, 3))), END) for _ in range(8)})
         warp = rng.choice([{}, {"top_k": 5}, {"temperature": 0.6}, {"scope": "beam", "top_k": 3}])
-        target = Model(rng.randrange(10**6), tokens, 0, warp, answers)
+        target = Model(rng.randrange(10**6), tokens, 0, warp, answers, rng.choice([None, 2]))
         draft = rng.choice([target, replace(target, seed=1, rows={}, pools={})])
         noise = PathNoise(case)
         record, layers = decode(
@@ -104,6 +113,12 @@ def test_coupled_draws_depend_on_no_draft(kind: str) -> None:
         )
         assert record == plain(target, noise, width, frozenset({END})), case
         assert all(any(one[: len(beam.path)] == beam.path for one in answers) for step in record for beam in step)
+        limit = target.limit or 3
+        assert all(
+            any(one[: len(beam.path)] == beam.path and len(one) - 1 <= limit for one in answers)
+            for step in record
+            for beam in step
+        )
         passed += layers
     assert passed > 30
 
@@ -174,6 +189,19 @@ def test_a_wrong_law_is_told_apart(kind: type[Model]) -> None:
         found = [[[b.path for b in step] for step in plain_search(model, 2, 3, frozenset({END}))] for model in models]
         differ += found[0] != found[1]
     assert differ > 3
+
+
+def test_what_is_led_is_what_is_legal_and_leaves_an_end() -> None:
+    """By the tree of all answers: no beginning that the limit would cut is ever legal, and nothing else is lost."""
+    for limit in (1, 2, 3):
+        model = replace(pair()[0], limit=limit)
+        reached, waiting = set[Path](), [()]
+        while waiting:
+            path = waiting.pop()
+            reached.add(path)
+            waiting += [(*path, token) for token in model.legal(path)]
+        assert {path for path in reached if path and path[-1] == END} == {a for a in ANSWERS if len(a) - 1 <= limit}
+        assert all(any(a[: len(path)] == path for a in ANSWERS if len(a) - 1 <= limit) for path in reached)
 
 
 def test_a_pool_without_a_legal_pair_draws_nothing() -> None:

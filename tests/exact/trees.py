@@ -43,6 +43,8 @@ class Model:
     """A language model given by a random table, with the warp that its laws go through.
 
     answers: the only texts that it may say, their end tokens included; none: any.
+    limit: tokens of a text at most, so that only what leaves an answer within it may follow; none: any number. An
+        answer may reach the limit without its end token.
     """
 
     seed: int
@@ -50,6 +52,7 @@ class Model:
     zeros: int = 0
     warp: dict[str, object] = field(default_factory=dict)
     answers: tuple[Path, ...] = ()
+    limit: int | None = None
     rows: dict[Path, dict[int, float]] = field(default_factory=dict, compare=False)
     pools: dict[tuple[tuple[int, Beam], ...], Pool] = field(default_factory=dict, compare=False)
 
@@ -74,8 +77,9 @@ class Model:
         return pool_law(weights, rows, legal=legal, **self.warp)  # type: ignore[arg-type]
 
     def legal(self, path: Path) -> set[int]:
-        """Tokens that some answer goes on with."""
-        return {one[len(path)] for one in self.answers if len(one) > len(path) and one[: len(path)] == path}
+        """Tokens that some answer goes on with which the limit does not cut."""
+        able = [one for one in self.answers if self.limit is None or len(one) - 1 <= self.limit]
+        return {one[len(path)] for one in able if len(one) > len(path) and one[: len(path)] == path}
 
 
 def child(beams: dict[int, Beam], pool: Pool, pair: Pair) -> Beam:

@@ -21,6 +21,8 @@ from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 __all__ = ["Answer", "Catalogue", "Compiler", "RowTries"]
 
 BATCH = 8192  # texts that are tokenised at a time
+# Of one answer: more than any target has positions for, and what is not even tokenised
+MOST_TOKENS, MOST_BYTES = 32_768, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,9 @@ class Compiler:
 
     def _tokens(self, answers: Sequence[Answer]) -> Iterator[list[int]]:
         """Tokens of each answer and the end token."""
+        for answer in answers:
+            if (size := len(answer.text or "")) > MOST_BYTES:
+                raise InvalidRowError(f"{answer.place} has {size} letters, but an answer may have {MOST_BYTES}")
         texts = [answer.text for answer in answers if answer.text is not None]
         encoded = iter(self.codec.encode_pieces(texts)) if texts else iter(())
         table = self.codec.token_bytes()
@@ -121,6 +126,8 @@ class Compiler:
             else:
                 found = list(answer.tokens or ())
                 found = found[:-1] if found and found[-1] in ends else found
+            if len(found) > MOST_TOKENS:
+                raise InvalidRowError(f"{answer.place} has {len(found)} tokens, but an answer may have {MOST_TOKENS}")
             if not found:
                 raise InvalidRowError(f"{answer.place} is empty, but an answer needs one token or more")
             if bad := [token for token in found if token in ends or not 0 <= token < self.vocab_size]:

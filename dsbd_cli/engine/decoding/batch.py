@@ -123,7 +123,7 @@ class Batch:
     def _begin(self, job: Job) -> int:
         """The state in which what may be answered begins."""
         if job.request.grammar is not None:
-            return self._grammars.begin(job.request.grammar)
+            return self._grammars.begin(job.request.grammar, job.request.sampling.max_new_tokens)
         return FREE if job.catalogue is None else self._tries.begin(job.catalogue)
 
     def _allocate(self, slots: int, nodes: int, history: int) -> None:

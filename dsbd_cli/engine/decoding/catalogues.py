@@ -1,7 +1,8 @@
 """Files of allowed answers. What is compiled of a large one is kept beside it, or in the user's cache folder, and the
 next run maps it into memory.
 
-    line 1       JSON: version, key (hash of the file and of the tokenizer), catalogues: [[name, fanout, [counts]], ...]
+    line 1       JSON: version, key (hash of the file and of the tokenizer), body (CRC-32 of all arrays in their order),
+                 catalogues: [[name, fanout, [counts]], ...]
     then         for each catalogue the arrays keys, nodes, order, starts (int64) and ids (bytes), each at a multiple of
                  64 bytes
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from dsbd_cli.engine.core.protocols import TextCodec
 from dsbd_cli.engine.core.trie import Trie
@@ -24,22 +27,30 @@ from dsbd_cli.errors import InvalidRowError, UsageError, shorten
 
 __all__ = ["content_hash", "open_catalogues", "read_catalogues"]
 
-VERSION = 1
+VERSION = 2
 KEPT_FROM = 10_000  # answers; fewer are compiled in no time
 FIELDS = ("text", "token_ids", "id", "catalogue")
 ALIGNED = 64
 
 
-def open_catalogues(path: Path, codec: TextCodec, vocab_size: int) -> dict[str, Catalogue]:
-    """The catalogues of a file by name, "" for answers without one. vocab_size: V of the target.
+def open_catalogues(
+    path: Path, codec: TextCodec, vocab_size: int, tell: Callable[[str], None] = lambda line: None
+) -> dict[str, Catalogue]:
+    """The catalogues of a file by name, "" for answers without one. vocab_size: V of the target. tell: is given a line
+    where a compiled file is damaged, so that the catalogues are compiled anew.
 
     Raises UsageError where the file cannot be read, or names the line of an answer that the target cannot give.
     """
     compiler = Compiler(codec, vocab_size)
     key = _key(path, codec, compiler)
     for place in _places(path, key):
-        if (found := _kept(place, key, vocab_size)) is not None:
-            return found
+        try:
+            kept = _kept(place, key, vocab_size, compiler.end)
+        except _DamagedError as damaged:
+            tell(f"{place} is damaged ({damaged}): {path} is compiled anew")
+            kept = None
+        if kept is not None:
+            return kept
     try:
         found = {name: compiler.compile(answers) for name, answers in read_catalogues(path).items()}
     except InvalidRowError as error:
@@ -86,16 +97,16 @@ def _keep(place: Path, key: str, catalogues: Mapping[str, Catalogue]) -> bool:
         (name, one.trie.fanout, [len(one.trie.keys), len(one), len(one), len(one.starts), len(one.ids)])
         for name, one in catalogues.items()
     ]
-    head = orjson.dumps({"version": VERSION, "key": key, "catalogues": about}) + b"\n"
+    arrays = [part for one in catalogues.values() for part in _arrays(one)]
+    head = orjson.dumps({"version": VERSION, "key": key, "body": _checksum(arrays), "catalogues": about}) + b"\n"
     unfinished = place.with_name(f"{place.name}.{os.getpid()}.part")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as stream:
             stream.write(head)
-            for one in catalogues.values():
-                for part in (one.trie.keys, one.nodes, one.order, one.starts, one.ids):
-                    stream.write(bytes(-stream.tell() % ALIGNED))
-                    stream.write(np.ascontiguousarray(part).data)
+            for part in arrays:
+                stream.write(bytes(-stream.tell() % ALIGNED))
+                stream.write(np.ascontiguousarray(part).data)
         unfinished.replace(place)
     except OSError:
         return False
@@ -105,15 +116,33 @@ def _keep(place: Path, key: str, catalogues: Mapping[str, Catalogue]) -> bool:
     return True
 
 
-def _kept(place: Path, key: str, vocab_size: int) -> dict[str, Catalogue] | None:
-    """The catalogues of a compiled file; None where there is none, or it is of something else, or cut off."""
+def _arrays(one: Catalogue) -> tuple[NDArray[np.int64] | NDArray[np.uint8], ...]:
+    """In the order in which they are written."""
+    return one.trie.keys, one.nodes, one.order, one.starts, one.ids
+
+
+def _checksum(arrays: Iterable[NDArray[np.int64] | NDArray[np.uint8]]) -> int:
+    found = 0
+    for part in arrays:
+        found = zlib.crc32(np.ascontiguousarray(part).data, found)
+    return found
+
+
+class _DamagedError(Exception):
+    """A compiled file of this very catalogue does not hold together; the message says where."""
+
+
+def _kept(place: Path, key: str, vocab_size: int, end: int) -> dict[str, Catalogue] | None:
+    """The catalogues of a compiled file; None where there is none, or it is of something else. end: token that ends an
+    answer. Raises _DamagedError."""
+    ours = False
     try:
         with place.open("rb") as stream:
             line = stream.readline()
         head = orjson.loads(line)
         if head["version"] != VERSION or head["key"] != key:
             return None
-        at, found = len(line), {}
+        ours, at, found = True, len(line), dict[str, Catalogue]()
         # one map of the whole file: each would keep a file open, and a file may hold thousands of catalogues
         whole = np.memmap(place, np.uint8, "r")
         for name, fanout, counts in head["catalogues"]:
@@ -121,15 +150,64 @@ def _kept(place: Path, key: str, vocab_size: int) -> dict[str, Catalogue] | None
             for count, kind in zip(counts, (np.int64,) * 4 + (np.uint8,), strict=True):
                 at += -at % ALIGNED
                 past = at + count * np.dtype(kind).itemsize
-                if past > len(whole):
-                    return None
+                if count < 0 or past > len(whole):
+                    raise _DamagedError("it is cut off")
                 parts.append(whole[at:past].view(kind))
                 at = past
             keys, nodes, order, starts, ids = parts
             found[name] = Catalogue(Trie(keys, tuple(fanout), nodes, vocab_size), nodes, order, starts, ids)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        if ours:
+            raise _DamagedError("its first line is wrong") from None
         return None
+    if head.get("body") != _checksum(part for one in found.values() for part in _arrays(one)):
+        raise _DamagedError("its checksum is another")
+    for one in found.values():
+        if fault := _fault(one, end):
+            raise _DamagedError(fault)
     return found
+
+
+def _fault(one: Catalogue, end: int) -> str | None:
+    """What of a catalogue read from a file is out of range or out of order; None for nothing."""
+    keys, count = one.trie.keys, len(one.nodes)
+    stride = one.trie.vocab_size + 1
+    if not len(keys) or keys[0] != -1 or np.any(keys[1:] <= keys[:-1]):
+        return "keys do not ascend"
+    parents, tokens = np.divmod(keys[1:], stride)
+    if np.any(parents > np.arange(len(parents))) or np.any(tokens >= one.trie.vocab_size):
+        return "a key names a node or a token that there is not"
+    leaves = np.ones(len(keys), dtype=np.bool_)
+    leaves[parents] = False
+    if not np.array_equal(one.nodes, np.flatnonzero(leaves)) or np.any(tokens[one.nodes - 1] != end):
+        return "answers do not end at the leaves"
+    if one.trie.fanout != _fanout(parents):
+        return "fanout is wrong"
+    if not np.array_equal(np.sort(one.order), np.arange(count)):
+        return "order is no permutation"
+    starts = one.starts
+    if len(starts) != count + 1 or starts[0] != 0 or starts[-1] != len(one.ids) or np.any(starts[1:] < starts[:-1]):
+        return "starts do not ascend through ids"
+    ids = one.ids.tobytes()
+    for first, past in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        try:
+            known = orjson.loads(ids[first:past]) if past > first else 0
+        except orjson.JSONDecodeError:
+            known = None
+        if isinstance(known, bool) or not isinstance(known, str | int):
+            return "an id is no JSON string or integer"
+    return None
+
+
+def _fanout(parents: NDArray[np.int64]) -> tuple[int, ...]:
+    """Most children of a node by layer. parents: [S - 1] of all nodes but the root, ascending."""
+    found, start, past = [], 0, 1  # nodes of a layer
+    while start < past:
+        first, last = np.searchsorted(parents, (start, past))  # their children, which make the next layer
+        if first < last:
+            found.append(int(np.unique(parents[first:last], return_counts=True)[1].max()))
+        start, past = past, past + int(last - first)
+    return tuple(found)
 
 
 def read_catalogues(path: Path) -> Mapping[str, list[Answer]]:

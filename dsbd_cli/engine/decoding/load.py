@@ -106,6 +106,8 @@ def load(
         if (auto if spec.device == "auto" else spec.device) == "cpu":
             kernels_for(torch.device("cpu"), kernels)
     pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
+    width, lines = pair.target.vocab_size, list[str]()
+    catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width, lines.append)
     info = EngineInfo(
         target=spec.source,
         draft=None if draft_spec is None else draft_spec.source,
@@ -114,11 +116,9 @@ def load(
         draft_dtype=pair.draft_dtype,
         draft_device=str(pair.draft.device) if pair.draft is not None else None,
         chat=pair.codec.has_template,
-        told=(*pair.told, *left_out(pair.target.device, kernels)),
+        told=(*pair.told, *left_out(pair.target.device, kernels), *lines),
         threads=torch.get_num_threads(),
     )
-    width = pair.target.vocab_size
-    catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width)
     engine = Engine(
         pair.target,
         pair.draft,

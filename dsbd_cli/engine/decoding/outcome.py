@@ -12,6 +12,7 @@ import torch
 
 from dsbd_cli.engine.core.beams import Finished
 from dsbd_cli.engine.core.grammar import GrammarCompiler
+from dsbd_cli.engine.core.legal import FREE
 from dsbd_cli.engine.core.probs import NEVER
 from dsbd_cli.engine.core.protocols import SourceCodec, TextCodec
 from dsbd_cli.engine.core.stops import find_stop
@@ -51,20 +52,23 @@ def collect(
     grammars: GrammarCompiler,
     trace: TokenTrace | None = None,
 ) -> RequestResult:
-    """Result of a finished row: its n_best hypotheses, best first. trace: where the row asks for it."""
+    """Result of a finished row: its n_best hypotheses, best first; under a grammar those that are valid before those
+    that are not. trace: where the row asks for it."""
     job.stats.total_s = time.perf_counter() - job.started
     sampling, eos = job.request.sampling, set(codec.eos_ids)
     score, logprob, length = finished.score, finished.logprob, finished.length
     prefix = job.prompt[len(job.prompt) - job.prefix :]
     hypotheses = []
-    for rank in range(min(sampling.n_best, len(score))):
-        if score[rank] == -torch.inf:
-            break
-        ids = finished.tokens[rank][: length[rank]]
+    ranks = [rank for rank in range(len(score)) if score[rank] != -torch.inf]
+    texts = [finished.tokens[rank][: length[rank]] for rank in ranks]
+    grammar = job.request.grammar
+    whole = [None if grammar is None else grammars.matches(grammar, ids) for ids in texts]
+    ranks.sort(key=lambda rank: whole[rank] is False)  # which keeps the order of their scores
+    for rank in ranks[: sampling.n_best]:
+        ids, valid = texts[rank], whole[rank]
         text = text_of(ids[:-1] if ids[-1] in eos else ids, sampling.stop, codec, prefix)
         reason: FinishReason = "length" if finished.by_length[rank] else "stop"
         answer_id = None if job.catalogue is None else job.catalogue.id_of(ids)
-        valid = None if job.request.grammar is None else grammars.matches(job.request.grammar, ids)
         details = None
         if sampling.token_logprobs and trace is not None:
             details = token_details(trace, row, rank, ids, sampling, codec.token_bytes())
@@ -129,12 +133,15 @@ def common_tokens(state: BatchState, row: int) -> list[int]:
     """Generated tokens of a running row that its best hypothesis will begin with, whatever comes.
 
     The best one in the end is the best of those that are finished now, or goes on from a live beam. So these are the
-    tokens that all live beams and the best finished hypothesis share; all best ones, where scores are equal. Reads the
-    device: only between iterations.
+    tokens that all live beams and the best finished hypothesis share; all best ones, where scores are equal, and all
+    finished ones under a grammar, where a valid one goes before a better one that is not. Reads the device: only
+    between iterations.
     """
     beams, finished = state.beams, state.finished
     score = finished.score[row]
-    best = (score == score.amax()) & (score > NEVER)
+    start = state.legal_starts[row]
+    under_grammar = start is not None and start < FREE
+    best = (score > NEVER) & ((score == score.amax()) | under_grammar)
     able = torch.cat((beams.history[row], finished.tokens[row]))[torch.cat((beams.valid[row], best))]
     length = torch.where(best, finished.length[row], beams.length[row]).amin()
     count = (able == able[:1]).all(0)[: int(length)].to(torch.int64).cumprod(0).sum()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,7 @@ from dsbd_cli.engine.models.kv_cache import KVCache
 from dsbd_cli.errors import ModelError, UnsupportedModelError
 from dsbd_cli.token_rules import TokenRules
 
-if TYPE_CHECKING:
-    from dsbd_cli.engine.models.selftest import SelfTestReport
-
-__all__ = ["Forest", "ModelSize", "repeated", "unsupported"]
+__all__ = ["Forest", "ModelSize", "SelfTestReport", "repeated", "unsupported"]
 
 CALIBRATION = 2, 64  # sequences and their tokens; more of them find no better outliers
 NOT_COPIED = "prompts that begin alike are each read whole: a copied beginning would change bits here"
@@ -45,6 +42,15 @@ class ModelSize:
     held_bytes: int
     read_bytes: int
     flops_per_node: int
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTestReport:
+    """Relative errors measured: median and largest over the nodes, and the limit for the median."""
+
+    median_error: float
+    largest_error: float
+    limit: float
 
 
 class Forest:

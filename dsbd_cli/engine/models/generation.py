@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from dsbd_cli.errors import ModelError
 from dsbd_cli.token_rules import LISTS, TokenRules
 
-__all__ = ["CheckpointSettings", "checkpoint_rules", "checkpoint_search", "settings_notes", "unsupported_settings"]
+__all__ = [
+    "CheckpointSettings",
+    "checkpoint_rules",
+    "checkpoint_search",
+    "read_generation",
+    "settings_notes",
+    "unsupported_settings",
+]
 
 # Settings that transformers' beam search would act on and that are not built, with the values that do nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -34,21 +42,45 @@ SEARCH = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSettings:
-    """What a checkpoint says beside its weights: its config, its generation settings, and the name of its class."""
+    """What a decoder's checkpoint says beside its weights.
 
-    config: Any
-    generation_config: Any
+    Attributes:
+        architecture: name of the model's class. eos: the config's end tokens. generation: its generation settings.
+    """
+
     architecture: str
+    eos: Any
+    generation: Mapping[str, Any]
 
     @classmethod
-    def read(cls, folder: Path, config: Any) -> CheckpointSettings:
-        """Read a folder's generation_config.json, where there is one. Raises ValueError and OSError."""
-        place = folder / "generation_config.json"
-        found = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
-        if not isinstance(found, dict):
-            raise ValueError("generation_config.json is no object")
+    def of(cls, config: Any, generation: Mapping[str, Any]) -> CheckpointSettings:
+        """Read a transformers config."""
         named = getattr(config, "architectures", None) or [config.model_type]
-        return cls(config, SimpleNamespace(**found), str(named[0]))
+        return cls(str(named[0]), getattr(config, "eos_token_id", None), generation)
+
+    @property
+    def generation_config(self) -> Any:
+        """The generation settings by attribute."""
+        return SimpleNamespace(**self.generation)
+
+    @property
+    def config(self) -> Any:
+        """What of a config is asked for beside a DecoderSpec."""
+        found = SimpleNamespace(eos_token_id=self.eos, is_encoder_decoder=False)
+        found.get_text_config = lambda decoder: found
+        return found
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """Return the generation settings of a checkpoint folder. Raises ModelError."""
+    place = folder / "generation_config.json"
+    try:
+        found = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{place} cannot be read: {' '.join(str(error).split())[:120]}") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{place} is no object of settings")
+    return found
 
 
 def checkpoint_rules(model: Any) -> TokenRules:

@@ -1,4 +1,7 @@
-"""Names -> a folder on disk: for hub ids the local cache first, the network only when files are missing."""
+"""Names -> a folder on disk: for hub ids the local cache first, the network only when files are missing.
+
+The hub's library, which takes a while to import, is imported for hub ids only.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,6 @@ import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
-
-from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
 
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.models.registry import resolve
@@ -59,6 +53,8 @@ def folder_of(repo: str, role: str) -> Path:
 
     Raises ModelNotFoundError within seconds when they are not cached and the hub cannot be reached.
     """
+    from huggingface_hub import constants
+
     cached = cached_folder(repo)
     if cached is not None and has_weights(cached):
         return cached
@@ -83,6 +79,9 @@ def gguf_files(folder: Path) -> list[Path]:
 
 def cached_folder(repo: str) -> Path | None:
     """Snapshot folder of a repository whose config is in the local hub cache."""
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
     try:
         config = try_to_load_from_cache(repo, "config.json", cache_dir=constants.HF_HUB_CACHE)
     except HFValidationError:
@@ -127,6 +126,9 @@ def reachable(endpoint: str, timeout_s: float = CONNECT_TIMEOUT_S) -> bool:
 
 
 def _download(repo: str, role: str) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
     try:
         folder = Path(snapshot_download(repo, allow_patterns=[*_COMMON, *_SAFE]))
         if not any(folder.glob("*.safetensors")):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from dsbd_cli.engine.models import verdicts
 from dsbd_cli.engine.models.checkpoint_checks import stored_bytes
 from dsbd_cli.engine.models.decoder.load import DecoderSource, decoder_forest, differs, pack, sort_of, tensors_of
 from dsbd_cli.engine.models.decoder.spec import DecoderSpec
-from dsbd_cli.engine.models.forest import Forest
-from dsbd_cli.engine.models.generation import CheckpointSettings
+from dsbd_cli.engine.models.forest import Forest, SelfTestReport
+from dsbd_cli.engine.models.generation import CheckpointSettings, read_generation
 from dsbd_cli.engine.models.head import read_head
 from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.loader import (
@@ -65,32 +65,65 @@ def load_model(spec: ModelSpec, *, anew: bool = False) -> tuple[Forest, HFCodec]
 
 
 def _loaded(spec: ModelSpec, *, anew: bool) -> tuple[Forest, HFCodec]:
+    place = locate(spec)
+    digest = verdicts.fingerprint(spec, place)
+    known = None if anew else verdicts.kept(digest)
+    found = _described(spec, place) if known is None or not known.get("plain") else _recalled(known)
+    if isinstance(found, str):
+        return _adapted(spec)
+    loaded = _Own(spec, place, found, digest, known).load()
+    if isinstance(loaded, str):
+        forest, codec = _adapted(spec)
+        forest.told = (*forest.told, f"the {spec.role} runs through transformers: in our own decoder {loaded}")
+        return forest, codec
+    return loaded
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """What a checkpoint is. dtype: what it computes in, None where transformers decides. plain: the weights are
+    safetensors files that hold what a forward computes with. config: of transformers, None where it was not needed."""
+
+    sort: DecoderSpec
+    dtype: torch.dtype | None
+    plain: bool
+    architecture: str
+    eos: Any
+    config: Any = None
+
+
+def _described(spec: ModelSpec, place: Path) -> _Description | str:
+    """Read a checkpoint's config by transformers' classes, or say why transformers has to run it."""
     with quiet():
-        place = locate(spec)
         config = load_config(place, spec)
     sort = sort_of(spec, config)
-    if isinstance(sort, DecoderSpec) and sort.wide_rotary and dtype_of(spec, config, place) != torch.float32:
-        sort = "its angles stay float32"
     if isinstance(sort, str):
-        return _adapted(spec)
-    found = _Own(spec, place, config, sort, anew=anew).load()
-    if isinstance(found, str):
-        forest, codec = _adapted(spec)
-        forest.told = (*forest.told, f"the {spec.role} runs through transformers: in our own decoder {found}")
-        return forest, codec
-    return found
+        return sort
+    check_quantize(spec, config)
+    plain, dtype = is_plain(place, config), dtype_of(spec, config, place)
+    if dtype == "auto":
+        dtype = config.dtype if plain else None
+    if sort.wide_rotary and dtype != torch.float32:
+        return "its angles stay float32"
+    settings = CheckpointSettings.of(config, {})
+    return _Description(sort, dtype, plain, settings.architecture, settings.eos, config)
+
+
+def _recalled(known: dict[str, Any]) -> _Description:
+    """Return what an earlier load has read: transformers' config classes take seconds to import."""
+    sort = DecoderSpec.from_json(known["spec"])
+    return _Description(sort, getattr(torch, known["dtype"]), True, known["architecture"], known["eos"])
 
 
 class _Own:
     """A checkpoint on its way into our own decoder."""
 
-    def __init__(self, spec: ModelSpec, place: Path, config: Any, sort: DecoderSpec, *, anew: bool) -> None:
-        self._spec, self._place, self._config, self._sort = spec, place, config, sort
+    def __init__(
+        self, spec: ModelSpec, place: Path, description: _Description, digest: str, known: dict[str, Any] | None
+    ) -> None:
+        self._spec, self._place, self._is, self._digest, self._known = spec, place, description, digest, known
         self._device = device_of(spec)
         self._wanted = spec.role == "target" and spec.numerics == "invariant"
-        check_quantize(spec, config)
-        self._digest = verdicts.fingerprint(spec, place)
-        self._known = None if anew else verdicts.kept(self._digest)
 
     def load(self) -> tuple[Forest, HFCodec] | str:
         """Return model and codec; why transformers has to run it."""
@@ -98,20 +131,17 @@ class _Own:
             return str(self._known["decoder"])
         with quiet():
             tokenizer = load_tokenizer(self._place, self._spec)
-        theirs: Any = None
-        if is_plain(self._place, self._config):
-            tensors = tensors_of(self._place, self._spec)
-            settings = CheckpointSettings.read(self._place, self._config)
-            dtype = dtype_of(self._spec, self._config, self._place)
+        theirs, dtype = None, self._is.dtype
+        if self._is.plain:
+            tensors, generation = tensors_of(self._place, self._spec), read_generation(self._place)
         else:  # pickles, or blocks that transformers makes plain weights
             theirs = self._stock()
             state = theirs.state_dict()
             tensors = {name: partial(state.__getitem__, name) for name in state}
-            settings = CheckpointSettings(theirs.config, theirs.generation_config, type(theirs).__name__)
-            dtype = theirs.dtype
-        if dtype == "auto":
-            dtype = self._config.dtype or torch.float32
-        source, reason = DecoderSource(self._sort, tensors, dtype, self._device), None
+            generation, dtype = theirs.generation_config.to_dict(), theirs.dtype
+        assert dtype is not None
+        settings = CheckpointSettings(self._is.architecture, self._is.eos, generation)
+        source, reason = DecoderSource(self._is.sort, tensors, dtype, self._device), None
         head = read_head(self._place) if self._place.is_dir() else None
         if head is not None and self._spec.role == "target":
             raise trimmed_target(self._spec)
@@ -126,8 +156,14 @@ class _Own:
             if reason is None:
                 return forest, HFCodec(tokenizer, eos_ids(forest.settings, tokenizer))
         assert reason is not None
-        verdicts.keep(self._digest, {"decoder": reason})
+        self._keep({"decoder": reason}, dtype)
         return reason
+
+    def _keep(self, found: dict[str, object], dtype: torch.dtype) -> None:
+        """Keep what was found, and what the checkpoint is."""
+        name = str(dtype).removeprefix("torch.")
+        what = {"spec": asdict(self._is.sort), "dtype": name, "plain": self._is.plain, "eos": self._is.eos}
+        verdicts.keep(self._digest, {**found, **what, "architecture": self._is.architecture})
 
     def _stock(self) -> Any:
         """Return transformers' model of the checkpoint."""
@@ -164,12 +200,12 @@ class _Own:
                 found = _verdict(forest) if self._wanted else (UNASKED, None)
                 if found[0] is not None and "linear" in kernels:
                     return found[0]
-                verdicts.keep(self._digest, {
-                    "decoder": None, "varies": found[0], "copies": found[1], "outliers": outliers,
-                    "tested": [forest.tested.median_error, forest.tested.largest_error, forest.tested.limit],
-                })  # fmt: skip
+                tested = forest.tested
+                report = [tested.median_error, tested.largest_error, tested.limit]
+                made = {"varies": found[0], "copies": found[1], "outliers": outliers, "tested": report}
+                self._keep({"decoder": None, **made}, forest.weights_dtype)
             else:
-                forest.tested, found = _report(known["tested"]), (known["varies"], known["copies"])
+                forest.tested, found = SelfTestReport(*known["tested"]), (known["varies"], known["copies"])
         except UnsupportedModelError as error:
             return str(error)
         if self._wanted and found[0] is not None and self._device.type == "cuda" and kernels:
@@ -189,12 +225,6 @@ def _self_test(forest: Forest) -> Any:
     from dsbd_cli.engine.models.selftest import self_test
 
     return self_test(forest)
-
-
-def _report(numbers: list[float]) -> Any:
-    from dsbd_cli.engine.models.selftest import SelfTestReport
-
-    return SelfTestReport(*numbers)
 
 
 def _verdict(forest: Forest) -> tuple[str | None, bool | None]:

@@ -10,14 +10,13 @@ Shape letters: N nodes of the test forest, B its paths, T tokens of the longest 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.protocols import ForestInput, ForestModel, SourceModel
-from dsbd_cli.engine.models.forest import unsupported
+from dsbd_cli.engine.models.forest import SelfTestReport, unsupported
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, sample_source
 from dsbd_cli.engine.models.states import StateCache
 from dsbd_cli.errors import UnsupportedModelError
@@ -75,15 +74,6 @@ class CheckableModel(ForestModel, Protocol):
         ...
 
     def release(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SelfTestReport:
-    """Relative errors measured: median and largest over the nodes, and the limit for the median."""
-
-    median_error: float
-    largest_error: float
-    limit: float
 
 
 def _path(node: int) -> list[int]:

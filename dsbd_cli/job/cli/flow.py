@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from dsbd_cli.errors import DsbdError, RowError, UsageError
+from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError
 from dsbd_cli.job.cli.progress import Reporter, row_said
 from dsbd_cli.job.cli.shard import Shard
 from dsbd_cli.job.data.jsonl import LineWriter
@@ -42,6 +43,15 @@ def check_errors(failed: int, most: int | None, told: str) -> None:
         raise TooManyErrorsError(f"{rows} failed{told}")
 
 
+def _cut(result: RequestResult) -> InvalidRowError:
+    """The error of a row that must be valid and is not."""
+    limit = result.request.sampling.max_new_tokens
+    return InvalidRowError(
+        f"max_new_tokens is {limit}, which cut the text before it matched its grammar: raise it, or bound what the "
+        "grammar leaves open"
+    )
+
+
 class RowFlow:
     """The rows of one run. What was written stays, whatever ends it early."""
 
@@ -57,17 +67,18 @@ class RowFlow:
         begin: Callable[[], tuple[LineWriter, LineWriter | None]],
         ordered: bool = True,
         shard: Shard | None = None,
+        require_valid: bool = False,
     ) -> None:
         """done: what an earlier run has left. stopping: a signal has come. begin: gives the writers of records and
         steps, before the first record. ordered: records in input order; else as they are ready. shard: only the rows
-        of this part."""
+        of this part. require_valid: a row whose best text does not match its grammar has failed."""
         self._lines, self._read_row, self._reporter = iter(source), read, reporter
         self._begin = begin
         self._writers: tuple[LineWriter, LineWriter | None] | None = None
         self._done, self._max_errors, self._stopping = done, max_errors, stopping
         self._index = self._position = 0
         self._next: tuple[int, Row] | None = None
-        self._ordered, self._shard = ordered, shard
+        self._ordered, self._shard, self._require_valid = ordered, shard, require_valid
         self._pending: dict[int, tuple[int, Row]] = {}  # by id of what was handed to the engine
         self._ids: set[int] = set()
         self._digest = hashlib.blake2b(digest_size=16)
@@ -168,6 +179,8 @@ class RowFlow:
 
     def _write(self, position: int, row: Row, result: RequestResult | None) -> None:
         """Steps first: a record says that all of its row is written."""
+        if self._require_valid and result is not None and result.error is None and result.invalid:
+            result = replace(result, error=_cut(result))
         error = row_error(row, result)
         self._writers = self._writers or self._begin()
         writer, steps = self._writers

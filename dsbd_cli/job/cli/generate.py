@@ -107,7 +107,13 @@ def generate(
         files = sharded_files(files, shard)
     check_files(files)
     demonstrates = pair.target is None and not talk.quiet
-    run = _Run(files, settings, devices, scale, shard, talk, arguments, demonstrates=demonstrates, until=until)
+    wanted = bool(failing.require_valid)
+    run = _Run(
+        *(files, settings, devices, scale, shard, talk, arguments),
+        demonstrates=demonstrates,
+        until=until,
+        require_valid=wanted,
+    )
     if code := run.answer():
         raise typer.Exit(code)
 
@@ -127,9 +133,11 @@ class _Run:
         *,
         demonstrates: bool,
         until: Until | None,
+        require_valid: bool,
     ) -> None:
-        """demonstrates: nobody has named a model, and it is to be told. until: rows are answered in rounds."""
-        self._demonstrates, self._until = demonstrates, until
+        """demonstrates: nobody has named a model, and it is to be told. until: rows are answered in rounds.
+        require_valid: a row whose best text does not match its grammar has failed."""
+        self._demonstrates, self._until, self._require_valid = demonstrates, until, require_valid
         self._widening: Widening | None = None
         self._metadata: dict[int, object] = {}  # of rows that are under way
         self._plain = False  # a row with a plain prompt has come
@@ -152,6 +160,7 @@ class _Run:
             max_beams=None if until is None else until.widths[-1],
             allow=None if settings.allow is None else file_hash("--allow", settings.allow),
             grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
+            require_valid=require_valid,
             dsbd=__version__,
         )
         self._shard = shard
@@ -194,6 +203,7 @@ class _Run:
             begin=outputs.begin,
             ordered=self._ordered,
             shard=self._shard,
+            require_valid=self._require_valid,
         )
 
     def _noted(self, read: ReadRow) -> ReadRow:

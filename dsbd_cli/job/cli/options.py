@@ -109,6 +109,9 @@ class RowOptions:
         ROWS, f"a prompt that does not fit the models: {' or '.join(ON_TOO_LONG)}", default="error", metavar="WHAT"
     )
     max_errors: int | None = option(ROWS, MAX_ERRORS, metavar="N", least=1)
+    require_valid: bool | None = switch(
+        ROWS, "a row whose best text was cut before it matched its grammar is an error; without, it is counted"
+    )
 
 
 @dataclass(frozen=True)

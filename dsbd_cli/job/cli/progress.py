@@ -125,13 +125,15 @@ class Reporter:
             self._progress = None
 
     def summary(self, message: str, *, always: bool = False) -> None:
-        """Say how the run ended; in a pipe only if it is worth a mail: failed rows, a long run, or on demand."""
+        """Say how the run ended; in a pipe only if it is worth a mail: rows that failed or were cut, a long run, or
+        on demand."""
         self.stop()
+        totals = self.totals
         wanted = always or self._terminal or self._verbose or self._json or self._logged
         if self._quiet:
             return
         self._name_failures()
-        if wanted or self.totals.failed or self.totals.skipped_failed:
+        if wanted or totals.failed or totals.skipped_failed or totals.invalid_rows:
             say(message, event="summary", fields=self.totals.numbers())
 
     def _name_failures(self) -> None:

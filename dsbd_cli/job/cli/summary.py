@@ -113,7 +113,7 @@ class Totals:
     def __init__(self) -> None:
         self.started = time.perf_counter()
         self.rows = self.failed = self.skipped = self.skipped_failed = self.retried = self.duplicates = 0
-        self.prompt_tokens = self.tokens = self.all_tokens = self.truncated_rows = 0
+        self.prompt_tokens = self.tokens = self.all_tokens = self.truncated_rows = self.invalid_rows = 0
         self.stats = RequestStats()
         self.errors: Counter[str] = Counter()
 
@@ -123,6 +123,7 @@ class Totals:
         self.tokens += sum(beam.num_tokens for beam in result.hypotheses[:1])
         self.all_tokens += sum(beam.num_tokens for beam in result.hypotheses)
         self.truncated_rows += result.truncated_tokens > 0
+        self.invalid_rows += result.invalid
         self.stats.add(result.stats)
 
     @property
@@ -142,6 +143,8 @@ class Totals:
             rates = [(name, part.acceptance_rate) for name, part in stats.drafters.items()]
             apart = ", ".join(f"{name} {rate:.0%}" for name, rate in rates if rate is not None)
             parts.append(f"{stats.accepted / stats.drafted:.0%} accepted" + (f" ({apart})" if apart else ""))
+        if self.invalid_rows:
+            parts.append(f"{self.invalid_rows} cut before they matched their grammar (raise --max-new-tokens)")
         if self.failed:
             parts.append(f"{self.failed} failed")
         if self.skipped:
@@ -163,6 +166,7 @@ class Totals:
                 "retried": self.retried,
                 "duplicate_ids": self.duplicates,
                 "truncated": self.truncated_rows,
+                "invalid": self.invalid_rows,
             },
             "errors": dict(sorted(self.errors.items())),
             "tokens": {

@@ -30,7 +30,7 @@ __all__ = ["Check", "check_up"]
 State = Literal["ok", "note", "off", "broken"]
 Facts = dict[str, object]
 
-OPTIONAL = ("triton", "ray", "llguidance")  # packages that parts of this one take where they are there
+OPTIONAL = ("triton", "ray")  # packages that parts of this one take where they are there
 NVIDIA = Path("/proc/driver/nvidia/version")  # is there where a driver is
 GIB = 2**30
 BEAMS, DEPTH = 4, 4

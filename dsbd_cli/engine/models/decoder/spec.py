@@ -117,6 +117,16 @@ class DecoderSpec:
     logit_scale: float = 1.0
     wide_rotary: bool = False
 
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> DecoderSpec:
+        """Return the spec whose `dataclasses.asdict` went through JSON. Raises TypeError for another version's."""
+        rotaries = [
+            Rotary(**{**one, "frequencies": None if one["frequencies"] is None else tuple(one["frequencies"])})
+            for one in found["rotaries"]
+        ]
+        lists = {name: tuple(found[name]) for name in ("windows", "rotary")}
+        return cls(**{**found, **lists, "rotaries": tuple(rotaries)})
+
     @property
     def kinds(self) -> tuple[int | None, ...]:
         """The different windows, in the order in which layers have them first."""

@@ -1,0 +1,253 @@
+"""JSON schemas before they are compiled: how far their references lead, and objects that are closed.
+
+Nothing here recurses along references, so that no schema can exhaust the stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+from dsbd_cli.errors import UsageError
+
+__all__ = ["Extent", "close_objects", "extent"]
+
+MOST_NESTING = 128  # containers in containers; llguidance reads no more
+MOST_LEVELS = 500  # containers and references below one another
+Node = dict[str, object] | list[object]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Size of a schema with its references followed.
+
+    Attributes:
+        levels: most containers and references below one another.
+        nodes: containers, those behind a reference counted once for each way that leads there.
+        keys: all keys of its objects. largest: the largest bound on a length or a count.
+    """
+
+    levels: int
+    nodes: int
+    keys: frozenset[str]
+    largest: float
+
+
+COUNTS = frozenset("minLength maxLength minItems maxItems minProperties maxProperties".split())
+
+
+def extent(schema: Mapping[str, object]) -> Extent:
+    """How far a schema leads. A reference back to where it came from is not followed again. Raises UsageError where it
+    leads too far to be compiled."""
+    root = dict(schema)
+    keys: set[str] = set()
+    largest = 0.0
+    levels: dict[int, int] = {}
+    nodes: dict[int, int] = {}
+    opened: set[int] = set()
+    stack: list[tuple[Node, bool]] = [(root, False)]
+    while stack:
+        node, left = stack.pop()
+        if left:
+            below = [id(one) for one in _below(node, root) if id(one) in levels]
+            levels[id(node)] = 1 + max((levels[one] for one in below), default=0)
+            nodes[id(node)] = 1 + sum(nodes[one] for one in below)
+            if levels[id(node)] > MOST_LEVELS:
+                raise UsageError(f"its references lead through more than {MOST_LEVELS} levels")
+            continue
+        if id(node) in opened:
+            continue
+        opened.add(id(node))
+        if isinstance(node, dict):
+            keys.update(node)
+            counts = [value for name, value in node.items() if name in COUNTS and isinstance(value, int | float)]
+            largest = max(largest, *counts) if counts else largest
+        stack.append((node, True))
+        stack += [(one, False) for one in _below(node, root) if id(one) not in opened]
+    _check_nesting(root)
+    return Extent(levels[id(root)], nodes[id(root)], frozenset(keys), largest)
+
+
+def _check_nesting(root: Node) -> None:
+    layer: list[Node] = [root]
+    for _ in range(MOST_NESTING):
+        layer = [one for node in layer for one in _inside(node)]
+        if not layer:
+            return
+    raise UsageError(f"it is nested more than {MOST_NESTING} levels deep")
+
+
+def _inside(node: Node) -> Iterator[Node]:
+    """Containers that stand in this one."""
+    for value in node.values() if isinstance(node, dict) else node:
+        if isinstance(value, dict | list):
+            yield value
+
+
+def _below(node: Node, root: dict[str, object]) -> Iterator[Node]:
+    """Containers that stand in this one, and what it refers to."""
+    yield from _inside(node)
+    if isinstance(node, dict) and isinstance(reference := node.get("$ref"), str):
+        found = _at(root, reference)
+        if isinstance(found, dict | list):
+            yield found
+
+
+def _at(root: object, reference: str) -> object:
+    """What a reference within the schema leads to; None where it leads nowhere, or out of the schema."""
+    if not reference.startswith("#"):
+        return None
+    here = root
+    for step in reference[1:].split("/")[1:]:
+        name = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(here, dict) and name in here:
+            here = here[name]
+        elif isinstance(here, list) and name.isascii() and name.isdigit() and int(name) < len(here):
+            here = here[int(name)]
+        else:
+            return None
+    return here
+
+
+# Keywords by what their value holds: one subschema, a list of them, or some by name
+ONE = frozenset("additionalProperties items".split())
+LISTS = frozenset("allOf anyOf oneOf prefixItems items".split())
+BY_NAME = frozenset("$defs definitions properties patternProperties".split())
+BRANCHES = ("anyOf", "oneOf")
+EXPLICIT = ("additionalProperties", "unevaluatedProperties")
+OPEN = "dsbd-open-"  # begins the name of a definition's variant that others are merged with
+# Keywords beside a reference that say nothing of a value
+BESIDE = frozenset("$ref $defs definitions $schema $id title description default x-guidance".split())
+
+
+def close_objects(schema: Mapping[str, object]) -> dict[str, object]:
+    """The same schema, in which an object that names its properties has no others, unless it says so itself by
+    `additionalProperties`.
+
+    What is merged is closed as a whole: of `allOf`, and of keywords beside `$ref` or `anyOf`, every part's properties
+    are allowed. A required property that is nowhere described is allowed too.
+    """
+    return _Closing(dict(schema)).result()
+
+
+class _Closing:
+    """One schema while its objects are closed. Definitions that are merged with others get a variant that is open,
+    which is written when it is first referred to."""
+
+    def __init__(self, root: dict[str, object]) -> None:
+        self._root = root
+        self._variants: dict[str, str] = {}  # reference -> name of its open variant
+        self._waiting: list[str] = []
+
+    def result(self) -> dict[str, object]:
+        """The whole schema."""
+        closed = self._closed(self._root, {})
+        variants: dict[str, object] = {}
+        while self._waiting:
+            reference = self._waiting.pop()
+            found = _at(self._root, reference)
+            assert isinstance(found, dict)
+            alone = {name: value for name, value in found.items() if name not in ("$defs", "definitions")}
+            variants[self._variants[reference]] = self._open(alone)
+        if variants:
+            given = closed.get("$defs")
+            closed["$defs"] = {**(given if isinstance(given, dict) else {}), **variants}
+        return closed
+
+    def _closed(self, node: dict[str, object], outer: Mapping[str, None]) -> dict[str, object]:
+        """A subschema that allows its own properties and those of `outer`, which others bring that it is merged
+        with."""
+        if not _may_be_object(node):
+            return self._inner(node)
+        parts = self._parts(node)
+        if any(name in part for part in parts for name in EXPLICIT):
+            return self._open(node)
+        if "$ref" in node and not outer and node.keys() <= BESIDE:
+            return self._inner(node)  # what it refers to is closed
+        names = {**outer, **self._names(node)}
+        patterns = [name for part in parts for name in _dict(part.get("patternProperties"))]
+        branches = [name for name in BRANCHES if isinstance(node.get(name), list)]
+        if len(branches) == 1 and not patterns:
+            of = _list(node[branches[0]])
+            of = [self._closed(one, names) if isinstance(one, dict) else one for one in of]
+            return {**self._open({**node, branches[0]: None}), branches[0]: of}
+        for one in (one for name in branches for one in _list(node[name]) if isinstance(one, dict)):
+            names |= self._names(one)
+        found = self._open(node)
+        if names or patterns:
+            for keyword, all_of in (("properties", names), ("patternProperties", patterns)):
+                own = _dict(found.get(keyword))
+                if every := {**own, **{name: True for name in all_of if name not in own}}:
+                    found[keyword] = every
+            found["additionalProperties"] = False
+        return found
+
+    def _open(self, node: dict[str, object]) -> dict[str, object]:
+        """A subschema that is merged with others: left open itself, closed further in."""
+        found = self._inner(node)
+        reference = node.get("$ref")
+        if isinstance(reference, str) and isinstance(_at(self._root, reference), dict):
+            found["$ref"] = f"#/$defs/{self._variant(reference)}"
+        for name in ("allOf", *BRANCHES):
+            if isinstance(node.get(name), list):
+                found[name] = [self._open(one) if isinstance(one, dict) else one for one in _list(node[name])]
+        return found
+
+    def _inner(self, node: dict[str, object]) -> dict[str, object]:
+        """A subschema whose own properties and parts are closed, each for itself."""
+        found: dict[str, object] = {}
+        for name, value in node.items():
+            if name in BY_NAME and isinstance(value, dict):
+                found[name] = {
+                    key: self._closed(one, {}) if isinstance(one, dict) else one for key, one in value.items()
+                }
+            elif name in LISTS and isinstance(value, list):
+                found[name] = [self._closed(one, {}) if isinstance(one, dict) else one for one in value]
+            elif name in ONE and isinstance(value, dict):
+                found[name] = self._closed(value, {})
+            else:
+                found[name] = value
+        return found
+
+    def _variant(self, reference: str) -> str:
+        if reference not in self._variants:
+            self._variants[reference] = f"{OPEN}{len(self._variants)}"
+            self._waiting.append(reference)
+        return self._variants[reference]
+
+    def _parts(self, node: dict[str, object]) -> list[dict[str, object]]:
+        """The subschema, what it refers to, its `allOf`, and theirs."""
+        found, waiting, seen = list[dict[str, object]](), [node], set[int]()
+        while waiting:
+            one = waiting.pop(0)
+            if id(one) in seen:
+                continue
+            seen.add(id(one))
+            found.append(one)
+            reference = one.get("$ref")
+            target = _at(self._root, reference) if isinstance(reference, str) else None
+            waiting += [part for part in (target, *_list(one.get("allOf"))) if isinstance(part, dict)]
+        return found
+
+    def _names(self, node: dict[str, object]) -> dict[str, None]:
+        """Properties that a subschema describes or requires, in their order."""
+        found: dict[str, None] = {}
+        for part in self._parts(node):
+            properties = part.get("properties")
+            found |= dict.fromkeys(_dict(properties))
+            found |= dict.fromkeys(name for name in _list(part.get("required")) if isinstance(name, str))
+        return found
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+def _dict(value: object) -> dict[str, object]:
+    return value if isinstance(value, dict) else {}
+
+
+def _may_be_object(node: dict[str, object]) -> bool:
+    kinds = node.get("type", "object")
+    return kinds == "object" or (isinstance(kinds, list) and "object" in kinds)
