@@ -646,9 +646,11 @@ def test_what_a_verdict_depends_on(folder: Path, monkeypatch: pytest.MonkeyPatch
     for name, other in (("_code", lambda: "other"), ("processor", lambda: ("other", frozenset()))):
         monkeypatch.setattr(verdicts, name, other)
         decoder_of(folder)
+    monkeypatch.setattr(verdicts, "version", lambda package: "99.0.0")
+    decoder_of(folder)
     monkeypatch.setattr(torch, "__version__", "99.0.0")
     decoder_of(folder)
-    assert len(made) == 10
+    assert len(made) == 11
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"format": "other/1", "decoder": null}', "\x00"])

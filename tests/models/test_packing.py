@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dsbd_cli.engine.models import native, packing
+from dsbd_cli.engine.models.native import EAGER
 from dsbd_cli.engine.models.packing import PackedProduct, packing_works
 from dsbd_cli.engine.models.patching import PackedLinear, pack
 
@@ -132,7 +133,7 @@ def test_the_default_dtype_of_torch_is_not_the_kernels(way: str) -> None:
     serves(torch.float32)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        assert packing.Parts.of(9, 4, 100).room().dtype == torch.float32
+        assert packing.Parts.of(9, 4, 100).room(EAGER).dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -271,7 +272,7 @@ def test_both_tiles_of_bfloat16_sum_the_products(kind: str) -> None:
     steps, most = 40, 7
     weight = torch.randn(packing.COLUMNS, 2 * steps, generator=generator).bfloat16()
     x = torch.randn(most, 2 * steps, generator=generator).bfloat16()
-    lines, add_up = packing.lines(weight), tile(kind)
+    lines, add_up = packing.lines([weight]), tile(kind)
     found = []
     for count in range(1, most + 1):
         sums = torch.zeros(count, packing.COLUMNS)
