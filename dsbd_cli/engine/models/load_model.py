@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -82,14 +82,14 @@ def _loaded(spec: ModelSpec, *, anew: bool) -> tuple[Forest, HFCodec]:
 @dataclass(frozen=True, slots=True)
 class _Description:
     """What a checkpoint is. dtype: what it computes in, None where transformers decides. plain: the weights are
-    safetensors files that hold what a forward computes with. config: of transformers, None where it was not needed."""
+    safetensors files that hold what a forward computes with. tokenizer: module and name of its class, where known."""
 
     sort: DecoderSpec
     dtype: torch.dtype | None
     plain: bool
     architecture: str
     eos: Any
-    config: Any = None
+    tokenizer: tuple[str, str] | None = None
 
 
 def _described(spec: ModelSpec, place: Path) -> _Description | str:
@@ -106,13 +106,16 @@ def _described(spec: ModelSpec, place: Path) -> _Description | str:
     if sort.wide_rotary and dtype != torch.float32:
         return "its angles stay float32"
     settings = CheckpointSettings.of(config, {})
-    return _Description(sort, dtype, plain, settings.architecture, settings.eos, config)
+    return _Description(sort, dtype, plain, settings.architecture, settings.eos)
 
 
 def _recalled(known: dict[str, Any]) -> _Description:
     """Return what an earlier load has read: transformers' config classes take seconds to import."""
     sort = DecoderSpec.from_json(known["spec"])
-    return _Description(sort, getattr(torch, known["dtype"]), True, known["architecture"], known["eos"])
+    module, name = known["tokenizer"]
+    dtype = getattr(torch, known["dtype"])
+    named = (str(module), str(name)) if module.partition(".")[0] == "transformers" else None
+    return _Description(sort, dtype, True, known["architecture"], known["eos"], named)
 
 
 class _Own:
@@ -130,7 +133,7 @@ class _Own:
         if self._known is not None and self._known["decoder"] is not None:
             return str(self._known["decoder"])
         with quiet():
-            tokenizer = load_tokenizer(self._place, self._spec)
+            tokenizer = load_tokenizer(self._place, self._spec, self._is.tokenizer)
         theirs, dtype = None, self._is.dtype
         if self._is.plain:
             tensors, generation = tensors_of(self._place, self._spec), read_generation(self._place)
@@ -152,18 +155,19 @@ class _Own:
                 self._stock()  # says in its words what is wrong with the files
                 reason = f"a tensor is not where it should be ({error})"
                 break
-            reason = self._verified(forest, theirs, kernels)
+            reason = self._verified(forest, theirs, kernels, type(tokenizer))
             if reason is None:
                 return forest, HFCodec(tokenizer, eos_ids(forest.settings, tokenizer))
         assert reason is not None
-        self._keep({"decoder": reason}, dtype)
+        verdicts.keep(self._digest, {"decoder": reason})
         return reason
 
-    def _keep(self, found: dict[str, object], dtype: torch.dtype) -> None:
+    def _keep(self, found: Mapping[str, object], forest: Forest, tokenizer: type) -> None:
         """Keep what was found, and what the checkpoint is."""
-        name = str(dtype).removeprefix("torch.")
+        name = str(forest.weights_dtype).removeprefix("torch.")
         what = {"spec": asdict(self._is.sort), "dtype": name, "plain": self._is.plain, "eos": self._is.eos}
-        verdicts.keep(self._digest, {**found, **what, "architecture": self._is.architecture})
+        classes = {"architecture": self._is.architecture, "tokenizer": (tokenizer.__module__, tokenizer.__name__)}
+        verdicts.keep(self._digest, {"decoder": None, **found, **what, **classes})
 
     def _stock(self) -> Any:
         """Return transformers' model of the checkpoint."""
@@ -179,7 +183,7 @@ class _Own:
         without = allowed - {"linear"}
         return [*dict.fromkeys((allowed, without, frozenset[str]()) if self._wanted else (without, frozenset[str]()))]
 
-    def _verified(self, forest: Any, theirs: Any, kernels: frozenset[str]) -> str | None:
+    def _verified(self, forest: Any, theirs: Any, kernels: frozenset[str], tokenizer: type) -> str | None:
         """Compare, pack and check a forest; return why it cannot serve."""
         known = self._known
         if known is None:
@@ -203,7 +207,7 @@ class _Own:
                 tested = forest.tested
                 report = [tested.median_error, tested.largest_error, tested.limit]
                 made = {"varies": found[0], "copies": found[1], "outliers": outliers, "tested": report}
-                self._keep({"decoder": None, **made}, forest.weights_dtype)
+                self._keep(made, forest, tokenizer)
             else:
                 forest.tested, found = SelfTestReport(*known["tested"]), (known["varies"], known["copies"])
         except UnsupportedModelError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import json
@@ -84,14 +85,16 @@ def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return ()
 
 
-def load_tokenizer(folder: Path, spec: ModelSpec) -> Any:
-    """The tokenizer in a checkpoint folder or a GGUF file."""
-    from transformers import AutoTokenizer
+def load_tokenizer(folder: Path, spec: ModelSpec, kind: tuple[str, str] | None = None) -> Any:
+    """Return the tokenizer in a checkpoint folder or a GGUF file.
 
+    kind: module and name of its class, where an earlier load has found it: AutoTokenizer imports config classes.
+    """
     if (tokenizer := byte_tokenizer(folder)) is not None:
         return tokenizer
     try:
-        return AutoTokenizer.from_pretrained(**_source(folder), **_local(spec))
+        module, name = kind or ("transformers", "AutoTokenizer")
+        return getattr(importlib.import_module(module), name).from_pretrained(**_source(folder), **_local(spec))
     except Exception as error:
         hint = "" if read_config(folder) is None else ": mamba_ssm writes none, so put a tokenizer beside its weights"
         raise ModelError(f"{_name(spec)}: its tokenizer cannot be loaded: {_said(error)}{hint}") from error
