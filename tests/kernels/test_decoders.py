@@ -81,7 +81,9 @@ def close(ours: Any, theirs: Any) -> bool:
 def test_kernels_give_the_logits_of_plain_torch(family: str) -> None:
     logits = []
     for kernels in ((), WITHOUT_PRODUCTS, (*WITHOUT_PRODUCTS, "linear")):
-        forest = forest_of(family, *kernels, num_hidden_layers=1, **({"layer_types": None} if "gemma" in family else {}))
+        forest = forest_of(
+            family, *kernels, num_hidden_layers=1, **({"layer_types": None} if "gemma" in family else {})
+        )
         assert forest.decoder.ops.names == tuple(sorted(kernels))
         forest.reserve(1, 64)
         logits.append(forest.forward(chain()))
@@ -158,9 +160,7 @@ def test_a_kernel_of_attention_that_fails_at_the_sizes_of_a_model_serves_nothing
 
 
 @pytest.mark.parametrize("fault", ["wrong", "raises", "wrong in a forest"])
-def test_kernels_of_layers_that_fail_are_left_out(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_of_layers_that_fail_are_left_out(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a load that ends with an error of triton's, at a width that was not tried; a later one that takes what the
     first one found to be at fault."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

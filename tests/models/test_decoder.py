@@ -20,7 +20,8 @@ from torch import Tensor
 from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.models import layer_ops, load_model as stages, verdicts
+from dsbd_cli.engine.models import layer_ops, verdicts
+from dsbd_cli.engine.models import load_model as stages
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.decoder import forest as decoder_forest
 from dsbd_cli.engine.models.decoder import load as decoder_load
@@ -237,7 +238,7 @@ def test_logits_that_are_not_transformers_are_adapted(
     real = decoder_load.spec_of
     monkeypatch.setattr(decoder_load, "spec_of", lambda config: replace(real(config), **change))
     for _ in range(2):  # the second load knows it
-        forest, codec = load_model(spec_for(folder))
+        forest, _ = load_model(spec_for(folder))
         assert isinstance(forest, CausalForestModel)
         assert forest.invariant
         (line,) = forest.told
@@ -533,10 +534,10 @@ def test_a_program_must_be_given_all_of_it(forgotten: str, monkeypatch: pytest.M
 
 
 def test_results_of_torch_in_a_program_have_no_gaps() -> None:
-    """Guards kernels that go by a result's shape, where torch gave it in another order, and results in several parts."""
+    """Guards kernels that go by a result's shape, where torch gave it in another order; several results."""
     program, given = Program(Arena()), torch.arange(6.0).view(2, 3)
     program.begin(0)
-    turned = program.compute(lambda: given.t())
+    turned = program.compute(given.t)
     assert turned.is_contiguous()
     pair = program.compute(lambda: (given.t(), turned.expand(2, 3, 2).transpose(0, 2)))
     assert all(one.is_contiguous() for one in pair)
@@ -614,8 +615,8 @@ def test_a_second_load_makes_no_check(name: str, tmp_path: Path, monkeypatch: py
     again = decoder_of(folder)
     assert torch.equal(first.plain(tokens(2, 30)), again.plain(tokens(2, 30)))
     assert answers(first, [prompt(80)], SEARCH) == answers(again, [prompt(80)], SEARCH)
-    for name in ("invariant", "varies", "copies_prefixes", "told", "tested"):
-        assert getattr(first, name) == getattr(again, name), name
+    for field in ("invariant", "varies", "copies_prefixes", "told", "tested"):
+        assert getattr(first, field) == getattr(again, field), field
 
 
 def test_what_a_verdict_depends_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

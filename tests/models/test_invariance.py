@@ -17,8 +17,8 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.models import attention, forest_attention, mixers, tail
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.invariance import Company, _logits, check, is_invariant
-from dsbd_cli.engine.models.native import features, on_amd
 from dsbd_cli.engine.models.load_model import load_model
+from dsbd_cli.engine.models.native import features, on_amd
 from dsbd_cli.engine.models.pair import LoadedPair, load_pair
 from dsbd_cli.engine.models.patching import pack
 from dsbd_cli.engine.models.states import LinearState, StateCache

@@ -60,9 +60,7 @@ def check_pair(target: HFCodec, draft: HFCodec, target_width: int, draft_width: 
     return notes
 
 
-def load_pair(
-    target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = False, anew: bool = False
-) -> LoadedPair:
+def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = False, anew: bool = False) -> LoadedPair:
     """Load and self-test a target and, unless None, its draft, whose logits are made as wide as the target's.
 
     bridged: the two need not share a vocabulary, because drafts come through text; the draft's logits stay as they are.

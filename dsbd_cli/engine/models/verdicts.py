@@ -14,8 +14,8 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import version
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 

@@ -87,9 +87,7 @@ def delivered(row: Sequence[int], eos: Sequence[int]) -> tuple[int, ...]:
 
 
 @torch.inference_mode()
-def sequence_logprob(
-    model: Forest, prompt: Tensor, answer: Sequence[int], begin: Sequence[int] = ()
-) -> float:
+def sequence_logprob(model: Forest, prompt: Tensor, answer: Sequence[int], begin: Sequence[int] = ()) -> float:
     """Sum of log p(token | before) over the answer, in nats, from one plain forward. begin: the tokens that answers of
     an encoder-decoder model begin with; the prompt [T] int64, or features, is its source."""
     if not answer:
