@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.outcome import Outcome, Runner, delivered
-from dsbd_cli.lab.peers.engines import convert
+from benchmarks.peers.engines import convert
 
 __all__ = ["Converted"]
 

@@ -34,8 +34,8 @@ from dsbd_cli.engine.drafting import BridgedDraft
 from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
 from dsbd_cli.engine.models.pair import markers
 from dsbd_cli.engine.models.tokenize import HFCodec
-from dsbd_cli.lab.tasks import TASKS
 from dsbd_cli.requests import RequestResult, derive_seed
+from training.tasks import GENERATORS
 
 NEW_TOKENS = 48
 WARM_UP_TOKENS = 4
@@ -83,7 +83,7 @@ class Sums:
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "tasks": (*TASKS, "copy"),
+    "tasks": (*GENERATORS, "copy"),
     "rules": RULES,
     "drafters": ("no draft", *DRAFTED),
 }
@@ -102,7 +102,7 @@ def chosen_names(words: Sequence[str], known: Sequence[str]) -> list[str]:
 
 def copying(seed: int) -> Iterator[tuple[str, str]]:
     """Ids and prompts: two records of one context with their answers, then the first question once more."""
-    groups = [TASKS[name].groups("test", seed, 2, 1) for name in sorted(TASKS)]
+    groups = [GENERATORS[name].groups("test", seed, 2, 1) for name in sorted(GENERATORS)]
     for number in itertools.count():
         first, second = next(groups[number % len(groups)])
         told = [f"{record.prompt} {record.reference}\n\n" for record in (first, second)]
@@ -113,13 +113,13 @@ def prompts_of(task: str, count: int) -> list[tuple[str, str]]:
     """Ids and prompts of a task."""
     if task == "copy":
         return list(itertools.islice(copying(1), count))
-    return [(record.id, record.prompt) for record in itertools.islice(TASKS[task].records("test", 1), count)]
+    return [(record.id, record.prompt) for record in itertools.islice(GENERATORS[task].records("test", 1), count)]
 
 
 def make_index(path: Path, codec: HFCodec) -> None:
     """Records of the train split with their answers."""
     corpus = CorpusTokens()
-    for task in TASKS.values():
+    for task in GENERATORS.values():
         records = itertools.islice(task.records("train", 1), CORPUS_RECORDS)
         for ids in codec.encode_pieces([f"{record.prompt} {record.reference}" for record in records]):
             corpus.extend(ids)

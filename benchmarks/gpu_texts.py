@@ -15,7 +15,7 @@ import sys
 import torch
 
 from dsbd_cli import MethodConfig, ModelSpec, Request, SamplingConfig, load
-from dsbd_cli.lab.tasks import TASKS
+from training.tasks import GENERATORS
 
 RULES = ("coupled", "search", "rejection")
 # (CUDA graphs, kernels); the first is compared with
@@ -28,7 +28,7 @@ def texts(rule: str, graphs: bool, kernels: bool, records: int) -> Texts:
     method = MethodConfig.of({"rule": rule, "num_beams": 4, "drafts_per_layer": 8, "depth": 3, "width": "fixed"})
     spec = ModelSpec("builtin:target", device="cuda", dtype="float32")
     engine = load(spec, method=method, batch_size=4, cuda_graphs=graphs, kernels=kernels)
-    rows = itertools.islice(TASKS["sql"].records("test", 1), records)
+    rows = itertools.islice(GENERATORS["sql"].records("test", 1), records)
     sampling = SamplingConfig(max_new_tokens=48, n_best=4)
     requests = [Request(row.prompt, id=row.id, seed=at, sampling=sampling) for at, row in enumerate(rows)]
     return [[(one.token_ids, one.logprob) for one in result.hypotheses] for result in engine.generate(requests)]

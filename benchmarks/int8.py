@@ -26,13 +26,13 @@ from torch import Tensor
 
 from benchmarks.common import markdown_table, results_folder, write_results
 from benchmarks.instruct_prompts import prompts
+from benchmarks.peers.engines import CTranslateConfig, CTranslatePeer
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.models.load_model import load_model
 from dsbd_cli.engine.models.loader import load
 from dsbd_cli.engine.models.registry import resolve
 from dsbd_cli.lab.peers.config import PeerConfig
-from dsbd_cli.lab.peers.engines import CTranslatePeer
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
 
 TEXTS = ("README.md", "docs/algorithm.md", "dsbd_cli/engine/models/quantize.py", "sample_inputs/prompts.jsonl")
@@ -121,8 +121,8 @@ def answering(options: argparse.Namespace) -> tuple[dict[str, Answering], Any]:
         config = PeerConfig(kind, beams)
         peers["transformers bfloat16"] = TransformersPeer(config, plain, None, codec, sampling, 1)
     if options.ctranslate2:
-        config, place = PeerConfig(kind, beams, "ctranslate2", "int8"), Path(resolve(options.target).path)
-        peers["CTranslate2 int8"] = CTranslatePeer(config, place, plain, codec, sampling, 1)
+        converted, place = CTranslateConfig(kind, beams, "int8"), Path(resolve(options.target).path)
+        peers["CTranslate2 int8"] = CTranslatePeer(converted, place, plain, codec, sampling, 1)
     for name, peer in peers.items():
         found[name] = lambda prompt, peer=peer: next(iter(peer.run([prompt], 0))).token_ids
     return found, codec

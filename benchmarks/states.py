@@ -64,7 +64,7 @@ TAIL = 24  # slots past the trunk before a forward
 JOINED = 3  # of them join the trunk after it
 PROMPT = 32  # for speed
 WIDTH = 4  # beams
-PRECISIONS = {"invariant": torch.float64, "fast": torch.float32}  # of states and sums, by --numerics
+PRECISIONS = {"invariant": torch.float64, "fast": torch.float32}  # of states and sums, by --set numerics
 OPINIONS = 6.0  # times the head's weights: else all tokens would be about as probable, and no draft would be taken
 ECHO = 0.1  # times what the layers that a draft lacks add
 

@@ -108,7 +108,7 @@ def main() -> None:
     chosen_from, _ = choose_methods(options.candidates)
     planned = plan([*choose_methods(options.references)[0], *chosen_from], sweep)
     spec = BenchSpec(
-        datasets=[open_dataset(task, None, 0) for task in ("sql", "qa")],
+        datasets=[open_dataset(task, None) for task in ("sql", "qa")],
         settings=planned.settings,
         records=options.records,
         rounds=options.rounds,

@@ -19,12 +19,19 @@ variable (`DSBD_NUM_BEAMS=6`; a switch takes 1 or 0). The command line wins over
 environment, the environment over the default. A switch `--x` has a `--no-x` that takes it back.
 """
 
+SETTINGS = """## Settings
+
+What is seldom typed: `--set NAME=VALUE`, as often as you like, or `NAME = VALUE` in the file of `--config`, or a
+variable.
+"""
+
 
 def page() -> str:
     """The whole page as markdown."""
     root = typer.main.get_command(app)
     parts = [HEAD, _section("dsbd", root)]
     parts += _commands("dsbd", root)
+    parts.append(_settings(root))
     return "\n".join(parts)
 
 
@@ -50,11 +57,30 @@ def _section(title: str, command) -> str:
     return "\n".join(lines)
 
 
+def _settings(root) -> str:
+    """One table of what --set takes, with the commands that take it."""
+    users: dict[str, list[str]] = {}
+    meaning: dict[str, tuple[str, str]] = {}
+    for command_name, command in sorted(root.commands.items()):
+        for name, (metavar, text) in getattr(command.callback, "settings", {}).items():
+            users.setdefault(name, []).append(command_name)
+            meaning[name] = (metavar or "true or false", _cell(text))
+    rows = [
+        f"| `{name.replace('_', '-')}` | {meaning[name][0]} | {', '.join(users[name])} | {meaning[name][1]} |"
+        for name in sorted(meaning)
+    ]
+    return "\n".join([SETTINGS, "| setting | value | commands | meaning |", "|---|---|---|---|", *rows, ""])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n\n", "<br>")
+
+
 def _row(option) -> str:
     argument = option.param_type_name == "argument"
     names = f"`{option.metavar}`" if argument else ", ".join(f"`{name}`" for name in option.opts)
     value = f" {option.metavar}" if option.metavar and not argument else ""
-    help_text = (option.help or "").replace("|", "\\|").replace("\n\n", "<br>")
+    help_text = _cell(option.help or "")
     return f"| {names}{value} | {help_text}{_mark(option, argument)} |"
 
 

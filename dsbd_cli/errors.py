@@ -26,6 +26,7 @@ from contextlib import contextmanager
 __all__ = [
     "KINDS",
     "MAX_SHOWN",
+    "SETTINGS",
     "DsbdError",
     "InvalidRowError",
     "ModelError",
@@ -78,9 +79,29 @@ def shorten(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
+# options that are seldom typed, and have no name of their own on the command line: `--set NAME=VALUE`
+SETTINGS = (
+    "early_stopping",
+    "fuzzy_tolerance",
+    "gpu",
+    "index",
+    "length_penalty",
+    "memory_saving",
+    "min_p",
+    "numerics",
+    "on_too_long",
+    "order",
+    "prefix",
+    "tensor_parallel",
+    "token_logprobs",
+    "token_rules",
+    "warp_scope",
+)
+
+
 def option_name(field: str) -> str:
-    """--num-beams for num_beams, --else for else_."""
-    return "--" + field.rstrip("_").replace("_", "-")
+    """--num-beams for num_beams, --else for else_, --set min-p for min_p."""
+    return ("--set " if field in SETTINGS else "--") + field.rstrip("_").replace("_", "-")
 
 
 def plural(count: object, name: str) -> str:

@@ -11,7 +11,7 @@ __all__ = ["processors", "wait_without_spinning"]
 
 # Looks at a lock before a thread of OpenMP sleeps. libgomp's own 300,000 take longer than what lies between two
 # products, so that no thread slept; beside other work that was three to four times the processor time
-# (docs/experiments.md).
+# (benchmarks/LOG.md).
 SPINS = 3_000
 BLOCK_MS = 1  # the same for LLVM's OpenMP, which counts milliseconds
 SPINNING = {"GOMP_SPINCOUNT": str(SPINS), "KMP_BLOCKTIME": str(BLOCK_MS)}

@@ -31,8 +31,8 @@ def main() -> None:
         for number, question in enumerate(questions)
         for place in range(given.samples)
     ]
-    # --early-stopping: a sample of one beam ends with the first end token that it draws
-    models = ["--target", given.target, "--draft", given.draft, "--num-beams", "1", "--early-stopping"]
+    # early-stopping: a sample of one beam ends with the first end token that it draws
+    models = ["--target", given.target, "--draft", given.draft, "--num-beams", "1", "--set", "early-stopping=true"]
     generate = [*DSBD, "generate", "-q", *models, "--max-new-tokens", given.max_new_tokens]
     made = subprocess.run(generate, input=lines(rows), stdout=subprocess.PIPE, check=True).stdout
     beams: defaultdict[int, list[object]] = defaultdict(list)

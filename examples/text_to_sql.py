@@ -45,7 +45,7 @@ def main() -> None:
     options.add_argument("--draft", default="builtin:draft")
     options.add_argument("--records", type=int, default=20)
     given = options.parse_args()
-    records = list(islice(SqlTask().records("test", 0), given.records))
+    records = list(islice(SqlTask().records("test"), given.records))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder, records)

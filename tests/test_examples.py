@@ -6,11 +6,15 @@ import io
 import json
 import re
 import runpy
+import sqlite3
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+
+from dsbd_cli.lab.tasks.sql import SqlTask
 
 ROOT = Path(__file__).parents[1]
 Example = Callable[..., str]
@@ -42,6 +46,24 @@ PROMPTS = "".join(
 def test_text_to_sql(example: Example) -> None:
     said = example("text_to_sql", "--records", "3")
     assert re.fullmatch(r"[0-3] of 3 right; for [0-3] another beam than the best was the first to run\n", said)
+
+
+def test_more_beams_for_the_rows_that_need_them(example: Example, tmp_path: Path) -> None:
+    """Rows whose tables are there run with one beam; those whose tables are missing are answered again with three."""
+    record = next(iter(SqlTask().records("test")))
+    tables = record.meta["tables"]
+    assert isinstance(tables, dict)
+    for name, held in (("good", tables), ("bad", {})):
+        with closing(sqlite3.connect(tmp_path / f"{name}.sqlite")) as database, database:
+            database.execute("CREATE TABLE other (x)")
+            for table, data in held.items():
+                database.execute(f"CREATE TABLE {table} ({', '.join(data['columns'])})")
+    names = ("bad", "good", "bad")
+    rows = "".join(json.dumps({"prompt": record.prompt, "metadata": {"db": name}}) + "\n" for name in names)
+    options = ("--database", f"{tmp_path}/{{db}}.sqlite", "--num-beams", "1", "3", "--max-new-tokens", "40")
+    found = [json.loads(line) for line in example("more_beams", *options, given=rows).splitlines()]
+    assert [(one["id"], one["index"]) for one in found] == [("0", 0), ("1", 1), ("2", 2)]
+    assert [(one["pick"]["of"], one["pick"]["ran"]) for one in found] == [(3, 0), (1, 1), (3, 0)]
 
 
 def test_mbr(example: Example) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from dsbd_cli.lab.tasks import TASKS, Task
 from training.scores import answers, load
+from training.tasks import GENERATORS, Generator
 
 
 @torch.inference_mode()
 def agreement(
-    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, task: Task, records: int
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, task: Generator, records: int
 ) -> float:
     """The mean over answer tokens of sum(min(p, q)) at temperature 1, on text that the target drew."""
     torch.manual_seed(0)
@@ -41,7 +41,7 @@ def main() -> None:
     options = parser.parse_args()
     target, tokenizer = load(options.target)
     draft, _ = load(options.draft)
-    print(json.dumps({n: agreement(target, draft, tokenizer, t, options.records) for n, t in TASKS.items()}))
+    print(json.dumps({n: agreement(target, draft, tokenizer, t, options.records) for n, t in GENERATORS.items()}))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from itertools import islice
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from dsbd_cli.lab.tasks import TASKS, TaskRecord
+from dsbd_cli.lab.tasks import TaskRecord
 from training.settings import BRANCHES
+from training.tasks import GENERATORS
 
 QUESTION_WEIGHT = 0.1
 SORTED_GROUPS = 256
@@ -80,7 +81,7 @@ def gold_groups(seed: int, level: Callable[[], list[float]]) -> Iterator[list[Ta
     """Endless groups of both tasks; `level()` gives the chances of levels 0, 1, 2."""
     rng = random.Random(seed)
     streams = {
-        (name, lvl): task.groups("train", seed, BRANCHES, lvl) for name, task in TASKS.items() for lvl in range(3)
+        (name, lvl): task.groups("train", seed, BRANCHES, lvl) for name, task in GENERATORS.items() for lvl in range(3)
     }
     while True:
         lvl = rng.choices((0, 1, 2), level())[0]

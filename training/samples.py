@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import islice
 
-from dsbd_cli.lab.tasks import TASKS
+from training.tasks import GENERATORS
 
 COUNTS = {"sql": 5, "qa": 3}
 SEED = 0
@@ -14,7 +14,7 @@ SEED = 0
 def main() -> None:
     """One JSON line per record."""
     for name, count in COUNTS.items():
-        for record in islice(TASKS[name].records("test", SEED), count):
+        for record in islice(GENERATORS[name].records("test", SEED), count):
             print(json.dumps({"id": record.id, "prompt": record.prompt}))
 
 

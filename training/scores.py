@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from dsbd_cli.lab.tasks import TASKS, Task, TaskRecord
+from training.tasks import GENERATORS
 
 MAX_NEW_TOKENS = 64
 BATCH = 50
@@ -82,7 +83,7 @@ def main() -> None:
             model,
             tokenizer,
             task,
-            list(islice(task.records(options.split, options.seed), options.records)),
+            list(islice(GENERATORS[name].records(options.split, options.seed), options.records)),
             options.show,
         )
         for name, task in TASKS.items()

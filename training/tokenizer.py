@@ -9,8 +9,8 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from dsbd_cli.lab.tasks import TASKS
 from training.settings import EOS, MAX_POSITIONS, TOKENIZER_RECORDS, VOCAB_SIZE
+from training.tasks import GENERATORS
 
 # Digits stand alone; "_word" is one piece, so that a column's last word has a token of its own.
 PIECES = r" ?[0-9]| ?[A-Za-z]+|_[A-Za-z]+|\n| ?[^\sA-Za-z0-9_']+| ?'|\s"
@@ -34,7 +34,7 @@ def train_tokenizer(seed: int, records: int) -> PreTrainedTokenizerFast:
     )
     texts = chain.from_iterable(
         (f"{record.prompt} {record.reference}" for record in islice(task.records("train", seed), records))
-        for task in TASKS.values()
+        for task in GENERATORS.values()
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(

@@ -27,7 +27,7 @@ def pair() -> Engine:
 
 def bench(pair: Engine, names: list[str], records: int, rounds: int = 1, tasks: tuple[str, ...] = ("qa",)) -> Bench:
     planned = plan(names, {"num_beams": [3]} if names != ["greedy"] else {})
-    datasets = [open_dataset(task, None, 0) for task in tasks]
+    datasets = [open_dataset(task, None) for task in tasks]
     spec = BenchSpec(datasets, planned.settings, records, rounds, 8, SAMPLING, notes=planned.notes)
     return Bench(pair, spec, command=["bench", "--x"])
 
@@ -90,7 +90,7 @@ def test_the_time_left_is_told_from_the_first_window(pair: Engine, monkeypatch: 
 def test_answers_are_those_of_generate(pair: Engine) -> None:
     """Tokens and log-probability are what the engine gives for the same records, seed and settings."""
     (row,) = (row for row in bench(pair, ["dsbd-coupled"], 4).run().rows)
-    records = list(zip(range(4), open_dataset("qa", None, 0).records(), strict=False))
+    records = list(zip(range(4), open_dataset("qa", None).records(), strict=False))
     requests = [Request(id=r.id, seed=derive_seed(0, r.id), prompt=r.prompt, sampling=SAMPLING) for _, r in records]
     engine = Engine(pair.target, pair.draft, pair.codec, MethodConfig(num_beams=3, depth=4))
     best = [result.hypotheses[0] for result in engine.run(requests)]
@@ -150,5 +150,5 @@ def test_conversations_need_a_template_unless_they_can_be_plain(pair: Engine, tm
     with pytest.raises(UsageError, match=r"record line-1: .* chat template"):
         prepare(jsonl_dataset(path), pair.codec, 5, 8, None)
     data = Path(__file__).parents[1] / "tasks" / "data" / "question.jsonl"
-    found = prepare(open_dataset("mt-bench", data, 0), pair.codec, 2, 8, None)
+    found = prepare(open_dataset("mt-bench", data), pair.codec, 2, 8, None)
     assert "given as plain text" in found.notes[-1]

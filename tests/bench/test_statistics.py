@@ -96,3 +96,13 @@ def test_energy_counts_only_windows_that_were_measured() -> None:
     assert row.energy.j_per_token_above_idle == pytest.approx((50.0 - 20.0) / 100)
     assert row.energy.watts == 25.0
     assert (row.peak_memory_bytes, row.failed, row.logprob_per_token) == (9, 1, None)
+
+
+def test_counters_are_summed() -> None:
+    """Guards against counters of one request alone, those of each drafter among them."""
+    first = RequestStats(target_calls=2, steps=3, kv_peak_slots=9, drafters={"beam": DrafterStats(4, 1)})
+    second = RequestStats(target_calls=5, steps=7, kv_peak_slots=6, drafters={"beam": DrafterStats(2, 2)})
+    both = RequestStats.total([first, second])
+    assert (both.target_calls, both.steps, both.kv_peak_slots) == (7, 10, 9)
+    assert both.drafters == {"beam": DrafterStats(6, 3)}
+    assert first.drafters == {"beam": DrafterStats(4, 1)}

@@ -103,29 +103,19 @@ def test_names_that_cannot_be(text: str, message: str) -> None:
 
 
 def test_without_a_draft_only_what_needs_none() -> None:
-    names, (said, apart) = choose_methods("all", draft=False)
-    assert names == [name for name, one in METHODS.items() if not one.drafts and not one.separate]
+    names, (said,) = choose_methods("all", draft=False)
+    assert names == [name for name, one in METHODS.items() if not one.drafts]
     drafted = [name for name in METHODS if METHODS[name].drafts]
     assert said == f"left out: {', '.join(drafted)}: they need a draft, but there is none: name one with --draft"
     assert choose_methods(None) == (list(DEFAULT_METHODS), ())
-    assert choose_methods("all") == ([name for name, one in METHODS.items() if not one.separate], (apart,))
-    separate = [name for name, one in METHODS.items() if one.separate]
-    assert apart.startswith(f"left out: {', '.join(separate)}: another package runs them")
-    assert apart.endswith(f"--methods all,{separate[0]}")
+    assert choose_methods("all") == (list(METHODS), ())
     with pytest.raises(UsageError, match="dsbd-coupled needs a draft"):
         choose_methods("dsbd-coupled", draft=False)
 
 
-def test_all_and_others_are_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of the table. Guards `all` beside a name, which it covers or which needs a package."""
-    monkeypatch.setattr(PeerConfig, "missing", None)
-    own = [name for name, one in METHODS.items() if not one.separate]
-    names, (said,) = choose_methods("llama-cpp-greedy,all")
-    assert names == [*own, "llama-cpp-greedy"]
-    assert "llama-cpp" not in said
-    assert choose_methods("all,greedy") == choose_methods("all")
-    separate = [name for name, one in METHODS.items() if one.separate]
-    assert choose_methods(",".join(["all", *separate])) == (list(METHODS), ())
+def test_all_and_others_are_all_of_them() -> None:
+    """In the order of the table. Guards `all` beside a name that it covers."""
+    assert choose_methods("all,greedy") == choose_methods("all") == (list(METHODS), ())
 
 
 def test_what_cannot_be_run_is_left_out_or_refused_by_name() -> None:

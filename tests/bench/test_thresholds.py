@@ -115,7 +115,7 @@ def pair() -> Engine:
 
 def bench(pair: Engine, dev_records: int, seen: list[str], rounds: int = 1) -> Bench:
     planned = plan(["greedy", "dsbd-rejection", "dsbd-fuzzy"], {"num_beams": [2], "fuzzy_threshold": [0.1, 0.4]})
-    data = [noting(open_dataset("qa", None, 0), seen)]
+    data = [noting(open_dataset("qa", None), seen)]
     sampling = SamplingConfig(max_new_tokens=8)
     spec = BenchSpec(data, planned.settings, 3, rounds, 8, sampling, dev_records=dev_records, tolerance=1.0)
     return Bench(pair, spec, command=["bench"])

@@ -182,7 +182,7 @@ def test_chat_makes_a_prompt_what_a_user_says(
 def test_options_reach_the_library(dsbd: Dsbd) -> None:
     outcome = dsbd(
         *"generate --target t --draft d --dtype bfloat16 --device cuda:1,cpu --batch-size 3".split(),
-        *"--gpu plain --trust-remote-code --num-beams 6 --threads 2".split(),
+        *"--set gpu=plain --trust-remote-code --num-beams 6 --threads 2".split(),
     )
     [call] = outcome.loads
     method = call.pop("method")

@@ -42,7 +42,7 @@ REFUSED = [
     ("--allow {}/latin.lark", "cannot be read: it is not UTF-8"),
     ("--allow regex:a(b", "--allow regex:a(b cannot be used: unclosed group"),
     ("--allow regex:a --stop b", "--stop is ['b'], but a grammar alone says where a text may end"),
-    ("--allow regex:a --gpu graphs", "--gpu graphs cannot be had with a grammar"),
+    ("--allow regex:a --set gpu=graphs", "--set gpu=graphs cannot be had with a grammar"),
 ]
 
 

@@ -25,5 +25,5 @@ def test_a_page_shows_whole_names_and_no_type_of_a_switch(
 
 def test_a_switch_can_still_be_taken_back_after_its_page_was_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.run(["generate", "--help"]) == 0
-    assert app.run(["generate", "--print-config", "--memory-saving", "--no-memory-saving"]) == 0
+    assert app.run(["generate", "--print-config", "--set", "memory-saving=true", "--set", "memory-saving=false"]) == 0
     assert "memory_saving = false" in capsys.readouterr().out

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dsbd_cli.errors import SETTINGS
+from dsbd_cli.job.cli.bench import bench
+from dsbd_cli.job.cli.generate import generate
 from tests.cli.conftest import Outcome
 
 Dsbd = Callable[..., Outcome]
@@ -50,11 +53,38 @@ def test_a_switch_can_be_taken_back(dsbd: Dsbd, job: Callable[[str], str], monke
         return outcome.loads[-1]["method"].memory_saving  # type: ignore[attr-defined, no-any-return]
 
     assert saving("--config", path)
-    assert not saving("--config", path, "--no-memory-saving")
+    assert not saving("--config", path, "--set", "memory-saving=false")
     monkeypatch.setenv("DSBD_MEMORY_SAVING", "yes")
     assert saving()
     monkeypatch.setenv("DSBD_MEMORY_SAVING", "0")
     assert not saving()
+
+
+def test_settings_are_words_of_the_command_line(
+    dsbd: Dsbd, job: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--set wins over the file, the file over the environment; the last one of a name counts; - and _ are alike."""
+
+    def scope(*options: str) -> str:
+        outcome = dsbd("generate", *options)
+        assert (outcome.code, outcome.err) == (0, "")
+        return outcome.loads[-1]["method"].warp_scope  # type: ignore[attr-defined, no-any-return]
+
+    path = job("warp-scope = 'beam'\n")
+    assert scope() == "pool"
+    assert scope("--config", path) == "beam"
+    assert scope("--config", path, "--set", "warp_scope=pool") == "pool"
+    assert scope("--set", "warp-scope=pool", "--set", "min-p=0.1", "--set", "warp-scope=beam") == "beam"
+    monkeypatch.setenv("DSBD_WARP_SCOPE", "beam")
+    assert scope() == "beam"
+    assert scope("--set", "warp-scope=pool") == "pool"
+
+
+def test_every_setting_is_declared_by_some_command(dsbd: Dsbd) -> None:
+    """Guards a name that is no longer declared, and one that is still an option of its own beside --set."""
+    declared = {name for command in (generate, bench) for name in command.__dict__["settings"]}
+    assert declared == set(SETTINGS)
+    assert "No such option: --warp-scope" in dsbd("generate", "--warp-scope", "beam").err
 
 
 @pytest.mark.parametrize(
@@ -131,7 +161,7 @@ def test_variables_that_other_parts_read_are_no_options(
     "options",
     [
         [],
-        ["--decode", "search", "--n-best", "2", "--early-stopping"],
+        ["--decode", "search", "--n-best", "2", "--set", "early-stopping=true"],
         ["--stop", 'a"\\b\n\x7f', "--stop", "é🙂", "--top-p", "0.5", "--temperature", "1e-3", "--input-format", "auto"],
         ["--input", "my prompts.jsonl", "--output-format", "openai", "--max-errors", "3", "--quiet"],
     ],

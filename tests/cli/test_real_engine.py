@@ -91,12 +91,12 @@ def test_the_text_does_not_depend_on_the_drafter(generate: Call, rule: str) -> N
 @pytest.mark.parametrize(
     "options",
     [
-        "--decode search --early-stopping",
+        "--decode search --set early-stopping=true",
         "--verify rejection",
         "--verify with-replacement --width threshold:min=2",
-        "--width threshold --memory-saving",
-        "--warp-scope beam --top-p 0.9",
-        "--num-beams 2 --n-best 2 --length-penalty 0 --min-p 0.01",
+        "--width threshold --set memory-saving=true",
+        "--set warp-scope=beam --top-p 0.9",
+        "--num-beams 2 --n-best 2 --set length-penalty=0 --set min-p=0.01",
     ],
 )
 def test_every_method_answers(generate: Call, options: str, tmp_path: Path) -> None:
@@ -121,11 +121,11 @@ def test_a_long_prompt_may_lose_its_beginning(generate: Call) -> None:
     line = json.dumps({"id": "a", "prompt": words})
     [refused] = generate(lines=[line])
     assert refused["error"]["type"] == "PromptTooLongError"
-    [cut] = generate("--on-too-long", "truncate-left", lines=[line], code=0)
+    [cut] = generate("--set", "on-too-long=truncate-left", lines=[line], code=0)
     usage = cut["usage"]
     assert usage["prompt_tokens"] == 512 - 8
     assert usage["truncated_tokens"] > 0
-    [openai] = generate("--on-too-long", "truncate-left", "--output-format", "openai", lines=[line], code=0)
+    [openai] = generate("--set", "on-too-long=truncate-left", "--output-format", "openai", lines=[line], code=0)
     assert openai["response"]["body"]["usage"] == usage
 
 

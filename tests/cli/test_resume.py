@@ -85,7 +85,7 @@ def test_other_settings_are_refused_by_name(job: Callable[..., Outcome], tmp_pat
     assert (tmp_path / "out").read_bytes() == before
     for other in (
         "--input-format strict",
-        "--on-too-long truncate-left",
+        "--set on-too-long=truncate-left",
         "--dtype float32",
         "--output-format openai",
     ):

@@ -55,7 +55,7 @@ def test_the_fields_of_a_native_record_in_their_order() -> None:
     assert record["metadata"] == {"b": 1, "a": [None]}
     assert (record["index"], record["id"], record["key"], record["text"]) == (3, "x", row.key, "t")
     assert record["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
-    assert record["method"] == METHOD.fields()
+    assert record["method"] == {**METHOD.fields(), "threads": None}
     assert record["stats"]["acceptance_rate"] is None
     assert "metadata" not in orjson.loads(native_record(row_of(), answered(row_of()), METHOD))
     shortened = replace(answered(row), truncated_tokens=4)

@@ -11,7 +11,7 @@ import pytest
 
 from dsbd_cli.config import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec
 from dsbd_cli.engine.models.hub import locate
-from dsbd_cli.lab.tasks.qa import QaTask
+from training.tasks import QaGenerator
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -37,7 +37,7 @@ def test_the_same_samples_as_hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     data = tmp_path / "qa.jsonl"
-    records = islice(QaTask().records("test", 1), 6)
+    records = islice(QaGenerator().records("test", 1), 6)
     data.write_text("".join(json.dumps({"prompt": r.prompt, "answer": " " + r.reference}) + "\n" for r in records))
     (tmp_path / "toyqa.yaml").write_text(TASK.format(data=data))
     tasks = TaskManager(include_path=str(tmp_path), include_defaults=False)

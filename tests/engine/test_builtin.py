@@ -11,14 +11,15 @@ import pytest
 import torch
 
 import dsbd_cli
-from dsbd_cli.lab.tasks import TASKS, TaskRecord
+from dsbd_cli.lab.tasks import TaskRecord
 from dsbd_cli.requests import Request, RequestResult, derive_seed
+from training.tasks import GENERATORS
 
 NEW = 48
 
 
 def records(count: int) -> list[TaskRecord]:
-    return [record for task in TASKS.values() for record in itertools.islice(task.records("test", 5), count // 2)]
+    return [record for task in GENERATORS.values() for record in itertools.islice(task.records("test", 5), count // 2)]
 
 
 @cache

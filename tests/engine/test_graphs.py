@@ -283,7 +283,7 @@ def test_asking_for_graphs_without_a_gpu_is_refused() -> None:
 @pytest.mark.parametrize("rule", ["coupled", "search", "rejection"])
 def test_the_captured_path_ran_and_gave_the_same_texts(rule: str) -> None:
     from dsbd_cli import load
-    from dsbd_cli.lab.tasks import TASKS
+    from training.tasks import GENERATORS
 
     texts = []
     for captured in (False, True):
@@ -292,7 +292,7 @@ def test_the_captured_path_ran_and_gave_the_same_texts(rule: str) -> None:
         if not captured:
             engine._stepper.graphs = None
         assert (engine._stepper.graphs is not None) == captured
-        records = list(itertools.islice(TASKS["sql"].records("test", 1), 12))
+        records = list(itertools.islice(GENERATORS["sql"].records("test", 1), 12))
         sampling = SamplingConfig(max_new_tokens=48)
         requests = [Request(id=r.id, seed=i, prompt=r.prompt, sampling=sampling) for i, r in enumerate(records)]
         texts.append([result.hypotheses[0].token_ids for result in engine.run(requests)])

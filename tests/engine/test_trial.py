@@ -109,7 +109,7 @@ def test_a_capture_that_was_asked_for_is_an_error(monkeypatch: pytest.MonkeyPatc
     capturing(monkeypatch, lambda: Breaking(2))
     asked = engine(cuda_graphs=True)
     prove_captures(asked)
-    with pytest.raises(UnsupportedModelError, match="leave graphs out of --gpu"):
+    with pytest.raises(UnsupportedModelError, match="leave graphs out of --set gpu"):
         texts(asked)
 
 
@@ -163,7 +163,7 @@ def test_a_gpu_that_answers_nothing_any_more_ends_the_load(monkeypatch: pytest.M
     """Guards a run that goes on plainly after an error which ends all that its process may ask of the GPU."""
     capturing(monkeypatch, Dying)
     monkeypatch.setattr(trial, "_answers", lambda device: False)
-    with pytest.raises(UnsupportedModelError, match="with --gpu kernels"):
+    with pytest.raises(UnsupportedModelError, match="with --set gpu=kernels"):
         prove_captures(engine())
 
 

@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 
+from benchmarks.peers import __main__ as command
+from benchmarks.peers import engines
+from benchmarks.peers.engines import CTranslateConfig, CTranslatePeer, LlamaConfig, LlamaPeer
 from dsbd_cli import MethodConfig, ModelSpec, Request, SamplingConfig, load
 from dsbd_cli.engine.models.registry import resolve
 from dsbd_cli.errors import ModelError, UsageError
+from dsbd_cli.lab.bench.methods import METHODS
 from dsbd_cli.lab.bench.prepare import Prompt
 from dsbd_cli.lab.bench.runners import make_runner
-from dsbd_cli.lab.bench.sweep import choose_methods, plan
-from dsbd_cli.lab.peers import PeerConfig, engines
-from dsbd_cli.lab.peers.engines import CTranslatePeer, LlamaPeer
+from dsbd_cli.lab.bench.sweep import Setting, plan
 from dsbd_cli.lab.tasks.record import TaskRecord
 
 PROMPTS = ("question: what did Nesen do\nanswer:\n", "passage: Kivel was a weaver.\nquestion: who was Kivel\nanswer:\n")
 GREEDY = MethodConfig(rule="search", num_beams=1, depth=0)
-FLOAT32 = {"engine": "ctranslate2", "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +35,13 @@ def test_ctranslate2_finds_the_beams_that_ours_finds(engine: Any) -> None:
     ids = [engine.codec.encode(prompt) for prompt in PROMPTS]
     place = Path(resolve("builtin:target").path)
     ours = list(engine.run([Request(prompt, sampling=sampling) for prompt in PROMPTS]))
-    config = PeerConfig("beam-search", 2, **FLOAT32)  # type: ignore[arg-type]
+    config = CTranslateConfig("beam-search", 2)
     peer = CTranslatePeer(config, place, engine.target, engine.codec, sampling, 2)
     found = list(peer.run(ids, 0))
     assert [one.text for one in found] == [one.text for one in ours]
     assert [len(one.ranked) for one in found] == [2, 2]
     assert peer.logprobs(ids, found) == pytest.approx([one.hypotheses[0].logprob for one in ours], abs=1e-3)
-    greedy = CTranslatePeer(PeerConfig("greedy", **FLOAT32), place, engine.target, engine.codec, sampling, 1)  # type: ignore[arg-type]
+    greedy = CTranslatePeer(CTranslateConfig("greedy"), place, engine.target, engine.codec, sampling, 1)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(greedy, "stopped", True)
         assert not list(greedy.run(ids, 0))
@@ -62,7 +63,7 @@ def test_llama_cpp_gets_token_ids_and_gives_text(engine: Any, monkeypatch: pytes
     monkeypatch.setattr(engines, "_server", lambda *_: SimpleNamespace(handle_completions=answer))
     sampling, place = SamplingConfig(max_new_tokens=8), Path(resolve("builtin:target").path)
     peer = LlamaPeer(
-        PeerConfig("greedy", engine="llama-cpp"),
+        LlamaConfig("greedy"),
         place,
         engine.target,
         engine.codec,
@@ -84,13 +85,15 @@ def test_llama_cpp_itself_gives_the_answers_of_ours(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(
         engines, "_server", lambda place, room, threads: rooms.append(room) or server(place, room, threads)
     )
-    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install 'dsbd[llama-cpp]'")
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
     gguf = pytest.importorskip("tests.models.tiny_gguf", reason="gguf is not installed: pip install 'dsbd[gguf]'")
     gguf.write_gguf(gguf.tiny_qwen2(), tmp_path / "tiny.gguf")
     own = load(ModelSpec(str(tmp_path / "tiny.gguf"), dtype="float32"), None, method=GREEDY)
     sampling = SamplingConfig(max_new_tokens=8)
     prompts = ["ABC", "CAB" * 20]
     ids = [own.codec.encode(prompt) for prompt in prompts]
+    monkeypatch.setattr("dsbd_cli.lab.bench.sweep.METHODS", {**METHODS, **engines.METHODS})
+    monkeypatch.setattr("dsbd_cli.lab.bench.runners.METHODS", {**METHODS, **engines.METHODS})
     found = plan(["llama-cpp-greedy"], {}).settings[0]
     runner = make_runner(own, found, sampling, 0, 1, longest=max(map(len, ids)))
     asked = [Prompt(TaskRecord(str(n), prompt, "", {}), tuple(ids[n])) for n, prompt in enumerate(prompts)]
@@ -105,17 +108,16 @@ def test_llama_cpp_itself_gives_the_answers_of_ours(tmp_path: Path, monkeypatch:
 
 
 def test_what_they_cannot_do_is_refused(engine: Any) -> None:
-    for wrong in (
-        {"kind": "beam-search", "num_beams": 2, "engine": "llama-cpp"},
-        {"kind": "beam-sampling", "num_beams": 2, **FLOAT32},
-        {"kind": "greedy", "engine": "ctranslate2"},
-        {"kind": "greedy", "dtype": "int8"},
+    for config, kind, beams in (
+        (LlamaConfig, "beam-search", 2),
+        (CTranslateConfig, "beam-sampling", 2),
+        (CTranslateConfig, "greedy", 2),
     ):
         with pytest.raises(UsageError):
-            PeerConfig(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="ctranslate2 takes no stop strings"):
+            config(kind, beams)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="CTranslate2 takes no stop strings"):
         engines.SeparatePeer(
-            PeerConfig("greedy", **FLOAT32),
+            CTranslateConfig("greedy"),
             engine.target,
             engine.codec,
             SamplingConfig(stop="\n"),
@@ -123,11 +125,21 @@ def test_what_they_cannot_do_is_refused(engine: Any) -> None:
         )
 
 
-def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_or_package_that_does_not_fit_is_named(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = SamplingConfig(max_new_tokens=8)
+    wrong = Setting("llama-cpp-greedy", "", LlamaConfig("greedy"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"llama-cpp-greedy needs a package: pip install 'dsbd\[llama-cpp\]'"):
-        choose_methods("greedy,llama-cpp-greedy")
-    with pytest.raises(UsageError, match=r"ct2-greedy needs a package: pip install 'dsbd\[ctranslate2\]'"):
-        choose_methods("ct2-greedy")
-    names, _ = choose_methods("all")
-    assert not [name for name in names if name.startswith(("ct2-", "llama-"))]
+    with pytest.raises(ModelError, match="llama-cpp-greedy: it needs a package: pip install xllamacpp"):
+        make_runner(engine, wrong, sampling, 0, 1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(ModelError, match="llama-cpp-greedy: it reads a GGUF file, but --target is builtin:target"):
+        make_runner(engine, wrong, sampling, 0, 1)
+
+
+def test_the_command_is_bench_with_more_methods(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "METHODS", dict(METHODS))
+    assert command.main(["--help"]) == 0
+    assert "dsbd bench" in capsys.readouterr().out
+    assert [name for name in command.METHODS if name not in METHODS] == list(engines.METHODS)

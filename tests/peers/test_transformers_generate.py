@@ -29,7 +29,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def prompts(engine: Engine) -> list[list[int]]:
-    return [engine.codec.encode(record.prompt) for record in islice(TASKS["qa"].records("test", 0), 4)]
+    return [engine.codec.encode(record.prompt) for record in islice(TASKS["qa"].records("test"), 4)]
 
 
 def peer(engine: Engine, kind: str, num_beams: int = 1, batch_size: int = 4, **sampling: object) -> TransformersPeer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -12,6 +13,7 @@ from rich.measure import Measurement
 from rich.text import Text
 
 from dsbd_cli import MethodConfig, Request, SamplingConfig
+from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError
 from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
 from dsbd_cli.lab.profiling.runs import ProfiledPair
@@ -138,8 +140,24 @@ def test_what_is_running_is_stopped_and_nothing_begins_afterwards() -> None:
     budget = Budget()
     with budget.running(lambda: stopped.append(1)):
         budget.stop()
-    with budget.running(lambda: stopped.append(2)):
-        pass
-    assert stopped == [1, 2]
+    begun = []
+    with pytest.raises(CutOffError), budget.running(lambda: stopped.append(2)):
+        begun.append(2)
+    assert (stopped, begun) == ([1], [])
     with pytest.raises(CutOffError):
         budget.tell("more")
+
+
+def test_an_engine_that_is_stopped_before_it_begins_is_cut_off_and_no_wrong_usage() -> None:
+    """Guards the moment between the question whether a signal has come and the first iteration."""
+
+    def run(budget: Budget, before: Callable[[], None]) -> None:
+        with budget.running(lambda: None):
+            before()
+            raise UsageError("this engine was stopped and answers nothing any more")
+
+    cut = Budget()
+    with pytest.raises(CutOffError):
+        run(cut, cut.stop)
+    with pytest.raises(UsageError):
+        run(Budget(), lambda: None)

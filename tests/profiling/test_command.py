@@ -325,7 +325,7 @@ def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions
     words = shlex.split(_renderer((PairOptions(), given), Path("my prompts.jsonl"))(setting))
     assert words[:2] == ["dsbd", "generate"]
     assert words[-2:] == ["--input", "my prompts.jsonl"]
-    options = dict(zip(*[iter([word for word in words[2:] if word != "--memory-saving"])] * 2, strict=True))
+    options = dict(zip(*[iter(words[2:])] * 2, strict=True))
     method = MethodOptions(
         verify=options.get("--verify"),
         num_beams=int(options["--num-beams"]) if "--num-beams" in options else None,
@@ -340,7 +340,7 @@ def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions
         assert found.drafts_per_layer == setting.drafts_per_layer
         assert setting.min_width is None or (found.width, found.value(MIN_WIDTH)) == ("threshold", setting.min_width)
     assert found.rule == (given.verify or "coupled")
-    assert ("--memory-saving" in words) == bool(given.memory_saving)
+    assert options.get("--set") == ("memory-saving=true" if given.memory_saving else None)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions
             ForestSize(4, 12, 2),
             "--drafts-per-layer 12 --verify rejection --width threshold:min=2 --temperature 0.5 --dtype float32",
         ),
-        ((MethodOptions(warp_scope="beam", memory_saving=False),), ForestSize(4, 8), "--depth 4 --warp-scope beam"),
+        ((MethodOptions(warp_scope="beam", memory_saving=False),), ForestSize(4, 8), "--depth 4 --set warp-scope=beam"),
     ],
 )
 def test_the_recommended_command_leaves_defaults_out(
@@ -377,7 +377,8 @@ def test_words_of_options() -> None:
         "3",
         "--depth",
         "2",
-        "--no-memory-saving",
+        "--set",
+        "memory-saving=false",
     ]
 
 
@@ -396,7 +397,7 @@ def test_numbers_are_shown_with_units_that_suit_them() -> None:
         "--drafter rsd-s",
         "--drafter beam+ngram:share=1",
         "--verify fuzzy:0.3",
-        "--verify rejection --memory-saving",
+        "--verify rejection --set memory-saving=true",
     ],
 )
 def test_other_drafters_and_rules(dsbd: Dsbd, prompts: Path, options: str) -> None:

@@ -220,7 +220,7 @@ def test_done_order(job: MakeJob) -> None:
     """A slow row holds no other back."""
     made = job([{"id": f"r{n}", "prompt": f"row {n}"} for n in range(30)])
     made.gate.hold(0, 1)
-    process = made.start("--order", "done")
+    process = made.start("--set", "order=done")
     made.wait_for(process, 1)
     made.gate.release()
     code, _, err = made.end(process)

@@ -26,7 +26,7 @@ REFUSED = [
     (("--workers", "2,gpus=0"), "gpus is 0, but must be 1 or more"),
     (("--workers", "2", "--device", "cuda:1"), "each worker has GPUs of its own, counted from 0: drop it"),
     (("--workers", "2,gpus=1", "--device", "cpu"), "would do nothing with --device cpu"),
-    (("--workers", "2,gpus=1", "--tensor-parallel", "2"), "give as many or more"),
+    (("--workers", "2,gpus=1", "--set", "tensor-parallel=2"), "give as many or more"),
     (("--workers", "2", "--batch-size", "auto"), "--batch-size auto cannot be used with --workers"),
     (("--workers", "2,nodes=1"), "there is no setting 'nodes': it is spelled NUMBER[,ray=...,gpus=...,timeout=...]"),
 ]

@@ -33,7 +33,7 @@ def test_loads_and_answers(folder: Path) -> None:
     assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.tie_word_embeddings
-    prompt = next(TASKS["sql"].records("test", 0)).prompt
+    prompt = next(TASKS["sql"].records("test")).prompt
     inputs = tokenizer(prompt, return_tensors="pt")
     assert set(inputs) <= {"input_ids", "attention_mask"}
     with torch.inference_mode():
@@ -62,7 +62,7 @@ def test_tokenizer_round_trip(text: str) -> None:
 def test_tokenizer_round_trip_on_records() -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDERS[0])
     for task in TASKS.values():
-        for record in islice(task.records("test", 0), 50):
+        for record in islice(task.records("test"), 50):
             text = f"{record.prompt} {record.reference}"
             assert tokenizer.decode(tokenizer.encode(text)) == text
 

@@ -91,14 +91,14 @@ def test_every_task_opens_by_its_name(tmp_path: Path) -> None:
         ),
     }
     for name in TASK_NAMES:
-        dataset = open_dataset(name, paths.get(name), seed=0)
+        dataset = open_dataset(name, paths.get(name))
         assert dataset.name == name
         assert next(iter(dataset.records())).prompt
 
 
 def test_built_in_tasks_score_their_own_answers() -> None:
     for name, metrics in (("sql", ("execution accuracy",)), ("qa", ("exact match", "F1"))):
-        dataset = open_dataset(name, None, seed=0)
+        dataset = open_dataset(name, None)
         assert dataset.metrics == metrics
         for record in islice(dataset.records(), 3):
             assert dataset.score(record, record.reference) == dict.fromkeys(metrics, 1.0)
@@ -108,20 +108,20 @@ def test_built_in_tasks_score_their_own_answers() -> None:
 @pytest.mark.parametrize(
     ("name", "path", "message"),
     [
-        ("sql", DATA, "makes its own records"),
+        ("sql", DATA, "brings its own records"),
         ("squad", None, "needs the path of its data"),
         ("bleu", None, "task is 'bleu', but must be one of sql, qa, squad"),
     ],
 )
 def test_a_choice_that_cannot_be_is_refused(name: str, path: Path | None, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        open_dataset(name, path, seed=0)
+        open_dataset(name, path)
 
 
 def test_data_without_a_dev_split_is_divided_and_says_so(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text("".join(f'{{"id": "{number}", "prompt": "p", "reference": "r"}}\n' for number in range(5)))
-    plain = open_dataset("jsonl", path, 0)
+    plain = open_dataset("jsonl", path)
     assert plain.dev is None
     divided = with_dev(plain)
     assert divided.dev is not None
@@ -129,22 +129,22 @@ def test_data_without_a_dev_split_is_divided_and_says_so(tmp_path: Path) -> None
     assert [record.id for record in divided.dev.records()] == ["1", "3"]
     assert [record.id for record in divided.records()] == ["0", "2", "4"], "again"
     assert "jsonl: the data has no dev split: the 2nd, 4th, .. records are dev" in divided.notes[-1]
-    assert with_dev(open_dataset("qa", None, 0)).notes == ()
+    assert with_dev(open_dataset("qa", None)).notes == ()
 
 
 def test_dev_records_from_a_file_of_their_own_are_left_apart(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("dev.jsonl", "test.jsonl")]
     for path in paths:
         path.write_text(f'{{"id": "{path.stem}", "prompt": "p", "reference": "r"}}\n')
-    found = with_dev(open_dataset("jsonl", paths[1], 0, paths[0]))
+    found = with_dev(open_dataset("jsonl", paths[1], paths[0]))
     assert found.dev is not None
     assert ([record.id for record in found.records()], [record.id for record in found.dev.records()]) == (
         ["test"],
         ["dev"],
     )
     assert (found.name, found.dev.name, found.notes) == ("jsonl", "jsonl dev", ())
-    with pytest.raises(UsageError, match="makes its own records"):
-        open_dataset("qa", None, 0, paths[0])
+    with pytest.raises(UsageError, match="brings its own records"):
+        open_dataset("qa", None, paths[0])
 
 
 def test_answers_are_scored_by_the_libraries_of_papers(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_answers_are_scored_by_the_libraries_of_papers(tmp_path: Path) -> None:
         "words": ("1 - WER",),
     }
     for name, metrics in wanted.items():
-        dataset = open_dataset(name, data, seed=0)
+        dataset = open_dataset(name, data)
         record = next(iter(dataset.records()))
         assert dataset.metrics == metrics
         assert dataset.score(record, record.reference) == pytest.approx(dict.fromkeys(metrics, 1.0))
@@ -167,4 +167,4 @@ def test_answers_are_scored_by_the_libraries_of_papers(tmp_path: Path) -> None:
 
 def test_a_task_with_scores_needs_references(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="task words scores against a reference"):
-        open_dataset("words", write(tmp_path, {"prompt": "a"}), seed=0)
+        open_dataset("words", write(tmp_path, {"prompt": "a"}))

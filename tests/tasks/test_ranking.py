@@ -44,13 +44,13 @@ def write(path: Path, *rows: object) -> Path:
 
 def test_lines_with_relevant_ids(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"prompt": "x", "relevant": [3, "b"]}, {"prompt": "y", "relevant": ["c"]})
-    data = open_dataset("jsonl", path, 0, metric="hit@1,mrr")
+    data = open_dataset("jsonl", path, metric="hit@1,mrr")
     assert data.metrics == ("hit@1", "mrr")
     assert data.ranks is not None
     first, second = data.records()
     assert data.ranks(first, ["b", "3"]) == {"hit@1": 1.0, "mrr": 1.0}
     assert data.ranks(second, ["b", "c"]) == {"hit@1": 0.0, "mrr": 0.5}
-    assert open_dataset("jsonl", path, 0).metrics == ("hit@10", "ndcg@10", "mrr")
+    assert open_dataset("jsonl", path).metrics == ("hit@10", "ndcg@10", "mrr")
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         (({**good, "relevant": "a"},), "line 1: relevant is 'a', but must be a list of ids"),
     ):
         with pytest.raises(UsageError, match=message):
-            open_dataset("jsonl", write(tmp_path / "b.jsonl", *rows), 0)
+            open_dataset("jsonl", write(tmp_path / "b.jsonl", *rows))
     with pytest.raises(UsageError, match="--metric mrr needs relevant"):
-        open_dataset("jsonl", write(tmp_path / "c.jsonl", {"prompt": "x"}), 0, metric="mrr")
+        open_dataset("jsonl", write(tmp_path / "c.jsonl", {"prompt": "x"}), metric="mrr")
     with pytest.raises(UsageError, match="--metric mrr is for prompts of --input"):
-        open_dataset("sql", None, 0, metric="mrr")
+        open_dataset("sql", None, metric="mrr")

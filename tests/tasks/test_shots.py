@@ -16,7 +16,7 @@ from dsbd_cli.lab.tasks.lines import jsonl_dataset
 
 def test_solved_records_stand_before_the_question() -> None:
     """Shots come from dev, are no test records, and reach models with and without a chat template."""
-    plain, shown = builtin_dataset(SqlTask(), 0), with_shots(builtin_dataset(SqlTask(), 0), 2)
+    plain, shown = builtin_dataset(SqlTask()), with_shots(builtin_dataset(SqlTask()), 2)
     own, record = next(plain.records()), next(shown.records())
     assert plain.dev is not None
     assert shown.dev is not None

@@ -226,7 +226,7 @@ def _candidates(logits: Tensor, count: int, own: Tensor | None = None, most: int
     """Candidates of a few nodes and their log-probabilities, [n, count] each. logits [n, V]. own: [n, 1], how many each
     node has; most: the largest such number below V.
 
-    Few rows at a time stay in the processor's cache (docs/experiments.md).
+    Few rows at a time stay in the processor's cache (benchmarks/LOG.md).
     """
     vocabulary = logits.shape[-1]
     full = count == vocabulary
@@ -261,7 +261,7 @@ def _sweep(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     [n, 1]. logits [n, V].
 
     On the CPU in parts so small that no memory is taken from the system for them: to touch that the first time takes
-    longer than the arithmetic (docs/experiments.md).
+    longer than the arithmetic (benchmarks/LOG.md).
     """
     rows, vocabulary = logits.shape
     edge = vocabulary // BLOCKS[0] * BLOCKS[0]

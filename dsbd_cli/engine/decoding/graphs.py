@@ -207,7 +207,7 @@ class IterationGraphs(Generic[WorkT]):
         except CaptureError as error:
             if self.required:
                 raise UnsupportedModelError(
-                    f"these models cannot be captured as CUDA graphs ({error}): leave graphs out of --gpu"
+                    f"these models cannot be captured as CUDA graphs ({error}): leave graphs out of --set gpu"
                 ) from error
             self.failed = str(error)
             self.forget()

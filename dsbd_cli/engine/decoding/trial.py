@@ -69,7 +69,7 @@ def captured_otherwise(engine: Engine) -> str | None:
             if not _answers(engine.target.device):
                 raise UnsupportedModelError(
                     f"the GPU answers nothing any more after captured iterations were tried ({said}): leave graphs "
-                    "out, with --gpu kernels"
+                    "out, with --set gpu=kernels"
                 ) from error
             return f"a captured iteration fails ({said})"
         graphs = trial.stepper.graphs

@@ -130,7 +130,7 @@ def settings_notes(model: Any) -> tuple[str, ...]:
         notes.append(f"the target's generation settings ask for {asked}: options of the run decide, not they")
     if not paired and (rules := checkpoint_rules(model).acting):
         asked = ", ".join(f"{name} {value}" for name, value in rules.items())
-        notes.append(f"the target's generation settings ask for {asked}: not done without --token-rules checkpoint")
+        notes.append(f"the target's generation settings ask for {asked}: not done without --set token-rules=checkpoint")
     return tuple(notes)
 
 

@@ -1,7 +1,7 @@
 """Linear layers whose weights lie in the order in which a product reads them, so that no call reorders them first.
 
 torch hands a plain weight matrix to oneDNN, which copies it into blocks at every call; for a few tokens that copy costs
-as much as the product (docs/experiments.md). Packed once, the same product reads the weights once.
+as much as the product (benchmarks/LOG.md). Packed once, the same product reads the weights once.
 
 Two ways. Where the processor has AVX-512, a kernel of our own serves (packing_kernel.py). Elsewhere, and for bfloat16
 on processors with matrix units (AMX), operators of torch serve, which are not documented. `packing_works` tries the one

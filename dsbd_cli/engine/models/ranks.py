@@ -78,7 +78,7 @@ def check_ranks(spec: ModelSpec) -> None:
     if heads % count or groups % count:
         raise UnsupportedModelError(
             f"{name} has {groups} key-value heads and {heads} heads, which {count} ranks cannot share evenly: "
-            "choose a --tensor-parallel that divides both"
+            "choose a --set tensor-parallel that divides both"
         )
     if not getattr(text, "base_model_tp_plan", None):
         raise UnsupportedModelError(f"{name} is a {text.model_type}, which transformers has no plan to split")

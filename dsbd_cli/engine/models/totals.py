@@ -1,5 +1,5 @@
 """Sums over a vocabulary by a kernel for the CPU: the log of the sum of exp of each row of logits, which is read once.
-torch's exp takes most of the time of a log-softmax (docs/experiments.md).
+torch's exp takes most of the time of a log-softmax (benchmarks/LOG.md).
 
 The kernel itself is totals_kernel.py; numba, which compiles it, is imported when the first model is loaded. core, which
 stands below the models and their kernels, is handed it by `provide`.

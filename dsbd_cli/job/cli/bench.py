@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 LOG_INTERVAL_S = 60.0
-TASK_SEED = 0
 
 
 class Progress(Protocol):
@@ -157,7 +156,7 @@ def _check_choice(choice: ChoiceOptions, planned: SweepPlan, dev_records: int, s
     """Whether a threshold is chosen. Raises UsageError for options of a choice that is not made."""
     tolerance = choice.fuzzy_tolerance
     if tolerance is not None and not 0 <= tolerance <= 1:
-        raise UsageError(f"--fuzzy-tolerance is {tolerance:g}, but must be from 0 to 1")
+        raise UsageError(f"{option_name('fuzzy_tolerance')} is {tolerance:g}, but must be from 0 to 1")
     several = bool(curves(planned.settings))
     reason = "--dev-records is 0" if several else "no two values of --fuzzy-threshold are run"
     for name in ("dev_records", "dev_data", "fuzzy_tolerance"):
@@ -210,7 +209,7 @@ def _datasets(data: DataOptions, choice: ChoiceOptions, shots: int, *, chosen: b
         raise UsageError(f"--data {data.data} belongs to one task, but --task is {', '.join(names)}: name one")
     if choice.dev_data is not None and data.data is None:
         raise UsageError(f"--dev-data {choice.dev_data} goes with --input or --data, but neither is given")
-    opened = [open_dataset(name, data.data, TASK_SEED, choice.dev_data, data.metric) for name in names]
+    opened = [open_dataset(name, data.data, choice.dev_data, data.metric) for name in names]
     if shots:
         opened = [with_shots(one, shots) for one in opened]
     if not chosen:

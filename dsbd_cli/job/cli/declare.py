@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from dsbd_cli.errors import KINDS, UsageError, option_name
+from dsbd_cli.errors import KINDS, SETTINGS, UsageError, option_name
 from dsbd_cli.job.cli.layers import Values, settle
 from dsbd_cli.variants import typed_names
 
@@ -127,7 +127,9 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
     table: dict[str, _Declared] = {
         item.name: item.metadata["declared"] for group in hints.values() for item in dataclasses.fields(group)
     }
-    parameters = [declared.parameter(name, types[name]) for name, declared in table.items()]
+    settings = {name: declared for name, declared in table.items() if name in SETTINGS}
+    parameters = [declared.parameter(name, types[name]) for name, declared in table.items() if name not in SETTINGS]
+    parameters += [_set_parameter(sorted(settings))] if settings else []
 
     def command(ctx: typer.Context, **given: object) -> None:
         values = settle(tuple(hints.values()), given, ctx.command_path, elsewhere)
@@ -137,13 +139,28 @@ def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) 
             function(**_groups(hints, values), arguments=_arguments(ctx))
         except UsageError as error:
             # the library knows the field, only the command knows what was typed
-            raise UsageError(error.typed(typed_names(given))) from error
+            raise UsageError(error.typed(typed_names(table))) from error
 
     context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__annotations__ = {item.name: item.annotation for item in (context, *parameters)}
     command.__dict__["__signature__"] = inspect.Signature([context, *parameters])
+    command.__dict__["settings"] = {name: (one.metavar, one.help) for name, one in settings.items()}
     return command
+
+
+def _set_parameter(names: Sequence[str]) -> inspect.Parameter:
+    """`--set NAME=VALUE`, as typer reads it."""
+    shown = ", ".join(name.replace("_", "-") for name in names)
+    declared = typer.Option(
+        "--set",
+        help=f"what is seldom typed, may be repeated: {shown} (docs/cli.md says what they mean)",
+        rich_help_panel="Settings",
+        show_default=False,
+        metavar="NAME=VALUE",
+    )
+    kind = Annotated[list[str] | None, declared]
+    return inspect.Parameter("set", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
 
 
 def help_texts(groups: Sequence[object]) -> dict[str, tuple[str, str]]:

@@ -285,6 +285,9 @@ class _Distilling:
         self._stop_now = [stop]
         try:
             yield
+        except UsageError:
+            self._check_stopped()  # a stopped engine refuses to begin
+            raise
         finally:
             self._stop_now = []
         self._check_stopped()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from dsbd_cli._version import __version__
-from dsbd_cli.config import DEFAULT_BATCH_SIZE, MethodConfig, ModelSpec
+from dsbd_cli.config import MethodConfig, ModelSpec
 from dsbd_cli.errors import UsageError, plural
 from dsbd_cli.job.cli.declare import grouped, help_texts
 from dsbd_cli.job.cli.files import can_resume, check_files, count_rows, file_hash, open_source, resuming, writes
@@ -37,13 +37,10 @@ from dsbd_cli.job.cli.settings import RunSettings, model_specs, run_settings
 from dsbd_cli.job.cli.shard import Shard, shard_of, sharded_files
 from dsbd_cli.job.cli.signals import StoppedError, StopSignals
 from dsbd_cli.job.cli.summary import Summary, rows_exit_code
-from dsbd_cli.job.cli.until import WINDOW, Until, UntilOptions, Widening, until_of
 from dsbd_cli.job.data.source import LineSource
 from dsbd_cli.job.records import LongLine, MethodRecord, Row, run_fingerprint
-from dsbd_cli.requests import RequestResult
 
 if TYPE_CHECKING:
-    from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.scale.pool import PoolConfig
     from dsbd_cli.scale.worker import LoadEngine, RunsRequests
 
@@ -75,7 +72,6 @@ def generate(
     method: MethodOptions,
     sampling: SamplingOptions,
     answers: AnswerOptions,
-    rounds: UntilOptions,
     devices: DeviceOptions,
     scale: ScaleOptions,
     talk: TalkOptions,
@@ -95,10 +91,7 @@ def generate(
     settings = run_settings(
         pair, method, sampling, devices, failing, strict=strict, chat=bool(files.chat), answers=answers
     )
-    until = until_of(rounds, settings.method)
-    if until is not None and scale.workers is not None:
-        raise UsageError("--until cannot be used with --workers: its rounds share one pair of models; drop one of them")
-    groups = (files, failing, pair, method, sampling, answers, rounds, devices, scale, talk)
+    groups = (files, failing, pair, method, sampling, answers, devices, scale, talk)
     if job.print_config:
         typer.echo(job_text(groups, help_texts(groups)))
         return
@@ -109,10 +102,7 @@ def generate(
     demonstrates = pair.target is None and not talk.quiet
     wanted = bool(failing.require_valid)
     run = _Run(
-        *(files, settings, devices, scale, shard, talk, arguments),
-        demonstrates=demonstrates,
-        until=until,
-        require_valid=wanted,
+        *(files, settings, devices, scale, shard, talk, arguments), demonstrates=demonstrates, require_valid=wanted
     )
     if code := run.answer():
         raise typer.Exit(code)
@@ -132,14 +122,11 @@ class _Run:
         arguments: Sequence[str],
         *,
         demonstrates: bool,
-        until: Until | None,
         require_valid: bool,
     ) -> None:
-        """demonstrates: nobody has named a model, and it is to be told. until: rows are answered in rounds.
-        require_valid: a row whose best text does not match its grammar has failed."""
-        self._demonstrates, self._until, self._require_valid = demonstrates, until, require_valid
-        self._widening: Widening | None = None
-        self._metadata: dict[int, object] = {}  # of rows that are under way
+        """demonstrates: nobody has named a model, and it is to be told. require_valid: a row whose best text does not
+        match its grammar has failed."""
+        self._demonstrates, self._require_valid = demonstrates, require_valid
         self._plain = False  # a row with a plain prompt has come
         self._templated = False  # the target has been loaded, and has a chat template
         self._files, self._settings, self._devices, self._arguments = files, settings, devices, arguments
@@ -156,8 +143,6 @@ class _Run:
             chat=settings.rows.chat or None,
             input_format="text" if files.input_format == "text" else "auto",
             output_format=files.output_format or "native",
-            until=None if until is None else f"exec-ok on {until.check.databases.template}",
-            max_beams=None if until is None else until.widths[-1],
             allow=None if settings.allow is None else file_hash("--allow", settings.allow),
             grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
             require_valid=require_valid,
@@ -207,12 +192,10 @@ class _Run:
         )
 
     def _noted(self, read: ReadRow) -> ReadRow:
-        """Rows as they are read, so that the rounds know their metadata, and that plain prompts are told of."""
+        """Rows as they are read, so that plain prompts are told of."""
 
         def noting(line: bytes | LongLine, *, index: int, number: int) -> Row:
             row = read(line, index=index, number=number)
-            if row.request is not None and self._until is not None:
-                self._metadata[id(row.request)] = row.metadata
             if row.request is not None and row.request.prompt is not None and not self._plain:
                 self._plain = True
                 self._tell_plain()
@@ -246,8 +229,7 @@ class _Run:
                 f"{self._files.output} holds {plural(outputs.done.left, 'record')} of rows that are not in the input "
                 "any more"
             )
-        rounds = "" if self._widening is None else f"; {self._widening.line()}"
-        self.reporter.summary(totals.line() + rounds)
+        self.reporter.summary(totals.line())
 
     def _needs_engine(self, flow: RowFlow, outputs: Outputs) -> bool:
         """Whether there is a row that no earlier run has answered, and that can be read; those before it are written.
@@ -275,16 +257,8 @@ class _Run:
                 self.reporter.warn(NOT_INVARIANT)
         outputs.begin()
         self.reporter.begin(_describe(self._settings, engine), steps=lambda: engine.steps)
-        answering: RunsRequests = engine
-        if self._until is not None:
-            from dsbd_cli.engine.decoding.engine import Engine
-
-            assert isinstance(engine, Engine), "workers are refused"
-            rows = WINDOW * (self._settings.batch_size or DEFAULT_BATCH_SIZE)
-            wider = partial(self._wider, engine)
-            answering = self._widening = Widening(engine, self._until, wider, self._metadata, window=rows)
-        self._signals.on_stop = answering.stop
-        flow.run(answering, self._maker(outputs.created, engine))
+        self._signals.on_stop = engine.stop
+        flow.run(engine, self._maker(outputs.created, engine))
 
     def _maker(self, created: int, engine: RunsRequests | None) -> MakeRecord:
         """How this run writes a row. engine: None while only rows are written that have failed without one."""
@@ -297,15 +271,7 @@ class _Run:
                 return first
             return replace(first, exactness=engine.exactness)
 
-        if self._widening is None:
-            return lambda row, result: bytes(make(row, result, method()))
-        told, native = self._widening.told, self._files.output_format in (None, "native")
-
-        def record(row: Row, result: RequestResult | None) -> bytes:
-            note = told(row)  # asked for in any case, or notes would pile up
-            return bytes(make(row, result, method(), note) if native else make(row, result, method()))
-
-        return record
+        return lambda row, result: bytes(make(row, result, method()))
 
     def _how_to_resume(self) -> str:
         """The command that goes on with this run."""
@@ -341,29 +307,6 @@ class _Run:
         if self._demonstrates:
             say(DEMONSTRATION)
         return answering
-
-    def _wider(self, engine: Engine, width: int) -> Engine:
-        """The same engine with more beams, on the same models."""
-        from dsbd_cli.engine.decoding.engine import Engine
-
-        method, settings = engine.method, self._settings
-        usual = MethodConfig(num_beams=width).drafts_per_layer
-        wider = Engine(
-            engine.target,
-            engine.draft,
-            engine.codec,
-            replace(method, num_beams=width, drafts_per_layer=max(method.drafts_per_layer, usual)),
-            batch_size=settings.batch_size,
-            info=engine.info,
-            log_steps=engine.log_steps,
-            catalogues=engine.catalogues,
-            on_too_long=settings.on_too_long,
-            # none where the first engine's captures failed their trial at load
-            cuda_graphs=False if engine.stepper.graphs is None else self._devices.cuda_graphs,
-            kernels=self._devices.wanted_kernels,
-        )
-        wider.tell = engine.tell
-        return wider
 
     def _workers(
         self, load: LoadEngine, models: Sequence[ModelSpec | None], pool: PoolConfig, summary: Summary

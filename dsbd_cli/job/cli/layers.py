@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 
-from dsbd_cli.errors import KINDS, UsageError, reading, shorten
+from dsbd_cli.errors import KINDS, SETTINGS, UsageError, option_name, reading, shorten
 
 __all__ = ["Values", "job_text", "settle"]
 
@@ -48,10 +48,12 @@ def settle(
     table = _fields(groups)
     _check_variables({**_fields(elsewhere), **table}, command)
     environment = dict(_from_environment(table))
-    config = given.get("config") or environment.get("config")
+    typed = {name: value for name, value in given.items() if value not in (None, [])}
+    typed |= _from_settings(typed.pop("set", ()), table)
+    config = typed.get("config") or environment.get("config")
     job = _from_file(Path(str(config)), table) if config is not None else {}
-    layers = ({name: value for name, value in given.items() if value not in (None, [])}, job, environment)
-    return {name: next((layer[name] for layer in layers if name in layer), given[name]) for name in given}
+    layers = (typed, job, environment)
+    return {name: next((layer[name] for layer in layers if name in layer), given.get(name)) for name in table}
 
 
 def _fields(groups: tuple[type, ...]) -> dict[str, _Field]:
@@ -69,6 +71,29 @@ def _field(name: str, hint: object) -> _Field:
         return _Field(name, list)
     assert isinstance(hint, type)
     return _Field(name, hint)
+
+
+# --set NAME=VALUE
+
+
+def _from_settings(words: object, table: dict[str, _Field]) -> Values:
+    """Values of words as `min-p=0.1`; of a name that stands twice the last one, as of any option. Raises UsageError."""
+    assert isinstance(words, list | tuple)
+    names = {name.replace("_", "-"): name for name in table if name in SETTINGS}
+    values: Values = {}
+    for word in words:
+        shown, equals, text = word.partition("=")
+        name = shown.replace("-", "_")
+        if name in table and name not in SETTINGS:
+            raise UsageError(f"--set {shown}: it is an option of its own: {option_name(name)}")
+        if name not in table:
+            near = difflib.get_close_matches(name.replace("_", "-"), names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(names))}"
+            raise UsageError(f"--set {shown}: there is no such setting: {hint}")
+        if not equals:
+            raise UsageError(f"--set {shown} has no value: it is spelled --set {shown}=VALUE")
+        values[name] = _read(table[name], text, option_name(name))
+    return values
 
 
 # The job file
@@ -121,7 +146,7 @@ def _from_environment(table: dict[str, _Field]) -> Iterator[tuple[str, object]]:
     for name, field in table.items():
         text = os.environ.get(variable(name))
         if text is not None and (text or field.kind is bool) and name != "print_config":
-            yield name, _read(field, text)
+            yield name, _read(field, text, variable(name))
 
 
 def variable(name: str) -> str:
@@ -129,8 +154,8 @@ def variable(name: str) -> str:
     return PREFIX + name.rstrip("_").upper()
 
 
-def _read(field: _Field, text: str) -> object:
-    place = variable(field.name)
+def _read(field: _Field, text: str, place: str) -> object:
+    """The value that a word stands for. place: where it stands, for messages."""
     if field.kind is bool and text.strip().lower() in (*YES, *NO):
         return text.strip().lower() in YES
     value: object = text

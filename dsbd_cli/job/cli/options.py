@@ -118,7 +118,9 @@ class RowOptions:
 class JobOptions:
     """Options from a file."""
 
-    config: Path | None = option(JOB, "TOML file with any of these options by their long names", metavar="FILE")
+    config: Path | None = option(
+        JOB, "TOML file with any of these options and settings by their long names", metavar="FILE"
+    )
     print_config: bool | None = switch(JOB, "print the options as such a file, and answer nothing")
 
 
@@ -150,7 +152,7 @@ class MethodOptions:
         METHOD,
         "D, drafted layers; auto: what measures fastest, with K as upper bound",
         default=f"auto where the text does not depend on it (--decode search or --verify coupled, width fixed, "
-        f"no --memory-saving), else {DEFAULT_DEPTH}",
+        f"no --set memory-saving), else {DEFAULT_DEPTH}",
         metavar="D",
     )
     decode: Decode | None = option(MAIN, "search: beam search; sample: beam sampling", default="sample", metavar="HOW")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import typer
 
 from dsbd_cli.config import DEFAULT_DEPTH
-from dsbd_cli.errors import UsageError, option_name
+from dsbd_cli.errors import SETTINGS, UsageError, option_name
 from dsbd_cli.job.cli.declare import flag, grouped, option
 from dsbd_cli.job.cli.files import check_report_files, read_prompts
 from dsbd_cli.job.cli.messages import hush, say, status_line
@@ -46,7 +46,6 @@ T = TypeVar("T")
 
 PROMPTS, PROFILE = MAIN, "Profile"
 RECORDS, REPEATS, SECONDS = 8, 3, 60.0
-TASK_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, .
     count = prompts.records or RECORDS
     if prompts.input is None:
         reader, tasks = settings.rows, [TASKS[prompts.task]] if prompts.task else list(TASKS.values())
-        streams = [task.records("test", TASK_SEED) for task in tasks]
+        streams = [task.records("test") for task in tasks]
         records = itertools.islice(itertools.chain.from_iterable(zip(*streams, strict=True)), count)
         return tuple(
             Request(
@@ -251,7 +250,11 @@ def option_words(group: object, changed: dict[str, object]) -> list[str]:
     for item in dataclasses.fields(group):
         value = changed.get(item.name, getattr(group, item.name))
         name = option_name(item.name)
-        if value is True:
+        if value is not None and item.name in SETTINGS:
+            flag, setting = name.split()
+            shown = str(value).lower() if isinstance(value, bool) else value
+            words += [flag, f"{setting}={shown}"]
+        elif value is True:
             words.append(name)
         elif value is False:
             words.append("--no-" + name.removeprefix("--"))

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
-from dsbd_cli.errors import UsageError, plural, shorten
+from dsbd_cli.errors import UsageError, plural
 from dsbd_cli.job.cli.messages import duration, log, say, set_style, tracebacks_wanted, warn
 from dsbd_cli.job.cli.options import STANDARD, TalkOptions
 from dsbd_cli.job.cli.summary import Totals
@@ -37,8 +37,8 @@ def begin_talk(talk: TalkOptions) -> None:
 
 
 def row_said(index: int, row_id: str, error: object) -> str:
-    """A row that failed, and why. An id that could write over a terminal is escaped."""
-    return f"row {index} (id {row_id if row_id.isprintable() else shorten(row_id)}): {error}"
+    """A row that failed, and why. What could steer a terminal is escaped where a message is written."""
+    return f"row {index} (id {row_id}): {error}"
 
 
 class Reporter:

@@ -36,7 +36,7 @@ GPUS: Setting[int | None] = Setting(
     kind=int,
     default=None,
     text="of each worker",
-    shown="as many as --tensor-parallel says, where there are any",
+    shown="as many as --set tensor-parallel says, where there are any",
     least=1,
 )
 TIMEOUT: Setting[float] = Setting(
@@ -129,6 +129,6 @@ def _gpus(given: int | None, devices: DeviceOptions) -> int | None:
         raise UsageError(f"--device is {place}, but each worker has GPUs of its own, counted from 0: drop it")
     if given is not None and given < (devices.tensor_parallel or 1):
         raise UsageError(
-            f"--workers: gpus is {given}, but --tensor-parallel is {devices.tensor_parallel}: give as many or more"
+            f"--workers: gpus is {given}, but --set tensor-parallel is {devices.tensor_parallel}: give as many or more"
         )
     return given

@@ -18,7 +18,7 @@ from dsbd_cli.config import (
     OnTooLong,
     SamplingConfig,
 )
-from dsbd_cli.errors import UsageError, reading
+from dsbd_cli.errors import UsageError, option_name, reading
 from dsbd_cli.grammars import Grammar
 from dsbd_cli.job.cli.options import (
     AnswerOptions,
@@ -121,8 +121,8 @@ def run_settings(
             ("--temperature", sampling.temperature or None),
             ("--top-k", sampling.top_k),
             ("--top-p", sampling.top_p),
-            ("--min-p", sampling.min_p),
-            ("--warp-scope", method.warp_scope),
+            (option_name("min_p"), sampling.min_p),
+            (option_name("warp_scope"), method.warp_scope),
             (f"--width {wide}", wide),
             ("--seed", sampling.seed),
         )
@@ -133,7 +133,8 @@ def run_settings(
         _refuse("a list of --allow leaves no grammar to draft from", (f"--drafter {method.drafter}", method.drafter))
     if grammar is not None and devices.cuda_graphs:
         raise UsageError(
-            f"--gpu {devices.gpu} cannot be had with a grammar, whose masks the host makes in every iteration: drop it"
+            f"--set gpu={devices.gpu} cannot be had with a grammar, whose masks the host makes in every iteration: "
+            "drop it"
         )
     rows = replace(_rows(sampling, config, strict=strict), grammar=grammar, chat=chat)
     batch_size: int | None = None
@@ -265,7 +266,7 @@ def _method(given: MethodOptions, chosen: Mapping[str, object], *, drafting: boo
     acting = {name: value for name, value in options.items() if value is not None}
     method = MethodConfig.of({**chosen, **acting})
     if given.memory_saving and method.num_beams == 1:
-        raise UsageError("--memory-saving keeps one beam of several, but --num-beams is 1: drop it")
+        raise UsageError("--set memory-saving keeps one beam of several, but --num-beams is 1: drop it")
     return method
 
 

@@ -99,10 +99,6 @@ class ByExecution:
         most = max(groups, key=len)
         return Choice(most[0], {**why, "votes": len(most), "results": len(groups)})
 
-    def passes(self, metadata: object, text: str) -> bool:
-        """Whether a single candidate runs. Raises as `choose`."""
-        return isinstance(self._run(self.databases.path(metadata), text), Ran)
-
     def stop(self) -> None:
         """End what runs. May be called from a signal handler."""
         self.process.stop()

@@ -15,10 +15,10 @@ OUTPUT_SCHEMA = "dsbd.output/1"
 STEP_SCHEMA = "dsbd.step/1"
 
 
-def native_record(row: Row, result: RequestResult | None, method: MethodRecord, until: Fields | None = None) -> bytes:
+def native_record(row: Row, result: RequestResult | None, method: MethodRecord) -> bytes:
     """The dsbd.output/1 record of a row: its best text first, then its n best; or its error.
 
-    result: the engine's answer; None for a row with an error of its own. until: what the rounds of --until came to.
+    result: the engine's answer; None for a row with an error of its own.
     """
     record: Fields = {"schema": OUTPUT_SCHEMA, "index": row.index, "id": row.id}
     if row.metadata is not None:
@@ -32,8 +32,6 @@ def native_record(row: Row, result: RequestResult | None, method: MethodRecord, 
     record.update({name: value for name, value in beams[0].items() if name not in _OF_TOKENS})
     record["beams"] = beams
     record["usage"] = usage(result)
-    if until is not None:
-        record["until"] = until
     record["seed"] = result.request.seed
     record["exactness"] = method.exactness or method.method.exactness
     if result.language is not None:

@@ -205,7 +205,7 @@ class RowReader:
 
 
 def _rules(value: object) -> str:
-    """Rules of tokens: an object of names and values, or as --token-rules has them."""
+    """Rules of tokens: an object of names and values, or as --set token-rules has them."""
     if isinstance(value, str):
         return value
     if not isinstance(value, dict):

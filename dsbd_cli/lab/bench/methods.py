@@ -7,11 +7,11 @@ To add a method, add an entry to METHODS; to sweep another field of MethodConfig
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dsbd_cli.config import DEFAULT_DEPTH, MAX_AUTO_DEPTH, MethodConfig
-from dsbd_cli.lab.peers.config import PeerConfig, PeerName
+from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.variants import DRAFTERS
 
 __all__ = ["AXES", "BASELINES", "DEFAULT_METHODS", "FUZZY_METHODS", "METHODS", "Method", "Value", "own_tokens"]
@@ -62,9 +62,9 @@ class Method:
 
     Attributes:
         about: what it is, in a few words.
-        fixed: fields of MethodConfig, or of PeerConfig, that make it what it is.
+        fixed: fields of MethodConfig that make it what it is.
         axes: names in AXES that act on it.
-        peer: the method of others, where it is theirs.
+        peer: another engine's method, where it is theirs.
         pick: how one of num_beams candidates is chosen, as in `dsbd pick --by`; None: the best hypothesis.
         independent: the candidates are num_beams samples of one beam each, not beams of one row.
     """
@@ -72,24 +72,19 @@ class Method:
     about: str
     fixed: Mapping[str, object] = field(default_factory=dict)
     axes: tuple[str, ...] = ()
-    peer: PeerName | None = None
+    peer: PeerConfig | None = None
     pick: PickName | None = None
     independent: bool = False
 
     @property
-    def separate(self) -> bool:
-        """Whether another package runs it, on weights that it loads itself."""
-        return "engine" in self.fixed
-
-    @property
     def drafts(self) -> bool:
         """Whether it needs a draft model."""
-        return self.peer == "assisted" if self.peer else self.fixed.get("depth") != 0
+        return self.peer.kind == "assisted" if self.peer else self.fixed.get("depth") != 0
 
     def config(self, point: Mapping[str, object]) -> MethodConfig | PeerConfig:
         """At one point of a sweep. Raises UsageError where the fields do not go together."""
         if self.peer is not None:
-            return PeerConfig(self.peer, **{**self.fixed, **point})  # type: ignore[arg-type]
+            return replace(self.peer, **point)  # type: ignore[arg-type]
         return MethodConfig.of({**FOREST, **self.fixed, **point})
 
 
@@ -101,8 +96,6 @@ ANY_DRAFTER = (*DRAFTED, "drafter")
 CHOSEN = ("num_beams", "drafts_per_layer", "drafter")
 AUTO = {"adaptive_depth": True, "depth": MAX_AUTO_DEPTH}
 THRESHOLD = (*DRAFTED, "width_threshold", "min_width")
-CT2_FLOAT32 = {"engine": "ctranslate2", "dtype": "float32"}
-CT2_INT8 = {"engine": "ctranslate2", "dtype": "int8"}
 
 METHODS: dict[str, Method] = {
     "greedy": Method("the likeliest token", {"rule": "search", "num_beams": 1, "depth": 0}),
@@ -150,15 +143,10 @@ METHODS: dict[str, Method] = {
     "beams-vote": Method("beam sampling, the likeliest answer of W beams", SAMPLING, BEAMS, pick="vote"),
     "beams-mbr": Method("beam search, the least risk (chrF) of W beams by probability", SEARCH, BEAMS, pick="mbr"),
     "beams-exec": Method("beam search, the first SQL of W beams that runs", SEARCH, BEAMS, pick="exec"),
-    "hf-greedy": Method("transformers' greedy", peer="greedy"),
-    "hf-beam-search": Method("transformers' beam search", axes=BEAMS, peer="beam-search"),
-    "hf-beam-sampling": Method("transformers' beam sampling", axes=BEAMS, peer="beam-sampling"),
-    "hf-assisted": Method("transformers' assisted sampling, one sequence at a time", peer="assisted"),
-    "ct2-greedy": Method("CTranslate2's greedy in float32", CT2_FLOAT32, peer="greedy"),
-    "ct2-beam-search": Method("CTranslate2's beam search in float32", CT2_FLOAT32, BEAMS, peer="beam-search"),
-    "ct2-int8-greedy": Method("CTranslate2's greedy in int8", CT2_INT8, peer="greedy"),
-    "ct2-int8-beam-search": Method("CTranslate2's beam search in int8", CT2_INT8, BEAMS, peer="beam-search"),
-    "llama-cpp-greedy": Method("llama.cpp's greedy on a GGUF target", {"engine": "llama-cpp"}, peer="greedy"),
+    "hf-greedy": Method("transformers' greedy", peer=PeerConfig("greedy")),
+    "hf-beam-search": Method("transformers' beam search", axes=BEAMS, peer=PeerConfig("beam-search")),
+    "hf-beam-sampling": Method("transformers' beam sampling", axes=BEAMS, peer=PeerConfig("beam-sampling")),
+    "hf-assisted": Method("transformers' assisted sampling, one sequence at a time", peer=PeerConfig("assisted")),
 }
 
 # What speeds are compared with: the same number of beams without a draft, and one sequence.

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 from dsbd_cli.config import Exactness, MethodConfig, SamplingConfig
 from dsbd_cli.engine.decoding.answers import Catalogue
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.base import AnyDraft
-from dsbd_cli.engine.models.forest import Forest
-from dsbd_cli.engine.models.registry import resolve
-from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
-from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import ModelError, UsageError
 from dsbd_cli.grammars import Grammar
 from dsbd_cli.job.pick.candidates import Candidate, CandidateRow
@@ -23,9 +18,6 @@ from dsbd_cli.lab.bench.methods import METHODS
 from dsbd_cli.lab.bench.prepare import Prompt
 from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.peers.base import Asked, Delivered, Peer
-from dsbd_cli.lab.peers.config import PeerConfig
-from dsbd_cli.lab.peers.engines import CTranslatePeer, LlamaPeer
-from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
 from dsbd_cli.requests import Request, RequestResult, derive_seed
 from dsbd_cli.stats import RequestStats
 
@@ -278,29 +270,8 @@ def make_runner(
     if isinstance(config, MethodConfig):
         return _EngineRunner(pair, config, sampling, seed, batch_size, grammar)
     assert grammar is None, "checked by the command"
-    peer = _peer(pair, setting.method, config, sampling, batch_size, longest)
+    try:
+        peer = config.peer(pair, sampling, batch_size, longest)
+    except ModelError as error:
+        raise ModelError(f"{setting.method}: {error}") from None
     return _PeerRunner(setting.name, peer, seed, pair.catalogues.get(""))
-
-
-def _peer(
-    pair: Engine, method: str, config: PeerConfig, sampling: SamplingConfig, batch_size: int, longest: int
-) -> Peer:
-    """Raises ModelError where the target, or the form of its files, is none that the other code takes."""
-    target, draft, codec = pair.target, pair.draft, pair.codec
-    if not isinstance(target, Forest) or not isinstance(codec, HFCodec):
-        raise ModelError(f"{method}: the target is no transformers model; leave it out of --methods")
-    if config.engine == "transformers":
-        assistant = draft if isinstance(draft, Forest) else None
-        return TransformersPeer(config, target, assistant, codec, sampling, batch_size, pair.catalogues.get(""))
-    if pair.catalogues or isinstance(target, Seq2SeqForestModel) or target.device.type != "cpu":
-        why = "--allow" if pair.catalogues else "a target with an encoder, or on a GPU"
-        raise ModelError(f"{method} does not go with {why}: leave it out of --methods")
-    assert pair.info is not None
-    found, converts = resolve(pair.info.target), config.engine == "ctranslate2"
-    if found.kind != ("folder" if converts else "file"):
-        form = "a folder of safetensors" if converts else "a GGUF file"
-        raise ModelError(f"{method} reads {form}, but --target is {pair.info.target}: leave it out of --methods")
-    if converts:
-        return CTranslatePeer(config, Path(found.path), target, codec, sampling, batch_size)
-    room = longest + sampling.max_new_tokens + 1  # it ends an answer one token before the room is full
-    return LlamaPeer(config, Path(found.path), target, codec, sampling, room)

@@ -81,7 +81,7 @@ def choose_methods(
     """Names from a comma list, and what is to be said of them. `all` is every method on the loaded models, beside which
     others may be named; None is the default ones. draft: a draft model is there; drafters: of the sweep.
 
-    Raises UsageError for names that do not exist, stand twice, or need a draft or a package that is not there.
+    Raises UsageError for names that do not exist, stand twice, or need a draft that is not there.
     """
     lookups = bool(drafters) and not any(runs_model(str(name)) for name in drafters)
 
@@ -101,19 +101,12 @@ def choose_methods(
             raise UsageError(f"--methods: there is no method {name!r}: {hint}")
         if not runs(METHODS[name]):
             raise UsageError(f"--methods: {name} needs a draft, but there is none: name one with --draft")
-        if METHODS[name].separate:
-            config = METHODS[name].config({})
-            if isinstance(config, PeerConfig) and config.missing:
-                raise UsageError(f"--methods: {name} needs a package: {config.missing}")
     if text is not None and "all" not in names:
         return chosen, ()
     every = DEFAULT_METHODS if text is None else tuple(name for name in METHODS if name not in chosen)
     if missing := [name for name in every if not runs(METHODS[name])]:
         notes.append(f"left out: {', '.join(missing)}: they need a draft, but there is none: name one with --draft")
-    if apart := [name for name in every if METHODS[name].separate]:
-        told = "another package runs them on weights of its own: name them as well, as in --methods all"
-        notes.append(f"left out: {', '.join(apart)}: {told},{apart[0]}")
-    kept = [name for name in every if name not in (*missing, *apart)]
+    kept = [name for name in every if name not in missing]
     return [name for name in METHODS if name in (*kept, *chosen)] if text is not None else kept, tuple(notes)
 
 
@@ -141,7 +134,7 @@ def plan(names: Sequence[str], sweep: Sweep, index: str | None = None) -> SweepP
     index: file of dsbd index, for drafter retrieval.
     """
     if index is not None and not any("retrieval" in str(name).split("+") for name in sweep.get("drafter", ())):
-        raise UsageError(f"--index {index} would do nothing, because no --drafter is retrieval: drop it")
+        raise UsageError(f"{option_name('index')} {index} would do nothing, because no --drafter is retrieval: drop it")
     for axis in sweep:
         if not any(axis in METHODS[name].axes for name in names):
             raise UsageError(f"{option_name(axis)} would do nothing: it acts on none of {', '.join(names)}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.profiling.predict import Interpolation
 from dsbd_cli.lab.reports.profile_data import ForestSize
 
@@ -74,12 +75,14 @@ class Budget:
 
     @contextmanager
     def running(self, stop: Callable[[], None]) -> Iterator[None]:
-        """While something runs that `stop` would end."""
+        """While an engine runs that `stop` would end. Raises CutOffError where it was stopped before it began."""
         self._running = stop
         try:
-            if self.stopped:
-                stop()
+            self.check()
             yield
+        except UsageError:
+            self.check()  # a stopped engine refuses to begin
+            raise
         finally:
             self._running = None
 

@@ -339,7 +339,7 @@ def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:
 def _prompts(target: ModelSpec) -> tuple[str, ...]:
     if target.source != BUILTIN_TARGET:
         return PROMPTS
-    return tuple(one.prompt for one in itertools.islice(TASKS["sql"].records("test", 0), len(PROMPTS)))
+    return tuple(one.prompt for one in itertools.islice(TASKS["sql"].records("test"), len(PROMPTS)))
 
 
 def _engine(pair: LoadedPair, *, depth: int | None, captured: bool | None = None) -> Engine:

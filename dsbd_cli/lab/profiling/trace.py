@@ -73,12 +73,14 @@ def write_trace(bench: ProfiledPair, method: MethodConfig, path: Path) -> int:
     profiler = profile(activities=activities, acc_events=True)
     with _without_stderr():
         profiler.start()
-    with bench.budget.running(engine.stop):
-        for _ in engine.run(bench.requests[: bench.batch_size]):
-            pass
-    synchronise(*bench.devices)
-    with _without_stderr():
-        profiler.stop()
+    try:
+        with bench.budget.running(engine.stop):
+            for _ in engine.run(bench.requests[: bench.batch_size]):
+                pass
+    finally:
+        synchronise(*bench.devices)
+        with _without_stderr():
+            profiler.stop()
     try:
         with tempfile.TemporaryDirectory() as folder:
             part = Path(folder) / f"trace{path.suffix}"  # the suffix decides on compression

@@ -29,19 +29,17 @@ FROM_DISK: dict[str, Callable[[Path], Dataset]] = {
 TASK_NAMES: tuple[str, ...] = (*TASKS, *FROM_DISK)
 
 
-def open_dataset(
-    name: str, path: Path | None, seed: int, dev_path: Path | None = None, metric: str | None = None
-) -> Dataset:
+def open_dataset(name: str, path: Path | None, dev_path: Path | None = None, metric: str | None = None) -> Dataset:
     """The data set of a task. `path` is for those that lie on disk, `dev_path` for their dev records, if these lie
-    elsewhere. seed: of the built-in tasks. metric: of task jsonl, see jsonl_dataset. Raises UsageError.
+    elsewhere. metric: of task jsonl, see jsonl_dataset. Raises UsageError.
     """
     if metric is not None and name != "jsonl":
         raise UsageError(f"--metric {metric} is for prompts of --input, but the task is {name}: drop it")
     if name in TASKS:
         for given in (path, dev_path):
             if given is not None:
-                raise UsageError(f"task {name} makes its own records: drop the data path {given}")
-        return builtin_dataset(TASKS[name], seed)
+                raise UsageError(f"task {name} brings its own records: drop the data path {given}")
+        return builtin_dataset(TASKS[name])
     if name not in FROM_DISK:
         raise UsageError(f"task is {name!r}, but must be one of {', '.join(TASK_NAMES)}")
     if path is None:

@@ -21,7 +21,7 @@ class Dataset:
     Attributes:
         name: as the user chose it: sql, squad, ...
         metrics: names of the scores, the main one first; empty where answers cannot be scored.
-        records: of the data, in order; may be endless.
+        records: of the data, in order.
         score: record and text -> one number from 0 to 1 for each metric.
         notes: what the user should know of the data.
         ranks: record and all answers, best first -> the metrics; where it is given, all hypotheses are asked for, and
@@ -40,7 +40,7 @@ class Dataset:
     ranks: Callable[[TaskRecord, Sequence[str]], Mapping[str, float]] | None = None
 
 
-def builtin_dataset(task: Task, seed: int) -> Dataset:
+def builtin_dataset(task: Task) -> Dataset:
     """The test records of a built-in task, with its dev records."""
 
     def score(record: TaskRecord, text: str) -> Mapping[str, float]:
@@ -50,8 +50,8 @@ def builtin_dataset(task: Task, seed: int) -> Dataset:
 
     metrics = (task.metric, "F1") if hasattr(task, "f1") else (task.metric,)
     execute = getattr(task, "execute", None)
-    dev = Dataset(f"{task.name} dev", metrics, lambda: task.records("dev", seed), score, execute=execute)
-    return Dataset(task.name, metrics, lambda: task.records("test", seed), score, dev=dev, execute=execute)
+    dev = Dataset(f"{task.name} dev", metrics, lambda: task.records("dev"), score, execute=execute)
+    return Dataset(task.name, metrics, lambda: task.records("test"), score, dev=dev, execute=execute)
 
 
 def with_dev(dataset: Dataset) -> Dataset:

@@ -2,48 +2,15 @@
 
 from __future__ import annotations
 
-import random
-import sqlite3
-from contextlib import closing
 from typing import cast
 
-from dsbd_cli.lab.tasks.execute import STEPS, Ran, SqlProcess, read_rows
-from dsbd_cli.lab.tasks.record import Drawn, Task, TaskRecord
-from dsbd_cli.lab.tasks.schema import Schema, make_schema
-from dsbd_cli.lab.tasks.sql_child import TableData, connect
-from dsbd_cli.lab.tasks.sql_forms import Clause, ask
+from dsbd_cli.lab.tasks.execute import STEPS, Ran, SqlProcess
+from dsbd_cli.lab.tasks.record import Task, TaskRecord
+from dsbd_cli.lab.tasks.sql_child import TableData
 
 TIMEOUT_S = 30.0  # STEPS are the limit; only a statement that is deaf to them runs so long
 MAX_ROWS = 5000
 PROCESS = SqlProcess()
-
-
-def _tables_of(schema: Schema) -> dict[str, TableData]:
-    """The schema's tables as plain data."""
-    return {t.name: {"columns": [c.name for c in t.columns], "rows": [list(r) for r in t.rows]} for t in schema.tables}
-
-
-def _draw_schema(split: str, rng: random.Random, level: int) -> Schema:
-    """A schema that fits the level: one table, two, or one to three."""
-    if level == 0:
-        return make_schema(split, rng, 1, 3)
-    if level == 1:
-        return make_schema(split, rng, 2, 3)
-    return make_schema(split, rng, rng.choice((1, 2, 2, 2, 3)), 3)
-
-
-def telling(database: sqlite3.Connection, sql: str) -> bool:
-    """Whether the gold result has rows and some value that is neither 0 nor NULL."""
-    rows = read_rows(database, sql)
-    return bool(rows) and any(value not in (0, None) for value in (rows or [()])[0])
-
-
-def _draw_clause(schema: Schema, database: sqlite3.Connection, rng: random.Random, level: int) -> Clause:
-    """A question whose gold result tells something."""
-    while True:
-        clause = ask(schema, rng, level)
-        if telling(database, clause.sql):
-            return clause
 
 
 class SqlTask(Task):
@@ -51,21 +18,6 @@ class SqlTask(Task):
 
     name = "sql"
     metric = "execution accuracy"
-
-    def draw(self, split: str, rng: random.Random, size: int, level: int) -> list[Drawn]:
-        """Questions about one schema."""
-        schema = _draw_schema(split, rng, level)
-        tables = _tables_of(schema)
-        with closing(connect(tables)) as database:
-            clauses = [_draw_clause(schema, database, rng, level) for _ in range(size)]
-        return [
-            (
-                f"schema: {schema.text()}\nquestion: {clause.words}\nsql:",
-                clause.sql,
-                {"tables": tables, "ordered": " ORDER BY " in clause.sql},
-            )
-            for clause in clauses
-        ]
 
     def execute(self, record: TaskRecord, text: str) -> Ran | None:
         """What `text` returns on the record's database; None where it fails."""
