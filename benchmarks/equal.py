@@ -28,7 +28,7 @@ import dsbd_cli
 from benchmarks.common import markdown_table, results_folder, write_results
 from benchmarks.instruct_prompts import prompts
 from dsbd_cli import MethodConfig, ModelSpec, Request, SamplingConfig
-from dsbd_cli.engine.models.adapter import TransformersForest
+from dsbd_cli.engine.models.forest import Forest
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import InvalidRowError
 from dsbd_cli.lab.peers.base import sequence_logprob
@@ -51,7 +51,7 @@ def compared(target: str, todo: Sequence[tuple[int, str]], options: argparse.Nam
     method = MethodConfig(rule="search", num_beams=options.num_beams)
     engine = dsbd_cli.load(ModelSpec(target, dtype="float32"), None, method=method, batch_size=options.batch_size)
     model, codec = engine.target, engine.codec
-    assert isinstance(model, TransformersForest)
+    assert isinstance(model, Forest)
     assert isinstance(codec, HFCodec)
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, n_best=options.num_beams)
     config = PeerConfig("beam-search", options.num_beams)

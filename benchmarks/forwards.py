@@ -8,13 +8,13 @@ import time
 import torch
 
 from dsbd_cli.engine.core.protocols import ForestInput
-from dsbd_cli.engine.models.causal import CausalForestModel
+from dsbd_cli.engine.models.forest import Forest
 
-__all__ = ["forward_times", "weight_bytes"]
+__all__ = ["forward_times"]
 
 
 @torch.inference_mode()
-def forward_times(model: CausalForestModel, rows: int, nodes: int, slots: int, repeats: int = 7) -> float:
+def forward_times(model: Forest, rows: int, nodes: int, slots: int, repeats: int = 7) -> float:
     """Median seconds of a forward over `nodes` nodes in each of `rows` rows that see `slots` slots; captured as a CUDA
     graph on a GPU."""
     device = model.device
@@ -53,14 +53,3 @@ def forward_times(model: CausalForestModel, rows: int, nodes: int, slots: int, r
         torch.cuda.synchronize()
         seconds.append(begin.elapsed_time(end) / 1e3)
     return statistics.median(seconds)
-
-
-def weight_bytes(model: CausalForestModel) -> int:
-    """Bytes that a forward must read: all weights but the rows of the embedding that no token uses."""
-    total = 0
-    for module in model.module.modules():
-        packed = getattr(module, "packed", None)
-        total += packed.numel() * packed.element_size() if packed is not None else 0
-        if not isinstance(module, torch.nn.Embedding):
-            total += sum(item.numel() * item.element_size() for item in module.parameters(recurse=False))
-    return total

@@ -29,8 +29,8 @@ from benchmarks.instruct_prompts import prompts
 from benchmarks.peers.engines import CTranslateConfig, CTranslatePeer
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config import ModelSpec
+from dsbd_cli.engine.models.load_model import load_model
 from dsbd_cli.engine.models.loader import load
-from dsbd_cli.engine.models.pair import load_model
 from dsbd_cli.engine.models.registry import resolve
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
@@ -44,17 +44,19 @@ def loaded(target: str, dtype: str, quantize: Any) -> Any:
 
 def logprobs(target: str, dtype: str, quantize: Any, tokens: int) -> Tensor:
     """[places, V] log-probabilities after every token of the texts, in float32."""
+    run: Callable[[Tensor], Tensor]
     if quantize is None:
         network, tokenizer = load(ModelSpec(target, device="cpu", dtype=dtype))
+        run = lambda tokens: network(tokens, use_cache=False).logits  # noqa: E731
     else:
         model, codec = loaded(target, dtype, quantize)
-        network, tokenizer = model.module, codec.tokenizer
+        run, tokenizer = model.plain, codec.tokenizer
     root = Path(__file__).parents[1]
     found = []
     with torch.inference_mode():
         for name in TEXTS:
             ids = tokenizer((root / name).read_text(encoding="utf-8")[: 8 * tokens]).input_ids[:tokens]
-            found.append(network(torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(-1))
+            found.append(run(torch.tensor([ids]))[0].float().log_softmax(-1))
     return torch.cat(found)
 
 

@@ -18,14 +18,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 from benchmarks.inflate import SHAPES
 from benchmarks.speed import Bench, numbers, prepare, whole
 from dsbd_cli import Engine, MethodConfig
 from dsbd_cli.engine.core.protocols import ForestInput
-from dsbd_cli.engine.models.attention import Sight, grouped_attention, seeing
+from dsbd_cli.engine.models.forest_attention import Sight
+from dsbd_cli.engine.models.forest_attention import attention as attended
 
 
 class InTurn:
@@ -111,8 +112,6 @@ class Layer:
         self._seen = past | (index < starts[:, None, None])
         additive = torch.zeros(self._seen.shape, dtype=dtype)
         self._mask = additive.masked_fill_(~self._seen, torch.finfo(dtype).min)[:, None]
-        self._module = nn.Module()
-        self._module.num_key_value_groups = heads // kv_heads
         self._known = self._sight()
         self.invariant(), self.listed()  # what is made once
 
@@ -123,8 +122,7 @@ class Layer:
 
     def invariant(self) -> object:
         """As the invariant target attends."""
-        with seeing(self._known):
-            return grouped_attention(self._module, *self._states, self._mask)
+        return attended(self._known, *self._states, self._mask, DIM**-0.5)
 
     def listed(self) -> object:
         """What each node sees, worked out once a forward."""
@@ -132,7 +130,7 @@ class Layer:
 
     def fast(self) -> object:
         """As with `--set numerics=fast`."""
-        return grouped_attention(self._module, *self._states, self._mask)
+        return attended(None, *self._states, self._mask, DIM**-0.5)
 
 
 @torch.inference_mode()

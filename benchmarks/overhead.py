@@ -25,7 +25,7 @@ from benchmarks.forwards import forward_times
 from benchmarks.inflate import SHAPES
 from benchmarks.speed import Bench, numbers, prepare, whole
 from dsbd_cli import Engine, MethodConfig
-from dsbd_cli.engine.models.causal import CausalForestModel
+from dsbd_cli.engine.models.forest import Forest
 
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "Memcpy DtoH (Device -> Pageable)")
 
@@ -33,7 +33,7 @@ READS = ("aten::_local_scalar_dense", "aten::nonzero", "Memcpy DtoH (Device -> P
 class Stopwatch:
     """A model whose forward calls are timed; everything else is the model's."""
 
-    def __init__(self, model: CausalForestModel) -> None:
+    def __init__(self, model: Forest) -> None:
         self._model, self.seconds = model, 0.0
 
     def __getattr__(self, name: str) -> Any:

@@ -10,13 +10,14 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.common import environment, markdown_table, results_folder, write_results
-from benchmarks.forwards import forward_times, weight_bytes
+from benchmarks.forwards import forward_times
 from benchmarks.inflate import SHAPES
 from benchmarks.speed import Bench, numbers, prepare
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
@@ -145,7 +146,8 @@ def memory(bench: Bench, widths: list[int], lengths: list[int]) -> list[dict[str
 def prompts(bench: Bench, lengths: list[int]) -> list[dict[str, Any]]:
     """One request with a prompt of so many tokens, W=4: what reading it takes, what an iteration takes behind it."""
     for model in (bench.target, bench.draft):
-        model.module.config.max_position_embeddings = 2 * max(lengths)  # cost only: what comes out means nothing
+        decoder = model.decoder  # cost only: what comes out means nothing
+        decoder.spec = replace(decoder.spec, positions=2 * max(lengths))
     found = []
     words = [token for request in bench.requests for token in bench.codec.encode(str(request.prompt))]
     for length in lengths:
@@ -191,7 +193,7 @@ def main() -> None:
     bench = prepare(options.shape, options.draft_shape, getattr(torch, options.dtype), 2)
     if "forwards" in parts:
         found = forwards(bench, options.nodes, options.rows, options.slots)
-        read = {role: weight_bytes(model) for role, model in (("target", bench.target), ("draft", bench.draft))}
+        read = {role: model.size.read_bytes for role, model in (("target", bench.target), ("draft", bench.draft))}
         runs += [{"part": "forwards", "weight_bytes": read[item["model"]], **item} for item in found]
         text += "## Forwards\n\nGB/s: weight bytes over time.\n\n" + markdown_table(
             [

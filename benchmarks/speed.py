@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dsbd_cli.engine.models.fused import fuse, layer_kernels
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from benchmarks.common import environment, markdown_table, results_folder, write_results
@@ -28,10 +27,13 @@ from benchmarks.inflate import SHAPES, inflate
 from benchmarks.outcome import Outcome, Runner, delivered
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.config import ModelSpec
-from dsbd_cli.engine.models.causal import CausalForestModel
+from dsbd_cli.engine.models.decoder.forest import DecoderForest
+from dsbd_cli.engine.models.decoder.load import DecoderSource, decoder_forest, pack
+from dsbd_cli.engine.models.decoder.spec import DecoderSpec, spec_of
+from dsbd_cli.engine.models.generation import CheckpointSettings
 from dsbd_cli.engine.models.invariance import is_invariant
+from dsbd_cli.engine.models.load_model import LAYER_KERNELS
 from dsbd_cli.engine.models.loader import eos_ids, load_tokenizer
-from dsbd_cli.engine.models.packing import pack
 from dsbd_cli.engine.models.registry import resolve
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.kernels import available
@@ -46,8 +48,8 @@ NEW_TOKENS = 48
 class Bench:
     """Models and requests that all methods share. plain: (target, draft) as transformers loads them."""
 
-    target: CausalForestModel
-    draft: CausalForestModel
+    target: DecoderForest
+    draft: DecoderForest
     plain: tuple[Any, Any]
     codec: HFCodec
     requests: tuple[Request, ...]
@@ -99,7 +101,7 @@ def _padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tenso
 def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Bench:
     """Inflate the pair and take `count` test records, as many of each task."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    copies: list[list[Any]] = [[], []]  # ours is packed, or has fused layers; the comparators' is stock
+    copies: list[list[Any]] = [[], []]  # ours gives its weights to our own decoder; the comparators' stays
     for role, name in (("target", shape), ("draft", draft_shape)):
         for models in copies:
             small = AutoModelForCausalLM.from_pretrained(resolve(f"builtin:{role}").path, dtype=torch.float32)
@@ -108,12 +110,7 @@ def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Ben
     ours, plain = copies[0], copies[-1]
     tokenizer = load_tokenizer(Path(resolve("builtin:target").path), ModelSpec("builtin:target"))
     codec = HFCodec(tokenizer, eos_ids(ours[0], tokenizer))
-    for model in ours:  # as they are loaded
-        if device == "cpu":
-            fuse(model, layer_kernels(torch.device(device)), partial(pack, model))
-        elif available():
-            fuse(model, layer_kernels(torch.device(device), faults(torch.device(device))))
-    target, draft = (CausalForestModel(model, name) for model, name in zip(ours, (shape, draft_shape), strict=True))
+    target, draft = map(own, ours, (shape, draft_shape))
     target.invariant = is_invariant(target)
     shares = [(count + place) // len(GENERATORS) for place in range(len(GENERATORS))]
     tasks = zip(GENERATORS.values(), shares, strict=True)
@@ -121,6 +118,19 @@ def prepare(shape: str, draft_shape: str, dtype: torch.dtype, count: int) -> Ben
     sampling = SamplingConfig(max_new_tokens=NEW_TOKENS)
     requests = tuple(Request(id=r.id, seed=derive_seed(0, r.id), prompt=r.prompt, sampling=sampling) for r in records)
     return Bench(target, draft, (plain[0], plain[1]), codec, requests)
+
+
+def own(model: Any, name: str) -> DecoderForest:
+    """Return our own decoder with the weights of a transformers model, as it is loaded."""
+    spec, state, device = spec_of(model.config), model.state_dict(), model.device
+    assert isinstance(spec, DecoderSpec), spec
+    tensors = {key: partial(state.__getitem__, key) for key in state}
+    kernels = frozenset(LAYER_KERNELS[:3]) - faults(device).keys() if device.type == "cuda" and available() else ()
+    role, settings = ModelSpec(name, device=device.type), CheckpointSettings.of(model.config, {})
+    source = DecoderSource(spec, tensors, model.dtype, device)
+    forest = decoder_forest(role, source, settings, None, lambda: model, frozenset(kernels))
+    pack(forest, role, None)
+    return forest
 
 
 def methods(bench: Bench, beams: int, batch_size: int, drafts: int, depth: int) -> dict[str, Runner]:

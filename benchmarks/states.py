@@ -36,7 +36,7 @@ from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.models import mixers
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.invariance import is_invariant
-from dsbd_cli.engine.models.packing import PackedLinear, pack
+from dsbd_cli.engine.models.patching import PackedLinear, pack
 
 COMMON = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 # four layers: the whole model would not fit beside its comparators

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,15 @@ with contextlib.suppress(ModuleNotFoundError):  # GPU machines run a few files t
     settings.load_profile("steady")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cache_folder_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Guards the user's cache folder, from which no test may read a verdict on a model, nor keep one there. Tests that
+    load the shipped models ask each once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays, so the collector need not look at it again and again. In a fresh checkout the
     kernels of attention, layers and sums are compiled before any test runs: a command that compiles them says so."""
@@ -36,7 +45,7 @@ def pytest_collection_finish() -> None:
     kept = Path(tail.__file__).parent / "__pycache__"
     loads: tuple[tuple[str, Callable[[], object]], ...] = (
         ("tail_kernel.attend", tail._kernels),
-        ("packing_kernel.multiply", packing._kernel),
+        ("packing_kernel.multiply", packing._kernels),
         ("layer_kernel.norm", layer_ops._kernels),
         ("totals_kernel.totals", totals._kernel),
     )

@@ -24,7 +24,6 @@ import pytest
 import dsbd_cli.engine.decoding
 from dsbd_cli.job.cli.app import run
 from tests.cli import fake
-from tests.loads import shipped_models_are_checked_once  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 ONE_ROW = b'{"prompt": "a"}\n'

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.config import ModelSpec
-from dsbd_cli.engine.models.pair import load_model
+from dsbd_cli.engine.models.load_model import load_model
 from dsbd_cli.engine.models.student import StudentShape, new_student, student_shape
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 from dsbd_cli.lab.distillation import laws, training

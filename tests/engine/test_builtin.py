@@ -48,7 +48,7 @@ def test_search_is_transformers_beam_search(beams: int, penalty: float, early: b
     settings = {"length_penalty": penalty, "early_stopping": early, "n_best": beams}
     found = run(10, sampling=settings, rule="search", num_beams=beams, drafts_per_layer=2 * beams)
     engine = pair()
-    model: Any = engine.target.module  # type: ignore[attr-defined]
+    model: Any = engine.target.stock()  # type: ignore[attr-defined]
     beam_options = {"length_penalty": penalty, "early_stopping": early} if beams > 1 else {}
     for record, result in zip(records(10), found, strict=True):
         prompt = torch.tensor([engine.codec.encode(record.prompt)])

@@ -3,6 +3,7 @@ leaves otherwise than the next iteration, an admission or the reading of results
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,14 +14,13 @@ from dsbd_cli import MethodConfig, ModelSpec, Request, UsageError, load
 from dsbd_cli.config import BUILTIN_DRAFT, BUILTIN_TARGET, SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.models import pair
-from dsbd_cli.engine.models.causal import CausalForestModel
-from dsbd_cli.engine.models.fused import LayerKernels, fuse
-from dsbd_cli.engine.models.invariance import Verdict
+from dsbd_cli.engine.models.decoder.forest import DecoderForest
+from dsbd_cli.engine.models.layer_select import REFERENCE
 from dsbd_cli.kernels import walk
-from dsbd_cli.kernels.twins import gated_twin, norm_twin, rotate_twin
 from tests.engine.toys import NumberCodec, table_pair
 from tests.kernels import DEVICE
-from tests.models.tiny import V, build
+from tests.kernels.test_decoders import forest_of
+from tests.models.decoders import V
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 VOCABULARY = 10
@@ -81,9 +81,9 @@ def test_a_kernel_of_a_layer_that_fails_is_left_out_in_mid_run() -> None:
         calls[0] += 1
         if calls == last:
             raise OutOfResources(300_000, 232_448, "shared memory")
-        return norm_twin(*arguments)
+        return REFERENCE.norm(*arguments)
 
-    def texts(target: CausalForestModel, told: list[str]) -> tuple[list[tuple[int, ...]], str]:
+    def texts(target: DecoderForest, told: list[str]) -> tuple[list[tuple[int, ...]], str]:
         engine = Engine(target, None, NumberCodec(V, (2,)), MethodConfig(rule="search", num_beams=2), batch_size=2)
         engine.tell = told.append
         rows = [
@@ -91,10 +91,10 @@ def test_a_kernel_of_a_layer_that_fails_is_left_out_in_mid_run() -> None:
         ]
         return [result.hypotheses[0].token_ids for result in engine.run(rows)], engine.exactness
 
-    plain, target = (CausalForestModel(build("llama"), "llama") for _ in range(2))
-    target.fused = fuse(target.module, LayerKernels(fails, gated_twin, rotate_twin))
+    plain, target = (forest_of("llama") for _ in range(2))
+    target.decoder.ops = replace(REFERENCE, norm=fails, names=("norm",))
     for model in (plain, target):
-        model.trust(Verdict(None, True))
+        model.trust(None, True)
     last = [calls[0] + 30]
     said, told = list[str](), list[str]()
     (wanted, before), (found, after) = texts(plain, said), texts(target, told)
@@ -103,8 +103,8 @@ def test_a_kernel_of_a_layer_that_fails_is_left_out_in_mid_run() -> None:
     assert said == []
     (line,) = told
     assert line.startswith("the run goes on without kernels")
-    assert (calls, target.fused.counts) == (last, {})
-    assert not any("forward" in vars(module) for module in target.module.modules() if "Norm" in type(module).__name__)
+    assert calls == last
+    assert target.decoder.ops is REFERENCE
 
 
 def test_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,12 @@ def save(folder: Path, family: str = "llama", *, tokenizer: Any = None, **change
     return folder
 
 
+@pytest.fixture(autouse=True)
+def checks_are_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards tests that break something against verdicts of others."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama in bfloat16 with its tokenizer."""

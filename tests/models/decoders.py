@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from tests.models.conftest import numbers
 
 V = 97
 # wide enough for the kernels of a CPU: multiples of 16, and of 32 in a head
@@ -98,11 +102,14 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build_decoder(name: str, seed: int = 0) -> Any:
-    """Return a random model in evaluation mode. Norms and biases are random too, or a missing one would not show."""
+def build_decoder(name: str, seed: int = 0, **changes: Any) -> Any:
+    """Return a random model in evaluation mode. Norms and biases are random too, or a missing one would not show.
+
+    changes: settings of the config in place of the family's own.
+    """
     kind, settings = DECODERS[name]
     torch.manual_seed(seed)
-    config = getattr(transformers, kind)(**settings)
+    config = getattr(transformers, kind)(**{**settings, **changes})
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -111,3 +118,23 @@ def build_decoder(name: str, seed: int = 0) -> Any:
             else:
                 parameter.mul_(4)
     return model.eval().requires_grad_(False)
+
+
+def first_layers(model: Any, count: int) -> Any:
+    """Return a draft: the same model with its first layers alone."""
+    config = deepcopy(model.config)
+    config.num_hidden_layers = count
+    for name in ("layer_types", "no_rope_layers"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, getattr(config, name)[:count])
+    small: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    state = model.state_dict()
+    small.load_state_dict({name: state[name] for name in small.state_dict()})
+    return small.eval().requires_grad_(False)
+
+
+def save_decoder(folder: Path, model: Any, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a checkpoint with a tokenizer whose words are numbers."""
+    deepcopy(model).to(dtype).save_pretrained(folder)
+    numbers().save_pretrained(folder)
+    return folder

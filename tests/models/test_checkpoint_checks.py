@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsbd_cli.config import ModelSpec
-from dsbd_cli.engine.models import pair
+from dsbd_cli.engine.models import load_model as loading
 from dsbd_cli.engine.models.checkpoint_checks import check_checkpoint, check_numbers, read_headers, stored_bytes
 from dsbd_cli.engine.models.loader import load
 from dsbd_cli.errors import ModelError
@@ -158,19 +158,23 @@ def test_a_large_model_is_told_before_and_after(
     """Guards a minute of silence, and lines about what takes no time."""
     spec, size = ModelSpec(str(checkpoint), device="cpu"), stored_bytes(checkpoint)
     assert size == (checkpoint / "model.safetensors").stat().st_size
-    with caplog.at_level(logging.INFO, "dsbd_cli.engine.models.pair"):
-        pair.load_model(spec)
+    with caplog.at_level(logging.INFO, "dsbd_cli.engine.models.load_model"):
+        loading.load_model(spec)
         assert caplog.messages == []
-        monkeypatch.setattr(pair, "TOLD_BYTES", size)
-        real, seen = pair._load_model, []
+        monkeypatch.setattr(loading, "TOLD_BYTES", size)
+        real, seen = loading._loaded, []
 
-        def loading(spec: ModelSpec) -> Any:
+        def noting(spec: ModelSpec, **more: Any) -> Any:
             seen.extend(caplog.messages)
-            return real(spec)
+            return real(spec, **more)
 
-        monkeypatch.setattr(pair, "_load_model", loading)
-        pair.load_model(spec)
+        monkeypatch.setattr(loading, "_loaded", noting)
+        loading.load_model(spec)
     assert seen == [f"loading {checkpoint} (0 MB)"]
     assert len(caplog.messages) == 2
     assert caplog.messages[1].startswith(f"loaded {checkpoint} in ")
-    assert pair._size(3_100_000_000) == "3.1 GB"
+    caplog.clear()
+    monkeypatch.setattr(loading, "stored_bytes", lambda place: 3_100_000_000)
+    with caplog.at_level(logging.INFO, "dsbd_cli.engine.models.load_model"):
+        loading.load_model(spec)
+    assert caplog.messages[0] == f"loading {checkpoint} (3.1 GB)"

@@ -14,12 +14,13 @@ from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.core.slots import PREFIX_STEP
 from dsbd_cli.engine.decoding import prefill
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.models import attention, mixers, tail
+from dsbd_cli.engine.models import attention, forest_attention, mixers, tail
 from dsbd_cli.engine.models.causal import CausalForestModel
-from dsbd_cli.engine.models.invariance import Company, Verdict, _logits, check, is_invariant
+from dsbd_cli.engine.models.invariance import Company, _logits, check, is_invariant
+from dsbd_cli.engine.models.load_model import load_model
 from dsbd_cli.engine.models.native import features, on_amd
-from dsbd_cli.engine.models.packing import pack
-from dsbd_cli.engine.models.pair import LoadedPair, load_model, load_pair
+from dsbd_cli.engine.models.pair import LoadedPair, load_pair
+from dsbd_cli.engine.models.patching import pack
 from dsbd_cli.engine.models.states import LinearState, StateCache
 from dsbd_cli.requests import Request
 from tests.models.tiny import FIT, build
@@ -155,19 +156,19 @@ def all_slots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
-    monkeypatch.setattr(attention, "_by_parts", fused)
+    monkeypatch.setattr(forest_attention, "_by_parts", fused)
     in_torch(monkeypatch)
 
 
 def narrow_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tail in float32, by slot."""
     in_torch(monkeypatch)
-    monkeypatch.setattr(attention.torch, "float64", torch.float32)
+    monkeypatch.setattr(forest_attention.torch, "float64", torch.float32)
 
 
 def odd_remainders(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many queries in the fused kernel as there happen to be."""
-    monkeypatch.setattr(attention, "QUERY_STEP", 1)
+    monkeypatch.setattr(forest_attention, "QUERY_STEP", 1)
 
 
 @pytest.mark.parametrize("break_it", [all_slots_at_once, narrow_sums, odd_remainders])
@@ -187,7 +188,7 @@ def attended(tail: int) -> torch.Tensor:
     seen[..., :64] = True
     seen[..., 64:70] = torch.ones(6, 6).tril().bool()
     additive = torch.zeros(1, 1, 6, 128).masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
-    sight = attention.Sight((64,), tail)
+    sight = forest_attention.Sight((64,), tail)
     sight.add(additive, seen, whole=True)
     with attention.seeing(sight):
         return attention.grouped_attention(torch.nn.Module(), query[:, :, :6], key, value, additive)[0]
@@ -207,7 +208,7 @@ def test_a_tail_that_is_not_filled_up_is_found(monkeypatch: pytest.MonkeyPatch) 
     """Guards the test above."""
     in_torch(monkeypatch)
     wide = attended(64)
-    monkeypatch.setattr(attention, "LEAST_TAIL", 1)
+    monkeypatch.setattr(forest_attention, "LEAST_TAIL", 1)
     assert not all(torch.equal(attended(tail), wide) for tail in range(6, 12))
 
 
@@ -218,7 +219,7 @@ def of_queries(count: int, dim: int) -> torch.Tensor:
     seen = torch.zeros(1, count, 128, dtype=torch.bool)
     seen[..., :97] = True
     additive = torch.zeros(1, 1, count, 128).masked_fill_(~seen[:, None], torch.finfo(torch.float32).min)
-    sight = attention.Sight((96,), 32)
+    sight = forest_attention.Sight((96,), 32)
     sight.add(additive, seen, whole=True)
     with attention.seeing(sight):
         return attention.grouped_attention(torch.nn.Module(), query[:, :, :count], key, value, additive)[0][:, 0]
@@ -237,7 +238,7 @@ def test_a_query_has_the_same_bits_beside_any_number_of_others(dim: int, monkeyp
 @pytest.mark.parametrize("dim", [128, 256])
 def test_queries_that_are_not_filled_up_are_found(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the test above."""
-    monkeypatch.setattr(attention, "LEAST_REST", 1)
+    monkeypatch.setattr(forest_attention, "LEAST_REST", 1)
     few = [torch.equal(of_queries(count, dim), of_queries(96, dim)) for count in range(1, 40)]
     if all(few) and "avx512f" not in features():
         pytest.skip("only processors with AVX-512 are known for it")
@@ -345,15 +346,21 @@ def test_mutants_of_a_reading_in_blocks_are_found(monkeypatch: pytest.MonkeyPatc
     text = [chance.randrange(model.vocab_size) for _ in range(LONG)]
     whole = read(model, text, ())
     assert not all(equal(read(model, text, (cut,)), whole) for cut in (32, 96, 256 + 32))
-    monkeypatch.setattr(attention.Blocks, "of", classmethod(lambda cls, batch: None))
+    monkeypatch.setattr(forest_attention.Blocks, "of", classmethod(lambda cls, batch: None))
     whole = read(model, text, ())
     assert not all(equal(read(model, text, (cut,)), whole) for cut in (64, 192, 256, 448))
+
+
+def trust(model: CausalForestModel) -> None:
+    """Ask a model whether it is invariant, and tell it."""
+    found = check(model)
+    model.trust(found.varies, found.copies)
 
 
 def test_a_model_whose_bits_a_copy_moves_does_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the check at load, and that it says so."""
     good = wide("llama", torch.float32)
-    good.trust(check(good))
+    trust(good)
     assert (good.invariant, good.copies_prefixes, good.told) == (True, True, ())
     copy = CausalForestModel.copy_prefixes
 
@@ -362,11 +369,11 @@ def test_a_model_whose_bits_a_copy_moves_does_not_share(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(CausalForestModel, "copy_prefixes", less)
     bad = wide("llama", torch.float32)
-    bad.trust(check(bad))
+    trust(bad)
     assert (bad.invariant, bad.copies_prefixes) == (True, False)
     assert bad.told == ("prompts that begin alike are each read whole: a copied beginning would change bits here",)
     few = wide("llama", torch.float32, max_position_embeddings=PREFIX_STEP + 4)
-    few.trust(check(few))
+    trust(few)
     assert (few.invariant, few.copies_prefixes) == (True, False)
     assert few.told == (
         "prompts that begin alike are each read whole: the model takes too few tokens to check whether a copied "
@@ -374,7 +381,7 @@ def test_a_model_whose_bits_a_copy_moves_does_not_share(monkeypatch: pytest.Monk
     )
     recurrent = CausalForestModel(build("mamba2"), "mamba2")
     assert not recurrent.copies_prefixes
-    recurrent.trust(Verdict(None))
+    recurrent.trust(None, None)
     assert recurrent.told == ()
 
 

@@ -3,25 +3,23 @@ put to work in whole models."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
-import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
-from dsbd_cli.engine.models import layer_ops
+from dsbd_cli.config import ModelSpec
+from dsbd_cli.engine.models import layer_ops, program
 from dsbd_cli.engine.models.causal import CausalForestModel
-from dsbd_cli.engine.models.fused import fuse, layer_kernels
-from dsbd_cli.engine.models.invariance import check
-from dsbd_cli.engine.models.packing import pack, packing_works
-from dsbd_cli.engine.models.quantize import Int8Linear, int8_missing, quantize
-from dsbd_cli.engine.models.selftest import self_test
+from dsbd_cli.engine.models.layer_select import REFERENCE, layer_ops_for
+from dsbd_cli.engine.models.load_model import load_model
 from dsbd_cli.kernels.twins import gated_twin, norm_twin, rotate_twin
-from tests.models.tiny import build
+from tests.models.decoders import build_decoder, save_decoder
 
 pytestmark = [
     pytest.mark.skipif(not layer_ops.serves(), reason="kernels of numba do not run here"),
@@ -125,125 +123,30 @@ def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype) -> None:
         assert not found[[0, 2]].isnan().any()
 
 
-WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
-LAYERS = 2
-# what is found in two layers whose widths the kernels take; qwen3 and gemma3 have norms of heads
-FOUND = {
-    "llama": {"norm": 2 * LAYERS + 1, "gated": LAYERS, "rotate": LAYERS, "layer": LAYERS, "recorded": LAYERS},
-    "qwen2": {"norm": 2 * LAYERS + 1, "gated": LAYERS, "rotate": LAYERS, "layer": LAYERS, "recorded": LAYERS},
-    "qwen3": {"norm": 4 * LAYERS + 1, "gated": LAYERS, "rotate": LAYERS, "layer": LAYERS, "recorded": LAYERS},
-    "gemma3 window": {"norm": 6 * LAYERS + 1, "gated": LAYERS, "rotate": LAYERS, "recorded": LAYERS},
-    "gpt2": {},
-}
+def test_what_the_kernels_do_not_take_is_left_to_torch() -> None:
+    """Heads of 8 numbers, gates of 50, half precision."""
+    cpu = torch.device("cpu")
+    found = layer_ops_for(cpu, torch.float32, {64, 96, 16})
+    assert found.names == ("norm", "gated", "rotate")
+    assert found.programs == program.serves()
+    for dtype, widths in ((torch.float32, {64, 96, 4}), (torch.float32, {64, 50, 16}), (torch.float16, {64, 96, 16})):
+        assert layer_ops_for(cpu, dtype, widths) is REFERENCE
 
 
-def widened(family: str) -> Any:
-    if family == "gpt2":
-        return build(family)
-    return build(family, **WIDE, **({"head_dim": 32} if family in ("qwen3", "gemma3 window") else {}))
-
-
-@DTYPES
-@pytest.mark.parametrize("family", FOUND)
-def test_models_whose_layers_run_as_kernels(family: str, dtype: torch.dtype) -> None:
-    """The same logits, the self-test passes, and the bits of a node do not depend on what is beside it."""
-    if not packing_works(dtype):
-        pytest.skip("this machine packs no products")
-    stock, model = widened(family).to(dtype), widened(family).to(dtype)
-    limit = 1e-5 if dtype == torch.float32 else 3e-2
-    fused = fuse(model, layer_kernels(torch.device("cpu")), lambda joined: pack(model, joined))
-    assert fused.counts == FOUND[family]
-    assert fused.packed >= 7 * LAYERS or family == "gpt2"
-    tokens = torch.arange(40)[None]
-    with torch.inference_mode():
-        ours, theirs = model(input_ids=tokens).logits.float(), stock(input_ids=tokens).logits.float()
-    assert (ours - theirs).square().mean().sqrt() <= limit * theirs.std()
-    forest = CausalForestModel(model, family)
-    self_test(forest)
-    assert check(forest).varies is None
-    forest.release()
-    if FOUND[family]:
-        layer = model.model.layers[0]
-        assert layer.mlp.gate_proj.product is layer.mlp.up_proj.product
-        assert layer.self_attn.q_proj.product is layer.self_attn.v_proj.product
-    fused.undo()
-    with torch.inference_mode():
-        undone = model(input_ids=tokens).logits.float()
-    assert (undone - theirs).square().mean().sqrt() <= limit * theirs.std()
-
-
-def test_weights_are_freed_as_they_are_packed() -> None:
-    """Guards a second copy of the weights at load: of what has been asked on the way, nothing is held."""
-    model = widened("llama")
-    held = [weakref.ref(one.weight) for one in (model.model.layers[0].mlp.gate_proj, model.model.layers[0].mlp.up_proj)]
-
-    def packed(joined: Any) -> int:
-        model(input_ids=torch.arange(8)[None])
-        count = pack(model, joined)
-        assert [one() for one in held] == [None, None]
-        return count
-
-    if packing_works(torch.float32):
-        assert fuse(model, layer_kernels(torch.device("cpu")), packed).packed
-
-
-def test_attention_that_rotates_a_part_of_a_head_is_left_alone() -> None:
-    """Guards Nemotron and Bamba, which rotate as much of a head as there are angles: kernels rotate all of it."""
-    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 97}
-    config = transformers.NemotronConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
-    torch.manual_seed(0)
-    model = transformers.NemotronForCausalLM(config).eval().requires_grad_(False)
-    assert config.rope_parameters["partial_rotary_factor"] == 0.5
-    assert "rotate" not in fuse(model, layer_kernels(torch.device("cpu"))).counts
-    self_test(CausalForestModel(model, "nemotron"))
-
-
-@DTYPES
-def test_attention_with_angles_of_another_dtype_is_left_alone(dtype: torch.dtype) -> None:
-    """Guards OLMo, whose angles are float32 in every dtype: one kernel that cannot run would undo all others."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 97}
-    torch.manual_seed(0)
-    config = transformers.OlmoConfig(**sizes, num_attention_heads=2)
-    model = transformers.OlmoForCausalLM(config).eval().requires_grad_(False).to(dtype)
-    fused = fuse(model, layer_kernels(torch.device("cpu")), lambda joined: pack(model, joined))
-    assert fused.counts.get("rotate", 0) == (dtype == torch.float32)
-    assert fused.counts["gated"] == 1
-    self_test(CausalForestModel(model, "olmo"))
-
-
-def test_a_forward_that_a_layer_was_given_stays() -> None:
-    """Guards a patched layer that loses its patch while modules are asked, or is packed without it."""
-    model = widened("llama")
-    linear = model.model.layers[0].mlp.gate_proj
-    own, tokens = linear.forward, torch.arange(12)[None]
-    linear.forward = lambda x: own(x) * 2
-    with torch.inference_mode():
-        wanted = model(input_ids=tokens).logits
-        fuse(model, layer_kernels(torch.device("cpu")), lambda joined: pack(model, joined))
-        torch.testing.assert_close(model(input_ids=tokens).logits, wanted, rtol=1e-4, atol=1e-5)
-    assert model.model.layers[0].mlp.gate_proj is linear
-
-
-def test_kernels_of_the_cpu_need_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards machines without a GPU, where torch brings none: an import that fails would undo everything."""
-    for name in [name for name in sys.modules if name.startswith("triton") or name.startswith("dsbd_cli.kernels.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "triton", None)
-    model = widened("llama")
-    fused = fuse(model, layer_kernels(torch.device("cpu")), lambda joined: pack(model, joined))
-    assert fused.counts == FOUND["llama"]
-
-
-def test_widths_that_the_kernels_do_not_take_stay() -> None:
-    """Heads of 8 numbers, and gates of 50."""
-    model = build("llama", intermediate_size=50)
-    fused = fuse(model, layer_kernels(torch.device("cpu")))
-    assert fused.counts == {"norm": 2 * LAYERS + 1, "layer": LAYERS}
+def test_kernels_of_the_cpu_need_no_triton() -> None:
+    """Guards machines without a GPU, where torch brings none."""
+    code = (
+        "import sys; sys.modules['triton'] = None; import torch; "
+        "from dsbd_cli.engine.models.layer_select import layer_ops_for; "
+        "print(layer_ops_for(torch.device('cpu'), torch.float32, {64}).names)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (out.returncode, out.stdout) == (0, "('norm', 'gated', 'rotate')\n"), out.stderr
 
 
 @pytest.mark.parametrize("broken", ["norm", "gated", "rotate"])
-def test_a_wrong_kernel_is_undone(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the check with stand-ins for products: what a kernel gives must still be seen in the logits."""
+def test_a_wrong_kernel_serves_no_model(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards answers by a kernel that gives something else on this processor: transformers runs the model then."""
     right = getattr(layer_ops, broken)
 
     def wrong(*arguments: Any) -> Any:
@@ -251,32 +154,17 @@ def test_a_wrong_kernel_is_undone(broken: str, monkeypatch: pytest.MonkeyPatch) 
         return (result[0] * 1.5, result[1]) if isinstance(result, tuple) else result * 1.5
 
     monkeypatch.setattr(layer_ops, broken, wrong)
-    model = widened("llama")
-    fused = fuse(model, layer_kernels(torch.device("cpu")), lambda joined: pack(model, joined))
-    if broken == "rotate":  # runs over a packed forest only: the check at load finds it
-        from dsbd_cli.errors import UnsupportedModelError
-
-        with pytest.raises(UnsupportedModelError):
-            self_test(CausalForestModel(model, "llama"))
-    else:
-        assert (fused.counts, fused.undone) == ({}, True)
+    folder = save_decoder(tmp_path / "model", build_decoder("gemma3" if broken == "norm" else "llama"))
+    forest, _ = load_model(ModelSpec(str(folder), dtype="float32", device="cpu"))
+    assert isinstance(forest, CausalForestModel)
+    (line,) = forest.told
+    assert "in our own decoder its logits are off by" in line
 
 
-@pytest.mark.skipif(int8_missing() is not None, reason="int8 products do not run here")
-def test_int8_products_of_one_input_keep_their_order() -> None:
-    """Fused layers ask for whole products, and plain ones for each layer. Guards parts in another order, which no check
-    at load would see: they are made after it."""
-    model = widened("qwen2")
-    fused = fuse(model, layer_kernels(torch.device("cpu")), lambda joined: 0)
-    tokens = torch.arange(24)[None]
-    quantize(model, lambda: model(input_ids=tokens), least=1)
-    pack(model, fused.joined)
-    layer = model.model.layers[0]
-    assert isinstance(layer.self_attn.q_proj, Int8Linear)
-    assert layer.self_attn.q_proj.product is layer.self_attn.v_proj.product
-    with torch.inference_mode():
-        ours = model(input_ids=tokens).logits
-        with fused.away():
-            plain = model(input_ids=tokens).logits
-    assert (ours - plain).square().mean().sqrt() <= 1e-3 * plain.std()
-    self_test(CausalForestModel(model, "int8"))
+def test_a_wrong_program_serves_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain forwards, which are compared with transformers, run none: the self-test finds it."""
+    monkeypatch.setattr(program.Program, "run", lambda self: None)
+    folder = save_decoder(tmp_path / "model", build_decoder("llama"))
+    forest, _ = load_model(ModelSpec(str(folder), dtype="float32", device="cpu"))
+    assert isinstance(forest, CausalForestModel)
+    assert len(forest.told) == 1

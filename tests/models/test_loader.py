@@ -94,8 +94,8 @@ def test_bad_device(checkpoint: Path, field: str, value: str) -> None:
 
 def test_cached_hub_id_needs_no_network(checkpoint: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards work without a network, HF_HUB_OFFLINE unset: what is in the cache is loaded at once."""
-    for name in ("reachable", "snapshot_download"):
-        monkeypatch.setattr(hub, name, lambda *_, **__: pytest.fail("the network is not needed"))
+    for name in ("dsbd_cli.engine.models.hub.reachable", "huggingface_hub.snapshot_download"):
+        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("the network is not needed"))
     cache_as(hub_cache, "me/tiny", checkpoint)
     model, _ = load(ModelSpec("me/tiny", device="cpu"))
     assert model.config.model_type == "llama"
@@ -125,7 +125,7 @@ def test_incomplete_cache_is_not_taken(checkpoint: Path, hub_cache: Path) -> Non
 def test_uncached_offline_fails_fast(hub_cache: Path, monkeypatch: pytest.MonkeyPatch, offline: bool) -> None:
     """Guards 20 seconds of retries, and a message that does not say which of the two models is meant."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: pytest.fail("it retries for long"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("it retries for long"))
     with pytest.raises(ModelNotFoundError, match="draft model 'me/none'") as caught:
         load(ModelSpec("me/none", role="draft"))
     assert "\n" not in str(caught.value)

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from dsbd_cli.engine.models import native, packing
-from dsbd_cli.engine.models.packing import PackedLinear, pack, packing_works, whole
+from dsbd_cli.engine.models.native import EAGER
+from dsbd_cli.engine.models.packing import PackedProduct, packing_works
+from dsbd_cli.engine.models.patching import PackedLinear, pack
 
 needs_packing = pytest.mark.skipif(not packing_works(torch.float32), reason="this torch build cannot pack weights")
 
@@ -131,7 +133,7 @@ def test_the_default_dtype_of_torch_is_not_the_kernels(way: str) -> None:
     serves(torch.float32)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        assert packing.Parts.of(9, 4, 100).room().dtype == torch.float32
+        assert packing.Parts.of(9, 4, 100).room(EAGER).dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -164,28 +166,21 @@ def test_another_bias_and_a_copy_leave_the_original_alone() -> None:
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_of_one_input_become_one_product(dtype: torch.dtype) -> None:
-    """With the bits that each would have alone, whether one is asked or all. Guards parts of a product that begin at
-    another output, and a result kept for another input."""
+    """With the bits that each would have alone. Guards parts of a product that begin at another output, and a bias that
+    only some have."""
     serves(dtype)
-    parent = nn.Module()
-    for name, outputs, biased in (("q", 96, True), ("k", 72, False), ("v", 64, True), ("o", 160, True)):
-        setattr(parent, name, nn.Linear(160, outputs, bias=biased, dtype=dtype).requires_grad_(False))
+    torch.manual_seed(3)
+    layers = [
+        nn.Linear(160, outputs, bias=biased, dtype=dtype).requires_grad_(False)
+        for outputs, biased in ((96, True), (72, False), (64, True))
+    ]
     x, other = torch.randn(2, 5, 160).to(dtype), torch.randn(1, 160).to(dtype)
     with torch.inference_mode():
-        alone = [PackedLinear(getattr(parent, name)) for name in "qkv"]
-        assert pack(parent, [(parent, ("q", "k", "v"))]) == 4
-        layers: list[Any] = [getattr(parent, name) for name in "qkv"]
-        assert len({id(layer.packed) for layer in layers}) == 1
-        assert layers[0].packed is not parent.o.packed  # type: ignore[union-attr]
+        product = PackedProduct([layer.weight for layer in layers], [layer.bias for layer in layers])
+        assert product.parts == [96, 72, 64]
+        alone = [PackedLinear(layer) for layer in layers]
         for given in (x, other, x):
-            wanted = [layer(given) for layer in alone]
-            assert torch.equal(torch.cat([layer(given) for layer in layers[::-1]][::-1], -1), torch.cat(wanted, -1))
-            assert torch.equal(layers[1](given), wanted[1])
-            product = whole(layers)
-            assert product is not None
-            assert torch.equal(product.compute(given), torch.cat(wanted, -1))
-        assert whole(layers[::-1]) is None
-        assert whole([*layers, parent.o]) is None
+            assert torch.equal(product.compute(given), torch.cat([layer(given) for layer in alone], -1))
 
 
 @needs_packing
@@ -198,9 +193,12 @@ def test_packs_plain_linear_layers_only() -> None:
     ).requires_grad_(False)
     hooked = nn.Linear(64, 64)
     hooked.register_forward_hook(lambda *_: None)
-    model.append(hooked)
+    patched = nn.Linear(64, 64)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    model.extend((hooked, patched))
     assert pack(model) == 2
-    assert [type(layer) for layer in model] == [PackedLinear, Special, PackedLinear, nn.Embedding, nn.Linear, nn.Linear]
+    kinds = [PackedLinear, Special, PackedLinear, nn.Embedding, nn.Linear, nn.Linear, nn.Linear]
+    assert [type(layer) for layer in model] == kinds
     assert pack(model) == 0
 
 
@@ -277,7 +275,7 @@ def test_both_tiles_of_bfloat16_sum_the_products(kind: str) -> None:
     steps, most = 40, 7
     weight = torch.randn(packing.COLUMNS, 2 * steps, generator=generator).bfloat16()
     x = torch.randn(most, 2 * steps, generator=generator).bfloat16()
-    lines, add_up = packing.lines(weight), tile(kind)
+    lines, add_up = packing.lines([weight]), tile(kind)
     found = []
     for count in range(1, most + 1):
         sums = torch.zeros(count, packing.COLUMNS)

@@ -13,8 +13,12 @@ from torch import Tensor, nn
 
 from dsbd_cli.config import ModelSpec
 from dsbd_cli.engine.models import loader
-from dsbd_cli.engine.models.pair import load_model, load_pair
-from dsbd_cli.engine.models.quantize import Int8Linear, int8_missing, quantize
+from dsbd_cli.engine.models.decoder.forest import DecoderForest
+from dsbd_cli.engine.models.decoder.pack import quantize_decoder
+from dsbd_cli.engine.models.load_model import load_model
+from dsbd_cli.engine.models.pair import load_pair
+from dsbd_cli.engine.models.patching import Int8Linear, quantize
+from dsbd_cli.engine.models.quantize import Int8Product, int8_missing
 from dsbd_cli.engine.models.seq2seq import sample_source
 from dsbd_cli.errors import UsageError
 from tests.models.conftest import numbers, save
@@ -104,14 +108,17 @@ def test_the_sums_are_those_of_the_integers_exactly(way: Any, shape: tuple[int, 
     rows, inputs, outputs = shape
     generator = torch.Generator().manual_seed(4)
     weight = torch.randint(-127, 128, (outputs, inputs), generator=generator)
+    weight[:, 0], weight[:, 1] = 0, 127  # an outlier, and the largest number, so that a level is worth 1
     x = torch.randn(rows, inputs, generator=generator)
-    none = torch.zeros(1, dtype=torch.int64), torch.zeros(outputs, 1), torch.zeros(outputs)
+    ordinary = x.clone()
+    ordinary[:, 0] = 0
     with torch.inference_mode():
-        made = way(weight.to(torch.int8), torch.ones(outputs), *none, torch.ones(inputs))
+        made = way([weight.float()], torch.tensor([0]), torch.zeros(outputs))
+        assert torch.equal(made.scales, torch.ones(outputs))
         levels, steps, few = made.levels(x)
         sums = made.multiply(levels, torch.ones(rows, 1), few)
     assert levels.min() >= 1  # symmetric: 0 is never used
-    assert torch.equal(levels[:, :inputs].long(), torch.floor(x / steps + 128.5).long())
+    assert torch.equal(levels[:, :inputs].long(), torch.floor(ordinary / steps + 128.5).long())
     assert torch.equal(few, x[:, :1])
     exact = (levels[:, :inputs].long() - 128) @ weight.t()
     assert exact.abs().max() < 2**24  # float32 holds them
@@ -154,15 +161,12 @@ def test_the_channels_with_the_largest_values_are_kept_as_they_are() -> None:
 def test_many_rows_and_threads_change_no_bits(way: Any, threads: int) -> None:
     """Guards the parts that threads take: of rows, of outputs, and of inputs where the weights fill the cache."""
     generator = torch.Generator().manual_seed(6)
-    weight = torch.randint(-127, 128, (700, 4800), generator=generator).to(torch.int8)
-    kept = torch.ones(4800).index_fill(0, torch.arange(32), 0)
-    weight[:, :32] = 0
-    few, bias = torch.randn(700, 32, generator=generator), torch.randn(700, generator=generator)
+    weight, bias = torch.randn(700, 4800, generator=generator), torch.randn(700, generator=generator)
     x = torch.randn(130, 4800, generator=generator)
     before = torch.get_num_threads()
     try:
         with torch.inference_mode():
-            made = way(weight, torch.rand(700, generator=generator), torch.arange(32), few, bias, kept)
+            made = way([weight], torch.arange(32), bias)
             torch.set_num_threads(1)
             alone = torch.cat([made(x[i : i + 1]) for i in range(130)])
             torch.set_num_threads(threads)
@@ -253,7 +257,8 @@ WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
 
 @pytest.fixture
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize, "__defaults__", (1,))
+    for replaces in (quantize, quantize_decoder):
+        monkeypatch.setattr(replaces, "__defaults__", (1,))
 
 
 @needs_int8
@@ -269,8 +274,13 @@ def test_a_loaded_model_is_close_and_invariant(family: str, dtype: str, any_size
     pair = load_pair(spec, None)
     assert pair.target_dtype == f"int8+{dtype}"
     target: Any = pair.target
-    kinds = {type(layer) for layer in target.module.modules()}
-    assert Int8Linear in kinds
+    assert isinstance(target, DecoderForest) == (family != "opt")
+    if family == "opt":
+        assert Int8Linear in {type(layer) for layer in target.module.modules()}
+    else:
+        weights = target.decoder.weights
+        products = [getattr(one, name) for one in weights.layers for name in ("qkv", "out", "gate_up", "down")]
+        assert {type(one) for one in (*products, weights.head)} == {Int8Product}
     assert target.invariant
     exact: Any = load_model(ModelSpec(folder, device="cpu", dtype="float32"))[0]
     tokens = torch.randint(0, V, (2, 19), generator=torch.Generator().manual_seed(5))
@@ -278,6 +288,19 @@ def test_a_loaded_model_is_close_and_invariant(family: str, dtype: str, any_size
         ours, theirs = target.plain(tokens).float(), exact.plain(tokens)
     error = (ours - theirs).norm() / theirs.norm()
     assert 1e-5 < error < 0.05
+
+
+@needs_int8
+def test_a_later_load_keeps_the_outliers(any_size: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, without the tokens by which outliers are found."""
+    spec = ModelSpec(str(save(tmp_path / "model", "llama", **WIDE)), device="cpu", dtype="float32", quantize="int8")
+    first: Any = load_model(spec)[0]
+    monkeypatch.setattr("dsbd_cli.engine.models.decoder.load.find_outliers", lambda *_: pytest.fail("looked for"))
+    again: Any = load_model(spec)[0]
+    tokens = torch.randint(0, V, (2, 19), generator=torch.Generator().manual_seed(5))
+    assert torch.equal(first.plain(tokens), again.plain(tokens))
+    assert again.invariant
+    assert again.quantized == "int8"
 
 
 @needs_int8
@@ -330,6 +353,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
     # what the command says is looked at first: the other question compiles kernels
     monkeypatch.setattr(loader, "int8_missing", lambda: pytest.fail("asked though it cannot matter"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     with pytest.raises(UsageError, match=r"but int8 runs on the CPU only: .*--device cpu"):
         load_model(ModelSpec(str(checkpoint), quantize="int8"))
 

@@ -11,7 +11,7 @@ from dsbd_cli.engine.models import places
 from dsbd_cli.engine.models.crossing import CrossCache
 from dsbd_cli.engine.models.invariance import COMPANIES, Company, _logits, is_invariant
 from dsbd_cli.engine.models.native import on_amd
-from dsbd_cli.engine.models.packing import pack
+from dsbd_cli.engine.models.patching import pack
 from dsbd_cli.engine.models.selftest import self_test
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel, encoder_digest, sample_source
 from dsbd_cli.errors import UnsupportedModelError

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.models import attention, states, tail
+from dsbd_cli.engine.models import attention, forest_attention, states, tail
 
 DTYPES = [torch.float32, torch.bfloat16]
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # relative to numbers of about 1
@@ -45,7 +45,7 @@ class Case:
         """[R, n, H * G, E] by the attention function of the models, with the whole range of slots as tail."""
         additive = torch.zeros(self.seen.shape, dtype=self.query.dtype)
         additive = additive.masked_fill_(~self.seen, torch.finfo(self.query.dtype).min)[:, None]
-        sight = attention.Sight(self.settled, self.seen.shape[-1], positions=self.positions)
+        sight = forest_attention.Sight(self.settled, self.seen.shape[-1], positions=self.positions)
         sight.add(additive, self.seen, whole=bool(self.seen[..., : min(self.settled)].all()))
         more: dict[str, Any] = {} if self.bias is None else {"position_bias": self.bias}
         with attention.seeing(sight):

@@ -18,7 +18,8 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.head import HEAD_FILE
-from dsbd_cli.engine.models.pair import load_model, load_pair
+from dsbd_cli.engine.models.load_model import load_model
+from dsbd_cli.engine.models.pair import load_pair
 from dsbd_cli.engine.models.trim import choose_ids, count_texts, trim
 from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
 from dsbd_cli.requests import Request

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
 
-from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig, load
-from dsbd_cli.engine.models.causal import CausalForestModel
-from dsbd_cli.engine.models.packing import PackedLinear, packing_works
+from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig, load
+from dsbd_cli.engine.models.forest import Forest
+from dsbd_cli.engine.models.packing import packing_works
+from dsbd_cli.engine.models.patching import PackedLinear
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.peers import PeerConfig
@@ -31,8 +33,8 @@ def prompts(engine: Engine) -> list[list[int]]:
 
 
 def peer(engine: Engine, kind: str, num_beams: int = 1, batch_size: int = 4, **sampling: object) -> TransformersPeer:
-    assert isinstance(engine.target, CausalForestModel)
-    assert isinstance(engine.draft, CausalForestModel)
+    assert isinstance(engine.target, Forest)
+    assert isinstance(engine.draft, Forest)
     assert isinstance(engine.codec, HFCodec)
     asked = SamplingConfig(**{"max_new_tokens": 24, **sampling})
     return TransformersPeer(PeerConfig(kind, num_beams), engine.target, engine.draft, engine.codec, asked, batch_size)
@@ -80,25 +82,27 @@ def test_samplers_go_by_their_seed_and_leave_the_global_one_alone(
 
 
 def test_the_module_runs_on_stock_attention_only_meanwhile(engine: Engine, prompts: list[list[int]]) -> None:
-    """Also where packed weights give transformers a module of its own."""
-    ours, theirs = engine.target.module.config, engine.target.stock().config
+    theirs = engine.target.stock().config  # type: ignore[attr-defined]
     before = theirs._attn_implementation
     seen = []
     for _ in peer(engine, "greedy", batch_size=2).run(prompts, seed=0):
         seen.append(theirs._attn_implementation)
     assert set(seen) == {"sdpa"}
     assert theirs._attn_implementation == before
-    assert ours._attn_implementation == "dsbd_grouped"
 
 
 @pytest.mark.skipif(not packing_works(torch.float32), reason="this torch build cannot pack weights")
-def test_transformers_runs_plain_weights(engine: Engine) -> None:
-    """Guards a comparator that is sped up by our packed layers."""
-    ours = [type(layer) for layer in engine.target.module.modules()]
-    theirs = [type(layer) for layer in engine.target.stock().modules()]
-    assert PackedLinear in ours
-    assert PackedLinear not in theirs
-    assert engine.target.stock() is engine.target.stock()
+def test_transformers_runs_plain_weights(engine: Engine, tmp_path: Path) -> None:
+    """Guards a comparator that is sped up by our packed layers, of a model that is our own or one of transformers'."""
+    from dsbd_cli.engine.models.load_model import load_model
+    from tests.models.conftest import save
+
+    adapted = load_model(ModelSpec(str(save(tmp_path, "opt")), device="cpu"))[0]
+    assert PackedLinear in [type(layer) for layer in adapted.module.modules()]  # type: ignore[attr-defined]
+    for forest in (adapted, engine.target):
+        assert isinstance(forest, Forest)
+        assert PackedLinear not in [type(layer) for layer in forest.stock().modules()]
+        assert forest.stock() is forest.stock()
 
 
 def test_cache_bytes_are_those_of_all_beams(engine: Engine, prompts: list[list[int]]) -> None:
@@ -131,7 +135,7 @@ def test_stop_ends_between_and_within_batches(engine: Engine, prompts: list[list
 
 
 def test_an_empty_answer_costs_nothing(engine: Engine) -> None:
-    assert isinstance(engine.target, CausalForestModel)
+    assert isinstance(engine.target, Forest)
     assert sequence_logprob(engine.target, torch.tensor([1, 2]), []) == 0.0
 
 

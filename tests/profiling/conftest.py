@@ -21,7 +21,6 @@ from dsbd_cli.engine.drafting import BridgedDraft
 from dsbd_cli.job.cli.app import run
 from tests.drafting.bridged import TextModel, codec
 from tests.engine.toys import NumberCodec, TableLM, table_pair
-from tests.loads import shipped_models_are_checked_once  # noqa: F401
 
 VOCABULARY = 12
 PARTS_TOLD = tuple(

@@ -12,7 +12,8 @@ from dsbd_cli import DsbdError, Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.models import packing
 from dsbd_cli.engine.models.causal import CausalForestModel
-from dsbd_cli.engine.models.packing import pack, packing_works, plain_linears
+from dsbd_cli.engine.models.packing import packing_works
+from dsbd_cli.engine.models.patching import pack, plain_linears
 from dsbd_cli.engine.models.sizes import size_of
 from dsbd_cli.lab.profiling.curves import forest_input, measure_forwards
 from dsbd_cli.lab.profiling.machine import describe_machine, machine_rates

@@ -155,7 +155,12 @@ class _Own:
                 self._stock()  # says in its words what is wrong with the files
                 reason = f"a tensor is not where it should be ({error})"
                 break
-            reason = self._verified(forest, theirs, kernels, type(tokenizer))
+            try:
+                reason = self._verified(forest, theirs, kernels, type(tokenizer))
+            except Exception as failed:
+                if not kernels:
+                    raise
+                reason = f"a kernel fails ({_said(failed)})"  # at a width that was not tried
             if reason is None:
                 return forest, HFCodec(tokenizer, eos_ids(forest.settings, tokenizer))
         assert reason is not None
@@ -175,6 +180,8 @@ class _Own:
 
     def _attempts(self) -> list[frozenset[str]]:
         """Sets of kernels of a GPU, the best one first; one without any elsewhere."""
+        if self._known is not None:
+            return [frozenset(self._known["kernels"])]
         if self._device.type != "cuda" or not self._spec.kernels or not available():
             return [frozenset()]
         from dsbd_cli.kernels.trial import faults
@@ -207,6 +214,7 @@ class _Own:
                 tested = forest.tested
                 report = [tested.median_error, tested.largest_error, tested.limit]
                 made = {"varies": found[0], "copies": found[1], "outliers": outliers, "tested": report}
+                made["kernels"] = sorted(kernels)
                 self._keep(made, forest, tokenizer)
             else:
                 forest.tested, found = SelfTestReport(*known["tested"]), (known["varies"], known["copies"])

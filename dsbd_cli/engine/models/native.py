@@ -101,6 +101,10 @@ class Eager:
         """Return what a function of torch returns: a tensor or a tuple of tensors."""
         return function()
 
+    def copy(self, value: Tensor) -> Tensor:
+        """Return a copy that no later layer writes to."""
+        return value.clone()
+
 
 EAGER = Eager()
 

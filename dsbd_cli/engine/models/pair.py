@@ -60,17 +60,18 @@ def check_pair(target: HFCodec, draft: HFCodec, target_width: int, draft_width: 
     return notes
 
 
-def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = False) -> LoadedPair:
+def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = False, anew: bool = False) -> LoadedPair:
     """Load and self-test a target and, unless None, its draft, whose logits are made as wide as the target's.
 
     bridged: the two need not share a vocabulary, because drafts come through text; the draft's logits stay as they are.
+    anew: make all checks, whatever an earlier load has found.
     Raises the ModelError family and UsageError of loader, selftest and check_pair.
     """
-    model, codec = load_model(target)
+    model, codec = load_model(target, anew=anew)
     told = (*settings_notes(model.settings), *model.told)
     if draft is None:
         return LoadedPair(model, None, codec, _dtype_name(model), None, told=told)
-    small, small_codec = load_model(draft)
+    small, small_codec = load_model(draft, anew=anew)
     told = (*told, *(f"draft: {line}" for line in small.told))
     dtypes = _dtype_name(model), _dtype_name(small)
     _check_kinds(model, small, bridged=bridged)

@@ -100,6 +100,12 @@ class Program(Eager):
         result: Any = homes[0] if alone else tuple(homes)
         return result
 
+    def copy(self, value: Tensor) -> Tensor:
+        self.close()
+        home = torch.empty(value.shape, dtype=value.dtype)
+        self._steps.append(lambda: home.copy_(value))
+        return home
+
     def close(self) -> None:
         """End a run of kernels: they become one step."""
         if self._calls:

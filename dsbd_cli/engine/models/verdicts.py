@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def fingerprint(spec: ModelSpec, place: Path) -> str:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "environment": sorted((name, value) for name, value in os.environ.items() if name.startswith(LIBRARIES)),
         "torch": torch.__version__,
+        "transformers": version("transformers"),  # without its import, which takes seconds
         "spec": {name: value for name, value in asdict(spec).items() if name != "source"},
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsbd_cli.config import SamplingConfig
 from dsbd_cli.engine.decoding.outcome import text_of
-from dsbd_cli.engine.models.adapter import TransformersForest
+from dsbd_cli.engine.models.forest import Forest
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.lab.peers.config import PeerConfig
@@ -42,7 +42,7 @@ class Peer:
     """One comparator over a loaded target. A subclass answers a batch."""
 
     def __init__(
-        self, config: PeerConfig, target: TransformersForest, codec: HFCodec, sampling: SamplingConfig, batch_size: int
+        self, config: PeerConfig, target: Forest, codec: HFCodec, sampling: SamplingConfig, batch_size: int
     ) -> None:
         """sampling: for all prompts; search and greedy take its limits alone."""
         self.config, self.stopped = config, False
@@ -87,9 +87,7 @@ def delivered(row: Sequence[int], eos: Sequence[int]) -> tuple[int, ...]:
 
 
 @torch.inference_mode()
-def sequence_logprob(
-    model: TransformersForest, prompt: Tensor, answer: Sequence[int], begin: Sequence[int] = ()
-) -> float:
+def sequence_logprob(model: Forest, prompt: Tensor, answer: Sequence[int], begin: Sequence[int] = ()) -> float:
     """Sum of log p(token | before) over the answer, in nats, from one plain forward. begin: the tokens that answers of
     an encoder-decoder model begin with; the prompt [T] int64, or features, is its source."""
     if not answer:

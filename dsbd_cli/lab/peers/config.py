@@ -54,13 +54,13 @@ class PeerConfig:
     def peer(self, pair: Engine, sampling: SamplingConfig, batch_size: int, longest: int) -> Peer:
         """Make the comparator over the models of `pair`. longest: tokens of the longest prompt. Raises ModelError where
         it does not take the target."""
-        from dsbd_cli.engine.models.adapter import TransformersForest
+        from dsbd_cli.engine.models.forest import Forest
         from dsbd_cli.engine.models.tokenize import HFCodec
         from dsbd_cli.errors import ModelError
         from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
 
         target, draft, codec = pair.target, pair.draft, pair.codec
-        if not isinstance(target, TransformersForest) or not isinstance(codec, HFCodec):
+        if not isinstance(target, Forest) or not isinstance(codec, HFCodec):
             raise ModelError("the target is no transformers model; leave it out of --methods")
-        assistant = draft if isinstance(draft, TransformersForest) else None
+        assistant = draft if isinstance(draft, Forest) else None
         return TransformersPeer(self, target, assistant, codec, sampling, batch_size, pair.catalogues.get(""))

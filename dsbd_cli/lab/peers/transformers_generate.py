@@ -30,8 +30,8 @@ from dsbd_cli.config import SamplingConfig
 from dsbd_cli.engine.core.protocols import SourceRequest
 from dsbd_cli.engine.core.trie import Trie
 from dsbd_cli.engine.decoding.answers import Catalogue
-from dsbd_cli.engine.models.adapter import TransformersForest
 from dsbd_cli.engine.models.attention import NAME as GROUPED
+from dsbd_cli.engine.models.forest import Forest
 from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
 from dsbd_cli.engine.models.sources import Seq2SeqCodec
 from dsbd_cli.engine.models.tokenize import HFCodec
@@ -80,8 +80,8 @@ class TransformersPeer(Peer):
     def __init__(
         self,
         config: PeerConfig,
-        target: TransformersForest,
-        draft: TransformersForest | None,
+        target: Forest,
+        draft: Forest | None,
         codec: HFCodec,
         sampling: SamplingConfig,
         batch_size: int,

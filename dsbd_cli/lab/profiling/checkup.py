@@ -181,7 +181,7 @@ def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]
         if not is_gguf(folder) and not has_weights(folder):
             raise ModelNotFoundError(f"{spec.role} model {spec.source!r}: its weights are not on this machine")
     begin = time.monotonic()
-    pair = load_pair(target, draft)
+    pair = load_pair(target, draft, anew=True)
     took = time.monotonic() - begin
     loaded.append(pair)
     told: list[str] = []
@@ -260,40 +260,62 @@ def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
     if device.type != "cuda" or not available():
         return _processor_kernels(pair) if device.type == "cpu" else ("off", f"triton does not run on {device}", {})
     tried, wrong = sorted(kernels()), faults(device)
-    fused: dict[str, int] = dict(getattr(getattr(pair.target, "fused", None), "counts", {}))
-    facts: Facts = {"tried": tried, "left_out": wrong, "in_use": sorted(kernels_for(device, None)), "fused": fused}
+    layers = _layer_kernels(pair.target)
+    facts: Facts = {"tried": tried, "left_out": wrong, "in_use": sorted(kernels_for(device, None)), "layers": layers}
     equal = ", ".join(name for name in tried if name not in wrong) or "none"
-    layers = ", ".join(f"{count} x {name}" for name, count in fused.items()) or "nothing"
-    text = f"equal to tensor code on {device}: {equal}; of the target's modules run so: {layers}"
+    text = f"equal to tensor code on {device}: {equal}; in layers of the target: {', '.join(layers) or 'none'}"
     text = "; ".join([text, *left_out(device, None)])
     return ("broken" if wrong else "ok"), text, facts
 
 
 def _processor_kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
-    """Of numba: what of the target runs as kernels."""
-    from torch.nn import Linear
-
+    """What of the target runs as kernels of numba."""
     from dsbd_cli.engine.models import tail
-    from dsbd_cli.engine.models.patching import Int8Linear, PackedLinear
+    from dsbd_cli.engine.models.decoder.forest import DecoderForest
 
-    module = getattr(pair.target, "module", None)
-    kinds = (PackedLinear, Int8Linear, Linear)
-    layers = [] if module is None else [one for one in module.modules() if isinstance(one, kinds)]
-    ours = sum(getattr(one, "compiled", False) for one in layers)
-    attention = module is not None and tail.serves()
-    fused: dict[str, int] = dict(getattr(getattr(pair.target, "fused", None), "counts", {}))
+    target = pair.target
+    products, layers = _products(target), _layer_kernels(target)
+    ours = sum(getattr(one, "compiled", False) for one in products)
+    attention = bool(products) and tail.serves()
+    programs = isinstance(target, DecoderForest) and target.decoder.ops.programs
     facts: Facts = {
-        "linear_layers": len(layers),
+        "linear_layers": len(products),
         "linear_layers_as_kernels": ours,
         "attention": attention,
-        "fused": fused,
+        "layers": layers,
+        "programs": programs,
     }
-    if not ours and not attention and not fused:
+    if not ours and not attention and not layers:
         return "off", "torch computes linear layers and attention", facts
-    linear = f"{ours} of {len(layers)} linear layers run as kernels of numba"
-    linear += ", and so does attention" if attention else "; torch computes attention"
-    others = ", ".join(f"{count} x {name}" for name, count in fused.items())
-    return "ok", linear + (f"; other modules of the target that do: {others}" if others else ""), facts
+    text = f"{ours} of {len(products)} linear layers run as kernels of numba"
+    text += ", and so does attention" if attention else "; torch computes attention"
+    if layers:
+        text += f"; so do {', '.join(layers)}"
+    return "ok", text + (", and layers run as programs" if programs else ""), facts
+
+
+def _layer_kernels(target: ForestModel) -> list[str]:
+    """Names of the kernels between the linear layers of our own decoder."""
+    from dsbd_cli.engine.models.decoder.forest import DecoderForest
+
+    return [*target.decoder.ops.names] if isinstance(target, DecoderForest) else []
+
+
+def _products(target: ForestModel) -> list[object]:
+    """Linear layers of a model; of our own decoder those of one input are one."""
+    from torch.nn import Linear
+
+    from dsbd_cli.engine.models.adapter import TransformersForest
+    from dsbd_cli.engine.models.decoder.forest import DecoderForest
+    from dsbd_cli.engine.models.patching import Int8Linear, PackedLinear
+
+    if isinstance(target, DecoderForest):
+        weights = target.decoder.weights
+        names = ("qkv", "out", "gate_up", "down")
+        return [*(getattr(layer, name) for layer in weights.layers for name in names), weights.head]
+    if not isinstance(target, TransformersForest):
+        return []
+    return [one for one in target.module.modules() if isinstance(one, PackedLinear | Int8Linear | Linear)]
 
 
 def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:

@@ -134,7 +134,7 @@ class Decoder:
             run.begin(number)
             x, residual = self._enter(layer.input_norm, residual, branch, run)
             if number in watched:
-                copies[number] = run.compute(residual.clone)
+                copies[number] = run.copy(residual)
             branch = self._attention(number, layer, x, inputs, run)
             x, residual = self._enter(layer.mlp_norm, residual, self._leave(layer.attention_norm, branch, run), run)
             gated = self.ops.gated(layer.gate_up.compute(x, run), self.spec.gelu, run)

@@ -1,12 +1,12 @@
-"""Tokens per second with layers that are recorded and replayed, and with the same kernels called layer by layer.
+"""Tokens per second with layers that run as programs, and with the same kernels called layer by layer.
 
-    python -m benchmarks.replay --target models/smollm2-135m-instruct --num-beams 1,4
-    python -m benchmarks.replay --target models/qwen2.5-coder-1.5b-instruct --quantize int8
-    python -m benchmarks.replay --target models/smollm2-135m-instruct --draft models/smollm2-8 --rule coupled
+    python -m benchmarks.programs --target models/smollm2-135m-instruct --num-beams 1,4
+    python -m benchmarks.programs --target models/qwen2.5-coder-1.5b-instruct --quantize int8
+    python -m benchmarks.programs --target models/smollm2-135m-instruct --draft models/smollm2-8 --rule coupled
 
 Chat prompts one at a time (plain ones where the model has no chat template). The two ways take turns at every prompt
 after a warm-up; their answers are to be the same bits. The time of reading the prompt counts, and so does that of
-recording.
+building programs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest.mock import patch
+from dataclasses import replace
 
 import torch
 
@@ -26,16 +26,21 @@ from benchmarks.equal import encoded
 from benchmarks.instruct_prompts import prompts
 from benchmarks.invariance import signature
 from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig
-from dsbd_cli.engine.models import replay
+from dsbd_cli.engine.models.decoder.forest import DecoderForest
 
-RECORDED, CALLED = "replayed", "layer by layer"
+PROGRAMS, CALLED = "programs", "layer by layer"
 
 
 @contextmanager
-def way(name: str) -> Iterator[None]:
-    """How layers run inside."""
-    with patch.object(replay, "MOST_NODES", replay.MOST_NODES if name == RECORDED else 0):
-        yield
+def way(name: str, engine: Engine) -> Iterator[None]:
+    """How layers of the engine's models run inside."""
+    decoders = [model.decoder for model in (engine.target, engine.draft) if isinstance(model, DecoderForest)]
+    before = [decoder.ops for decoder in decoders]
+    for decoder in decoders:
+        decoder.ops = replace(decoder.ops, programs=name == PROGRAMS)
+    yield
+    for decoder, ops in zip(decoders, before, strict=True):
+        decoder.ops = ops
 
 
 def main() -> None:
@@ -49,7 +54,7 @@ def main() -> None:
     parser.add_argument("--num-beams", default="4", help="several, by commas")
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--name", default="replay", help="folder of the results")
+    parser.add_argument("--name", default="programs", help="folder of the results")
     options = parser.parse_args()
     draft = (
         None if options.draft == "none" else ModelSpec(options.draft, dtype=options.dtype, quantize=options.quantize)
@@ -59,17 +64,19 @@ def main() -> None:
         draft,
         method=MethodConfig.of({"rule": options.rule, **({} if draft else {"depth": 0})}),
     )
+    if not isinstance(first.target, DecoderForest) or not first.target.decoder.ops.programs:
+        parser.error(f"{options.target} runs no programs here")
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens)
     runs, lines = list[dict[str, object]](), list[dict[str, str]]()
     for num_beams in map(int, options.num_beams.split(",")):
         method = MethodConfig.of({"rule": options.rule, "num_beams": num_beams, **({} if draft else {"depth": 0})})
         engine = Engine(first.target, first.draft, first.codec, method, batch_size=1)
-        seconds, tokens, same = dict.fromkeys((RECORDED, CALLED), 0.0), 0, 0
+        seconds, tokens, same = dict.fromkeys((PROGRAMS, CALLED), 0.0), 0, 0
         for number, text in enumerate(itertools.islice(prompts(0), options.prompts + 1)):
             request = Request(prompt_ids=encoded(first.codec, text), sampling=sampling)
             bits = []
             for name in seconds:
-                with way(name):
+                with way(name, engine):
                     start = time.perf_counter()
                     (result,) = engine.run([request])
                     taken = time.perf_counter() - start
@@ -86,13 +93,13 @@ def main() -> None:
             {
                 "W": str(num_beams),
                 **{f"tokens/s, {name}": f"{speed:.2f}" for name, speed in speeds.items()},
-                "ratio": f"{speeds[RECORDED] / speeds[CALLED]:.2f}",
+                "ratio": f"{speeds[PROGRAMS] / speeds[CALLED]:.2f}",
                 "answers of the same bits": f"{same} of {options.prompts}",
             }
         )
         about = f"{options.target}, draft {options.draft}, {options.rule}, {options.quantize or options.dtype}, "
         about += f"{torch.get_num_threads()} threads, one chat prompt at a time, {options.max_new_tokens} new tokens"
-        report = f"# Layers recorded and replayed\n\n{about}\n\n{markdown_table(lines)}"
+        report = f"# Layers as programs\n\n{about}\n\n{markdown_table(lines)}"
         write_results(results_folder(options.name), runs, report)
         print(report, flush=True)
 

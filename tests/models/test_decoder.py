@@ -1,0 +1,676 @@
+"""Our own decoder: the logits, texts and hidden states of transformers for every family that it knows; programs give
+the bits of plain forwards; what is not known is run by transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
+from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.models import layer_ops, verdicts
+from dsbd_cli.engine.models import load_model as stages
+from dsbd_cli.engine.models.causal import CausalForestModel
+from dsbd_cli.engine.models.decoder import forest as decoder_forest
+from dsbd_cli.engine.models.decoder import load as decoder_load
+from dsbd_cli.engine.models.decoder.forest import DecoderForest
+from dsbd_cli.engine.models.decoder.forward import MaskView, PathView
+from dsbd_cli.engine.models.decoder.spec import DecoderSpec, spec_of
+from dsbd_cli.engine.models.forest import Forest
+from dsbd_cli.engine.models.load_model import load_model
+from dsbd_cli.engine.models.packing import packing_works
+from dsbd_cli.engine.models.program import Arena, Program
+from dsbd_cli.engine.models.selftest import self_test
+from dsbd_cli.errors import ModelError
+from dsbd_cli.requests import Request
+from tests.engine.toys import NumberCodec
+from tests.models.conftest import numbers, save
+from tests.models.decoders import DECODERS, V, build_decoder, first_layers, save_decoder
+
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="forwards of these tests run on the CPU")
+KERNELS = pytest.mark.skipif(not layer_ops.serves(), reason="kernels of numba do not run here")
+NARROW_HEADS = "llama small head"  # kernels take half heads of 16
+FLOAT_ANGLES = ("olmo2", "olmo3")  # in bfloat16 their angles stay float32
+
+
+def spec_for(folder: Path, role: Any = "target", dtype: str = "float32", **more: Any) -> ModelSpec:
+    return ModelSpec(str(folder), role, dtype=dtype, device="cpu", **more)
+
+
+def decoder_of(folder: Path, **settings: Any) -> DecoderForest:
+    """Load a checkpoint that our own decoder must take."""
+    forest, _ = load_model(spec_for(folder, **settings))
+    assert isinstance(forest, DecoderForest), forest.told
+    return forest
+
+
+Loads = Callable[..., tuple[DecoderForest, Any]]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loads:
+    """Models by family and settings, each made and loaded once: ours, and transformers' in float32."""
+
+    @cache
+    def load(name: str, layers: int | None = None, **changes: Any) -> tuple[DecoderForest, Any]:
+        theirs = build_decoder(name, **changes)
+        if layers is not None:
+            theirs = first_layers(theirs, layers)
+        folder = save_decoder(tmp_path_factory.mktemp("decoder"), theirs)
+        return decoder_of(folder, role="draft" if layers is not None else "target"), theirs
+
+    return load
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, V, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def apart(found: Tensor, wanted: Tensor) -> float:
+    """Root mean square of the difference, in standard deviations of what is wanted."""
+    return float((found.float() - wanted.float()).square().mean().sqrt() / wanted.float().std())
+
+
+# Equality with transformers
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_family_is_transformers(name: str, loaded: Loads) -> None:
+    forest, theirs = loaded(name)
+    ids = tokens(2, 40)
+    with torch.inference_mode():
+        assert apart(forest.plain(ids), theirs(input_ids=ids, use_cache=False).logits) <= 2e-6
+    assert self_test(forest).largest_error <= 1e-4
+    assert forest.invariant, forest.varies
+    assert forest.copies_prefixes
+    assert forest.told == ()
+    assert forest.architecture == type(theirs).__name__
+    assert forest.max_positions == (256 if name == "phi3 longrope" else 512)
+    assert bool(forest.decoder.ops.names) == (layer_ops.serves() and name != NARROW_HEADS)
+
+
+@pytest.mark.parametrize("name", [name for name in DECODERS if name not in FLOAT_ANGLES])
+def test_every_family_in_bfloat16(name: str, tmp_path: Path) -> None:
+    theirs = build_decoder(name).to(torch.bfloat16)
+    forest = decoder_of(save_decoder(tmp_path / "model", theirs, torch.bfloat16), dtype="bfloat16")
+    assert forest.weights_dtype == forest.dtype == torch.bfloat16
+    ids = tokens(2, 40)
+    with torch.inference_mode():
+        assert apart(forest.plain(ids), theirs(input_ids=ids, use_cache=False).logits) <= 6e-2
+    assert self_test(forest).largest_error <= 0.2
+    assert forest.invariant, forest.varies
+
+
+@pytest.mark.parametrize("name", FLOAT_ANGLES)
+def test_families_whose_angles_stay_float32_are_adapted_in_bfloat16(name: str, tmp_path: Path) -> None:
+    folder = save_decoder(tmp_path / "model", build_decoder(name), torch.bfloat16)
+    forest, _ = load_model(spec_for(folder, dtype="bfloat16"))
+    assert isinstance(forest, CausalForestModel)
+
+
+PROMPTS = [tokens(length, seed=length).tolist() for length in (3, 11, 70, 130)]  # the last two have settled slots
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_beams_and_scores_are_those_of_transformers(name: str, loaded: Loads) -> None:
+    """Rule `search`, without a draft and with one of the first layers: all beams, in order, with their scores."""
+    (target, theirs), (draft, _) = loaded(name), loaded(name, 2)
+    beams, ends, new = 4, list(range(2, 10)), 10
+    wanted = []
+    for prompt in PROMPTS:
+        out = theirs.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), do_sample=False,
+            num_beams=beams, num_return_sequences=beams, max_new_tokens=new, eos_token_id=ends, pad_token_id=0,
+            return_dict_in_generate=True, output_scores=True, early_stopping=False, length_penalty=1.0,
+        )  # fmt: skip
+        rows = [until(row, ends) for row in out.sequences[:, len(prompt) :].tolist()]
+        wanted.append((rows, out.sequences_scores.tolist()))
+    for drafter, depth in ((None, 0), (draft, 3)):
+        method = MethodConfig(rule="search", num_beams=beams, depth=depth, drafts_per_layer=2 * beams)
+        engine = Engine(target, drafter, NumberCodec(V, tuple(ends)), method, batch_size=3)
+        sampling = SamplingConfig(max_new_tokens=new, n_best=beams, early_stopping=False, length_penalty=1.0)
+        requests = [Request(prompt_ids=tuple(prompt), sampling=sampling) for prompt in PROMPTS]
+        for result, (rows, scores) in zip(engine.run(requests), wanted, strict=True):
+            assert [list(one.token_ids) for one in result.hypotheses] == rows
+            assert [one.score for one in result.hypotheses] == pytest.approx(scores, abs=2e-4)
+
+
+def until(row: list[int], ends: list[int]) -> list[int]:
+    """Token ids up to and with the first end token."""
+    return row[: next((place + 1 for place, token in enumerate(row) if token in ends), len(row))]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "granite", "olmo2", "smollm3", NARROW_HEADS])
+@pytest.mark.parametrize("programs", [True, False])
+def test_hidden_states_are_those_of_transformers(name: str, programs: bool, loaded: Loads) -> None:
+    """After no, one and all layers; the last one before its norm, which transformers has normalised."""
+    known, theirs = loaded(name)
+    last: list[Tensor] = []
+    hook = theirs.model.norm.register_forward_pre_hook(lambda module, given: last.append(given[0]))
+    ids = tokens(1, 12)
+    with torch.inference_mode():
+        wanted = theirs(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+    hook.remove()
+    forest = DecoderForest(known.decoder, name, known.settings, hidden=(0, 1, 3))
+    with eager(forest, programs=programs):
+        for _ in range(2):  # a program is run when it is built, and again
+            forest.reserve(1, 64)
+            forest.forward(chain(ids))
+            assert forest.hidden_states.keys() == {0, 1, 3}
+            for number, expected in ((0, wanted[0]), (1, wanted[1]), (3, last[0])):
+                torch.testing.assert_close(forest.hidden_states[number], expected, rtol=1e-4, atol=1e-4)
+    forest.release()
+
+
+# What is not known
+
+
+def changed(folder: Path, **fields: Any) -> Path:
+    """Change settings of a folder's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_decoder(tmp_path / "model", build_decoder("llama"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"hidden_act": "relu"}, "its activation is relu"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "its rotary positions are"),
+    ],
+)
+def test_a_setting_that_is_not_known_is_adapted(fields: dict[str, Any], said: str, folder: Path) -> None:
+    from transformers import AutoConfig
+
+    changed(folder, **fields)
+    reason = spec_of(AutoConfig.from_pretrained(folder))
+    assert isinstance(reason, str)
+    assert said in reason
+    forest, _ = load_model(spec_for(folder))
+    assert isinstance(forest, CausalForestModel)
+    assert forest.told == ()
+
+
+def test_a_config_key_that_is_not_known_is_adapted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that transformers declares and this package has never heard of; one that transformers does not read
+    changes nothing."""
+    from transformers import LlamaConfig
+
+    from dsbd_cli.engine.models.decoder import spec as specs
+
+    config = LlamaConfig(**DECODERS["llama"][1], my_note="hello")
+    assert isinstance(spec_of(config), DecoderSpec)
+    monkeypatch.setattr(specs, "KNOWN", specs.KNOWN - {"mlp_bias"})
+    assert isinstance(spec_of(config), DecoderSpec)
+    config.mlp_bias = True
+    assert spec_of(config) == "its config says mlp_bias = True, which is not known here"
+
+
+def test_an_architecture_that_is_not_known_is_adapted(tmp_path: Path) -> None:
+    for family in ("gpt2", "cohere"):
+        forest, _ = load_model(spec_for(save(tmp_path / family, family)))
+        assert isinstance(forest, CausalForestModel)
+        assert forest.told == ()
+
+
+@pytest.mark.parametrize("change", [{"eps": 0.1}, {"scale": 0.5}, {"residual_scale": 0.9}, {"gelu": True}])
+def test_logits_that_are_not_transformers_are_adapted(
+    change: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a family that is read wrongly: the model that answers is the model that was named."""
+    real = decoder_load.spec_of
+    monkeypatch.setattr(decoder_load, "spec_of", lambda config: replace(real(config), **change))
+    for _ in range(2):  # the second load knows it
+        forest, _ = load_model(spec_for(folder))
+        assert isinstance(forest, CausalForestModel)
+        assert forest.invariant
+        (line,) = forest.told
+        assert line.startswith("the target runs through transformers: in our own decoder its logits are off by")
+        monkeypatch.setattr(stages, "differs", lambda *_: pytest.fail("asked again"))
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape", "head"])
+def test_a_tensor_that_is_not_where_it_should_be(fault: str, folder: Path) -> None:
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    name = "lm_head.weight" if fault == "head" else "model.layers.1.mlp.up_proj.weight"
+    if fault == "shape":
+        weights[name] = weights[name][:, :32].contiguous()
+    else:
+        del weights[name]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError) as caught:
+        load_model(spec_for(folder))
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+# Forms of checkpoints
+
+
+def test_shards_and_pickles(tmp_path: Path, folder: Path) -> None:
+    """The bits of the single file."""
+    wanted = decoder_of(folder).plain(tokens(1, 20))
+    model = build_decoder("llama")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="50KB")
+    assert len([*(tmp_path / "shards").glob("*.safetensors")]) > 1
+    (tmp_path / "pickle").mkdir()
+    torch.save(model.state_dict(), tmp_path / "pickle" / "pytorch_model.bin")
+    model.config.save_pretrained(tmp_path / "pickle")
+    for name in ("shards", "pickle"):
+        numbers().save_pretrained(tmp_path / name)
+        assert torch.equal(decoder_of(tmp_path / name).plain(tokens(1, 20)), wanted)
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    from tests.models.tiny_gguf import tiny_qwen2, write_gguf
+
+    original = tiny_qwen2()
+    write_gguf(original, tmp_path / "tiny.gguf")
+    forest = decoder_of(tmp_path / "tiny.gguf")
+    ids = tokens(1, 9) % forest.vocab_size
+    with torch.inference_mode():
+        assert apart(forest.plain(ids), original(ids).logits) <= 1e-5
+
+
+def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
+    from tests.models.test_compressed_tensors import quantized
+
+    quantized(tmp_path, "W8A16", "pack-quantized")
+    assert isinstance(load_model(ModelSpec(str(tmp_path), device="cpu"))[0], DecoderForest)
+
+
+def test_a_trimmed_draft(folder: Path, tmp_path: Path) -> None:
+    from collections import Counter
+
+    from dsbd_cli.engine.models.trim import trim
+
+    trim(spec_for(folder, "draft"), tmp_path / "small", Counter(dict.fromkeys(range(5, 20), 1)), size=20)
+    full, small = (decoder_of(place, role="draft") for place in (folder, tmp_path / "small"))
+    assert small.head_ids is not None
+    assert len(small.head_ids) == 20
+    assert small.vocab_size == V
+    ids = tokens(1, 9)
+    assert torch.equal(small.plain(ids), full.plain(ids)[..., small.head_ids])
+
+
+# Programs
+
+
+@contextmanager
+def eager(forest: Forest, *, programs: bool = False) -> Iterator[None]:
+    """Layers are called one by one inside."""
+    assert isinstance(forest, DecoderForest)
+    before = forest.decoder.ops
+    forest.decoder.ops = replace(before, programs=before.programs and programs)
+    yield
+    forest.decoder.ops = before
+
+
+def chain(ids: Tensor, first: int = 0, slots: int = 64, **more: Any) -> ForestInput:
+    """Tokens [1, n] in a row, from slot `first` on."""
+    count = ids.shape[1]
+    places = torch.arange(count)[None] + first
+    mask = torch.zeros(1, count, slots, dtype=torch.bool)
+    mask[0, :, first : first + count] = torch.ones(count, count, dtype=torch.bool).tril()
+    return ForestInput(ids, places, places, mask, torch.arange(slots)[None], **more)
+
+
+def answers(
+    target: Forest, prompts: list[list[int]], method: MethodConfig, draft: Forest | None = None, new: int = 16
+) -> list[list[tuple[tuple[int, ...], float]]]:
+    """Token ids and log-probabilities of all beams, to the last bit."""
+    engine = Engine(target, draft, NumberCodec(V, (2,)), method, batch_size=len(prompts))
+    sampling = SamplingConfig(max_new_tokens=new, n_best=method.num_beams)
+    found = engine.run([Request(prompt_ids=tuple(one), sampling=sampling) for one in prompts])
+    return [[(one.token_ids, one.logprob) for one in result.hypotheses] for result in found]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [int(token) for token in tokens(length, seed=seed)]
+
+
+SEARCH = MethodConfig(rule="search", num_beams=3, depth=0)
+WINDOWS = {"sliding_window": 40}
+BITS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in DECODERS if name != NARROW_HEADS),
+    *((name, WINDOWS) for name in ("mistral window", "ministral", "gemma3", "gemma2")),
+]
+
+
+@ON_CPU
+@KERNELS
+@pytest.mark.parametrize(("name", "changes"), BITS, ids=[f"{name} {changes or ''}" for name, changes in BITS])
+def test_programs_give_the_bits_of_plain_forwards(name: str, changes: dict[str, Any], loaded: Loads) -> None:
+    """A short prompt, all of whose slots are tail; a long one with settled slots; rows with different numbers of these.
+    Layers with a window see a part of them."""
+    target, _ = loaded(name, **changes)
+    for given in ([prompt(9)], [prompt(150)], [prompt(70, 1), prompt(131, 2), prompt(20, 3)]):
+        target.release()
+        with eager(target):
+            wanted = answers(target, given, SEARCH)
+            assert not target.programs
+        assert answers(target, given, SEARCH) == wanted
+        assert target.programs
+
+
+@ON_CPU
+@KERNELS
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "phi4 partial rotary"])
+def test_programs_of_bfloat16(name: str, tmp_path: Path) -> None:
+    if not packing_works(torch.bfloat16):
+        pytest.skip("this machine packs no products of bfloat16")
+    target = decoder_of(save_decoder(tmp_path / "model", build_decoder(name), torch.bfloat16), dtype="bfloat16")
+    given = [prompt(70, 1), prompt(131, 2)]
+    with eager(target):
+        wanted = answers(target, given, SEARCH)
+    assert answers(target, given, SEARCH) == wanted
+    assert target.programs
+
+
+@ON_CPU
+@KERNELS
+@pytest.mark.parametrize("invariant", [True, False])
+def test_programs_of_drafts_and_trees(invariant: bool, loaded: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes in several numbers; where no bits are promised, forwards go by masks."""
+    kinds: set[type] = set()
+    key_of = decoder_forest._key_of
+
+    def noting(view: Any) -> Any:
+        kinds.add(type(view))
+        return key_of(view)
+
+    monkeypatch.setattr(decoder_forest, "_key_of", noting)
+    (target, _), (draft, _) = loaded("llama"), loaded("llama", 2)
+    monkeypatch.setattr(target, "invariant", invariant)
+    method = MethodConfig(rule="coupled", num_beams=3, depth=2, drafts_per_layer=4)
+    given = [prompt(12), prompt(80, 1)]
+    target.release()
+    draft.release()
+    with eager(target), eager(draft):
+        wanted = answers(target, given, method, draft)
+    assert answers(target, given, method, draft) == wanted
+    assert target.programs
+    assert draft.programs
+    assert kinds == ({PathView, MaskView} if invariant else {MaskView})
+
+
+@ON_CPU
+@KERNELS
+def test_paths_that_outgrow_a_program(loaded: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_forest, "LEAST_ROOM", 4)
+    target, _ = loaded("llama")
+    target.release()
+    with eager(target):
+        wanted = answers(target, [prompt(9)], SEARCH, new=40)
+    rooms: set[int] = set()
+    place_of = decoder_forest._place_of
+
+    def noting(view: Any) -> Any:
+        place = place_of(view)
+        rooms.add(place.paths.slots.shape[2])
+        return place
+
+    monkeypatch.setattr(decoder_forest, "_place_of", noting)
+    assert answers(target, [prompt(9)], SEARCH, new=40) == wanted
+    assert len(rooms) > 1
+    assert min(rooms) < 40
+
+
+@ON_CPU
+@KERNELS
+def test_a_cache_that_has_moved_gets_other_programs(loaded: Loads) -> None:
+    """Guards addresses of memory that was given back, and programs that hold it."""
+    target, _ = loaded("llama")
+    for length in (9, 40, 9):
+        with eager(target):
+            wanted = answers(target, [prompt(length)], SEARCH)
+        assert answers(target, [prompt(length)], SEARCH) == wanted
+        assert target.programs
+        assert target._arena.nbytes
+        target.release()
+        assert (target.programs, target._arena.nbytes) == (0, 0)
+    ids, logits = tokens(1, 5), []
+    for slots in (64, 128):
+        target.reserve(1, slots)  # the memory grows, and so moves
+        logits.append(target.forward(chain(ids, settled=(0,), tail=64)))
+    assert torch.equal(*logits)
+    assert target.programs == 1
+
+
+@ON_CPU
+@KERNELS
+def test_longer_paths_do_not_pile_up(loaded: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards blocks that became too small: programs that nobody uses any more must not hold them."""
+    monkeypatch.setattr(decoder_forest, "LEAST_ROOM", 1)
+    target, _ = loaded("llama")
+    answers(target, [prompt(9)], SEARCH)
+    target.release()
+    answers(target, [prompt(60)], SEARCH)
+    assert target._arena.nbytes < 300_000
+
+
+@ON_CPU
+@KERNELS
+def test_only_so_many_programs_are_kept(loaded: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that ran last."""
+    monkeypatch.setattr(decoder_forest, "MOST_PROGRAMS", 3)
+    target, _ = loaded("llama")
+    target.release()
+    target.reserve(1, 64)
+    built: list[int] = []
+    real = target._built
+    monkeypatch.setattr(target, "_built", lambda hidden, inputs: built.append(hidden.shape[1]) or real(hidden, inputs))
+    for count in (4, 5, 6, 4, 7, 4, 5):
+        target.forward(chain(tokens(1, count), settled=(0,), tail=64))
+        assert target.programs <= 3
+    assert built == [4, 5, 6, 7, 5]
+
+
+@ON_CPU
+@KERNELS
+def test_forwards_in_and_outside_of_inference_mode(loaded: Loads) -> None:
+    """Guards places that belong to the mode in which they were made."""
+    target, _ = loaded("llama")
+    target.release()
+    target.reserve(1, 64)
+    with torch.inference_mode():
+        within = target.forward(chain(tokens(1, 5), settled=(0,), tail=64))
+    beyond = target.forward(chain(tokens(1, 5), settled=(0,), tail=64))
+    assert target.programs == 1
+    assert torch.equal(within, beyond)
+
+
+@ON_CPU
+@KERNELS
+@pytest.mark.parametrize("forgotten", ["hidden", "slots", "angles", "paths", "window", "mask"])
+def test_a_program_must_be_given_all_of_it(forgotten: str, monkeypatch: pytest.MonkeyPatch, loaded: Loads) -> None:
+    """Guards the tests of bits: without any part of its inputs a program gives others."""
+    name, given = ("ministral", prompt(90)) if forgotten == "window" else ("llama", prompt(9))
+    target, _ = loaded(name, **(WINDOWS if forgotten == "window" else {}))
+    if forgotten == "mask":
+        monkeypatch.setattr(target, "invariant", False)
+    target.release()
+    with eager(target):
+        wanted = answers(target, [given], SEARCH)
+    load = decoder_forest._LayerProgram.load
+
+    def forgetting(made: Any, hidden: Tensor, inputs: Any) -> None:
+        views = made.inputs.views
+        places: dict[str, list[Tensor]] = {
+            "hidden": [made.hidden],
+            "slots": [made.inputs.slots],
+            "angles": [part for pair in made.inputs.angles for part in pair],
+            "paths": [part for view in views if isinstance(view, PathView)
+                      for part in (view.paths.slots, view.paths.counts, view.paths.bounds)],
+            "window": [view.head for view in views if isinstance(view, PathView) and view.head is not None],
+            "mask": [view.mask for view in views if isinstance(view, MaskView)],
+        }  # fmt: skip
+        kept = [(place, place.clone()) for place in places[forgotten]]
+        load(made, hidden, inputs)
+        for place, before in kept:
+            place.copy_(before)
+
+    monkeypatch.setattr(decoder_forest._LayerProgram, "load", forgetting)
+    assert answers(target, [given], SEARCH) != wanted
+    target.release()
+
+
+def test_results_of_torch_in_a_program_have_no_gaps() -> None:
+    """Guards kernels that go by a result's shape, where torch gave it in another order; several results."""
+    program, given = Program(Arena()), torch.arange(6.0).view(2, 3)
+    program.begin(0)
+    turned = program.compute(given.t)
+    assert turned.is_contiguous()
+    pair = program.compute(lambda: (given.t(), turned.expand(2, 3, 2).transpose(0, 2)))
+    assert all(one.is_contiguous() for one in pair)
+    program.close()
+    for start in (0, 7):
+        given.copy_(torch.arange(6.0).view(2, 3) + start)
+        program.run()
+        assert torch.equal(turned, given.t())
+        assert torch.equal(pair[0], given.t())
+        assert torch.equal(pair[1], given.t().expand(2, 3, 2).transpose(0, 2))
+
+
+def test_layers_take_turns_in_an_arena() -> None:
+    """A layer reads what the one before it left, and takes the memory of the one before that."""
+    arena, places = Arena(), []
+    for layer in range(4):
+        arena.begin(layer)
+        places.append((arena.block(100).data_ptr(), arena.block(50).data_ptr()))
+    assert places[0] == places[2] != places[1] == places[3]
+    assert arena.nbytes == 300
+
+
+@ON_CPU
+def test_where_the_loop_cannot_run_nothing_is_a_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsbd_cli.engine.models import program
+
+    monkeypatch.setattr(program, "serves", lambda: False)
+    forest = decoder_of(folder)
+    answers(forest, [prompt(9)], SEARCH)
+    assert forest.invariant
+    assert not forest.programs
+
+
+@ON_CPU
+def test_decoders_that_leave_their_kernels_promise_no_bits(folder: Path) -> None:
+    forest = decoder_of(folder)
+    wanted = answers(forest, [prompt(20)], SEARCH)
+    assert forest.leave_kernels() == layer_ops.serves()
+    assert not forest.leave_kernels()
+    assert forest.invariant != layer_ops.serves()
+    found = answers(forest, [prompt(20)], SEARCH)
+    assert [[ids for ids, _ in row] for row in found] == [[ids for ids, _ in row] for row in wanted]
+
+
+# Verdicts
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No check may be made from now on."""
+    monkeypatch.setattr("dsbd_cli.engine.models.selftest.self_test", lambda *_: pytest.fail("a self-test"))
+    monkeypatch.setattr("dsbd_cli.engine.models.invariance.check", lambda *_: pytest.fail("a check of invariance"))
+    monkeypatch.setattr(stages, "differs", lambda *_: pytest.fail("a comparison"))
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the checks that are made from now on."""
+    made: list[str] = []
+    real = stages.differs
+
+    def noting(*given: Any) -> str | None:
+        made.append("differs")
+        return real(*given)
+
+    monkeypatch.setattr(stages, "differs", noting)
+    return made
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_second_load_makes_no_check(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits and the same promises; nor is transformers' model loaded."""
+    folder = save_decoder(tmp_path / "model", build_decoder(name))
+    first = decoder_of(folder)
+    forbid(monkeypatch)
+    monkeypatch.setattr(stages, "load", lambda *_, **__: pytest.fail("transformers' model"))
+    again = decoder_of(folder)
+    assert torch.equal(first.plain(tokens(2, 30)), again.plain(tokens(2, 30)))
+    assert answers(first, [prompt(80)], SEARCH) == answers(again, [prompt(80)], SEARCH)
+    for field in ("invariant", "varies", "copies_prefixes", "told", "tested"):
+        assert getattr(first, field) == getattr(again, field), field
+
+
+def test_what_a_verdict_depends_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another file, number of threads, dtype or role is asked anew, and so is all of it where `anew` is said."""
+    made = counted(monkeypatch)
+    decoder_of(folder)
+    decoder_of(folder)
+    assert len(made) == 1
+    load_model(spec_for(folder), anew=True)
+    assert len(made) == 2
+    decoder_of(folder)
+    assert len(made) == 2
+    decoder_of(folder, dtype="bfloat16")
+    decoder_of(folder, role="draft")
+    decoder_of(folder, numerics="fast")
+    assert len(made) == 5
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        decoder_of(folder)
+    finally:
+        torch.set_num_threads(before)
+    assert len(made) == 6
+    stat = (folder / "model.safetensors").stat()
+    os.utime(folder / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1000))
+    decoder_of(folder)
+    assert len(made) == 7
+    for name, other in (("_code", lambda: "other"), ("processor", lambda: ("other", frozenset()))):
+        monkeypatch.setattr(verdicts, name, other)
+        decoder_of(folder)
+    monkeypatch.setattr(verdicts, "version", lambda package: "99.0.0")
+    decoder_of(folder)
+    monkeypatch.setattr(torch, "__version__", "99.0.0")
+    decoder_of(folder)
+    assert len(made) == 11
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"format": "other/1", "decoder": null}', "\x00"])
+def test_a_broken_verdict_is_none(text: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = counted(monkeypatch)
+    decoder_of(folder)
+    (file,) = (tmp_path / "cache" / "dsbd" / "verdicts").iterdir()
+    assert file.suffix == ".json"
+    whole = file.read_text()
+    file.write_text(text)
+    assert decoder_of(folder).invariant
+    assert len(made) == 2
+    assert file.read_text() == whole
+
+
+def test_a_cache_folder_that_cannot_be_written_costs_checks_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert decoder_of(folder).invariant
+    assert "every load checks the model anew" in caplog.text
