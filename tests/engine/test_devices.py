@@ -23,6 +23,7 @@ from dsbd_cli.engine.decoding import step as step_module
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.decoding.graphs import IterationGraphs
 from dsbd_cli.engine.decoding.step import Report
+from dsbd_cli.engine.models import adapter
 from dsbd_cli.engine.models import forest as forests
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.requests import Request, RequestResult
