@@ -24,6 +24,7 @@ from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.decoding.graphs import IterationGraphs
 from dsbd_cli.engine.decoding.step import Report
 from dsbd_cli.engine.models import adapter
+from dsbd_cli.engine.models import forest as forests
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.pretend import DEVICE, SameDevice, one_device, pretend
@@ -164,7 +165,7 @@ def test_transformers_models_too(family: str, split: str, monkeypatch: pytest.Mo
         if split in ("exact", "fast"):
             kernels = pytest.importorskip("dsbd_cli.kernels.attention", reason="triton is not installed")
             models[0].attention = partial(kernels.attention, exact=split == "exact")
-            monkeypatch.setattr(adapter, "LONG", 0)
+            monkeypatch.setattr(forests, "LONG", 0)
         engine = Engine(models[0], models[1], NumberCodec(VOCABULARY, (2,)), method, batch_size=2)
         assert decode(engine, method, iter(reports), mode, monkeypatch) == 3
 
