@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything on a machine with a GPU, Python, torch, transformers and this tree: what runs how, kernels against tensor
 # code, races, engines with and without kernels, overhead, speed, wide beams. Results go to
-# benchmarks/results/<date>-gpu/; docs/gpu.md has what is expected. Nothing is installed or downloaded. Each part has a
+# benchmarks/results/<date>-gpu/; docs/hardware.md has what is expected. Nothing is installed or downloaded. Each part has a
 # time limit of its own, with the five seconds to end it nine minutes in all, and one that fails does not stop the
 # others. The exit code says whether all that ran have passed; what was not run is named.
 #

@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -129,9 +130,13 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.Popen[byt
     """A real `dsbd` process with the fake engine."""
     monkeypatch.setenv("DSBD_TARGET", "builtin:target")
 
+    def heard() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
     def begin(*arguments: str, **options: object) -> subprocess.Popen[bytes]:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
         command = [sys.executable, "-W", "error", "-m", "tests.cli.fake", *arguments]
+        pipes.setdefault("preexec_fn", heard)  # the suite itself may run under nohup
         return subprocess.Popen(command, cwd=ROOT, **pipes)
 
     return begin

@@ -117,6 +117,12 @@ def test_under_nohup_the_end_of_a_terminal_stops_nothing(start: Start) -> None:
     assert finish(process) == (0, b"", b"")
 
 
+def own_terminal() -> None:
+    """Take standard error as the terminal of a process, which hears when it goes away."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    fcntl.ioctl(2, termios.TIOCSCTTY, 0)
+
+
 def test_a_terminal_that_goes_away_leaves_whole_records(start: Start, tmp_path: Path) -> None:
     """Its window is closed while a row is at work: what is written is whole, and the run is gone on with. Standard
     error leads nowhere then, and the live line is drawn on it."""
@@ -125,7 +131,7 @@ def test_a_terminal_that_goes_away_leaves_whole_records(start: Start, tmp_path: 
         process = start(
             "generate", "--batch-size", "1", "-o", str(output),
             stdin=subprocess.PIPE, stderr=theirs, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(2, termios.TIOCSCTTY, 0),
+            preexec_fn=own_terminal,
         )  # fmt: skip
         os.close(theirs)
         pipe(process.stdin).write(ROW + b'{"prompt": "slow"}\n')

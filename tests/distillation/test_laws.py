@@ -18,7 +18,6 @@ from dsbd_cli.lab.distillation import laws, training
 from dsbd_cli.lab.distillation.answers import Answer
 from dsbd_cli.lab.distillation.laws import Law, Objective, Teacher, divergence
 from dsbd_cli.lab.distillation.training import Recipe, Training
-from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize, Prediction
 from tests.models.conftest import save
 from tests.models.tiny import V, build
 
@@ -213,13 +212,3 @@ def test_sizes_that_make_no_draft(tmp_path: Path, checkpoint: Path) -> None:
     config.write_text(text.replace('"model_type": "llama"', '"model_type": "t5", "num_layers": 1'))
     with pytest.raises(UnsupportedModelError, match="has an encoder"):
         student_shape(spec_of(one), None, None)
-
-
-def test_from_when_on_a_draft_pays() -> None:
-    """A layer deep, 10 tokens/s at 1.5 steps per call: 10 * (1 + x) / 1.5 > 8 from x = 0.21 on."""
-    from dsbd_cli.lab.distillation.acceptance import _pays_from
-
-    plain = Prediction(NO_DRAFT, 1.0, 0.1, 8.0, 1.0)
-    drafted = Prediction(ForestSize(1, 4), 1.5, 0.1, 10.0, 1.0)
-    assert _pays_from([drafted], plain.tokens_per_s) == 0.21
-    assert _pays_from([drafted], 14.0) is None

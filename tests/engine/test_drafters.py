@@ -22,13 +22,13 @@ from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.engine.core.forest import DraftLaw, Forest
 from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.decoding.observer import Observer
 from dsbd_cli.engine.drafting.base import DraftContext, LayerDrafts, record_law
 from dsbd_cli.engine.drafting.dynamic import DynamicTree
 from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
 from dsbd_cli.engine.drafting.logits import DraftLogits
 from dsbd_cli.engine.drafting.rsd import RowDraws
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
-from dsbd_cli.lab.profiling.watch import Observer, watch
 from dsbd_cli.requests import Request, RequestResult
 from tests.engine.plain import Settings, results_law
 from tests.engine.test_depth import RandomPlanner
@@ -291,29 +291,37 @@ def test_acceptance_is_counted_by_drafter(index: str) -> None:
             drafted[name] += sum(layer.drafters[name].drafted for layer in logged)
             accepted[name] += stats.drafters[name].accepted
             assert sum(layer.drafters[name].accepted for layer in logged) == stats.drafters[name].accepted
-    assert (drafted, accepted) == (watched.drafted, watched.accepted)
+    assert (drafted, accepted) == (watched.nodes, watched.accepted)
     assert min(accepted.values()) > 5
 
 
-class Counting:
+class Looking(Observer):
+    """Looks at everything and does nothing."""
+
+    looks = True
+
+
+class Counting(Observer):
     """Counts by drafter what an engine of drafter beam+retrieval drafts and accepts in the layers it reaches. All texts
     have `length` tokens."""
 
-    def __init__(self, engine: Engine, length: int) -> None:
-        self.drafted, self.accepted, self.length = Counter[str](), Counter[str](), length
-        watch(engine, self)
+    looks = True
 
-    def proposed(self, context: DraftContext, forest: Forest) -> None:
+    def __init__(self, engine: Engine, length: int) -> None:
+        self.nodes, self.accepted, self.length = Counter[str](), Counter[str](), length
+        engine.observe(self)
+
+    def drafted(self, context: DraftContext, forest: Forest) -> None:
         self.going, self.left = context.beams.valid.any(1), self.length - context.beams.length
 
-    def verified(self, rule: Any, view: LayerView, draws: LayerDraws) -> None:
+    def verified(self, view: LayerView, draws: LayerDraws) -> None:
         if view.drafts is None:
             return
         for row in torch.nonzero(self.going).flatten().tolist():
             for node in range(view.drafts.token.shape[1]):
                 if view.drafts.valid[row, node]:
                     name = "beam" if view.drafts.sampled[row, node] else "retrieval"
-                    self.drafted[name] += 1
+                    self.nodes[name] += 1
                     self.accepted[name] += int((draws.node[row][draws.valid[row]] == view.drafts.offset + node).sum())
         self.left = self.left - 1
         self.going = self.going & draws.passed & (self.left > 0)
@@ -347,13 +355,13 @@ def test_what_ngram_remembers_goes_with_its_row(seed: int) -> None:
 
 
 @pytest.mark.parametrize("rule", ["search", "rejection"])
-def test_a_watched_drafter_learns(rule: str) -> None:
-    """Guards a profile of `ngram` without what it remembers."""
+def test_looking_at_an_engine_changes_no_text(rule: str) -> None:
+    """Guards an observer that keeps `ngram` from what it remembers."""
     requests, found = [request(i, 24) for i in range(4)], []
     for watched in (False, True):
         engine = make_engine({"drafter": "ngram"}, rule=rule, drafts_per_layer=6, depth=3, batch_size=2)
         if watched:
-            watch(engine, Observer())
+            engine.observe(Looking())
         found.append(told_of(engine.run(requests)))
     assert found[0] == found[1]
 

@@ -72,7 +72,7 @@ class Only(LegalTokens):
         self._allowed = torch.stack([free if row.legal is None else row.legal for row in rows])
         self._allowed, self._lists = self._allowed.repeat_interleave(nodes, 0), lists
 
-    def apply(self, logprobs: Tensor, part: slice) -> None:
+    def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
         logprobs.masked_fill_(~self._allowed[part], NEVER)
 
     def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
 from dsbd_cli.lab.profiling.snapshot import Snapshot
-from dsbd_cli.lab.profiling.watch import watch
 from dsbd_cli.lab.reports.profile_data import ShownForest, ShownNode
 from dsbd_cli.lab.reports.profile_tree import SYMBOLS, forest_tree
 from tests.engine.toys import NumberCodec, TableLM, table_pair
@@ -35,7 +34,7 @@ def show(
     codec = NumberCodec(target.vocab_size, eos)
     engine = Engine(target, draft if method.depth else None, codec, method, log_steps=True)
     snapshot = Snapshot(seed, number)
-    watch(engine, snapshot)
+    engine.observe(snapshot)
     sampling = SamplingConfig(top_k=0, max_new_tokens=(number + 1) * (method.depth + 1) + 1)
     (result,) = list(engine.run([Request(id="r", seed=seed, prompt="1 0", sampling=sampling)]))
     steps = result.stats.step_log

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.protocols import ForestInput, ForestModel, SourceModel
+from dsbd_cli.engine.decoding.observer import Observer
 from dsbd_cli.engine.decoding.prefill import prefill
 from dsbd_cli.engine.decoding.prefix_index import PrefixIndex
 
@@ -41,6 +42,7 @@ class Caches:
         # found once, because a check of a protocol asks every property
         self._readers = [model for model in self.models if isinstance(model, SourceModel)]
         self.slots = self.window = 0
+        self.observer = Observer()
         self._recurrent = any(model.state_bytes(0) for model in self.models)
         self._slot_step, self._window_step = (128, 64) if large_steps else (32, 16)
         self._moving = moving
@@ -90,6 +92,7 @@ class Caches:
                 model.release()  # else rows of one batch would multiply with slots of another
                 model.reserve(rows, self.slots, self.window)
             self._reserved = self._now(rows)
+        self.observer.reserved(rows, self.slots)
 
     def _now(self, rows: int) -> tuple[object, ...]:
         """Rows, sizes, and the generation of each cache: another engine may have used the same models since."""
@@ -115,6 +118,7 @@ class Caches:
         for model in self.models:
             model.reserve(rows, self.slots, self.window)
         self._reserved = None
+        self.observer.reserved(rows, self.slots)
 
     def release(self) -> None:
         """Give all memory back."""
@@ -147,7 +151,8 @@ class Caches:
         if not sources or model is None:
             return
         generation = model.generation
-        model.encode(list(sources), list(sources.values()))
+        with self.observer.span("prefill"):
+            model.encode(list(sources), list(sources.values()))
         if model.generation != generation:
             self._moving()
             if self._reserved is not None:
@@ -176,12 +181,14 @@ class Caches:
     def prefill_target(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, int]:
         """The target reads prompts, by row. Where its logits are invariant, a prompt is read as if it were alone.
         Returns how many tokens of each it did not read, because they stood in another row."""
-        return self._prefill(0, prompts, apart=self.target.invariant)
+        with self.observer.span("prefill"):
+            return self._prefill(0, prompts, apart=self.target.invariant)
 
     def prefill_draft(self, prompts: Mapping[int, Sequence[int]]) -> None:
         """The draft model, if there is one, reads prompts, by row."""
         if self.draft is not None:
-            self._prefill(1, prompts, apart=False)
+            with self.observer.span("prefill"):
+                self._prefill(1, prompts, apart=False)
 
     def _prefill(self, place: int, prompts: Mapping[int, Sequence[int]], *, apart: bool) -> dict[int, int]:
         model, index, trash = self.models[place], self._indexes.get(place), self.slots - 1
@@ -218,14 +225,16 @@ class Caches:
         """The draft model runs what it missed of some rows' trunks: slots drafted .. trunk of tokens [R, S]."""
         assert self.draft is not None
         texts = [tokens[row, : end + 1].tolist() for row, end in zip(rows, trunk, strict=True)]
-        prefill(self.draft, rows, texts, trash=self.slots - 1, apart=False, known=drafted)
+        with self.observer.span("prefill"):
+            prefill(self.draft, rows, texts, trash=self.slots - 1, apart=False, known=drafted)
 
     def move(self, source: Tensor, target: Tensor, trunk: Tensor, drafted: Tensor, *, draft: bool) -> None:
         """Copy slots within each row, [R, T] each, in the target and, if `draft`, in the draft model. trunk: [R], slots
         that all live beams share from now on. drafted: [R], leading slots that the draft model has run."""
-        self._move(self.target, source, target, trunk)
-        if draft and self.draft is not None:
-            self._move(self.draft, source, target, torch.minimum(trunk, drafted) if self.lagging else trunk)
+        with self.observer.span("compact"):
+            self._move(self.target, source, target, trunk)
+            if draft and self.draft is not None:
+                self._move(self.draft, source, target, torch.minimum(trunk, drafted) if self.lagging else trunk)
 
     def _move(self, model: ForestModel, *slots: Tensor) -> None:
         source, target, trunk = (part.to(model.device) for part in slots)

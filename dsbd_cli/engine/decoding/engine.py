@@ -26,6 +26,7 @@ from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.devices import captures, current, events, kernel_failed, kernels_for
 from dsbd_cli.engine.decoding.encode import Encoder
 from dsbd_cli.engine.decoding.jobs import AsDone, Job, ResultOrder, Results
+from dsbd_cli.engine.decoding.observer import Observer
 from dsbd_cli.engine.decoding.outcome import collect, common_tokens, ended, record_iteration
 from dsbd_cli.engine.decoding.pieces import Pieces
 from dsbd_cli.engine.decoding.planner import Shape, deepest, planner_for
@@ -108,7 +109,7 @@ class Engine:
         self.batch_size, self.log_steps = batch_size or 1, log_steps
         self.steps = 0  # taken so far, those of unfinished requests too; another thread may look
         self.share_prefixes = True  # prompts of a run that begin alike; False: to measure what it saves
-        self.one_root = True  # in a row's first iteration; False: W, as in all others, for a profile
+        self.one_root = True  # in a row's first iteration; False: W, as in captured iterations
         self.tell: Callable[[str], None] = _warn  # takes what the user should know and stops nothing
         self._fit_batch = batch_size is None
         self._stopping = False
@@ -152,6 +153,7 @@ class Engine:
         self._proven = 1  # most rows that have run
         self._running = False
         self._shape: Shape | None = None  # of the iteration under way
+        self.observe(Observer())
 
     def _check_memory(self, device: torch.device) -> int:
         """Bytes of the device. Raises UsageError where it cannot hold an iteration of any row."""
@@ -195,8 +197,12 @@ class Engine:
 
     @property
     def stepper(self) -> Stepper:
-        """What runs the iterations; its drafter, rule and timer may be wrapped to watch them."""
+        """What runs the iterations."""
         return self._stepper
+
+    def observe(self, observer: Observer) -> None:
+        """Tell the observer, and no other, what the engine does from now on."""
+        self._observer = self._stepper.observer = self._caches.observer = observer
 
     def stop(self) -> None:
         """Ask `run` to end, at the next layer that is drafted or after the iteration it is in, for good; requests that
@@ -352,6 +358,7 @@ class Engine:
         with current(self.target.device):
             report = self._stepper.step(batch.state, plan)
             seconds = self._stepper.timer.seconds()
+        self._observer.iterated([job for _, job in running], plan.nodes, seconds)
         # how far each walk came, and how long it took, decides on the next forest
         layers = [report.layers[row] for row, _ in running]
         self._planner.observe(shape, requests, layers, seconds | read.seconds(), reading, self._stepper.steady)
@@ -375,12 +382,14 @@ class Engine:
         for row in rows:
             if report.rows[row]["invalid"]:
                 self._caches.forget(row)
-        results = {
-            row: _broken(jobs[row])
-            if report.rows[row]["invalid"]
-            else collect(found, row, jobs[row], self.codec, grammars, state.trace)
-            for row, found in zip(rows, ended(state.finished, rows), strict=True)
-        }
+        over = ended(state.finished, rows)
+        with self._observer.span("detokenise"):
+            results = {
+                row: _broken(jobs[row])
+                if report.rows[row]["invalid"]
+                else collect(found, row, jobs[row], self.codec, grammars, state.trace)
+                for row, found in zip(rows, over, strict=True)
+            }
         for row, result in results.items():
             order.put(jobs[row].number, result)
         batch.remove(rows)
@@ -448,7 +457,9 @@ class Engine:
                 order.put(number, RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
                 continue
             try:
-                backlog.append(self._encoder.job(number, request))
+                with self._observer.span("tokenise"):
+                    job = self._encoder.job(number, request)
+                backlog.append(job)
                 count -= 1
             except RowError as error:
                 order.put(number, RequestResult(request, (), 0, RequestStats(), error))

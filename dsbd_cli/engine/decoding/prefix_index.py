@@ -1,7 +1,7 @@
 """Which prompts stand in the rows of a model's cache, and which row holds the longest beginning of a new one.
 
 Prompts are compared in whole blocks of PREFIX_STEP tokens, so that a beginning that is copied ends where a block of the
-reading ends (docs/numerics.md). No tensors.
+reading ends (docs/hardware.md). No tensors.
 """
 
 from __future__ import annotations

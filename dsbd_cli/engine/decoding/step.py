@@ -24,6 +24,7 @@ from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.ending import COUNTERS, Live
 from dsbd_cli.engine.decoding.fused import committed, fits_commit, fits_sheet, fits_walk, walked
 from dsbd_cli.engine.decoding.graphs import IterationGraphs, shapes
+from dsbd_cli.engine.decoding.observer import Observer
 from dsbd_cli.engine.decoding.planner import Shape
 from dsbd_cli.engine.decoding.state import BatchState
 from dsbd_cli.engine.decoding.timing import PhaseTimer
@@ -111,6 +112,7 @@ class Stepper:
         self.rule, self.endings, self.timer, self.graphs = rule, endings, timer, graphs
         self.stopping, self.constraints = stopping, constraints
         self.steady = True
+        self.observer = Observer()
         limits = [model.max_positions for model in caches.models if model.max_positions]
         self.last_position = min(limits, default=2**31) - 1
 
@@ -124,6 +126,8 @@ class Stepper:
             work.context = self._context(state, plan, legal)
             work.forest = self.drafter.propose(work.context)
             work.draft_calls = self.drafter.calls
+            if self.observer.looks:
+                self.observer.drafted(work.context, work.forest)
 
         def target() -> None:
             # 2. One target forward over all W + D*K nodes: each sees the prompt, its own ancestors and itself
@@ -135,8 +139,11 @@ class Stepper:
             #    completed by the exact law, and so is the bonus layer below the last one
             candidates = self._candidates(state, work.forest, work.logits, work.legal_tokens)
             self.drafter.learn(work.forest, candidates)
-            step_by_step = walked if self._walks(state, work.forest, candidates) else walk
-            outcome = step_by_step(state, work.forest, candidates, self.rule, self.endings, work.context.keys)
+            if self._walks(state, work.forest, candidates):
+                outcome = walked(state, work.forest, candidates, self.rule, self.endings, work.context.keys)
+            else:
+                looking = self.observer if self.observer.looks else None
+                outcome = walk(state, work.forest, candidates, self.rule, self.endings, work.context.keys, looking)
             # 4. Commit: both caches keep only the ancestors of the live beams
             if state.trace is not None:
                 _record(state, work.forest, candidates, work.logits, outcome)
@@ -147,9 +154,10 @@ class Stepper:
         if plan.beams < state.method.num_beams:
             state.beams = state.beams.first()
         self.timer.start()
-        if self.graphs is None or (legal is not None and legal.on_host):
+        if self.graphs is None or self.observer.looks or (legal is not None and legal.on_host):
             for name, phase in zip(PHASES, phases, strict=True):
-                phase()
+                with self.observer.span(name):
+                    phase()
                 self.timer.lap(name)
         else:
             key = (replace(plan, generated=0), legal and legal.key, *self._static(state))
@@ -223,7 +231,7 @@ class Stepper:
             iteration=state.iteration,
             keys=keys,
             lag=plan.lag,
-            record_law=self.rule.needs_law or state.method.dynamic,
+            record_law=self.rule.needs_law or state.method.dynamic or self.observer.looks,
             prompts=state.prompts,
             stopping=self.stopping,
             legal=legal,
@@ -233,7 +241,7 @@ class Stepper:
 
     def _sheet(self, state: BatchState, plan: Plan, legal: Legal | None) -> Sheet | None:
         """Where kernels write this iteration's forest, with its roots; None where tensor code makes it."""
-        if "draft" not in self.kernels or legal is not None or not self.drafter.on_sheet:
+        if "draft" not in self.kernels or legal is not None or not self.drafter.on_sheet or self.observer.looks:
             return None
         method, shape = state.method, plan.shape
         model = self.drafter.model
@@ -263,7 +271,7 @@ class Stepper:
 
     def _walks(self, state: BatchState, forest: Forest, candidates: Candidates) -> bool:
         """The kernel walks."""
-        return "walk" in self.kernels and fits_walk(state, forest, candidates)
+        return "walk" in self.kernels and not self.observer.looks and fits_walk(state, forest, candidates)
 
     def _target(self, state: BatchState, plan: Plan, forest: Forest, context: DraftContext) -> Tensor:
         """Target logits of all nodes: [R, N, V]."""

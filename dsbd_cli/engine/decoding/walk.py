@@ -15,6 +15,7 @@ from dsbd_cli.engine.core.forest import Forest, at_nodes
 from dsbd_cli.engine.core.noise import path_gumbel
 from dsbd_cli.engine.core.probs import NEVER, Candidates, pool_law
 from dsbd_cli.engine.decoding.ending import Live, Verified, counters, verified, way_of
+from dsbd_cli.engine.decoding.observer import Observer
 from dsbd_cli.engine.decoding.state import BatchState
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule
@@ -60,9 +61,17 @@ class Noise:
     of_nodes: Tensor | None
 
 
-def walk(state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, endings: Endings, keys: Tensor) -> Walk:
+def walk(
+    state: BatchState,
+    forest: Forest,
+    candidates: Candidates,
+    rule: Rule,
+    endings: Endings,
+    keys: Tensor,
+    observer: Observer | None = None,
+) -> Walk:
     """Verify all layers, whether or not a row comes so far, then see how far each came. candidates: of all N nodes.
-    keys: [R, D + 1, STREAMS]. Updates `state.finished`."""
+    keys: [R, D + 1, STREAMS]. observer: is told of every layer. Updates `state.finished`."""
     beams = state.beams
     index = torch.arange(beams.token.shape[1], device=beams.token.device).expand_as(beams.token)
     live = Live(index, beams.token, index, beams.valid, beams.weight, beams.logprob)
@@ -74,6 +83,8 @@ def walk(state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, 
     for layer in range(forest.depth + 1):
         view, weight = _view(state, forest, nodes, noise, rule, endings, live, layer)
         draws = rule.verify(view)
+        if observer is not None:
+            observer.verified(view, draws)
         live = _advance(view, weight, draws)
         layers.append(verified(view, draws, live, state.finished.score.shape[1]))
     way = way_of(state, layers, state.active & ~invalid)

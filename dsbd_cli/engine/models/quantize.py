@@ -49,7 +49,7 @@ from dsbd_cli.engine.models.packing import (
 
 __all__ = ["LEAST_WEIGHTS", "Int8Product", "int8_missing", "outlier_channels"]
 
-OUTLIERS = 32  # channels kept as they are; measured: docs/quantization.md
+OUTLIERS = 32  # channels kept as they are; measured: docs/hardware.md
 # Of a product. Measured: 896 x 896 takes 1.5 times as long as in bfloat16, 1536 x 1536 as long.
 LEAST_WEIGHTS = 2_000_000
 LEVELS = 127

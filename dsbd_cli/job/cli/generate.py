@@ -48,7 +48,7 @@ __all__ = ["generate"]
 
 NOT_INVARIANT = (
     "on this machine the target's logits depend on what else is in a forward, so that rounding may change a text with "
-    "the draft or the batch: records say same-law, not same-text (see docs/numerics.md)"
+    "the draft or the batch: records say same-law, not same-text (see docs/hardware.md)"
 )
 
 PLAIN = (

@@ -240,7 +240,7 @@ class DeviceOptions:
     )
     dtype: Dtype | None = option(DEVICES, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
     quantize: Quantize | None = option(
-        DEVICES, "int8: the linear layers of both models in 8 bits, on the CPU (docs/quantization.md)", metavar="int8"
+        DEVICES, "int8: the linear layers of both models in 8 bits, on the CPU (docs/hardware.md)", metavar="int8"
     )
     numerics: Numerics | None = option(
         DEVICES,

@@ -1,4 +1,4 @@
-"""`dsbd profile`: where time and memory go on this machine, and which settings would be faster."""
+"""`dsbd profile`: where time and memory go on this machine, and which of some settings is the fastest."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ProfileOptions:
     )
     json: Path | None = option(PROFILE, "write all numbers here as one JSON document", metavar="FILE")
     plot: Path | None = option(
-        PROFILE, "draw phases and curves here: .png, .svg or .pdf (needs the extra plots)", metavar="FILE"
+        PROFILE, "draw the phases here: .png, .svg or .pdf (needs the extra plots)", metavar="FILE"
     )
     trace: Path | None = option(
         PROFILE, "write a Chrome trace of the first iterations here; compressed if it ends in .gz", metavar="FILE"
@@ -107,9 +107,10 @@ def profile(
     wanted: ProfileOptions,
     arguments: Sequence[str],
 ) -> None:
-    """Measure where time and memory go with these models and prompts, and recommend K, D and W_min for this machine.
+    """Measure where time and memory go with these models and prompts, and recommend the fastest D and K that was run.
 
-    What is worth most is measured first, within --seconds. Numbers are measured unless they are called predicted.
+    What is worth most is measured first, within --seconds. Beside the setting in use it runs no draft, and half and
+    twice its layers and drafts.
 
     Ctrl-C prints what is measured by then.
     """

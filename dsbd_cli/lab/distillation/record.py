@@ -36,18 +36,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Predicted tokens/s on this machine, from measured forwards and acceptance.
-
-    Attributes:
-        plain: without a draft. drafted: with this draft, at the best D and K. label: those.
-        pays_from: least chance of a layer to pass, alike at all depths, with which a draft of this size pays at some D
-            and K; None where it would not if all layers passed.
-    """
+    """Measured tokens/s on this machine. plain: without a draft. drafted: with this draft, at the fastest D and K of
+    those that were run. label: those."""
 
     plain: float
     drafted: float
     label: str
-    pays_from: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +56,7 @@ class Acceptance:
 @dataclass(frozen=True, slots=True)
 class Milestone:
     """The draft after so many steps. loss: mean since the milestone before, in nats per token; None before the first
-    step. acceptance: None where nothing was drafted. speed: where it was predicted."""
+    step. acceptance: None where nothing was drafted. speed: where it was measured."""
 
     step: int
     loss: float | None

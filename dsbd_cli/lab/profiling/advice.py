@@ -1,20 +1,18 @@
-"""What the numbers say, in sentences. Predictions are called so."""
+"""What the numbers say, in sentences, and which setting they recommend."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from dsbd_cli.lab.profiling.budget import Budget
-from dsbd_cli.lab.profiling.predict import NEAR
-from dsbd_cli.lab.profiling.runs import Run, drafts_nodes, phases_of
-from dsbd_cli.lab.reports.profile_data import ForestSize, Machine, MeasuredSetting, Prediction
+from dsbd_cli.lab.profiling.runs import Run, drafts_nodes
+from dsbd_cli.lab.reports.profile_data import ForestSize, Machine, MeasuredSetting
 
-__all__ = ["drafting", "missing", "neighbours", "notes", "prediction_of", "warnings"]
+__all__ = ["choose", "drafting", "missing", "notes", "warnings"]
 
 WIDE_SPREAD = 0.25
 BUSY = 0.5
-OFF = 0.15
-WORTH = 0.03
+NEAR = 0.95
 
 
 def warnings(machine: Machine, measured: Sequence[MeasuredSetting]) -> list[str]:
@@ -40,21 +38,13 @@ def drafting(run: Run) -> list[str]:
     method = run.method
     if not method.depth or drafts_nodes(method):
         return []
-    fitted = "what it costs by D and K is fitted to whole runs"
     if not method.bridges:
-        return [
-            f"drafter {method.drafter} runs no draft model, so there is no T_draft(K): its phase draft is look-ups in "
-            f"tensors, and {fitted}"
-        ]
-    log = run.log
-    forwards = log.of("draft")
-    phase = next(one.total_s for one in phases_of(run) if one.name == "draft")
-    share = log.forward_s("draft", "forest") / phase if phase else 0.0
+        return [f"drafter {method.drafter} runs no draft model: its phase draft is look-ups in tensors"]
+    calls = run.stats.draft_calls / max(run.stats.target_calls, 1)
     return [
         "drafter bridge reads the host in its phase draft by design: the beams once an iteration and the best tokens "
         "after each draft forward, because text lives there",
-        f"of its phase draft {share:.0%} are forwards of the draft, {len(forwards) / max(log.iterations, 1):.1f} an "
-        f"iteration; the rest is reading, tokenizing and spelling; {fitted}",
+        f"its draft runs {calls:.1f} forwards an iteration; the rest of the phase is reading, tokenizing and spelling",
     ]
 
 
@@ -71,50 +61,8 @@ def missing(budget: Budget) -> list[str]:
     return told
 
 
-def neighbours(
-    now: Prediction, found: Sequence[Prediction], measured: MeasuredSetting, without: MeasuredSetting | None
-) -> list[str]:
-    """Whether a longer or a wider draft would pay, each alone and held against no draft too, as predicted.
-
-    measured: the setting in use; without: no draft, as measured.
-    """
-    here = now.setting
-    same = [one for one in found if one.setting.depth and one.setting.min_width == here.min_width]
-    gain = without.tokens_per_s.median / measured.tokens_per_s.median - 1 if without is not None else None
-    told = []
-    for field, other, words in (
-        ("depth", "drafts_per_layer", (("longer", 1), ("shorter", -1))),
-        ("drafts_per_layer", "depth", (("wider", 1), ("narrower", -1))),
-    ):
-        line = [one for one in same if getattr(one.setting, other) == getattr(here, other)]
-        for word, side in words:
-            further = [one for one in line if side * (getattr(one.setting, field) - getattr(here, field)) > 0]
-            if further:
-                best = max(further, key=lambda one: one.tokens_per_s)
-                told.append(f"a {word} draft {_verdict(best, now.tokens_per_s, gain)}")
-    return told
-
-
-def _verdict(best: Prediction, now: float, gain: float | None) -> str:
-    """What another draft would do to the speed. now: predicted tokens/s as set; gain: of no draft over that, as
-    measured."""
-    change = best.tokens_per_s / now - 1
-    label = best.setting.label
-    if abs(change) <= WORTH:
-        return f"would change little: {label} is predicted within {WORTH:.0%} of the speed as set"
-    predicted = f"{label} is predicted to change speed by {change:+.0%}"
-    if change < 0:
-        return f"would not pay: {predicted}"
-    if gain is not None and change < gain:
-        without = f"no draft was measured to change it by {gain:+.0%}"
-        return f"would be faster than as set, but still slower than no draft: {predicted}, {without}"
-    return f"would pay: {predicted}"
-
-
-def notes(
-    now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: ForestSize, *, predicted: bool = True
-) -> list[str]:
-    """What the runs say about the recommended setting and about the predictions. predicted: there are some."""
+def notes(now: MeasuredSetting, tried: Sequence[MeasuredSetting], best: ForestSize) -> list[str]:
+    """What the runs say about the recommended setting."""
     told = []
     plain = next((one for one in tried if not one.setting.depth), None)
     if plain is not None and now.setting.depth:
@@ -123,27 +71,27 @@ def notes(
             told.append(f"speculation does not pay as set: no draft is {1 / ratio:.2f} times as fast (measured)")
         else:
             told.append(f"speculation pays: {ratio:.2f} times the tokens/s of no draft (measured)")
-        if not best.depth and ratio < 1 and predicted:
-            told.append("with this drafter no D and K was both predicted and measured to be faster: use no draft")
+        drafted = [one.tokens_per_s.median for one in (now, *tried) if one.setting.depth]
+        if not best.depth and max(drafted) < plain.tokens_per_s.median:
+            told.append("no D and K that was run with this drafter is faster: use no draft")
         elif not best.depth and ratio >= 1:
             told.append(
                 f"no draft is recommended all the same: it is within {1 - NEAR:.0%} of the fastest, and all beams live "
                 "without a draft, where narrow layers lose text"
-            )
-    for one in (now, *tried):
-        if one.predicted is None:
-            continue
-        off = one.predicted.tokens_per_s / one.tokens_per_s.median - 1
-        if abs(off) > OFF:
-            told.append(
-                f"the prediction for {one.setting.label} was off by {off:+.0%}: "
-                "take the predicted numbers as an order, not as speeds"
             )
     if best == now.setting and tried:
         told.append("the settings in use are the recommended ones")
     return told
 
 
-def prediction_of(setting: ForestSize, found: Sequence[Prediction]) -> Prediction | None:
-    """The prediction of one setting; None where it is not in the grid."""
-    return next((one for one in found if one.setting == setting), None)
+def choose(found: Sequence[tuple[ForestSize, float]], num_beams: int) -> ForestSize:
+    """Of settings and their tokens/s the fastest; where the width varies, the widest within 5 % of the fastest,
+    because narrow beams lose text. Without a draft all W beams live."""
+    fastest, speed = max(found, key=lambda one: one[1])
+    if all(setting.min_width is None for setting, _ in found):
+        return fastest
+
+    def width(setting: ForestSize) -> int:
+        return num_beams if not setting.depth else setting.min_width or 0
+
+    return max((one for one in found if one[1] >= NEAR * speed), key=lambda one: (width(one[0]), one[1]))[0]

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from dsbd_cli.errors import UsageError
-from dsbd_cli.lab.profiling.predict import Interpolation
 from dsbd_cli.lab.reports.profile_data import ForestSize
 
-__all__ = ["Budget", "CutOffError", "Expected"]
+__all__ = ["Budget", "CutOffError", "Expected", "Line"]
 
 TOLD_FROM_S = 1.0
 
@@ -88,6 +87,20 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds over nodes, through one or two measured points; it never falls."""
+
+    points: tuple[tuple[int, float], ...]
+
+    def at(self, nodes: float) -> float:
+        """Seconds of a forward of so many nodes."""
+        (n0, t0), (n1, t1) = self.points[0], self.points[-1]
+        if n0 == n1 or nodes <= n0 or t1 <= t0:
+            return t0
+        return t0 + (t1 - t0) * (nodes - n0) / (n1 - n0)
+
+
+@dataclass(frozen=True, slots=True)
 class Expected:
     """Seconds of runs that were not made yet, from single forwards of one row.
 
@@ -98,8 +111,8 @@ class Expected:
             what its forwards of one row take.
     """
 
-    target: Interpolation
-    draft: Interpolation | None
+    target: Line
+    draft: Line | None
     num_beams: int
     now: ForestSize
     prefill_s: float = 0.0
@@ -123,7 +136,3 @@ class Expected:
         smaller = setting.depth < now.depth or setting.drafts_per_layer < now.drafts_per_layer
         iterations = self.iterations * (self.steps_per_call if smaller else 1.0)
         return self.prefill_s + self.scale * iterations * self.iteration(setting)
-
-    def forwards(self, line: Interpolation, counts: list[int], rows: int, rounds: int) -> float:
-        """So many rounds of forwards of so many rows, at most."""
-        return rounds * rows * sum(line.at(count) for count in counts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from dsbd_cli.errors import DsbdError
 from dsbd_cli.job.data.jsonl import LineWriter
 from dsbd_cli.job.records import MethodRecord, Row, native_record
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError
-from dsbd_cli.lab.profiling.timers import RunLog, log_phases, synchronise, timed_codec, timed_model
+from dsbd_cli.lab.profiling.timers import RunLog, synchronise
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize, Phase
 from dsbd_cli.requests import Request, RequestResult
 from dsbd_cli.stats import RequestStats
@@ -105,53 +105,44 @@ class ProfiledPair:
         """Of the models."""
         return tuple({model.device for model in self.models})
 
-    def engine(
-        self, method: MethodConfig, log: RunLog, *, log_steps: bool = False, name_scopes: bool = False
-    ) -> Engine:
-        """A new engine over the same models, with clocks that write into `log`."""
-        engine = Engine(
-            timed_model(self.target, "target", log, name_scopes=name_scopes),
-            self._timed_draft(log, name_scopes=name_scopes) if method.needs_draft else None,
-            timed_codec(self.codec, log),
-            method,
-            batch_size=self.batch_size,
-            log_steps=log_steps,
+    def engine(self, method: MethodConfig, *, log_steps: bool = False, cuda_graphs: bool | None = None) -> Engine:
+        """A new engine over the pair."""
+        draft = self.draft if method.needs_draft else None
+        rows = self.batch_size
+        return Engine(
+            self.target, draft, self.codec, method, batch_size=rows, log_steps=log_steps, cuda_graphs=cuda_graphs
         )
-        engine.one_root = False  # what is measured and predicted is an iteration of W roots
-        log_phases(engine, log, name_scopes=name_scopes)
-        return engine
 
-    def _timed_draft(self, log: RunLog, *, name_scopes: bool) -> AnyDraft:
-        assert self.draft is not None, "loaded where the method needs it"
-        if isinstance(self.draft, BridgedDraft):
-            return replace(self.draft, model=timed_model(self.draft.model, "draft", log, name_scopes=name_scopes))
-        return timed_model(self.draft, "draft", log, name_scopes=name_scopes)
+    def answers(self, engine: Engine, requests: Sequence[Request]) -> Iterator[RequestResult]:
+        """Results of an engine. Raises what a row failed with, CutOffError where the budget's `stop` has cut it off."""
+        done = 0
+        with self.budget.running(engine.stop):
+            for result in engine.run(requests):
+                if result.error is not None:
+                    raise DsbdError(f"prompt {result.request.id} cannot be profiled: {result.error}")
+                done += 1
+                yield result
+            if done < len(requests):
+                raise CutOffError
 
-    def run(self, engine: Engine, log: RunLog, requests: Sequence[Request] | None = None) -> Run:
-        """Answer the requests and write their records to a file that is thrown away. Raises what a row failed with,
-        CutOffError where the budget's `stop` has cut it off."""
-        writing = 0.0
-        wanted = self.requests if requests is None else requests
-        method = MethodRecord(engine.method, *self.names)
-        results = []
+    def timed(self, method: MethodConfig, *, log_steps: bool = False) -> Run:
+        """Answer the requests and write their records to a file that is thrown away. Raises as `answers` does."""
+        engine = self.engine(method, log_steps=log_steps)
+        log = RunLog(self.devices, captured=engine.stepper.graphs is not None)
+        engine.observe(log)
+        writing, results = 0.0, []
+        record = MethodRecord(engine.method, *self.names)
         with tempfile.TemporaryDirectory() as folder:
             synchronise(*self.devices)
             start = time.perf_counter()
-            with (
-                self.budget.running(engine.stop),
-                LineWriter.create(Path(folder) / "records.jsonl", overwrite=False) as writer,
-            ):
-                for index, result in enumerate(engine.run(wanted)):
-                    if result.error is not None:
-                        raise DsbdError(f"prompt {result.request.id} cannot be profiled: {result.error}")
+            with LineWriter.create(Path(folder) / "records.jsonl", overwrite=False) as writer:
+                for index, result in enumerate(self.answers(engine, self.requests)):
                     before = time.perf_counter()
                     row = Row(index, index + 1, result.request.id, result.request, None, "flat", None, "")
-                    writer.write(native_record(row, result, method))
+                    writer.write(native_record(row, result, record))
                     writing += time.perf_counter() - before
                     results.append(result)
                 before = time.perf_counter()
-                if len(results) < len(wanted):
-                    raise CutOffError
             writing += time.perf_counter() - before
             synchronise(*self.devices)
             seconds = time.perf_counter() - start
@@ -159,38 +150,23 @@ class ProfiledPair:
             model.release()
         return Run(engine.method, log, tuple(results), seconds, writing)
 
-    def timed(self, method: MethodConfig, *, every: bool = True) -> Run:
-        """A run with no other watchers than the clocks. every: log all forwards, and so capture no CUDA graph."""
-        log = RunLog(every=every)
-        return self.run(self.engine(method, log), log)
-
-    @property
-    def captures(self) -> bool:
-        """Whether an engine without clocks would capture iterations as CUDA graphs; a bridge reads on the host."""
-        bridged = isinstance(self.draft, BridgedDraft)
-        return not bridged and all(model.capturable for model in self.models)
-
 
 def phases_of(run: Run) -> tuple[Phase, ...]:
     """Where the seconds of a run went; `other` is what is left: scheduling, the host's reads, memory for the batch.
 
-    `compact` is moving what is kept in both caches; where moves are not logged it is part of `verify`. A bridge runs
-    new texts through its draft in the phase `draft`; they count as `prefill`.
+    `compact` is moving what is kept in both caches; within a CUDA graph it is part of `verify`. A bridge runs new texts
+    through its draft in the phase `draft`.
     """
     log = run.log
     seconds = {
-        "tokenise": log.tokenise_s,
-        "prefill": log.forward_s("target", "prefill") + log.forward_s("draft", "prefill"),
+        **{name: log.span_s(name) for name in ("tokenise", "prefill")},
         **log.phases,
-        "compact": log.move_s(),
-        "detokenise": log.detokenise_s,
+        **{name: log.span_s(name) for name in ("compact", "detokenise")},
         "write": run.write_s,
     }
     seconds["verify"] -= seconds["compact"]
     if not run.method.depth:
         del seconds["draft"]  # nothing is drafted: making the roots is `other`
-    elif run.method.bridges:
-        seconds["draft"] -= log.forward_s("draft", "prefill")
     seconds["other"] = max(0.0, run.seconds - sum(seconds.values()))
     count = max(log.iterations, 1)
     return tuple(Phase(name, value, value / count, value / run.seconds) for name, value in seconds.items())

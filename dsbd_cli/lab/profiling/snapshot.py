@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.noise import seed_key
+from dsbd_cli.engine.decoding.observer import Observer
 from dsbd_cli.engine.drafting.base import DraftContext
-from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule
-from dsbd_cli.lab.profiling.watch import Observer
+from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 from dsbd_cli.lab.reports.profile_data import NodeState, ShownForest, ShownNode
 
 __all__ = ["Snapshot"]
@@ -38,9 +38,10 @@ class Snapshot(Observer):
     forest: Forest | None = None
     layers: list[_Layer] = field(default_factory=list)
     row: int = 0
+    looks: bool = True
     _here: bool = False
 
-    def proposed(self, context: DraftContext, forest: Forest) -> None:
+    def drafted(self, context: DraftContext, forest: Forest) -> None:
         """Keep the forest if its row and iteration are the wanted ones."""
         key = int(seed_key(torch.tensor(self.seed, dtype=torch.int64)))
         wanted = (context.row_key == key) & (context.iteration == self.number - 1) & context.beams.valid.any(1)
@@ -48,7 +49,7 @@ class Snapshot(Observer):
         if self._here:
             self.row, self.forest = int(wanted.to(torch.int8).argmax()), forest
 
-    def verified(self, rule: Rule, view: LayerView, draws: LayerDraws) -> None:
+    def verified(self, view: LayerView, draws: LayerDraws) -> None:
         """Keep the layer of the wanted row."""
         if not self._here:
             return

@@ -4,40 +4,38 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dsbd_cli.config import MethodConfig
-from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.drafting.base import DraftContext
+from dsbd_cli.engine.decoding.jobs import Job
 from dsbd_cli.errors import OutputError
 from dsbd_cli.job.data.resume import write_atomically
 from dsbd_cli.lab.profiling.runs import ProfiledPair
 from dsbd_cli.lab.profiling.timers import RunLog, synchronise
-from dsbd_cli.lab.profiling.watch import Observer, WatchedDrafter
 
 __all__ = ["write_trace"]
 
 TRACED_ITERATIONS = 8
 
 
-@dataclass(slots=True)
-class _StopAfter(Observer):
-    """Ends a run with its `left`-th iteration."""
+class _FirstIterations(RunLog):
+    """Names the phases, and ends the run of an engine after some iterations."""
 
-    engine: Engine
-    left: int
+    def __init__(self, engine: Engine, devices: Sequence[torch.device]) -> None:
+        super().__init__(devices, name_scopes=True)
+        self._engine = engine
 
-    def proposed(self, context: DraftContext, forest: Forest) -> None:
+    def iterated(self, jobs: Sequence[Job], nodes: int, seconds: Mapping[str, float]) -> None:
         """One iteration more."""
-        self.left -= 1
-        if self.left <= 0:
-            self.engine.stop()
+        super().iterated(jobs, nodes, seconds)
+        if self.iterations >= TRACED_ITERATIONS:
+            self._engine.stop()
 
 
 @contextmanager
@@ -59,7 +57,7 @@ def _without_stderr() -> Iterator[None]:
 
 
 def write_trace(bench: ProfiledPair, method: MethodConfig, path: Path) -> int:
-    """Trace the first iterations of the first batch into a file; phases and forwards stand in it by name.
+    """Trace the first iterations of the first batch into a file; phases stand in it by name. No CUDA graphs run.
 
     Opens in chrome://tracing or ui.perfetto.dev; with a name that ends in .gz it is compressed. Returns the
     iterations that are in it. Raises OutputError.
@@ -67,9 +65,9 @@ def write_trace(bench: ProfiledPair, method: MethodConfig, path: Path) -> int:
     activities = [ProfilerActivity.CPU]
     if any(device.type == "cuda" for device in bench.devices):
         activities.append(ProfilerActivity.CUDA)
-    log = RunLog()
-    engine = bench.engine(method, log, name_scopes=True)
-    engine.stepper.drafter = WatchedDrafter(engine.stepper.drafter, _StopAfter(engine, TRACED_ITERATIONS))
+    engine = bench.engine(method, cuda_graphs=False)
+    log = _FirstIterations(engine, bench.devices)
+    engine.observe(log)
     profiler = profile(activities=activities, acc_events=True)
     with _without_stderr():
         profiler.start()

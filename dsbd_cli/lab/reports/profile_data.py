@@ -12,8 +12,6 @@ from typing import Literal
 
 __all__ = [
     "NO_DRAFT",
-    "Curve",
-    "CurvePoint",
     "DepthRate",
     "DrafterRate",
     "ForestSize",
@@ -21,11 +19,12 @@ __all__ = [
     "MeasuredSetting",
     "Owner",
     "Phase",
-    "Prediction",
     "Profile",
+    "Roofline",
     "ShownForest",
     "ShownNode",
     "Spread",
+    "TargetForward",
     "spread_of",
 ]
 
@@ -86,39 +85,43 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class CurvePoint:
-    """A measured forward over `nodes` nodes per row, and the least time that the machine's measured rates allow."""
+class Roofline:
+    """The least time that a target forward may take by the machine's measured rates.
 
-    nodes: int
-    seconds: Spread
-    floor_s: float | None
-    bound: Literal["memory", "arithmetic"] | None
+    weight_bytes: read by each forward; flops_per_node: 2 x parameters; kv_bytes_per_slot: keys and values of a cache
+    slot. copy_bytes_per_s: bytes read + written.
+    """
+
+    weight_bytes: int
+    flops_per_node: int
+    kv_bytes_per_slot: int
+    copy_bytes_per_s: float
+    matmul_flops_per_s: float
+
+    def floor(self, nodes: float, slots: float) -> tuple[float, Literal["memory", "arithmetic"]]:
+        """Seconds of a forward of so many nodes over so many cache slots, of all rows, and what bounds it: the bytes of
+        weights and slots at the copy rate, or the operations of the weights at the matmul rate."""
+        memory = (self.weight_bytes + slots * self.kv_bytes_per_slot) / self.copy_bytes_per_s
+        arithmetic = self.flops_per_node * nodes / self.matmul_flops_per_s
+        return (memory, "memory") if memory >= arithmetic else (arithmetic, "arithmetic")
+
+
+@dataclass(frozen=True, slots=True)
+class TargetForward:
+    """Measured: the mean target forward of a run. rows, nodes and slots: means; nodes and slots of all rows together.
+    floor_s, bound: of the roofline, None where that was not measured."""
+
+    rows: float
+    nodes: float
+    slots: float
+    seconds: float
+    floor_s: float | None = None
+    bound: Literal["memory", "arithmetic"] | None = None
 
     @property
     def share_of_floor(self) -> float | None:
         """floor / measured: 1 is the roofline."""
-        return self.floor_s / self.seconds.median if self.floor_s is not None and self.seconds.median else None
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """T(N) of one model: measured forwards of `rows` rows that see `slots` cache slots each.
-
-    weight_bytes: read by each forward; flops_per_node: 2 x parameters; None where the weights cannot be seen.
-    bandwidth_bytes_per_s: measured copy, bytes read + written; matmul_flops_per_s: measured. in_run_s: mean forward
-    of the timed runs, where rows leave the batch as they finish.
-    """
-
-    role: Literal["target", "draft"]
-    rows: int
-    slots: int
-    weight_bytes: int | None
-    flops_per_node: int | None
-    kv_bytes_per_slot: int
-    bandwidth_bytes_per_s: float | None
-    matmul_flops_per_s: float | None
-    in_run_s: float
-    points: tuple[CurvePoint, ...]
+        return self.floor_s / self.seconds if self.floor_s is not None and self.seconds else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,17 +143,6 @@ class DrafterRate:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """Predicted from measured costs and acceptance, not measured."""
-
-    setting: ForestSize
-    steps_per_call: float
-    iteration_s: float
-    tokens_per_s: float
-    mean_width: float
-
-
-@dataclass(frozen=True, slots=True)
 class MeasuredSetting:
     """Measured: whole runs with one setting. tokens: of the best texts."""
 
@@ -162,7 +154,7 @@ class MeasuredSetting:
     iterations: int
     mean_width: float
     phases: tuple[Phase, ...]
-    predicted: Prediction | None = None
+    forward: TargetForward
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +229,8 @@ class Profile:
     machine: Machine
     now: MeasuredSetting
     tried: tuple[MeasuredSetting, ...]
-    curves: tuple[Curve, ...]
+    roofline: Roofline | None
     acceptance: tuple[DepthRate, ...]
-    predictions: tuple[Prediction, ...]
     best: ForestSize
     memory: tuple[Owner, ...]
     notes: tuple[str, ...]

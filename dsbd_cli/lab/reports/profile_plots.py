@@ -1,11 +1,11 @@
-"""A profile as a picture: phases of the settings that were run, T_target(N) and T_draft(K) with their rooflines."""
+"""A profile as a picture: phases of the settings that were run."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from dsbd_cli.errors import plural
-from dsbd_cli.lab.reports.profile_data import Curve, Profile
+from dsbd_cli.lab.reports.profile_data import Profile
 from dsbd_cli.lab.reports.style import COLOURS, new_figure, plain_axes
 
 if TYPE_CHECKING:
@@ -33,17 +33,13 @@ LEAST_SHARE = 0.002  # phases below are too narrow to be seen
 def profile_figure(profile: Profile) -> Figure:
     """Needs matplotlib; see style.require_plots and style.picture_bytes."""
     settings = 1 + len(profile.tried)
-    # a profile that had too little time has no curves
-    curves = 4.0 if profile.curves else 0.05
-    figure = new_figure(11, 2.0 + curves + 0.5 * settings)
-    grid = figure.add_gridspec(3, max(1, len(profile.curves)), height_ratios=(0.5 * settings, 0.25, curves))
-    bars, legend = figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, :])
+    figure = new_figure(11, 2.0 + 0.5 * settings)
+    grid = figure.add_gridspec(2, 1, height_ratios=(0.5 * settings, 0.25))
+    bars, legend = figure.add_subplot(grid[0]), figure.add_subplot(grid[1])
     _phases(bars, profile)
     legend.axis("off")
     handles, labels = bars.get_legend_handles_labels()
     legend.legend(handles, labels, loc="center", ncols=len(LOOKS), fontsize=9, frameon=False)
-    for place, curve in enumerate(profile.curves):
-        _curve(figure.add_subplot(grid[2, place]), curve)
     models = profile.target + (f" with {profile.draft}" if profile.draft else ", no draft model")
     figure.suptitle(
         f"{models}, {profile.dtype}, {profile.rule}, W={profile.num_beams}, "
@@ -86,29 +82,3 @@ def _phases(axes: Axes, profile: Profile) -> None:
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.grid(False, axis="y")
-
-
-def _curve(axes: Axes, curve: Curve) -> None:
-    """Medians with their range, and the roofline below."""
-    nodes = [point.nodes for point in curve.points]
-    middle = [point.seconds.median * MILLI for point in curve.points]
-    low = [point.seconds.low * MILLI for point in curve.points]
-    high = [point.seconds.high * MILLI for point in curve.points]
-    target = curve.role == "target"
-    colour = COLOURS["blue" if target else "vermillion"]
-    axes.fill_between(nodes, low, high, color=colour, alpha=0.2, linewidth=0, label="range")
-    axes.plot(nodes, middle, color=colour, marker="o" if target else "s", markersize=4, label="median")
-    floors = [point.floor_s * MILLI for point in curve.points if point.floor_s is not None]
-    if len(floors) == len(nodes):
-        axes.plot(nodes, floors, color=COLOURS["black"], linestyle="--", linewidth=1.2, label="roofline")
-    name = f"T_{curve.role}({'N' if target else 'K'})"
-    plain_axes(
-        axes,
-        f"{name}, {curve.rows} rows of {curve.slots} slots (measured)",
-        "nodes a row",
-        "milliseconds a forward",
-    )
-    axes.set_xlim(0, max(nodes) * 1.03)
-    axes.locator_params(axis="x", integer=True)
-    axes.set_ylim(0, max(high) * 1.35)  # room for the key
-    axes.legend(fontsize=9, frameon=False, loc="upper left")

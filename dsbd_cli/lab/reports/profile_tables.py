@@ -1,8 +1,8 @@
-"""A profile as tables in the terminal. Measured and predicted numbers are told apart in the titles."""
+"""A profile as tables in the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsbd_cli.errors import plural
-from dsbd_cli.lab.reports.profile_data import Curve, ForestSize, MeasuredSetting, Prediction, Profile
+from dsbd_cli.lab.reports.profile_data import ForestSize, MeasuredSetting, Profile
 
 __all__ = ["bytes_text", "profile_tables", "seconds_text"]
 
@@ -57,14 +57,10 @@ def profile_tables(profile: Profile) -> Iterator[RenderableType]:
     """What stands on the terminal, from top to bottom."""
     yield Group(_head(profile))
     yield _phases(profile)
-    for curve in profile.curves:
-        yield _curve(curve)
     if profile.acceptance:
         yield _acceptance(profile)
-        yield from _grids(profile)
-        if profile.now.setting.min_width is not None:
-            yield _widths(profile)
     yield _settings(profile)
+    yield _forwards(profile)
     yield _memory(profile)
     yield Group(*[Text(f"- {note}") for note in profile.notes], Text())
     yield Text("Recommended for these prompts on this machine:", style="bold")
@@ -116,34 +112,6 @@ def _phases(profile: Profile) -> RenderableType:
     )
 
 
-def _curve(curve: Curve) -> RenderableType:
-    letter = "N" if curve.role == "target" else "K"
-    caption = (
-        f"{plural(curve.rows, 'row')} of so many nodes, {curve.slots} active slots each; "
-        f"KV {bytes_text(curve.kv_bytes_per_slot)} a slot; "
-        f"mean forward of the runs {seconds_text(curve.in_run_s)}"
-    )
-    if curve.bandwidth_bytes_per_s is not None and curve.matmul_flops_per_s is not None:
-        caption = (
-            f"weights read per forward {bytes_text(curve.weight_bytes)}; measured: copy "
-            f"{curve.bandwidth_bytes_per_s / 1e9:.1f} GB/s, "
-            f"matmul {curve.matmul_flops_per_s / 1e9:.0f} GFLOP/s;\n{caption}"
-        )
-    table = _table("nodes", "median", "range", "per node", "floor", "bound by", "roofline")
-    for point in curve.points:
-        floor, share = point.floor_s, point.share_of_floor
-        table.add_row(
-            str(point.nodes),
-            seconds_text(point.seconds.median),
-            f"{seconds_text(point.seconds.low)} - {seconds_text(point.seconds.high)}",
-            seconds_text(point.seconds.median / point.nodes),
-            "-" if floor is None else seconds_text(floor),
-            point.bound or "-",
-            "-" if share is None else f"{share:.0%}",
-        )
-    return _part(f"T_{curve.role}({letter}): one forward against its roofline (measured)", table, caption)
-
-
 def _acceptance(profile: Profile) -> RenderableType:
     table = _table("layer", "reached", "passed", "chance", "")
     table.columns[-1].justify = "left"
@@ -157,11 +125,9 @@ def _acceptance(profile: Profile) -> RenderableType:
             "" if chance is None else "█" * round(chance * BAR),
         )
     return _part(
-        f"Acceptance by depth at K={profile.now.setting.drafts_per_layer} (measured)",
+        f"Acceptance by depth, {profile.now.setting.label} (measured)",
         table,
-        "chance that a layer passes once it is reached, in forests of this K"
-        + (" and in larger ones, replayed" if profile.draft is not None else "")
-        + _by_drafter(profile),
+        "chance that a layer passes once it is reached" + _by_drafter(profile),
     )
 
 
@@ -174,86 +140,19 @@ def _by_drafter(profile: Profile) -> str:
         + (f" ({one.accepted / one.drafted:.0%})" if one.drafted else "")
         for one in profile.drafters
     ]
-    return (
-        f"\naccepted at {profile.now.setting.label}: {', '.join(rates)}; a node that both proposed is the first one's"
-    )
-
-
-def _at_width(profile: Profile) -> int | None:
-    return profile.best.min_width or profile.now.setting.min_width
-
-
-def _grids(profile: Profile) -> Iterator[RenderableType]:
-    """Predicted tokens/s and steps per target call by depth and drafts per layer, for one W_min."""
-    width = _at_width(profile)
-    shown = [one for one in profile.predictions if one.setting.depth and one.setting.min_width == width]
-    plain = next(one for one in profile.predictions if not one.setting.depth)
-    marks = [_mark(one.setting, profile) for one in shown]
-    key = ", ".join(f"{sign} {name}" for sign, name in MARKS.items() if any(sign in mark for mark in marks))
-    key = key and f"; {key}"
-    at = f" at W_min={width}" if width else ""
-    yield _part(
-        f"Steps per target call by D and K{at} (predicted)",
-        _grid(profile, shown, lambda one: f"{one.steps_per_call:.2f}"),
-        f"no draft: 1.00{key}",
-    )
-    yield _part(
-        f"Tokens/s by D and K{at} (predicted)",
-        _grid(profile, shown, lambda one: f"{one.tokens_per_s:.1f}"),
-        f"no draft: {plain.tokens_per_s:.1f}{key}",
-    )
-
-
-def _grid(profile: Profile, shown: Sequence[Prediction], text: Callable[[Prediction], str]) -> Table:
-    """Depths down, drafts per layer across."""
-    drafts = sorted({one.setting.drafts_per_layer for one in shown})
-    table = _table("", *[f"K={k}" for k in drafts])
-    cells = {(one.setting.depth, one.setting.drafts_per_layer): one for one in shown}
-    for depth in sorted({one.setting.depth for one in shown}):
-        row = []
-        for k in drafts:
-            one = cells.get((depth, k))
-            mark = "" if one is None else _mark(one.setting, profile)
-            style = "bold green" if "*" in mark else "bold" if mark else ""
-            row.append(Text("-" if one is None else mark + text(one), style=style))
-        table.add_row(f"D={depth}", *row)
-    return table
+    return f"\naccepted: {', '.join(rates)}; a node that both proposed is the first one's"
 
 
 def _mark(setting: ForestSize, profile: Profile) -> str:
     return (">" if setting == profile.now.setting else "") + ("*" if setting == profile.best else "")
 
 
-def _widths(profile: Profile) -> RenderableType:
-    """The fastest D and K of every W_min, predicted."""
-    best: dict[int, Prediction] = {}
-    for one in profile.predictions:
-        width = one.setting.min_width
-        if width is not None and (width not in best or one.tokens_per_s > best[width].tokens_per_s):
-            best[width] = one
-    table = _table("W_min", "setting", "tokens/s", "steps/call", "mean width")
-    for width, one in sorted(best.items()):
-        table.add_row(
-            str(width),
-            ForestSize(one.setting.depth, one.setting.drafts_per_layer).label,
-            f"{one.tokens_per_s:.1f}",
-            f"{one.steps_per_call:.2f}",
-            f"{one.mean_width:.2f}",
-        )
-    return _part(
-        "The fastest D and K of every W_min (predicted)",
-        table,
-        "narrow beams pass more layers and give worse texts: recommended is the widest within 5 % of the fastest",
-    )
-
-
 def _settings(profile: Profile) -> RenderableType:
-    table = _table("setting", "tokens/s", "range", "steps/call", "width", "predicted")
+    table = _table("setting", "tokens/s", "range", "steps/call", "width", "runs")
     for one in (profile.now, *profile.tried):
         table.add_row(*_setting_row(one, _mark(one.setting, profile)))
-    times = "once" if profile.repeats == 1 else f"{profile.repeats} times"
     key = ", ".join(f"{sign} {name}" for sign, name in MARKS.items())
-    return _part(f"Settings run in turn, {times} each (measured)", table, key)
+    return _part("Settings that were run (measured)", table, key)
 
 
 def _setting_row(one: MeasuredSetting, mark: str) -> Sequence[str]:
@@ -263,8 +162,35 @@ def _setting_row(one: MeasuredSetting, mark: str) -> Sequence[str]:
         f"{one.tokens_per_s.low:.1f} - {one.tokens_per_s.high:.1f}",
         f"{one.steps_per_call:.2f}",
         f"{one.mean_width:.2f}",
-        "-" if one.predicted is None else f"{one.predicted.tokens_per_s:.1f}",
+        str(one.seconds.count),
     )
+
+
+def _forwards(profile: Profile) -> RenderableType:
+    """The mean target forward of every setting that was run, beside the roofline where that is known."""
+    table = _table("setting", "rows", "nodes", "slots", "forward", "floor", "bound by", "roofline")
+    for one in (profile.now, *profile.tried):
+        forward = one.forward
+        floor, share = forward.floor_s, forward.share_of_floor
+        table.add_row(
+            one.setting.label,
+            f"{forward.rows:.1f}",
+            f"{forward.nodes:.0f}",
+            f"{forward.slots:.0f}",
+            seconds_text(forward.seconds),
+            "-" if floor is None else seconds_text(floor),
+            forward.bound or "-",
+            "-" if share is None else f"{share:.0%}",
+        )
+    roof = profile.roofline
+    caption = "means of all rows together"
+    if roof is not None:
+        caption += (
+            f"; weights read per forward {bytes_text(roof.weight_bytes)}, KV {bytes_text(roof.kv_bytes_per_slot)} a "
+            f"slot;\nmeasured: copy {roof.copy_bytes_per_s / 1e9:.1f} GB/s, matmul "
+            f"{roof.matmul_flops_per_s / 1e9:.0f} GFLOP/s"
+        )
+    return _part("Target forwards against their roofline (measured)", table, caption)
 
 
 def _memory(profile: Profile) -> RenderableType:

@@ -1,0 +1,124 @@
+"""What a profile makes of its numbers: recommendations, notes, floors and memory, on numbers done by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsbd_cli import MethodConfig
+from dsbd_cli.lab.profiling import advice
+from dsbd_cli.lab.profiling.advice import choose
+from dsbd_cli.lab.profiling.budget import Line
+from dsbd_cli.lab.profiling.probe import SlotPeak, owners
+from dsbd_cli.lab.profiling.profile import neighbours
+from dsbd_cli.lab.reports.profile_data import (
+    NO_DRAFT,
+    ForestSize,
+    Machine,
+    MeasuredSetting,
+    Roofline,
+    Spread,
+    TargetForward,
+    spread_of,
+)
+
+
+def test_a_line_between_and_beyond_its_points() -> None:
+    line = Line(((4, 1.0), (8, 2.0)))
+    assert [line.at(n) for n in (1, 4, 6, 8, 12)] == [1.0, 1.0, 1.5, 2.0, 3.0]
+    assert Line(((4, 1.0),)).at(99) == 1.0
+    assert Line(((4, 2.0), (8, 1.0))).at(99) == 2.0, "noise leads nowhere below what was measured"
+
+
+@pytest.mark.parametrize(
+    ("method", "found"),
+    [
+        (MethodConfig(num_beams=4, drafts_per_layer=8, depth=4), [(2, 8), (8, 8), (4, 4), (4, 16)]),
+        (MethodConfig(num_beams=4, drafts_per_layer=5, depth=1), [(2, 5), (1, 4), (1, 10)]),
+        (
+            MethodConfig(num_beams=4, drafts_per_layer=8, depth=4, rule="rejection", width="threshold:min=2"),
+            [(2, 8, 2), (8, 8, 2), (4, 4, 2), (4, 16, 2)],
+        ),
+        (MethodConfig(num_beams=4, depth=0), []),
+    ],
+)
+def test_settings_beside_the_one_in_use(method: MethodConfig, found: list[tuple[int, ...]]) -> None:
+    """A layer needs as many drafts as it has live beams, or it never passes."""
+    assert neighbours(method) == [ForestSize(*one) for one in found]
+
+
+def test_settings_that_the_drafter_does_not_take_are_not_run() -> None:
+    method = MethodConfig(num_beams=2, drafts_per_layer=3, depth=2, drafter="beam+ngram:share=2")
+    assert [one.label for one in neighbours(method)] == ["D=1 K=3", "D=4 K=3", "D=2 K=6"], "K=2 leaves beam no draft"
+
+
+def test_the_floor_is_the_larger_of_memory_and_arithmetic() -> None:
+    roofline = Roofline(1_000_000, 2_000_000, 1000, 1e9, 1e10)
+    assert roofline.floor(2, 100) == (pytest.approx((1_000_000 + 100 * 1000) / 1e9), "memory")
+    floor, bound = roofline.floor(200, 100)
+    assert (floor, bound) == (pytest.approx(2_000_000 * 200 / 1e10), "arithmetic")
+    assert TargetForward(2.0, 200.0, 100.0, 0.5, floor, bound).share_of_floor == pytest.approx(0.08)
+    assert TargetForward(2.0, 200.0, 100.0, 0.5).share_of_floor is None
+
+
+def test_the_fastest_is_chosen_and_of_varying_widths_the_widest_near_it() -> None:
+    fixed = [(ForestSize(2, 8), 10.0), (ForestSize(4, 8), 10.2), (NO_DRAFT, 9.9)]
+    assert choose(fixed, 4) == ForestSize(4, 8)
+    dynamic = [
+        (ForestSize(2, 8, 1), 10.0),
+        (ForestSize(2, 8, 2), 9.6),
+        (ForestSize(2, 8, 3), 9.4),
+        (ForestSize(1, 8, 2), 9.7),
+    ]
+    assert choose(dynamic, 4) == ForestSize(1, 8, 2)
+    assert choose([*dynamic, (NO_DRAFT, 9.6)], 4) == NO_DRAFT
+    assert choose([*dynamic, (NO_DRAFT, 9.0)], 4) == ForestSize(1, 8, 2)
+
+
+def test_memory_adds_up_to_the_peak() -> None:
+    slots = SlotPeak(trunk=100, tail=10, in_flight=36, path=115)
+    found = {one.name: one.bytes for one in owners([("target", 5000), ("draft", 700)], slots, 10, 2000, 4, 9000, 800)}
+    assert (found["KV trunk"], found["KV tail"]) == (1000, 100)
+    assert found["KV in flight"] == 360
+    assert found["KV reserved, free"] == 2000 - 1460
+    assert found["workspace"] == 9000 - 5000 - 700 - 2000 - 800
+    assert found["one cache per beam"] == 4 * 115 * 10
+    parts = [size for name, size in found.items() if name not in ("peak", "one cache per beam")]
+    assert sum(size or 0 for size in parts) == found["peak"]
+    unknown = {one.name: one.bytes for one in owners([("target", None)], slots, 10, 2000, 4, 9000, 800)}
+    assert unknown["weights, target"] is None
+    assert unknown["workspace"] is None
+
+
+def measured(setting: ForestSize, speed: float, low: float = 1.0, high: float = 1.0) -> MeasuredSetting:
+    forward = TargetForward(1.0, 4.0, 40.0, 0.1)
+    return MeasuredSetting(setting, Spread(1.0, low, high, 3), 100, spread_of([speed]), 2.0, 50, 4.0, (), forward)
+
+
+def test_notes_say_when_speculation_does_not_pay() -> None:
+    now, plain = measured(ForestSize(4, 8), 10.0), measured(NO_DRAFT, 20.0)
+    told = " ".join(advice.notes(now, [plain], NO_DRAFT))
+    assert "no draft is 2.00 times as fast" in told
+    assert "no D and K that was run with this drafter is faster: use no draft" in told
+    told = " ".join(advice.notes(now, [plain, measured(ForestSize(2, 8), 21.0)], ForestSize(2, 8)))
+    assert "no draft is 2.00 times as fast" in told
+    assert "use no draft" not in told
+    told = " ".join(advice.notes(now, [measured(NO_DRAFT, 8.0)], ForestSize(4, 8)))
+    assert "speculation pays: 1.25 times" in told
+    assert "the settings in use are the recommended ones" in told
+
+
+def test_warnings_of_a_busy_machine_and_of_spread() -> None:
+    quiet = Machine("cpu", 2, 2, 0.3, {})
+    assert advice.warnings(quiet, [measured(ForestSize(4, 8), 10.0)]) == []
+    busy = Machine("cpu", 2, 2, 1.4, {})
+    assert "load average 1.4" in advice.warnings(busy, [])[0]
+    assert "spread by 50%" in advice.warnings(quiet, [measured(ForestSize(4, 8), 10.0, 0.8, 1.3)])[0]
+
+
+def test_notes_say_why_a_slower_run_without_a_draft_is_recommended() -> None:
+    now, plain = measured(ForestSize(4, 8, 1), 52.4), measured(NO_DRAFT, 51.1)
+    best = choose([(one.setting, one.tokens_per_s.median) for one in (now, plain)], 4)
+    told = " ".join(advice.notes(now, [plain], best))
+    assert "speculation pays: 1.03 times" in told
+    assert "no draft is recommended all the same: it is within 5% of the fastest" in told
+    assert "use no draft" not in told
