@@ -11,7 +11,7 @@ of a vectorised sum, and so changes the last bits. Here the keys of a row are sp
   slots are in float64, whose rounding error is some 2^-29 of a float32's last bit, so that their order does not reach
   the result.
 
-The two parts are joined by their log-sums, as blocks are in FlashAttention (Dao et al. 2022). docs/numerics.md says
+The two parts are joined by their log-sums, as blocks are in FlashAttention (Dao et al. 2022). docs/hardware.md says
 what this guarantees and what it costs.
 
 Shape letters: R rows, H kv heads, G query heads per kv head, n queries, m = G * n, S slots, T tail slots, E head dim.

@@ -308,7 +308,7 @@ LINE = COLUMNS * WORD
 TAKEN, THREADS, ITEMS, ROWS, CHUNK, BLOCKS, SHARE, SUMS, SUMS_BYTES = range(0, 8 * len(PRODUCT), 8)
 SIDE = COLUMNS // LANES
 # Bytes of weights that are asked for ahead of those in use. Without it an Emerald Rapids computes four rows slower than
-# it reads the weights for one (docs/experiments.md). On AMD's processors it brought no steady gain.
+# it reads the weights for one (benchmarks/LOG.md). On AMD's processors it brought no steady gain.
 AHEAD = 0 if on_amd() else 3072
 CACHE_LINE = 64
 # what multiplies a line with four bytes of x: (sums, x, weights) for all but the first
