@@ -25,7 +25,7 @@ from benchmarks.common import markdown_table, results_folder, write_results
 from benchmarks.equal import encoded
 from benchmarks.instruct_prompts import prompts
 from benchmarks.invariance import signature
-from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig
+from dsbd_cli import MethodConfig, ModelSpec, Request, SamplingConfig
 from dsbd_cli.engine.models import replay
 
 RECORDED, CALLED = "replayed", "layer by layer"
@@ -63,7 +63,7 @@ def main() -> None:
     runs, lines = list[dict[str, object]](), list[dict[str, str]]()
     for num_beams in map(int, options.num_beams.split(",")):
         method = MethodConfig.of({"rule": options.rule, "num_beams": num_beams, **({} if draft else {"depth": 0})})
-        engine = Engine(first.target, first.draft, first.codec, method, batch_size=1)
+        engine = first.replace(method=method, batch_size=1)
         seconds, tokens, same = dict.fromkeys((RECORDED, CALLED), 0.0), 0, 0
         for number, text in enumerate(itertools.islice(prompts(0), options.prompts + 1)):
             request = Request(prompt_ids=encoded(first.codec, text), sampling=sampling)

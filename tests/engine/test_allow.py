@@ -321,7 +321,7 @@ def test_rows_choose_and_rows_without_a_catalogue_stay_free() -> None:
         want = told(free.generate(alone, seed=3))
         both = [row for one in alone for row in (one, Request(prompt_ids=(1, 3), allow=own, sampling=sampling))]
         assert told(free.generate(both, seed=3))[::2] == want
-        assert len(free._tries.table._tries) == 0  # a row's own list is forgotten with the row
+        assert len(free._tables.tries.table._tries) == 0  # a row's own list is forgotten with the row
 
 
 def test_what_is_wrong_is_said() -> None:
