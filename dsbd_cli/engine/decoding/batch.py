@@ -15,10 +15,10 @@ from dsbd_cli.engine.core.beams import fit_window
 from dsbd_cli.engine.core.legal import FREE
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.devices import current
+from dsbd_cli.engine.decoding.iteration import IterationShape
 from dsbd_cli.engine.decoding.jobs import Job
 from dsbd_cli.engine.decoding.planner import Reading, Shape, deepest
 from dsbd_cli.engine.decoding.state import BatchState, Entry
-from dsbd_cli.engine.decoding.step import Plan
 from dsbd_cli.engine.decoding.tables import RequestTables
 from dsbd_cli.engine.decoding.timing import PhaseTimer
 from dsbd_cli.engine.drafting.beam import MERGED_LAG
@@ -187,7 +187,7 @@ class Batch:
             return []
         return [(row, job) for row, job in self.running if job.trunk - job.drafted > MERGED_LAG]
 
-    def plan(self, shape: Shape, reading: Reading, *, narrow: bool) -> Plan:
+    def iteration_shape(self, shape: Shape, reading: Reading, *, narrow: bool) -> IterationShape:
         """Static shapes of the next iteration, with cache slots and a tail window for its nodes. narrow: a first
         iteration may have one root per row."""
         running, caches = [job for _, job in self.running], self._caches
@@ -205,7 +205,17 @@ class Batch:
         idle = not shape.depth and all(job.drafted <= job.trunk for job in running)
         settled, tail = self._settled(nodes, active)
         generated = min(job.stats.steps for job in running)
-        return Plan(active, shape, reading.lag if shape.depth else 0, idle, settled, tail, generated, beams)
+        return IterationShape(
+            slots=active,
+            depth=shape.depth,
+            drafts_per_layer=shape.drafts_per_layer,
+            lag=reading.lag if shape.depth else 0,
+            idle=idle,
+            settled=settled,
+            tail=tail,
+            generated=generated,
+            beams=beams,
+        )
 
     def _settled(self, nodes: int, active: int) -> tuple[tuple[int, ...] | None, int]:
         """`settled` and `tail` of the target's forward; on a GPU the same for all iterations of a shape."""

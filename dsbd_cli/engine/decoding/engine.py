@@ -335,10 +335,10 @@ class Engine:
         if shape.depth:
             batch.read_prompts(read)
         # static shapes: slots and a tail window for W + D*K nodes
-        plan = batch.plan(shape, batch.reading(), narrow=self.one_root and self._stepper.graphs is None)
+        sizes = batch.iteration_shape(shape, batch.reading(), narrow=self.one_root and self._stepper.graphs is None)
         # draft the forest, one target forward over it, verify layer by layer, commit: Stepper.step
         with current(self.target.device):
-            report = self._stepper.step(batch.state, plan)
+            report = self._stepper.step(batch.state, sizes)
             seconds = self._stepper.timer.seconds()
         # how far each walk came, and how long it took, decides on the next forest
         layers = [report.layers[row] for row, _ in running]
@@ -347,7 +347,7 @@ class Engine:
         for row, job in running:
             counters = report.rows[row]
             record_iteration(
-                job, counters, report.layers[row], seconds, len(running), plan.nodes, self.log_steps, names
+                job, counters, report.layers[row], seconds, len(running), sizes.nodes, self.log_steps, names
             )
             self._scheduler.steps += counters["steps"]
             job.stats.draft_calls += report.draft_calls

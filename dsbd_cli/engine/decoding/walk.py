@@ -31,7 +31,7 @@ MOST_NOISE = 1 << 16  # numbers
 class Walk:
     """Outcome: final beams (pairs to be committed), steps taken [R], sum of widths [R], requests done [R], NaN rows
     [R], counters [R, D, COUNTERS] int64 of the drafted layers; where tokens are traced, the beams (nodes) that each
-    step began with, before [R, D + 1, W]. report: where a kernel walked, the counters as Stepper packs them."""
+    step began with, before [R, D + 1, W]. report: where a kernel walked, the counters as `pack_counters` joins them."""
 
     live: Live
     steps: Tensor
