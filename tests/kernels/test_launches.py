@@ -71,7 +71,7 @@ def test_an_iteration_launches_so_little(
     def told(*arguments: Any) -> None:
         raise Counted
 
-    monkeypatch.setattr(step_module, "_report", told)
+    monkeypatch.setattr(step_module, "read_report", told)
     monkeypatch.setattr(twins._Table, "forward", forward)
     given.clear()
     with torch.no_grad(), launches, pytest.raises(Counted):

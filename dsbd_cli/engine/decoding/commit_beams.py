@@ -79,7 +79,7 @@ def _settle(state: BatchState, forest: Forest, outcome: Walk) -> None:
 
 
 def pack_counters(state: BatchState, outcome: Walk) -> Tensor:
-    """Join all counters of an iteration in one tensor: [R, row fields + D * COUNTERS] int64."""
+    """Join all counters of an iteration in one tensor: RowCounters, then LayerCounters of D layers, [R, ...] int64."""
     table = state.table
     rows = [outcome.done, outcome.invalid, outcome.steps, outcome.width_sum, table.used, table.trunk, table.drafted]
     return torch.cat((torch.stack([value.to(torch.int64) for value in rows], 1), outcome.counters.flatten(1)), 1)

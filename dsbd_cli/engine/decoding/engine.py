@@ -20,19 +20,20 @@ from dsbd_cli.engine.decoding.budget import check_memory, footprint
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.devices import captures, current, events, kernels_for
 from dsbd_cli.engine.decoding.encode import Encoder
-from dsbd_cli.engine.decoding.jobs import AsDone, Job, ResultOrder, Results
-from dsbd_cli.engine.decoding.outcome import collect, common_tokens, ended, record_iteration
+from dsbd_cli.engine.decoding.jobs import AsDone, ResultOrder, Results
+from dsbd_cli.engine.decoding.outcome import broken, collect, common_tokens, ended, record_iteration
 from dsbd_cli.engine.decoding.pieces import Pieces
 from dsbd_cli.engine.decoding.planner import Shape, planner_for
 from dsbd_cli.engine.decoding.recovery import Recovery
+from dsbd_cli.engine.decoding.report import Report
 from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
-from dsbd_cli.engine.decoding.step import Report, Stepper
+from dsbd_cli.engine.decoding.step import Stepper
 from dsbd_cli.engine.decoding.tables import RequestTables
 from dsbd_cli.engine.decoding.timing import PhaseTimer
 from dsbd_cli.engine.drafting import AnyDraft, BridgedDraft, DrafterInputs, make_drafter
 from dsbd_cli.engine.drafting.base import Stopped
 from dsbd_cli.engine.verify import make_rule
-from dsbd_cli.errors import NumericalError, RowError, UsageError
+from dsbd_cli.errors import RowError, UsageError
 from dsbd_cli.requests import Piece, Request, RequestResult, Source
 
 __all__ = ["Engine", "EngineInfo"]
@@ -151,6 +152,7 @@ class Engine:
         )
         self._use_kernels(used)
         self._planner = planner_for(self.method)
+        self._names = self.method.drafter_names if "+" in self.method.drafter else ()
         self._scheduler = Scheduler(self._caches, self.method, batch_size)
         self._recovery = Recovery(self._scheduler, self._caches, self._drafter, self._leave_kernels, self._tell)
 
@@ -342,17 +344,16 @@ class Engine:
             seconds = self._stepper.timer.seconds()
         # how far each walk came, and how long it took, decides on the next forest
         layers = [report.layers[row] for row, _ in running]
-        names = self.method.drafter_names if "+" in self.method.drafter else ()
         self._planner.observe(shape, requests, layers, seconds | read.seconds(), reading, self._stepper.steady)
         for row, job in running:
             counters = report.rows[row]
             record_iteration(
-                job, counters, report.layers[row], seconds, len(running), sizes.nodes, self.log_steps, names
+                job, counters, report.layers[row], seconds, len(running), sizes.nodes, self.log_steps, self._names
             )
-            self._scheduler.steps += counters["steps"]
+            self._scheduler.steps += counters.steps
             job.stats.draft_calls += report.draft_calls
-            job.used, job.trunk, job.drafted = counters["used"], counters["trunk"], counters["drafted"]
-        over = [row for row, _ in running if report.rows[row]["invalid"] or report.rows[row]["done"]]
+            job.used, job.trunk, job.drafted = counters.used, counters.trunk, counters.drafted
+        over = [row for row, _ in running if report.rows[row].invalid or report.rows[row].done]
         if over:
             self._hand_out(batch, over, report, results)
         for row, job in batch.running:
@@ -362,11 +363,11 @@ class Engine:
         """Results of rows that are done, and errors of those whose model returned NaN. The rows are free then."""
         jobs, state, grammars = dict(batch.running), batch.state, self._tables.grammars.compiler
         for row in rows:
-            if report.rows[row]["invalid"]:
+            if report.rows[row].invalid:
                 self._caches.forget(row)
         found = {
-            row: _broken(jobs[row])
-            if report.rows[row]["invalid"]
+            row: broken(jobs[row])
+            if report.rows[row].invalid
             else collect(one, row, jobs[row], self.codec, grammars, state.trace)
             for row, one in zip(rows, ended(state.finished, rows), strict=True)
         }
@@ -405,11 +406,3 @@ class Engine:
 def _warn(line: str) -> None:
     """For those who do not say otherwise: a warning of Python's."""
     warnings.warn(line, RuntimeWarning, stacklevel=2)
-
-
-def _broken(job: Job) -> RequestResult:
-    """The error of a row whose model returned NaN."""
-    error = NumericalError(
-        f"the target returned NaN after {job.stats.steps} steps: the checkpoint may need another dtype (try float32)"
-    )
-    return RequestResult(job.request, (), len(job.prompt), job.stats, error)

@@ -4,33 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
 from dsbd_cli.engine.core.legal import Constraint, acting
 from dsbd_cli.engine.decoding.caches import Caches
-from dsbd_cli.engine.decoding.ending import COUNTERS
 from dsbd_cli.engine.decoding.graphs import IterationGraphs, shapes
 from dsbd_cli.engine.decoding.iteration import DeviceReport, Iteration, IterationShape
+from dsbd_cli.engine.decoding.report import LayerCounters, Report, RowCounters
 from dsbd_cli.engine.decoding.state import BatchState
 from dsbd_cli.engine.decoding.timing import PhaseTimer
 from dsbd_cli.engine.drafting.base import Drafter, Endings
 from dsbd_cli.engine.verify.base import Rule
 
-__all__ = ["Report", "Stepper"]
+__all__ = ["Stepper", "read_report"]
 
 PHASES = ("draft", "target", "verify")
-ROW_FIELDS = ("done", "invalid", "steps", "width_sum", "used", "trunk", "drafted")
-
-
-@dataclass(slots=True)
-class Report:
-    """Counters of one iteration, on the host: rows[r][field], layers[r][layer][field]."""
-
-    rows: list[dict[str, int]]
-    layers: list[list[dict[str, int]]]
-    draft_calls: int
 
 
 class Stepper:
@@ -73,7 +63,7 @@ class Stepper:
             report = self.graphs.run(key, state, report, phases, lambda number: self.timer.lap(PHASES[number]))
             self.steady = self.graphs.steady
         self.steady = self.steady and self._slower() == slower
-        return _report(report.counters, report.draft_calls)
+        return read_report(report.counters, report.draft_calls)
 
     def begin(self, state: BatchState, shape: IterationShape) -> Iteration:
         """Make an iteration that has run nothing yet. The state has as many beams as the shape."""
@@ -106,14 +96,14 @@ class Stepper:
         )
 
 
-def _report(counters: Tensor, draft_calls: int) -> Report:
-    """The iteration's only transfer to the host."""
-    table = counters.tolist()
-    first, width = len(ROW_FIELDS), len(COUNTERS)
+def read_report(counters: Tensor, draft_calls: int) -> Report:
+    """Read the counters of `pack_counters`: the iteration's only transfer to the host."""
+    first, width = len(RowCounters._fields), len(LayerCounters._fields)
+    table: list[list[int]] = counters.tolist()
     return Report(
-        rows=[dict(zip(ROW_FIELDS, line[:first], strict=True)) for line in table],
+        rows=[RowCounters._make(line[:first]) for line in table],
         layers=[
-            [dict(zip(COUNTERS, line[start : start + width], strict=True)) for start in range(first, len(line), width)]
+            [LayerCounters._make(line[start : start + width]) for start in range(first, len(line), width)]
             for line in table
         ],
         draft_calls=draft_calls,

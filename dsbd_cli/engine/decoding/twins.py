@@ -155,11 +155,11 @@ class IterationCase:
         slot = torch.arange(table.tokens.shape[1], device=at.device) < table.used.unsqueeze(1)
         own = [beams.token, beams.weight, beams.logprob, beams.path, beams.stop_state]
         reached = [
-            [0 if name not in ("drafted", "drafted_second") and not layer["reached"] else layer[name] for name in layer]
+            [count if layer.reached or name.startswith("drafted") else 0 for name, count in layer._asdict().items()]
             for layers in report.layers
             for layer in layers
         ]
-        rows = [list(row.values()) for row in report.rows]
+        rows = [list(row) for row in report.rows]
         traced: list[Tensor] = []
         if state.trace is not None:
             for marks, there in ((state.trace.live, written), (state.trace.done, ended)):
