@@ -100,7 +100,7 @@ class Pair:
         elif draft in DRAFTERS:
             settings["drafter"] = draft
         method = MethodConfig.of(settings)
-        return Engine(self.first.target, self.models.get(draft), self.first.codec, method, batch_size=batch_size)
+        return self.first.replace(draft=self.models.get(draft), method=method, batch_size=batch_size)
 
 
 def signature(result: RequestResult) -> tuple[object, object, object]:

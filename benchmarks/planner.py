@@ -16,6 +16,7 @@ from typing import Protocol
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.decoding.acceptance import Acceptance
 from dsbd_cli.engine.decoding.planner import AdaptivePlanner, Reading, Shape
+from dsbd_cli.engine.decoding.report import LayerCounters
 
 __all__ = ["WORLDS", "World", "best_fixed", "serve", "serve_fixed"]
 
@@ -141,7 +142,7 @@ def serve(world: World, planner: Chooser, seed: int = 1) -> Served:
         )
         seconds, iterations, drafted = seconds + sum(times.values()), iterations + 1, drafted + (shape.depth > 0)
         for one, found in zip(running, layers, strict=True):
-            taken = 1 + sum([layer["passed"] for layer in found])
+            taken = 1 + sum([layer.passed for layer in found])
             one.left, steps = one.left - taken, steps + taken
             one.lag = 0 if shape.depth else one.lag + BEAMS
             one.has_read |= shape.depth > 0
@@ -233,7 +234,7 @@ def _passes(wide: float, shape: Shape, rate: float, chance: Callable[[], float])
     return found
 
 
-def _walk(world: World, shape: Shape, request: _Request, rng: random.Random) -> list[dict[str, int]]:
+def _walk(world: World, shape: Shape, request: _Request, rng: random.Random) -> list[LayerCounters]:
     """Counters of a request's layers."""
     layers, alive, chance, most, wide, rate = [], True, rng.random, shape.drafts_per_layer, world.wide, request.rate
     for _ in range(shape.depth):
@@ -241,7 +242,7 @@ def _walk(world: World, shape: Shape, request: _Request, rng: random.Random) -> 
         while needed > BEAMS and chance() >= wide and needed <= most:
             needed += 1
         passed = alive and needed <= most
-        layers.append({"reached": int(alive), "passed": int(passed), "needed": needed if passed else 0})
+        layers.append(LayerCounters(reached=int(alive), passed=int(passed), needed=needed if passed else 0))
         alive = passed
     return layers
 

@@ -16,7 +16,7 @@ import time
 import dsbd_cli
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 from benchmarks.invariance import signature
-from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig
+from dsbd_cli import MethodConfig, ModelSpec, Request, SamplingConfig
 from dsbd_cli.lab.tasks import TASKS
 from dsbd_cli.lab.tasks.dataset import builtin_dataset, with_shots
 
@@ -46,7 +46,7 @@ def main() -> None:
     requests = [Request(record.prompt, id=str(place), sampling=sampling) for place, record in enumerate(records)]
     runs, lines = list[dict[str, object]](), list[dict[str, str]]()
     for batch_size in map(int, options.batch_size.split(",")):
-        engine = Engine(first.target, first.draft, first.codec, method, batch_size=batch_size)
+        engine = first.replace(method=method, batch_size=batch_size)
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         found: dict[str, list[object]] = {}
         share = 0.0

@@ -139,7 +139,7 @@ class Ours:
 
     def __init__(self, loaded: Engine, method: MethodConfig, batch_size: int, sampling: SamplingConfig) -> None:
         draft = loaded.draft if method.needs_draft else None
-        self.engine = Engine(loaded.target, draft, loaded.codec, method, batch_size=batch_size)
+        self.engine = loaded.replace(draft=draft, method=method, batch_size=batch_size)
         self.sampling = sampling
         self.steps_per_call = 0.0
 

@@ -83,7 +83,7 @@ def masks_timed() -> Iterator[list[float]]:
 
 def engine_of(loaded: Engine, beams: int, catalogues: Catalogues) -> Engine:
     method = MethodConfig(rule="search", num_beams=beams, depth=0)
-    return Engine(loaded.target, None, loaded.codec, method, catalogues=catalogues)
+    return loaded.replace(draft=None, method=method, catalogues=catalogues)
 
 
 def sampling_of(beams: int, tokens: int) -> SamplingConfig:

@@ -280,7 +280,7 @@ def commit(
     drafts: int,
     stopping: bool,
 ) -> None:
-    """What Stepper._commit does but for the caches and legal states: tokens of finished hypotheses, slots.compact, and
+    """What `commit_beams` does: tokens of finished hypotheses, slots.compact, and
     the live beams of the next iteration.
 
     live: parent, token, valid, weight, logprob [R, W]. nodes: path, stop_state, root [R, N], path_tokens [R, N, D],

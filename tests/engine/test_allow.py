@@ -18,7 +18,7 @@ import torch
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.engine.core.probs import Candidates, LegalTokens, Room, top_candidates
-from dsbd_cli.engine.decoding import step as step_module
+from dsbd_cli.engine.decoding import iteration as iteration_module
 from dsbd_cli.engine.decoding.answers import Answer, Catalogue, Compiler
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.models.causal import CausalForestModel
@@ -240,7 +240,7 @@ def test_a_late_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = answers(9, 40, VOCABULARY)
     requests = asked(12, 2)
     want = told(engine(allowed, rule="search", num_beams=2).generate(requests))
-    monkeypatch.setattr(step_module, "top_candidates", late)
+    monkeypatch.setattr(iteration_module, "top_candidates", late)
     got = told(list(engine(allowed, rule="search", num_beams=2).run(requests)))
     assert sum(a != b for a, b in zip(want, got, strict=True)) > 3
 
@@ -321,7 +321,7 @@ def test_rows_choose_and_rows_without_a_catalogue_stay_free() -> None:
         want = told(free.generate(alone, seed=3))
         both = [row for one in alone for row in (one, Request(prompt_ids=(1, 3), allow=own, sampling=sampling))]
         assert told(free.generate(both, seed=3))[::2] == want
-        assert len(free._tries.table._tries) == 0  # a row's own list is forgotten with the row
+        assert len(free._tables.tries.table._tries) == 0  # a row's own list is forgotten with the row
 
 
 def test_what_is_wrong_is_said() -> None:

@@ -19,6 +19,7 @@ from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.decoding.acceptance import Acceptance, PassRates
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.decoding.planner import NOTHING, AdaptivePlanner, Planner, Reading, Shape, planner_for
+from dsbd_cli.engine.decoding.report import LayerCounters
 from dsbd_cli.engine.decoding.timing import Line
 from dsbd_cli.errors import UsageError
 from dsbd_cli.requests import Request
@@ -265,7 +266,7 @@ def test_planning_is_cheap_for_many_rows() -> None:
         calls += event in ("call", "c_call")
 
     requests = [Acceptance() for _ in range(32)]
-    passed = [[{"reached": 1, "passed": 1, "needed": 4}] * 8] * 32
+    passed = [[LayerCounters(reached=1, passed=1, needed=4)] * 8] * 32
     for _ in range(20):
         planner.observe(planner.choose(requests), requests, passed, {"draft": 0.01, "target": 0.05, "verify": 0.001})
     sys.setprofile(count)
@@ -319,9 +320,9 @@ def test_of_two_drafters_the_first_has_fewer_nodes_to_pass_with() -> None:
     """A layer that needed three nodes of the first one passes with four, one of which is the second one's, not with
     three; and more drafts than any seen are believed to pass as often."""
     rates, request = PassRates([3, 4, 6, 8], 2, second=1), Acceptance()
-    layer = {"reached": 1, "passed": 1, "needed": 3}
+    layer = LayerCounters(reached=1, passed=1, needed=3)
     for _ in range(100):
-        rates.count([request], [[layer, {**layer, "reached": 0}]], 6)
+        rates.count([request], [[layer, layer._replace(reached=0)]], 6)
     one_layer = rates.steps([request])[1::2]
     assert one_layer[0] < 1.2
     assert min(one_layer[1:3]) > 1.9

@@ -22,7 +22,7 @@ from dsbd_cli.engine.decoding import engine as engine_module
 from dsbd_cli.engine.decoding import step as step_module
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.decoding.graphs import IterationGraphs
-from dsbd_cli.engine.decoding.step import Report
+from dsbd_cli.engine.decoding.report import Report
 from dsbd_cli.engine.models import adapter
 from dsbd_cli.engine.models import forest as forests
 from dsbd_cli.engine.models.causal import CausalForestModel
@@ -69,9 +69,9 @@ def reports_of(method: MethodConfig, patch: pytest.MonkeyPatch) -> list[Report]:
     engine = Engine(target, draft if method.needs_draft else None, NumberCodec(VOCABULARY, (2,)), method, batch_size=2)
     _plan(engine, method)
     seen: list[Report] = []
-    real = step_module._report
+    real = step_module.read_report
     with patch.context() as inner:
-        inner.setattr(step_module, "_report", lambda *arguments: (seen.append(real(*arguments)), seen[-1])[1])
+        inner.setattr(step_module, "read_report", lambda *arguments: (seen.append(real(*arguments)), seen[-1])[1])
         assert all(result.hypotheses for result in engine.run(requests(method)))
     return seen
 
@@ -104,7 +104,7 @@ def decode(
         with one_device(mode):
             return step(*arguments)
 
-    patch.setattr(step_module, "_report", told)
+    patch.setattr(step_module, "read_report", told)
     patch.setattr(engine_module, "ended", ended)
     patch.setattr(engine_module, "collect", collected)
     patch.setattr(engine.stepper, "step", watched)

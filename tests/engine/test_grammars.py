@@ -279,7 +279,7 @@ def test_how_deep_is_worth_it(certain: list[list[int]], expected: Shape) -> None
 def test_texts_that_are_behind_are_forgotten() -> None:
     runner = engine(rule="coupled", num_beams=3, depth=2, drafts_per_layer=6)
     runner.generate(request("[abcde]{200}", max_new_tokens=300))
-    table = runner._grammars
+    table = runner._tables.grammars
     assert table._last < -300  # states had numbers
     assert len(table._now) + len(table._before) < 100
 

@@ -20,7 +20,7 @@ from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
 from dsbd_cli.engine.decoding import graphs as graphs_module
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.decoding.graphs import CaptureError, CudaRecorder, Homes, IterationGraphs, Phase, Recording
-from dsbd_cli.engine.decoding.step import Work
+from dsbd_cli.engine.decoding.iteration import DeviceReport
 from dsbd_cli.errors import UsageError
 from dsbd_cli.requests import Request
 from tests.engine.toys import NumberCodec, table_pair
@@ -204,7 +204,7 @@ def test_a_capture_makes_no_tensor_that_outlives_it() -> None:
 
 def test_a_capture_keeps_the_counters_alone() -> None:
     """Guards logits [R, N, V] of every shape, which would fill the memory."""
-    graphs: IterationGraphs[Work] = IterationGraphs(FakeRecorder())
+    graphs: IterationGraphs[DeviceReport] = IterationGraphs(FakeRecorder())
     decode(graphs, "coupled")
     kept = [entry.work for entry in graphs._entries.values()]
     assert kept

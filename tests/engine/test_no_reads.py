@@ -40,7 +40,7 @@ def test_one_read_per_iteration(method: MethodConfig, allowed: str, monkeypatch:
     target, draft = table_pair(1, 12, 0.5)
     engine = Engine(target, draft, NumberCodec(12, (2,)), method, batch_size=3)
     reads, reports = HostReads(), []
-    step, report = engine._stepper.step, step_module._report
+    step, report = engine._stepper.step, step_module.read_report
 
     def watched(*arguments: Any) -> Any:
         with reads:
@@ -51,7 +51,7 @@ def test_one_read_per_iteration(method: MethodConfig, allowed: str, monkeypatch:
         return report(*arguments)
 
     monkeypatch.setattr(engine._stepper, "step", watched)
-    monkeypatch.setattr(step_module, "_report", counted)
+    monkeypatch.setattr(step_module, "read_report", counted)
     sampling = SamplingConfig(max_new_tokens=10, top_k=5, top_p=0.95, min_p=0.01)
     sampling = sampling if allowed == "all" else replace(sampling, stop=("7 7",))
     warped = SamplingConfig(max_new_tokens=10) if method.rule == "search" else sampling

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.decoding.acceptance import Acceptance
 from dsbd_cli.engine.decoding.planner import NOTHING, AdaptivePlanner, Planner, Reading, Shape
+from dsbd_cli.engine.decoding.report import LayerCounters
 
 
 class RandomPlanner(Planner):
@@ -64,12 +65,12 @@ class World:
     def goodput(self, shape: Shape) -> float:
         return self.steps(shape) / sum(self.seconds(shape).values())
 
-    def at(self, shape: Shape) -> tuple[Shape, list[Acceptance], list[list[dict[str, int]]], dict[str, float]]:
+    def at(self, shape: Shape) -> tuple[Shape, list[Acceptance], list[list[LayerCounters]], dict[str, float]]:
         """What an iteration of the one request shows."""
         layers, alive = [], True
         for _ in range(shape.depth):
             passed = alive and self.random.random() < self.chance(shape)
-            layers.append({"reached": int(alive), "passed": int(passed), "needed": 4 if passed else 0})
+            layers.append(LayerCounters(reached=int(alive), passed=int(passed), needed=4 if passed else 0))
             alive = passed
         return shape, [self.request], [layers], self.seconds(shape)
 
@@ -81,7 +82,7 @@ class World:
         if reading.unread and shown[0].depth:
             shown[3]["read"] = self.node * reading.unread
         planner.observe(*shown, reading)
-        return shown[0], 1 + sum(layer["passed"] for layer in shown[2][0])
+        return shown[0], 1 + sum(layer.passed for layer in shown[2][0])
 
     def iterate(self, planner: AdaptivePlanner, reading: Reading = NOTHING) -> Shape:
         return self.iterate_counted(planner, reading)[0]

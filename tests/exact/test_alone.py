@@ -24,6 +24,7 @@ from dsbd_cli.engine.core.forest import Forest, LayerNodes
 from dsbd_cli.engine.core.noise import extend_path, path_gumbel, stream_keys
 from dsbd_cli.engine.core.probs import NEVER, Candidates, LegalTokens, pool_law, row_law
 from dsbd_cli.engine.core.stops import StopTable
+from dsbd_cli.engine.decoding.iteration import IterationShape
 from dsbd_cli.engine.decoding.state import BatchState, Entry
 from dsbd_cli.engine.decoding.step import Stepper
 from dsbd_cli.engine.decoding.timing import PhaseTimer
@@ -97,16 +98,16 @@ class Trial:
         width, vocabulary = method.num_beams, rows[0].logits.shape[1]
         stops = StopTable([word.encode() for word in WORDS], vocabulary, CPU)
         state = _state(rows, method, stops)
-        if roots < width:
-            state.beams = state.beams.first()
-        forest = _roots(state.beams)
         endings = Endings(torch.arange(vocabulary) < ENDS, ENDS, stops)
         rule = make_rule(method)
         logits = torch.stack([row.logits[:roots] for row in rows])
         legal = Only(rows, roots, lists=lists) if any(row.legal is not None for row in rows) else None
         no_models = cast(Any, SimpleNamespace(models=[]))
         stepper = Stepper(no_models, NoDrafter(), rule, endings, PhaseTimer())
-        candidates = stepper._candidates(state, forest, logits, legal)
+        iteration = stepper.begin(state, IterationShape(slots=0, depth=0, drafts_per_layer=1, lag=0, beams=roots))
+        iteration.forest = forest = _roots(state.beams)
+        iteration.logits, iteration.legal_tokens = logits, legal
+        candidates = iteration.best_tokens()
         law = pool_law(candidates, state.beams.weight, state.beams.valid, state.warp)
         beam_law = row_law(candidates, state.warp)
         noise = path_gumbel(state.beams.path, candidates.tokens, state.warp.silent)

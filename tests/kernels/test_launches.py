@@ -23,7 +23,7 @@ from dsbd_cli.engine.core.protocols import ForestInput
 from dsbd_cli.engine.decoding import step as step_module
 from dsbd_cli.engine.decoding import twins
 from dsbd_cli.engine.decoding.devices import KERNELS
-from dsbd_cli.engine.decoding.twins import HISTORY, VOCABULARY, Iteration
+from dsbd_cli.engine.decoding.twins import HISTORY, VOCABULARY, IterationCase
 
 LAYERS = 4
 LAUNCHES = 2 * LAYERS + 4
@@ -61,7 +61,7 @@ def test_an_iteration_launches_so_little(
     method = MethodConfig.of({"rule": rule, "num_beams": 4, "drafts_per_layer": 8, "depth": LAYERS, "width": "fixed"})
     sampling = SamplingConfig(max_new_tokens=HISTORY, top_k=0 if rule == "search" else 5)
     generator = torch.Generator().manual_seed(1)
-    iteration = Iteration.random(method, sampling, generator, torch.device("meta"), roots=4, lag=2)
+    iteration = IterationCase.random(method, sampling, generator, torch.device("meta"), roots=4, lag=2)
     launches, stepper, state = Launches(), iteration.stepper(KERNELS), iteration.state
     trunk = state.table.trunk
 
@@ -71,11 +71,11 @@ def test_an_iteration_launches_so_little(
     def told(*arguments: Any) -> None:
         raise Counted
 
-    monkeypatch.setattr(step_module, "_report", told)
+    monkeypatch.setattr(step_module, "read_report", told)
     monkeypatch.setattr(twins._Table, "forward", forward)
     given.clear()
     with torch.no_grad(), launches, pytest.raises(Counted):
-        stepper.step(state, replace(iteration.plan, settled=settled))
+        stepper.step(state, replace(iteration.shape, settled=settled))
     extra = Counter() if settled is None else Counter({"sub": 1})
     assert launches.seen.total() == LAUNCHES + extra.total(), launches.seen
     assert launches.seen.total() + MOVES <= MOST[rule]

@@ -9,6 +9,7 @@ Guards: draws from another law than the one that drafts are tested against; beam
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections import defaultdict
@@ -21,15 +22,12 @@ import pytest
 import torch
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
-from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.noise import COMPLETION, DRAFT, RESIDUAL
 from dsbd_cli.engine.core.stops import StopTable
-from dsbd_cli.engine.decoding.fused import walked
-from dsbd_cli.engine.decoding.planner import Shape
+from dsbd_cli.engine.decoding.iteration import Iteration, IterationShape
 from dsbd_cli.engine.decoding.state import BatchState, Entry
-from dsbd_cli.engine.decoding.step import Plan, Stepper
-from dsbd_cli.engine.decoding.twins import Iteration
-from dsbd_cli.engine.drafting.base import DraftContext, Endings
+from dsbd_cli.engine.decoding.twins import IterationCase
+from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.kernels import draft, walk
 from tests.exact.trees import ROOT, Beam, Model, Path, child
 from tests.kernels import DEVICE
@@ -110,7 +108,7 @@ class Noise:
         return (number("missing"), True) if stream == COMPLETION else (int(number("open_")), False)
 
 
-def iteration(rule: str, drafts: int) -> tuple[Iteration, Stepper]:
+def iteration(rule: str, drafts: int) -> Iteration:
     """One request before its first iteration."""
     method = MethodConfig.of(
         {"rule": rule, "num_beams": WIDTH[rule], "drafts_per_layer": drafts, "depth": STEPS - 1, "width": "fixed"}
@@ -119,32 +117,31 @@ def iteration(rule: str, drafts: int) -> tuple[Iteration, Stepper]:
     state = BatchState.empty(method, 1, 16, 16, 8, cpu)
     sampling = SamplingConfig(max_new_tokens=8, length_penalty=0.0, **WARP)  # type: ignore[arg-type]
     state.admit({0: Entry([1, PROMPT], 0, sampling, stop_state=1)})
-    state.beams = state.beams.first()
     stops = StopTable([bytes([65 + token]) for token in range(VOCABULARY)], VOCABULARY, cpu)
     endings = Endings(torch.arange(VOCABULARY) == END, 1, stops)
-    plan = Plan(15, Shape(STEPS - 1, drafts), 0, beams=1)
-    made = Iteration(method, state, plan, TARGET.table(), PROPOSER.table(), endings)
-    return made, made.stepper(frozenset({"draft", "walk"}))
+    shape = IterationShape(15, STEPS - 1, drafts, 0, beams=1)
+    case = IterationCase(method, state, shape, TARGET.table(), PROPOSER.table(), endings)
+    return case.stepper(frozenset({"draft", "walk"})).begin(state, shape)
 
 
-def drafted(rule: str, drafts: int) -> tuple[Iteration, Stepper, DraftContext, Forest]:
-    made, stepper = iteration(rule, drafts)
-    context = stepper._context(made.state, made.plan, None)
-    assert context.sheet is not None, "the kernel drafts"
-    return made, stepper, context, stepper.drafter.propose(context)
+def drafted(rule: str, drafts: int) -> Iteration:
+    made = iteration(rule, drafts)
+    made.draft()
+    assert made.context.sheet is not None, "the kernel drafts"
+    return made
 
 
-def verified(work: tuple[Iteration, Stepper, DraftContext, Forest]) -> tuple[tuple[Beam, ...], frozenset[Path]]:
+def verified(drafted: Iteration) -> tuple[tuple[Beam, ...], frozenset[Path]]:
     """Live beams and ended texts that the kernel leaves."""
-    made, stepper, context, forest = work
-    width = made.method.num_beams
-    state = replace(made.state, finished=replace(made.state.finished))
+    made, forest = copy.copy(drafted), drafted.forest
+    width = made.state.method.num_beams
+    made.state = state = replace(made.state, finished=replace(made.state.finished))
     for name in ("score", "logprob", "length", "by_length", "source", "node", "token"):
-        setattr(state.finished, name, getattr(made.state.finished, name).clone())
-    logits = stepper._target(state, made.plan, forest, context)
-    candidates = stepper._candidates(state, forest, logits, None)
-    assert stepper._walks(state, forest, candidates), "the kernel walks"
-    outcome = walked(state, forest, candidates, stepper.rule, stepper.endings, context.keys)
+        setattr(state.finished, name, getattr(drafted.state.finished, name).clone())
+    made.target()
+    made.verify()
+    assert made.kernel_walks(), "the kernel walks"
+    outcome = made.outcome
     live, ended, steps = outcome.live, state.finished, int(outcome.steps)
 
     def path(node: torch.Tensor, before: int, token: torch.Tensor) -> Path:
@@ -186,7 +183,7 @@ def plain(beams: tuple[Beam, ...], texts: frozenset[Path], steps: int, width: in
 
 def law_of(rule: str, noise: Noise, drafts: int = DRAFTS) -> dict[Outcome, float]:
     """What an iteration leaves, and plain steps after it where it took fewer than two."""
-    forests: list[tuple[Iteration, Stepper, DraftContext, Forest]] = []
+    forests: list[Iteration] = []
 
     def propose(chooser: Chooser) -> int:
         noise.chooser = chooser
@@ -195,7 +192,7 @@ def law_of(rule: str, noise: Noise, drafts: int = DRAFTS) -> dict[Outcome, float
 
     law: defaultdict[Outcome, float] = defaultdict(float)
     for number, chance in enumerate_law(propose).items():
-        keys = forests[number][2].keys[0]
+        keys = forests[number].context.keys[0]
         noise.streams = {int(layer[stream]): stream for layer in keys for stream in (RESIDUAL, COMPLETION)}
 
         def walk_down(chooser: Chooser, number: int = number) -> tuple[tuple[Beam, ...], frozenset[Path]]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dsbd_cli.config import MethodConfig, SamplingConfig
-from dsbd_cli.engine.decoding.twins import HISTORY, KERNELS, Iteration, kernels
+from dsbd_cli.engine.decoding.twins import HISTORY, KERNELS, IterationCase, kernels
 from dsbd_cli.kernels import Kernel, commit, differences, draft, walk
 from tests.kernels import DEVICE
 
@@ -58,21 +58,21 @@ def counted(name: str, module: Any, patch: pytest.MonkeyPatch) -> list[int]:
 def once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an iteration leaves is computed once for the same kernels: all kernels are compared over the same cases, and
     the twin of one may be another's, or the tensor code alone."""
-    made: dict[object, Iteration] = {}
+    made: dict[object, IterationCase] = {}
     left: dict[object, tuple[torch.Tensor, ...]] = {}
-    random, run = Iteration.random, Iteration.run
+    random, run = IterationCase.random, IterationCase.run
 
-    def kept(*arguments: Any, **named: Any) -> Iteration:
+    def kept(*arguments: Any, **named: Any) -> IterationCase:
         return made.setdefault(tuple(named.items()), random(*arguments, **named))
 
-    def ran(self: Iteration, used: frozenset[str]) -> tuple[torch.Tensor, ...]:
+    def ran(self: IterationCase, used: frozenset[str]) -> tuple[torch.Tensor, ...]:
         key = (id(self), used)
         if key not in left:
             left[key] = run(self, used)
         return left[key]
 
-    monkeypatch.setattr(Iteration, "random", kept)
-    monkeypatch.setattr(Iteration, "run", ran)
+    monkeypatch.setattr(IterationCase, "random", kept)
+    monkeypatch.setattr(IterationCase, "run", ran)
 
 
 @pytest.mark.usefixtures("once")

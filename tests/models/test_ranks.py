@@ -37,7 +37,7 @@ def method_of(rule: str) -> MethodConfig:
 def engines_of(target: ModelSpec, draft: ModelSpec) -> dict[str, Engine]:
     """One for each rule, over the same models."""
     first = dsbd_cli.load(target, draft, method=method_of(RULES[0]), batch_size=2)
-    others = {rule: Engine(first.target, first.draft, first.codec, method_of(rule), batch_size=2) for rule in RULES[1:]}
+    others = {rule: first.replace(method=method_of(rule)) for rule in RULES[1:]}
     return {RULES[0]: first, **others}
 
 

@@ -310,7 +310,7 @@ def test_languages_of_a_batch_are_heard_together_and_survive_out_of_memory(
     encoder = engine.target.module.get_encoder()  # type: ignore[attr-defined]
     hook = encoder.register_forward_hook(lambda *_: read.append(1))
     monkeypatch.setattr(Caches, "first_logits", first_logits)
-    four = Engine(engine.target, None, engine.codec, engine.method, batch_size=4)
+    four = engine.replace(batch_size=4)
     results = list(four.run([Request(audio=str(path), sampling=asked) for path in rows]))
     hook.remove()
     assert forwards == [4, 2, 2]

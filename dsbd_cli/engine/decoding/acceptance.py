@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import add, mul, truediv
 
-__all__ = ["FADE", "Acceptance", "LayerCounters", "Lives", "PassRates"]
+from dsbd_cli.engine.decoding.report import LayerCounters
 
-LayerCounters = Sequence[dict[str, int]]
+__all__ = ["FADE", "Acceptance", "Lives", "PassRates"]
 
 FADE = 0.97  # weight of the past, observation by observation
 FIRST_RATE = 0.7  # chance of a layer to pass, believed before anything is seen
@@ -65,13 +65,13 @@ class PassRates:
         self._all = Acceptance()
         self._all.open(len(numbers), depth)
 
-    def count(self, requests: Sequence[Acceptance], layers: Sequence[LayerCounters], drafts: int) -> None:
+    def count(self, requests: Sequence[Acceptance], layers: Sequence[Sequence[LayerCounters]], drafts: int) -> None:
         """Layers of so many drafts, request by request. One that needed j of them would have passed with j."""
         known = [(at, number - self._second) for at, number in enumerate(self._numbers) if number <= drafts]
         for depth, counters in enumerate(zip(*layers, strict=True)):
-            came = [(one, layer) for one, layer in zip(requests, counters, strict=True) if layer["reached"]]
+            came = [(one, layer) for one, layer in zip(requests, counters, strict=True) if layer.reached]
             for at, enough in known if came else ():
-                passed = [layer["passed"] and layer["needed"] <= enough for _, layer in came]
+                passed = [layer.passed and layer.needed <= enough for _, layer in came]
                 for (request, _), held in zip(came, passed, strict=True):
                     request.open(len(self._numbers), self._depth)
                     request.add(at, depth, 1.0, held)

@@ -12,17 +12,14 @@ from torch import Tensor
 
 from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.beams import fit_window
-from dsbd_cli.engine.core.grammar import GrammarTable
 from dsbd_cli.engine.core.legal import FREE
-from dsbd_cli.engine.core.stops import StopTable
-from dsbd_cli.engine.core.token_rules import RuleTable
-from dsbd_cli.engine.decoding.answers import RowTries
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.devices import current
+from dsbd_cli.engine.decoding.iteration import IterationShape
 from dsbd_cli.engine.decoding.jobs import Job
 from dsbd_cli.engine.decoding.planner import Reading, Shape, deepest
 from dsbd_cli.engine.decoding.state import BatchState, Entry
-from dsbd_cli.engine.decoding.step import Plan
+from dsbd_cli.engine.decoding.tables import RequestTables
 from dsbd_cli.engine.decoding.timing import PhaseTimer
 from dsbd_cli.engine.drafting.beam import MERGED_LAG
 from dsbd_cli.engine.drafting.text import Prompts
@@ -49,17 +46,14 @@ class Batch:
         rows: int,
         method: MethodConfig,
         caches: Caches,
-        stops: StopTable,
-        tries: RowTries,
-        rules: RuleTable,
-        grammars: GrammarTable,
+        tables: RequestTables,
         *,
         keep_text: bool,
     ) -> None:
         """keep_text: the drafter reads prompts, so they stay on the device."""
         self.jobs: list[Job | None] = [None] * rows
-        self._method, self._caches, self._stops, self._keep_text = method, caches, stops, keep_text
-        self._tries, self._grammars, self._rules, self._legal = tries, grammars, rules, [FREE] * rows
+        self._method, self._caches, self._tables, self._keep_text = method, caches, tables, keep_text
+        self._legal = [FREE] * rows
         self._empty = True
         self._unread: tuple[tuple[tuple[int, int], ...], int] = (), 0  # rows and jobs, and their tokens
 
@@ -101,8 +95,8 @@ class Batch:
         for row, job in new.items():
             sampling = job.request.sampling
             self._legal[row] = self._begin(job)
-            self._rules.begin(row, job.rules, job.prompt, sampling.max_new_tokens)
-            stop = self._stops.start(sampling.stop)
+            self._tables.rules.begin(row, job.rules, job.prompt, sampling.max_new_tokens)
+            stop = self._tables.stops.start(sampling.stop)
             entries[row] = Entry(job.prompt, job.request.seed, sampling, stop, self._legal[row])
         self.state.admit(entries)
         for row, job in new.items():
@@ -123,14 +117,14 @@ class Batch:
     def _begin(self, job: Job) -> int:
         """The state in which what may be answered begins."""
         if job.request.grammar is not None:
-            return self._grammars.begin(job.request.grammar, job.request.sampling.max_new_tokens)
-        return FREE if job.catalogue is None else self._tries.begin(job.catalogue)
+            return self._tables.grammars.begin(job.request.grammar, job.request.sampling.max_new_tokens)
+        return FREE if job.catalogue is None else self._tables.tries.begin(job.catalogue)
 
     def _allocate(self, slots: int, nodes: int, history: int) -> None:
         """Memory for a batch that begins."""
-        self._stops.forget()
-        self._tries.forget()
-        self._rules.allocate(len(self.jobs))
+        self._tables.stops.forget()
+        self._tables.tries.forget()
+        self._tables.rules.allocate(len(self.jobs))
         rows, device, caches = len(self.jobs), self._caches.target.device, self._caches
         caches.reserve(rows, slots, nodes)
         self.state = BatchState.empty(self._method, rows, caches.slots, caches.round_window(nodes), history, device)
@@ -193,7 +187,7 @@ class Batch:
             return []
         return [(row, job) for row, job in self.running if job.trunk - job.drafted > MERGED_LAG]
 
-    def plan(self, shape: Shape, reading: Reading, *, narrow: bool) -> Plan:
+    def iteration_shape(self, shape: Shape, reading: Reading, *, narrow: bool) -> IterationShape:
         """Static shapes of the next iteration, with cache slots and a tail window for its nodes. narrow: a first
         iteration may have one root per row."""
         running, caches = [job for _, job in self.running], self._caches
@@ -211,7 +205,17 @@ class Batch:
         idle = not shape.depth and all(job.drafted <= job.trunk for job in running)
         settled, tail = self._settled(nodes, active)
         generated = min(job.stats.steps for job in running)
-        return Plan(active, shape, reading.lag if shape.depth else 0, idle, settled, tail, generated, beams)
+        return IterationShape(
+            slots=active,
+            depth=shape.depth,
+            drafts_per_layer=shape.drafts_per_layer,
+            lag=reading.lag if shape.depth else 0,
+            idle=idle,
+            settled=settled,
+            tail=tail,
+            generated=generated,
+            beams=beams,
+        )
 
     def _settled(self, nodes: int, active: int) -> tuple[tuple[int, ...] | None, int]:
         """`settled` and `tail` of the target's forward; on a GPU the same for all iterations of a shape."""
@@ -230,7 +234,7 @@ class Batch:
             job, self.jobs[row] = self.jobs[row], None
             if job is not None and not job.prefilled:
                 self._caches.forget(row, draft=True)
-            self._tries.end(self._legal[row])
+            self._tables.tries.end(self._legal[row])
             self._legal[row] = FREE
         self.state.release(rows)
 
@@ -243,7 +247,7 @@ class Batch:
         self.jobs = [self.jobs[row] for row in taken]
         self._legal = [self._legal[row] for row in taken]
         self.state.select(taken)
-        self._rules.select(taken)
+        self._tables.rules.select(taken)
         self._caches.select_rows(taken)
         return taken
 

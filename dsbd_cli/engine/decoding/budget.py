@@ -7,12 +7,16 @@ from pathlib import Path
 
 import torch
 
+from dsbd_cli.config import MethodConfig
 from dsbd_cli.engine.core.protocols import ForestModel
+from dsbd_cli.engine.decoding.planner import deepest
+from dsbd_cli.errors import UsageError
 
 __all__ = [
-    "LOGIT_BYTES",
     "PEEK",
+    "check_memory",
     "fitting_rows",
+    "footprint",
     "free_bytes",
     "least_bytes",
     "memory_bytes",
@@ -55,6 +59,30 @@ def memory_bytes(device: torch.device) -> int:
 def least_bytes(nodes: int, vocab_size: int) -> int:
     """Bytes that an iteration of one row takes in any case: float32 logits of its nodes, and what each sees of them."""
     return nodes * (4 * vocab_size + nodes)
+
+
+def check_memory(method: MethodConfig, target: ForestModel) -> int:
+    """Bytes of the target's device. Raises UsageError where it cannot hold an iteration of any row."""
+    memory, nodes = memory_bytes(target.device), deepest(method, 1).nodes(method.num_beams)
+    if least_bytes(nodes, target.vocab_size) > memory:
+        drafts = f" and drafts_per_layer {method.drafts_per_layer}" if method.depth else ""
+        raise UsageError(
+            f"num_beams is {method.num_beams}{drafts}, but {nodes} nodes in an iteration of a single row do not "
+            f"fit into {memory / 2**30:.1f} GiB: lower it"
+        )
+    return memory
+
+
+def footprint(method: MethodConfig, models: Sequence[ForestModel]) -> str:
+    """Say what a row takes: nodes and logits of its largest iteration, and cache per token. models: the target first,
+    and the draft model where it has the same cache slots."""
+    nodes = deepest(method, 1 << 30).nodes(method.num_beams)
+    logits = nodes * models[0].vocab_size * LOGIT_BYTES
+    cache = sum(model.kv_bytes_per_slot() for model in models)
+    return (
+        f"a row takes up to {nodes} nodes and {logits / 2**20:.0f} MiB of logits in an iteration, and "
+        f"{cache / 2**10:.0f} KiB of cache per token"
+    )
 
 
 def _left_in_container(folder: Path = CGROUP) -> list[int]:

@@ -59,7 +59,7 @@ def with_draft(engine: Engine, spec: ModelSpec, method: MethodConfig | None = No
     draft.fit_width(engine.target.vocab_size)
     info = None if engine.info is None else replace(engine.info, draft=spec.source)
     method = method or engine.method
-    return Engine(engine.target, draft, engine.codec, method, batch_size=engine.batch_size, info=info)
+    return engine.replace(draft=draft, method=method, batch_size=engine.batch_size, info=info)
 
 
 def measure(engines: Sequence[Engine], requests: Sequence[Request]) -> list[Measure]:

@@ -12,7 +12,7 @@ import torch
 
 from dsbd_cli.engine.core.protocols import ForestModel
 from dsbd_cli.engine.decoding.graphs import CudaRecorder, IterationGraphs
-from dsbd_cli.engine.decoding.step import Work
+from dsbd_cli.engine.decoding.iteration import DeviceReport
 from dsbd_cli.engine.decoding.timing import Event
 from dsbd_cli.errors import UsageError
 from dsbd_cli.kernels import available
@@ -33,7 +33,7 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def captures(models: Sequence[ForestModel], on_host: bool, wanted: bool | None) -> IterationGraphs[Work] | None:
+def captures(models: Sequence[ForestModel], on_host: bool, wanted: bool | None) -> IterationGraphs[DeviceReport] | None:
     """Captured iterations where they can be. models: that run the forest; on_host: the drafter works on the host.
 
     Raises UsageError where they are asked for and cannot be.

@@ -16,21 +16,11 @@ from torch import Tensor
 from dsbd_cli.engine.core.beams import Finished
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.probs import NEVER, best_first
+from dsbd_cli.engine.decoding.report import LayerCounters
 from dsbd_cli.engine.decoding.state import BatchState
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 
-__all__ = ["COUNTERS", "Live", "Verified", "Way", "counters", "verified", "way_of"]
-
-COUNTERS = (
-    *("reached", "drafted", "live_parents", "width", "accepted", "passed", "needed"),
-    *("drafted_second", "accepted_second"),
-)
-"""Of a drafted layer: `reached` is 0 where the walk stopped above, `needed` the drafts it took, in draw order, to fill
-the layer (0 where it did not pass).
-
-Of two drafters: `drafted_second` and `accepted_second` are of the nodes that only the second one proposed, `needed` of
-the first one's.
-"""
+__all__ = ["Live", "Verified", "Way", "counters", "verified", "way_of"]
 
 
 @dataclass(slots=True)
@@ -146,10 +136,10 @@ def _power(length: Tensor, penalty: Tensor) -> Tensor:
 
 
 def counters(forest: Forest, layers: list[Verified], active: Tensor) -> Tensor:
-    """COUNTERS of the drafted layers: [R, D, len(COUNTERS)] int64. active: [R, L] bool."""
+    """LayerCounters of the drafted layers: [R, D, fields] int64. active: [R, L] bool."""
     depth = len(layers)
     if not depth:
-        return active.new_zeros(len(active), 0, len(COUNTERS), dtype=torch.int64)
+        return active.new_zeros(len(active), 0, len(LayerCounters._fields), dtype=torch.int64)
     drafted, parent, source = (
         value[:, forest.num_beams :].view(len(value), depth, -1)
         for value in (forest.flat.valid, forest.flat.parent, forest.flat.source)
@@ -161,7 +151,7 @@ def counters(forest: Forest, layers: list[Verified], active: Tensor) -> Tensor:
     offset = forest.num_beams + forest.drafts_per_layer * torch.arange(depth, device=node.device)
     place = torch.where(valid & (node >= 0), node - offset.unsqueeze(1), -1)  # [R, D, W]
     taken, second = place >= 0, source.gather(2, place.clamp(min=0)) == 1
-    columns = [
+    columns = [  # in the order of LayerCounters
         reached,
         drafted.sum(2),
         living.sum(2),

@@ -5,48 +5,39 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar, overload
+from typing import TypedDict, TypeVar, Unpack, overload
 
 import torch
 
 from dsbd_cli.config import Exactness, MethodConfig, OnTooLong
-from dsbd_cli.engine.core.grammar import GrammarCompiler, GrammarTable
 from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
-from dsbd_cli.engine.core.stops import StopTable
-from dsbd_cli.engine.core.token_rules import RuleTable
-from dsbd_cli.engine.core.trie import TrieTable
-from dsbd_cli.engine.decoding.answers import Catalogue, RowTries
-from dsbd_cli.engine.decoding.batch import Batch, most_steps
-from dsbd_cli.engine.decoding.budget import LOGIT_BYTES, PEEK, fitting_rows, least_bytes, memory_bytes, out_of_memory
+from dsbd_cli.engine.decoding.answers import Catalogue
+from dsbd_cli.engine.decoding.batch import Batch
+from dsbd_cli.engine.decoding.budget import check_memory, footprint
 from dsbd_cli.engine.decoding.caches import Caches
-from dsbd_cli.engine.decoding.devices import captures, current, events, kernel_failed, kernels_for
+from dsbd_cli.engine.decoding.devices import captures, current, events, kernels_for
 from dsbd_cli.engine.decoding.encode import Encoder
-from dsbd_cli.engine.decoding.jobs import AsDone, Job, ResultOrder, Results
+from dsbd_cli.engine.decoding.jobs import AsDone, ResultOrder, Results
 from dsbd_cli.engine.decoding.observer import Observer
-from dsbd_cli.engine.decoding.outcome import collect, common_tokens, ended, record_iteration
+from dsbd_cli.engine.decoding.outcome import broken, collect, common_tokens, ended, record_iteration
 from dsbd_cli.engine.decoding.pieces import Pieces
-from dsbd_cli.engine.decoding.planner import Shape, deepest, planner_for
-from dsbd_cli.engine.decoding.step import Report, Stepper
+from dsbd_cli.engine.decoding.planner import Shape, planner_for
+from dsbd_cli.engine.decoding.recovery import Recovery
+from dsbd_cli.engine.decoding.report import Report
+from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
+from dsbd_cli.engine.decoding.step import Stepper
+from dsbd_cli.engine.decoding.tables import RequestTables
 from dsbd_cli.engine.decoding.timing import PhaseTimer
-from dsbd_cli.engine.drafting import AnyDraft, BridgedDraft, DrafterInputs, Endings, make_drafter
+from dsbd_cli.engine.drafting import AnyDraft, BridgedDraft, DrafterInputs, make_drafter
 from dsbd_cli.engine.drafting.base import Stopped
 from dsbd_cli.engine.verify import make_rule
-from dsbd_cli.errors import (
-    NumericalError,
-    OutOfMemoryRowError,
-    RowError,
-    UsageError,
-)
+from dsbd_cli.errors import RowError, UsageError
 from dsbd_cli.requests import Piece, Request, RequestResult, Source
-from dsbd_cli.stats import RequestStats
 
 __all__ = ["Engine", "EngineInfo"]
-
-READ_AHEAD = 4
 
 Item = TypeVar("Item")
 
@@ -67,6 +58,27 @@ class EngineInfo:
     kernels: tuple[str, ...] = ()
     threads: int | None = None
     chat: bool = False
+
+
+class EngineOptions(TypedDict, total=False):
+    """Arguments of Engine that nothing changes later."""
+
+    batch_size: int | None
+    on_too_long: OnTooLong
+    cuda_graphs: bool | None
+    kernels: bool | None
+
+
+class EngineChanges(EngineOptions, total=False):
+    """Arguments of Engine, by name."""
+
+    target: ForestModel
+    draft: AnyDraft | None
+    codec: TextCodec
+    method: MethodConfig | None
+    info: EngineInfo | None
+    log_steps: bool
+    catalogues: Mapping[str, Catalogue] | None
 
 
 class Engine:
@@ -105,67 +117,66 @@ class Engine:
         if batch_size is not None and batch_size < 1:
             message = f"batch_size is {batch_size}, but must be 1 or more"
             raise UsageError(message, field="batch_size", value=batch_size, expected="1 or more")
-        self.target, self.draft, self.codec = target, draft, codec
-        self.batch_size, self.log_steps = batch_size or 1, log_steps
-        self.steps = 0  # taken so far, those of unfinished requests too; another thread may look
+        self.target, self.draft, self.codec, self.info = target, draft, codec, info
+        self.catalogues, self.log_steps = dict(catalogues or {}), log_steps
         self.share_prefixes = True  # prompts of a run that begin alike; False: to measure what it saves
         self.one_root = True  # in a row's first iteration; False: W, as in captured iterations
         self.tell: Callable[[str], None] = _warn  # takes what the user should know and stops nothing
-        self._fit_batch = batch_size is None
-        self._stopping = False
-        device = target.device
-        memory = self._check_memory(device)
-        eos = torch.zeros(target.vocab_size, dtype=torch.bool)
-        ending = {token for token in codec.eos_ids if token < target.vocab_size}
-        eos[list(ending)] = True
-        self._stops = StopTable(codec.token_bytes(), target.vocab_size, device)
-        self._grammars = GrammarTable(GrammarCompiler(codec, target.vocab_size), device)
-        self._drafter = make_drafter(
-            DrafterInputs(self.method, draft, target.vocab_size, codec, device, self._grammars)
+        self._asked = EngineOptions(
+            batch_size=batch_size, on_too_long=on_too_long, cuda_graphs=cuda_graphs, kernels=kernels
         )
+        self._stopping = self._running = False
+        self._shape: Shape | None = None  # of the iteration under way
+        device, vocab_size = target.device, target.vocab_size
+        memory, on_logits = check_memory(self.method, target), self.method.num_beams == 1
+        self._tables = RequestTables.empty(codec, vocab_size, self.catalogues, device, on_logits=on_logits)
+        grammars = self._tables.grammars
+        self._drafter = make_drafter(DrafterInputs(self.method, draft, vocab_size, codec, device, grammars))
         shared = self._drafter.model
-        self.catalogues, compiler = dict(catalogues or {}), self._grammars.compiler
-        self._encoder = Encoder(target, shared, codec, self.method, on_too_long, memory, self.catalogues, compiler)
-        self._tries = RowTries(TrieTable(target.vocab_size, device), self.catalogues.values())
-        self._rules = RuleTable(
-            eos.to(device), getattr(codec, "timestamps", None), on_logits=self.method.num_beams == 1
+        self._encoder = Encoder(
+            target, shared, codec, self.method, on_too_long, memory, self.catalogues, grammars.compiler
         )
         graphs = captures([target] if shared is None else [target, shared], self._drafter.on_host, cuda_graphs)
         if graphs is not None:
             graphs.tell = self._tell
         used = kernels_for(device, kernels)
-        self.info = info
         self._caches = Caches(target, shared, large_steps=graphs is not None, moving=self._forget_graphs)
         self._stepper = Stepper(
             self._caches,
             self._drafter,
             make_rule(self.method),
-            Endings(eos.to(device), len(ending), self._stops),
+            self._tables.endings,
             PhaseTimer(events(device)),
             graphs,
             lambda: self._stopping,
-            [self._rules, self._tries.table, self._grammars],
+            self._tables.constraints,
         )
         self._use_kernels(used)
         self._planner = planner_for(self.method)
         self._names = self.method.drafter_names if "+" in self.method.drafter else ()
-        self._rows = self.batch_size  # out of memory lowers it
-        self._proven = 1  # most rows that have run
-        self._running = False
-        self._shape: Shape | None = None  # of the iteration under way
+        self._scheduler = Scheduler(self._caches, self.method, batch_size)
+        self._recovery = Recovery(self._scheduler, self._caches, self._drafter, self._leave_kernels, self._tell)
         self.observe(Observer())
 
-    def _check_memory(self, device: torch.device) -> int:
-        """Bytes of the device. Raises UsageError where it cannot hold an iteration of any row."""
-        method, memory = self.method, memory_bytes(device)
-        nodes = deepest(method, 1).nodes(method.num_beams)
-        if least_bytes(nodes, self.target.vocab_size) > memory:
-            drafts = f" and drafts_per_layer {method.drafts_per_layer}" if method.depth else ""
-            raise UsageError(
-                f"num_beams is {method.num_beams}{drafts}, but {nodes} nodes in an iteration of a single row do not "
-                f"fit into {memory / 2**30:.1f} GiB: lower it"
-            )
-        return memory
+    def replace(self, **changes: Unpack[EngineChanges]) -> Engine:
+        """Return a new engine that differs in these arguments of the constructor alone. The two share their models, so
+        they must not run at once."""
+        arguments = self._arguments()
+        arguments.update(changes)
+        return Engine(**arguments)
+
+    def _arguments(self) -> EngineChanges:
+        """What the constructor was given, with what has been changed since."""
+        return {
+            **self._asked,
+            "target": self.target,
+            "draft": self.draft,
+            "codec": self.codec,
+            "method": self.method,
+            "info": self.info,
+            "log_steps": self.log_steps,
+            "catalogues": self.catalogues,
+        }
 
     @property
     def exactness(self) -> Exactness:
@@ -177,18 +188,22 @@ class Engine:
     @property
     def footprint(self) -> str:
         """What a row takes: nodes and logits of its largest iteration, and cache per token."""
-        nodes = deepest(self.method, 1 << 30).nodes(self.method.num_beams)
-        logits = nodes * self.target.vocab_size * LOGIT_BYTES
-        cache = sum(model.kv_bytes_per_slot() for model in self.models)
-        return (
-            f"a row takes up to {nodes} nodes and {logits / 2**20:.0f} MiB of logits in an iteration, and "
-            f"{cache / 2**10:.0f} KiB of cache per token"
-        )
+        return footprint(self.method, self.models)
 
     @property
     def allowed(self) -> str | None:
         """How many answers the catalogues hold, and what they take of the device's memory; None without any."""
-        return self._tries.about
+        return self._tables.tries.about
+
+    @property
+    def batch_size(self) -> int:
+        """Requests decoded together at most; 1 before the first run where it goes by memory."""
+        return self._scheduler.batch_size
+
+    @property
+    def steps(self) -> int:
+        """Steps taken so far, those of unfinished requests too; another thread may look."""
+        return self._scheduler.steps
 
     @property
     def models(self) -> list[ForestModel]:
@@ -263,8 +278,8 @@ class Engine:
         return self._answers(Source(requests, seed), Pieces(self.codec))
 
     @torch.inference_mode()
-    def _answers(self, source: Source, order: Results[Item]) -> Iterator[Item]:
-        """What `order` gives out while all requests of the source are decoded."""
+    def _answers(self, source: Source, results: Results[Item]) -> Iterator[Item]:
+        """What `results` gives out while all requests of the source are decoded."""
         self._refuse_stopped()
         if self._running:
             gc.collect()  # a run that nobody holds any more may wait in a cycle
@@ -275,16 +290,13 @@ class Engine:
         self._running = True
         self._caches.begin(share=self.share_prefixes)
         self._drafter.release()  # what it has read in an earlier run
-        backlog = deque[Job]()
+        queue = RequestQueue(source, self._encoder, results, self._observer)
         try:
-            while not self._stopping and (backlog or not source.exhausted()):
-                if self._fit_batch:
-                    self._read(source, PEEK, order, backlog)
-                    self._choose_rows(backlog)
-                self._read(source, self._rows - len(backlog), order, backlog)
-                yield from order.ready()
-                if backlog:
-                    yield from self._decode(source, order, backlog)
+            while not self._stopping and not queue.finished:
+                self._scheduler.fill(queue)
+                yield from results.ready()
+                if queue.waiting:
+                    yield from self._decode(queue, results)
         finally:
             self._running = False
 
@@ -293,53 +305,31 @@ class Engine:
         if self._stopping:
             raise UsageError("this engine was stopped and answers nothing any more: load another one")
 
-    def _nodes(self, jobs: Iterable[Job]) -> int:
-        """Most nodes of an iteration of these requests."""
-        return deepest(self.method, most_steps(jobs)).nodes(self.method.num_beams)
-
-    def _choose_rows(self, backlog: deque[Job]) -> None:
-        """The batch size that memory allows, from the requests seen first."""
-        if backlog:
-            nodes = self._nodes(backlog)
-            slots = self._caches.round_slots(max(len(job.prompt) + job.max_new for job in backlog) + 2 * nodes)
-            sources = max(self._caches.source_bytes(job.source) for job in backlog)
-            self.batch_size = self._rows = fitting_rows(self._caches.models, slots, nodes, beside=sources)
-            self._fit_batch = False
-
-    def _decode(self, source: Source, order: Results[Item], backlog: deque[Job]) -> Iterator[Item]:
-        """One batch, refilled from the source as its rows finish, until it is empty or out of memory."""
-        rows = min(len(backlog), self._rows)
-        keep_text = self._drafter.needs_text
-        tables = (self._stops, self._tries, self._rules, self._grammars)
-        batch = Batch(rows, self.method, self._caches, *tables, keep_text=keep_text)
-        while not self._stopping and (backlog or batch.running):
+    def _decode(self, queue: RequestQueue, results: Results[Item]) -> Iterator[Item]:
+        """One batch, refilled as its rows finish, until it is empty, or has failed and is to begin anew."""
+        rows = min(len(queue.waiting), self._scheduler.rows)
+        batch = Batch(rows, self.method, self._caches, self._tables, keep_text=self._drafter.needs_text)
+        while not self._stopping and (queue.waiting or batch.running):
+            self._shape = None
             try:
-                batch.admit(backlog)
-                self._iterate(batch, order)
-                self._shape = None
-                self._proven = max(self._proven, len(batch.jobs))
+                batch.admit(queue.waiting)
+                self._iterate(batch, results)
             except Stopped:
                 return
             except Exception as error:
                 running = [job for _, job in batch.running]
-                if out_of_memory(error):
-                    self._recover(running, order, backlog)
-                elif kernel_failed(error) and self._leave_kernels(error):
-                    self._again(running, backlog)
-                else:
+                if not self._recovery.after(error, running, queue, self._planner, self._shape):
                     raise
-                yield from order.ready()
+                yield from results.ready()
                 return
-            yield from order.ready()
-            # a batch that began small, because little was ready, ends so that a larger one can begin
-            growing = len(batch.jobs) < self._rows and not source.exhausted()
-            if not growing and order.held < READ_AHEAD * self.batch_size:
-                self._read(source, len(batch.free) - len(backlog), order, backlog)
-                yield from order.ready()
-            if source.exhausted() and not backlog and (kept := batch.shrink()):
+            self._scheduler.ran(batch)
+            yield from results.ready()
+            self._scheduler.refill(queue, batch)
+            yield from results.ready()
+            if queue.finished and (kept := batch.shrink()):
                 self._drafter.select(torch.tensor(kept, device=self.target.device))
 
-    def _iterate(self, batch: Batch, order: Results[object]) -> None:
+    def _iterate(self, batch: Batch, results: Results[object]) -> None:
         """One iteration of all rows: choose the forest, run it, learn from it, hand out what is certain."""
         running = batch.running
         requests = [job.acceptance for _, job in running]
@@ -353,76 +343,46 @@ class Engine:
         if shape.depth:
             batch.read_prompts(read)
         # static shapes: slots and a tail window for W + D*K nodes
-        plan = batch.plan(shape, batch.reading(), narrow=self.one_root and self._stepper.graphs is None)
+        sizes = batch.iteration_shape(shape, batch.reading(), narrow=self.one_root and self._stepper.graphs is None)
         # draft the forest, one target forward over it, verify layer by layer, commit: Stepper.step
         with current(self.target.device):
-            report = self._stepper.step(batch.state, plan)
+            report = self._stepper.step(batch.state, sizes)
             seconds = self._stepper.timer.seconds()
-        self._observer.iterated([job for _, job in running], plan.nodes, seconds)
+        self._observer.iterated([job for _, job in running], sizes.nodes, seconds)
         # how far each walk came, and how long it took, decides on the next forest
         layers = [report.layers[row] for row, _ in running]
         self._planner.observe(shape, requests, layers, seconds | read.seconds(), reading, self._stepper.steady)
         for row, job in running:
             counters = report.rows[row]
             record_iteration(
-                job, counters, report.layers[row], seconds, len(running), plan.nodes, self.log_steps, self._names
+                job, counters, report.layers[row], seconds, len(running), sizes.nodes, self.log_steps, self._names
             )
-            self.steps += counters["steps"]
+            self._scheduler.steps += counters.steps
             job.stats.draft_calls += report.draft_calls
-            job.used, job.trunk, job.drafted = counters["used"], counters["trunk"], counters["drafted"]
-        over = [row for row, _ in running if report.rows[row]["invalid"] or report.rows[row]["done"]]
+            job.used, job.trunk, job.drafted = counters.used, counters.trunk, counters.drafted
+        over = [row for row, _ in running if report.rows[row].invalid or report.rows[row].done]
         if over:
-            self._hand_out(batch, over, report, order)
+            self._hand_out(batch, over, report, results)
         for row, job in batch.running:
-            order.progress(job, partial(common_tokens, batch.state, row))
+            results.progress(job, partial(common_tokens, batch.state, row))
 
-    def _hand_out(self, batch: Batch, rows: list[int], report: Report, order: Results[object]) -> None:
+    def _hand_out(self, batch: Batch, rows: list[int], report: Report, results: Results[object]) -> None:
         """Results of rows that are done, and errors of those whose model returned NaN. The rows are free then."""
-        jobs, state, grammars = dict(batch.running), batch.state, self._grammars.compiler
+        jobs, state, grammars = dict(batch.running), batch.state, self._tables.grammars.compiler
         for row in rows:
-            if report.rows[row]["invalid"]:
+            if report.rows[row].invalid:
                 self._caches.forget(row)
         over = ended(state.finished, rows)
         with self._observer.span("detokenise"):
-            results = {
-                row: _broken(jobs[row])
-                if report.rows[row]["invalid"]
-                else collect(found, row, jobs[row], self.codec, grammars, state.trace)
-                for row, found in zip(rows, over, strict=True)
+            found = {
+                row: broken(jobs[row])
+                if report.rows[row].invalid
+                else collect(one, row, jobs[row], self.codec, grammars, state.trace)
+                for row, one in zip(rows, over, strict=True)
             }
-        for row, result in results.items():
-            order.put(jobs[row].number, result)
+        for row, result in found.items():
+            results.put(jobs[row].number, result)
         batch.remove(rows)
-
-    def _recover(self, running: list[Job], order: Results[object], backlog: deque[Job]) -> None:
-        """After out of memory: the running requests wait again, for fewer drafts where the planner has a choice, or for
-        half as many rows."""
-        smaller = self._planner.out_of_memory(self._shape, len(running))
-        self._shape = None
-        self._caches.release()
-        self._drafter.release()
-        alone = len(running) == 1 and not smaller
-        if alone and not running[0].retried:
-            running[0].retried = True  # once more, with all memory given back
-        elif alone:
-            job = running.pop()
-            tokens = len(job.prompt) + job.max_new
-            error = OutOfMemoryRowError(
-                f"out of memory with this row alone ({tokens} tokens, {self._nodes([job])} nodes in an iteration): "
-                "shorten it, or lower num_beams, depth or drafts_per_layer"
-            )
-            order.put(job.number, RequestResult(job.request, (), len(job.prompt), job.stats, error))
-        # a row that fails alone says nothing about how many others fit
-        if not smaller:
-            self._rows = max(1, len(running) // 2) if running else self._proven
-        self._again(running, backlog)
-
-    def _again(self, running: list[Job], backlog: deque[Job]) -> None:
-        """Requests whose batch has ended wait again, first of all."""
-        for job in running:
-            self.steps -= job.stats.steps
-            job.stats = RequestStats()
-        backlog.extendleft(reversed(running))
 
     def _use_kernels(self, names: frozenset[str]) -> None:
         self._stepper.kernels = names
@@ -432,7 +392,7 @@ class Engine:
             if model is not None and hasattr(model, "use_kernels"):
                 model.use_kernels(names)
 
-    def _leave_kernels(self, error: Exception) -> bool:
+    def _leave_kernels(self) -> bool:
         """Tensor code from now on, in layers as in iterations: a kernel that passed its trial cannot be compiled or
         launched at this shape. False where none was in use."""
         used = bool(self._stepper.kernels)
@@ -441,28 +401,7 @@ class Engine:
         for model in {id(model): model for model in (self.target, draft)}.values():
             if model is not None and hasattr(model, "leave_kernels"):
                 used = model.leave_kernels() or used
-        if not used:
-            return False
-        self._caches.release()
-        self._drafter.release()
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-        self._tell(f"the run goes on without kernels, because one of them fails here ({said})")
-        return True
-
-    def _read(self, source: Source, count: int, order: Results[object], backlog: deque[Job]) -> None:
-        """Up to `count` requests that can be decoded; results of those that cannot go straight out."""
-        while count > 0 and (item := source.next()) is not None:
-            number, request = item
-            if isinstance(request, RowError):
-                order.put(number, RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
-                continue
-            try:
-                with self._observer.span("tokenise"):
-                    job = self._encoder.job(number, request)
-                backlog.append(job)
-                count -= 1
-            except RowError as error:
-                order.put(number, RequestResult(request, (), 0, RequestStats(), error))
+        return used
 
     def _tell(self, line: str) -> None:
         self.tell(line)  # whoever listens now
@@ -476,11 +415,3 @@ class Engine:
 def _warn(line: str) -> None:
     """For those who do not say otherwise: a warning of Python's."""
     warnings.warn(line, RuntimeWarning, stacklevel=2)
-
-
-def _broken(job: Job) -> RequestResult:
-    """The error of a row whose model returned NaN."""
-    error = NumericalError(
-        f"the target returned NaN after {job.stats.steps} steps: the checkpoint may need another dtype (try float32)"
-    )
-    return RequestResult(job.request, (), len(job.prompt), job.stats, error)

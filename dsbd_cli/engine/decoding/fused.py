@@ -11,7 +11,8 @@ from torch import Tensor
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.probs import Candidates
 from dsbd_cli.engine.core.sheet import warp_flags, warp_tensors
-from dsbd_cli.engine.decoding.ending import COUNTERS, Live
+from dsbd_cli.engine.decoding.ending import Live
+from dsbd_cli.engine.decoding.report import LayerCounters
 from dsbd_cli.engine.decoding.state import BatchState
 from dsbd_cli.engine.decoding.walk import Walk
 from dsbd_cli.engine.drafting.base import Endings
@@ -78,7 +79,7 @@ def walked(
         warp_flags(state.warp, stops=endings.stops.used, warps=rule.sampler.random),
     )
     done, invalid, steps, width_sum = (report[:, place] for place in range(4))
-    counters = report[:, kernel.FIRST :].view(rows, depth, len(COUNTERS))
+    counters = report[:, kernel.FIRST :].view(rows, depth, len(LayerCounters._fields))
     return Walk(live, steps, width_sum, done, invalid, counters, None if state.trace is None else before, report)
 
 

@@ -17,13 +17,14 @@ from dsbd_cli.engine.core.probs import NEVER
 from dsbd_cli.engine.core.protocols import SourceCodec, TextCodec
 from dsbd_cli.engine.core.stops import find_stop
 from dsbd_cli.engine.decoding.jobs import Job
+from dsbd_cli.engine.decoding.report import LayerCounters, RowCounters
 from dsbd_cli.engine.decoding.state import BatchState
 from dsbd_cli.engine.decoding.trace import TokenTrace, token_details
 from dsbd_cli.errors import InvalidRowError, NumericalError, RowError
 from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult
 from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
 
-__all__ = ["Ended", "collect", "common_tokens", "ended", "record_iteration", "text_of"]
+__all__ = ["Ended", "broken", "collect", "common_tokens", "ended", "record_iteration", "text_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,14 @@ def collect(
     )
 
 
+def broken(job: Job) -> RequestResult:
+    """Result of a row whose model returned NaN: its error."""
+    error = NumericalError(
+        f"the target returned NaN after {job.stats.steps} steps: the checkpoint may need another dtype (try float32)"
+    )
+    return RequestResult(job.request, (), len(job.prompt), job.stats, error)
+
+
 def text_of(ids: list[int], stops: Sequence[str], codec: TextCodec, prefix: Sequence[int] = ()) -> str:
     """Text of the tokens, up to the stop string that the last of them completed, behind that of the prefix.
 
@@ -151,8 +160,8 @@ def common_tokens(state: BatchState, row: int) -> list[int]:
 
 def record_iteration(
     job: Job,
-    counters: dict[str, int],
-    layers: list[dict[str, int]],
+    counters: RowCounters,
+    layers: Sequence[LayerCounters],
     seconds: dict[str, float],
     sharing: int,
     nodes: int,
@@ -164,14 +173,14 @@ def record_iteration(
     stats = job.stats
     for layer in layers if drafters else ():
         for name, part in _by_drafter(layer, drafters).items():
-            part.accepted *= layer["reached"]
+            part.accepted *= layer.reached
             stats.drafters.setdefault(name, DrafterStats()).add(part)
     times = {name: value / sharing for name, value in seconds.items()}
     stats.target_calls += 1
-    stats.steps += counters["steps"]
-    stats.drafted += sum(layer["drafted"] for layer in layers)
-    stats.accepted += sum(layer["accepted"] for layer in layers if layer["reached"])
-    stats.width_sum += counters["width_sum"]
+    stats.steps += counters.steps
+    stats.drafted += sum(layer.drafted for layer in layers)
+    stats.accepted += sum(layer.accepted for layer in layers if layer.reached)
+    stats.width_sum += counters.width_sum
     stats.kv_peak_slots = max(stats.kv_peak_slots, job.used + nodes)
     stats.draft_s += times["draft"]
     stats.target_s += times["target"]
@@ -180,22 +189,22 @@ def record_iteration(
         reached = [
             LayerStats(
                 layer=number,
-                drafted=layer["drafted"],
-                live_parents=layer["live_parents"],
-                width=layer["width"],
-                accepted=layer["accepted"],
-                passed=bool(layer["passed"]),
+                drafted=layer.drafted,
+                live_parents=layer.live_parents,
+                width=layer.width,
+                accepted=layer.accepted,
+                passed=bool(layer.passed),
                 drafters=_by_drafter(layer, drafters),
             )
             for number, layer in enumerate(layers, 1)
-            if layer["reached"]
+            if layer.reached
         ]
         stats.step_log.append(
             StepStats(
                 id=job.request.id,
                 iteration=stats.target_calls,
                 passed_layers=sum(layer.passed for layer in reached),
-                steps=counters["steps"],
+                steps=counters.steps,
                 nodes=nodes,
                 kv_slots=job.used + nodes,
                 trunk=job.trunk,
@@ -207,10 +216,10 @@ def record_iteration(
         )
 
 
-def _by_drafter(layer: dict[str, int], drafters: tuple[str, ...]) -> dict[str, DrafterStats]:
+def _by_drafter(layer: LayerCounters, drafters: tuple[str, ...]) -> dict[str, DrafterStats]:
     """Drafted and accepted nodes of a layer by drafter; empty where there are not two."""
     if len(drafters) != 2:
         return {}
-    drafted, accepted = layer["drafted_second"], layer["accepted_second"]
-    first = DrafterStats(layer["drafted"] - drafted, layer["accepted"] - accepted)
+    drafted, accepted = layer.drafted_second, layer.accepted_second
+    first = DrafterStats(layer.drafted - drafted, layer.accepted - accepted)
     return {drafters[0]: first, drafters[1]: DrafterStats(drafted, accepted)}

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsbd_cli.config import MethodConfig
-from dsbd_cli.engine.decoding.acceptance import Acceptance, LayerCounters, Lives, PassRates
+from dsbd_cli.engine.decoding.acceptance import Acceptance, Lives, PassRates
+from dsbd_cli.engine.decoding.report import LayerCounters
 from dsbd_cli.engine.decoding.timing import Line
 from dsbd_cli.variants import GRAMMAR
 
@@ -92,7 +93,7 @@ class Planner:
         self,
         shape: Shape,
         requests: Sequence[Acceptance],
-        layers: Sequence[LayerCounters],
+        layers: Sequence[Sequence[LayerCounters]],
         seconds: dict[str, float],
         reading: Reading = NOTHING,
         steady: bool = True,
@@ -137,7 +138,7 @@ class CertainPlanner(Planner):
         self,
         shape: Shape,
         requests: Sequence[Acceptance],
-        layers: Sequence[LayerCounters],
+        layers: Sequence[Sequence[LayerCounters]],
         seconds: dict[str, float],
         reading: Reading = NOTHING,
         steady: bool = True,
@@ -212,7 +213,7 @@ class AdaptivePlanner(Planner):
         self,
         shape: Shape,
         requests: Sequence[Acceptance],
-        layers: Sequence[LayerCounters],
+        layers: Sequence[Sequence[LayerCounters]],
         seconds: dict[str, float],
         reading: Reading = NOTHING,
         steady: bool = True,

@@ -47,15 +47,14 @@ def captured_otherwise(engine: Engine) -> str | None:
 
     Two engines of fixed depth are made for it, so that both take the same shapes, and with the kernels of this one.
     """
-    from dsbd_cli.engine.decoding.engine import Engine
-
     method, kernels = engine.method, bool(engine.stepper.kernels)
     if method.depth:
         method = replace(method, depth=min(method.depth, DEPTH), adaptive_depth=False)
     found: list[list[RequestResult]] = []
     for wanted in (False, None):
-        models = (engine.target, engine.draft, engine.codec)
-        trial = Engine(*models, method, batch_size=ROWS, cuda_graphs=wanted, kernels=kernels)
+        trial = engine.replace(
+            method=method, batch_size=ROWS, info=None, cuda_graphs=wanted, kernels=kernels, catalogues=None
+        )
         trial.one_root = False  # captured iterations begin with W roots, too
         trial.tell = lambda line: None
         try:

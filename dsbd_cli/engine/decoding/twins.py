@@ -20,9 +20,10 @@ from dsbd_cli.engine.core.probs import Room, top_candidates
 from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
 from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.decoding.caches import Caches
+from dsbd_cli.engine.decoding.iteration import IterationShape
 from dsbd_cli.engine.decoding.planner import Shape
 from dsbd_cli.engine.decoding.state import BatchState, Entry
-from dsbd_cli.engine.decoding.step import Plan, Stepper
+from dsbd_cli.engine.decoding.step import Stepper
 from dsbd_cli.engine.decoding.timing import PhaseTimer
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.drafting.beam import BeamDrafter
@@ -30,7 +31,7 @@ from dsbd_cli.engine.models.kv_cache import moved_by_copy
 from dsbd_cli.engine.verify import make_rule
 from dsbd_cli.kernels import Arguments, Kernel
 
-__all__ = ["KERNELS", "Iteration", "kernels"]
+__all__ = ["KERNELS", "IterationCase", "kernels"]
 
 VOCABULARY = 24
 TRUNK, TAIL, HISTORY = 5, 4, 24  # slots all beams share, slots of some, tokens generated at most
@@ -58,12 +59,12 @@ class _Table:
 
 
 @dataclass
-class Iteration:
+class IterationCase:
     """A batch before an iteration, and all that runs it."""
 
     method: MethodConfig
     state: BatchState
-    plan: Plan
+    shape: IterationShape
     target: Tensor
     draft: Tensor
     endings: Endings
@@ -80,7 +81,7 @@ class Iteration:
         lag: int,
         rows: int = 3,
         broken: bool = False,
-    ) -> Iteration:
+    ) -> IterationCase:
         """Of random models and beams. roots: W0. lag: slots that the draft has not run. broken: a node has NaN."""
         width, shape = method.num_beams, Shape(method.depth, method.drafts_per_layer)
         nodes = shape.nodes(roots)
@@ -130,9 +131,9 @@ class Iteration:
         if broken:
             target[int(beams.token[0, 0])] = float("nan")
             draft[7] = float("nan")
-        plan = Plan(slots - 1, shape, lag, beams=roots)
+        sizes = IterationShape(slots - 1, shape.depth, shape.drafts_per_layer, lag, beams=roots)
         _to(state, device)
-        return cls(method, state, plan, target.to(device), draft.to(device), Endings(eos, 1, stops))
+        return cls(method, state, sizes, target.to(device), draft.to(device), Endings(eos, 1, stops))
 
     def stepper(self, used: frozenset[str]) -> Stepper:
         """What runs the iteration, with these kernels."""
@@ -145,7 +146,7 @@ class Iteration:
     def run(self, used: frozenset[str]) -> tuple[Tensor, ...]:
         """What an iteration with these kernels leaves, of a copy: numbers that mean nothing are 0."""
         state = copy.deepcopy(self.state)
-        report = self.stepper(used).step(state, self.plan)
+        report = self.stepper(used).step(state, self.shape)
         beams, finished, table = state.beams, state.finished, state.table
         at = torch.arange(beams.history.shape[2], device=beams.history.device)
         written = beams.valid.unsqueeze(2) & (at < beams.length.view(-1, 1, 1))
@@ -154,11 +155,11 @@ class Iteration:
         slot = torch.arange(table.tokens.shape[1], device=at.device) < table.used.unsqueeze(1)
         own = [beams.token, beams.weight, beams.logprob, beams.path, beams.stop_state]
         reached = [
-            [0 if name not in ("drafted", "drafted_second") and not layer["reached"] else layer[name] for name in layer]
+            [count if layer.reached or name.startswith("drafted") else 0 for name, count in layer._asdict().items()]
             for layers in report.layers
             for layer in layers
         ]
-        rows = [list(row.values()) for row in report.rows]
+        rows = [list(row) for row in report.rows]
         traced: list[Tensor] = []
         if state.trace is not None:
             for marks, there in ((state.trace.live, written), (state.trace.done, ended)):
@@ -178,7 +179,7 @@ def kernels(settings: Sequence[tuple[MethodConfig, SamplingConfig]]) -> list[Ker
     """Every kernel of an iteration with its twin. Cases are of these methods, and of what requests ask for."""
 
     def one(name: str) -> Kernel:
-        def beside(iteration: Iteration) -> set[str]:
+        def beside(iteration: IterationCase) -> set[str]:
             """`rejection` compares with the law that `draft` records."""
             return {"draft"} if name == "walk" and iteration.method.rule == "rejection" else set()
 
@@ -186,13 +187,15 @@ def kernels(settings: Sequence[tuple[MethodConfig, SamplingConfig]]) -> list[Ker
             for method, sampling in settings:
                 width = method.num_beams
                 for roots, lag, broken in ((1, 0, False), (width, 2, False), (width, 0, True)):
-                    made = Iteration.random(method, sampling, generator, device, roots=roots, lag=lag, broken=broken)
+                    made = IterationCase.random(
+                        method, sampling, generator, device, roots=roots, lag=lag, broken=broken
+                    )
                     yield (made,)
 
-        def op(iteration: Iteration) -> tuple[Tensor, ...]:
+        def op(iteration: IterationCase) -> tuple[Tensor, ...]:
             return iteration.run(frozenset({name} | beside(iteration)))
 
-        def twin(iteration: Iteration) -> tuple[Tensor, ...]:
+        def twin(iteration: IterationCase) -> tuple[Tensor, ...]:
             return iteration.run(frozenset(beside(iteration)))
 
         return Kernel(name, op, twin, cases)

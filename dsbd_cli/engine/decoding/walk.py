@@ -30,9 +30,15 @@ MOST_NOISE = 1 << 16  # numbers
 
 @dataclass(slots=True)
 class Walk:
-    """Outcome: final beams (pairs to be committed), steps taken [R], sum of widths [R], requests done [R], NaN rows
-    [R], counters [R, D, COUNTERS] int64 of the drafted layers; where tokens are traced, the beams (nodes) that each
-    step began with, before [R, D + 1, W]. report: where a kernel walked, the counters as Stepper packs them."""
+    """Outcome of a verified forest.
+
+    Attributes:
+        live: final beams, pairs to be committed. steps: taken, [R]. width_sum: sum of widths, [R].
+        done: requests that have ended, [R]. invalid: rows with NaN, [R].
+        counters: [R, D, fields of LayerCounters] int64, of the drafted layers.
+        before: [R, D + 1, W], beams (nodes) that each step began with; where tokens are traced.
+        report: the counters as `pack_counters` joins them; where a kernel walked.
+    """
 
     live: Live
     steps: Tensor

@@ -397,7 +397,7 @@ def _steps_per_second(engine: Engine, prompts: Sequence[str], seconds: float) ->
     """Steps per second, each a token longer beams, and seconds per target call, of prompts in turn. The engine is
     stopped in the end."""
     sampling = SamplingConfig(max_new_tokens=64, n_best=BEAMS)
-    engine.batch_size = 1
+    engine = engine.replace(batch_size=1)
     engine.generate(Request(prompts[0], sampling=SamplingConfig(max_new_tokens=4)))  # what is set up at first use
     begun, first = time.monotonic(), engine.steps
     timer = threading.Timer(seconds, engine.stop)

@@ -1,0 +1,59 @@
+"""Counters of one iteration, on the host. No tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["LayerCounters", "Report", "RowCounters"]
+
+
+class RowCounters(NamedTuple):
+    """How far a row came.
+
+    Attributes:
+        done: its request has ended, or is invalid. invalid: the target returned NaN. Both are 0 or 1.
+        steps: steps taken. width_sum: live beams, summed over them.
+        used, trunk, drafted: slots of the row, those that all live beams share, those that the draft has run.
+    """
+
+    done: int
+    invalid: int
+    steps: int
+    width_sum: int
+    used: int
+    trunk: int
+    drafted: int
+
+
+class LayerCounters(NamedTuple):
+    """What happened in a drafted layer of a row.
+
+    Attributes:
+        reached: 0 where verification stopped above, else 1. drafted: valid nodes, also where it was not reached.
+        live_parents: of them, those below a live beam. width: beams that the layer had to yield.
+        accepted: live draws that were drafted. passed: 0 or 1.
+        needed: drafts it took, in draw order, to fill the layer; 0 where it did not pass. Of two drafters: drafts of
+            the first.
+        drafted_second, accepted_second: of the nodes that only the second of two drafters proposed.
+    """
+
+    reached: int = 0
+    drafted: int = 0
+    live_parents: int = 0
+    width: int = 0
+    accepted: int = 0
+    passed: int = 0
+    needed: int = 0
+    drafted_second: int = 0
+    accepted_second: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Counters of every row, of its drafted layers from the first one down, and forwards of the draft."""
+
+    rows: Sequence[RowCounters]
+    layers: Sequence[Sequence[LayerCounters]]
+    draft_calls: int

@@ -1,0 +1,120 @@
+"""Which request gets which row, and when it is read: requests on the host, no tensors of an iteration."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from dsbd_cli.config import MethodConfig
+from dsbd_cli.engine.decoding.batch import Batch, most_steps
+from dsbd_cli.engine.decoding.budget import PEEK, fitting_rows
+from dsbd_cli.engine.decoding.caches import Caches
+from dsbd_cli.engine.decoding.encode import Encoder
+from dsbd_cli.engine.decoding.jobs import Job, Results
+from dsbd_cli.engine.decoding.observer import Observer
+from dsbd_cli.engine.decoding.planner import deepest
+from dsbd_cli.errors import RowError
+from dsbd_cli.requests import Request, RequestResult, Source
+from dsbd_cli.stats import RequestStats
+
+__all__ = ["RequestQueue", "Scheduler"]
+
+READ_AHEAD = 4  # batches
+
+
+class RequestQueue:
+    """Requests of one run: read from its source, encoded, and waiting for a row.
+
+    Attributes:
+        waiting: those that wait, in order. results: where those go that cannot be decoded.
+    """
+
+    def __init__(self, source: Source, encoder: Encoder, results: Results[object], observer: Observer) -> None:
+        self.waiting, self.results = deque[Job](), results
+        self._source, self._encoder, self._observer = source, encoder, observer
+
+    @property
+    def exhausted(self) -> bool:
+        """The end of the source has been seen."""
+        return self._source.exhausted()
+
+    @property
+    def finished(self) -> bool:
+        """No request waits, and none is to come."""
+        return self.exhausted and not self.waiting
+
+    def read(self, count: int) -> None:
+        """Read up to `count` requests that can be decoded; results of those that cannot go straight out."""
+        while count > 0 and (item := self._source.next()) is not None:
+            number, request = item
+            if isinstance(request, RowError):
+                self.results.put(number, RequestResult(Request("", id=str(number)), (), 0, RequestStats(), request))
+                continue
+            try:
+                with self._observer.span("tokenise"):
+                    job = self._encoder.job(number, request)
+                self.waiting.append(job)
+                count -= 1
+            except RowError as error:
+                self.results.put(number, RequestResult(request, (), 0, RequestStats(), error))
+
+
+class Scheduler:
+    """Decides how many requests run together, and how far ahead they are read.
+
+    Attributes:
+        batch_size: rows of a batch as asked for, or as many as fit into memory once requests were seen.
+        rows: of the next batch at most; out of memory lowers it.
+        steps: taken by all requests so far, those of unfinished ones too.
+    """
+
+    def __init__(self, caches: Caches, method: MethodConfig, batch_size: int | None) -> None:
+        """batch_size: None for as many rows as fit into memory."""
+        self._caches, self._method = caches, method
+        self.batch_size = self.rows = batch_size or 1
+        self.steps = 0
+        self._fit_batch = batch_size is None
+        self._proven = 1  # most rows that have run
+
+    def fill(self, queue: RequestQueue) -> None:
+        """Read a whole batch. The first one decides how many rows fit into memory, where nobody said so."""
+        if self._fit_batch:
+            queue.read(PEEK)
+            self._fit_rows(queue.waiting)
+        queue.read(self.rows - len(queue.waiting))
+
+    def refill(self, queue: RequestQueue, batch: Batch) -> None:
+        """Read requests for the free rows of a running batch."""
+        # a batch that began small, because little was ready, ends so that a larger one can begin
+        growing = len(batch.jobs) < self.rows and not queue.exhausted
+        if not growing and queue.results.held < READ_AHEAD * self.batch_size:
+            queue.read(len(batch.free) - len(queue.waiting))
+
+    def ran(self, batch: Batch) -> None:
+        """Remember that so many rows have run together."""
+        self._proven = max(self._proven, len(batch.jobs))
+
+    def retry(self, queue: RequestQueue, jobs: Sequence[Job]) -> None:
+        """Requests whose batch has ended wait again, before all others, and begin anew."""
+        for job in jobs:
+            self.steps -= job.stats.steps
+            job.stats = RequestStats()
+        queue.waiting.extendleft(reversed(jobs))
+
+    def lower_rows(self, count: int) -> None:
+        """Run half as many as `count` rows, which ran out of memory; as many as have run before where count is 0: a row
+        that fails alone says nothing about how many others fit."""
+        self.rows = max(1, count // 2) if count else self._proven
+
+    def nodes(self, jobs: Iterable[Job]) -> int:
+        """Most nodes of an iteration of these requests, of one row."""
+        return deepest(self._method, most_steps(jobs)).nodes(self._method.num_beams)
+
+    def _fit_rows(self, seen: Sequence[Job]) -> None:
+        """Take the batch size that memory allows, from the requests seen first."""
+        if seen:
+            nodes = self.nodes(seen)
+            slots = self._caches.round_slots(max(len(job.prompt) + job.max_new for job in seen) + 2 * nodes)
+            sources = max(self._caches.source_bytes(job.source) for job in seen)
+            self.batch_size = self.rows = fitting_rows(self._caches.models, slots, nodes, beside=sources)
+            self._fit_batch = False

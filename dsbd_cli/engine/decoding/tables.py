@@ -1,0 +1,63 @@
+"""Tables on the device that say what the rows' answers may hold and where they end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dsbd_cli.engine.core.grammar import GrammarCompiler, GrammarTable
+from dsbd_cli.engine.core.legal import Constraint
+from dsbd_cli.engine.core.protocols import TextCodec
+from dsbd_cli.engine.core.stops import StopTable
+from dsbd_cli.engine.core.token_rules import RuleTable
+from dsbd_cli.engine.core.trie import TrieTable
+from dsbd_cli.engine.decoding.answers import Catalogue, RowTries
+from dsbd_cli.engine.drafting.base import Endings
+
+__all__ = ["RequestTables"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTables:
+    """Stop strings, allowed answers, token rules and grammars of the rows, one table of each for all of them.
+
+    Attributes:
+        endings: end tokens and the automaton of `stops`.
+    """
+
+    stops: StopTable
+    tries: RowTries
+    rules: RuleTable
+    grammars: GrammarTable
+    endings: Endings
+
+    @classmethod
+    def empty(
+        cls,
+        codec: TextCodec,
+        vocab_size: int,
+        catalogues: Mapping[str, Catalogue],
+        device: torch.device,
+        *,
+        on_logits: bool,
+    ) -> RequestTables:
+        """Tables without rows. on_logits: see RuleTable."""
+        ending = {token for token in codec.eos_ids if token < vocab_size}
+        eos = torch.zeros(vocab_size, dtype=torch.bool)
+        eos[list(ending)] = True
+        eos = eos.to(device)
+        stops = StopTable(codec.token_bytes(), vocab_size, device)
+        return cls(
+            stops=stops,
+            tries=RowTries(TrieTable(vocab_size, device), catalogues.values()),
+            rules=RuleTable(eos, getattr(codec, "timestamps", None), on_logits=on_logits),
+            grammars=GrammarTable(GrammarCompiler(codec, vocab_size), device),
+            endings=Endings(eos, len(ending), stops),
+        )
+
+    @property
+    def constraints(self) -> list[Constraint]:
+        """What may limit the tokens that follow a path."""
+        return [self.rules, self.tries.table, self.grammars]
