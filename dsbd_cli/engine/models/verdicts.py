@@ -27,6 +27,9 @@ from dsbd_cli.engine.models.native import processor
 __all__ = ["fingerprint", "keep", "kept"]
 
 FORMAT = "dsbd.verdict/1"
+KEYS = {
+    "architecture", "copies", "dtype", "eos", "kernels", "outliers", "plain", "spec", "tested", "tokenizer", "varies",
+}  # fmt: skip
 _logger = logging.getLogger(__name__)
 
 
@@ -55,9 +58,14 @@ def kept(digest: str) -> dict[str, Any] | None:
     """Return what was kept under this digest; None where nothing was, or it cannot be read."""
     with suppress(OSError, ValueError):
         found = json.loads(_place(digest).read_text(encoding="utf-8"))
-        if isinstance(found, dict) and found.get("format") == FORMAT:
+        if isinstance(found, dict) and found.get("format") == FORMAT and _whole(found):
             return found
     return None
+
+
+def _whole(found: Mapping[str, Any]) -> bool:
+    """Whether all is there that a load asks for: a reason, or what was found of a decoder."""
+    return isinstance(found.get("decoder"), str) or ("decoder" in found and found.keys() >= KEYS)
 
 
 def keep(digest: str, found: Mapping[str, object]) -> None:

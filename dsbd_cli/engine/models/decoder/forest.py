@@ -87,6 +87,7 @@ class DecoderForest(Forest):
         self._fills = not decoder.ops.programs  # kernels of the CPU compute each row by itself
         self._dtype, self._width = weights.dtype, sum(weights.head.parts)
         self._angles: list[tuple[Tensor, Tensor]] = []
+        self._built_programs = 0
         self._split = False  # the last forward went by parts
         self._programs: dict[Hashable, _LayerProgram] = {}
         self._programs_of = self.generation
@@ -119,6 +120,11 @@ class DecoderForest(Forest):
     @property
     def by_parts(self) -> bool:
         return self._split
+
+    @property
+    def slower_forwards(self) -> int:
+        """Forwards so far that built a program: their time says nothing of the next one of their shape."""
+        return self._built_programs
 
     @property
     def programs(self) -> int:
@@ -211,6 +217,7 @@ class DecoderForest(Forest):
             while len(self._programs) >= MOST_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
             made = self._built(hidden, inputs)
+            self._built_programs += 1
         self._programs[key] = made  # the last one now
         made.load(hidden, inputs)
         made.program.run()
