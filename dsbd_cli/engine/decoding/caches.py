@@ -6,20 +6,31 @@ Letters: R rows, S slots, N nodes of a forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.protocols import ForestInput, ForestModel, SourceModel
-from dsbd_cli.engine.decoding.observer import Observer
 from dsbd_cli.engine.decoding.prefill import prefill
 from dsbd_cli.engine.decoding.prefix_index import PrefixIndex
 
-__all__ = ["Caches"]
+__all__ = ["CacheObserver", "Caches"]
 
 
 def _bucket(size: int, step: int) -> int:
     return -(-size // step) * step
+
+
+class CacheObserver:
+    """Is told what the caches do, and changes nothing. Every method does nothing unless it is overridden."""
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """Return a context around a part of the work."""
+        return nullcontext()
+
+    def reserved(self, rows: int, slots: int) -> None:
+        """The caches of the target and of the draft model have room for rows x slots."""
 
 
 class Caches:
@@ -42,7 +53,7 @@ class Caches:
         # found once, because a check of a protocol asks every property
         self._readers = [model for model in self.models if isinstance(model, SourceModel)]
         self.slots = self.window = 0
-        self.observer = Observer()
+        self.observer = CacheObserver()
         self._recurrent = any(model.state_bytes(0) for model in self.models)
         self._slot_step, self._window_step = (128, 64) if large_steps else (32, 16)
         self._moving = moving

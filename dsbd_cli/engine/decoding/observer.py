@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.decoding.caches import CacheObserver
 from dsbd_cli.engine.decoding.jobs import Job
 from dsbd_cli.engine.drafting.base import DraftContext
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
@@ -13,7 +14,7 @@ from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 __all__ = ["Observer"]
 
 
-class Observer:
+class Observer(CacheObserver):
     """Is told what an engine does, and changes nothing. Every method does nothing unless it is overridden.
 
     looks: `drafted` and `verified` are wanted. Tensor code drafts and verifies then, not a kernel or a CUDA graph, and
@@ -26,9 +27,6 @@ class Observer:
         """A context around a part of the work: tokenise, prefill, draft, target, verify, compact (within verify) or
         detokenise. A replayed CUDA graph opens none for draft, target, verify and compact."""
         return nullcontext()
-
-    def reserved(self, rows: int, slots: int) -> None:
-        """The caches of the target and of the draft model have room for rows x slots."""
 
     def drafted(self, context: DraftContext, forest: Forest) -> None:
         """A forest was drafted for all rows. Tensors are on the device."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from dsbd_cli.config import MethodConfig, SamplingConfig
 from dsbd_cli.engine.core.probs import Room, top_candidates
 from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
+from dsbd_cli.engine.core.slots import moved_by_copy
 from dsbd_cli.engine.core.stops import StopTable
 from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.iteration import IterationShape
@@ -27,7 +28,6 @@ from dsbd_cli.engine.decoding.step import Stepper
 from dsbd_cli.engine.decoding.timing import PhaseTimer
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.drafting.beam import BeamDrafter
-from dsbd_cli.engine.models.kv_cache import moved_by_copy
 from dsbd_cli.engine.verify import make_rule
 from dsbd_cli.kernels import Arguments, Kernel
 

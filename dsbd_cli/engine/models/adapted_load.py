@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from dsbd_cli.config import ModelSpec
+from dsbd_cli.engine.models import verdicts
 from dsbd_cli.engine.models.causal import CausalForestModel
 from dsbd_cli.engine.models.forest import Forest
-from dsbd_cli.engine.models.head import installed
+from dsbd_cli.engine.models.head import installed, trimmed_target
 from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.invariance import Verdict, check
 from dsbd_cli.engine.models.loader import eos_ids, load, load_config, load_extractor
@@ -30,8 +31,6 @@ def load_adapted(spec: ModelSpec) -> tuple[Forest, HFCodec]:
 
     Raises ModelError, UnsupportedModelError and UsageError.
     """
-    from dsbd_cli.engine.models.load_model import UNASKED, trimmed_target
-
     model, tokenizer, ranks = _loaded(spec)
     paired = bool(getattr(model.config, "is_encoder_decoder", False))
     digest = encoder_digest(model) if paired else None
@@ -48,7 +47,7 @@ def load_adapted(spec: ModelSpec) -> tuple[Forest, HFCodec]:
         forest.tested = self_test(forest)
         if spec.quantize is not None:  # after the test, whose limits are those of the checkpoint's own rounding
             _quantize(forest, spec)
-        found = check(forest) if wanted else Verdict(UNASKED)
+        found = check(forest) if wanted else Verdict(verdicts.UNASKED)
         forest.trust(found.varies, found.copies)
         if not forest.invariant:
             forest.keep_states_in(torch.float32)

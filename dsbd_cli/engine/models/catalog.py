@@ -85,8 +85,7 @@ def fit(target: str, draft: str, *, trust_remote_code: bool = False) -> Fit:
     Raises PairError where they do not fit, UnsupportedModelError for a trimmed target, ModelNotFoundError or ModelError
     where their files are not here.
     """
-    from dsbd_cli.engine.models.head import head_rows
-    from dsbd_cli.engine.models.load_model import trimmed_target
+    from dsbd_cli.engine.models.head import head_rows, trimmed_target
     from dsbd_cli.engine.models.pair import check_pair
 
     large = ModelSpec(target, "target", trust_remote_code=trust_remote_code)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dsbd_cli.config import ModelSpec
 from dsbd_cli.errors import ModelError, UnsupportedModelError
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "installed",
     "output_head",
     "read_head",
+    "trimmed_target",
     "write_head",
 ]
 
@@ -156,3 +158,8 @@ def _digest(tensors: dict[str, Tensor]) -> str:
 
 def _damaged(path: Path, why: str) -> ModelError:
     return ModelError(f"{path} is damaged ({why}): make it again with dsbd trim-draft")
+
+
+def trimmed_target(spec: ModelSpec) -> UnsupportedModelError:
+    """Return the refusal of a target whose head lacks tokens."""
+    return UnsupportedModelError(f"target model {spec.source!r} is a trimmed draft: only a draft may lack tokens")

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.core.slots import moved_by_copy
 
-__all__ = ["KVCache", "PlaneSpec", "Write", "moved_by_copy"]
+__all__ = ["KVCache", "PlaneSpec", "Write"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +56,6 @@ class Write:
             rows = None if self.rows is None else self.rows.to(device)
             self._moved[device] = (self.flat.to(device), rows)
         return self._moved[device]
-
-
-def moved_by_copy(slab: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy slots within each row of each plane of a slab [P, R', S, width]: source, target [R, T], all read first.
-
-    On the CPU only those that move, one in fourteen or so: to look at them takes no transfer there.
-    """
-    base = torch.arange(source.shape[0], device=source.device)[:, None] * slab.shape[2]
-    source, target = (base + source).flatten(), (base + target).flatten()
-    if slab.device.type == "cpu":
-        moving = torch.from_numpy((source != target).numpy().nonzero()[0])
-        if not len(moving):
-            return
-        source, target = source[moving], target[moving]
-    flat = slab.flatten(1, 2)  # [P, R' * S, width], a view
-    flat.index_copy_(1, target, flat.index_select(1, source))
 
 
 class KVCache:

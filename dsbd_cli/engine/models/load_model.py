@@ -23,7 +23,7 @@ from dsbd_cli.engine.models.decoder.load import DecoderSource, decoder_forest, d
 from dsbd_cli.engine.models.decoder.spec import DecoderSpec
 from dsbd_cli.engine.models.forest import Forest, SelfTestReport
 from dsbd_cli.engine.models.generation import CheckpointSettings, read_generation
-from dsbd_cli.engine.models.head import read_head
+from dsbd_cli.engine.models.head import read_head, trimmed_target
 from dsbd_cli.engine.models.hub import locate
 from dsbd_cli.engine.models.loader import (
     check_quantize,
@@ -40,11 +40,10 @@ from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import UnsupportedModelError
 from dsbd_cli.kernels import available
 
-__all__ = ["load_model", "trimmed_target"]
+__all__ = ["load_model"]
 
 LAYER_KERNELS = ("norm", "gated", "rotate", "linear")
 TOLD_BYTES = 64 << 20  # loading less takes no time that needs a line
-UNASKED = "nobody asked for the work that it takes"
 
 _logger = logging.getLogger(__name__)
 
@@ -208,7 +207,7 @@ class _Own:
             outliers = pack(forest, self._spec, None if known is None else known.get("outliers"))
             if known is None:
                 forest.tested = tested or _self_test(forest)
-                found = _verdict(forest) if self._wanted else (UNASKED, None)
+                found = _verdict(forest) if self._wanted else (verdicts.UNASKED, None)
                 if found[0] is not None and "linear" in kernels:
                     return found[0]
                 tested = forest.tested
@@ -280,8 +279,3 @@ def _attend_fast(forest: Forest) -> None:
 
 def _said(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:160]
-
-
-def trimmed_target(spec: ModelSpec) -> UnsupportedModelError:
-    """Return the refusal of a target whose head lacks tokens."""
-    return UnsupportedModelError(f"target model {spec.source!r} is a trimmed draft: only a draft may lack tokens")

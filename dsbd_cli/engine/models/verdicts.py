@@ -30,6 +30,7 @@ FORMAT = "dsbd.verdict/1"
 KEYS = {
     "architecture", "copies", "dtype", "eos", "kernels", "outliers", "plain", "spec", "tested", "tokenizer", "varies",
 }  # fmt: skip
+UNASKED = "nobody asked for the work that it takes"
 _logger = logging.getLogger(__name__)
 
 
