@@ -14,10 +14,10 @@ from itertools import islice
 from pathlib import Path
 
 from dsbd_cli import MethodConfig, Request, SamplingConfig, load
-from dsbd_cli.config import ModelSpec
-from dsbd_cli.engine.decoding.compare import with_draft
-from dsbd_cli.job.records import RowReader
-from dsbd_cli.lab.distillation.acceptance import measure_acceptance
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.train.acceptance import measure_acceptance
+from dsbd_cli.train.compare import with_draft
 
 
 def requests_of(path: Path, skip: int, count: int, tokens: int) -> list[Request]:

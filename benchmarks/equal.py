@@ -28,12 +28,12 @@ import dsbd_cli
 from benchmarks.common import markdown_table, results_folder, write_results
 from benchmarks.instruct_prompts import prompts
 from dsbd_cli import MethodConfig, ModelSpec, Request, SamplingConfig
-from dsbd_cli.engine.models.forest import Forest
-from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import InvalidRowError
 from dsbd_cli.lab.peers.base import sequence_logprob
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
+from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.tokenizer import HFCodec
 
 SETTINGS = ("num_beams", "max_new_tokens")  # that all lines of a file share
 

@@ -5,11 +5,12 @@
                                            is there, else random checkpoints made on the spot
     python -m benchmarks.faults --workers 2   instead 50 times kill -9 of a random Ray worker
 
-The first form runs the whole command in processes of its own; only the engine is a stand-in (tests/cli/fake.py) whose
-rows take a set time. After every fault `--existing resume` goes on, and the file must hold every row exactly once, each
-record equal to that of an undisturbed run but for measured times, fields that end in _s. With the real engine other
-rows share the batch after a resume, and sums are rounded in another order: logprob and score may differ by 1e-4, and
-now and then the draft proposes another node, which shows in the counters (`stats`) alone. The report counts both.
+The first form runs the whole command in processes of its own; only the engine is a stand-in (tests/helpers/fake.py)
+whose rows take a set time. After every fault `--existing resume` goes on, and the file must hold every row exactly
+once, each record equal to that of an undisturbed run but for measured times, fields that end in _s. With the real
+engine other rows share the batch after a resume, and sums are rounded in another order: logprob and score may differ by
+1e-4, and now and then the draft proposes another node, which shows in the counters (`stats`) alone. The report counts
+both.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FAKE = (sys.executable, "-m", "tests.cli.fake")
+FAKE = (sys.executable, "-m", "tests.helpers.fake")
 DEADLINE_S = 300
 
 Result = dict[str, object]
@@ -400,15 +401,15 @@ FAULTS: dict[str, Callable[[Folder], Result]] = {
 
 def real_engine(place: Path, rows: int) -> Folder:
     """A job for the real command, with the built-in pair or with random checkpoints."""
-    from dsbd_cli.engine.models.registry import BUILTIN, resolve
     from dsbd_cli.errors import ModelError
+    from dsbd_cli.models.checkpoints.registry import BUILTIN, resolve
 
     names, pair = list(BUILTIN), "built-in"
     try:
         for name in BUILTIN:
             resolve(name)
     except ModelError:
-        from tests.models.conftest import byte_level, save, wrap
+        from tests.helpers.checkpoints import byte_level, save, wrap
 
         pair, tokenizer = "random", wrap(byte_level())
         for seed, role in enumerate(("target", "draft")):

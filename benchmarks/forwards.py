@@ -7,8 +7,8 @@ import time
 
 import torch
 
-from dsbd_cli.engine.core.protocols import ForestInput
-from dsbd_cli.engine.models.forest import Forest
+from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.models.forest import Forest
 
 __all__ = ["forward_times"]
 

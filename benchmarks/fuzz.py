@@ -32,27 +32,27 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from dsbd_cli import MethodConfig, Request, SamplingConfig
-from dsbd_cli.config import ModelSpec
-from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
+from dsbd_cli.config.grammars import Grammar
+from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.engine.decoding.engine import Engine
 from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
-from dsbd_cli.engine.models.causal import CausalForestModel
-from dsbd_cli.engine.models.decoder.load import DecoderSource, decoder_forest
-from dsbd_cli.engine.models.decoder.pack import find_outliers, quantize_decoder
-from dsbd_cli.engine.models.decoder.spec import DecoderSpec, spec_of
-from dsbd_cli.engine.models.forest import Forest
-from dsbd_cli.engine.models.generation import CheckpointSettings
-from dsbd_cli.engine.models.invariance import check
-from dsbd_cli.engine.models.pair import load_pair
-from dsbd_cli.engine.models.patching import pack, quantize
-from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
-from dsbd_cli.engine.models.tokenize import HFCodec
-from dsbd_cli.grammars import Grammar
+from dsbd_cli.engine.protocols import ForestModel, TextCodec
+from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.adapted.patching import pack, quantize
+from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
+from dsbd_cli.models.checkpoints.generation import CheckpointSettings
+from dsbd_cli.models.checks.invariance import check
+from dsbd_cli.models.decoder.load import DecoderSource, decoder_forest
+from dsbd_cli.models.decoder.pack import find_outliers, quantize_decoder
+from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
+from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.pair import load_pair
+from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.requests import RequestResult
-from tests.models import pairs
-from tests.models.conftest import byte_level, wrap
-from tests.models.pairs import build_pair, pair_codec, perturbed
-from tests.models.tiny import FIT, RECURRENT, build
+from tests.helpers import pairs
+from tests.helpers.checkpoints import byte_level, wrap
+from tests.helpers.pairs import build_pair, pair_codec, perturbed
+from tests.helpers.tiny import FIT, RECURRENT, build
 
 __all__ = ["Configuration", "Fuzzer", "RowKind"]
 

@@ -49,24 +49,24 @@ else
         side_by_side=()
         has xdist && side_by_side=(-n 4)
         part 80 kernels "$PYTHON" -m pytest -q -p no:cacheprovider ${side_by_side[@]+"${side_by_side[@]}"} \
-            tests/kernels/test_layers.py tests/kernels/test_products.py tests/kernels/test_attention.py \
-            tests/kernels/test_twins.py -k "not cold and not whole and not beam and not stops and not exhausted"
+            tests/ops/triton/test_layers.py tests/ops/triton/test_products.py tests/ops/triton/test_attention.py \
+            tests/ops/triton/test_twins.py -k "not cold and not whole and not beam and not stops and not exhausted"
     else
         skip kernels "triton is not installed"
     fi
     part 35 gpu-tests "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider \
-        tests/engine/test_graphs.py tests/models/test_forest.py tests/models/test_loader.py tests/drafting/test_no_reads.py
+        tests/engine/iteration/test_cuda_graphs.py tests/models/adapted/test_forest.py tests/models/checkpoints/test_loader.py tests/engine/drafting/test_no_reads.py
 fi
 if ! command -v compute-sanitizer >/dev/null; then
     skip racecheck "compute-sanitizer is not installed (it is part of the CUDA toolkit)"
 elif ! has triton; then
     skip racecheck "triton is not installed"
 else
-    names=$("$PYTHON" -c 'from dsbd_cli.kernels.trial import kernels; print(*kernels())' 2>"$OUT/racecheck.err")
+    names=$("$PYTHON" -c 'from dsbd_cli.ops.triton.trial import kernels; print(*kernels())' 2>"$OUT/racecheck.err")
     # where the names cannot be read the part fails
     # shellcheck disable=SC2086  # a word per kernel
     part 30 racecheck compute-sanitizer --tool racecheck --error-exitcode 1 \
-        "$PYTHON" -m dsbd_cli.kernels.trial cuda ${names:-none}
+        "$PYTHON" -m dsbd_cli.ops.triton.trial cuda ${names:-none}
 fi
 part 55 same-texts "$PYTHON" -m benchmarks.gpu_texts --records 8
 part 50 overhead "$PYTHON" -m benchmarks.overhead --shape llama-7b --requests 2 --rounds 2 --shapes 0x8,4x8 --name overhead-llama-7b

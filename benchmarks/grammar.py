@@ -24,8 +24,8 @@ from benchmarks.common import environment, markdown_table, results_folder, write
 from benchmarks.inflate import SHAPES
 from benchmarks.speed import Bench, numbers, prepare, whole
 from dsbd_cli import Engine, MethodConfig, Request
-from dsbd_cli.engine.core.grammar import GrammarMasks, GrammarWalk
-from dsbd_cli.grammars import Grammar
+from dsbd_cli.config.grammars import Grammar
+from dsbd_cli.engine.constraints.grammar import GrammarMasks, GrammarWalk
 
 SCHEMA = Path(__file__).parents[1] / "sample_inputs" / "query.schema.json"
 PLAIN, HELD, FORCED = "no grammar", "grammar", "grammar, forced tokens drafted"

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.common import environment, markdown_table, results_folder, write_results
-from dsbd_cli.engine.core.probs import Room, top_candidates
+from dsbd_cli.engine.core.candidates import Room, top_candidates
 from dsbd_cli.engine.drafting.logits import DraftLogits
 
 CANDIDATES = 58  # of a row with top-k 50

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from dsbd_cli.engine.models.registry import resolve
+from dsbd_cli.models.checkpoints.registry import resolve
 
 PADDING_LOGIT = 2000.0  # over the root mean square of the last hidden state
 

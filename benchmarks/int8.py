@@ -28,14 +28,14 @@ from benchmarks.common import markdown_table, results_folder, write_results
 from benchmarks.instruct_prompts import prompts
 from benchmarks.peers.engines import CTranslateConfig, CTranslatePeer
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
-from dsbd_cli.config import ModelSpec
-from dsbd_cli.engine.models.load_model import load_model
-from dsbd_cli.engine.models.loader import load
-from dsbd_cli.engine.models.registry import resolve
+from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.lab.peers.config import PeerConfig
 from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
+from dsbd_cli.models.checkpoints.loader import load
+from dsbd_cli.models.checkpoints.registry import resolve
+from dsbd_cli.models.load_model import load_model
 
-TEXTS = ("README.md", "docs/algorithm.md", "dsbd_cli/engine/models/quantize.py", "sample_inputs/prompts.jsonl")
+TEXTS = ("README.md", "docs/algorithm.md", "dsbd_cli/ops/cpu/int8.py", "sample_inputs/prompts.jsonl")
 
 
 def loaded(target: str, dtype: str, quantize: Any) -> Any:

@@ -27,11 +27,11 @@ import torch
 import dsbd_cli
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, RequestResult, SamplingConfig
-from dsbd_cli.config import NUMERICS
-from dsbd_cli.engine.core.protocols import ForestModel
-from dsbd_cli.engine.decoding.compare import with_draft
+from dsbd_cli.config.model import NUMERICS
+from dsbd_cli.config.variants import DRAFTERS
+from dsbd_cli.engine.protocols import ForestModel
 from dsbd_cli.requests import derive_seed
-from dsbd_cli.variants import DRAFTERS
+from dsbd_cli.train.compare import with_draft
 
 PROMPTS = (
     "The capital of France is",

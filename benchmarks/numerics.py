@@ -24,9 +24,9 @@ from benchmarks.common import environment, markdown_table, results_folder, write
 from benchmarks.inflate import SHAPES
 from benchmarks.speed import Bench, numbers, prepare, whole
 from dsbd_cli import Engine, MethodConfig
-from dsbd_cli.engine.core.protocols import ForestInput
-from dsbd_cli.engine.models.forest_attention import Sight
-from dsbd_cli.engine.models.forest_attention import attention as attended
+from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.models.forest_attention import Sight
+from dsbd_cli.models.forest_attention import attention as attended
 
 
 class InTurn:

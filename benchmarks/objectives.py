@@ -17,13 +17,13 @@ from typing import get_args
 
 from benchmarks.acceptance import requests_of
 from dsbd_cli import MethodConfig, load
-from dsbd_cli.config import ModelSpec
-from dsbd_cli.engine.decoding.compare import with_draft
-from dsbd_cli.engine.models.student import new_student, save_student, student_shape
-from dsbd_cli.lab.distillation.acceptance import measure_acceptance
-from dsbd_cli.lab.distillation.answers import read_answers
-from dsbd_cli.lab.distillation.laws import Objective, Teacher
-from dsbd_cli.lab.distillation.training import Recipe, Training
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.train.acceptance import measure_acceptance
+from dsbd_cli.train.answers import read_answers
+from dsbd_cli.train.compare import with_draft
+from dsbd_cli.train.laws import Objective, Teacher
+from dsbd_cli.train.student import new_student, save_student, student_shape
+from dsbd_cli.train.training import Recipe, Training
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 from dsbd_cli import MethodConfig, ModelSpec, Request, SamplingConfig, load
-from dsbd_cli.config import BUILTIN_TARGET
+from dsbd_cli.config.model import BUILTIN_TARGET
 from training.tasks import GENERATORS
 
 SKIPPED = 2  # first iterations, which set things up

@@ -25,7 +25,7 @@ from benchmarks.forwards import forward_times
 from benchmarks.inflate import SHAPES
 from benchmarks.speed import Bench, numbers, prepare, whole
 from dsbd_cli import Engine, MethodConfig
-from dsbd_cli.engine.models.forest import Forest
+from dsbd_cli.models.forest import Forest
 
 READS = ("aten::_local_scalar_dense", "aten::nonzero", "Memcpy DtoH (Device -> Pageable)")
 

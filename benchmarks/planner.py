@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from dsbd_cli.config import MethodConfig
-from dsbd_cli.engine.decoding.acceptance import Acceptance
-from dsbd_cli.engine.decoding.planner import AdaptivePlanner, Reading, Shape
-from dsbd_cli.engine.decoding.report import LayerCounters
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.engine.core.report import LayerCounters
+from dsbd_cli.engine.planning.acceptance import Acceptance
+from dsbd_cli.engine.planning.planner import AdaptivePlanner, Reading, Shape
 
 __all__ = ["WORLDS", "World", "best_fixed", "serve", "serve_fixed"]
 

@@ -17,8 +17,8 @@ import dsbd_cli
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 from benchmarks.invariance import signature
 from dsbd_cli import MethodConfig, ModelSpec, Request, SamplingConfig
-from dsbd_cli.lab.tasks import TASKS
 from dsbd_cli.lab.tasks.dataset import builtin_dataset, with_shots
+from dsbd_cli.lab.tasks.table import TASKS
 
 WAYS = {"read whole": False, "shared": True}
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import device_name, markdown_table, results_folder, write_results
-from dsbd_cli.engine.models import packing
+from dsbd_cli.ops.cpu import linear as packing
 
 COLD_BYTES = 512 << 20  # of weights that take turns: more than a cache holds
 WAYS = {"ours": packing._Compiled, "torch": packing._Torch}

@@ -23,11 +23,15 @@ from typing import Any
 
 import orjson
 
-from dsbd_cli.config import MethodConfig
-from dsbd_cli.job.data.compression import open_input
-from dsbd_cli.job.data.jsonl import LineWriter
-from dsbd_cli.job.data.source import LineSource
-from dsbd_cli.job.records import MethodRecord, Row, RowReader, native_record, openai_record
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.io.lines.compression import open_input
+from dsbd_cli.io.lines.jsonl import LineWriter
+from dsbd_cli.io.lines.source import LineSource
+from dsbd_cli.io.records.native import native_record
+from dsbd_cli.io.records.openai import openai_record
+from dsbd_cli.io.records.output import MethodRecord
+from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.io.records.row import Row
 from dsbd_cli.requests import Hypothesis, Request, RequestResult
 from dsbd_cli.stats import RequestStats
 

@@ -3,7 +3,8 @@
     python -m benchmarks.scale                      all of it, on a quiet machine: about ten minutes
     python -m benchmarks.scale --only driver merge  some of it
 
-driver    rows per second of `dsbd generate --workers 2` whose workers (tests/cli/fake.py) answer at once, and what the
+driver    rows per second of `dsbd generate --workers 2` whose workers (tests/helpers/fake.py) answer at once, and what
+the
           driver alone could do: rows per second of its own processor time. The aim is 10,000.
 first     seconds from the start of the command to its first record, with a Ray worker and without.
 overhead  the built-in pair over --rows rows, one Ray worker against none, interleaved; the aim is 10 % at most.
@@ -28,7 +29,7 @@ from typing import Any
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 
 ROOT = Path(__file__).parents[1]
-FAKE, REAL = [sys.executable, "-m", "tests.cli.fake"], [sys.executable, "-m", "dsbd_cli"]
+FAKE, REAL = [sys.executable, "-m", "tests.helpers.fake"], [sys.executable, "-m", "dsbd_cli"]
 WORDS = "the table of singers holds name, country and age; how many are there "
 Run = dict[str, Any]
 

@@ -21,7 +21,7 @@ from benchmarks.forwards import forward_times
 from benchmarks.inflate import SHAPES
 from benchmarks.speed import Bench, numbers, prepare
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
-from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.engine.protocols import ForestInput
 
 
 class Constant:

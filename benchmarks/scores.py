@@ -14,7 +14,8 @@ from typing import Any
 
 from benchmarks.common import environment, markdown_table, results_folder, write_results
 from dsbd_cli import Engine, MethodConfig, Request, RequestResult, SamplingConfig, load
-from dsbd_cli.lab.tasks import TASKS, TaskRecord
+from dsbd_cli.lab.tasks.record import TaskRecord
+from dsbd_cli.lab.tasks.table import TASKS
 from dsbd_cli.requests import derive_seed
 from training.tasks import GENERATORS
 

@@ -26,18 +26,18 @@ from benchmarks.ctranslate import Converted
 from benchmarks.inflate import SHAPES, inflate
 from benchmarks.outcome import Outcome, Runner, delivered
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
-from dsbd_cli.config import ModelSpec
-from dsbd_cli.engine.models.decoder.forest import DecoderForest
-from dsbd_cli.engine.models.decoder.load import DecoderSource, decoder_forest, pack
-from dsbd_cli.engine.models.decoder.spec import DecoderSpec, spec_of
-from dsbd_cli.engine.models.generation import CheckpointSettings
-from dsbd_cli.engine.models.invariance import is_invariant
-from dsbd_cli.engine.models.load_model import LAYER_KERNELS
-from dsbd_cli.engine.models.loader import eos_ids, load_tokenizer
-from dsbd_cli.engine.models.registry import resolve
-from dsbd_cli.engine.models.tokenize import HFCodec
-from dsbd_cli.kernels import available
-from dsbd_cli.kernels.trial import faults
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.models.checkpoints.generation import CheckpointSettings
+from dsbd_cli.models.checkpoints.loader import eos_ids, load_tokenizer
+from dsbd_cli.models.checkpoints.registry import resolve
+from dsbd_cli.models.checks.invariance import is_invariant
+from dsbd_cli.models.decoder.forest import DecoderForest
+from dsbd_cli.models.decoder.load import DecoderSource, decoder_forest, pack
+from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
+from dsbd_cli.models.load_model import LAYER_KERNELS
+from dsbd_cli.models.tokenizer import HFCodec
+from dsbd_cli.ops.triton import available
+from dsbd_cli.ops.triton.trial import faults
 from dsbd_cli.requests import derive_seed
 from training.tasks import GENERATORS
 

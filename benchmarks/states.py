@@ -32,11 +32,11 @@ from benchmarks.common import environment, markdown_table, results_folder, write
 from benchmarks.outcome import Outcome, Runner
 from benchmarks.speed import measure, summarise
 from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
-from dsbd_cli.engine.core.protocols import ForestInput
-from dsbd_cli.engine.models import mixers
-from dsbd_cli.engine.models.causal import CausalForestModel
-from dsbd_cli.engine.models.invariance import is_invariant
-from dsbd_cli.engine.models.patching import PackedLinear, pack
+from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.adapted.patching import PackedLinear, pack
+from dsbd_cli.models.checks.invariance import is_invariant
+from dsbd_cli.models.recurrent import mixers
 
 COMMON = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 # four layers: the whole model would not fit beside its comparators
@@ -183,7 +183,7 @@ def pair(name: str, layers: int) -> tuple[Any, Any]:
 
 def speeds(name: str, layers: int, depth: int, count: int, tokens: int, rounds: int) -> dict[str, list[Outcome]]:
     """Rounds of each method."""
-    from tests.engine.toys import NumberCodec
+    from tests.helpers.toys import NumberCodec
 
     plain, small = pair(name, layers)
     large = copy.deepcopy(plain)

@@ -29,8 +29,8 @@ from benchmarks.common import environment, markdown_table, results_folder, write
 from benchmarks.invariance import PROMPTS
 from benchmarks.speed import numbers
 from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, SamplingConfig
-from dsbd_cli.engine.core import trie
-from dsbd_cli.engine.decoding.answers import Answer, Catalogue, Compiler
+from dsbd_cli.engine.constraints import trie
+from dsbd_cli.engine.constraints.answers import Answer, Catalogue, Compiler
 from dsbd_cli.lab.peers.transformers_generate import stock_attention
 
 Catalogues = dict[str, Catalogue]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from dsbd_cli.job.cli.app import app
+from dsbd_cli.cli.app import app
 
 PAGE = Path(__file__).parent / "cli.md"
 HEAD = """# Command line

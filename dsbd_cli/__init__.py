@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 from dsbd_cli._version import __version__
 
 if TYPE_CHECKING:
-    from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
+    from dsbd_cli.config.method import MethodConfig
+    from dsbd_cli.config.model import ModelSpec
+    from dsbd_cli.config.sampling import SamplingConfig
+    from dsbd_cli.dropin.generate import generate
+    from dsbd_cli.dropin.live import from_models
     from dsbd_cli.engine.decoding.engine import Engine
-    from dsbd_cli.engine.decoding.load import load
-    from dsbd_cli.engine.dropin.generate import generate
-    from dsbd_cli.engine.dropin.live import from_models
     from dsbd_cli.errors import (
         DsbdError,
         InvalidRowError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
+    from dsbd_cli.loading import load
     from dsbd_cli.requests import Hypothesis, Piece, Request, RequestResult, TokenDetail
 
 __all__ = [
@@ -66,12 +68,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "config": ("MethodConfig", "ModelSpec", "SamplingConfig"),
+    "config.method": ("MethodConfig",),
+    "config.model": ("ModelSpec",),
+    "config.sampling": ("SamplingConfig",),
+    "dropin.generate": ("generate",),
+    "dropin.live": ("from_models",),
     "engine.decoding.engine": ("Engine",),
-    "engine.decoding.load": ("load",),
-    "engine.dropin.generate": ("generate",),
-    "engine.dropin.live": ("from_models",),
-    "requests": ("Hypothesis", "Piece", "Request", "RequestResult", "TokenDetail"),
+    "loading": ("load",),
+    "requests": (
+        "Hypothesis",
+        "Piece",
+        "Request",
+        "RequestResult",
+        "TokenDetail",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

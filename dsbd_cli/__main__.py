@@ -11,9 +11,9 @@ __all__ = ["main"]
 def main() -> NoReturn:
     """Entry point of the script `dsbd`."""
     try:
+        from dsbd_cli.config.variants import find_extensions
         from dsbd_cli.errors import UsageError
         from dsbd_cli.threads import wait_without_spinning
-        from dsbd_cli.variants import find_extensions
 
         wait_without_spinning()
         try:
@@ -21,7 +21,7 @@ def main() -> NoReturn:
         except UsageError as error:
             sys.stderr.write(f"dsbd: {error}\n")
             sys.exit(2)
-        from dsbd_cli.job.cli import app
+        from dsbd_cli.cli import app
     except KeyboardInterrupt:
         sys.stderr.write("dsbd: stopped before there was a result\n")
         sys.exit(130)

@@ -13,7 +13,7 @@ import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-from dsbd_cli.engine.dropin.generate import generate
+from dsbd_cli.dropin.generate import generate
 
 __all__ = ["DsbdLM"]
 

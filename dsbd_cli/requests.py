@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from dsbd_cli.config import SamplingConfig, check_types
+from dsbd_cli.config.checking import check_types
+from dsbd_cli.config.grammars import Grammar
+from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import RowError, UsageError, shorten
-from dsbd_cli.grammars import Grammar
 from dsbd_cli.stats import RequestStats
 
 __all__ = [

@@ -16,8 +16,8 @@ import sys
 
 import dsbd_cli
 from dsbd_cli import MethodConfig, Request, SamplingConfig
-from dsbd_cli.job.pick.candidates import Candidate, CandidateRow
-from dsbd_cli.job.pick.choosers import ByRisk
+from dsbd_cli.pick.candidates import Candidate, CandidateRow
+from dsbd_cli.pick.choosers import ByRisk
 
 
 def main() -> None:

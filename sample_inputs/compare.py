@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dsbd_cli
-from dsbd_cli.config import BUILTIN_DRAFT, BUILTIN_TARGET
-from dsbd_cli.engine.models.registry import resolve
+from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET
+from dsbd_cli.models.checkpoints.registry import resolve
 
 BEAMS, NEW_TOKENS = 8, 64
 

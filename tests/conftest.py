@@ -40,14 +40,17 @@ def cache_folder_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Itera
 def pytest_collection_finish() -> None:
     """What is imported by now stays, so the collector need not look at it again and again. In a fresh checkout the
     kernels of attention, layers and sums are compiled before any test runs: a command that compiles them says so."""
-    from dsbd_cli.engine.models import layer_ops, packing, tail, totals
+    from dsbd_cli.ops.cpu import attention as tail
+    from dsbd_cli.ops.cpu import layer as layer_ops
+    from dsbd_cli.ops.cpu import linear as packing
+    from dsbd_cli.ops.cpu import logsumexp as totals
 
-    kept = Path(tail.__file__).parent / "__pycache__"
+    kept = Path(tail.__file__).parent / "kernels" / "__pycache__"
     loads: tuple[tuple[str, Callable[[], object]], ...] = (
-        ("tail_kernel.attend", tail._kernels),
-        ("packing_kernel.multiply", packing._kernels),
-        ("layer_kernel.norm", layer_ops._kernels),
-        ("totals_kernel.totals", totals._kernel),
+        ("attention.attend", tail._kernels),
+        ("linear.multiply", packing._kernels),
+        ("layer.norm", layer_ops._kernels),
+        ("logsumexp.totals", totals._kernel),
     )
     for kernel, load in loads:
         if not any(kept.glob(f"{kernel}*.nbc")):

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 import dsbd_cli
-from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, RequestResult, SamplingConfig, UsageError
-from dsbd_cli.engine.decoding import load as loading
+from dsbd_cli import Engine, MethodConfig, ModelSpec, Request, RequestResult, SamplingConfig, UsageError, loading
+from dsbd_cli.cli.app import run as command
+from dsbd_cli.cli.options.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.cli.options.settings import run_settings
+from dsbd_cli.config.spelling import parse
+from dsbd_cli.config.variants import RULES
 from dsbd_cli.errors import InvalidRowError, ModelNotFoundError
-from dsbd_cli.job.cli.app import run as command
-from dsbd_cli.job.cli.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
-from dsbd_cli.job.cli.settings import run_settings
 from dsbd_cli.requests import derive_seed
-from dsbd_cli.variants import RULES, parse
-from tests.engine.toys import NumberCodec, table_pair
+from tests.helpers.toys import NumberCodec, table_pair
 
 ROOT = Path(__file__).parents[1]
 SHORT = SamplingConfig(max_new_tokens=6)
@@ -170,7 +170,7 @@ def refuse(*_: object, **__: object) -> None:
 
 
 def test_contradictions_are_told_before_the_weights_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsbd_cli.engine.models.pair.load_pair", refuse)
+    monkeypatch.setattr("dsbd_cli.models.pair.load_pair", refuse)
     for method, message in (
         (MethodConfig(depth=3), "draft is None, but depth is 3, which needs a draft model"),
         (MethodConfig(adaptive_depth=True), "draft is None, but adaptive_depth is True"),
@@ -207,7 +207,7 @@ def test_a_spec_says_how_to_load_and_the_draft_follows(monkeypatch: pytest.Monke
         seen.extend(specs)
         raise InterruptedError
 
-    monkeypatch.setattr("dsbd_cli.engine.models.pair.load_pair", note)
+    monkeypatch.setattr("dsbd_cli.models.pair.load_pair", note)
     spec = ModelSpec("builtin:target", dtype="bfloat16", device="cpu")
     for draft in ("builtin:draft", ModelSpec("builtin:draft", dtype="float32")):
         with pytest.raises(InterruptedError):
@@ -223,7 +223,7 @@ def test_a_named_target_has_no_draft_unless_one_is_named(monkeypatch: pytest.Mon
         seen.append(None if draft is None else draft.source)
         raise InterruptedError
 
-    monkeypatch.setattr("dsbd_cli.engine.models.pair.load_pair", note)
+    monkeypatch.setattr("dsbd_cli.models.pair.load_pair", note)
     (tmp_path / "config.json").write_text("{}")
     target, builtin = str(tmp_path), ModelSpec("builtin:target", dtype="bfloat16")
     for given in ((), (target,), (ModelSpec(target),), (target, "builtin:draft"), (builtin,), (builtin, None)):

@@ -5,71 +5,89 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import pytest
 
 import dsbd_cli
-from dsbd_cli import config
+from dsbd_cli.config import method as config
+from dsbd_cli.config import model
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dsbd_cli"
 
-LAYERS = {
-    0: (
-        "errors",
-        "variants",
-        "grammars",
-        "grammar_trial",
-        "schemas",
-        "token_rules",
-        "config",
-        "records",
-        "stats",
-        "requests",
-        "_version",
-        "threads",
-    ),
-    1: ("kernels",),
-    2: ("core",),
-    3: ("drafting", "verify"),
-    4: ("models",),
-    5: ("decoding",),
-    6: ("dropin", "metrics", "data", "tasks", "reports", "peers", "scale"),
-    7: ("pick",),
-    8: ("bench", "profiling"),
-    9: ("distillation",),
-    10: ("cli", "lm_eval"),
-    11: ("__main__", "__init__"),
-}
-LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
+# From the lowest to the highest. A unit is a file or a folder with all that is in it and is no unit of its own. It may
+# import units of lower lines, and nothing of its own line but itself. tests/test_structure.py is the only place of it.
+LAYERS = (
+    ("errors", "_version", "stats", "threads", "models.chat_child", "ops.reference", "ops.cpu"),
+    ("config", "ops.triton", "lab.metrics"),
+    ("requests", "lab.reports", "models.chat", "ops.select"),
+    ("engine.protocols", "io.records"),
+    ("io.lines", "engine.core", "models.tokenizer", "models.verdicts"),
+    ("engine.planning", "models.kv_cache", "models.forest_attention"),
+    ("pick", "engine.constraints", "engine.cache", "engine.verify", "models.cache", "models.forest"),
+    ("models.recurrent",),
+    ("engine.drafting", "models.checkpoints", "lab.tasks"),
+    ("engine.iteration", "models.adapted", "models.decoder", "models.reward"),
+    ("engine.decoding", "models.checks", "models.tensor_parallel"),
+    ("engine.checks", "models.load_adapted", "lab.peers"),
+    ("models.load_model",),
+    ("models.pair",),
+    ("loading",),
+    ("dropin", "lab.bench", "lab.profiling"),
+    ("scale", "train", "lm_eval"),
+    ("cli.options",),
+    ("cli.run",),
+    ("cli.commands",),
+    ("cli.app",),
+    ("__init__", "__main__"),
+)
+LAYER_OF = {unit: layer for layer, units in enumerate(LAYERS) for unit in units}
+# whole floors, whatever the layers say: nothing of the first imports anything of the second
+APART = (
+    ("ops", ("config", "engine", "models", "io", "errors", "requests", "stats")),
+    ("engine", ("models", "io", "cli", "lab", "train", "loading")),
+    ("io", ("engine", "models", "lab", "ops")),
+    ("models", ("engine.decoding", "engine.iteration", "engine.planning", "engine.verify", "engine.checks")),
+)
 TORCH = ("torch",)
 TRANSFORMERS = ("transformers", "tokenizers", "huggingface_hub", "accelerate", "safetensors")
-WITHOUT_TORCH = {"cli", "data", "pick", "tasks", "__init__", "__main__", *LAYERS[0]}
-MAY_USE_TRANSFORMERS = {"dropin", "lm_eval", "models", "peers"}
-
-WINGS = ("engine", "job", "lab")
+WITHOUT_TORCH = (
+    "cli",
+    "io",
+    "pick",
+    "lab.tasks",
+    "config",
+    "errors",
+    "requests",
+    "stats",
+    "threads",
+    "_version",
+    "__init__",
+    "__main__",
+)
+MAY_USE_TRANSFORMERS = (*("dropin", "lm_eval", "models", "train", "lab.peers"),)
+MAY_USE_ANY = ("dropin", "models", "ops", "train")  # the seams: to transformers and to numba
+MOST_FILES = 18  # of a folder: more must be scrolled
+UNFIT_BEGINNINGS = ("What", "Of", "As", "So")  # of a docstring, which begins with a verb or a noun
 
 
 def sources(package: Path = PACKAGE) -> list[Path]:
     return sorted(package.rglob("*.py"))
 
 
-def house(path: Path, package: Path = PACKAGE) -> str:
-    """`core` for dsbd_cli/engine/core/pool.py, `errors` for dsbd_cli/errors.py, `__init__` for a wing's own file."""
-    parts = path.relative_to(package).parts
-    return (parts[1] if parts[0] in WINGS and len(parts) > 1 else parts[0]).removesuffix(".py")
+def module_name(path: Path, package: Path = PACKAGE) -> str:
+    """`engine.core.pool` for dsbd_cli/engine/core/pool.py; a folder's own file has the folder's name."""
+    parts = path.relative_to(package).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
-def imported_house(name: str) -> str | None:
-    """The house that a dotted name of this package lies in; None for a name of others, of the package or of a wing."""
+def lies_in(name: str, units: Container[str]) -> str | None:
+    """The longest of the units that holds a module; None where none does."""
     parts = name.split(".")
-    if parts[0] != "dsbd_cli" or len(parts) < 2:
-        return None
-    if parts[1] in WINGS:
-        return parts[2] if len(parts) > 2 else None
-    return parts[1]
+    found = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((one for one in found if one in units), None)
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
@@ -83,44 +101,85 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
+def own_imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and name below dsbd_cli of every import of this package."""
+    for line, name in imports(path):
+        if name.startswith("dsbd_cli."):
+            yield line, name.removeprefix("dsbd_cli.")
+
+
 def layer_faults(package: Path) -> list[str]:
     """Imports from a higher layer, from a neighbour on the same layer, or relative ones."""
     faults = []
     for path in sources(package):
-        own = house(path, package)
-        if own not in LAYER_OF:
-            faults.append(f"{path}: {own} has no layer")
+        name = module_name(path, package)
+        own = lies_in(name, LAYER_OF)
+        if own is None:
+            # a folder of units may say in one docstring what they are
+            if not any(unit.startswith(f"{name}.") for unit in LAYER_OF) or any(imports(path)):
+                faults.append(f"{path}: {name} has no layer")
             continue
-        for line, name in imports(path):
-            if name.startswith("."):
-                faults.append(f"{path}:{line} relative import")
-            other = imported_house(name)
-            if other in (None, own, "__version__"):
-                continue
-            allowed = LAYER_OF.get(other, 99) < LAYER_OF[own] or LAYER_OF[own] == LAYER_OF.get(other) == 0
-            if not allowed:
-                faults.append(f"{path}:{line} {own} imports {name}")
+        faults += [f"{path}:{line} relative import" for line, other in imports(path) if other.startswith(".")]
+        for line, other in own_imports(path):
+            unit = lies_in(other, LAYER_OF)
+            if unit is not None and unit != own and LAYER_OF[unit] >= LAYER_OF[own]:
+                faults.append(f"{path}:{line} {own} imports {other}")
     return faults
+
+
+def apart_faults(package: Path) -> list[str]:
+    """Imports between floors that do not know each other."""
+    return [
+        f"{path}:{line} {floor} imports {other}"
+        for path in sources(package)
+        for floor, strangers in APART
+        if lies_in(module_name(path, package), (floor,))
+        for line, other in own_imports(path)
+        if lies_in(other, strangers)
+    ]
+
+
+def circle_faults(package: Path) -> list[str]:
+    """Files that import each other around a circle, also inside functions and for types alone."""
+    files = {module_name(path, package): path for path in sources(package)}
+    below = {
+        name: {other for _, other in own_imports(path) if other in files and other != name}
+        for name, path in files.items()
+    }
+    # leaves are taken away until none is left: what stays lies on circles or above them
+    while leaves := {name for name, others in below.items() if not others & below.keys()}:
+        below = {name: others for name, others in below.items() if name not in leaves}
+    while tops := {name for name in below if not any(name in others for others in below.values())}:
+        below = {name: others for name, others in below.items() if name not in tops}
+    return [f"{files[name]} is on a circle with {', '.join(sorted(below[name] & below.keys()))}" for name in below]
+
+
+def size_faults(package: Path) -> list[str]:
+    """Folders that hold too many files."""
+    folders = {path.parent for path in sources(package)}
+    counts = {folder: len([one for one in folder.glob("*.py") if one.name != "__init__.py"]) for folder in folders}
+    return [f"{folder} holds {count} files" for folder, count in counts.items() if count > MOST_FILES]
 
 
 def foreign_faults(package: Path) -> list[str]:
     """torch outside the layers that compute, transformers outside the layer that knows it."""
     faults = []
     for path in sources(package):
-        own = house(path, package)
+        own = module_name(path, package)
+        torchless, knows = lies_in(own, WITHOUT_TORCH), lies_in(own, MAY_USE_TRANSFORMERS)
         for line, name in imports(path):
             top = name.split(".")[0]
-            if (top in TORCH and own in WITHOUT_TORCH) or (top in TRANSFORMERS and own not in MAY_USE_TRANSFORMERS):
+            if (top in TORCH and torchless) or (top in TRANSFORMERS and not knows):
                 faults.append(f"{path}:{line} {own} imports {name}")
     return faults
 
 
 def any_faults(package: Path) -> list[str]:
-    """typing.Any outside the seam to transformers."""
+    """typing.Any outside the seams."""
     return [
         f"{path}:{line} imports Any"
         for path in sources(package)
-        if house(path, package) not in ("dropin", "models")
+        if not lies_in(module_name(path, package), MAY_USE_ANY)
         for line, name in imports(path)
         if name == "typing.Any"
     ]
@@ -131,13 +190,26 @@ def print_faults(package: Path) -> list[str]:
     return [
         f"{path}:{node.lineno} print"
         for path in sources(package)
-        if house(path, package) != "cli"
+        if not lies_in(module_name(path, package), ("cli",))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
 
 
-CHECKS = [layer_faults, foreign_faults, any_faults, print_faults]
+def docstring_faults(package: Path) -> list[str]:
+    """Docstrings that begin with a word that is neither a verb nor a noun."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    return [
+        f"{path}:{getattr(node, 'lineno', 1)} {text.split()[0]}"
+        for path in sources(package)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, kinds) and (text := ast.get_docstring(node))
+        if text.split()[0] in UNFIT_BEGINNINGS
+    ]
+
+
+CHECKS = [layer_faults, apart_faults, circle_faults, size_faults, foreign_faults, any_faults, print_faults]
+LATER = [docstring_faults]  # checks that hold once the docstrings have been written anew
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -146,33 +218,68 @@ def test_the_package_has_no_faults(check: object) -> None:
     assert check(PACKAGE) == []
 
 
+CIRCLE = {
+    "engine/core/a.py": "from dsbd_cli.engine.core.b import x",
+    "engine/core/b.py": "import dsbd_cli.engine.core.a",
+}
+LONG_CIRCLE = {
+    "config/a.py": "from dsbd_cli.config import b",
+    "config/b.py": "def f():\n    from dsbd_cli.config.c import x",
+    "config/c.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dsbd_cli.config.a import X",
+    "errors.py": "from dsbd_cli.config.a import X",
+}
 PLANTED = [
-    (layer_faults, "engine/core/pool.py", "from dsbd_cli.engine.models import toy"),
-    (layer_faults, "engine/core/pool.py", "def f():\n    import dsbd_cli.engine.decoding.engine"),
-    (layer_faults, "engine/verify/base.py", "from dsbd_cli.engine.drafting.base import Drafter"),
-    (layer_faults, "errors.py", "from dsbd_cli.engine import core"),
-    (layer_faults, "job/data/jsonl.py", "from dsbd_cli.lab.tasks import sql"),
-    (layer_faults, "engine/decoding/engine.py", "from dsbd_cli.job.cli.app import main"),
-    (layer_faults, "engine/core/pool.py", "from . import mask"),
-    (layer_faults, "unknown/x.py", ""),
-    (foreign_faults, "records.py", "import torch"),
-    (foreign_faults, "job/cli/generate.py", "def f():\n    from torch import nn"),
-    (foreign_faults, "engine/decoding/engine.py", "from transformers import AutoModel"),
-    (foreign_faults, "engine/core/pool.py", "import tokenizers.models"),
-    (any_faults, "engine/core/pool.py", "from typing import Any"),
-    (print_faults, "engine/decoding/engine.py", "def f():\n    print(1)"),
+    (layer_faults, {"engine/core/pool.py": "from dsbd_cli.models.adapted import toy"}),
+    (layer_faults, {"engine/core/pool.py": "def f():\n    import dsbd_cli.engine.decoding.engine"}),
+    (layer_faults, {"engine/verify/base.py": "from dsbd_cli.engine.drafting.base import Drafter"}),
+    (layer_faults, {"engine/verify/base.py": "from dsbd_cli.engine.cache.caches import Caches"}),
+    (layer_faults, {"errors.py": "from dsbd_cli.engine.core import pool"}),
+    (layer_faults, {"io/lines/jsonl.py": "from dsbd_cli.lab.tasks import sql"}),
+    (layer_faults, {"engine/decoding/engine.py": "from dsbd_cli.cli.app import main"}),
+    (layer_faults, {"cli/run/files.py": "from dsbd_cli.cli.commands.generate import generate"}),
+    (layer_faults, {"models/adapted/causal.py": "from dsbd_cli.models.checks.selftest import self_test"}),
+    (layer_faults, {"engine/core/pool.py": "from . import mask"}),
+    (layer_faults, {"unknown/x.py": ""}),
+    (layer_faults, {"engine/__init__.py": "from dsbd_cli.engine.core import pool"}),
+    (apart_faults, {"engine/checks/kernels.py": "from dsbd_cli.models.cache import ForestCache"}),
+    (apart_faults, {"ops/cpu/linear.py": "from dsbd_cli.errors import UsageError"}),
+    (apart_faults, {"models/pair.py": "def f():\n    from dsbd_cli.engine.decoding import engine"}),
+    (circle_faults, CIRCLE),
+    (circle_faults, LONG_CIRCLE),
+    (size_faults, {f"engine/core/f{number}.py": "" for number in range(MOST_FILES + 1)}),
+    (foreign_faults, {"io/records/row.py": "import torch"}),
+    (foreign_faults, {"cli/commands/generate.py": "def f():\n    from torch import nn"}),
+    (foreign_faults, {"engine/decoding/engine.py": "from transformers import AutoModel"}),
+    (foreign_faults, {"engine/core/pool.py": "import tokenizers.models"}),
+    (any_faults, {"engine/core/pool.py": "from typing import Any"}),
+    (print_faults, {"engine/decoding/engine.py": "def f():\n    print(1)"}),
+    (docstring_faults, {"engine/core/pool.py": '"""What a pool is."""'}),
+    (docstring_faults, {"engine/core/pool.py": 'class A:\n    def f(self):\n        """As g does."""'}),
 ]
 
 
-@pytest.mark.parametrize(("check", "name", "code"), PLANTED, ids=[f"{c.__name__}-{n}" for c, n, _ in PLANTED])
-def test_a_planted_fault_is_found(check: object, name: str, code: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(code)
+@pytest.mark.parametrize(("check", "files"), PLANTED, ids=[f"{c.__name__}-{next(iter(f))}" for c, f in PLANTED])
+def test_a_planted_fault_is_found(check: object, files: dict[str, str], tmp_path: Path) -> None:
     assert callable(check)
+    for name, code in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(code)
     assert len(check(tmp_path)) >= 1
-    path.write_text("from dsbd_cli.errors import UsageError\nx = 1\n")
-    assert check(tmp_path) == [] or name.startswith("unknown")
+    for name in files:
+        (tmp_path / name).write_text("")
+    if check is not size_faults:
+        assert check(tmp_path) == [] or "unknown/x.py" in files
+
+
+def test_a_circle_names_its_files_alone(tmp_path: Path) -> None:
+    for name, code in LONG_CIRCLE.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(code)
+    found = circle_faults(tmp_path)
+    assert len(found) == 3
+    assert not any("errors.py is on" in one for one in found)
 
 
 def test_changelog_and_version_agree() -> None:
@@ -217,7 +324,7 @@ def test_the_public_names() -> None:
 
 def test_load_has_the_defaults_of_the_command() -> None:
     parameters = inspect.signature(dsbd_cli.load).parameters
-    assert parameters["target"].default == config.BUILTIN_TARGET
+    assert parameters["target"].default == model.BUILTIN_TARGET
     assert parameters["draft"].default == "auto", "the built-in draft with the built-in target, else none"
     assert parameters["batch_size"].default == config.DEFAULT_BATCH_SIZE
 

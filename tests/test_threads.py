@@ -82,7 +82,7 @@ def test_the_command_decides_before_torch_is_imported() -> None:
     code = (
         "import sys, os\n"
         "from dsbd_cli import __main__\n"
-        "from dsbd_cli.job.cli import app\n"
+        "from dsbd_cli.cli import app\n"
         "app.main = lambda: print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))\n"
         "__main__.main()\n"
     )
@@ -98,7 +98,7 @@ def test_an_engine_takes_the_threads_that_it_is_given(monkeypatch: pytest.Monkey
         assert engine.info is not None
         assert (torch.get_num_threads(), engine.info.threads) == (3, 3)
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
-        monkeypatch.setattr("dsbd_cli.engine.decoding.load.processors", lambda: 2)
+        monkeypatch.setattr("dsbd_cli.loading.processors", lambda: 2)
         assert dsbd_cli.load(draft=None).info.threads == 3  # type: ignore[union-attr]
         monkeypatch.delenv("OMP_NUM_THREADS")
         assert dsbd_cli.load(draft=None).info.threads == 2  # type: ignore[union-attr]

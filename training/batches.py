@@ -10,7 +10,7 @@ from itertools import islice
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from dsbd_cli.lab.tasks import TaskRecord
+from dsbd_cli.lab.tasks.record import TaskRecord
 from training.settings import BRANCHES
 from training.tasks import GENERATORS
 

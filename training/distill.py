@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dsbd_cli.lab.tasks import TaskRecord
+from dsbd_cli.lab.tasks.record import TaskRecord
 from training.batches import Batch, gold_groups, make_batches
 from training.fit import Progress, fit, start
 from training.generate import FULL_LEVEL, read_groups

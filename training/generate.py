@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from dsbd_cli.lab.tasks import TaskRecord
+from dsbd_cli.lab.tasks.record import TaskRecord
 from training.batches import gold_groups
 from training.scores import answers, load
 from training.settings import GENERATED_GROUPS

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from dsbd_cli.lab.tasks import TASKS, Task, TaskRecord
+from dsbd_cli.lab.tasks.record import Task, TaskRecord
+from dsbd_cli.lab.tasks.table import TASKS
 from training.tasks import GENERATORS
 
 MAX_NEW_TOKENS = 64

@@ -21,7 +21,7 @@ __all__ = ["main"]
 def main(arguments: Sequence[str]) -> int:
     """Run bench with more methods; returns its exit code."""
     METHODS.update(PEER_METHODS)
-    from dsbd_cli.job.cli.app import run  # its --help lists the methods that are known by now
+    from dsbd_cli.cli.app import run  # its --help lists the methods that are known by now
 
     return run(["bench", *arguments])
 

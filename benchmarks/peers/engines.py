@@ -19,16 +19,16 @@ from typing import ClassVar, Literal, Protocol, TypedDict, cast
 
 import torch
 
-from dsbd_cli.config import SamplingConfig
+from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.models.forest import Forest
-from dsbd_cli.engine.models.registry import resolve
-from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
-from dsbd_cli.engine.models.tokenize import HFCodec
 from dsbd_cli.errors import ModelError
 from dsbd_cli.lab.bench.methods import BEAMS, Method
 from dsbd_cli.lab.peers.base import Asked, Delivered, Peer, delivered
 from dsbd_cli.lab.peers.config import PeerConfig, PeerName
+from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
+from dsbd_cli.models.checkpoints.registry import resolve
+from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.tokenizer import HFCodec
 
 __all__ = ["METHODS", "CTranslateConfig", "CTranslatePeer", "LlamaConfig", "LlamaPeer", "SeparatePeer", "convert"]
 

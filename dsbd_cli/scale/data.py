@@ -13,18 +13,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from dsbd_cli.config import (
-    BUILTIN_DRAFT,
-    BUILTIN_TARGET,
-    DEFAULT_BATCH_SIZE,
-    MethodConfig,
-    ModelSpec,
-    OnTooLong,
-    SamplingConfig,
-    check_request,
-)
+from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig, check_request
+from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTooLong
+from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError, shorten
-from dsbd_cli.job.records.fields import messages as checked_messages
+from dsbd_cli.io.records.fields import messages as checked_messages
 from dsbd_cli.requests import Request, RequestResult, derive_seed
 from dsbd_cli.scale.worker import Failure, Worker, WorkerSetup
 
@@ -57,7 +50,7 @@ class Answer:
         on_too_long: OnTooLong = "error",
     ) -> None:
         """As dsbd_cli.load and Request. Raises what `load` raises."""
-        from dsbd_cli.engine.decoding import load as loading
+        from dsbd_cli import loading
 
         self._sampling, self._seed = sampling or SamplingConfig(), seed
         chosen = method or MethodConfig()

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dsbd_cli.config import Exactness
-from dsbd_cli.engine.models.hub import locate
+from dsbd_cli.config.variant import Exactness
 from dsbd_cli.errors import DsbdError, RowError, UsageError, WorkerLostError, plural, shorten
+from dsbd_cli.models.checkpoints.hub import locate
 from dsbd_cli.requests import Request, RequestResult, Source
 from dsbd_cli.scale.quiet import quiet
 from dsbd_cli.scale.window import MAX_DEATHS, Window

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from dsbd_cli import errors
 from dsbd_cli._version import __version__
-from dsbd_cli.config import Exactness, ModelSpec
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.config.variant import Exactness
 from dsbd_cli.errors import DsbdError, RowError
 from dsbd_cli.requests import Request, RequestResult
 
@@ -85,8 +86,8 @@ LoadEngine = Callable[[], RunsRequests]
 
 
 def load_engine(target: ModelSpec, draft: ModelSpec | None, **options: object) -> Engine:
-    """dsbd_cli.engine.decoding.load.load, imported where it is called: a driver of workers needs no tensor library."""
-    from dsbd_cli.engine.decoding import load as loading
+    """dsbd_cli.loading.load, imported where it is called: a driver of workers needs no tensor library."""
+    from dsbd_cli import loading
 
     load: Callable[..., Engine] = loading.load
     return load(target, draft, **options)
@@ -233,7 +234,7 @@ class Worker:
             self._outbox.put(None)
 
     def _described(self, engine: RunsRequests) -> WorkerInfo:
-        from dsbd_cli.engine.models.hub import locate
+        from dsbd_cli.models.checkpoints.hub import locate
 
         info = engine.info
         return WorkerInfo(

@@ -22,9 +22,9 @@ from typing import IO
 
 import pytest
 
-import dsbd_cli.engine.decoding
-from dsbd_cli.job.cli.app import run
-from tests.cli import fake
+import dsbd_cli
+from dsbd_cli.cli.app import run
+from tests.helpers import fake
 
 ROOT = Path(__file__).parents[2]
 ONE_ROW = b'{"prompt": "a"}\n'
@@ -106,7 +106,7 @@ def dsbd(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     loads: list[dict[str, object]] = []
     module = fake.module(fake.fake_load(loads))
     monkeypatch.setitem(sys.modules, fake.MODULE, module)
-    monkeypatch.setattr(dsbd_cli.engine.decoding, "load", module, raising=False)
+    monkeypatch.setattr(dsbd_cli, "loading", module, raising=False)
     monkeypatch.delenv("DSBD_DEBUG", raising=False)
     monkeypatch.setenv("DSBD_TARGET", "builtin:target")  # named, so that no line says that nobody named one
 
@@ -135,7 +135,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.Popen[byt
 
     def begin(*arguments: str, **options: object) -> subprocess.Popen[bytes]:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-        command = [sys.executable, "-W", "error", "-m", "tests.cli.fake", *arguments]
+        command = [sys.executable, "-W", "error", "-m", "tests.helpers.fake", *arguments]
         pipes.setdefault("preexec_fn", heard)  # the suite itself may run under nohup
         return subprocess.Popen(command, cwd=ROOT, **pipes)
 

@@ -12,13 +12,13 @@ import orjson
 import psutil
 import pytest
 
-from dsbd_cli.engine.decoding import catalogues
-from dsbd_cli.engine.decoding.answers import Answer, Compiler
-from dsbd_cli.engine.models.tokenize import HFCodec
+from dsbd_cli.engine.constraints import catalogues
+from dsbd_cli.engine.constraints.answers import Answer, Compiler
 from dsbd_cli.errors import UsageError
+from dsbd_cli.models.tokenizer import HFCodec
 from tests.cli.conftest import Outcome
 from tests.cli.test_real_engine import Call, generate, pair  # noqa: F401 - fixtures
-from tests.models.conftest import byte_level, wrap
+from tests.helpers.checkpoints import byte_level, wrap
 
 ROWS = ['{"id": "a", "prompt": "The quick"}', '{"id": "b", "prompt": "select name", "n_best": 4}']
 
@@ -192,7 +192,7 @@ def test_a_compiled_file_whose_numbers_do_not_fit(change: str, tmp_path: Path, m
 def test_an_answer_that_no_target_could_say_is_refused_before_the_trie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dsbd_cli.engine.decoding.answers.build_trie", lambda *_: pytest.fail("a trie was made"))
+    monkeypatch.setattr("dsbd_cli.engine.constraints.answers.build_trie", lambda *_: pytest.fail("a trie was made"))
     asked = [{"token_ids": [5]}, {"token_ids": [5] * 1_000_000}]
     with pytest.raises(UsageError, match=r"c.jsonl line 2 has 1000000 tokens, but an answer may have 32768"):
         catalogues.open_catalogues(lines(tmp_path / "c.jsonl", *asked), codec(), 400)

@@ -16,9 +16,9 @@ from typing import TextIO
 
 import pytest
 
-from dsbd_cli.job.cli import bench as cli_bench
-from dsbd_cli.job.cli.app import run
-from dsbd_cli.job.cli.bench import _Log
+from dsbd_cli.cli.app import run
+from dsbd_cli.cli.commands import bench as cli_bench
+from dsbd_cli.cli.commands.bench import _Log
 from tests.cli.conftest import Outcome, read, terminal
 
 Call = Callable[..., Outcome]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from dsbd_cli.job.cli.app import run
+from dsbd_cli.cli.app import run
 from tests.cli.conftest import of_rule
-from tests.drafting.bridged import EMOJI, bytes_only
-from tests.models.bytes import byte_mamba
-from tests.models.conftest import byte_level, save, wrap
+from tests.helpers.bridged import EMOJI, bytes_only
+from tests.helpers.bytes import byte_mamba
+from tests.helpers.checkpoints import byte_level, save, wrap
 
 SAMPLES = Path(__file__).parents[2] / "sample_inputs" / "prompts.jsonl"
 PROMPTS = ["The quick br", "naïve ca", EMOJI[:3], EMOJI + " ", "def f(x):\n"]

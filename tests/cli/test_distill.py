@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsbd_cli.job.cli import distill as command
-from dsbd_cli.job.cli.app import run
-from dsbd_cli.job.data.lock import open_locked
-from dsbd_cli.lab.distillation.record import Acceptance, Speed
-from dsbd_cli.lab.distillation.training import Training
-from tests.models.conftest import byte_level, save, wrap
+from dsbd_cli.cli.app import run
+from dsbd_cli.cli.commands import distill as command
+from dsbd_cli.io.lines.lock import open_locked
+from dsbd_cli.train.record import Acceptance, Speed
+from dsbd_cli.train.training import Training
+from tests.helpers.checkpoints import byte_level, save, wrap
 
 PROMPTS = [json.dumps({"id": str(n), "prompt": "The quick fox " * (1 + n % 3) + str(n)}) for n in range(24)]
 OPTIONS = ["--device", "cpu", "--dtype", "float32", "--num-beams", "2", "--max-new-tokens", "6"]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from dsbd_cli.cli.commands import doctor as command
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.job.cli import doctor as command
 from dsbd_cli.lab.profiling import checkup
 from tests.cli.conftest import Outcome
-from tests.models.conftest import byte_fallback, byte_level, save, wrap
+from tests.helpers.checkpoints import byte_fallback, byte_level, save, wrap
 
 Dsbd = Callable[..., Outcome]
 WIDE = {"hidden_size": 256, "intermediate_size": 192, "head_dim": 64}  # wide enough for batch-invariant forwards

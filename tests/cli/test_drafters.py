@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.variants import DRAFTERS, runs_model
+from dsbd_cli.config.variants import DRAFTERS, runs_model
 from tests.cli.conftest import ROOT, Outcome, of_rule
 
 Dsbd = Callable[..., Outcome]
@@ -123,7 +123,7 @@ def builtin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     import io
     import sys
 
-    from dsbd_cli.job.cli.app import run
+    from dsbd_cli.cli.app import run
 
     def call(*arguments: str) -> Outcome:
         streams = {

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from dsbd_cli.engine.models.head import TrimmedHead, write_head
-from dsbd_cli.job.cli.app import run
-from tests.models.conftest import numbers, save
-from tests.models.pairs import beams, build_pair, perturbed
+from dsbd_cli.cli.app import run
+from dsbd_cli.models.checkpoints.head import TrimmedHead, write_head
+from tests.helpers.checkpoints import numbers, save
+from tests.helpers.pairs import beams, build_pair, perturbed
 
 NEW = 10
 LINES = [

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from dsbd_cli.config.variant import Drafter, Format, Setting
+from dsbd_cli.config.variants import DRAFTERS, register
 from dsbd_cli.errors import UsageError
-from dsbd_cli.variants import DRAFTERS, Drafter, Format, Setting, register
 
 RULE = '''
 """Coupled draws whose drafts are never taken: every layer stops at once."""
@@ -21,7 +22,7 @@ import dataclasses
 
 import torch
 
-from dsbd_cli import variants
+from dsbd_cli.config import variant
 from dsbd_cli.engine.verify.coupled import Coupled
 
 
@@ -36,16 +37,16 @@ class Stern(Coupled):
         )
 
 
-OFFER = variants.Rule(name="stern", make="extension:Stern", text="takes no draft", exactness="same-text", cold=True)
+OFFER = variant.Rule(name="stern", make="extension:Stern", text="takes no draft", exactness="same-text", cold=True)
 '''
 
 DRAFTER = '''
 """Drafts one token over and over."""
 
-from dsbd_cli import variants
+from dsbd_cli.config import variant
 
-TOKEN = variants.Setting(field="echo_token", name="token", kind=int, default=3, text="what is drafted")
-OFFER = variants.Drafter(name="echo", make="extension:make", text="one token over and over", settings=(TOKEN,))
+TOKEN = variant.Setting(field="echo_token", name="token", kind=int, default=3, text="what is drafted")
+OFFER = variant.Drafter(name="echo", make="extension:make", text="one token over and over", settings=(TOKEN,))
 '''
 
 ECHO = """
@@ -73,10 +74,10 @@ def make(of):
 FORMAT = '''
 """id and text with a tab between them."""
 
-from dsbd_cli import variants
-from dsbd_cli.job.records.output import row_error
+from dsbd_cli.config import variant
+from dsbd_cli.io.records.output import row_error
 
-OFFER = variants.Format(name="tsv", make="extension:tsv", text="id, tab, text")
+OFFER = variant.Format(name="tsv", make="extension:tsv", text="id, tab, text")
 
 
 def tsv(row, result, method):

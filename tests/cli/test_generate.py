@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from dsbd_cli.config import ModelSpec
+from dsbd_cli.config.model import ModelSpec
 from dsbd_cli.engine.decoding.engine import EngineInfo
 from dsbd_cli.requests import Request
-from tests.cli import fake
 from tests.cli.conftest import Outcome
+from tests.helpers import fake
 
 Dsbd = Callable[..., Outcome]
 
@@ -226,12 +226,12 @@ def test_files_are_written_and_never_replaced_by_accident(dsbd: Dsbd, tmp_path: 
 
 
 def test_a_failed_load_leaves_no_output_file(dsbd: Dsbd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import dsbd_cli.engine.decoding
+    import dsbd_cli
 
     def broken(*_: object, **__: object) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr(dsbd_cli.engine.decoding.__dict__["load"], "load", broken)
+    monkeypatch.setattr(dsbd_cli.__dict__["loading"], "load", broken)
     output = tmp_path / "out.jsonl"
     assert dsbd("generate", "-o", str(output), lines=prompts("a")).code == 1
     assert not output.exists()

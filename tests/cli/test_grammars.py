@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.grammars import Grammar
-from dsbd_cli.job.cli.app import run
+from dsbd_cli.cli.app import run
+from dsbd_cli.config.grammars import Grammar
 from tests.cli.conftest import Outcome
 
 Dsbd = Callable[..., Outcome]

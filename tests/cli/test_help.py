@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from dsbd_cli.job.cli import app
+from dsbd_cli.cli import app
 
 PAGES = ["", "generate", "bench", "profile", "index", "distill", "trim-draft", "doctor", "models", "models add"]
 

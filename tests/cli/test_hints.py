@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsbd_cli.job.cli import app
+from dsbd_cli.cli import app
 
 CASES = {
     "generate --nope": "dsbd generate --help lists the options",

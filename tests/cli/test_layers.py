@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dsbd_cli.cli.commands.bench import bench
+from dsbd_cli.cli.commands.generate import generate
 from dsbd_cli.errors import SETTINGS
-from dsbd_cli.job.cli.bench import bench
-from dsbd_cli.job.cli.generate import generate
 from tests.cli.conftest import Outcome
 
 Dsbd = Callable[..., Outcome]
@@ -184,8 +184,8 @@ def test_every_option_can_stand_in_a_file(dsbd: Dsbd) -> None:
     """Guards against an option of a type that the file cannot hold."""
     import dataclasses
 
-    from dsbd_cli.job.cli import options
-    from dsbd_cli.job.cli.layers import _fields
+    from dsbd_cli.cli.options import options
+    from dsbd_cli.cli.options.layers import _fields
 
     groups = tuple(getattr(options, name) for name in options.__all__ if name != "PIPED")
     table = _fields(groups)

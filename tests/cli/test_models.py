@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import ROOT, Outcome
-from tests.models.conftest import byte_fallback, byte_level, save, wrap
+from tests.helpers.checkpoints import byte_fallback, byte_level, save, wrap
 
 Dsbd = Callable[..., Outcome]
 

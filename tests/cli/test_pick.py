@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsbd_cli.job.pick.candidates import CandidateRow
-from dsbd_cli.job.pick.choosers import ByVote, Choice
+from dsbd_cli.pick.candidates import CandidateRow
+from dsbd_cli.pick.choosers import ByVote, Choice
 from tests.cli.conftest import ROOT, Outcome
 
 Dsbd = Callable[..., Outcome]
-SPIDER = ROOT / "tests" / "tasks" / "data" / "spider" / "database"
+SPIDER = ROOT / "tests" / "lab" / "tasks" / "data" / "spider" / "database"
 
 
 def record(name: str, *texts: str, **others: object) -> dict[str, object]:
@@ -218,9 +218,9 @@ def test_a_reward_model_chooses(dsbd: Dsbd, tmp_path: Path) -> None:
     """Its scores are those of transformers on prompt + text; prompts are found by id, in whatever order."""
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    from dsbd_cli.config import BUILTIN_TARGET, ModelSpec
-    from dsbd_cli.engine.models.hub import locate
-    from dsbd_cli.engine.models.loader import load_tokenizer
+    from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
+    from dsbd_cli.models.checkpoints.hub import locate
+    from dsbd_cli.models.checkpoints.loader import load_tokenizer
 
     spec = ModelSpec(BUILTIN_TARGET)
     tokenizer = load_tokenizer(locate(spec), spec)
@@ -261,9 +261,7 @@ def test_a_reward_model_chooses(dsbd: Dsbd, tmp_path: Path) -> None:
 
 def test_choices_come_as_the_records_come() -> None:
     """Line by line, while the producer still runs, and without torch."""
-    code = (
-        "import sys; from dsbd_cli.job.cli.app import run; code = run(sys.argv[1:]); assert 'torch' not in sys.modules"
-    )
+    code = "import sys; from dsbd_cli.cli.app import run; code = run(sys.argv[1:]); assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, "pick", "--by", "mbr"]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dsbd_cli import __version__
-from dsbd_cli.job.cli.signals import StoppedError, StopSignals
+from dsbd_cli.cli.run.signals import StoppedError, StopSignals
 from tests.cli.conftest import pipe, read, terminal
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -216,7 +216,7 @@ def test_start_up_imports_neither_torch_nor_transformers(arguments: str) -> None
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["dsbd_cli.job.cli.app", "typer", "torch", "transformers"])
+@pytest.mark.parametrize("module", ["dsbd_cli.cli.app", "typer", "torch", "transformers"])
 def test_an_interrupt_during_start_is_one_line(module: str) -> None:
     """The signal comes as the module begins to be imported."""
     code = (
@@ -257,7 +257,7 @@ def test_version_and_bare_command(start: Start) -> None:
 
 
 def test_closed_standard_streams_are_named(start: Start) -> None:
-    shell = "exec {python} -m tests.cli.fake generate {redirect}"
+    shell = "exec {python} -m tests.helpers.fake generate {redirect}"
     for redirect, message in (("<&-", b"standard input is closed"), (">&- </dev/null", b"standard output is closed")):
         command = shell.format(python=sys.executable, redirect=redirect)
         done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, check=False, cwd=ROOT)

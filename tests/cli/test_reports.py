@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dsbd_cli import __version__
-from dsbd_cli.job.cli import progress
+from dsbd_cli.cli.run import progress
 from tests.cli.conftest import Outcome
 
 Dsbd = Callable[..., Outcome]

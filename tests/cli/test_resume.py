@@ -62,7 +62,7 @@ def test_failed_rows_are_answered_again_on_demand(
     outcome = job("--existing", "retry")
     assert outcome.code == 3, "it fails once more"
     assert [record["id"] for record in records(tmp_path)] == ["a", "c", "d", "fail"]
-    monkeypatch.setattr("tests.cli.fake.FAILING", "none")
+    monkeypatch.setattr("tests.helpers.fake.FAILING", "none")
     assert job("--existing", "retry").code == 0
     assert ["text" in record for record in records(tmp_path)] == [True] * 4
 
@@ -182,12 +182,12 @@ def test_stats_are_appended(job: Callable[..., Outcome], tmp_path: Path) -> None
 def test_overwrite_replaces_only_when_the_models_are_loaded(
     job: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import dsbd_cli.engine.decoding
+    import dsbd_cli
 
     job(lines=ROWS)
     before = (tmp_path / "out").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(dsbd_cli.engine.decoding.__dict__["load"], "load", lambda *_, **__: 1 / 0)
+        patch.setattr(dsbd_cli.__dict__["loading"], "load", lambda *_, **__: 1 / 0)
         assert job("--existing", "overwrite").code == 1
     assert (tmp_path / "out").read_bytes() == before
     assert job("--existing", "overwrite", lines=ROWS[:1]).code == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.job.data.compression import frame_maker
+from dsbd_cli.io.lines.compression import frame_maker
 from tests.cli.conftest import Outcome
 
 Dsbd = Callable[..., Outcome]

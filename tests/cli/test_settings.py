@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
+from dsbd_cli.cli.options.options import DeviceOptions, MethodOptions, PairOptions, SamplingOptions
+from dsbd_cli.cli.options.settings import fixed_depth, run_settings
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import UsageError
-from dsbd_cli.job.cli.options import DeviceOptions, MethodOptions, PairOptions, SamplingOptions
-from dsbd_cli.job.cli.settings import fixed_depth, run_settings
 from tests.cli.conftest import Outcome, of_rule
 
 Dsbd = Callable[..., Outcome]

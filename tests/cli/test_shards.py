@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from dsbd_cli.cli.run.shard import Shard, shard_of
 from dsbd_cli.errors import UsageError
-from dsbd_cli.job.cli.shard import Shard, shard_of
-from dsbd_cli.job.data.lock import open_locked
+from dsbd_cli.io.lines.lock import open_locked
 from tests.cli.conftest import Outcome
 
 Dsbd = Callable[..., Outcome]
@@ -183,7 +183,7 @@ def test_what_does_not_belong_together_is_told(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dsbd_cli.job.cli.shard.HEAD_BYTES", 64)  # of the input, which is short here
+    monkeypatch.setattr("dsbd_cli.cli.run.shard.HEAD_BYTES", 64)  # of the input, which is short here
     assert folder.run(output="one.jsonl").code == 3
     done = folder.merge(*broken(folder, folder.shards(3)))
     assert (done.code, done.err.count("\n")) == (code, 1), done.err
@@ -278,7 +278,7 @@ def test_a_merge_that_is_killed_leaves_no_file_with_the_settings_of_another(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"dsbd_cli.job.cli.merge.{step}", killed)
+        patch.setattr(f"dsbd_cli.cli.commands.merge.{step}", killed)
         assert folder.merge("--existing", "overwrite", *names).code == 130
     seeds = {record["seed"] for record in folder.lines("all.jsonl") if "seed" in record}  # type: ignore[operator, index]
     again = folder.run("--existing", "resume", "--seed", "7", output="all.jsonl")

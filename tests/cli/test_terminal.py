@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.job.cli.files import count_rows
-from dsbd_cli.job.cli.options import FileOptions, TalkOptions
-from dsbd_cli.job.cli.progress import Reporter
-from dsbd_cli.job.cli.shard import Shard
+from dsbd_cli.cli.options.options import FileOptions, TalkOptions
+from dsbd_cli.cli.run.files import count_rows
+from dsbd_cli.cli.run.progress import Reporter
+from dsbd_cli.cli.run.shard import Shard
 from tests.cli.conftest import pipe, read, terminal
 
 Start = Callable[..., subprocess.Popen[bytes]]
@@ -100,7 +100,7 @@ def test_rows_of_the_input_are_counted(tmp_path: Path, monkeypatch: pytest.Monke
     assert [Shard(part, 2).rows(3) for part in (0, 1)] == [2, 1]
     assert count_rows(files, None) is None
     assert count_rows(FileOptions(), None) is None
-    monkeypatch.setattr("dsbd_cli.job.cli.files.MAX_COUNTED_BYTES", size - 1)
+    monkeypatch.setattr("dsbd_cli.cli.run.files.MAX_COUNTED_BYTES", size - 1)
     assert count_rows(files, size) is None
 
 

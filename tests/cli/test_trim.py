@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from dsbd_cli import Engine, Request
-from dsbd_cli.engine.decoding import compare
-from dsbd_cli.engine.models.catalog import fit
+from dsbd_cli.cli.app import run
 from dsbd_cli.errors import UnsupportedModelError
-from dsbd_cli.job.cli.app import run
-from dsbd_cli.job.data.corpus import answer_text
+from dsbd_cli.io.lines.corpus import answer_text
+from dsbd_cli.models.checkpoints.catalog import fit
 from dsbd_cli.stats import RequestStats
-from tests.models.conftest import byte_level, save, wrap
+from dsbd_cli.train import compare
+from tests.helpers.checkpoints import byte_level, save, wrap
 
 PROMPTS = [json.dumps({"id": str(n), "prompt": "The quick fox " * (1 + n % 3), "seed": n}) for n in range(16)]
 OPTIONS = ["--dtype", "float32", "--device", "cpu", "--max-new-tokens", "6", "--num-beams", "2"]

@@ -14,12 +14,12 @@ import torch
 
 import dsbd_cli
 from dsbd_cli import MethodConfig, PairError, SamplingConfig, UnsupportedModelError, UsageError
-from dsbd_cli.config import BUILTIN_TARGET, ModelSpec
-from dsbd_cli.engine.models.invariance import is_invariant
-from dsbd_cli.engine.models.loader import load
-from dsbd_cli.engine.models.native import on_amd
-from tests.engine.test_transformers import model as tiny
-from tests.models.tiny import build
+from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
+from dsbd_cli.models.checkpoints.loader import load
+from dsbd_cli.models.checks.invariance import is_invariant
+from dsbd_cli.ops.cpu.runtime import on_amd
+from tests.engine.decoding.test_transformers import model as tiny
+from tests.helpers.tiny import build
 
 ENDS = list(range(2, 14))
 IDS = torch.tensor([[0, 0, 5, 6, 7], [9, 8, 7, 6, 5], [0, 11, 12, 13, 14]])
@@ -109,7 +109,7 @@ def test_each_token_rule_acts(beams: int) -> None:
 
 def test_a_row_without_a_penalty_keeps_its_bits_beside_one_that_has_it() -> None:
     """With one beam the penalty takes the sum over the vocabulary off and puts it back, which rounds."""
-    from dsbd_cli.engine.core.token_rules import _penalise
+    from dsbd_cli.engine.constraints.token_rules import _penalise
 
     logprobs = torch.randn(64, 50).log_softmax(-1)
     total, text = torch.randn(64, 1) * 9, torch.randint(0, 50, (64, 8))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.config import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec
-from dsbd_cli.engine.models.hub import locate
+from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec
+from dsbd_cli.models.checkpoints.hub import locate
 from training.tasks import QaGenerator
 
 lm_eval = pytest.importorskip("lm_eval")

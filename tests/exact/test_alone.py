@@ -18,21 +18,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsbd_cli.config import MethodConfig, SamplingConfig
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.engine.constraints.stops import StopTable
 from dsbd_cli.engine.core.beams import Beams, Finished
-from dsbd_cli.engine.core.forest import Forest, LayerNodes
+from dsbd_cli.engine.core.candidates import Candidates, LegalTokens
+from dsbd_cli.engine.core.distribution import pool_law, row_law
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.nodes import LayerNodes
 from dsbd_cli.engine.core.noise import extend_path, path_gumbel, stream_keys
-from dsbd_cli.engine.core.probs import NEVER, Candidates, LegalTokens, pool_law, row_law
-from dsbd_cli.engine.core.stops import StopTable
-from dsbd_cli.engine.decoding.iteration import IterationShape
-from dsbd_cli.engine.decoding.state import BatchState, Entry
-from dsbd_cli.engine.decoding.step import Stepper
-from dsbd_cli.engine.decoding.timing import PhaseTimer
-from dsbd_cli.engine.decoding.trace import TokenTrace
-from dsbd_cli.engine.decoding.walk import walk
+from dsbd_cli.engine.core.topk import NEVER
 from dsbd_cli.engine.drafting.base import Endings
 from dsbd_cli.engine.drafting.beam import NoDrafter
-from dsbd_cli.engine.verify import make_rule
+from dsbd_cli.engine.iteration.iteration import IterationShape
+from dsbd_cli.engine.iteration.state import BatchState, Entry
+from dsbd_cli.engine.iteration.stepper import Stepper
+from dsbd_cli.engine.iteration.token_logprobs import TokenTrace
+from dsbd_cli.engine.iteration.verify_forest import walk
+from dsbd_cli.engine.planning.timing import PhaseTimer
+from dsbd_cli.engine.verify.rules import make_rule
 
 CPU = torch.device("cpu")
 HISTORY, TOPS = 40, 5

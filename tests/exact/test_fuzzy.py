@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from dsbd_cli.variants import DIVERGENCE
+from dsbd_cli.config.variants import DIVERGENCE
 from tests.oracles.fuzzy import divergence, fuzzy_layer
 from tests.oracles.rules import Chooser, enumerate_law, total_variation
 

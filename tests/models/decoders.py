@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.models.conftest import numbers
+from tests.helpers.checkpoints import numbers
 
 V = 97
 # wide enough for the kernels of a CPU: multiples of 16, and of 32 in a head

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from dsbd_cli.engine.models.chat import Renderer
 from dsbd_cli.errors import InvalidRowError
-from tests.models.conftest import CHAT, byte_level, wrap
+from dsbd_cli.models.chat import Renderer
+from tests.helpers.checkpoints import CHAT, byte_level, wrap
 
 MESSAGES = [{"role": "user", "content": "hé 漢字 \ud800 \x00"}, {"role": "assistant", "content": "a\nb"}]
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3

@@ -17,26 +17,29 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dsbd_cli.config import MethodConfig, ModelSpec, SamplingConfig
-from dsbd_cli.engine.core.protocols import ForestInput
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.models import layer_ops, verdicts
-from dsbd_cli.engine.models import load_model as stages
-from dsbd_cli.engine.models.causal import CausalForestModel
-from dsbd_cli.engine.models.decoder import forest as decoder_forest
-from dsbd_cli.engine.models.decoder import load as decoder_load
-from dsbd_cli.engine.models.decoder.forest import DecoderForest
-from dsbd_cli.engine.models.decoder.forward import MaskView, PathView
-from dsbd_cli.engine.models.decoder.spec import DecoderSpec, spec_of
-from dsbd_cli.engine.models.forest import Forest
-from dsbd_cli.engine.models.load_model import load_model
-from dsbd_cli.engine.models.packing import packing_works
-from dsbd_cli.engine.models.program import Arena, Program
-from dsbd_cli.engine.models.selftest import self_test
+from dsbd_cli.engine.protocols import ForestInput
 from dsbd_cli.errors import ModelError
+from dsbd_cli.models import load_model as stages
+from dsbd_cli.models import verdicts
+from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.checks.selftest import self_test
+from dsbd_cli.models.decoder import forest as decoder_forest
+from dsbd_cli.models.decoder import load as decoder_load
+from dsbd_cli.models.decoder.forest import DecoderForest
+from dsbd_cli.models.decoder.forward import MaskView, PathView
+from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
+from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.load_model import load_model
+from dsbd_cli.ops.cpu import layer as layer_ops
+from dsbd_cli.ops.cpu.linear import packing_works
+from dsbd_cli.ops.cpu.program import Arena, Program
 from dsbd_cli.requests import Request
-from tests.engine.toys import NumberCodec
-from tests.models.conftest import numbers, save
+from tests.helpers.checkpoints import numbers, save
+from tests.helpers.toys import NumberCodec
 from tests.models.decoders import DECODERS, V, build_decoder, first_layers, save_decoder
 
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="forwards of these tests run on the CPU")
@@ -213,7 +216,7 @@ def test_a_config_key_that_is_not_known_is_adapted(monkeypatch: pytest.MonkeyPat
     changes nothing."""
     from transformers import LlamaConfig
 
-    from dsbd_cli.engine.models.decoder import spec as specs
+    from dsbd_cli.models.decoder import spec as specs
 
     config = LlamaConfig(**DECODERS["llama"][1], my_note="hello")
     assert isinstance(spec_of(config), DecoderSpec)
@@ -280,7 +283,7 @@ def test_shards_and_pickles(tmp_path: Path, folder: Path) -> None:
 
 
 def test_a_gguf_file(tmp_path: Path) -> None:
-    from tests.models.tiny_gguf import tiny_qwen2, write_gguf
+    from tests.helpers.tiny_gguf import tiny_qwen2, write_gguf
 
     original = tiny_qwen2()
     write_gguf(original, tmp_path / "tiny.gguf")
@@ -291,7 +294,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
-    from tests.models.test_compressed_tensors import quantized
+    from tests.models.checkpoints.test_compressed_tensors import quantized
 
     quantized(tmp_path, "W8A16", "pack-quantized")
     assert isinstance(load_model(ModelSpec(str(tmp_path), device="cpu"))[0], DecoderForest)
@@ -300,7 +303,7 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
 def test_a_trimmed_draft(folder: Path, tmp_path: Path) -> None:
     from collections import Counter
 
-    from dsbd_cli.engine.models.trim import trim
+    from dsbd_cli.train.trim import trim
 
     trim(spec_for(folder, "draft"), tmp_path / "small", Counter(dict.fromkeys(range(5, 20), 1)), size=20)
     full, small = (decoder_of(place, role="draft") for place in (folder, tmp_path / "small"))
@@ -562,7 +565,7 @@ def test_layers_take_turns_in_an_arena() -> None:
 
 @ON_CPU
 def test_where_the_loop_cannot_run_nothing_is_a_program(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsbd_cli.engine.models import program
+    from dsbd_cli.ops.cpu import program
 
     monkeypatch.setattr(program, "serves", lambda: False)
     forest = decoder_of(folder)
@@ -587,8 +590,8 @@ def test_decoders_that_leave_their_kernels_promise_no_bits(folder: Path) -> None
 
 def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
     """No check may be made from now on."""
-    monkeypatch.setattr("dsbd_cli.engine.models.selftest.self_test", lambda *_: pytest.fail("a self-test"))
-    monkeypatch.setattr("dsbd_cli.engine.models.invariance.check", lambda *_: pytest.fail("a check of invariance"))
+    monkeypatch.setattr("dsbd_cli.models.checks.selftest.self_test", lambda *_: pytest.fail("a self-test"))
+    monkeypatch.setattr("dsbd_cli.models.checks.invariance.check", lambda *_: pytest.fail("a check of invariance"))
     monkeypatch.setattr(stages, "differs", lambda *_: pytest.fail("a comparison"))
 
 

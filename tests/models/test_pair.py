@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.config import ModelSpec
-from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
-from dsbd_cli.engine.models.pair import check_pair, load_pair
-from dsbd_cli.engine.models.tokenize import HFCodec
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.engine.protocols import ForestModel, TextCodec
 from dsbd_cli.errors import PairError, UnsupportedModelError
-from tests.models.conftest import numbers, save
+from dsbd_cli.models.checkpoints.vocabulary import check_pair
+from dsbd_cli.models.pair import load_pair
+from dsbd_cli.models.tokenizer import HFCodec
+from tests.helpers.checkpoints import numbers, save
 
 
 def codec(*args: object, eos: tuple[int, ...] = (2,)) -> HFCodec:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.protocols import ForestModel
-from tests.models.tiny import Row, V, forest_input
-from tests.toy import HashModel, TableModel
+from dsbd_cli.engine.protocols import ForestModel
+from tests.helpers.tiny import Row, V, forest_input
+from tests.helpers.toy import HashModel, TableModel
 
 SLOTS = 48
 TABLE = torch.randn(V, V, V, generator=torch.Generator().manual_seed(0))

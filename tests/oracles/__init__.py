@@ -1,1 +1,0 @@
-"""Scalar float64 twins of the verification rules: every branch is enumerated."""

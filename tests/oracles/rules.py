@@ -12,15 +12,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from tests.oracles.choice import (
-    Chooser,
-    Law,
-    NoiseChooser,
-    Pair,
-    enumerate_law,
-    remembered,
-    total_variation,
-)
+from tests.oracles.choice import Chooser, Law, NoiseChooser, Pair, enumerate_law, remembered, total_variation
 from tests.oracles.choice import normalise as _normalise
 from tests.oracles.choice import without as _without
 

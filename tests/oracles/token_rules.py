@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dsbd_cli.token_rules import Timestamps, TokenRules
+from dsbd_cli.config.token_rules import Timestamps, TokenRules
 
 NEVER = float("-inf")
 

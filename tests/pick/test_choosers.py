@@ -14,11 +14,11 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
 from dsbd_cli.errors import InvalidRowError, UsageError
-from dsbd_cli.job.pick.candidates import Candidate, CandidateRow, record_row
-from dsbd_cli.job.pick.choosers import NUMBER, ByRisk, ByScore, ByVote, Choice, normalised
-from dsbd_cli.job.pick.execution import ByExecution, Databases
+from dsbd_cli.pick.candidates import Candidate, CandidateRow, record_row
+from dsbd_cli.pick.choosers import NUMBER, ByRisk, ByScore, ByVote, Choice, normalised
+from dsbd_cli.pick.execution import ByExecution, Databases
 
-SPIDER = Path(__file__).parents[1] / "tasks" / "data" / "spider" / "database"
+SPIDER = Path(__file__).parents[1] / "lab" / "tasks" / "data" / "spider" / "database"
 TEMPLATE = f"{SPIDER}/{{db_id}}/{{db_id}}.sqlite"
 ENDLESS = "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT count(*) FROM t"
 

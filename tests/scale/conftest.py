@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.fake import Gate
+from tests.helpers.fake import Gate
 
 ROOT = Path(__file__).parents[2]
 HANG_S = 600  # only so that a fault does not hang the suite
@@ -52,7 +52,7 @@ class Job:
         """The command; without workers in its own process."""
         scale = () if workers is None else ("--workers", f"{workers},ray={self.address}")
         files = ("-i", str(self.input), "-o", str(self.output), "--batch-size", "4", "--existing", "resume")
-        call = [sys.executable, "-m", "tests.cli.fake", "generate", *files, *scale, *more]
+        call = [sys.executable, "-m", "tests.helpers.fake", "generate", *files, *scale, *more]
         extra: dict[str, str] = options.pop("environment", {})  # type: ignore[assignment]
         environment = {**os.environ, **extra, "FAKE_GATE": str(self.folder), "DSBD_TARGET": "builtin:target"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dsbd_cli.job.cli.options import TalkOptions
-from dsbd_cli.job.cli.progress import Reporter
+from dsbd_cli.cli.options.options import TalkOptions
+from dsbd_cli.cli.run.progress import Reporter
 from tests.cli.conftest import Outcome, dsbd
 
 __all__ = ["dsbd"]

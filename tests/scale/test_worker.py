@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 import dsbd_cli
-from dsbd_cli import MethodConfig, Request, SamplingConfig, UsageError
-from dsbd_cli.engine.decoding import load as loading
+from dsbd_cli import MethodConfig, Request, SamplingConfig, UsageError, loading
 from dsbd_cli.engine.decoding.engine import EngineInfo
 from dsbd_cli.scale import Answer
 from dsbd_cli.scale.worker import SENT, Exchange, Failure, Worker, WorkerInfo, WorkerSetup, checkpoint_hash
-from tests.cli.fake import FakeEngine
+from tests.helpers.fake import FakeEngine
 
 METHOD = MethodConfig(num_beams=2)
 HANG_S = 600.0  # only so that a fault does not hang the suite

@@ -8,7 +8,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 
-from dsbd_cli.lab.tasks import TaskRecord
+from dsbd_cli.lab.tasks.record import TaskRecord
 
 SPLITS = ("train", "dev", "test")
 TOP_LEVEL = 2

@@ -6,8 +6,8 @@ import random
 import sqlite3
 from contextlib import closing
 
-from dsbd_cli.lab.tasks.execute import read_rows
-from dsbd_cli.lab.tasks.sql_child import TableData, connect
+from dsbd_cli.pick.sandbox import read_rows
+from dsbd_cli.pick.sql_child import TableData, connect
 from training.tasks.generator import Drawn, Generator
 from training.tasks.schema import Schema, make_schema
 from training.tasks.sql_forms import Clause, ask

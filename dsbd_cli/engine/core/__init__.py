@@ -1,0 +1,1 @@
+"""Tensors of one iteration: candidates, laws, draws, nodes, beams and slots."""

@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.probs import NEVER, best_first
 from dsbd_cli.engine.core.slots import SlotTable
+from dsbd_cli.engine.core.topk import NEVER, best_first
 
 __all__ = ["Beams", "Finished", "fit_window", "select_rows"]
 

@@ -8,78 +8,16 @@ are invalid, never compacted away. T is the tail window, Vd the candidates of a 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-
-from dsbd_cli.engine.core.probs import Candidates
 
 if TYPE_CHECKING:
-    from dsbd_cli.engine.core.sheet import Sheet
+    from dsbd_cli.engine.core.forest_buffer import Sheet
 
-__all__ = ["DraftLaw", "Forest", "LawScope", "LayerNodes", "at_nodes"]
+from dsbd_cli.engine.core.nodes import DraftLaw, LayerNodes
 
-LawScope = Literal["pool", "parent"]
-
-
-@dataclass(slots=True)
-class DraftLaw:
-    """The law Q that the sampled nodes of one layer were really drawn from. K1 of its K nodes are sampled; they stand
-    first.
-
-    What a drafter promises: given the layers above and the drafts 0 .. j-1 of this layer, draft j has exactly the law
-    Q'_j, where
-        scope `pool`: Q'_j is Q over (parent, token) of the whole pool, without what was drawn before;
-        scope `parent`: Q'_j is the row q(. | parent_j), without what was drawn before below this parent. Which parent
-        is next may depend on anything but the token to be drawn.
-    So the order matters: it must be the order of the draws, not one that was made later from what they gave.
-
-    Attributes:
-        candidates: the tokens of each parent node, [R, n, Cq].
-        log_q: [R, n, Cq] float32, normalised over the pool, or (scope `parent`) in each row.
-        log_drawn: [R, K1] float64, log Q of each drafted pair.
-        log_rest: [R, K1] float64, log of the mass not drawn before each draw (0 for the first): of Q, or of the
-            parent's row.
-    """
-
-    candidates: Candidates
-    log_q: Tensor
-    log_drawn: Tensor
-    log_rest: Tensor
-    scope: LawScope = "pool"
-
-
-@dataclass(slots=True)
-class LayerNodes:
-    """Nodes of one layer: W roots or K drafts, sampled ones first in draw order. Or of all layers (`Forest.flat`).
-
-    Attributes:
-        token, parent (node index in the forest), root (beam index), path (path key), stop_state: [R, n] int64.
-        valid, ends: [R, n] bool; an ending node is never extended.
-        sampled: [R, n] bool, drawn from the recorded law; otherwise the node is deterministic: chosen by something
-            that is no draw of this layer (rank, n-gram, corpus). Roots are not sampled.
-        weight: [R, n] float32, running weight under the draft.
-        path_tokens: [R, n, D] int64, tokens from layer 1 down to the node.
-        ancestors: [R, n, T] bool over the tail window, the node itself included.
-        source: [R, n] int64, the drafter that proposed the node: 1 for the second of two, else 0. What both proposed is
-            the first one's.
-        legal_state: [R, n] int64, see core/legal.py; None where no constraint acts.
-    """
-
-    token: Tensor
-    parent: Tensor
-    root: Tensor
-    path: Tensor
-    stop_state: Tensor
-    valid: Tensor
-    ends: Tensor
-    sampled: Tensor
-    weight: Tensor
-    path_tokens: Tensor
-    ancestors: Tensor
-    source: Tensor
-    legal_state: Tensor | None = None
+__all__ = ["Forest"]
 
 
 @dataclass(slots=True)
@@ -117,8 +55,3 @@ class Forest:
             )
         assert self._flat is not None
         return self._flat
-
-
-def at_nodes(value: Tensor, index: Tensor) -> Tensor:
-    """What the nodes `index` [R, m] have in value [R, n, X]: [R, m, X]."""
-    return value.gather(1, index.unsqueeze(-1).expand(-1, -1, value.shape[-1]))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dsbd_cli.grammar_trial import BYTES_END
+from dsbd_cli.config.grammar_trial import BYTES_END
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.probs import NEVER, best_first
+from dsbd_cli.engine.core.topk import NEVER, best_first
 
 __all__ = ["DraftRequest", "LiveDraws", "ends_before", "live_draws", "match_pairs"]
 

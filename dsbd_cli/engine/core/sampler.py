@@ -10,9 +10,10 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from dsbd_cli.engine.core.candidates import Room
+from dsbd_cli.engine.core.distribution import Warp
 from dsbd_cli.engine.core.noise import gumbel, path_gumbel
 from dsbd_cli.engine.core.pool import DraftRequest, live_draws
-from dsbd_cli.engine.core.probs import Room, Warp
 
 __all__ = ["Best", "Independent", "PathNoise", "Sampler", "WithoutReplacement", "entry_index", "largest"]
 

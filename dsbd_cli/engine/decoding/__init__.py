@@ -1,0 +1,1 @@
+"""Decoding: requests in, batches of rows, results out."""

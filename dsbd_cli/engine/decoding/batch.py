@@ -10,19 +10,19 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.engine.cache.caches import Caches
+from dsbd_cli.engine.constraints.legal import FREE
 from dsbd_cli.engine.core.beams import fit_window
-from dsbd_cli.engine.core.legal import FREE
-from dsbd_cli.engine.decoding.caches import Caches
-from dsbd_cli.engine.decoding.devices import current
-from dsbd_cli.engine.decoding.iteration import IterationShape
-from dsbd_cli.engine.decoding.jobs import Job
-from dsbd_cli.engine.decoding.planner import Reading, Shape, deepest
-from dsbd_cli.engine.decoding.state import BatchState, Entry
 from dsbd_cli.engine.decoding.tables import RequestTables
-from dsbd_cli.engine.decoding.timing import PhaseTimer
 from dsbd_cli.engine.drafting.beam import MERGED_LAG
 from dsbd_cli.engine.drafting.text import Prompts
+from dsbd_cli.engine.iteration.devices import current
+from dsbd_cli.engine.iteration.iteration import IterationShape
+from dsbd_cli.engine.iteration.request_state import Job
+from dsbd_cli.engine.iteration.state import BatchState, Entry
+from dsbd_cli.engine.planning.planner import Reading, Shape, deepest
+from dsbd_cli.engine.planning.timing import PhaseTimer
 
 __all__ = ["Batch", "most_steps"]
 

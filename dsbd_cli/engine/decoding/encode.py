@@ -10,16 +10,17 @@ from itertools import takewhile
 
 from torch import Tensor
 
-from dsbd_cli.config import MethodConfig, OnTooLong, check_request
-from dsbd_cli.engine.core.grammar import GrammarCompiler
-from dsbd_cli.engine.core.protocols import ForestModel, SizedCodec, SourceCodec, SourceModel, TextCodec
-from dsbd_cli.engine.decoding.answers import Answer, Catalogue, Compiler
-from dsbd_cli.engine.decoding.budget import least_bytes
-from dsbd_cli.engine.decoding.jobs import Job
-from dsbd_cli.engine.decoding.planner import deepest
+from dsbd_cli.config.method import MethodConfig, check_request
+from dsbd_cli.config.model import OnTooLong
+from dsbd_cli.config.token_rules import TokenRules, asked_rules
+from dsbd_cli.engine.constraints.answers import Answer, Catalogue, Compiler
+from dsbd_cli.engine.constraints.grammar import GrammarCompiler
+from dsbd_cli.engine.iteration.request_state import Job
+from dsbd_cli.engine.planning.memory import least_bytes
+from dsbd_cli.engine.planning.planner import deepest
+from dsbd_cli.engine.protocols import ForestModel, SizedCodec, SourceCodec, SourceModel, TextCodec
 from dsbd_cli.errors import InvalidRowError, OutOfMemoryRowError, PromptTooLongError, UsageError, shorten
 from dsbd_cli.requests import Request
-from dsbd_cli.token_rules import TokenRules, asked_rules
 
 __all__ = ["Encoder"]
 

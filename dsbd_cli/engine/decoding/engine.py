@@ -12,28 +12,31 @@ from typing import TypedDict, TypeVar, Unpack, overload
 
 import torch
 
-from dsbd_cli.config import Exactness, MethodConfig, OnTooLong
-from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
-from dsbd_cli.engine.decoding.answers import Catalogue
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.model import OnTooLong
+from dsbd_cli.config.variant import Exactness
+from dsbd_cli.engine.cache.caches import Caches
+from dsbd_cli.engine.constraints.answers import Catalogue
+from dsbd_cli.engine.core.report import Report
 from dsbd_cli.engine.decoding.batch import Batch
-from dsbd_cli.engine.decoding.budget import check_memory, footprint
-from dsbd_cli.engine.decoding.caches import Caches
-from dsbd_cli.engine.decoding.devices import captures, current, events, kernels_for
 from dsbd_cli.engine.decoding.encode import Encoder
-from dsbd_cli.engine.decoding.jobs import AsDone, ResultOrder, Results
-from dsbd_cli.engine.decoding.observer import Observer
-from dsbd_cli.engine.decoding.outcome import broken, collect, common_tokens, ended, record_iteration
-from dsbd_cli.engine.decoding.pieces import Pieces
-from dsbd_cli.engine.decoding.planner import Shape, planner_for
 from dsbd_cli.engine.decoding.recovery import Recovery
-from dsbd_cli.engine.decoding.report import Report
+from dsbd_cli.engine.decoding.results import broken, collect, common_tokens, ended, record_iteration
 from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
-from dsbd_cli.engine.decoding.step import Stepper
+from dsbd_cli.engine.decoding.streaming import Pieces
 from dsbd_cli.engine.decoding.tables import RequestTables
-from dsbd_cli.engine.decoding.timing import PhaseTimer
-from dsbd_cli.engine.drafting import AnyDraft, BridgedDraft, DrafterInputs, make_drafter
-from dsbd_cli.engine.drafting.base import Stopped
-from dsbd_cli.engine.verify import make_rule
+from dsbd_cli.engine.drafting.base import DrafterInputs, Stopped
+from dsbd_cli.engine.drafting.bridge.draft import AnyDraft, BridgedDraft
+from dsbd_cli.engine.drafting.drafters import make_drafter
+from dsbd_cli.engine.iteration.devices import captures, current, events, kernels_for
+from dsbd_cli.engine.iteration.observer import Observer
+from dsbd_cli.engine.iteration.request_state import AsDone, ResultOrder, Results
+from dsbd_cli.engine.iteration.stepper import Stepper
+from dsbd_cli.engine.planning.memory import check_memory, footprint
+from dsbd_cli.engine.planning.planner import Shape, planner_for
+from dsbd_cli.engine.planning.timing import PhaseTimer
+from dsbd_cli.engine.protocols import ForestModel, TextCodec
+from dsbd_cli.engine.verify.rules import make_rule
 from dsbd_cli.errors import RowError, UsageError
 from dsbd_cli.requests import Piece, Request, RequestResult, Source
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dsbd_cli.engine.decoding.budget import out_of_memory
-from dsbd_cli.engine.decoding.caches import Caches
-from dsbd_cli.engine.decoding.devices import kernel_failed
-from dsbd_cli.engine.decoding.jobs import Job
-from dsbd_cli.engine.decoding.planner import Planner, Shape
+from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.decoding.scheduler import RequestQueue, Scheduler
 from dsbd_cli.engine.drafting.base import Drafter
+from dsbd_cli.engine.iteration.devices import kernel_failed
+from dsbd_cli.engine.iteration.request_state import Job
+from dsbd_cli.engine.planning.memory import out_of_memory
+from dsbd_cli.engine.planning.planner import Planner, Shape
 from dsbd_cli.errors import OutOfMemoryRowError
 from dsbd_cli.requests import RequestResult
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.engine.cache.caches import Caches
 from dsbd_cli.engine.decoding.batch import Batch, most_steps
-from dsbd_cli.engine.decoding.budget import PEEK, fitting_rows
-from dsbd_cli.engine.decoding.caches import Caches
 from dsbd_cli.engine.decoding.encode import Encoder
-from dsbd_cli.engine.decoding.jobs import Job, Results
-from dsbd_cli.engine.decoding.observer import Observer
-from dsbd_cli.engine.decoding.planner import deepest
+from dsbd_cli.engine.iteration.observer import Observer
+from dsbd_cli.engine.iteration.request_state import Job, Results
+from dsbd_cli.engine.planning.memory import PEEK, fitting_rows
+from dsbd_cli.engine.planning.planner import deepest
 from dsbd_cli.errors import RowError
 from dsbd_cli.requests import Request, RequestResult, Source
 from dsbd_cli.stats import RequestStats

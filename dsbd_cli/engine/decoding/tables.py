@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from dsbd_cli.engine.core.grammar import GrammarCompiler, GrammarTable
-from dsbd_cli.engine.core.legal import Constraint
-from dsbd_cli.engine.core.protocols import TextCodec
-from dsbd_cli.engine.core.stops import StopTable
-from dsbd_cli.engine.core.token_rules import RuleTable
-from dsbd_cli.engine.core.trie import TrieTable
-from dsbd_cli.engine.decoding.answers import Catalogue, RowTries
+from dsbd_cli.engine.constraints.answers import Catalogue, RowTries
+from dsbd_cli.engine.constraints.grammar import GrammarCompiler, GrammarTable
+from dsbd_cli.engine.constraints.legal import Constraint
+from dsbd_cli.engine.constraints.stops import StopTable
+from dsbd_cli.engine.constraints.token_rules import RuleTable
+from dsbd_cli.engine.constraints.trie import TrieTable
 from dsbd_cli.engine.drafting.base import Endings
+from dsbd_cli.engine.protocols import TextCodec
 
 __all__ = ["RequestTables"]
 

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.engine.constraints.grammar import GrammarTable
+from dsbd_cli.engine.constraints.legal import DEAD, Legal
+from dsbd_cli.engine.constraints.stops import StopTable
 from dsbd_cli.engine.core.beams import Beams
-from dsbd_cli.engine.core.forest import DraftLaw, Forest, LawScope, LayerNodes, at_nodes
-from dsbd_cli.engine.core.grammar import GrammarTable
-from dsbd_cli.engine.core.legal import DEAD, Legal
+from dsbd_cli.engine.core.candidates import Candidates
+from dsbd_cli.engine.core.distribution import Warp
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.forest_buffer import Sheet
+from dsbd_cli.engine.core.nodes import DraftLaw, LawScope, LayerNodes, at_nodes
 from dsbd_cli.engine.core.noise import extend_path
 from dsbd_cli.engine.core.pool import match_pairs
-from dsbd_cli.engine.core.probs import NEVER, Candidates, Warp
-from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
 from dsbd_cli.engine.core.sampler import Sampler
-from dsbd_cli.engine.core.sheet import Sheet
 from dsbd_cli.engine.core.slots import Layout, SlotTable
-from dsbd_cli.engine.core.stops import StopTable
+from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.drafting.bridge.draft import AnyDraft
 from dsbd_cli.engine.drafting.text import Prompts
+from dsbd_cli.engine.protocols import ForestModel, TextCodec
 from dsbd_cli.errors import UsageError
 
-if TYPE_CHECKING:
-    from dsbd_cli.engine.drafting.bridge import BridgedDraft
-
 __all__ = [
-    "AnyDraft",
     "DraftContext",
     "Drafter",
     "DrafterInputs",
@@ -42,9 +42,6 @@ __all__ = [
     "record_law",
     "roots",
 ]
-
-
-AnyDraft: TypeAlias = "ForestModel | BridgedDraft"  # a draft with the target's tokens, or with tokens of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,7 @@ class DrafterInputs:
 
     def draft(self) -> ForestModel:
         """The draft model of a drafter that needs one. Raises UsageError for one with tokens of its own."""
-        from dsbd_cli.engine.drafting.bridge import BridgedDraft
+        from dsbd_cli.engine.drafting.bridge.draft import BridgedDraft
 
         assert self.model is not None, "checked by MethodConfig.fit_draft"
         if isinstance(self.model, BridgedDraft):

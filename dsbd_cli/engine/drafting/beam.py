@@ -6,14 +6,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.forest import DraftLaw, Forest
-from dsbd_cli.engine.core.legal import NodePaths
+from dsbd_cli.engine.constraints.legal import NodePaths
+from dsbd_cli.engine.core.candidates import Candidates
+from dsbd_cli.engine.core.distribution import pool_law
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.forest_buffer import Sheet, warp_flags, warp_tensors
+from dsbd_cli.engine.core.nodes import DraftLaw
 from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
-from dsbd_cli.engine.core.probs import NEVER, Candidates, pool_law
-from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
-from dsbd_cli.engine.core.sheet import Sheet, warp_flags, warp_tensors
 from dsbd_cli.engine.core.slots import lagging
+from dsbd_cli.engine.core.topk import NEVER
 from dsbd_cli.engine.drafting.base import (
     DraftContext,
     Drafter,
@@ -25,6 +27,7 @@ from dsbd_cli.engine.drafting.base import (
     roots,
 )
 from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
+from dsbd_cli.engine.protocols import ForestInput, ForestModel
 
 __all__ = ["MERGED_LAG", "BeamDrafter", "NoDrafter", "draft_calls", "draft_candidates", "make", "run"]
 

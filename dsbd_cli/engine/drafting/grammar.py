@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+from dsbd_cli.engine.constraints.grammar import GrammarState, GrammarTable
+from dsbd_cli.engine.constraints.legal import FREE
 from dsbd_cli.engine.core.beams import Beams
-from dsbd_cli.engine.core.grammar import GrammarState, GrammarTable
-from dsbd_cli.engine.core.legal import FREE
 from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dsbd_cli.engine.core.probs import NEVER, Candidates, LegalTokens, Room, top_candidates
-from dsbd_cli.engine.core.protocols import ForestModel
+from dsbd_cli.engine.core.candidates import Candidates, LegalTokens, Room, top_candidates
+from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.protocols import ForestModel
 
 __all__ = ["DraftLogits", "head_ids"]
 

@@ -11,17 +11,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.forest import Forest, LayerNodes
-from dsbd_cli.engine.core.legal import DEAD
+from dsbd_cli.config.variants import NGRAM
+from dsbd_cli.engine.constraints.legal import DEAD
+from dsbd_cli.engine.core.candidates import Candidates
+from dsbd_cli.engine.core.distribution import pool_law
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.nodes import LayerNodes
 from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
-from dsbd_cli.engine.core.probs import NEVER, Candidates, pool_law
 from dsbd_cli.engine.core.sampler import largest
+from dsbd_cli.engine.core.topk import NEVER
 from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, children, following, roots
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 from dsbd_cli.engine.drafting.recall import KEPT, Recall
 from dsbd_cli.engine.drafting.text import NO_TOKEN, contexts, suffix
-from dsbd_cli.variants import NGRAM
 
 __all__ = ["NgramDrafter", "NgramSource", "make"]
 

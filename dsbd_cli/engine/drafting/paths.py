@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dsbd_cli.engine.constraints.legal import DEAD
 from dsbd_cli.engine.core.beams import Beams
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.legal import DEAD
-from dsbd_cli.engine.core.probs import NEVER
+from dsbd_cli.engine.core.topk import NEVER
 from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, following, roots
 
 __all__ = ["PathDrafter", "PathSource", "PathTree", "Paths", "beam_share"]

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsbd_cli.engine.core.candidates import Candidates
 from dsbd_cli.engine.core.forest import Forest
-from dsbd_cli.engine.core.probs import NEVER, Candidates, best_tokens
+from dsbd_cli.engine.core.topk import NEVER, best_tokens
 
 __all__ = ["KEPT", "Recall"]
 

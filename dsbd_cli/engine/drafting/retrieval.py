@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dsbd_cli.config.variants import INDEX
 from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs
 from dsbd_cli.engine.drafting.index import CorpusIndex, open_index
 from dsbd_cli.engine.drafting.paths import PathDrafter, Paths, beam_share
 from dsbd_cli.engine.drafting.text import contexts, suffix
-from dsbd_cli.variants import INDEX
 
 __all__ = ["RetrievalSource", "make"]
 

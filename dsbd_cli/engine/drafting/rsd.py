@@ -9,15 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.forest import DraftLaw, Forest, LayerNodes
+from dsbd_cli.config.variants import BRANCHING
+from dsbd_cli.engine.core.candidates import Candidates
+from dsbd_cli.engine.core.distribution import log_normalise, row_law
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.nodes import DraftLaw, LayerNodes
 from dsbd_cli.engine.core.noise import DRAFT
 from dsbd_cli.engine.core.pool import DraftRequest
-from dsbd_cli.engine.core.probs import NEVER, Candidates, log_normalise, row_law
-from dsbd_cli.engine.core.protocols import ForestModel
+from dsbd_cli.engine.core.topk import NEVER
 from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts, record_law
 from dsbd_cli.engine.drafting.beam import BeamDrafter, draft_candidates
 from dsbd_cli.engine.drafting.logits import DraftLogits
-from dsbd_cli.variants import BRANCHING
+from dsbd_cli.engine.protocols import ForestModel
 
 __all__ = ["ConstantBranching", "RowDraws", "StochasticBeams", "constant_branching", "root_law", "stochastic_beams"]
 

@@ -1,18 +1,1 @@
-"""Verification rules: how drafted layers are accepted. `variants.RULES` says where the code of each is."""
-
-from __future__ import annotations
-
-from dsbd_cli.config import MethodConfig
-from dsbd_cli.engine.verify.base import LayerDraws, LayerView, Rule
-from dsbd_cli.errors import UsageError
-from dsbd_cli.variants import RULES
-
-__all__ = ["LayerDraws", "LayerView", "Rule", "make_rule"]
-
-
-def make_rule(method: MethodConfig) -> Rule:
-    """The rule that a method names. Raises UsageError where its code is missing or none."""
-    kind = RULES[method.rule].load()
-    if not (isinstance(kind, type) and issubclass(kind, Rule)):
-        raise UsageError(f"rule {method.rule} cannot be used: {RULES[method.rule].make} is no class with base Rule")
-    return kind.of(method)
+"""Verification rules: how drafted layers are accepted. `config.variants.RULES` says where the code of each is."""

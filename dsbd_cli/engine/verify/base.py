@@ -13,12 +13,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dsbd_cli.config import MethodConfig
-from dsbd_cli.engine.core.forest import DraftLaw
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.engine.core.nodes import DraftLaw
 from dsbd_cli.engine.core.noise import stream_key
 from dsbd_cli.engine.core.pool import LiveDraws, ends_before, live_draws, match_pairs
-from dsbd_cli.engine.core.probs import NEVER
 from dsbd_cli.engine.core.sampler import Sampler
+from dsbd_cli.engine.core.topk import NEVER
 
 __all__ = [
     "DraftedLayer",

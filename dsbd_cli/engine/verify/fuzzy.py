@@ -11,13 +11,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dsbd_cli.config import MethodConfig
-from dsbd_cli.engine.core.probs import NEVER, Room, Warp, log_normalise
-from dsbd_cli.engine.core.sampler import WithoutReplacement
-from dsbd_cli.engine.verify.base import DraftedLayer, LayerView
-from dsbd_cli.engine.verify.divergence import divergence
-from dsbd_cli.engine.verify.rejection import Rejection, at_pool, draft_law_at
-from dsbd_cli.variants import (
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.variants import (
     DIVERGENCE,
     FALLBACK,
     FUZZY_LAW,
@@ -26,6 +21,13 @@ from dsbd_cli.variants import (
     FallbackName,
     FuzzyLawName,
 )
+from dsbd_cli.engine.core.candidates import Room
+from dsbd_cli.engine.core.distribution import Warp, log_normalise
+from dsbd_cli.engine.core.sampler import WithoutReplacement
+from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.verify.base import DraftedLayer, LayerView
+from dsbd_cli.engine.verify.divergence import divergence
+from dsbd_cli.engine.verify.rejection import Rejection, at_pool, draft_law_at
 
 __all__ = ["Fuzzy", "layer_divergence"]
 

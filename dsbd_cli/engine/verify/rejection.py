@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsbd_cli.engine.core.forest import DraftLaw
+from dsbd_cli.engine.core.nodes import DraftLaw
 from dsbd_cli.engine.core.noise import ACCEPT, CLOCK, COMPLETION, RESIDUAL, gumbel, uniform
 from dsbd_cli.engine.core.pool import ends_before, live_draws, match_pairs
-from dsbd_cli.engine.core.probs import NEVER
 from dsbd_cli.engine.core.sampler import Independent, Sampler, WithoutReplacement, entry_index, largest
+from dsbd_cli.engine.core.topk import NEVER
 from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule, at_front
 
 __all__ = ["Rejection", "WithReplacement", "draft_law_at"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.variants import FUZZY_THRESHOLD
 from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.reports.bench_data import BenchRow, Choice
-from dsbd_cli.variants import FUZZY_THRESHOLD
 
 __all__ = ["DEFAULT_TOLERANCE", "choose", "curves", "doubts", "reference_of", "without_reference"]
 

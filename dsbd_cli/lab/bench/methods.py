@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from dsbd_cli.config import DEFAULT_DEPTH, MAX_AUTO_DEPTH, MethodConfig
+from dsbd_cli.config.method import DEFAULT_DEPTH, MAX_AUTO_DEPTH, MethodConfig
+from dsbd_cli.config.variants import DRAFTERS
 from dsbd_cli.lab.peers.config import PeerConfig
-from dsbd_cli.variants import DRAFTERS
 
 __all__ = ["AXES", "BASELINES", "DEFAULT_METHODS", "FUZZY_METHODS", "METHODS", "Method", "Value", "own_tokens"]
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from dsbd_cli.config import SamplingConfig
-from dsbd_cli.engine.core.protocols import SourceCodec, TextCodec
+from dsbd_cli.config.grammars import Grammar
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.engine.protocols import SourceCodec, TextCodec
 from dsbd_cli.errors import InvalidRowError, PromptTooLongError, UsageError
-from dsbd_cli.grammars import Grammar
 from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
 from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.tasks.dataset import Dataset

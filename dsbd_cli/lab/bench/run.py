@@ -10,8 +10,8 @@ from statistics import fmean
 
 import torch
 
-from dsbd_cli.engine.core.protocols import SourceModel
 from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.engine.protocols import SourceModel
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.bench.choice import choose, curves, doubts
 from dsbd_cli.lab.bench.prepare import BenchSpec, Prepared, prepare, window_size

@@ -6,18 +6,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from dsbd_cli.config import Exactness, MethodConfig, SamplingConfig
-from dsbd_cli.engine.decoding.answers import Catalogue
+from dsbd_cli.config.grammars import Grammar
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.config.variant import Exactness
+from dsbd_cli.engine.constraints.answers import Catalogue
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.drafting.base import AnyDraft
+from dsbd_cli.engine.drafting.bridge.draft import AnyDraft
 from dsbd_cli.errors import ModelError, UsageError
-from dsbd_cli.grammars import Grammar
-from dsbd_cli.job.pick.candidates import Candidate, CandidateRow
-from dsbd_cli.job.pick.choosers import ByRisk, ByScore, ByVote, Chooser, Weights
 from dsbd_cli.lab.bench.methods import METHODS
 from dsbd_cli.lab.bench.prepare import Prompt
 from dsbd_cli.lab.bench.sweep import Setting
 from dsbd_cli.lab.peers.base import Asked, Delivered, Peer
+from dsbd_cli.pick.candidates import Candidate, CandidateRow
+from dsbd_cli.pick.choosers import ByRisk, ByScore, ByVote, Chooser, Weights
 from dsbd_cli.requests import Request, RequestResult, derive_seed
 from dsbd_cli.stats import RequestStats
 

@@ -8,11 +8,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.spelling import typed_names
+from dsbd_cli.config.variants import runs_model
 from dsbd_cli.errors import UsageError, option_name
 from dsbd_cli.lab.bench.methods import AXES, DEFAULT_METHODS, METHODS, Method, Value
 from dsbd_cli.lab.peers.config import PeerConfig
-from dsbd_cli.variants import runs_model, typed_names
 
 __all__ = ["Setting", "SweepPlan", "choose_methods", "plan", "read_values"]
 

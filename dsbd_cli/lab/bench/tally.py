@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dsbd_cli.config import Exactness
+from dsbd_cli.config.variant import Exactness
 from dsbd_cli.lab.bench.methods import BASELINES
 from dsbd_cli.lab.bench.runners import Answer
 from dsbd_cli.lab.bench.sweep import Setting

@@ -1,1 +1,0 @@
-"""What the machine says of itself: energy, memory, versions. Never an estimate."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dsbd_cli.config import SamplingConfig
-from dsbd_cli.engine.decoding.outcome import text_of
-from dsbd_cli.engine.models.forest import Forest
-from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
-from dsbd_cli.engine.models.tokenize import HFCodec
-from dsbd_cli.lab.peers.config import PeerConfig
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.engine.decoding.results import text_of
+from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
+from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.tokenizer import HFCodec
 
-__all__ = ["Asked", "Delivered", "Peer", "delivered", "sequence_logprob"]
+__all__ = ["Asked", "Delivered", "Peer", "PeerSettings", "delivered", "sequence_logprob"]
 
 Asked = Sequence[int] | str  # token ids, or a file of speech
 
@@ -38,11 +38,30 @@ class Delivered:
     ranked: tuple[tuple[int, ...], ...] = ()
 
 
+class PeerSettings(Protocol):
+    """Settings that a comparator reads: see config.PeerConfig, which makes comparators and so stands above them."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def whose(self) -> str: ...
+
+    @property
+    def num_beams(self) -> int: ...
+
+    @property
+    def samples(self) -> bool: ...
+
+    @property
+    def max_batch(self) -> int | None: ...
+
+
 class Peer:
     """One comparator over a loaded target. A subclass answers a batch."""
 
     def __init__(
-        self, config: PeerConfig, target: Forest, codec: HFCodec, sampling: SamplingConfig, batch_size: int
+        self, config: PeerSettings, target: Forest, codec: HFCodec, sampling: SamplingConfig, batch_size: int
     ) -> None:
         """sampling: for all prompts; search and greedy take its limits alone."""
         self.config, self.stopped = config, False

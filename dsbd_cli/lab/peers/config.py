@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from dsbd_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from dsbd_cli.config import SamplingConfig
+    from dsbd_cli.config.sampling import SamplingConfig
     from dsbd_cli.engine.decoding.engine import Engine
     from dsbd_cli.lab.peers.base import Peer
 
@@ -54,10 +54,10 @@ class PeerConfig:
     def peer(self, pair: Engine, sampling: SamplingConfig, batch_size: int, longest: int) -> Peer:
         """Make the comparator over the models of `pair`. longest: tokens of the longest prompt. Raises ModelError where
         it does not take the target."""
-        from dsbd_cli.engine.models.forest import Forest
-        from dsbd_cli.engine.models.tokenize import HFCodec
         from dsbd_cli.errors import ModelError
         from dsbd_cli.lab.peers.transformers_generate import TransformersPeer
+        from dsbd_cli.models.forest import Forest
+        from dsbd_cli.models.tokenizer import HFCodec
 
         target, draft, codec = pair.target, pair.draft, pair.codec
         if not isinstance(target, Forest) or not isinstance(codec, HFCodec):

@@ -26,19 +26,18 @@ from transformers import (
 )
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
-from dsbd_cli.config import SamplingConfig
-from dsbd_cli.engine.core.protocols import SourceRequest
-from dsbd_cli.engine.core.trie import Trie
-from dsbd_cli.engine.decoding.answers import Catalogue
-from dsbd_cli.engine.models.attention import NAME as GROUPED
-from dsbd_cli.engine.models.forest import Forest
-from dsbd_cli.engine.models.seq2seq import Seq2SeqForestModel
-from dsbd_cli.engine.models.sources import Seq2SeqCodec
-from dsbd_cli.engine.models.tokenize import HFCodec
-from dsbd_cli.lab.peers.base import Asked, Delivered, Peer, delivered
-from dsbd_cli.lab.peers.config import PeerConfig
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.config.token_rules import TokenRules, asked_rules
+from dsbd_cli.engine.constraints.answers import Catalogue
+from dsbd_cli.engine.constraints.trie import Trie
+from dsbd_cli.engine.protocols import SourceRequest
+from dsbd_cli.lab.peers.base import Asked, Delivered, Peer, PeerSettings, delivered
+from dsbd_cli.models.adapted.attention import NAME as GROUPED
+from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
+from dsbd_cli.models.adapted.sources import Seq2SeqCodec
+from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.tokenizer import HFCodec
 from dsbd_cli.requests import Request
-from dsbd_cli.token_rules import TokenRules, asked_rules
 
 __all__ = ["TransformersPeer"]
 
@@ -79,7 +78,7 @@ class TransformersPeer(Peer):
 
     def __init__(
         self,
-        config: PeerConfig,
+        config: PeerSettings,
         target: Forest,
         draft: Forest | None,
         codec: HFCodec,

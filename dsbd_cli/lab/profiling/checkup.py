@@ -12,18 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dsbd_cli.config import BUILTIN_TARGET, MethodConfig, ModelSpec, SamplingConfig
-from dsbd_cli.engine.models.catalog import fit, local_folder
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.model import BUILTIN_TARGET, ModelSpec
+from dsbd_cli.config.sampling import SamplingConfig
 from dsbd_cli.errors import DsbdError, ModelNotFoundError, plural
 from dsbd_cli.lab.metrics.environment import commit_of, cpu_name, installed, versions
-from dsbd_cli.lab.tasks import TASKS
+from dsbd_cli.lab.tasks.table import TASKS
+from dsbd_cli.models.checkpoints.catalog import fit, local_folder
 from dsbd_cli.requests import Request
 from dsbd_cli.threads import processors
 
 if TYPE_CHECKING:
-    from dsbd_cli.engine.core.protocols import ForestModel
     from dsbd_cli.engine.decoding.engine import Engine
-    from dsbd_cli.engine.models.pair import LoadedPair
+    from dsbd_cli.engine.protocols import ForestModel
+    from dsbd_cli.models.pair import LoadedPair
 
 __all__ = ["Check", "check_up"]
 
@@ -76,7 +78,7 @@ def check_up(target: ModelSpec, draft: ModelSpec | None, seconds: float) -> Iter
     yield _tried("models", lambda: _models(target, draft, loaded))
     if not loaded:
         return
-    from dsbd_cli.engine.models.speech import WhisperCodec
+    from dsbd_cli.models.adapted.speech import WhisperCodec
 
     pair = loaded[0]
     yield _tried("forest", lambda: _forest(pair))
@@ -120,7 +122,7 @@ def _versions() -> tuple[State, str, Facts]:
 def _machine() -> tuple[State, str, Facts]:
     import torch
 
-    from dsbd_cli.engine.decoding.budget import free_bytes, memory_bytes
+    from dsbd_cli.engine.planning.memory import free_bytes, memory_bytes
 
     cpu, threads = torch.device("cpu"), torch.get_num_threads()
     cores = processors()
@@ -169,10 +171,10 @@ def _pair(target: ModelSpec, draft: ModelSpec) -> tuple[State, str, Facts]:
 
 
 def _models(target: ModelSpec, draft: ModelSpec | None, loaded: list[LoadedPair]) -> tuple[State, str, Facts]:
-    from dsbd_cli.engine.models.hub import has_weights
-    from dsbd_cli.engine.models.loader import is_gguf
-    from dsbd_cli.engine.models.pair import load_pair
-    from dsbd_cli.engine.models.sizes import size_of
+    from dsbd_cli.models.adapted.sizes import size_of
+    from dsbd_cli.models.checkpoints.hub import has_weights
+    from dsbd_cli.models.checkpoints.loader import is_gguf
+    from dsbd_cli.models.pair import load_pair
 
     for spec in (target, draft):
         if spec is None:
@@ -237,7 +239,7 @@ def _numerics(pair: LoadedPair, target: ModelSpec) -> tuple[State, str, Facts]:
 
 
 def _graphs(pair: LoadedPair) -> tuple[State, str, Facts]:
-    from dsbd_cli.engine.decoding.trial import captured_otherwise
+    from dsbd_cli.engine.checks.captures import captured_otherwise
 
     model = pair.target
     if model.device.type != "cuda":
@@ -252,9 +254,9 @@ def _graphs(pair: LoadedPair) -> tuple[State, str, Facts]:
 
 
 def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
-    from dsbd_cli.engine.decoding.devices import kernels_for, left_out
-    from dsbd_cli.kernels import available
-    from dsbd_cli.kernels.trial import faults, kernels
+    from dsbd_cli.engine.iteration.devices import kernels_for, left_out
+    from dsbd_cli.ops.triton import available
+    from dsbd_cli.ops.triton.trial import faults, kernels
 
     device = pair.target.device
     if device.type != "cuda" or not available():
@@ -270,8 +272,8 @@ def _kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
 
 def _processor_kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
     """What of the target runs as kernels of numba."""
-    from dsbd_cli.engine.models import tail
-    from dsbd_cli.engine.models.decoder.forest import DecoderForest
+    from dsbd_cli.models.decoder.forest import DecoderForest
+    from dsbd_cli.ops.cpu import attention as tail
 
     target = pair.target
     products, layers = _products(target), _layer_kernels(target)
@@ -296,7 +298,7 @@ def _processor_kernels(pair: LoadedPair) -> tuple[State, str, Facts]:
 
 def _layer_kernels(target: ForestModel) -> list[str]:
     """Names of the kernels between the linear layers of our own decoder."""
-    from dsbd_cli.engine.models.decoder.forest import DecoderForest
+    from dsbd_cli.models.decoder.forest import DecoderForest
 
     return [*target.decoder.ops.names] if isinstance(target, DecoderForest) else []
 
@@ -305,9 +307,9 @@ def _products(target: ForestModel) -> list[object]:
     """Linear layers of a model; of our own decoder those of one input are one."""
     from torch.nn import Linear
 
-    from dsbd_cli.engine.models.adapter import TransformersForest
-    from dsbd_cli.engine.models.decoder.forest import DecoderForest
-    from dsbd_cli.engine.models.patching import Int8Linear, PackedLinear
+    from dsbd_cli.models.adapted.adapter import TransformersForest
+    from dsbd_cli.models.adapted.patching import Int8Linear, PackedLinear
+    from dsbd_cli.models.decoder.forest import DecoderForest
 
     if isinstance(target, DecoderForest):
         weights = target.decoder.weights
@@ -319,7 +321,7 @@ def _products(target: ForestModel) -> list[object]:
 
 
 def _memory(pair: LoadedPair) -> tuple[State, str, Facts]:
-    from dsbd_cli.engine.decoding.budget import fitting_rows, free_bytes
+    from dsbd_cli.engine.planning.memory import fitting_rows, free_bytes
 
     models = _both(pair)
     nodes = BEAMS * (1 + 2 * DEPTH)
@@ -377,7 +379,7 @@ def _texts(pair: LoadedPair, prompts: Sequence[str], captured: bool | None) -> t
 
 
 def _speed(pair: LoadedPair, prompts: Sequence[str], seconds: float, captured: bool | None) -> tuple[State, str, Facts]:
-    from dsbd_cli.engine.models.sizes import size_of
+    from dsbd_cli.models.adapted.sizes import size_of
 
     plain, call_s = _steps_per_second(_engine(pair, depth=0, captured=captured), prompts, seconds)
     size = size_of(pair.target)

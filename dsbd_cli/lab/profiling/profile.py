@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from dsbd_cli.config import MethodConfig
-from dsbd_cli.engine.core.protocols import ForestInput, ForestModel
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.variants import TREE
 from dsbd_cli.engine.decoding.encode import Encoder
-from dsbd_cli.engine.models.sizes import size_of
+from dsbd_cli.engine.protocols import ForestInput, ForestModel
 from dsbd_cli.errors import RowError, UsageError, plural
 from dsbd_cli.lab.profiling import advice
 from dsbd_cli.lab.profiling.budget import CutOffError, Expected, Line
@@ -36,8 +36,8 @@ from dsbd_cli.lab.reports.profile_data import (
     TargetForward,
     spread_of,
 )
+from dsbd_cli.models.adapted.sizes import size_of
 from dsbd_cli.requests import Request
-from dsbd_cli.variants import TREE
 
 __all__ = ["ProfileSpec", "take_profile"]
 

@@ -10,19 +10,21 @@ from pathlib import Path
 
 import torch
 
-from dsbd_cli.config import MethodConfig
-from dsbd_cli.engine.core.protocols import ForestModel, TextCodec
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.variants import MIN_WIDTH, RULES
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.drafting import AnyDraft, BridgedDraft
+from dsbd_cli.engine.drafting.bridge.draft import AnyDraft, BridgedDraft
+from dsbd_cli.engine.protocols import ForestModel, TextCodec
 from dsbd_cli.errors import DsbdError
-from dsbd_cli.job.data.jsonl import LineWriter
-from dsbd_cli.job.records import MethodRecord, Row, native_record
+from dsbd_cli.io.lines.jsonl import LineWriter
+from dsbd_cli.io.records.native import native_record
+from dsbd_cli.io.records.output import MethodRecord
+from dsbd_cli.io.records.row import Row
 from dsbd_cli.lab.profiling.budget import Budget, CutOffError
 from dsbd_cli.lab.profiling.timers import RunLog, synchronise
 from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize, Phase
 from dsbd_cli.requests import Request, RequestResult
 from dsbd_cli.stats import RequestStats
-from dsbd_cli.variants import MIN_WIDTH, RULES
 
 __all__ = ["ProfiledPair", "Run", "drafts_nodes", "method_for", "phases_of", "setting_of"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dsbd_cli.engine.core.forest import Forest
 from dsbd_cli.engine.core.noise import seed_key
-from dsbd_cli.engine.decoding.observer import Observer
 from dsbd_cli.engine.drafting.base import DraftContext
+from dsbd_cli.engine.iteration.observer import Observer
 from dsbd_cli.engine.verify.base import LayerDraws, LayerView
 from dsbd_cli.lab.reports.profile_data import NodeState, ShownForest, ShownNode
 

@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
-from dsbd_cli.engine.decoding.jobs import Job
-from dsbd_cli.engine.decoding.observer import Observer
+from dsbd_cli.engine.iteration.observer import Observer
+from dsbd_cli.engine.iteration.request_state import Job
 from dsbd_cli.lab.profiling.probe import SlotPeak
 
 __all__ = ["PHASES", "RunLog", "synchronise"]

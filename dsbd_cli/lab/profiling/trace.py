@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dsbd_cli.config import MethodConfig
+from dsbd_cli.config.method import MethodConfig
 from dsbd_cli.engine.decoding.engine import Engine
-from dsbd_cli.engine.decoding.jobs import Job
+from dsbd_cli.engine.iteration.request_state import Job
 from dsbd_cli.errors import OutputError
-from dsbd_cli.job.data.resume import write_atomically
+from dsbd_cli.io.lines.resume import write_atomically
 from dsbd_cli.lab.profiling.runs import ProfiledPair
 from dsbd_cli.lab.profiling.timers import RunLog, synchronise
 

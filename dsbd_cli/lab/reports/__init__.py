@@ -1,1 +1,0 @@
-"""What was measured, for people: tables, markdown, JSON lines and plots."""

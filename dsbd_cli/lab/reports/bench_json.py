@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import orjson
 
+from dsbd_cli.config.variants import DRAFTERS, FUSION, WIDTHS
 from dsbd_cli.lab.reports.bench_data import SCHEMA, BenchReport, BenchRow
-from dsbd_cli.variants import DRAFTERS, FUSION, WIDTHS
 
 __all__ = ["json_lines"]
 

@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from rich.tree import Tree
 
+from dsbd_cli.config.variants import RULES
 from dsbd_cli.lab.reports.profile_data import ShownForest, ShownNode
-from dsbd_cli.variants import RULES
 
 __all__ = ["SYMBOLS", "forest_tree"]
 

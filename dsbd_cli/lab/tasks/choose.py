@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from dsbd_cli.errors import UsageError
-from dsbd_cli.lab.tasks import TASKS
 from dsbd_cli.lab.tasks.dataset import Dataset, builtin_dataset
 from dsbd_cli.lab.tasks.lines import jsonl_dataset, mt_bench_dataset
 from dsbd_cli.lab.tasks.pairs import summary_dataset, translation_dataset, words_dataset
 from dsbd_cli.lab.tasks.spider import spider_dataset
 from dsbd_cli.lab.tasks.squad import squad_dataset
+from dsbd_cli.lab.tasks.table import TASKS
 
 __all__ = ["TASK_NAMES", "open_dataset"]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dsbd_cli.errors import UsageError
-from dsbd_cli.lab.tasks.execute import Ran
 from dsbd_cli.lab.tasks.record import Task, TaskRecord
+from dsbd_cli.pick.sandbox import Ran
 
 __all__ = ["Dataset", "builtin_dataset", "with_dev", "with_shots"]
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from dsbd_cli.errors import InvalidRowError, UsageError, shorten
-from dsbd_cli.job.records.parse import parse_object
+from dsbd_cli.io.records.parse import parse_object
 from dsbd_cli.lab.tasks.dataset import Dataset
 from dsbd_cli.lab.tasks.files import read_text
 from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS, ranked_scores, read_metrics

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from dsbd_cli.errors import UsageError
 from dsbd_cli.lab.tasks.dataset import Dataset
-from dsbd_cli.lab.tasks.execute import Ran, SqlProcess, UnreadableDatabaseError, is_ordered
 from dsbd_cli.lab.tasks.files import field, items, read_json
 from dsbd_cli.lab.tasks.record import TaskRecord
+from dsbd_cli.pick.sandbox import Ran, SqlProcess, UnreadableDatabaseError, is_ordered
 
 __all__ = ["score_spider", "spider_dataset"]
+
 
 TIMEOUT_S = 30.0
 METRIC = "execution accuracy"

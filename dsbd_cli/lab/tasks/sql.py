@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import cast
 
-from dsbd_cli.lab.tasks.execute import STEPS, Ran, SqlProcess
 from dsbd_cli.lab.tasks.record import Task, TaskRecord
-from dsbd_cli.lab.tasks.sql_child import TableData
+from dsbd_cli.pick.sandbox import STEPS, Ran, SqlProcess
+from dsbd_cli.pick.sql_child import TableData
 
 TIMEOUT_S = 30.0  # STEPS are the limit; only a statement that is deaf to them runs so long
 MAX_ROWS = 5000

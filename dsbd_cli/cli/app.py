@@ -1,0 +1,146 @@
+"""The command `dsbd`, and the one place where an error becomes a line on standard error and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from dsbd_cli._version import __version__
+from dsbd_cli.cli.commands.bench import bench
+from dsbd_cli.cli.commands.distill import distill
+from dsbd_cli.cli.commands.doctor import doctor
+from dsbd_cli.cli.commands.generate import generate
+from dsbd_cli.cli.commands.index import index
+from dsbd_cli.cli.commands.merge import merge
+from dsbd_cli.cli.commands.models import app as models_app
+from dsbd_cli.cli.commands.pick import pick
+from dsbd_cli.cli.commands.profile import profile
+from dsbd_cli.cli.commands.trim import trim_draft
+from dsbd_cli.cli.options.declare import Command, Group
+from dsbd_cli.cli.run.messages import error_line, say, set_style, tracebacks_wanted
+from dsbd_cli.cli.run.signals import StoppedError
+from dsbd_cli.errors import DsbdError, OutputError
+from dsbd_cli.io.lines.jsonl import OUTPUT_CLOSED, ClosedOutputError
+
+__all__ = ["app", "main", "run"]
+
+INTERRUPTED = 130
+STOPPED = "stopped before there was a result"
+
+app = typer.Typer(name="dsbd", cls=Group, pretty_exceptions_enable=False)
+app.command("generate", cls=Command)(generate)
+app.command("pick", cls=Command)(pick)
+app.command("merge", cls=Command)(merge)
+app.command("bench", cls=Command)(bench)
+app.command("profile", cls=Command)(profile)
+app.command("doctor", cls=Command)(doctor)
+app.command("index", cls=Command)(index)
+app.command("distill", cls=Command)(distill)
+app.command("trim-draft", cls=Command)(trim_draft)
+app.add_typer(models_app, name="models")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dsbd {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    ctx: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="show the version", callback=_version, is_eager=True, metavar=""),
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="show the traceback of an error; also DSBD_DEBUG=1", metavar="")
+    ] = False,
+) -> None:
+    """Beam search and beam sampling from language models, sped up by a draft model, with unchanged output.
+
+    Exit codes: 0 all rows answered, 1 the run failed, 2 wrong usage, 3 some rows failed, 129, 130 or 143 stopped, 141
+    nobody reads the records any more.
+    """
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+        raise typer.Exit(2)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code. Errors end here."""
+    set_style(json_lines=False, tracebacks="--debug" in arguments or os.environ.get("DSBD_DEBUG", "") not in ("", "0"))
+    try:
+        code = typer.main.get_command(app).main(
+            list(arguments), prog_name="dsbd", standalone_mode=False, obj=list(arguments)
+        )
+        if code == INTERRUPTED:  # the parser has caught a KeyboardInterrupt
+            say(STOPPED)
+        return code if isinstance(code, int) else 0
+    except ClosedOutputError:
+        _drop_output()
+        return OUTPUT_CLOSED
+    except BrokenPipeError:
+        _drop_output()
+        return 0
+    except SystemExit as ended:
+        # the parser ends so where nobody reads its text any more
+        if not isinstance(ended.__context__, BrokenPipeError):
+            raise
+        _drop_output()
+        return 0
+    except DsbdError as error:
+        if isinstance(error, OutputError):
+            _drop_output()
+        return _report(str(error), error.exit_code)
+    except typer.TyperException as error:
+        hint = f" ({_help(error, arguments)})" if error.exit_code == 2 else ""
+        message = error.format_message().replace("Value error, ", "")
+        return _report(f"{message}{hint}", error.exit_code)
+    except StoppedError as stopped:
+        if stopped.early:
+            say(STOPPED)
+        return stopped.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        say(STOPPED)
+        return INTERRUPTED
+    except Exception as error:
+        detail = f"{type(error).__name__}: {error}".rstrip(": ")
+        return _report(f"{detail} (unexpected; dsbd --debug shows the traceback)", 1)
+
+
+def _help(error: typer.TyperException, arguments: Sequence[str]) -> str:
+    """Where the options, or the commands, are listed."""
+    context = getattr(error, "ctx", None)  # of the command that was reached, if any
+    if context is not None and context.parent is not None:
+        return f"{context.command_path} --help lists the options"
+    names = {item.name for item in app.registered_commands} | {item.name for item in app.registered_groups}
+    given = next((word for word in arguments if not word.startswith("-")), None)
+    return f"dsbd {given} --help lists the options" if given in names else "dsbd --help lists the commands"
+
+
+def _report(message: str, code: int) -> int:
+    if tracebacks_wanted():
+        traceback.print_exc()
+    error_line(message)
+    return code
+
+
+def _drop_output() -> None:
+    """The interpreter flushes standard output as it ends; let that go nowhere instead of failing once more."""
+    with contextlib.suppress(OSError, AttributeError):
+        number = sys.stdout.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+
+
+def main() -> NoReturn:
+    """Run the command line of this process."""
+    sys.exit(run(sys.argv[1:]))

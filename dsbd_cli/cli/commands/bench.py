@@ -1,0 +1,328 @@
+"""`dsbd bench`: methods side by side on the user's models and data."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from dsbd_cli.cli.options.bench_options import (
+    DEFAULT_RECORDS,
+    DEFAULT_ROUNDS,
+    DEFAULT_TASKS,
+    OWN_TASK,
+    BenchOutputs,
+    ChoiceOptions,
+    DataOptions,
+    SweepOptions,
+)
+from dsbd_cli.cli.options.declare import grouped
+from dsbd_cli.cli.options.options import (
+    AnswerOptions,
+    DeviceOptions,
+    DrawOptions,
+    MethodOptions,
+    PairOptions,
+    SamplingOptions,
+)
+from dsbd_cli.cli.options.settings import RunSettings, drafts, model_specs, run_settings
+from dsbd_cli.cli.run.files import check_report_files
+from dsbd_cli.cli.run.messages import duration, hush, log, say
+from dsbd_cli.cli.run.signals import StoppedError, StopSignals
+from dsbd_cli.config.grammars import Grammar
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.errors import UsageError, option_name
+from dsbd_cli.io.lines.resume import write_atomically
+from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE, curves, without_reference
+from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS
+from dsbd_cli.lab.bench.sweep import Setting, SweepPlan, choose_methods, plan, read_values
+from dsbd_cli.lab.tasks.choose import open_dataset
+from dsbd_cli.lab.tasks.dataset import Dataset, with_dev, with_shots
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.engine import Engine
+    from dsbd_cli.lab.bench.run import Bench
+    from dsbd_cli.lab.reports.bench_data import BenchReport
+
+__all__ = ["bench"]
+
+LOG_INTERVAL_S = 60.0
+
+
+class Progress(Protocol):
+    """Called with windows done, windows in all, what is measured next, and the seconds left where that is known."""
+
+    def __call__(self, done: int, total: int, name: str, left_s: float | None) -> None: ...
+
+
+@grouped
+def bench(
+    data: DataOptions,
+    sweep: SweepOptions,
+    choice: ChoiceOptions,
+    pair: PairOptions,
+    drawing: DrawOptions,
+    answers: AnswerOptions,
+    devices: DeviceOptions,
+    outputs: BenchOutputs,
+    arguments: Sequence[str],
+) -> None:
+    """Compare methods on these models and this data: quality, speed, steps per target call, memory and energy.
+
+    The models are loaded once. Every few records are answered by every method in turn.
+
+    Without options: the built-in pair on its two tasks, in under two minutes. Ctrl-C prints what is measured by then.
+    """
+    hush(outputs.quiet)
+    data = _of_input(data)
+    draft_wanted = drafts(pair)
+    records, shots = data.records or DEFAULT_RECORDS, data.shots or 0
+    dev_records = records if choice.dev_records is None else choice.dev_records
+    planned = _plan(sweep, draft_wanted, tuned=dev_records > 0)
+    chosen = _check_choice(choice, planned, dev_records, shots)
+    sampling = _sampling(drawing, planned)
+    settings = run_settings(pair, MethodOptions(), sampling, devices, answers=answers)
+    if pair.draft is not None and draft_wanted and not any(one.drafts for one in planned.settings):
+        raise UsageError(f"--draft {pair.draft} would do nothing, because no method of --methods drafts: drop it")
+    if settings.batch_size is None:
+        raise UsageError("--batch-size auto would compare methods at different sizes: give a number")
+    check_report_files(
+        {"--json": outputs.json, "--markdown": outputs.markdown, "--plot": outputs.plot},
+        existing=outputs.existing,
+    )
+    datasets, notes = _datasets(data, choice, shots, chosen=chosen)
+    planned = _runnable(planned, sweep.methods, settings.rows.grammar, datasets)
+    with StopSignals(quiet=bool(outputs.quiet)) as signals:
+        from dsbd_cli.lab.bench.prepare import BenchSpec
+        from dsbd_cli.lab.bench.run import Bench
+
+        spec = BenchSpec(
+            datasets=datasets,
+            settings=planned.settings,
+            records=records,
+            rounds=data.rounds or DEFAULT_ROUNDS,
+            batch_size=settings.batch_size,
+            sampling=settings.rows.sampling,
+            seed=settings.rows.seed,
+            data=None if data.data is None else str(data.data),
+            notes=(*planned.notes, *notes),
+            dev_records=dev_records,
+            grammar=settings.rows.grammar,
+            tolerance=DEFAULT_TOLERANCE if choice.fuzzy_tolerance is None else choice.fuzzy_tolerance,
+        )
+        engine = _load(settings, devices, planned.settings)
+        running = Bench(engine, spec, command=[str(word) for word in arguments] or ["bench"])
+        signals.on_stop = running.stop
+        _run(running, outputs)
+        if signals.number is not None:
+            raise StoppedError(signals.number)
+
+
+def _plan(sweep: SweepOptions, draft: bool, *, tuned: bool) -> SweepPlan:
+    """The settings. tuned: a threshold of rule fuzzy is to be chosen, which needs something to be held against."""
+    lists = {
+        name: read_values(option_name(name), name, text)
+        for name, text in dataclasses.asdict(sweep).items()
+        if name not in ("methods", "index") and text is not None
+    }
+    methods, index = sweep.methods, None if sweep.index is None else str(sweep.index)
+    if methods is None and "fuzzy_threshold" in lists:
+        methods = ",".join(FUZZY_METHODS)
+    names, notes = choose_methods(methods, draft=draft, drafters=lists.get("drafter", ()))
+    planned = plan(names, lists, index)
+    if tuned and without_reference(planned.settings):
+        note = "beam-sampling is run as well, because a fuzzy threshold is chosen by what the target alone scores"
+        planned, notes = plan(["beam-sampling", *names], lists, index), (*notes, note)
+    return dataclasses.replace(planned, notes=(*notes, *planned.notes))
+
+
+def _runnable(
+    planned: SweepPlan, methods: str | None, grammar: Grammar | None, datasets: Sequence[Dataset]
+) -> SweepPlan:
+    """The settings that can follow the grammar and run SQL where they have to. Raises UsageError."""
+    if grammar is not None:
+        peers = [one for one in planned.settings if not isinstance(one.config, MethodConfig)]
+        planned = planned.without(peers, methods, "only methods of our own engine follow a grammar")
+    if bare := next((one.name for one in datasets if one.execute is None), None):
+        running = [one for one in planned.settings if METHODS[one.method].pick == "exec"]
+        planned = planned.without(running, methods, f"{bare} has no database to run SQL in")
+    return planned
+
+
+def _check_choice(choice: ChoiceOptions, planned: SweepPlan, dev_records: int, shots: int) -> bool:
+    """Whether a threshold is chosen. Raises UsageError for options of a choice that is not made."""
+    tolerance = choice.fuzzy_tolerance
+    if tolerance is not None and not 0 <= tolerance <= 1:
+        raise UsageError(f"{option_name('fuzzy_tolerance')} is {tolerance:g}, but must be from 0 to 1")
+    several = bool(curves(planned.settings))
+    reason = "--dev-records is 0" if several else "no two values of --fuzzy-threshold are run"
+    for name in ("dev_records", "dev_data", "fuzzy_tolerance"):
+        value = getattr(choice, name)
+        if value is None or (several and (dev_records or name == "dev_records")) or (name == "dev_data" and shots):
+            continue
+        raise UsageError(f"{option_name(name)} {value} would do nothing, because {reason}: drop it")
+    return several and dev_records > 0
+
+
+def _sampling(drawing: DrawOptions, planned: SweepPlan) -> SamplingOptions:
+    """As options of generate. Raises UsageError for options of sampling where no method samples."""
+    given = {item.name: getattr(drawing, item.name) for item in dataclasses.fields(drawing)}
+    idle = [name for name in ("temperature", "top_k", "top_p", "min_p", "seed") if given[name] is not None]
+    if idle and not any(one.samples for one in planned.settings):
+        names = ", ".join(option_name(name) for name in idle)
+        raise UsageError(f"{names} would do nothing, because no method of --methods samples: drop it")
+    hot = [one.name for one in planned.settings if one.samples and not _takes_cold(one)]
+    if drawing.temperature == 0 and hot:
+        raise UsageError(
+            f"--temperature is 0, which {hot[0]} does not take: drop it, or take the method from --methods"
+        )
+    return SamplingOptions(**given)
+
+
+def _takes_cold(setting: Setting) -> bool:
+    """It can be run at temperature 0."""
+    return isinstance(setting.config, MethodConfig) and setting.config.takes_cold
+
+
+def _of_input(data: DataOptions) -> DataOptions:
+    """--input as the data of a task. Raises UsageError for what cannot be used with it."""
+    if data.input is None:
+        if OWN_TASK in [name.strip() for name in (data.task or "").split(",")]:
+            raise UsageError(f"--task {OWN_TASK} is no task: name the prompts with --input")
+        return data
+    for name in ("task", "data"):
+        if getattr(data, name) is not None:
+            raise UsageError(f"--input and --{name} cannot be used together: give one of them")
+    return dataclasses.replace(data, task=OWN_TASK, data=data.input)
+
+
+def _datasets(data: DataOptions, choice: ChoiceOptions, shots: int, *, chosen: bool) -> tuple[list[Dataset], list[str]]:
+    """The data sets, and what is to be said of them. chosen: on dev records, where answers are scored."""
+    names = [name.strip() for name in (data.task or DEFAULT_TASKS).split(",")]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise UsageError(f"--task: {name} stands there twice: drop one")
+    if data.data is not None and len(names) > 1:
+        raise UsageError(f"--data {data.data} belongs to one task, but --task is {', '.join(names)}: name one")
+    if choice.dev_data is not None and data.data is None:
+        raise UsageError(f"--dev-data {choice.dev_data} goes with --input or --data, but neither is given")
+    opened = [open_dataset(name, data.data, choice.dev_data, data.metric) for name in names]
+    if shots:
+        opened = [with_shots(one, shots) for one in opened]
+    if not chosen:
+        return opened, []
+    found, notes = [], []
+    for dataset in opened:
+        if dataset.metrics:
+            found.append(with_dev(dataset))
+            continue
+        for name in ("dev_records", "dev_data", "fuzzy_tolerance"):
+            if (value := getattr(choice, name)) is not None:
+                given = f"{option_name(name)} {value}"
+                raise UsageError(f"{given} would do nothing, because answers of {dataset.name} are not scored: drop it")
+        found.append(dataset)
+        notes.append(f"{dataset.name}: answers are not scored, so no fuzzy threshold is chosen on dev records")
+    return found, notes
+
+
+def _load(settings: RunSettings, devices: DeviceOptions, planned: Sequence[Setting]) -> Engine:
+    """Where torch is imported. A draft that no method needs is not loaded."""
+    from dsbd_cli import loading
+
+    draft = settings.draft if any(one.drafts for one in planned) else None
+    return loading.load(
+        *model_specs(dataclasses.replace(settings, draft=draft), devices),
+        batch_size=settings.batch_size,
+        log_steps=False,
+        allow=settings.allow,
+        threads=devices.threads,
+    )
+
+
+def _run(running: Bench, outputs: BenchOutputs) -> None:
+    """Measure, then print and write, also what was measured until a signal came."""
+    with _progress(running.settings, quiet=bool(outputs.quiet)) as progress:
+        report = running.run(progress)
+    if not report.rows:
+        say("stopped before anything was measured")
+        return
+    from dsbd_cli.lab.reports.bench_terminal import print_report
+
+    _write(report, outputs)
+    print_report(report, sys.stdout)
+    sys.stdout.flush()
+
+
+def _write(report: BenchReport, outputs: BenchOutputs) -> None:
+    if outputs.json is not None:
+        from dsbd_cli.lab.reports.bench_json import json_lines
+
+        write_atomically(outputs.json, json_lines(report))
+    if outputs.markdown is not None:
+        from dsbd_cli.lab.reports.bench_markdown import markdown_page
+
+        write_atomically(outputs.markdown, markdown_page(report).encode())
+    if outputs.plot is not None:
+        from dsbd_cli.lab.reports.bench_plot import bench_figure
+        from dsbd_cli.lab.reports.style import picture_bytes
+
+        write_atomically(outputs.plot, picture_bytes(bench_figure(report), outputs.plot.suffix))
+
+
+@contextmanager
+def _progress(settings: int, *, quiet: bool) -> Iterator[Progress]:
+    """A bar on a terminal, log lines elsewhere. settings: how many are measured in turn."""
+    if quiet or sys.stderr is None:
+        yield lambda done, total, name, left_s: None
+    elif sys.stderr.isatty():
+        with _bar() as told:
+            yield told
+    else:
+        yield _Log(settings)
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+    from rich.table import Column
+
+    # the name of the method alone gives way where the terminal is narrow
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    columns = (
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False, table_column=rest),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False, expand=True) as bar:
+        task = bar.add_task("warming up", total=None)
+
+        def told(done: int, total: int, name: str, left_s: float | None) -> None:
+            left = "" if left_s is None else f"about {duration(left_s)} left, "
+            bar.update(task, completed=done, total=total, description=left + name)
+
+        yield told
+
+
+class _Log:
+    """A line at the beginning, one with the time left after the first window and after the first of every method, then
+    one a minute."""
+
+    def __init__(self, settings: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._wanted = [0, 1, settings]
+        self._last = clock()
+
+    def __call__(self, done: int, total: int, name: str, left_s: float | None) -> None:
+        due = done in self._wanted and done < total
+        if not due and self._clock() - self._last < LOG_INTERVAL_S:
+            return
+        self._wanted = [wanted for wanted in self._wanted if wanted > done]
+        self._last = self._clock()
+        left = "" if left_s is None else f", about {duration(left_s)} left"
+        log(f"{done} of {total} windows{left}, {name}", {"done": done, "total": total, "left_s": left_s})

@@ -1,0 +1,524 @@
+"""`dsbd distill`: a draft for the user's own target, trained on the target's answers to the user's own prompts."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsbd_cli.cli.commands.trim import HELD_OUT_EVERY, HELD_OUT_MOST, hold_out
+from dsbd_cli.cli.options.declare import flag, grouped, option
+from dsbd_cli.cli.options.options import MAIN, Decode, DeviceOptions, MethodOptions, PairOptions, SamplingOptions
+from dsbd_cli.cli.options.settings import RunSettings, model_specs, places, run_settings
+from dsbd_cli.cli.run.files import read_prompts
+from dsbd_cli.cli.run.messages import duration, hush, log, say, status_line, warn, whole
+from dsbd_cli.cli.run.progress import LOG_INTERVAL_S
+from dsbd_cli.cli.run.signals import StoppedError, StopSignals
+from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
+from dsbd_cli.config.model import BUILTIN_TARGET, DTYPES, Dtype, ModelSpec
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.errors import DsbdError, UsageError, option_name
+from dsbd_cli.requests import Request
+from dsbd_cli.train.record import BATCH, RECORD, Acceptance, Milestone, Plan, Record, Speed, read_record
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.engine import Engine
+    from dsbd_cli.io.lines.jsonl import LineWriter
+    from dsbd_cli.train.student import StudentShape
+    from dsbd_cli.train.training import Training
+
+__all__ = ["distill"]
+
+DISTILL = "Distillation"
+ANSWERS, CHECKPOINT = "answers.jsonl", "checkpoint"
+STEPS = 1000
+FEW_PROMPTS = 500
+CUT_RATE, NEW_RATE = 5e-4, 1e-3  # of the target's own layers, of a small Llama
+HELD_OUT_BETWEEN = 16  # of the prompts that are held out, before the end
+EVALUATIONS = 8
+RECENT = 25  # steps whose mean loss is shown
+CHECKPOINT_S = 300.0
+SPEED_S = 60.0  # for runs with and without the draft, before and after
+
+
+@dataclass(frozen=True)
+class DistillOptions:
+    """What is distilled into what, from which prompts, and how long."""
+
+    target: str | None = option(MAIN, "alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL")
+    input: Path | None = option(
+        MAIN,
+        f"prompts as generate reads them (required); every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is "
+        "held out to measure acceptance on",
+        "-i",
+        metavar="FILE",
+    )
+    output: Path | None = option(
+        MAIN,
+        "folder of the draft (required); where a run was stopped, the same command goes on",
+        "-o",
+        metavar="FOLDER",
+    )
+    layers: int | None = option(
+        DISTILL,
+        "layers of the draft: the target's own first ones",
+        default="a quarter of the target's; with --hidden-size 2",
+        metavar="N",
+    )
+    hidden_size: int | None = option(
+        DISTILL, "train a new Llama of this hidden size with the target's tokenizer instead", metavar="H"
+    )
+    steps: int | None = option(DISTILL, f"of training, {BATCH} answers each", default=STEPS, metavar="N", least=1)
+    learning_rate: float | None = option(
+        DISTILL,
+        "the highest; it rises first, and falls to 0 in the second half",
+        default=f"{CUT_RATE:g}, with --hidden-size {NEW_RATE:g}",
+        metavar="X",
+    )
+    decode: Decode | None = option(
+        MAIN,
+        "how the target answers, and how acceptance is measured; search: beam search; sample: beam sampling",
+        default="sample",
+        metavar="HOW",
+    )
+    num_beams: int | None = option(
+        MAIN,
+        "W, live beams at most; all W answers to a prompt are learnt",
+        default=MethodConfig().num_beams,
+        metavar="W",
+    )
+    max_new_tokens: int | None = option(
+        MAIN, "tokens of an answer at most", default=SamplingConfig().max_new_tokens, metavar="N"
+    )
+    seed: int | None = option(MAIN, "of answers, batches and new weights", default=0, metavar="N")
+    dtype: Dtype | None = option(
+        DISTILL, f"of the target: {', '.join(DTYPES)}; weights in training are float32", default="auto", metavar="DTYPE"
+    )
+    device: str | None = option(
+        DISTILL, "as of generate; with a comma the target's and the draft's", default="auto", metavar="DEVICE"
+    )
+    threads: int | None = option(DISTILL, "processor threads, as of generate", metavar="N", least=1)
+    trust_remote_code: bool | None = flag(DISTILL, "run code that a checkpoint brings with it")
+    quiet: bool | None = flag(DISTILL, "nothing but errors", "-q")
+
+    @property
+    def devices(self) -> DeviceOptions:
+        """How the target is loaded."""
+        return DeviceOptions(dtype=self.dtype, device=places(self.device)[0], trust_remote_code=self.trust_remote_code)
+
+
+@grouped
+def distill(options: DistillOptions, arguments: Sequence[str]) -> None:
+    """Train a draft for a target of your own on the target's answers to your own prompts.
+
+    The target answers the prompts, and the draft learns the target's law after every token of the answers. Acceptance
+    on held-out prompts is measured before, meanwhile and after.
+
+    Ctrl-C keeps what is done, and leaves the draft so far in --output; the same command goes on.
+    """
+    hush(options.quiet)
+    if options.input is None:
+        raise UsageError("--input is missing: name a file of prompts")
+    if options.output is None:
+        raise UsageError("--output is missing: name a folder for the draft")
+    rate = options.learning_rate
+    if rate is not None and not 0 < rate < 1:
+        raise UsageError(f"--learning-rate is {rate:g}, but must be above 0 and below 1")
+    settings = _run_settings(options)
+    quiet = bool(options.quiet)
+    with StopSignals(quiet=quiet) as signals, status_line("loading the target", quiet=quiet) as live:
+        talk = _Talk(live, quiet=quiet)
+        _Distilling(options, settings, options.input, options.output, signals, talk).run()
+
+
+def _run_settings(options: DistillOptions) -> RunSettings:
+    """The target without a draft, as generate would run it, with all answers."""
+    search = options.decode == "search"
+    beams = MethodConfig().num_beams if options.num_beams is None else options.num_beams
+    return run_settings(
+        PairOptions(target=options.target, draft="none"),
+        MethodOptions(num_beams=beams, decode=options.decode),
+        SamplingOptions(
+            max_new_tokens=options.max_new_tokens, n_best=max(1, beams), seed=None if search else options.seed
+        ),
+        options.devices,
+    )
+
+
+class _Talk:
+    """What people see: a live line on a terminal, a log line a minute elsewhere, and lines that stay."""
+
+    def __init__(self, live: Callable[[str], None] | None, *, quiet: bool) -> None:
+        self._live, self._quiet, self._told = live, quiet, 0.0
+
+    def now(self, message: str, fields: Mapping[str, object] | None = None) -> None:
+        """What changes all the time."""
+        if self._live is not None:
+            self._live(message)
+        elif not self._quiet and time.monotonic() - self._told >= LOG_INTERVAL_S:
+            self._told = time.monotonic()
+            log(message, fields or {})
+
+    def line(self, message: str) -> None:
+        """What is worth a line."""
+        if not self._quiet:
+            say(message)
+
+    def warn(self, message: str) -> None:
+        """What is worth a warning."""
+        if not self._quiet:
+            warn(message)
+
+
+class _Distilling:
+    """One run of the command."""
+
+    def __init__(
+        self,
+        options: DistillOptions,
+        settings: RunSettings,
+        source: Path,
+        folder: Path,
+        signals: StopSignals,
+        talk: _Talk,
+    ) -> None:
+        self._options, self._settings, self._source = options, settings, source
+        self._folder, self._signals, self._talk = folder, signals, talk
+        self._spec, _ = model_specs(settings, options.devices)
+        self._draft_device = places(options.device)[1]
+        self._stopped = False
+        self._stop_now: list[Callable[[], None]] = []
+
+    def run(self) -> None:
+        """Answer, train, measure, tell."""
+        from dsbd_cli.train.student import student_shape
+
+        shape = student_shape(self._spec, self._options.layers, self._options.hidden_size)
+        requests, digest = self._requests()
+        held, learnt = hold_out(requests)
+        self._record = self._begin(shape, digest)
+        self._record.prompts = len(learnt)
+        self._signals.on_stop = self._stop
+        from dsbd_cli.train.answers import answered
+
+        # the file stays locked to the end, so that no second run trains in this folder
+        with answered(self._folder / ANSWERS) as (done, writer):
+            engine = self._load()
+            self._answer(engine, learnt, done, writer)
+            self._train(engine, shape, held)
+
+    # Beginning, and going on
+
+    def _requests(self) -> tuple[list[Request], str]:
+        """The prompts and what tells them from others. Raises UsageError with the first bad line."""
+        digest, name = blake2b(digest_size=16), f"--input {self._source}"
+        found = read_prompts("--input", self._source, self._settings.rows, seen=digest.update)
+        if len(found) < HELD_OUT_EVERY:
+            raise UsageError(
+                f"{name} holds {len(found)} prompts, but {HELD_OUT_EVERY} or more are needed: hundreds are better"
+            )
+        if len(found) < FEW_PROMPTS:
+            self._talk.warn(
+                f"{name} holds {len(found)} prompts: below {FEW_PROMPTS} a draft hardly learns more than these"
+            )
+        return found, digest.hexdigest()
+
+    def _begin(self, shape: StudentShape, digest: str) -> Record:
+        """A new folder, or the record of one that this command has left unfinished."""
+        options, method = self._options, self._settings.method
+        plan = Plan(
+            target=self._settings.target,
+            input=digest,
+            layers=shape.layers,
+            hidden_size=shape.hidden_size,
+            steps=options.steps or STEPS,
+            learning_rate=options.learning_rate or (CUT_RATE if shape.hidden_size is None else NEW_RATE),
+            decode=options.decode or "sample",
+            num_beams=method.num_beams,
+            max_new_tokens=self._settings.rows.sampling.max_new_tokens,
+            seed=options.seed or 0,
+            dtype=options.dtype or "auto",
+        )
+        folder = self._folder
+        if not (folder / RECORD).is_file():
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise UsageError(f"--output {folder} exists: name a new folder")
+            try:
+                folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"--output {folder}: {error.strerror or error}") from None
+            record = Record(plan)
+            record.write(folder)
+            return record
+        record = read_record(folder)
+        if record.complete:
+            raise UsageError(f"--output {folder} is finished: use it with --draft, or name a new folder")
+        for item in fields(Plan):
+            was, now = getattr(record.plan, item.name), getattr(plan, item.name)
+            if was != now:
+                said = "holds other prompts" if item.name == "input" else f"was {was} and is {now}"
+                raise UsageError(
+                    f"{option_name(item.name)} {said}: go on with what --output {folder} was begun with, or "
+                    "name a new folder"
+                )
+        return record
+
+    def _stop(self) -> None:
+        self._stopped = True
+        for stop in self._stop_now:
+            stop()
+
+    @contextmanager
+    def _stopping(self, stop: Callable[[], None]) -> Iterator[None]:
+        """While something runs that `stop` would end. Raises StoppedError behind it where it was."""
+        self._stop_now = [stop]
+        try:
+            yield
+        except UsageError:
+            self._check_stopped()  # a stopped engine refuses to begin
+            raise
+        finally:
+            self._stop_now = []
+        self._check_stopped()
+
+    def _check_stopped(self) -> None:
+        if self._stopped:
+            number = self._signals.number
+            assert number is not None
+            self._talk.line("stopped; the same command goes on")
+            raise StoppedError(number)
+
+    def _load(self) -> Engine:
+        from dsbd_cli.loading import load
+
+        self._talk.now("loading the target")
+        engine = load(self._spec, None, method=self._settings.method, threads=self._options.threads)
+        self._check_stopped()
+        return engine
+
+    # The target's answers
+
+    def _answer(self, engine: Engine, requests: list[Request], done: int, writer: LineWriter) -> None:
+        from dsbd_cli.train.answers import make_answers, read_answers
+
+        path, todo, began = self._folder / ANSWERS, requests[done:], time.monotonic()
+
+        def told(number: int) -> None:
+            left = (time.monotonic() - began) / number * (len(todo) - number)
+            self._talk.now(
+                f"the target answers: {done + number} of {len(requests)} prompts, {duration(left)} left",
+                {"answered": done + number, "prompts": len(requests)},
+            )
+
+        with self._stopping(engine.stop):
+            failed = make_answers(engine, todo, writer, told)
+        if failed:
+            self._talk.warn(f"{len(failed)} prompts cannot be answered and are left out; the first: {failed[0]}")
+        self._answers = read_answers(path)
+        if not self._answers:
+            raise DsbdError(f"no prompt of {self._source} could be answered, so there is nothing to learn from")
+        self._record.answers = len(self._answers)
+        tokens = sum(len(one.tokens) for one in self._answers)
+        self._talk.line(f"{len(self._answers)} answers of {tokens} tokens to learn from, in {path}")
+
+    # The draft
+
+    def _train(self, engine: Engine, shape: StudentShape, held: list[Request]) -> None:
+        training = self._training(engine, shape)
+        try:
+            self._take_steps(engine, training, held)
+        except StoppedError:
+            if training.step:
+                self._publish(training)
+                self._talk.line(f"{self._folder} holds the draft of step {training.step}, which --draft takes as it is")
+            else:
+                self._talk.line(f"{self._folder} holds no draft yet, because no step was taken")
+            raise
+
+    def _publish(self, training: Training) -> None:
+        """The draft so far, in --output."""
+        from dsbd_cli.train.student import publish_student, stored_dtype
+
+        publish_student(training.student, self._spec, self._folder, stored_dtype(self._spec))
+
+    def _take_steps(self, engine: Engine, training: Training, held: list[Request]) -> None:
+        from dsbd_cli.train.student import remove
+
+        record = self._record
+        steps = record.plan.steps
+        every = max(1, steps // EVALUATIONS)
+        first, saved, losses = training.step, time.monotonic(), list[float]()
+        trained, measured = 0.0, list[float]()  # seconds of all steps, of each measurement
+        while training.step < steps:
+            if training.step % every == 0 and training.step not in {one.step for one in record.milestones}:
+                self._save(training)
+                began = time.monotonic()
+                self._reach_with(engine, training.step, losses, self._folder / CHECKPOINT, held)
+                if training.step and _is_best(record.milestones):
+                    self._publish(training)
+                saved = time.monotonic()
+                measured.append(saved - began)
+            began = time.monotonic()
+            losses.append(training.run_step())
+            trained += time.monotonic() - began
+            left = trained / (training.step - first) * (steps - training.step)
+            to_measure = math.ceil(steps / every) - math.ceil(training.step / every) + 1
+            left += (measured[-1] if measured else 0.0) * to_measure
+            recent, latest = _mean(losses[-RECENT:]), record.milestones[-1]
+            self._talk.now(
+                f"step {training.step} of {steps}, loss {recent:.3f}, {duration(left)} left, at step {latest.step} "
+                f"{_said(latest)}",
+                {"step": training.step, "steps": steps, "loss": recent},
+            )
+            if self._stopped or time.monotonic() - saved > CHECKPOINT_S:
+                self._save(training)
+                saved = time.monotonic()
+                self._check_stopped()
+        self._save(training)
+        self._publish(training)
+        self._reach_with(engine, steps, losses, self._folder, held)
+        record.complete = True
+        record.write(self._folder)
+        remove(self._folder / CHECKPOINT)
+        if not self._options.quiet:
+            _show(record, self._folder, len(held))
+
+    def _reach_with(self, engine: Engine, step: int, losses: list[float], folder: Path, held: list[Request]) -> None:
+        """Measure the draft in a folder, write it down and tell it. losses: since the milestone before, forgotten."""
+        record, ends = self._record, step in (0, self._record.plan.steps)
+        found = self._measure(engine, folder, held if ends else held[:HELD_OUT_BETWEEN], speed=ends)
+        milestone = Milestone(step, _mean(losses) if losses else None, *found)
+        losses.clear()
+        record.milestones.append(milestone)
+        record.write(self._folder)
+        loss = "" if milestone.loss is None else f"loss {milestone.loss:.3f}, "
+        self._talk.line(f"step {milestone.step} of {record.plan.steps}: {loss}{_said(milestone)}")
+        if milestone.speed is not None:
+            self._talk.line(_speed_said(milestone.speed))
+        elif ends and milestone.acceptance is not None:
+            self._talk.line(f"{SPEED_S:.0f} s were too short to measure the speed: dsbd profile --seconds takes longer")
+
+    def _training(self, engine: Engine, shape: StudentShape) -> Training:
+        """From the checkpoint where there is one."""
+        from dsbd_cli.train.laws import Teacher
+        from dsbd_cli.train.student import load_student, new_student, read_moments, recover
+        from dsbd_cli.train.training import Recipe, Training
+
+        assert engine.info is not None
+        plan, folder = self._record.plan, self._folder / CHECKPOINT
+        recipe = Recipe(plan.steps, plan.learning_rate, plan.seed, autocast=engine.info.dtype == "bfloat16")
+        spec = self._draft_spec(self._settings.target, "float32")
+        recover(folder)
+        going_on = (folder / "config.json").is_file()
+        student = load_student(folder, spec) if going_on else new_student(spec, shape, recipe.seed)
+        training = Training(student, Teacher(engine.target), self._answers, recipe)
+        if going_on:
+            training.restore(read_moments(folder))
+            # what was measured later belongs to steps that are taken again
+            milestones = self._record.milestones
+            self._record.milestones = [one for one in milestones if one.step <= training.step]
+            self._talk.line(f"going on behind step {training.step}")
+        return training
+
+    def _draft_spec(self, source: str, dtype: str) -> ModelSpec:
+        draft = self._spec.of_draft(source, self._draft_device)
+        return replace(draft, dtype=dtype if dtype in DTYPES else "auto")
+
+    def _save(self, training: Training) -> None:
+        from dsbd_cli.train.student import save_student
+
+        save_student(training.student, self._spec, self._folder / CHECKPOINT, "float32", training.moments())
+
+    def _measure(
+        self, engine: Engine, folder: Path, held: list[Request], *, speed: bool
+    ) -> tuple[Acceptance | None, Speed | None]:
+        """The draft in a folder, on held-out prompts."""
+        from dsbd_cli.lab.profiling.budget import Budget
+        from dsbd_cli.train.acceptance import measure_acceptance, measured_speed
+        from dsbd_cli.train.compare import with_draft
+
+        assert engine.info is not None
+        plain = self._settings.method
+        method = MethodConfig(rule=plain.rule, num_beams=plain.num_beams, depth=DEFAULT_DEPTH)
+
+        def told(number: int) -> None:
+            self._talk.now(f"acceptance is measured: {number} of {len(held)} held-out prompts")
+
+        told(0)
+        pair = with_draft(engine, self._draft_spec(str(folder), engine.info.dtype), method)
+        with self._stopping(pair.stop):
+            found = measure_acceptance(pair, held, told)
+        if found is None or not speed:
+            return found, None
+        budget = Budget(SPEED_S)
+        self._talk.now(f"measuring speed for {SPEED_S:.0f} s")
+        with self._stopping(budget.stop):
+            return found, measured_speed(pair, held[:HELD_OUT_BETWEEN], budget)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _is_best(milestones: Sequence[Milestone]) -> bool:
+    """Whether at the last one a target call yields as many steps as at any before."""
+    steps = [one.acceptance.steps_per_call if one.acceptance else 0.0 for one in milestones]
+    return steps[-1] == max(steps)
+
+
+def _said(one: Milestone) -> str:
+    if one.acceptance is None:
+        return "nothing was drafted"
+    return f"layers that pass: {_shares(one.acceptance)}; {one.acceptance.steps_per_call:.2f} steps per call"
+
+
+def _shares(found: Acceptance) -> str:
+    return " ".join(f"{share:.0%}" for share in found.by_depth)
+
+
+def _speed_said(speed: Speed) -> str:
+    """What drafting does for the target on this machine."""
+    return f"measured here: {speed.plain:.1f} tokens/s without a draft, {speed.drafted:.1f} with it ({speed.label})"
+
+
+EXPLAINED = (
+    "loss: how far the draft's law is from the target's; 0: it is the same",
+    "layers that pass: how often the target keeps the 1st, the 2nd, .. drafted layer, of the times that it gets there",
+    "steps per target call: tokens by which one run of the target makes each beam longer; 1 without a draft",
+    "tokens/s: measured here on a few of the held-out prompts, with the draft at the fastest D and K that was run",
+)
+
+
+def _verdict(speed: Speed) -> str:
+    """Whether drafting makes the target faster here."""
+    said = f"{speed.drafted:.1f} tokens/s with it, {speed.plain:.1f} without"
+    if speed.drafted > speed.plain:
+        return f"this draft pays: {said}"
+    return f"this draft does not pay: {said}; give more prompts and --steps, or fewer --layers"
+
+
+def _show(record: Record, folder: Path, held: int) -> None:
+    from dsbd_cli.lab.reports.screen import Screen, before_and_after
+
+    table, ends = before_and_after(), (record.milestones[0], record.milestones[-1])
+    last = ends[-1]
+    table.add_row("loss, nats per token", "-", "-" if last.loss is None else f"{last.loss:.3f}")
+    table.add_row("layers that pass", *(_shares(one.acceptance) if one.acceptance else "-" for one in ends))
+    steps = [f"{one.acceptance.steps_per_call:.2f}" if one.acceptance else "-" for one in ends]
+    table.add_row("steps per target call", *steps)
+    table.add_row("tokens/s with the draft", *(f"{one.speed.drafted:.1f}" if one.speed else "-" for one in ends))
+    table.add_row("tokens/s without a draft", *(f"{one.speed.plain:.1f}" if one.speed else "-" for one in ends))
+    console = Screen(sys.stdout)
+    console.print(table)
+    for line in EXPLAINED:
+        console.say(line)
+    if last.speed is not None:
+        console.say(_verdict(last.speed))
+    command = whole(f"dsbd generate --target {record.plan.target} --draft {folder}")
+    console.say(f"{folder} is written, measured on {held} held-out prompts: {command}")

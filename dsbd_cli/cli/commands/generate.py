@@ -1,0 +1,347 @@
+"""`dsbd generate`: lines in, one record per line out, in input order, each written as soon as it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import typer
+
+from dsbd_cli._version import __version__
+from dsbd_cli.cli.options.declare import grouped, help_texts
+from dsbd_cli.cli.options.layers import job_text
+from dsbd_cli.cli.options.options import (
+    STANDARD,
+    AnswerOptions,
+    DeviceOptions,
+    FileOptions,
+    JobOptions,
+    MethodOptions,
+    PairOptions,
+    RowOptions,
+    SamplingOptions,
+    TalkOptions,
+)
+from dsbd_cli.cli.options.scale_options import ScaleOptions, pool_config
+from dsbd_cli.cli.options.settings import RunSettings, model_specs, run_settings
+from dsbd_cli.cli.run.files import can_resume, check_files, count_rows, file_hash, open_source, resuming, writes
+from dsbd_cli.cli.run.flow import MakeRecord, ReadRow, RowFlow, TooManyErrorsError
+from dsbd_cli.cli.run.messages import say
+from dsbd_cli.cli.run.outputs import Outputs
+from dsbd_cli.cli.run.progress import Reporter, begin_talk
+from dsbd_cli.cli.run.shard import Shard, shard_of, sharded_files
+from dsbd_cli.cli.run.signals import StoppedError, StopSignals
+from dsbd_cli.cli.run.summary import Summary, rows_exit_code
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.errors import UsageError, plural
+from dsbd_cli.io.lines.source import LineSource
+from dsbd_cli.io.records.output import MethodRecord, run_fingerprint
+from dsbd_cli.io.records.row import LongLine, Row
+
+if TYPE_CHECKING:
+    from dsbd_cli.scale.pool import PoolConfig
+    from dsbd_cli.scale.worker import LoadEngine, RunsRequests
+
+__all__ = ["generate"]
+
+NOT_INVARIANT = (
+    "on this machine the target's logits depend on what else is in a forward, so that rounding may change a text with "
+    "the draft or the batch: records say same-law, not same-text (see docs/hardware.md)"
+)
+
+PLAIN = (
+    "the target has a chat template, but prompts are given to it as they stand: --chat puts each through the template, "
+    "--no-chat ends this line"
+)
+
+WIDE = 32  # beams; from here on a run says what memory a row takes
+
+DEMONSTRATION = (
+    "the built-in pair answers, which is for demonstration and knows two toy formats: name a model with --target "
+    "(dsbd models lists names)"
+)
+
+
+@grouped
+def generate(
+    files: FileOptions,
+    failing: RowOptions,
+    pair: PairOptions,
+    method: MethodOptions,
+    sampling: SamplingOptions,
+    answers: AnswerOptions,
+    devices: DeviceOptions,
+    scale: ScaleOptions,
+    talk: TalkOptions,
+    job: JobOptions,
+    arguments: Sequence[str],
+) -> None:
+    """Answer prompts with speculative beam decoding: JSON lines in, one JSON line per input line out.
+
+    A line is an object with prompt (or messages), an id and sampling options of its own, or a line of an OpenAI batch.
+
+    Every option may also stand in --config FILE or in a variable such as DSBD_NUM_BEAMS.
+
+    The command line wins over the file, the file over the environment. A switch --x is taken back by --no-x.
+    """
+    begin_talk(talk)
+    strict = files.input_format == "strict"
+    settings = run_settings(
+        pair, method, sampling, devices, failing, strict=strict, chat=bool(files.chat), answers=answers
+    )
+    groups = (files, failing, pair, method, sampling, answers, devices, scale, talk)
+    if job.print_config:
+        typer.echo(job_text(groups, help_texts(groups)))
+        return
+    shard = None if scale.shard is None else shard_of(scale.shard)
+    if shard is not None:
+        files = sharded_files(files, shard)
+    check_files(files)
+    demonstrates = pair.target is None and not talk.quiet
+    wanted = bool(failing.require_valid)
+    run = _Run(
+        *(files, settings, devices, scale, shard, talk, arguments), demonstrates=demonstrates, require_valid=wanted
+    )
+    if code := run.answer():
+        raise typer.Exit(code)
+
+
+class _Run:
+    """One run over one input."""
+
+    def __init__(
+        self,
+        files: FileOptions,
+        settings: RunSettings,
+        devices: DeviceOptions,
+        scale: ScaleOptions,
+        shard: Shard | None,
+        talk: TalkOptions,
+        arguments: Sequence[str],
+        *,
+        demonstrates: bool,
+        require_valid: bool,
+    ) -> None:
+        """demonstrates: nobody has named a model, and it is to be told. require_valid: a row whose best text does not
+        match its grammar has failed."""
+        self._demonstrates, self._require_valid = demonstrates, require_valid
+        self._plain = False  # a row with a plain prompt has come
+        self._templated = False  # the target has been loaded, and has a chat template
+        self._files, self._settings, self._devices, self._arguments = files, settings, devices, arguments
+        self._ordered, self._pool = scale.order != "done", pool_config(scale, devices)
+        self._workers_open = ExitStack()
+        self._method = MethodRecord(settings.method, settings.target, settings.draft, quantize=devices.quantize)
+        self._fingerprint = run_fingerprint(
+            self._method,
+            settings.rows,
+            dtype=devices.dtype or "auto",
+            numerics=devices.numerics or "invariant",
+            on_too_long=settings.on_too_long,
+            strict=settings.rows.strict,
+            chat=settings.rows.chat or None,
+            input_format="text" if files.input_format == "text" else "auto",
+            output_format=files.output_format or "native",
+            allow=None if settings.allow is None else file_hash("--allow", settings.allow),
+            grammar=None if settings.rows.grammar is None else settings.rows.grammar.name,
+            require_valid=require_valid,
+            dsbd=__version__,
+        )
+        self._shard = shard
+        if shard is not None:
+            assert files.input is not None
+            self._fingerprint |= shard.settings(files.input)
+        self._signals = StopSignals(quiet=bool(talk.quiet))
+        self.reporter = Reporter(talk, files.output, says_why=files.output_format != "text")
+
+    def answer(self) -> int:
+        """Answer the rows; returns the exit code of a run that came to its end."""
+        with ExitStack() as stack:
+            stack.enter_context(self._signals)
+            stack.enter_context(self._workers_open)  # left after the summary, whose seconds they are not
+            stream, name, size = open_source(self._files, stack)
+            self.reporter.input_bytes, rows = size, count_rows(self._files, size)
+            self.reporter.input_rows = rows if rows is None or self._shard is None else self._shard.rows(rows)
+            outputs = stack.enter_context(Outputs(self._files, self._fingerprint))
+            outputs.tell(self.reporter)
+            settings = {**self._fingerprint, "batch_size": self._settings.batch_size}
+            summary = stack.enter_context(Summary(self._files.summary, self.reporter.totals, settings))
+            stack.callback(self.reporter.stop)
+            source = stack.enter_context(LineSource(stream, name))
+            flow = self._flow(source, outputs)
+            self._answer(flow, outputs, summary)
+            if self._shard is not None:
+                source.check()
+                outputs.complete(flow.rows_read, flow.input_digest)
+        return rows_exit_code(self.reporter.totals)
+
+    def _flow(self, source: LineSource, outputs: Outputs) -> RowFlow:
+        rows = self._settings.rows
+        return RowFlow(
+            source,
+            self._noted(rows.read_text if self._files.input_format == "text" else rows.read),
+            self.reporter,
+            done=outputs.done,
+            max_errors=self._settings.max_errors,
+            stopping=lambda: self._signals.number is not None,
+            begin=outputs.begin,
+            ordered=self._ordered,
+            shard=self._shard,
+            require_valid=self._require_valid,
+        )
+
+    def _noted(self, read: ReadRow) -> ReadRow:
+        """Rows as they are read, so that plain prompts are told of."""
+
+        def noting(line: bytes | LongLine, *, index: int, number: int) -> Row:
+            row = read(line, index=index, number=number)
+            if row.request is not None and row.request.prompt is not None and not self._plain:
+                self._plain = True
+                self._tell_plain()
+            return row
+
+        return noting
+
+    def _tell_plain(self) -> None:
+        """One line where prompts are given as they stand to a target that was trained on conversations, and nobody has
+        said that it shall be so."""
+        if self._plain and self._templated and self._files.chat is None:
+            self.reporter.warn(PLAIN)
+
+    def _answer(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
+        totals = self.reporter.totals
+        try:
+            if self._needs_engine(flow, outputs):
+                self._run(flow, outputs, summary)
+            elif outputs.is_empty:
+                outputs.begin()  # a run without rows has to make its file, too
+        except TooManyErrorsError as error:
+            raise TooManyErrorsError(f"{error}; {self._how_to_resume()}") from None
+        except StoppedError:
+            self.reporter.stop()
+            raise
+        if (number := self._signals.number) is not None:
+            self.reporter.summary(f"stopped: {totals.line()}; {self._how_to_resume()}", always=True)
+            raise StoppedError(number)
+        if outputs.done is not None and outputs.done.left:
+            self.reporter.warn(
+                f"{self._files.output} holds {plural(outputs.done.left, 'record')} of rows that are not in the input "
+                "any more"
+            )
+        self.reporter.summary(totals.line())
+
+    def _needs_engine(self, flow: RowFlow, outputs: Outputs) -> bool:
+        """Whether there is a row that no earlier run has answered, and that can be read; those before it are written.
+        A signal ends this as it ends a run."""
+        self._signals.on_stop = lambda: None
+        needed = flow.needs_engine(self._maker(outputs.created, None))
+        self._signals.on_stop = None
+        return needed and self._signals.number is None
+
+    def _run(self, flow: RowFlow, outputs: Outputs, summary: Summary) -> None:
+        """Load the models and answer the rows."""
+        engine = self._load(summary)
+        summary.info = engine.info
+        for line in () if engine.info is None else engine.info.told:
+            self.reporter.warn(line)
+        if engine.info is not None:
+            self._method = replace(self._method, threads=engine.info.threads)
+            self._templated = engine.info.chat
+            if self._files.chat and not engine.info.chat:
+                raise UsageError(f"--chat: target {self._settings.target} has no chat template: drop it")
+        self._tell_plain()
+        if engine.exactness != self._method.method.exactness:
+            self._method = replace(self._method, exactness=engine.exactness)
+            if self._devices.numerics != "fast":
+                self.reporter.warn(NOT_INVARIANT)
+        outputs.begin()
+        self.reporter.begin(_describe(self._settings, engine), steps=lambda: engine.steps)
+        self._signals.on_stop = engine.stop
+        flow.run(engine, self._maker(outputs.created, engine))
+
+    def _maker(self, created: int, engine: RunsRequests | None) -> MakeRecord:
+        """How this run writes a row. engine: None while only rows are written that have failed without one."""
+        first, make = replace(self._method, created=created), writes(self._files).load()
+        promised = None if engine is None else engine.exactness
+        assert callable(make), "checked at the start"
+
+        def method() -> MethodRecord:  # a kernel that fails takes with it what was promised of the rows to come
+            if engine is None or engine.exactness == promised:
+                return first
+            return replace(first, exactness=engine.exactness)
+
+        return lambda row, result: bytes(make(row, result, method()))
+
+    def _how_to_resume(self) -> str:
+        """The command that goes on with this run."""
+        if not can_resume(self._files):
+            return "what is written is complete, but only a plain native or openai --output FILE can be resumed"
+        again = " with the same input" if self._files.input in (None, STANDARD) else ""
+        return f"what is written is complete; go on{again} with: {resuming(self._arguments)}"
+
+    def _load(self, summary: Summary) -> RunsRequests:
+        """Where torch is imported, by this process or by its workers."""
+        from dsbd_cli.scale.worker import load_engine
+
+        settings, devices = self._settings, self._devices
+        models = model_specs(settings, devices)
+        load = partial(
+            load_engine,
+            *models,
+            method=settings.method,
+            batch_size=settings.batch_size,
+            log_steps=self._files.stats is not None,
+            on_too_long=settings.on_too_long,
+            cuda_graphs=devices.cuda_graphs,
+            kernels=devices.wanted_kernels,
+            allow=settings.allow,
+            threads=devices.threads,
+        )
+        answering: RunsRequests
+        if self._pool is not None:
+            answering = self._workers(load, models, self._pool, summary)
+        else:
+            answering = engine = load()
+            engine.tell = self.reporter.warn
+        if self._demonstrates:
+            say(DEMONSTRATION)
+        return answering
+
+    def _workers(
+        self, load: LoadEngine, models: Sequence[ModelSpec | None], pool: PoolConfig, summary: Summary
+    ) -> RunsRequests:
+        """Workers in the place of an engine of this process."""
+        from dsbd_cli.scale.pool import RayEngine
+        from dsbd_cli.scale.worker import WorkerSetup
+
+        assert self._settings.batch_size is not None
+        specs = tuple([model for model in models if model is not None])
+        setup = WorkerSetup(load, specs, self._settings.batch_size)
+        engine = RayEngine(setup, pool, self.reporter.warn)
+        self._workers_open.callback(engine.close)
+        with self.reporter.waiting(lambda: f"loading, {engine.describe()}"):
+            engine.start()
+        summary.workers = lambda: engine.reports
+        self.reporter.note = engine.describe
+        return engine
+
+
+def _describe(settings: RunSettings, engine: RunsRequests) -> str:
+    method, info = settings.method, engine.info
+    most = "up to " if method.adaptive_depth else ""
+    drafts = f"{most}{method.depth} layers of {method.drafts_per_layer} drafts" if method.depth else "no draft"
+    drafts += f" by {method.drafter}" if method.depth and method.drafter != MethodConfig().drafter else ""
+    allowed = f"; {engine.allowed}" if engine.allowed else ""
+    footprint = getattr(engine, "footprint", None)  # an engine of this process says it, workers do not
+    allowed += f"; {footprint}" if footprint and method.num_beams >= WIDE else ""
+    models = f"target {settings.target}" + (f", draft {settings.draft}" if settings.draft else "")
+    if info is not None:
+        threads = "" if info.threads is None else f", {plural(info.threads, 'thread')}"
+        models += f" ({info.dtype}, {info.device}{threads})"
+    return (
+        f"{models}; rule {method.rule}, {method.num_beams} beams, {drafts}, width {method.width} ({engine.exactness})"
+        f"{allowed}"
+    )

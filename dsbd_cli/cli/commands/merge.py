@@ -1,0 +1,175 @@
+"""`dsbd merge`: the parts that `dsbd generate --shard` has written, as the one file that a single run writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import typer
+
+from dsbd_cli.cli.options.declare import Existing, Output, Quiet
+from dsbd_cli.cli.options.settings import TYPED
+from dsbd_cli.cli.run.files import is_special
+from dsbd_cli.cli.run.messages import say, warn
+from dsbd_cli.cli.run.shard import SHARD_SETTINGS, shard_of
+from dsbd_cli.cli.run.summary import ROWS_FAILED
+from dsbd_cli.errors import DsbdError, UsageError
+from dsbd_cli.io.lines.compression import frame_maker
+from dsbd_cli.io.lines.jsonl import LineWriter, check_new
+from dsbd_cli.io.lines.lock import open_locked, open_shared
+from dsbd_cli.io.lines.parts import Part, in_order, one_after_another, scan
+from dsbd_cli.io.lines.resume import Settings, read_run, settings_file, write_settings
+from dsbd_cli.io.records.output import fingerprint_difference
+
+__all__ = ["merge"]
+
+SHOWN = 5  # parts that are named in a message, at most
+BESIDE = "give parts, with the file beside each of them"
+
+Parts = Annotated[
+    list[Path], typer.Argument(help="part files, such as out.jsonl.*-of-16", metavar="PART...", show_default=False)
+]
+Partial = Annotated[
+    bool, typer.Option("--partial", help="write what there is, though rows or whole parts are missing", metavar="")
+]
+
+
+def merge(
+    parts: Parts, output: Output, existing: Existing = "error", partial: Partial = False, quiet: Quiet = False
+) -> None:
+    """Put the parts of dsbd generate --shard together: the records of all rows, in the order of the input.
+
+    Nothing is written unless all parts are there, come from one input and the same settings, and hold every row once.
+
+    OpenAI lines have no row number: the parts stand one after the other. Exit code 3 where a row has failed or, with
+    --partial, is missing.
+    """
+    check_new(output, option="--output", overwrite=existing == "overwrite")
+    if is_special(output):
+        raise UsageError(f"--output {output} is no ordinary file, which cannot be replaced in one step: name a file")
+    if any(path.resolve() == output.resolve() for path in parts):
+        raise UsageError(f"--output {output} is a part: name another file")
+    with ExitStack() as stack:
+        if output.exists():  # a run that writes it would go on into a file without a name
+            stack.enter_context(open_locked(output, create_only=False))
+        found, settings, created = _parts(parts, stack, partial=partial)
+        indexed = settings.get("output_format") != "openai"
+        # without a part that has come to its end only the bytes of the input bound its rows, compressed ones do not
+        size = None if settings.get("input_compressed") else int(str(settings["input_bytes"]))
+        most = max([part.rows for part in found if part.rows is not None], default=size)
+        for part in found:
+            scan(part, indexed=indexed, most=most)
+        holes = _holes(found, indexed=indexed, partial=partial)
+        common: Settings = {name: value for name, value in settings.items() if name not in SHARD_SETTINGS}
+        _write(output, in_order(found) if indexed else one_after_another(found), common, created)
+    records, failed = sum(part.records for part in found), sum(part.failed for part in found)
+    if not quiet:
+        say(f"{output}: {records} records of {len(found)} parts" + (f", {failed} failed" if failed else ""))
+    if failed or holes:
+        raise typer.Exit(ROWS_FAILED)
+
+
+def _write(output: Path, lines: Iterable[bytes], settings: Settings, created: int) -> None:
+    """The whole file, or the one before. Killed in between it leaves a file without settings, never one with those of
+    another: nobody goes on with that."""
+    real = output.resolve()  # a link stays one
+    temporary = real.with_name(f".merging.{real.name}")
+    stream = open_locked(temporary, create_only=False)
+    try:
+        stream.truncate(0)
+        with LineWriter(stream, str(temporary), owned=True, frame=frame_maker(output)) as writer:
+            for line in lines:
+                writer.write(line.removesuffix(b"\n"))
+            writer.flush()
+            os.fsync(stream.fileno())
+            settings_file(output).unlink(missing_ok=True)
+            temporary.replace(real)
+            write_settings(output, settings, created)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _parts(paths: Sequence[Path], stack: ExitStack, *, partial: bool) -> tuple[list[Part], Settings, int]:
+    """The parts, which nobody writes while they are open, and what all of them were made with. stack: closes them.
+    Raises UsageError, OutputError where a part is being written."""
+    found: dict[int, Part] = {}
+    first: tuple[Path, Settings, int] | None = None
+    ended: tuple[Path, str] | None = None  # the first part that has come to the end of its input, and of which
+    for path in paths:
+        if not path.is_file():
+            raise UsageError(f"{path} is no file")
+        stream = _opened(path, stack)
+        settings, created, end = read_run(path, "merge", BESIDE)
+        if "shard" not in settings:
+            raise UsageError(f"{path} is no part: it was written without --shard")
+        try:
+            shard = shard_of(str(settings["shard"]), {})
+            int(str(settings["input_bytes"]))
+        except (UsageError, LookupError, ValueError):
+            raise UsageError(f"merge: {settings_file(path)} is not what dsbd wrote: {BESIDE}") from None
+        if shard.part in found:
+            raise UsageError(f"{found[shard.part].path} and {path} are both part {shard.part} of {shard.count}")
+        if first is not None and (difference := _difference(first[1], settings)):
+            raise UsageError(f"{first[0]} and {path} do not belong together: {difference}")
+        first = first or (path, settings, created)
+        found[shard.part] = Part(path, stream, shard.part, shard.count, None if end is None else end.rows)
+        if end is not None:
+            ended = ended or (path, end.digest)
+            if end.digest != ended[1]:
+                raise UsageError(f"{ended[0]} and {path} do not belong together: the input was changed between them")
+        elif not partial:
+            raise UsageError(f"{path} has not come to its end: go on with that part first, or take --partial")
+    assert first is not None
+    count = next(iter(found.values())).count
+    if missing := [part for part in range(count) if part not in found]:
+        told = f"{_shown(missing)} of {count} {'is' if len(missing) == 1 else 'are'} missing"
+        if not partial:
+            raise UsageError(f"part {told}: give all parts, or take --partial")
+        warn(f"part {told}")
+    return list(found.values()), first[1], first[2]
+
+
+def _opened(path: Path, stack: ExitStack) -> BinaryIO:
+    try:
+        return stack.enter_context(open_shared(path))
+    except OSError as error:
+        told = f"{path} cannot be read: {error.strerror} (ulimit -n bounds how many files are open)"
+        raise UsageError(told) from None
+
+
+def _difference(old: Settings, new: Settings) -> str | None:
+    """As of a resumed run; of parts also how many there are, and the input."""
+    names = {**TYPED, "shard": "N of --shard", "input_bytes": "the input's size", "input_head": "the input's beginning"}
+    before, now = ({**one, "shard": str(one["shard"]).partition("/")[2]} for one in (old, new))
+    return fingerprint_difference(before, now, names)
+
+
+def _holes(parts: Sequence[Part], *, indexed: bool, partial: bool) -> int:
+    """Rows without a record, and one more where nobody knows how many there are. Raises DsbdError unless `partial`."""
+    rows = max((part.rows for part in parts if part.rows is not None), default=None)
+    missing = 0
+    if rows is None:
+        warn("no part has come to its end, so nobody knows how many rows the input has")
+        rows = max((part.indices[-1] + 1 for part in parts if part.indices), default=0)
+        missing = 1
+    for part in parts if indexed or not missing else ():
+        wanted = part.wanted(rows if part.rows is None else part.rows)
+        lacks = wanted - part.records
+        if lacks < 0:
+            raise DsbdError(f"{part.path} holds {-lacks} records more than its rows: was the input changed?")
+        missing += lacks
+        if lacks:
+            first = f", the first one row {part.first_absent()}" if indexed else ""
+            told = f"{part.path} lacks {lacks} of its {wanted} rows{first}"
+            if not partial:
+                raise DsbdError(f"{told}: go on with that part first, or take --partial")
+            warn(told)
+    return missing
+
+
+def _shown(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")

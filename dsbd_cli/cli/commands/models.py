@@ -1,0 +1,40 @@
+"""`dsbd models`: which names there are, and what is on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dsbd_cli.cli.options.declare import Command, Group
+
+__all__ = ["app"]
+
+app = typer.Typer(cls=Group, invoke_without_command=True)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="the new name", show_default=False)]
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help="folder or hub id", show_default=False)]
+
+
+@app.callback()
+def models(ctx: typer.Context) -> None:
+    """List the names of models: the built-in pair, your own, ours; where they lead, and what is on this machine.
+
+    Columns: name, source, state (here, partly here, absent), whose name it is.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    from dsbd_cli.models.checkpoints.catalog import listed
+
+    rows = [(entry.name, entry.source, entry.state, entry.origin) for entry in listed()]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        typer.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]))
+
+
+@app.command(cls=Command)
+def add(name: Name, source: Source) -> None:
+    """Give a folder or a hub id a name of your own, in your models.toml (or the file that DSBD_MODELS_FILE names)."""
+    from dsbd_cli.models.checkpoints.catalog import add_name
+
+    typer.echo(f"{name} = {source}, in {add_name(name, source)}")

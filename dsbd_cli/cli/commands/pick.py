@@ -1,0 +1,387 @@
+"""`dsbd pick`: records with several candidates in, one choice per row out, in input order, each with its reason."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, cast
+
+import typer
+
+from dsbd_cli._version import __version__
+from dsbd_cli.cli.options.declare import flag, grouped, option
+from dsbd_cli.cli.options.options import MAIN, MAX_ERRORS, PIPED, Existing, FileOptions, StreamOptions, TalkOptions
+from dsbd_cli.cli.run.files import can_resume, check_files, open_source, resuming
+from dsbd_cli.cli.run.flow import check_errors
+from dsbd_cli.cli.run.outputs import Outputs
+from dsbd_cli.cli.run.progress import Reporter, begin_talk, row_said
+from dsbd_cli.cli.run.signals import StoppedError, StopSignals
+from dsbd_cli.cli.run.summary import rows_exit_code
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError, option_name, plural, reading
+from dsbd_cli.io.lines.compression import open_input
+from dsbd_cli.io.lines.source import LineSource
+from dsbd_cli.io.records.output import dump_line
+from dsbd_cli.io.records.row import LongLine
+from dsbd_cli.pick.candidates import CandidateRow, group_of_lines, record_row
+from dsbd_cli.pick.choosers import METRICS, ByRisk, ByScore, ByVote, Choice, Chooser, Equal, Weights
+from dsbd_cli.pick.execution import DEFAULT_TIMEOUT_S, ByExecution, Databases, Otherwise
+from dsbd_cli.pick.prompts import ByReward, Prompts
+from dsbd_cli.pick.sandbox import SqlStoppedError
+
+__all__ = ["pick"]
+
+PICK_SCHEMA = "dsbd.pick/1"
+MAX_REASON = 200  # characters of an unexpected error
+CHOICE, FILES = "How one is chosen", "Input and output"
+
+By = Literal["score", "vote", "exec", "mbr", "model"]
+WAYS: tuple[By, ...] = ("score", "vote", "exec", "mbr", "model")
+OPTIONS_OF: dict[str, tuple[By, ...]] = {
+    "answer_regex": ("vote",),
+    "equal": ("vote",),
+    "weights": ("vote", "mbr"),
+    "database": ("exec",),
+    "majority": ("exec",),
+    "timeout": ("exec",),
+    "else_": ("exec",),
+    "metric": ("mbr",),
+    "model": ("model",),
+    "prompts": ("model",),
+    "device": ("model",),
+}
+
+
+@dataclass(frozen=True)
+class PickOptions:
+    """How one candidate is chosen."""
+
+    by: By | None = option(
+        MAIN,
+        "score: the highest score; vote: the commonest answer; exec: the first SQL that runs; mbr: the least "
+        "risk against all others; model: the highest reward",
+        metavar="HOW",
+    )
+    answer_regex: str | None = option(
+        CHOICE,
+        "vote: the answer in a text is the last match, its first group if it has one",
+        default="the whole text",
+        metavar="REGEX",
+    )
+    equal: Equal | None = option(
+        CHOICE,
+        "vote: answers are one whose text is the same (text), or whose value is (math: 1/2 and 0.5, by math-verify)",
+        default="text",
+        metavar="HOW",
+    )
+    weights: Weights | None = option(
+        CHOICE,
+        "vote, mbr: what a candidate counts: uniform, for samples; score: exp(score); probability: "
+        "exp(logprob), for beams, which are all different",
+        default="uniform",
+        metavar="HOW",
+    )
+    database: str | None = option(
+        CHOICE, "exec: SQLite file, opened read-only; {name} stands for a field of the row's metadata", metavar="FILE"
+    )
+    majority: bool | None = flag(CHOICE, "exec: of those that run, the first whose result most others have too")
+    timeout: float | None = option(
+        CHOICE, "exec: seconds that one candidate may run", default=DEFAULT_TIMEOUT_S, metavar="S"
+    )
+    else_: Otherwise | None = option(
+        CHOICE,
+        "exec: where nothing runs: first: the first candidate is chosen; error: the row fails",
+        default="first",
+        metavar="WHAT",
+    )
+    metric: str | None = option(CHOICE, f"mbr: {' or '.join(METRICS)}", default="chrf", metavar="NAME")
+    model: str | None = option(CHOICE, "model: sequence classifier with one output; folder or hub id", metavar="MODEL")
+    prompts: Path | None = option(CHOICE, "model: the input of dsbd generate, for the prompts by id", metavar="FILE")
+    device: str | None = option(CHOICE, "model: cpu, cuda, cuda:1, ...", default="auto", metavar="DEVICE")
+
+
+@dataclass(frozen=True)
+class PickFiles(StreamOptions):
+    """Where candidates come from and choices go to."""
+
+    existing: Existing | None = option(
+        MAIN,
+        "where --output exists: error; overwrite; resume: choose only for rows that it does not hold; retry: "
+        "resume, and choose again for failed rows",
+        default="error",
+        metavar="WHAT",
+    )
+    input_format: Literal["records", "lines"] | None = option(
+        FILES,
+        "records: of dsbd generate, native or openai; lines: a candidate per line, --candidates of them per "
+        "row (as mbrs reads them)",
+        default="records",
+        metavar="FORM",
+    )
+    output_format: Literal["native", "text", "lines"] | None = option(
+        FILES,
+        "native: records that say what was chosen and why; text: the chosen text alone, escaped as in JSON; "
+        "lines: nothing is chosen, all --candidates of a row are written, one per line (as mbrs reads them)",
+        default="native",
+        metavar="FORM",
+    )
+    candidates: int | None = option(FILES, "candidates per row, with a format lines", metavar="N", least=1)
+    max_errors: int | None = option(FILES, MAX_ERRORS, metavar="N", least=1)
+
+
+@partial(grouped, elsewhere=PIPED)
+def pick(how: PickOptions, files: PickFiles, talk: TalkOptions, arguments: Sequence[str]) -> None:
+    """Choose one of the n best of every row: by score, by vote, by running it, by least risk, or by a reward model.
+
+    A line is a record of dsbd generate --n-best N. A line comes out for every line in, in order, as soon as it is done.
+
+    Exit code 3 says that some rows failed; their records say why.
+    """
+    begin_talk(talk)
+    _check(how, files)
+    chooser_of = _chooser(how)
+    own = FileOptions(
+        input=files.input,
+        output=files.output,
+        output_format="text" if files.output_format in ("text", "lines") else None,
+        existing=files.existing,
+    )
+    check_files(own)
+    if code := _Run(how, files, own, talk, arguments).run(chooser_of):
+        raise typer.Exit(code)
+
+
+def _check(how: PickOptions, files: PickFiles) -> None:
+    """Refuse what cannot work together. Raises UsageError."""
+    writes_all = files.output_format == "lines"
+    if how.by is None and not writes_all:
+        raise UsageError(f"--by is missing: it says how to choose, one of {', '.join(WAYS)}")
+    if writes_all and how.by is not None:
+        raise UsageError(
+            f"--by {how.by} would do nothing, because --output-format lines writes all candidates: drop it"
+        )
+    for name, ways in OPTIONS_OF.items():
+        if getattr(how, name) is not None and how.by not in ways:
+            raise UsageError(f"{option_name(name)} would do nothing without --by {' or '.join(ways)}: drop it")
+    needed = {"exec": ("database",), "model": ("model", "prompts")}.get(how.by or "", ())
+    for name in needed:
+        if getattr(how, name) is None:
+            raise UsageError(f"--by {how.by} needs --{name}")
+    if how.metric is not None and how.metric not in METRICS:
+        hint = " (write --output-format lines and give them to mbrs, which has it)" if how.metric == "comet" else ""
+        raise UsageError(f"--metric is {how.metric!r}, but must be one of {', '.join(METRICS)}{hint}")
+    lines = files.input_format == "lines"
+    if (lines or writes_all) != (files.candidates is not None):
+        if files.candidates is None:
+            raise UsageError("a format lines needs --candidates N: how many lines make a row")
+        raise UsageError(f"--candidates {files.candidates} would do nothing without a format lines: drop it")
+    if lines and (how.by in ("score", "exec", "model") or how.weights in ("score", "probability") or writes_all):
+        what = (
+            "--output-format lines"
+            if writes_all
+            else f"--by {how.by}"
+            if how.weights is None
+            else f"--weights {how.weights}"
+        )
+        raise UsageError(f"--input-format lines holds texts alone, but {what} needs records: give those")
+    if how.timeout is not None and not 0 < how.timeout < float("inf"):
+        raise UsageError(f"--timeout is {how.timeout:g}, but must be a number of seconds above 0")
+
+
+def _chooser(how: PickOptions) -> Chooser | None:
+    """All but a reward model, which is loaded when there is something to choose. Raises UsageError."""
+    match how.by:
+        case "score":
+            return ByScore()
+        case "vote":
+            try:
+                answer = None if how.answer_regex is None else re.compile(how.answer_regex, re.DOTALL)
+            except re.error as error:
+                raise UsageError(f"--answer-regex is {how.answer_regex!r}, but must be a regex: {error}") from None
+            return ByVote(answer, how.weights or "uniform", how.equal or "text")
+        case "exec":
+            agree: Literal["first", "majority"] = "majority" if how.majority else "first"
+            databases, timeout_s = Databases(how.database or ""), how.timeout or DEFAULT_TIMEOUT_S
+            chooser = ByExecution(databases, agree, timeout_s, how.else_ or "first")
+            chooser.check("--database")
+            return chooser
+        case "mbr":
+            return ByRisk(how.metric or "chrf", how.weights or "uniform")
+        case _:
+            return None
+
+
+class _Run:
+    """One run over one input."""
+
+    def __init__(
+        self, how: PickOptions, files: PickFiles, own: FileOptions, talk: TalkOptions, arguments: Sequence[str]
+    ) -> None:
+        """own: the files as `dsbd generate` knows them."""
+        self._how, self._files, self._own, self._arguments = how, files, own, arguments
+        self._settings: dict[str, object] = {
+            name.rstrip("_"): value if value is None or isinstance(value, int | float) else str(value)
+            for name, value in (
+                ("by", how.by),
+                *((name, getattr(how, name)) for name in OPTIONS_OF if name != "device"),
+                ("input_format", files.input_format or "records"),
+                ("output_format", files.output_format or "native"),
+                ("candidates", files.candidates),
+                ("dsbd", __version__),
+            )
+        }
+        self._signals = StopSignals(quiet=bool(talk.quiet))
+        self._stopped = False
+        self._reporter = Reporter(talk, files.output, says_why=(files.output_format or "native") == "native")
+        self._chosen = self._moved = self._none_ran = 0
+        self._chooser: Chooser | None = None
+
+    def run(self, chooser: Chooser | None) -> int:
+        """Choose for every row; returns the exit code."""
+        totals = self._reporter.totals
+        with ExitStack() as stack:
+            stack.enter_context(self._signals)
+            stream, name, size = open_source(self._own, stack)
+            self._reporter.input_bytes = size
+            outputs = stack.enter_context(Outputs(self._own, self._settings))
+            outputs.tell(self._reporter)
+            stack.callback(self._reporter.stop)
+            source = stack.enter_context(LineSource(stream, name))
+            if chooser is None and self._how.by == "model":
+                chooser = self._reward(stack)
+            self._chooser = chooser
+            writer, _ = outputs.begin()
+            self._signals.on_stop = self._stop
+            for row in self._rows(source):
+                if self._stopped:
+                    break
+                if row is None:
+                    writer.flush()
+                    continue
+                if outputs.done is not None and outputs.done.take(row.id, row.key):
+                    totals.skipped += 1
+                    continue
+                try:
+                    lines = self._lines(row, chooser)
+                except SqlStoppedError:
+                    break
+                for line in lines:
+                    writer.write(line)
+                check_errors(totals.failed, self._files.max_errors, f"; {self._how_to_resume()}")
+            writer.flush()
+        if self._signals.number is not None:
+            self._reporter.summary(f"stopped: {self._line()}; {self._how_to_resume()}", always=True)
+            raise StoppedError(self._signals.number)
+        self._reporter.summary(self._line())
+        return rows_exit_code(totals)
+
+    def _stop(self) -> None:
+        self._stopped = True
+        if isinstance(self._chooser, ByExecution):
+            self._chooser.stop()
+
+    def _reward(self, stack: ExitStack) -> Chooser:
+        """Where torch is imported."""
+        path, how = self._how.prompts, self._how
+        assert path is not None
+        with reading(f"--prompts {path}"):
+            stream = stack.enter_context(open_input(path))
+        from dsbd_cli.models.reward import RewardModel
+
+        return ByReward(
+            RewardModel(ModelSpec(how.model or "", device=how.device or "auto")),
+            Prompts(cast("io.BufferedReader", stream), str(path)),
+        )
+
+    def _rows(self, source: LineSource) -> Iterator[CandidateRow | None]:
+        index, group, first, known = 0, list[bytes](), 0, 0
+        count = self._files.candidates if self._files.input_format == "lines" else None
+        for item in source:
+            if item is None:
+                yield None
+                continue
+            number, line = item
+            if count is None:
+                yield record_row(line, index=index, number=number)
+                index += 1
+                continue
+            text = line.head if isinstance(line, LongLine) else line
+            # the source passes over empty lines, which are empty candidates here
+            for place, one in enumerate([*[b""] * (number - known - 1), text], known + 1):
+                first = first if group else place
+                group.append(one)
+                if len(group) == count:
+                    yield group_of_lines(group, index=index, number=first)
+                    index, group = index + 1, []
+            known = number
+        if group:
+            told = InvalidRowError(f"line {first}: {len(group)} lines are left, but a row has {count} (--candidates)")
+            yield CandidateRow(index, first, str(index), "", error=told)
+
+    def _lines(self, row: CandidateRow, chooser: Chooser | None) -> list[bytes]:
+        """What is written of a row. Raises SqlStoppedError where its choice was not made to the end."""
+        error: RowError | None = row.error
+        choice: Choice | None = None
+        if error is None:
+            try:
+                if chooser is not None:
+                    choice = chooser.choose(row)
+                elif len(row.candidates) != self._files.candidates:
+                    count = len(row.candidates)
+                    raise InvalidRowError(f"the row has {count} candidates, not {self._files.candidates}")
+            except RowError as failed:
+                error = type(failed)(f"line {row.number}: {failed}")
+            except (DsbdError, SqlStoppedError):
+                raise
+            except Exception as failed:  # whatever a text makes of a library, it is the matter of its row
+                told = " ".join(str(failed).split())[:MAX_REASON]
+                error = RowError(f"line {row.number}: {type(failed).__name__}: {told}".removesuffix(": "))
+        kind = "" if error is None else type(error).__name__
+        self._reporter.row(error=None if error is None else row_said(row.index, row.id, error), kind=kind)
+        if error is None:
+            self._chosen += 1
+            self._moved += choice is not None and choice.beam > 0
+            self._none_ran += choice is not None and choice.why.get("ran") == 0
+            if len(row.candidates) == 1 and chooser is not None:
+                told = f"row {row.index} (id {row.id}) has one candidate: dsbd generate --n-best N reports more"
+                self._reporter.warn(told, kind="one candidate")
+        if self._files.output_format == "lines":
+            texts = [one.text for one in row.candidates] if error is None else [""] * (self._files.candidates or 0)
+            return [" ".join(text.split()).encode() for text in texts]
+        if self._files.output_format == "text":
+            return [b"" if choice is None else dump_line(row.candidates[choice.beam].text)[1:-1]]
+        return [_record(row, choice, self._how.by or "", error)]
+
+    def _line(self) -> str:
+        totals = self._reporter.totals
+        parts = [plural(totals.rows, "row")]
+        if self._how.by is not None:
+            parts.append(f"{self._moved} of {self._chosen} not the first candidate")
+        if self._none_ran:
+            parts.append(f"{plural(self._none_ran, 'row')} with nothing that runs (--else error makes them fail)")
+        parts += [f"{totals.failed} failed"] if totals.failed else []
+        parts += [f"{totals.skipped} done before"] if totals.skipped else []
+        return ", ".join(parts)
+
+    def _how_to_resume(self) -> str:
+        if not can_resume(self._own):
+            return "what is written is complete, but only a plain native --output FILE can be resumed"
+        return f"what is written is complete; go on with: {resuming(self._arguments)}"
+
+
+def _record(row: CandidateRow, choice: Choice | None, by: str, error: RowError | None) -> bytes:
+    record: dict[str, object] = {"schema": PICK_SCHEMA, "index": row.index, "id": row.id}
+    if row.metadata is not None:
+        record["metadata"] = row.metadata
+    record["key"] = row.key
+    if error is not None or choice is None:
+        record["error"] = {"type": type(error).__name__, "message": str(error), "line": row.number}
+        return dump_line(record)
+    record.update(row.candidates[choice.beam].fields)
+    record["pick"] = {"by": by, "beam": choice.beam, "of": len(row.candidates), **choice.why}
+    return dump_line(record)

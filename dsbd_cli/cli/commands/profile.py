@@ -1,0 +1,372 @@
+"""`dsbd profile`: where time and memory go on this machine, and which of some settings is the fastest."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import typer
+
+from dsbd_cli.cli.options.declare import flag, grouped, option
+from dsbd_cli.cli.options.options import (
+    MAIN,
+    METHOD,
+    AnswerOptions,
+    DeviceOptions,
+    MethodOptions,
+    PairOptions,
+    SamplingOptions,
+)
+from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, model_specs, places, run_settings
+from dsbd_cli.cli.run.files import check_report_files, read_prompts
+from dsbd_cli.cli.run.messages import hush, say, status_line
+from dsbd_cli.cli.run.signals import StoppedError, StopSignals
+from dsbd_cli.config.method import DEFAULT_DEPTH
+from dsbd_cli.config.spelling import parse, spell
+from dsbd_cli.config.variants import MIN_WIDTH, RULES, WIDTHS
+from dsbd_cli.errors import SETTINGS, UsageError, option_name
+from dsbd_cli.io.lines.resume import write_atomically
+from dsbd_cli.lab.reports.style import picture_bytes
+from dsbd_cli.lab.tasks.table import TASKS
+from dsbd_cli.requests import Request, derive_seed
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.engine import Engine
+    from dsbd_cli.lab.reports.profile_data import ForestSize, Profile
+
+__all__ = ["option_words", "profile"]
+
+T = TypeVar("T")
+
+PROMPTS, PROFILE = MAIN, "Profile"
+RECORDS, REPEATS, SECONDS = 8, 3, 60.0
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """What is decoded to be measured."""
+
+    input: Path | None = option(PROMPTS, "prompts as generate reads them", "-i", metavar="FILE")
+    task: Literal["sql", "qa"] | None = option(
+        PROMPTS, "prompts of one built-in task: sql or qa", default="both", metavar="TASK"
+    )
+    records: int | None = option(PROMPTS, "prompts at most", default=RECORDS, metavar="N", least=1)
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """How long it may take, and what is written besides the tables."""
+
+    seconds: float | None = option(
+        PROFILE,
+        "time for measuring, after the models are loaded; what there is no time for is left out and named",
+        default=f"{SECONDS:g}",
+        metavar="X",
+        above=0,
+    )
+    repeats: int | None = option(
+        PROFILE, "timed runs of each setting, taken in turn", default=REPEATS, metavar="N", least=1
+    )
+    show: int | None = option(
+        PROFILE, "show the draft forest of iteration N of the first prompt as a tree", metavar="N", least=1
+    )
+    json: Path | None = option(PROFILE, "write all numbers here as one JSON document", metavar="FILE")
+    plot: Path | None = option(
+        PROFILE, "draw the phases here: .png, .svg or .pdf (needs the extra plots)", metavar="FILE"
+    )
+    trace: Path | None = option(
+        PROFILE, "write a Chrome trace of the first iterations here; compressed if it ends in .gz", metavar="FILE"
+    )
+    existing: Literal["error", "overwrite"] | None = option(
+        PROFILE, "where a --json, --plot or --trace file exists: error or overwrite", default="error", metavar="WHAT"
+    )
+    quiet: bool | None = flag(PROFILE, "print the recommended command line and nothing else", "-q")
+
+
+@dataclass(frozen=True)
+class ForestOptions(MethodOptions):
+    """How beams are drafted and verified, with as many layers in every iteration: `--depth auto` has no place here."""
+
+    depth: str | None = option(METHOD, "D, drafted layers", default=DEFAULT_DEPTH, metavar="D")
+
+
+@grouped
+def profile(
+    prompts: PromptOptions,
+    pair: PairOptions,
+    method: ForestOptions,
+    sampling: SamplingOptions,
+    answers: AnswerOptions,
+    devices: DeviceOptions,
+    wanted: ProfileOptions,
+    arguments: Sequence[str],
+) -> None:
+    """Measure where time and memory go with these models and prompts, and recommend the fastest D and K that was run.
+
+    What is worth most is measured first, within --seconds. Beside the setting in use it runs no draft, and half and
+    twice its layers and drafts.
+
+    Ctrl-C prints what is measured by then.
+    """
+    hush(wanted.quiet)
+    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices, answers=answers)
+    if settings.allow is not None:
+        raise UsageError(f"--allow {settings.allow} is not profiled, because a profile cuts answers short: drop it")
+    if settings.method.adaptive_depth:
+        raise UsageError(
+            "--depth auto takes another D and K from iteration to iteration, so its phases are a mix of many: "
+            "give the depth that is to be profiled"
+        )
+    if wanted.quiet and wanted.show is not None and wanted.json is None:
+        raise UsageError("--show prints a tree and --quiet prints nothing but a command: drop one, or add --json")
+    check_report_files(
+        {"--json": wanted.json, "--plot": wanted.plot, "--trace": wanted.trace}, existing=wanted.existing
+    )
+    requests = _requests(prompts, settings)
+    groups = (pair, method, sampling, answers, devices)
+    command = shlex.join(["dsbd", *(arguments or ["profile"])])
+    # libraries turn a KeyboardInterrupt in the middle of an import into errors of their own
+    with StopSignals(quiet=bool(wanted.quiet)) as signals:
+        shown: list[str] = []  # what was measured, as it was told
+        with _talk(quiet=bool(wanted.quiet)) as told:
+            render = _renderer(groups, prompts.input)
+            found = _measure(settings, devices, requests, wanted, command, render, (told, shown), signals)
+        if found is not None:
+            _write(found, wanted)
+        if signals.number is not None:
+            raise StoppedError(signals.number, early=found is None and not shown)
+
+
+def _requests(prompts: PromptOptions, settings: RunSettings) -> tuple[Request, ...]:
+    """The prompts to be decoded. Raises UsageError where there are none, InvalidRowError with the first bad line."""
+    count = prompts.records or RECORDS
+    if prompts.input is None:
+        reader, tasks = settings.rows, [TASKS[prompts.task]] if prompts.task else list(TASKS.values())
+        streams = [task.records("test") for task in tasks]
+        records = itertools.islice(itertools.chain.from_iterable(zip(*streams, strict=True)), count)
+        return tuple(
+            Request(
+                id=one.id,
+                seed=derive_seed(reader.seed, one.id),
+                prompt=one.prompt,
+                sampling=reader.sampling,
+                grammar=reader.grammar,
+            )
+            for one in records
+        )
+    if prompts.task is not None:
+        raise UsageError("--input and --task cannot be used together: give one of them")
+    found = read_prompts("--input", prompts.input, settings.rows, most=count)
+    if not found:
+        raise UsageError(f"--input {prompts.input} holds no prompt")
+    return tuple(found)
+
+
+@contextmanager
+def _talk(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """What is being done: one line on a terminal that is replaced, a line for each part elsewhere."""
+    first = "loading the models"
+    with status_line(first, quiet=quiet) as live:
+        if live is None and not quiet:
+            say(first)
+        yield live or ((lambda message: None) if quiet else say)
+
+
+def _measure(
+    settings: RunSettings,
+    devices: DeviceOptions,
+    requests: tuple[Request, ...],
+    wanted: ProfileOptions,
+    command: str,
+    render: Callable[[ForestSize], str],
+    talk: tuple[Callable[[str], None], list[str]],
+    signals: StopSignals,
+) -> Profile | None:
+    """Where torch is imported. talk: is told what is being done, and takes what it came to."""
+    engine, before = _load(settings, devices)
+    from dsbd_cli.lab.profiling.budget import Budget
+    from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
+    from dsbd_cli.lab.profiling.runs import ProfiledPair
+
+    assert engine.info is not None
+    told, shown = talk
+
+    def found(message: str) -> None:
+        if not wanted.quiet:
+            shown.append(message)
+            say(f"measured: {message}")
+
+    budget = Budget(wanted.seconds or SECONDS, told, found=found)
+    signals.on_stop = budget.stop
+    return take_profile(
+        ProfileSpec(
+            bench=ProfiledPair(
+                engine.target,
+                engine.draft,
+                engine.codec,
+                requests,
+                settings.batch_size or len(requests),
+                (settings.target, settings.draft),
+                budget,
+            ),
+            method=settings.method,
+            repeats=wanted.repeats or REPEATS,
+            command=command,
+            dtype=engine.info.dtype,
+            resident_before=before,
+            render=render,
+            show=wanted.show,
+            trace=wanted.trace,
+        )
+    )
+
+
+def _load(settings: RunSettings, devices: DeviceOptions) -> tuple[Engine, int | None]:
+    """The models, and the bytes that this process held before them."""
+    from dsbd_cli import loading
+
+    # what is imported here would else count as the models' memory
+    from dsbd_cli.lab.metrics.memory import resident_bytes
+
+    before = resident_bytes()
+    engine = loading.load(
+        *model_specs(settings, devices),
+        method=settings.method,
+        batch_size=settings.batch_size,
+        threads=devices.threads,
+    )
+    return engine, before
+
+
+def option_words(group: object, changed: dict[str, object]) -> list[str]:
+    """The options of a group as words of a command line, with some values changed; None leaves one out."""
+    assert dataclasses.is_dataclass(group)
+    words = []
+    for item in dataclasses.fields(group):
+        value = changed.get(item.name, getattr(group, item.name))
+        name = option_name(item.name)
+        if value is not None and item.name in SETTINGS:
+            flag, setting = name.split()
+            shown = str(value).lower() if isinstance(value, bool) else value
+            words += [flag, f"{setting}={shown}"]
+        elif value is True:
+            words.append(name)
+        elif value is False:
+            words.append("--no-" + name.removeprefix("--"))
+        elif isinstance(value, list):
+            words += [word for one in value for word in (name, str(one))]
+        elif value is not None:
+            words += [name, str(value)]
+    return words
+
+
+def _renderer(groups: tuple[object, ...], prompts: Path | None) -> Callable[[ForestSize], str]:
+    """How a setting is written as a ready command: with the options that change something."""
+
+    def render(setting: ForestSize) -> str:
+        changed: dict[str, object] = {"depth": str(setting.depth), "drafts_per_layer": setting.drafts_per_layer}
+        if setting.min_width is not None:
+            changed["width"] = _narrowed(groups, setting.min_width)
+        if not setting.depth:
+            names = ["depth", "drafts_per_layer", "width", "drafter"]
+            verify = next((one.verify for one in groups if isinstance(one, MethodOptions)), None)
+            device = next((one.device for one in groups if isinstance(one, DeviceOptions)), None)
+            if verify is not None and RULES[parse("--verify", verify, RULES)[0]].needs_draft:
+                names.append("verify")  # without a draft it is plain sampling
+            changed = {**dict.fromkeys(names), "draft": "none", "device": places(device)[0]}
+        words = [word for group in _needed(groups, changed) for word in option_words(group, {})]
+        source = shlex.quote(str(prompts)) if prompts is not None else "prompts.jsonl"
+        return f"{shlex.join(['dsbd', 'generate', *words])} --input {source}"
+
+    return render
+
+
+def _narrowed(groups: tuple[object, ...], min_width: int) -> str:
+    """The threshold width as given, with another least width."""
+    given = next((one.width for one in groups if isinstance(one, MethodOptions)), None)
+    name, settings = parse("--width", given, WIDTHS) if given is not None else ("", {})
+    wide = WIDTHS[name] if name and WIDTHS[name].dynamic else next(one for one in WIDTHS.values() if one.dynamic)
+    return spell(wide, {**settings, MIN_WIDTH.field: min_width})
+
+
+def _needed(groups: tuple[object, ...], changed: dict[str, object]) -> list[object]:
+    """The groups with changed values, less the options without which generate would do the same."""
+    kept = [_with(group, changed) for group in groups]
+    wanted = _settled(kept)
+    names = [(place, name) for place, group in enumerate(kept) for name in vars(group)]
+    for place, name in names:
+        if getattr(kept[place], name) is None:
+            continue
+        fewer = [*kept[:place], _with(kept[place], {name: None}), *kept[place + 1 :]]
+        # an option without which the others contradict each other is needed
+        with suppress(UsageError):
+            kept = fewer if _settled(fewer) == wanted else kept
+    return kept
+
+
+def _with(group: object, changed: dict[str, object]) -> object:
+    assert dataclasses.is_dataclass(group)
+    names = {item.name for item in dataclasses.fields(group)}
+    return dataclasses.replace(group, **{k: v for k, v in changed.items() if k in names})  # type: ignore[type-var]
+
+
+def _settled(groups: list[object]) -> tuple[object, ...]:
+    """All that `dsbd generate` would do with these options."""
+
+    def group(kind: type[T]) -> T:
+        return next((one for one in groups if isinstance(one, kind)), kind())
+
+    devices = group(DeviceOptions)
+    settings = run_settings(
+        group(PairOptions),
+        group(MethodOptions),
+        group(SamplingOptions),
+        devices,
+        answers=group(AnswerOptions),
+    )
+    # what run_settings hands on unread
+    idle = {"dtype": "auto", "device": "auto", "trust_remote_code": False}
+    loading = dataclasses.asdict(devices) | {name: getattr(devices, name) or default for name, default in idle.items()}
+    loading.pop("batch_size")
+    return settings, loading
+
+
+def _write(found: Profile, wanted: ProfileOptions) -> None:
+    if wanted.json is not None:
+        import orjson
+
+        document = {"schema": "dsbd.profile/1", **dataclasses.asdict(found)}
+        write_atomically(wanted.json, orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
+    if wanted.plot is not None:
+        from dsbd_cli.lab.reports.profile_plots import profile_figure
+
+        write_atomically(wanted.plot, picture_bytes(profile_figure(found), wanted.plot.suffix))
+    if wanted.quiet:
+        typer.echo(found.recommended_command)
+        return
+    _print(found)
+
+
+def _print(found: Profile) -> None:
+    """The tables, and the tree if there is one, on standard output."""
+    from rich.text import Text
+
+    from dsbd_cli.lab.reports.profile_tables import profile_tables
+    from dsbd_cli.lab.reports.profile_tree import forest_tree
+    from dsbd_cli.lab.reports.screen import Screen
+
+    console = Screen(sys.stdout)
+    for part in profile_tables(found):
+        if isinstance(part, Text):
+            console.print(part, soft_wrap=True)
+        else:
+            console.show(part)
+    if found.forest is not None:
+        console.show(forest_tree(found.forest))

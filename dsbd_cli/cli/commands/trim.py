@@ -1,0 +1,268 @@
+"""`dsbd trim-draft`: a draft with a smaller LM head, and what that costs and saves."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+
+from dsbd_cli.cli.options.declare import flag, grouped, option
+from dsbd_cli.cli.options.options import MAIN, Decode, DeviceOptions, MethodOptions, PairOptions, SamplingOptions
+from dsbd_cli.cli.options.settings import RunSettings, fixed_depth, model_specs, run_settings
+from dsbd_cli.cli.run.files import read_prompts
+from dsbd_cli.cli.run.messages import hush, say, warn
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.model import DTYPES, Dtype, ModelSpec
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.errors import DsbdError, InvalidRowError, UsageError, plural, reading
+from dsbd_cli.io.lines.compression import open_input
+from dsbd_cli.io.lines.corpus import answer_text
+from dsbd_cli.io.lines.jsonl import read_lines
+from dsbd_cli.requests import Request
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.engine import Engine
+    from dsbd_cli.train.compare import Measure
+    from dsbd_cli.train.trim import TrimReport
+
+__all__ = ["HELD_OUT_EVERY", "HELD_OUT_MOST", "hold_out", "trim_draft"]
+
+TRIM_SCHEMA = "dsbd.trim/1"
+TRIM = "Trimming"
+COUNTERS = ("steps", "target_calls", "draft_calls", "drafted", "accepted")
+_METHOD = MethodConfig()
+HELD_OUT_EVERY, HELD_OUT_MOST = 8, 64
+
+
+@dataclass(frozen=True)
+class TrimOptions:
+    """What is counted, what is kept, where it goes."""
+
+    output: Path | None = option(TRIM, "new folder for the trimmed draft (required)", "-o", metavar="FOLDER")
+    texts: list[str] | None = option(TRIM, "count a file that dsbd generate wrote; may be repeated", metavar="FILE")
+    input: Path | None = option(
+        TRIM,
+        "answer these prompts now, as generate reads them, and count the answers; "
+        f"every {HELD_OUT_EVERY}th, {HELD_OUT_MOST} at most, is held out",
+        "-i",
+        metavar="FILE",
+    )
+    held_out: Path | None = option(TRIM, "prompts to measure on instead of every eighth one", metavar="FILE")
+    size: int | None = option(TRIM, "rows to keep, special and end tokens among them", metavar="N")
+    coverage: float | None = option(TRIM, "keep as many rows as cover this share of the counted tokens", metavar="X")
+    decode: Decode | None = option(
+        MAIN,
+        "how prompts are answered, and both drafts measured; search: beam search; sample: beam sampling",
+        default="sample",
+        metavar="HOW",
+    )
+    num_beams: int | None = option(MAIN, "W, live beams at most", default=_METHOD.num_beams, metavar="W")
+    max_new_tokens: int | None = option(
+        MAIN, "generated tokens at most", default=SamplingConfig().max_new_tokens, metavar="N"
+    )
+    dtype: Dtype | None = option(TRIM, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
+    device: str | None = option(TRIM, "as of generate; with a comma the target's and the draft's", metavar="DEVICE")
+    trust_remote_code: bool | None = flag(TRIM, "run code that a checkpoint brings with it")
+    json: bool | None = flag(TRIM, "one JSON object on standard output, no table")
+    quiet: bool | None = flag(TRIM, "no table, nothing but errors", "-q")
+
+
+@grouped
+def trim_draft(
+    trim: TrimOptions,
+    pair: PairOptions,
+    arguments: Sequence[str],
+) -> None:
+    """Write a draft whose LM head has only the rows of frequent tokens (VocabTrim): cheaper to run, the text the same.
+
+    Tokens are counted in what the target says: in files of dsbd generate (--texts), or in answers to --input.
+
+    Acceptance and time of both drafts are measured on held-out prompts and shown.
+    """
+    hush(trim.quiet)
+    if trim.output is None:
+        raise UsageError("--output is missing: name a new folder for the trimmed draft")
+    if (trim.texts is None) == (trim.input is None):
+        raise UsageError("give either --texts or --input: what shall be counted")
+    if trim.json and trim.quiet:
+        raise UsageError("--json and --quiet cannot be used together: give one of them")
+    method = MethodOptions(num_beams=trim.num_beams, decode=trim.decode)
+    sampling = SamplingOptions(max_new_tokens=trim.max_new_tokens)
+    devices = DeviceOptions(dtype=trim.dtype, device=trim.device, trust_remote_code=trim.trust_remote_code)
+    settings = run_settings(pair, fixed_depth(pair, method), sampling, devices)
+    if settings.draft is None:
+        raise UsageError("there is no draft to trim: name one with --draft")
+    _Trimming(trim, settings, devices, trim.output).run()
+
+
+class _Trimming:
+    """One run of the command."""
+
+    def __init__(self, trim: TrimOptions, settings: RunSettings, devices: DeviceOptions, output: Path) -> None:
+        self._trim, self._settings, self._devices, self._output = trim, settings, devices, output
+        draft = model_specs(settings, devices)[1]
+        assert draft is not None, "checked by the command"
+        self._draft = draft
+        self._engine_made: Engine | None = None
+
+    def run(self) -> None:
+        """Count, write, measure, tell."""
+        from dsbd_cli.train.trim import check
+
+        check(self._draft, self._output, size=self._trim.size, coverage=self._trim.coverage)
+        prompts = self._prompts(self._trim.input, "--input")
+        held = self._prompts(self._trim.held_out, "--held-out")
+        if self._trim.held_out is None:
+            held, prompts = hold_out(prompts)
+        report = self._write(self._count(prompts))
+        measured = self._measure(held) if held else None
+        if measured is None and not self._trim.quiet:
+            say("nothing is measured, because no prompts are held out: --held-out FILE names some")
+        if measured is not None and not self._trim.quiet:
+            _warn_of_loss(*measured)
+        if self._trim.json:
+            sys.stdout.buffer.write(orjson.dumps(self._record(report, len(held), measured)) + b"\n")
+        elif not self._trim.quiet:
+            _show(report, measured, len(held), str(self._output))
+
+    def _prompts(self, path: Path | None, name: str) -> list[Request]:
+        requests = read_prompts(name, path, self._settings.rows) if path is not None else []
+        if path is not None and not requests:
+            raise UsageError(f"{name} {path} holds no prompts")
+        return requests
+
+    def _count(self, prompts: list[Request]) -> Counter[int]:
+        if self._trim.texts is not None:
+            from dsbd_cli.train.trim import count_texts
+
+            return count_texts(self._draft, self._texts())
+        counts: Counter[int] = Counter()
+        for result in self._engine_of().run(prompts):
+            if result.error is not None:
+                raise DsbdError(f"prompt {result.request.id} cannot be answered: {result.error}")
+            counts.update(result.hypotheses[0].token_ids)
+        return counts
+
+    def _texts(self) -> Iterator[str]:
+        for name in self._trim.texts or ():
+            with reading(f"--texts {name}"), open_input(Path(name)) as stream:
+                assert isinstance(stream, io.BufferedReader), "open_input gives no other"
+                for number, line in read_lines(stream):
+                    try:
+                        text = answer_text(line if isinstance(line, bytes) else b"")
+                    except InvalidRowError as error:
+                        raise UsageError(f"--texts {name}, line {number}: {error}") from None
+                    if text is not None:
+                        yield text
+
+    def _write(self, counts: Counter[int]) -> TrimReport:
+        from dsbd_cli.models.checkpoints.catalog import end_tokens
+        from dsbd_cli.train.trim import trim
+
+        target = ModelSpec(self._settings.target, trust_remote_code=bool(self._devices.trust_remote_code))
+        return trim(
+            self._draft,
+            self._output,
+            counts,
+            size=self._trim.size,
+            coverage=self._trim.coverage,
+            end_tokens=end_tokens(target),
+        )
+
+    def _measure(self, held: list[Request]) -> tuple[Measure, Measure]:
+        from dsbd_cli.train.compare import measure, with_draft
+
+        before = self._engine_of()
+        small = replace(self._draft, source=str(self._output))
+        first, second = measure((before, with_draft(before, small)), held)
+        return first, second
+
+    def _engine_of(self) -> Engine:
+        """The target with the full draft, loaded when it is first needed."""
+        if self._engine_made is None:
+            from dsbd_cli.loading import load
+
+            devices, settings = self._devices, self._settings
+            self._engine_made = load(
+                *model_specs(settings, devices),
+                method=settings.method,
+                batch_size=settings.batch_size,
+            )
+        return self._engine_made
+
+    def _record(self, report: TrimReport, prompts: int, measured: tuple[Measure, Measure] | None) -> dict[str, object]:
+        record: dict[str, object] = {
+            "schema": TRIM_SCHEMA,
+            "target": self._settings.target,
+            "draft": self._settings.draft,
+            "output": str(self._output),
+            **asdict(report),
+            "held_out_prompts": prompts,
+        }
+        for name, numbers in zip(("before", "after"), measured or (None, None), strict=True):
+            record[name] = numbers if numbers is None else {**_sums(numbers), **_rates(numbers)}
+        return record
+
+
+def hold_out(prompts: Sequence[Request]) -> tuple[list[Request], list[Request]]:
+    """Every eighth prompt, 64 at most, to measure on; and all others."""
+    places = range(HELD_OUT_EVERY - 1, len(prompts), HELD_OUT_EVERY)[:HELD_OUT_MOST]
+    return [prompts[place] for place in places], [one for place, one in enumerate(prompts) if place not in places]
+
+
+def _sums(measured: Measure) -> dict[str, float]:
+    """Counters, tokens of the best texts and seconds, as they stand in the record."""
+    counters = {name: getattr(measured.stats, name) for name in COUNTERS}
+    stats = measured.stats
+    return {**counters, "tokens": measured.tokens, "draft_s": stats.draft_s, "target_s": stats.target_s}
+
+
+def _rates(measured: Measure) -> dict[str, float | None]:
+    """What the sums say, None where nothing was counted."""
+
+    def per(value: float, count: int) -> float | None:
+        return round(value / count, 6) if count else None
+
+    stats = measured.stats
+    return {
+        "acceptance_rate": per(stats.accepted, stats.drafted),
+        "steps_per_call": per(stats.steps, stats.target_calls),
+        "draft_ms_per_token": per(1e3 * stats.draft_s, measured.tokens),
+        "target_ms_per_token": per(1e3 * stats.target_s, measured.tokens),
+    }
+
+
+def _warn_of_loss(before: Measure, after: Measure) -> None:
+    from dsbd_cli.train.compare import worse
+
+    if loss := worse(before, after):
+        warn(f"the trimmed draft is worse than the full one: {loss}: a larger --size or --coverage keeps more rows")
+
+
+def _show(report: TrimReport, measured: tuple[Measure, Measure] | None, prompts: int, output: str) -> None:
+    from dsbd_cli.lab.reports.screen import Screen, before_and_after
+
+    table = before_and_after()
+    table.add_row("head rows", str(report.vocab_size), str(report.kept))
+    table.add_row("head MB", *(f"{n / 1e6:.3f}" for n in (report.head_bytes_before, report.head_bytes_after)))
+    table.add_row(f"of {report.counted} counted tokens", "100 %", f"{report.coverage:.2%}")
+    if measured is not None:
+        names = {
+            "acceptance_rate": "drafts accepted",
+            "steps_per_call": "steps per target call",
+            "draft_ms_per_token": "draft ms per token",
+            "target_ms_per_token": "target ms per token",
+        }
+        rates = [_rates(one) for one in measured]
+        for name, told in names.items():
+            table.add_row(told, *("-" if rate[name] is None else f"{rate[name]:.3f}" for rate in rates))
+    console = Screen(sys.stdout)
+    console.print(table)
+    on = f", measured on {plural(prompts, 'held-out prompt')}" if measured is not None else ""
+    console.say(f"{output} is written{on}")

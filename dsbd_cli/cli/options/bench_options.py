@@ -1,0 +1,152 @@
+"""Options of `dsbd bench` alone. None means not given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dsbd_cli.cli.options.declare import flag, option
+from dsbd_cli.cli.options.options import MAIN
+from dsbd_cli.config.method import DEFAULT_DEPTH, MethodConfig
+from dsbd_cli.config.variants import MIN_WIDTH, WIDTH_THRESHOLD
+from dsbd_cli.lab.bench.choice import DEFAULT_TOLERANCE
+from dsbd_cli.lab.bench.methods import FUZZY_METHODS, METHODS, own_tokens
+from dsbd_cli.lab.tasks.choose import TASK_NAMES
+from dsbd_cli.lab.tasks.ranking import DEFAULT_METRICS
+
+__all__ = [
+    "DEFAULT_RECORDS",
+    "DEFAULT_ROUNDS",
+    "DEFAULT_TASKS",
+    "OWN_TASK",
+    "BenchOutputs",
+    "ChoiceOptions",
+    "DataOptions",
+    "SweepOptions",
+]
+
+DATA, METHODS_PANEL, CHOICE, OUTPUT = MAIN, "Methods and their settings", "Choice of a fuzzy threshold", "Output"
+DEFAULT_TASKS, DEFAULT_RECORDS, DEFAULT_ROUNDS = "sql,qa", 24, 1
+OWN_TASK = "jsonl"  # what --input is called in a report
+_METHOD = MethodConfig()
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What is answered."""
+
+    input: Path | None = option(
+        DATA,
+        "prompts of your own, as generate reads them, with reference or relevant where answers are to be scored",
+        "-i",
+        metavar="FILE",
+    )
+    task: str | None = option(
+        DATA,
+        f"{', '.join(name for name in TASK_NAMES if name != OWN_TASK)}, or both built-in ones with a comma",
+        default=f"{DEFAULT_TASKS}, or what is in --input",
+        metavar="TASK",
+    )
+    data: Path | None = option(
+        DATA,
+        "squad: the official JSON file, v1.1 or v2.0; spider: the folder with dev.json, tables.json and "
+        "database; mt-bench: question.jsonl",
+        metavar="PATH",
+    )
+    metric: str | None = option(
+        DATA,
+        "how all answers, best first, are held against relevant, the ids of a line of --input: hit@K, ndcg@K, mrr",
+        default=DEFAULT_METRICS,
+        metavar="NAME,...",
+    )
+    records: int | None = option(DATA, "records of each task", default=DEFAULT_RECORDS, metavar="N", least=1)
+    shots: int | None = option(
+        METHODS_PANEL,
+        "solved dev records in front of every prompt, as a conversation where the target has a chat template",
+        default=0,
+        metavar="N",
+        least=0,
+    )
+    rounds: int | None = option(DATA, "times that every record is timed", default=DEFAULT_ROUNDS, metavar="N", least=1)
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Methods, and lists of values with commas: every method is run at every point of what acts on it."""
+
+    methods: str | None = option(
+        METHODS_PANEL,
+        f"all that run on the loaded models, or some of {', '.join(METHODS)}, with commas; all may be one of them",
+        default=f"eleven of them; with --fuzzy-threshold {', '.join(FUZZY_METHODS)}",
+        metavar="NAMES",
+    )
+    num_beams: str | None = option(METHODS_PANEL, "W, live beams at most", default=_METHOD.num_beams, metavar="W,...")
+    drafts_per_layer: str | None = option(
+        METHODS_PANEL,
+        "K, drafted nodes per layer",
+        default=f"{_METHOD.drafts_per_layer}, or 2W if that is more (W + 32 above W = 32)",
+        metavar="K,...",
+    )
+    depth: str | None = option(METHODS_PANEL, "D, drafted layers", default=DEFAULT_DEPTH, metavar="D,...")
+    width_threshold: str | None = option(
+        METHODS_PANEL, "wanted chance that a layer yields its width", default=WIDTH_THRESHOLD.default, metavar="T,..."
+    )
+    min_width: str | None = option(
+        METHODS_PANEL, "least width of a threshold layer", default=MIN_WIDTH.default, metavar="W,..."
+    )
+    drafter: str | None = option(
+        METHODS_PANEL,
+        f"who proposes: {', '.join(own_tokens())}, or two joined by +",
+        default=_METHOD.drafter,
+        metavar="NAME,...",
+    )
+    index: Path | None = option(METHODS_PANEL, "corpus of drafter retrieval, from dsbd index", metavar="FILE")
+    fuzzy_threshold: str | None = option(
+        METHODS_PANEL,
+        "divergence up to which method dsbd-fuzzy takes a layer as drafted; of several one is chosen on dev records",
+        default=METHODS["dsbd-fuzzy"].fixed["fuzzy_threshold"],
+        metavar="T,...",
+    )
+
+
+@dataclass(frozen=True)
+class ChoiceOptions:
+    """How one of several thresholds of rule fuzzy is chosen: on dev records, which are not the ones reported on."""
+
+    dev_records: int | None = option(
+        CHOICE,
+        "dev records of each task, on which one of several --fuzzy-threshold is chosen; 0 chooses nothing",
+        default="as many as --records",
+        metavar="N",
+        least=0,
+    )
+    dev_data: Path | None = option(
+        CHOICE,
+        "dev records, in the form of --input or --data",
+        default="the task's own, else every second record of --input or --data, which is then not reported on",
+        metavar="PATH",
+    )
+    fuzzy_tolerance: float | None = option(
+        CHOICE,
+        "by how much the dev score of the chosen threshold may be below that of rejection, from 0 to 1",
+        default=DEFAULT_TOLERANCE,
+        metavar="X",
+    )
+
+
+@dataclass(frozen=True)
+class BenchOutputs:
+    """Where results go besides the tables."""
+
+    json: Path | None = option(OUTPUT, "write one JSON line per task, method and setting here", metavar="FILE")
+    markdown: Path | None = option(OUTPUT, "write a page here", metavar="FILE")
+    plot: Path | None = option(
+        OUTPUT,
+        "draw speed, quality and acceptance by depth here: .png, .svg or .pdf (needs the extra plots)",
+        metavar="FILE",
+    )
+    existing: Literal["error", "overwrite"] | None = option(
+        OUTPUT, "where a --json, --markdown or --plot file exists: error or overwrite", default="error", metavar="WHAT"
+    )
+    quiet: bool | None = flag(OUTPUT, "nothing on standard error but errors that end the run", "-q")

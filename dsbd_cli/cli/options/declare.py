@@ -1,0 +1,213 @@
+"""How an option is declared, and how groups of options become a command."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from dsbd_cli.cli.options.layers import Values, settle
+from dsbd_cli.config.spelling import typed_names
+from dsbd_cli.errors import KINDS, SETTINGS, UsageError, option_name
+
+__all__ = ["Command", "Existing", "Group", "Output", "Quiet", "flag", "grouped", "help_texts", "option", "switch"]
+
+T = TypeVar("T")
+
+# options of commands that take nothing from a job file or the environment
+Output = Annotated[Path, typer.Option("--output", "-o", help="file to write", metavar="FILE", show_default=False)]
+Existing = Annotated[
+    Literal["error", "overwrite"],
+    typer.Option("--existing", help="where the file exists: error or overwrite", metavar="WHAT"),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on standard error but errors", metavar="")]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Declared:
+    """What the page of --help says of an option beside its name, which is the field's.
+
+    Attributes:
+        short: another name, as `-i`.
+        least: the value, of a number. above: what it must be above.
+        negative: a --no- form takes it back.
+    """
+
+    panel: str
+    help: str
+    short: tuple[str, ...]
+    metavar: str | None
+    least: int | None = None
+    above: float | None = None
+    negative: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        """Raises UsageError for a number that is too small."""
+        if not isinstance(value, int | float):
+            return
+        if self.least is not None and value < self.least:
+            raise UsageError(f"{option_name(name)} is {value}, but must be {self.least} or more")
+        if self.above is not None and not value > self.above:
+            raise UsageError(f"{option_name(name)} is {value:g}, but must be above {self.above:g}")
+
+    def parameter(self, name: str, kind: object) -> inspect.Parameter:
+        """As typer reads it. kind: the type of the field."""
+        long = option_name(name)
+        declared = typer.Option(
+            f"{long}/--no-{long.removeprefix('--')}" if self.negative else long,
+            *self.short,
+            help=self.help,
+            rich_help_panel=self.panel,
+            show_default=False,
+            metavar=self.metavar,
+            parser=next((_number(number) for number in (int, float) if number in typing.get_args(kind)), None),
+        )
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, declared]
+        )
+
+
+def _field(declared: _Declared) -> T:  # type: ignore[type-var] # of the type that is written beside it
+    return typing.cast("T", dataclasses.field(default=None, metadata={"declared": declared}))
+
+
+def option(
+    panel: str,
+    text: str,
+    *short: str,
+    default: object = None,
+    metavar: str | None = None,
+    least: int | None = None,
+    above: float | None = None,
+) -> T:  # type: ignore[type-var]
+    """A field of a group, and the option of its name. It is None where nobody gives it; `default` is only shown,
+    because the library fills it in. least, above: bounds of a number, checked wherever it comes from."""
+    shown = text if default is None else f"{text} (default: {default})"
+    return _field(_Declared(panel, shown, short, metavar, least, above))
+
+
+def flag(panel: str, text: str, *short: str) -> T:  # type: ignore[type-var]
+    """A switch; its --no- form takes back what a job file or the environment has switched on."""
+    return _field(_Declared(panel, text, short, "", negative=True))
+
+
+def switch(panel: str, text: str) -> T:  # type: ignore[type-var]
+    """A switch that stands for a single use, so that nothing needs to take it back."""
+    return _field(_Declared(panel, text, (), ""))
+
+
+def _number(kind: type) -> Callable[[str], object]:
+    """How a number is read, so that what is none is refused in our words."""
+
+    def read(text: str) -> object:
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not {KINDS[kind]}") from None
+
+    return read
+
+
+def grouped(function: Callable[..., None], *, elsewhere: tuple[type, ...] = ()) -> Callable[..., None]:
+    """Make `f(files: FileOptions, pair: PairOptions, ..., arguments)` a command whose options are the groups' fields.
+
+    What the command line leaves open comes from the job file, then from the environment. `arguments` is the command
+    line as it was typed. elsewhere: groups of another command in the same pipe, whose variables are no
+    mistake.
+    """
+    every = typing.get_type_hints(function)
+    hints = {name: kind for name, kind in every.items() if name not in ("return", "arguments")}
+    types = {name: kind for group in hints.values() for name, kind in typing.get_type_hints(group).items()}
+    table: dict[str, _Declared] = {
+        item.name: item.metadata["declared"] for group in hints.values() for item in dataclasses.fields(group)
+    }
+    settings = {name: declared for name, declared in table.items() if name in SETTINGS}
+    parameters = [declared.parameter(name, types[name]) for name, declared in table.items() if name not in SETTINGS]
+    parameters += [_set_parameter(sorted(settings))] if settings else []
+
+    def command(ctx: typer.Context, **given: object) -> None:
+        values = settle(tuple(hints.values()), given, ctx.command_path, elsewhere)
+        for name, declared in table.items():
+            declared.check(name, values[name])
+        try:
+            function(**_groups(hints, values), arguments=_arguments(ctx))
+        except UsageError as error:
+            # the library knows the field, only the command knows what was typed
+            raise UsageError(error.typed(typed_names(table))) from error
+
+    context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__annotations__ = {item.name: item.annotation for item in (context, *parameters)}
+    command.__dict__["__signature__"] = inspect.Signature([context, *parameters])
+    command.__dict__["settings"] = {name: (one.metavar, one.help) for name, one in settings.items()}
+    return command
+
+
+def _set_parameter(names: Sequence[str]) -> inspect.Parameter:
+    """`--set NAME=VALUE`, as typer reads it."""
+    shown = ", ".join(name.replace("_", "-") for name in names)
+    declared = typer.Option(
+        "--set",
+        help=f"what is seldom typed, may be repeated: {shown} (docs/cli.md says what they mean)",
+        rich_help_panel="Settings",
+        show_default=False,
+        metavar="NAME=VALUE",
+    )
+    kind = Annotated[list[str] | None, declared]
+    return inspect.Parameter("set", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+
+
+def help_texts(groups: Sequence[object]) -> dict[str, tuple[str, str]]:
+    """Panel and help of every option of the groups."""
+    return {
+        item.name: (item.metadata["declared"].panel, item.metadata["declared"].help)
+        for group in groups
+        for item in dataclasses.fields(group)  # type: ignore[arg-type]
+    }
+
+
+def _groups(hints: dict[str, type], values: Values) -> dict[str, object]:
+    return {
+        name: kind(**{item.name: values[item.name] for item in dataclasses.fields(kind)})
+        for name, kind in hints.items()
+    }
+
+
+def _arguments(ctx: typer.Context) -> Sequence[str]:
+    return ctx.obj if isinstance(ctx.obj, list | tuple) else ()
+
+
+class _Plain:
+    """Parameters as a page shows them: a switch takes no value, and its --no- form is told once, not in a column."""
+
+    def get_params(self, ctx: typer.Context) -> list[object]:
+        params: list[object] = super().get_params(ctx)  # type: ignore[misc]
+        for one in params:
+            if getattr(one, "is_flag", False):
+                one.metavar = ""  # type: ignore[attr-defined]
+        return params
+
+    def format_help(self, ctx: typer.Context, formatter: object) -> None:
+        params = self.get_params(ctx)
+        negative = [getattr(one, "secondary_opts", []) for one in params]
+        for one in params:
+            one.secondary_opts = []  # type: ignore[attr-defined]
+        try:
+            super().format_help(ctx, formatter)  # type: ignore[misc]
+        finally:
+            for one, names in zip(params, negative, strict=True):
+                one.secondary_opts = names  # type: ignore[attr-defined]
+
+
+class Command(_Plain, TyperCommand):  # type: ignore[misc]
+    """A command with such a page."""
+
+
+class Group(_Plain, TyperGroup):  # type: ignore[misc]
+    """A group of commands with such a page."""

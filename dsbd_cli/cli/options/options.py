@@ -1,0 +1,308 @@
+"""Every option, declared once, in groups that commands share. None means not given: defaults are the library's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dsbd_cli.cli.options.declare import flag, option, switch
+from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, DEFAULT_DEPTH, MethodConfig, WarpScope
+from dsbd_cli.config.model import (
+    BUILTIN_DRAFT,
+    BUILTIN_TARGET,
+    DTYPES,
+    ON_TOO_LONG,
+    Dtype,
+    Numerics,
+    OnTooLong,
+    Quantize,
+)
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.config.spelling import help_lines
+from dsbd_cli.config.variants import DRAFTERS, FORMATS, FUSION, WIDTHS, sampling_rules
+from dsbd_cli.io.records.reader import RowReader
+
+__all__ = [
+    "PIPED",
+    "AnswerOptions",
+    "DeviceOptions",
+    "DrawOptions",
+    "FileOptions",
+    "JobOptions",
+    "MethodOptions",
+    "PairOptions",
+    "RowOptions",
+    "SamplingOptions",
+    "TalkOptions",
+]
+
+MAIN = "Main options"  # what most runs set; they stand first on the page
+FILES, ROWS, METHOD = "Input and output", "Rows that fail", "How drafts are made and verified"
+SAMPLING, ENDING, DEVICES = "Sampling", "Ending and ranking", "Devices and loading"
+SOURCES = "Encoder-decoder targets"
+JOB = "Options from a file"
+STANDARD = Path("-")
+MAX_ERRORS = "end the run with exit code 1 when N rows have failed"
+
+InputFormat = Literal["auto", "strict", "text"]
+Existing = Literal["error", "overwrite", "resume", "retry"]
+Decode = Literal["search", "sample"]
+_METHOD, _SAMPLING = MethodConfig(), SamplingConfig()
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """What is read and what is written."""
+
+    input: Path | None = option(
+        MAIN,
+        "file to read, compressed if it ends in .gz or .zst; - is standard input",
+        "-i",
+        default="-",
+        metavar="FILE",
+    )
+    output: Path | None = option(
+        MAIN,
+        "file to write, compressed if it ends in .gz or .zst; - is standard output",
+        "-o",
+        default="-",
+        metavar="FILE",
+    )
+
+
+@dataclass(frozen=True)
+class FileOptions(StreamOptions):
+    """Where lines come from and go to."""
+
+    input_format: InputFormat | None = option(
+        FILES,
+        "auto: JSON lines, flat or of the OpenAI batch form, told apart line by line; "
+        "strict: the same, and a line with an unknown field fails; text: every line is a prompt",
+        default="auto",
+        metavar="FORM",
+    )
+    chat: bool | None = flag(
+        MAIN, "put each prompt through the target's chat template, as one message of a user; --no-chat: as it stands"
+    )
+    output_format: str | None = option(
+        FILES, "; ".join(f"{one.name}: {one.text}" for one in FORMATS.values()), default="native", metavar="FORM"
+    )
+    existing: Existing | None = option(
+        MAIN,
+        "where --output exists: error; overwrite (also --stats and --summary); resume: answer only the rows "
+        "that it does not hold; retry: resume, and answer its failed rows again",
+        default="error",
+        metavar="WHAT",
+    )
+    stats: Path | None = option(FILES, "write one line per iteration to this file", metavar="FILE")
+    summary: Path | None = option(FILES, "write counts, times, versions and settings as JSON here", metavar="FILE")
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """What happens to rows that cannot be answered as they stand."""
+
+    on_too_long: OnTooLong | None = option(
+        ROWS, f"a prompt that does not fit the models: {' or '.join(ON_TOO_LONG)}", default="error", metavar="WHAT"
+    )
+    max_errors: int | None = option(ROWS, MAX_ERRORS, metavar="N", least=1)
+    require_valid: bool | None = switch(
+        ROWS, "a row whose best text was cut before it matched its grammar is an error; without, it is counted"
+    )
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Options from a file."""
+
+    config: Path | None = option(
+        JOB, "TOML file with any of these options and settings by their long names", metavar="FILE"
+    )
+    print_config: bool | None = switch(JOB, "print the options as such a file, and answer nothing")
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """The two models."""
+
+    target: str | None = option(MAIN, "alias, folder or hub id", default=BUILTIN_TARGET, metavar="MODEL")
+    draft: str | None = option(
+        MAIN,
+        "alias, folder or hub id; none: no draft",
+        default=f"{BUILTIN_DRAFT} with the built-in target, else none",
+        metavar="MODEL",
+    )
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """How beams are drafted and verified."""
+
+    num_beams: int | None = option(MAIN, "W, live beams at most", default=_METHOD.num_beams, metavar="W")
+    drafts_per_layer: int | None = option(
+        METHOD,
+        "K, drafted nodes per layer",
+        default=f"{_METHOD.drafts_per_layer}, or 2W if that is more (W + 32 above W = 32)",
+        metavar="K",
+    )
+    depth: str | None = option(
+        METHOD,
+        "D, drafted layers; auto: what measures fastest, with K as upper bound",
+        default=f"auto where the text does not depend on it (--decode search or --verify coupled, width fixed, "
+        f"no --set memory-saving), else {DEFAULT_DEPTH}",
+        metavar="D",
+    )
+    decode: Decode | None = option(MAIN, "search: beam search; sample: beam sampling", default="sample", metavar="HOW")
+    verify: str | None = option(
+        METHOD,
+        f"how drafts are checked when sampling (default: {_METHOD.rule}):{help_lines(sampling_rules().values())}",
+        metavar="RULE",
+    )
+    drafter: str | None = option(
+        METHOD,
+        f"who proposes the drafts (default: {_METHOD.drafter}):{help_lines((*DRAFTERS.values(), FUSION))}",
+        metavar="NAME",
+    )
+    width: str | None = option(
+        METHOD,
+        "live beams that a layer must yield (default: threshold for --verify rejection and with-replacement "
+        f"where drafter beam stands first, else fixed):{help_lines(WIDTHS.values())}",
+        metavar="POLICY",
+    )
+    warp_scope: WarpScope | None = option(
+        METHOD,
+        "warp the joint law of the beams (pool), or each beam's row (beam)",
+        default=_METHOD.warp_scope,
+        metavar="SCOPE",
+    )
+    memory_saving: bool | None = flag(METHOD, "keep only the best beam between iterations")
+
+
+@dataclass(frozen=True)
+class DrawOptions:
+    """How one text is drawn, ended and ranked."""
+
+    temperature: float | None = option(MAIN, "0: the likeliest, no noise", default=_SAMPLING.temperature, metavar="X")
+    top_k: int | None = option(SAMPLING, "keep the N likeliest; 0: all", default=_SAMPLING.top_k, metavar="N")
+    top_p: float | None = option(SAMPLING, "keep the likeliest of this mass", default=_SAMPLING.top_p, metavar="X")
+    min_p: float | None = option(SAMPLING, "drop below X times the likeliest", default=_SAMPLING.min_p, metavar="X")
+    seed: int | None = option(
+        MAIN, "a row's seed comes from this one and its id", default=RowReader().seed, metavar="N"
+    )
+    max_new_tokens: int | None = option(MAIN, "generated tokens at most", default=_SAMPLING.max_new_tokens, metavar="N")
+    stop: list[str] | None = option(ENDING, "end a text before this string; may be repeated", metavar="TEXT")
+    length_penalty: float | None = option(
+        ENDING, "score = logprob / num_tokens ** X", default=_SAMPLING.length_penalty, metavar="X"
+    )
+    early_stopping: bool | None = flag(ENDING, "end a row as soon as W hypotheses are finished")
+    source_lang: str | None = option(SOURCES, "language of the rows, as the tokenizer names it", metavar="NAME")
+    target_lang: str | None = option(SOURCES, "language to translate into", metavar="NAME")
+    prefix: str | None = option(SOURCES, "text that every answer begins with", metavar="TEXT")
+    token_rules: str | None = option(
+        ENDING,
+        "checkpoint: as its generation settings ask; none; and NAME=VALUE,... beside "
+        "(no_repeat_ngram_size=3, forced_bos_token_id=none)",
+        default="checkpoint with an encoder-decoder target, else none",
+        metavar="RULES",
+    )
+
+
+@dataclass(frozen=True)
+class SamplingOptions(DrawOptions):
+    """What each row asks for, unless the row says otherwise."""
+
+    n_best: int | None = option(ENDING, "hypotheses to report per row", default=_SAMPLING.n_best, metavar="N")
+    token_logprobs: bool | None = flag(ENDING, "report the id and log-probability of every token of every beam")
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """What an answer may be."""
+
+    allow: str | None = option(
+        MAIN,
+        "the only answers that may come out: FILE.json, a JSON schema; FILE.lark, a Lark grammar; "
+        "regex:PATTERN, in Rust's syntax; any other file, a list: one answer per line, or in a .jsonl objects with "
+        "text or token_ids, and id and catalogue if wanted",
+        metavar="WHAT",
+    )
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """How the models are loaded and run."""
+
+    batch_size: str | None = option(
+        DEVICES, "rows decoded together; auto: what fits in memory", default=DEFAULT_BATCH_SIZE, metavar="N"
+    )
+    dtype: Dtype | None = option(DEVICES, f"of both models: {', '.join(DTYPES)}", default="auto", metavar="DTYPE")
+    quantize: Quantize | None = option(
+        DEVICES, "int8: the linear layers of both models in 8 bits, on the CPU (docs/hardware.md)", metavar="int8"
+    )
+    numerics: Numerics | None = option(
+        DEVICES,
+        "invariant: no text depends on the draft or the batch, to the last bit; fast: without that work",
+        default="invariant",
+        metavar="HOW",
+    )
+    device: str | None = option(
+        DEVICES,
+        "cpu, cuda, cuda:1, ...; with a comma the target's and the draft's; or how the target is spread over "
+        "several: balanced, sequential, or a device map as JSON",
+        default="auto",
+        metavar="DEVICE",
+    )
+    tensor_parallel: int | None = option(
+        DEVICES,
+        "processes that share every layer of the target, each on a GPU of its own where there are any; for "
+        "models that do not fit one",
+        default=1,
+        metavar="T",
+    )
+    threads: int | None = option(
+        DEVICES,
+        "processor threads of each process",
+        default="OMP_NUM_THREADS, else torch's choice within the container's quota of processors",
+        metavar="N",
+        least=1,
+    )
+    gpu: Literal["graphs,kernels", "graphs", "kernels", "plain"] | None = option(
+        DEVICES,
+        "what of a GPU is used: CUDA graphs of iterations; kernels in place of tensor code; plain: "
+        "neither. What is named must be there",
+        default="what works there",
+        metavar="WHAT",
+    )
+    trust_remote_code: bool | None = flag(DEVICES, "run code that a checkpoint brings with it")
+
+    @property
+    def cuda_graphs(self) -> bool | None:
+        """Whether iterations must be captured; None: where they can be."""
+        return None if self.gpu is None else "graphs" in self.gpu
+
+    @property
+    def wanted_kernels(self) -> bool | None:
+        """Whether kernels must run; None: where they can."""
+        return None if self.gpu is None else "kernels" in self.gpu
+
+
+TALK = "Messages"
+
+
+@dataclass(frozen=True)
+class TalkOptions:
+    """What is said on standard error."""
+
+    quiet: bool | None = flag(TALK, "nothing on standard error but errors that end the run", "-q")
+    log: Literal["brief", "verbose", "json"] | None = option(
+        TALK,
+        "on standard error, brief: what needs attention and one line a minute; verbose: also settings, failed "
+        "rows and a summary; json: the same as JSON lines",
+        default="brief",
+        metavar="FORM",
+    )
+
+
+# groups of generate, whose variables a command in the same pipe lets stand
+PIPED = (PairOptions, MethodOptions, SamplingOptions, DeviceOptions, RowOptions)

@@ -1,0 +1,135 @@
+"""Options of work in several processes, and what they mean. None means not given."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from dsbd_cli.cli.options.declare import option
+from dsbd_cli.cli.options.options import DeviceOptions
+from dsbd_cli.config.spelling import parse_settings
+from dsbd_cli.config.variant import Setting, spelling
+from dsbd_cli.errors import UsageError, shorten
+
+if TYPE_CHECKING:
+    from dsbd_cli.scale.pool import PoolConfig
+
+__all__ = ["ScaleOptions", "pool_config"]
+
+SCALE = "Several processes"
+NUMBER: Setting[str | None] = Setting(
+    field="number",
+    kind=str,
+    default=None,
+    text="N; 4..32: begin with 4 and take up to 32 as they come; auto: as many as the GPUs allow",
+    required=True,
+)
+RAY: Setting[str | None] = Setting(
+    field="ray",
+    kind=str,
+    default=None,
+    text="auto or HOST:PORT, a Ray that runs",
+    shown="start one here, and stop it in the end",
+)
+GPUS: Setting[int | None] = Setting(
+    field="gpus",
+    kind=int,
+    default=None,
+    text="of each worker",
+    shown="as many as --set tensor-parallel says, where there are any",
+    least=1,
+)
+TIMEOUT: Setting[float] = Setting(
+    field="timeout",
+    kind=float,
+    default=600.0,
+    text="seconds without a sign of life after which a worker is replaced",
+    least=1,
+)
+WORKERS = (NUMBER, RAY, GPUS, TIMEOUT)
+
+
+@dataclass(frozen=True)
+class ScaleOptions:
+    """Several processes on one input."""
+
+    workers: str | None = option(
+        SCALE,
+        f"answer in worker processes on Ray (needs the extra ray): {spelling(WORKERS)}"
+        + "".join(f"; {one.name}: {one.help}" for one in WORKERS),
+        metavar="N",
+    )
+    order: Literal["input", "done"] | None = option(
+        SCALE,
+        "input: records in the order of the rows; done: each as soon as it is ready, `index` says where it belongs",
+        default="input",
+        metavar="HOW",
+    )
+    shard: str | None = option(
+        SCALE,
+        "answer only rows I, I + N, I + 2N, ..., into FILE.I-of-N, for dsbd merge; auto: I and N of Slurm, "
+        "torchrun or SkyPilot; auto/N: I of Kubernetes",
+        metavar="I/N",
+    )
+
+
+def pool_config(scale: ScaleOptions, devices: DeviceOptions) -> PoolConfig | None:
+    """What --workers and its companions ask for; None without them. Raises UsageError."""
+    if scale.workers is None:
+        return None
+    given = parse_settings("--workers", scale.workers, WORKERS)
+    least, most = _numbers(str(given[NUMBER.field]))
+    if devices.batch_size == "auto":
+        raise UsageError(
+            "--batch-size auto cannot be used with --workers, which fill batches of a known size: give one"
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError("--workers needs Ray, which is not installed: pip install 'dsbd[ray]'")
+    address = given.get(RAY.field)
+    if address is not None and str(address).startswith("ray://"):
+        raise UsageError(
+            f"--workers: ray is {address}, but must be auto or HOST:PORT: the command has to run inside the cluster, "
+            "as with ray job submit"
+        )
+    from dsbd_cli.scale.pool import PoolConfig
+
+    gpus, timeout_s = given.get(GPUS.field), float(given.get(TIMEOUT.field, TIMEOUT.default))
+    return PoolConfig(
+        least,
+        most,
+        None if address is None else str(address),
+        _gpus(None if gpus is None else int(gpus), devices),
+        devices.tensor_parallel or 1,
+        timeout_s,
+    )
+
+
+def _numbers(given: str) -> tuple[int, int | None]:
+    """Least and most workers of `8`, `4..32` or `auto`."""
+    if given == "auto":
+        return 1, None
+    first, dots, last = given.partition("..")
+    try:
+        least, most = int(first), int(last if dots else first)
+    except ValueError:
+        least = most = 0
+    if not 1 <= least <= most:
+        raise UsageError(f"--workers is {shorten(given)}, but must be a number from 1, a range such as 4..32, or auto")
+    return least, most
+
+
+def _gpus(given: int | None, devices: DeviceOptions) -> int | None:
+    """GPUs of each worker; None: one where there are any."""
+    place = devices.device
+    if place == "cpu":
+        if given is not None:
+            raise UsageError(f"--workers: gpus={given} would do nothing with --device cpu: drop one of them")
+        return 0
+    if place is not None and place.startswith("cuda:"):
+        raise UsageError(f"--device is {place}, but each worker has GPUs of its own, counted from 0: drop it")
+    if given is not None and given < (devices.tensor_parallel or 1):
+        raise UsageError(
+            f"--workers: gpus is {given}, but --set tensor-parallel is {devices.tensor_parallel}: give as many or more"
+        )
+    return given

@@ -1,0 +1,293 @@
+"""From given options to settings. An option that could not act is refused with one line, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TypeVar
+
+from dsbd_cli.cli.options.options import (
+    AnswerOptions,
+    DeviceOptions,
+    FileOptions,
+    MethodOptions,
+    PairOptions,
+    RowOptions,
+    SamplingOptions,
+)
+from dsbd_cli.config.grammars import Grammar
+from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, DEFAULT_DEPTH, MAX_AUTO_DEPTH, MethodConfig
+from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTooLong
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.config.spelling import parse, parse_drafter, typed_names
+from dsbd_cli.config.variants import GRAMMAR, RULES, SEARCH, WIDTHS, runs_model, sampling_rules
+from dsbd_cli.errors import UsageError, option_name, reading
+from dsbd_cli.io.records.reader import RowReader
+
+__all__ = ["TYPED", "RunSettings", "drafts", "fixed_depth", "model_specs", "places", "run_settings"]
+
+T = TypeVar("T")
+
+NO_ANSWERS, NO_ROWS = AnswerOptions(), RowOptions()  # not given
+SPREADS = ("balanced", "balanced_low_0", "sequential")  # names of device maps that are no device
+
+# what a setting of a run is called where it is typed
+TYPED = {
+    **typed_names(
+        item.name
+        for group in (
+            FileOptions,
+            PairOptions,
+            MethodOptions,
+            SamplingOptions,
+            AnswerOptions,
+            DeviceOptions,
+            RowOptions,
+        )
+        for item in fields(group)
+    ),
+    "rule": "--decode or --verify",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """All that a run needs to know; `draft` is None where nothing is drafted, `batch_size` where memory decides.
+    allow: a list of answers; a grammar stands in `rows`."""
+
+    target: str
+    draft: str | None
+    method: MethodConfig
+    rows: RowReader
+    batch_size: int | None
+    on_too_long: OnTooLong
+    max_errors: int | None
+    allow: Path | None
+
+
+def run_settings(
+    pair: PairOptions,
+    method: MethodOptions,
+    sampling: SamplingOptions,
+    devices: DeviceOptions,
+    failing: RowOptions = NO_ROWS,
+    *,
+    strict: bool = False,
+    chat: bool = False,
+    answers: AnswerOptions = NO_ANSWERS,
+) -> RunSettings:
+    """Settle defaults and refuse what contradicts itself. strict: of rows with unknown fields. chat: prompts
+    become messages. Raises UsageError."""
+    if _number("--depth", method.depth, MAX_AUTO_DEPTH) == 0:
+        raise UsageError("--depth is 0, but must be 1 or more: --draft none decodes without a draft")
+    allow, grammar = allowed(answers.allow)
+    method = _with_drafter(method, pair, grammar)
+    chosen = _chosen(method)
+    rule, width = RULES[str(chosen["rule"])], chosen.get("width")
+    wide = None if width is None or not WIDTHS[str(width)].dynamic else method.width
+    target, draft = _pair(pair, method, str(chosen["drafter"]))
+    own = places(devices.device)[1]
+    if draft is None:
+        _refuse("there is no draft", (f"{own} in --device {devices.device}", own))
+    drafting = draft is not None or not runs_model(str(chosen["drafter"]))
+    if not drafting:
+        _refuse(
+            "there is no draft",
+            ("--drafts-per-layer", method.drafts_per_layer),
+            (f"--width {wide}", wide),
+        )
+    if not rule.samples:
+        _refuse(
+            "--decode search is deterministic beam search",
+            (f"--verify {method.verify}", method.verify),
+            ("--temperature", sampling.temperature or None),
+            ("--top-k", sampling.top_k),
+            ("--top-p", sampling.top_p),
+            (option_name("min_p"), sampling.min_p),
+            (option_name("warp_scope"), method.warp_scope),
+            (f"--width {wide}", wide),
+            ("--seed", sampling.seed),
+        )
+    if allow is not None and sampling.stop:
+        raise UsageError(f"--stop {sampling.stop[0]!r} would cut answers, but --allow says where one ends: drop it")
+    config = _method(method, chosen, drafting=drafting)
+    if allow is not None and GRAMMAR in config.drafter_names:
+        _refuse("a list of --allow leaves no grammar to draft from", (f"--drafter {method.drafter}", method.drafter))
+    if grammar is not None and devices.cuda_graphs:
+        raise UsageError(
+            f"--set gpu={devices.gpu} cannot be had with a grammar, whose masks the host makes in every iteration: "
+            "drop it"
+        )
+    rows = replace(_rows(sampling, config, strict=strict), grammar=grammar, chat=chat)
+    batch_size: int | None = None
+    if devices.batch_size != "auto":
+        batch_size = _given(_number("--batch-size", devices.batch_size, 0), DEFAULT_BATCH_SIZE)
+        if batch_size < 1:
+            raise UsageError(f"--batch-size is {batch_size}, but must be 1 or more")
+    on_too_long: OnTooLong = failing.on_too_long or "error"
+    return RunSettings(target, draft, config, rows, batch_size, on_too_long, failing.max_errors, allow)
+
+
+def model_specs(settings: RunSettings, devices: DeviceOptions) -> tuple[ModelSpec, ModelSpec | None]:
+    """How target and draft are to be loaded."""
+    given = {item.name: getattr(devices, item.name) for item in fields(ModelSpec) if hasattr(devices, item.name)}
+    place, draft_device = places(devices.device)
+    spread = place is not None and (place.startswith("{") or place in SPREADS)
+    given |= {"device_map": place, "device": None} if spread else {"device": place}
+    target = ModelSpec(settings.target, **{name: value for name, value in given.items() if value is not None})
+    return target, None if settings.draft is None else target.of_draft(settings.draft, draft_device)
+
+
+def places(device: str | None) -> tuple[str | None, str | None]:
+    """Where --device puts the target, and the draft if it has a place of its own."""
+    if device is None or device.startswith("{"):
+        return device, None
+    target, comma, draft = device.partition(",")
+    if comma and not (target and draft):
+        raise UsageError(
+            f"--device is {device!r}, but must be one device, or the target's and the draft's with a comma"
+        )
+    return target, draft or None
+
+
+def drafts(pair: PairOptions) -> bool:
+    """Whether there is a draft model: one that is named, or the built-in one of the built-in target."""
+    if pair.draft is None:
+        return pair.target in (None, BUILTIN_TARGET)
+    return pair.draft != "none"
+
+
+def fixed_depth(pair: PairOptions, method: MethodOptions) -> MethodOptions:
+    """The options with the library's depth in place of `auto` by default, for commands that measure a forest. Without
+    a draft it is the roots alone, with a grammar too."""
+    if not drafts(pair) and method.drafter is None:
+        return replace(method, drafter=MethodConfig().drafter)
+    drafting = drafts(pair) or not runs_model(str(_chosen(method)["drafter"]))
+    open_ = method.depth is None and drafting
+    return replace(method, depth=str(DEFAULT_DEPTH)) if open_ else method
+
+
+def _with_drafter(method: MethodOptions, pair: PairOptions, grammar: Grammar | None) -> MethodOptions:
+    """Without a draft model, what a grammar forces is drafted all the same, where the rule takes such drafts."""
+    rule = SEARCH if method.decode == "search" else (method.verify or MethodConfig().rule).partition(":")[0]
+    free = not drafts(pair) and method.drafter is None
+    if grammar is None or not free or rule not in RULES or any(one.field == "drafter" for one in RULES[rule].limits):
+        return method
+    return replace(method, drafter=GRAMMAR)
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _number(option: str, given: str | None, auto: int) -> int | None:
+    """A number that may also be `auto`."""
+    if given is None or given == "auto":
+        return None if given is None else auto
+    try:
+        return int(given)
+    except ValueError:
+        raise UsageError(f"{option} is {given!r}, but must be a number or auto") from None
+
+
+def _refuse(reason: str, *options: tuple[str, object]) -> None:
+    """Options that were given although they could not act."""
+    if given := [name for name, value in options if value is not None]:
+        drop = "drop it" if len(given) == 1 else "drop them"
+        raise UsageError(f"{', '.join(given)} would do nothing, because {reason}: {drop}")
+
+
+def _chosen(given: MethodOptions) -> dict[str, object]:
+    """Rule, width and drafter with their settings, as fields of MethodConfig. Raises UsageError."""
+    found: dict[str, object] = {"rule": SEARCH if given.decode == "search" else MethodConfig().rule}
+    try:
+        name, settings = parse_drafter(given.drafter or MethodConfig().drafter)
+    except UsageError as error:
+        raise UsageError(error.typed(TYPED)) from None
+    found |= {"drafter": name, **settings}
+    for field, text, variants in (("rule", given.verify, sampling_rules()), ("width", given.width, WIDTHS)):
+        if text is not None:
+            name, settings = parse("--verify" if field == "rule" else "--width", text, variants)
+            found |= {field: found["rule"] if given.decode == "search" and field == "rule" else name, **settings}
+    return found
+
+
+def _pair(pair: PairOptions, method: MethodOptions, drafter: str) -> tuple[str, str | None]:
+    """Names of target and draft."""
+    target = _given(pair.target, BUILTIN_TARGET)
+    if not target or pair.draft == "":
+        raise UsageError("--target and --draft need a name: an alias, a folder or a hub id")
+    if not runs_model(drafter):
+        if pair.draft not in (None, "none"):
+            raise UsageError(f"--draft {pair.draft} would do nothing, because drafter {drafter} runs no model: drop it")
+        return target, None
+    if not drafts(pair):
+        there = "--draft is none" if pair.draft == "none" else f"--target {target} has no draft"
+        if method.verify is not None and RULES[parse("--verify", method.verify, RULES)[0]].needs_draft:
+            raise UsageError(
+                f"--verify {method.verify} compares the target with a draft model, but {there}: name one with --draft"
+            )
+        if drafter != MethodConfig().drafter:
+            raise UsageError(f"--drafter {drafter} needs a draft model, but {there}: name one with --draft")
+        if method.depth is not None:
+            raise UsageError(f"--depth {method.depth} needs a draft, but {there}: name one with --draft, or drop it")
+        return target, None
+    return target, _given(pair.draft, BUILTIN_DRAFT)
+
+
+def _method(given: MethodOptions, chosen: Mapping[str, object], *, drafting: bool) -> MethodConfig:
+    """What is not given is left to MethodConfig, the one place of the defaults."""
+    names = ("num_beams", "drafts_per_layer", "warp_scope", "memory_saving")
+    options: dict[str, object] = {name: getattr(given, name) for name in names}
+    if not drafting:
+        options["depth"] = 0
+    elif given.depth == "auto":
+        options["adaptive_depth"] = True
+    else:
+        options["depth"] = _number("--depth", given.depth, MAX_AUTO_DEPTH)
+    acting = {name: value for name, value in options.items() if value is not None}
+    method = MethodConfig.of({**chosen, **acting})
+    if given.memory_saving and method.num_beams == 1:
+        raise UsageError("--set memory-saving keeps one beam of several, but --num-beams is 1: drop it")
+    return method
+
+
+def _rows(given: SamplingOptions, method: MethodConfig, *, strict: bool) -> RowReader:
+    for text in given.stop or ():
+        if not text.isprintable() and any("\ud800" <= char <= "\udfff" for char in text):
+            raise UsageError(f"--stop is {text!r}, which is not UTF-8")
+    asked = {item.name: getattr(given, item.name, None) for item in fields(SamplingConfig)}
+    sampling = SamplingConfig(**{name: value for name, value in asked.items() if value is not None})
+    seed = _given(given.seed, RowReader().seed)
+    return RowReader(sampling, seed, method.rule, method.num_beams, strict)
+
+
+REGEX = "regex:"
+
+
+def allowed(given: str | None) -> tuple[Path | None, Grammar | None]:
+    """The file of a list of answers, or a grammar; at most one of both. Raises UsageError where it cannot be read or
+    cannot be followed."""
+    if given is None:
+        return None, None
+    if given.startswith(REGEX):
+        grammar = Grammar.regex(given.removeprefix(REGEX))
+    elif given.endswith(".json"):
+        grammar = Grammar.json_schema(_text(given))
+    elif given.endswith(".lark"):
+        grammar = Grammar.lark(_text(given))
+    else:
+        if not Path(given).is_file():
+            raise UsageError(f"--allow {given} is no file")
+        return Path(given), None
+    try:
+        grammar.source()
+    except UsageError as error:
+        raise UsageError(f"--allow {given} cannot be used: {error}") from None
+    return None, grammar
+
+
+def _text(given: str) -> str:
+    with reading(f"--allow {given}"):
+        return Path(given).read_text(encoding="utf-8-sig")

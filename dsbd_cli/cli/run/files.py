@@ -1,0 +1,191 @@
+"""Which files may be named together, and the input. All of it is settled before any model is loaded, or anything is
+measured."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
+
+from dsbd_cli.cli.options.options import STANDARD, FileOptions
+from dsbd_cli.cli.run.messages import whole
+from dsbd_cli.config.variant import Format
+from dsbd_cli.config.variants import FORMATS
+from dsbd_cli.errors import UsageError, reading, shorten
+from dsbd_cli.io.lines.compression import check_whole, open_input
+from dsbd_cli.io.lines.jsonl import check_new, read_blocks
+from dsbd_cli.io.lines.source import LineSource
+from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.requests import Request
+
+__all__ = [
+    "can_resume",
+    "check_files",
+    "check_report_files",
+    "count_rows",
+    "file_hash",
+    "is_special",
+    "open_source",
+    "read_prompts",
+    "resumes",
+    "resuming",
+    "writes",
+]
+
+COMPRESSED = (".gz", ".zst")
+MAX_COUNTED_BYTES = 256 << 20
+
+
+def is_special(path: Path) -> bool:
+    """A device or a named pipe: it may be written to, but holds nothing that could be lost."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def writes(files: FileOptions) -> Format:
+    """The output format. Raises UsageError for one that is not there."""
+    name = files.output_format or "native"
+    if name not in FORMATS:
+        raise UsageError(f"--output-format is {shorten(name)}, but must be one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def resumes(files: FileOptions) -> bool:
+    """Whether this run goes on with what an earlier one has written."""
+    return files.existing in ("resume", "retry")
+
+
+def can_resume(files: FileOptions) -> bool:
+    """Whether what this run writes can be gone on with."""
+    path = files.output
+    if path is None or path == STANDARD or is_special(path) or not writes(files).resumable:
+        return False
+    return not any(one is not None and one.suffix in COMPRESSED for one in (path, files.stats))
+
+
+def resuming(arguments: Sequence[str]) -> str:
+    """The command line that goes on with what this one has written."""
+    kept = [
+        word
+        for before, word in zip(("", *arguments), arguments, strict=False)
+        if not word.startswith("--existing=") and "--existing" not in (word, before)
+    ]
+    return whole(shlex.join(["dsbd", *kept, "--existing", "resume"]))
+
+
+def check_files(files: FileOptions) -> None:
+    """Refuse names and switches that cannot work together. Raises UsageError."""
+    writes(files).load()
+    named = [
+        (option, path)
+        for option, path in (("--output", files.output), ("--stats", files.stats), ("--summary", files.summary))
+        if path is not None and path != STANDARD
+    ]
+    for option, path in (("--stats", files.stats), ("--summary", files.summary)):
+        if path == STANDARD:
+            raise UsageError(f"{option} needs a file: on standard output its lines would mix with the records")
+    if files.existing == "overwrite" and not named:
+        raise UsageError("--existing overwrite replaces --output, --stats and --summary, but none is given: drop it")
+    _check_resume(files)
+    for place, (option, path) in enumerate(named):
+        if files.input is not None and _same(path, files.input):
+            raise UsageError(f"{option} {path} is the input: name another file")
+        for other, taken in named[:place]:
+            if _same(path, taken):
+                raise UsageError(f"{other} and {option} are both {taken}: name two files")
+        instead = "name another file" + (", go on with it with --existing resume" if option == "--output" else "")
+        check_new(path, option=option, overwrite=files.existing not in (None, "error"), instead=instead)
+
+
+def _check_resume(files: FileOptions) -> None:
+    if not resumes(files):
+        return
+    given = f"--existing {files.existing}"
+    if files.output is None or files.output == STANDARD:
+        raise UsageError(f"{given} needs the file to go on with: name it with --output")
+    if is_special(files.output):
+        raise UsageError(f"{given}: {files.output} is no ordinary file, so nothing can be read back from it")
+    for path in (files.output, files.stats):
+        if path is not None and path.suffix in COMPRESSED:
+            raise UsageError(f"{given} cannot go on with {path}, which is compressed: write plain lines")
+    if not writes(files).resumable:
+        form = f"--output-format {files.output_format}"
+        raise UsageError(f"{given} cannot go on with {form}, whose lines do not say which row they are")
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two names are one file, links of any kind included."""
+    if one.is_file() and other.is_file():
+        return one.samefile(other)
+    return one.resolve() == other.resolve() and not one.exists()
+
+
+def file_hash(option: str, path: Path) -> str:
+    """32 hexadecimal digits of a file's bytes. Raises UsageError."""
+    with reading(f"{option} {path}"), path.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def open_source(files: FileOptions, stack: ExitStack) -> tuple[BinaryIO, str, int | None]:
+    """The input, its name, and its size in bytes where that is known. A compressed file is read through first, so that
+    one that is cut is told before a model is loaded. Raises UsageError."""
+    path = files.input
+    if path is not None and path != STANDARD:
+        with reading(f"--input {path}"):
+            plain = path.suffix not in COMPRESSED
+            size = path.stat().st_size if path.is_file() and plain else None
+            if path.is_file() and not plain:
+                check_whole(path)
+            return stack.enter_context(open_input(path)), str(path), size
+    if sys.stdin is None:
+        raise UsageError("standard input is closed: name a file with --input")
+    if path is None and sys.stdin.isatty():
+        raise UsageError("no input: use dsbd generate < prompts.jsonl, or --input FILE (--input - reads the terminal)")
+    return sys.stdin.buffer, "standard input", None
+
+
+def count_rows(files: FileOptions, size: int | None) -> int | None:
+    """Rows of the input, from a pass of its own; None where it is too large for one, or no plain file. size: as
+    `open_source` gives it. Raises UsageError."""
+    if files.input is None or size is None or size > MAX_COUNTED_BYTES:
+        return None
+    with reading(f"--input {files.input}"), files.input.open("rb") as stream:
+        return sum(len(lines) for lines in read_blocks(stream))
+
+
+def check_report_files(files: Mapping[str, Path | None], *, existing: str | None) -> None:
+    """Everything about output files, by option, that can be known before anything is measured. Raises UsageError."""
+    named = [(name, path) for name, path in files.items() if path is not None]
+    if existing == "overwrite" and not named:
+        *first, last = files
+        raise UsageError(f"--existing overwrite replaces {', '.join(first)} and {last}, but none is given: drop it")
+    for place, (name, path) in enumerate(named):
+        check_new(path, option=name, overwrite=existing == "overwrite")
+        for other, taken in named[:place]:
+            if path.resolve() == taken.resolve():
+                raise UsageError(f"{other} and {name} are both {path}: name two files")
+    if (plot := files.get("--plot")) is not None:
+        from dsbd_cli.lab.reports.style import require_plots
+
+        require_plots("--plot", plot)
+
+
+def read_prompts(
+    option: str, path: Path, rows: RowReader, *, most: int | None = None, seen: Callable[[bytes], object] | None = None
+) -> list[Request]:
+    """The requests of a file as generate reads it, the first `most`. seen: is called with every line. Raises UsageError
+    with the first bad line, and where the file cannot be read."""
+    found: list[Request] = []
+    with reading(f"{option} {path}"), open_input(path) as stream, LineSource(stream, str(path)) as source:
+        for number, line in itertools.islice(filter(None, source), most):
+            row = rows.read(line, index=len(found), number=number)
+            if row.request is None:
+                raise UsageError(f"{option} {path}: {row.error}")
+            found.append(row.request)
+            if seen is not None and isinstance(line, bytes):
+                seen(line)
+    return found

@@ -1,0 +1,200 @@
+"""Rows through an engine, which keeps them in input order; rows that are done are passed over."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from dsbd_cli.cli.run.progress import Reporter, row_said
+from dsbd_cli.cli.run.shard import Shard
+from dsbd_cli.errors import DsbdError, InvalidRowError, RowError, UsageError
+from dsbd_cli.io.lines.jsonl import LineWriter
+from dsbd_cli.io.lines.resume import DoneRows
+from dsbd_cli.io.records.native import step_records
+from dsbd_cli.io.records.output import row_error
+from dsbd_cli.io.records.row import LongLine, Row
+from dsbd_cli.requests import Request, RequestResult
+
+if TYPE_CHECKING:
+    from dsbd_cli.scale.worker import RunsRequests
+
+__all__ = ["MakeRecord", "RowFlow", "TooManyErrorsError", "check_errors"]
+
+MAX_KNOWN_IDS = 1_000_000
+
+NumberedLine = tuple[int, bytes | LongLine] | None
+MakeRecord = Callable[[Row, RequestResult | None], bytes]
+
+
+class ReadRow(Protocol):
+    """RowReader.read or RowReader.read_text."""
+
+    def __call__(self, line: bytes | LongLine, *, index: int, number: int) -> Row: ...
+
+
+class TooManyErrorsError(DsbdError):
+    """As many rows failed as --max-errors allows."""
+
+
+def check_errors(failed: int, most: int | None, told: str) -> None:
+    """Raises TooManyErrorsError where as many rows failed as --max-errors says. told: what else there is to say."""
+    if most is not None and failed >= most:
+        rows = "a row has" if most == 1 else f"{most} rows have"
+        raise TooManyErrorsError(f"{rows} failed{told}")
+
+
+def _cut(result: RequestResult) -> InvalidRowError:
+    """The error of a row that must be valid and is not."""
+    limit = result.request.sampling.max_new_tokens
+    return InvalidRowError(
+        f"max_new_tokens is {limit}, which cut the text before it matched its grammar: raise it, or bound what the "
+        "grammar leaves open"
+    )
+
+
+class RowFlow:
+    """The rows of one run. What was written stays, whatever ends it early."""
+
+    def __init__(
+        self,
+        source: Iterable[NumberedLine],
+        read: ReadRow,
+        reporter: Reporter,
+        *,
+        done: DoneRows | None,
+        max_errors: int | None,
+        stopping: Callable[[], bool],
+        begin: Callable[[], tuple[LineWriter, LineWriter | None]],
+        ordered: bool = True,
+        shard: Shard | None = None,
+        require_valid: bool = False,
+    ) -> None:
+        """done: what an earlier run has left. stopping: a signal has come. begin: gives the writers of records and
+        steps, before the first record. ordered: records in input order; else as they are ready. shard: only the rows
+        of this part. require_valid: a row whose best text does not match its grammar has failed."""
+        self._lines, self._read_row, self._reporter = iter(source), read, reporter
+        self._begin = begin
+        self._writers: tuple[LineWriter, LineWriter | None] | None = None
+        self._done, self._max_errors, self._stopping = done, max_errors, stopping
+        self._index = self._position = 0
+        self._next: tuple[int, Row] | None = None
+        self._ordered, self._shard, self._require_valid = ordered, shard, require_valid
+        self._pending: dict[int, tuple[int, Row]] = {}  # by id of what was handed to the engine
+        self._ids: set[int] = set()
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    @property
+    def input_digest(self) -> str:
+        """Of all lines so far where a part is answered: parts of inputs that differ anywhere do not go together."""
+        return self._digest.hexdigest()
+
+    @property
+    def rows_read(self) -> int:
+        """Rows of the input so far, those of other parts too."""
+        return self._index
+
+    def needs_engine(self, record: MakeRecord) -> bool:
+        """Pass over the rows that are done, and write those that cannot be read, up to the first one that an engine has
+        to answer. False: there is none, and no model is needed."""
+        self._record = record
+        for item in self._rows():
+            if self._stopping():
+                return False
+            if item is None:
+                self._flush()
+            elif item[1].request is not None:
+                self._next = item
+                return True
+            else:
+                self._write(*item, None)
+        self._flush()
+        return False
+
+    def run(self, engine: RunsRequests, record: MakeRecord) -> None:
+        """Answer every row that is not done."""
+        self._record = record
+        try:
+            for result in engine.run(self._requests(), ordered=self._ordered):
+                name = id(result.request) if id(result.request) in self._pending else id(result.error)
+                assert not self._ordered or name == next(iter(self._pending)), "the engine answers in input order"
+                position, row = self._pending.pop(name)
+                self._write(position, row, None if row.request is None else result)
+        except UsageError:
+            if not self._stopping():  # a signal may have stopped the engine before its run began
+                raise
+        assert self._stopping() or not self._pending, "the engine answers every row"
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._writers is not None:
+            self._writers[0].flush()
+
+    def _requests(self) -> Iterator[Request | RowError | None]:
+        for item in self._rows():
+            if self._stopping():
+                return
+            if item is None:
+                self._flush()
+                yield None
+                continue
+            handed = item[1].request or item[1].error
+            self._pending[id(handed)] = item
+            yield handed
+
+    def _rows(self) -> Iterator[tuple[int, Row] | None]:
+        """Rows that are not done, each with the bytes of the input up to its end; None where nothing is ready."""
+        if self._next is not None:
+            yield self._next
+            self._next = None
+        for item in self._lines:
+            if item is None:
+                yield None
+                continue
+            number, line = item
+            index = self._index
+            self._index += 1
+            self._position += (line.size if isinstance(line, LongLine) else len(line)) + 1
+            if self._shard is not None:
+                self._digest.update((line.head if isinstance(line, LongLine) else line) + b"\n")
+                if not self._shard.has(index):
+                    continue
+            row = self._read_row(line, index=index, number=number)
+            self._note_id(row)
+            if self._done is not None and self._done.take(row.id, row.key):
+                self._reporter.totals.skipped += 1
+                self._reporter.at(self._position, skipped=True)
+                continue
+            for warning in row.warnings:
+                self._reporter.warn(warning)
+            yield self._position, row
+
+    def _note_id(self, row: Row) -> None:
+        """An id that stands twice is told: whoever joins on ids must know. Memory for this is bounded."""
+        name = hash(row.id)
+        if name in self._ids:
+            self._reporter.totals.duplicates += 1
+            self._reporter.warn(f"line {row.number}: the id {row.id!r} has been used before", kind="duplicate")
+        elif len(self._ids) < MAX_KNOWN_IDS:
+            self._ids.add(name)
+
+    def _write(self, position: int, row: Row, result: RequestResult | None) -> None:
+        """Steps first: a record says that all of its row is written."""
+        if self._require_valid and result is not None and result.error is None and result.invalid:
+            result = replace(result, error=_cut(result))
+        error = row_error(row, result)
+        self._writers = self._writers or self._begin()
+        writer, steps = self._writers
+        if result is not None:
+            if steps is not None:
+                for line in step_records(result.stats.step_log):
+                    steps.write(line)
+            self._reporter.totals.add(result)
+        writer.write(self._record(row, result))
+        self._reporter.at(position)
+        if error is None:
+            self._reporter.row()
+            return
+        self._reporter.row(error=row_said(row.index, row.id, error), kind=type(error).__name__)
+        check_errors(self._reporter.totals.failed, self._max_errors, f", the last one at {error}")

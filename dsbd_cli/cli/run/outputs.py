@@ -1,0 +1,159 @@
+"""Where records go: the output and the stats file, opened and locked before any model is loaded, and changed no sooner
+than there is a record, or a model."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from dsbd_cli.cli.options.options import STANDARD, FileOptions
+from dsbd_cli.cli.options.settings import TYPED
+from dsbd_cli.cli.run.files import is_special, resumes, writes
+from dsbd_cli.cli.run.progress import Reporter
+from dsbd_cli.errors import OutputError, UsageError
+from dsbd_cli.io.lines.compression import frame_maker
+from dsbd_cli.io.lines.jsonl import LineWriter
+from dsbd_cli.io.lines.lock import open_locked
+from dsbd_cli.io.lines.resume import (
+    DoneRows,
+    InputEnd,
+    Settings,
+    cut,
+    cut_unfinished_steps,
+    drop_failed,
+    read_done,
+    read_settings,
+    settings_file,
+    whole_size,
+    write_settings,
+)
+from dsbd_cli.io.records.output import fingerprint_difference
+
+__all__ = ["Outputs"]
+
+
+class Outputs:
+    """Claims the files on entering the `with` block; `begin` makes them ready to be written."""
+
+    def __init__(self, files: FileOptions, settings: Settings) -> None:
+        self.done: DoneRows | None = None
+        self.notes: list[str] = []
+        self.retried = 0
+        self.created = int(time.time())
+        self._files, self._settings = files, settings
+        self._stack = ExitStack()
+        self._output: io.FileIO | None = None
+        self._steps: io.FileIO | None = None
+        self._writers: tuple[LineWriter, LineWriter | None] | None = None
+        self._special: dict[Path, LineWriter] = {}  # devices and pipes
+        self._new: list[Path] = []  # made by us, and to be removed if nothing comes of it
+
+    def __enter__(self) -> Self:
+        if self._files.output in (None, STANDARD) and sys.stdout is None:
+            raise OutputError("standard output is closed: name a file with --output")
+        with self._stack:
+            self._output = self._claim(self._files.output)
+            self._steps = self._claim(self._files.stats)
+            if resumes(self._files) and self._output is not None:
+                self._look_back(self._output)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stack.close()
+        for path in self._new:
+            if path.is_file() and path.stat().st_size == 0:
+                path.unlink()
+
+    def tell(self, reporter: Reporter) -> None:
+        """What an earlier run has left, to be told and counted."""
+        for note in self.notes:
+            reporter.warn(note)
+        if self.done is not None:
+            reporter.totals.skipped_failed, reporter.totals.retried = self.done.failed, self.retried
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is in the file yet, so that even a run without rows has to make it."""
+        return self._output is None or self._output.tell() == 0
+
+    def begin(self) -> tuple[LineWriter, LineWriter | None]:
+        """Writers of records and steps, the same ones from the first call on, which empties an old file and writes the
+        settings beside it."""
+        if self._writers is None:
+            self._writers = self._begun()
+        return self._writers
+
+    def _begun(self) -> tuple[LineWriter, LineWriter | None]:
+        output, steps = self._files.output, self._files.stats
+        if self._output is not None and output is not None:
+            if self._files.existing == "overwrite":
+                self._output.truncate(0)
+            if self._output.tell() == 0 and writes(self._files).resumable:
+                write_settings(output, self._settings, self.created)
+            elif self._output.tell() == 0:
+                settings_file(output).unlink(missing_ok=True)
+        if self._steps is not None and self._files.existing == "overwrite":
+            self._steps.truncate(0)
+        self._new = []
+        return self._writer(output, self._output), None if steps is None else self._writer(steps, self._steps)
+
+    def complete(self, rows: int, digest: str) -> None:
+        """All rows of a part are written. rows, digest: of the whole input."""
+        assert self._files.output is not None
+        write_settings(self._files.output, self._settings, self.created, InputEnd(rows, digest))
+
+    def _claim(self, path: Path | None) -> io.FileIO | None:
+        """The file, locked; None for standard output, and for devices and pipes, which are opened."""
+        if path in (None, STANDARD):
+            return None
+        if is_special(path):
+            self._special[path] = self._stack.enter_context(LineWriter.create(path, overwrite=True))
+            return None
+        fresh = not path.exists()
+        stream = open_locked(path, create_only=self._files.existing in (None, "error"))
+        self._stack.callback(stream.close)
+        if fresh:
+            self._new.append(path)
+        return stream
+
+    def _look_back(self, stream: io.FileIO) -> None:
+        """Read what an earlier run has left. A file that is not ours is refused before a byte of it is changed."""
+        output = self._files.output
+        assert output is not None
+        self.done = DoneRows()
+        if stream.seek(0, io.SEEK_END) > 0:
+            before, self.created = read_settings(output)
+            if difference := fingerprint_difference(before, self._settings, TYPED):
+                raise UsageError(
+                    f"--existing {self._files.existing}: {output} was made with other settings: {difference}; "
+                    "use the same, or name another file"
+                )
+            end = whole_size(stream)
+            self.done = read_done(stream, output, end)
+            if torn := cut(stream, end):
+                self.notes.append(f"{output}: the last line was torn ({torn} bytes); its row is answered again")
+            if self._files.existing == "retry":
+                stream, self.retried = drop_failed(stream, output)
+                self._stack.callback(stream.close)
+                self._output = stream
+                end = stream.seek(0, io.SEEK_END)
+                self.done = read_done(stream, output, end)
+            stream.seek(end)
+        if self._steps is not None:
+            cut_unfinished_steps(self._steps, self.done)
+
+    def _writer(self, path: Path | None, stream: io.FileIO | None) -> LineWriter:
+        if stream is not None:
+            assert path is not None
+            writer = LineWriter(stream, str(path), owned=True, frame=frame_maker(path))
+            return self._stack.enter_context(writer)
+        if path is not None and path != STANDARD:
+            return self._special[path]
+        sys.stdout.flush()
+        return LineWriter(sys.stdout.buffer, "standard output", owned=False)

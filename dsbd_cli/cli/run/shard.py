@@ -1,0 +1,128 @@
+"""--shard: the rows of one part of an input, into a file of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dsbd_cli.cli.options.options import STANDARD, FileOptions
+from dsbd_cli.cli.run.files import COMPRESSED, is_special
+from dsbd_cli.errors import UsageError, reading, shorten
+
+__all__ = ["SHARD_SETTINGS", "Shard", "shard_of", "sharded_files"]
+
+SHARD_SETTINGS = ("shard", "input_bytes", "input_head", "input_compressed")  # of the settings beside a part
+HEAD_BYTES = 1 << 16
+
+# what starts tasks, with the variables that say which one this is, the first one's number, and how many there are
+SCHEDULERS = (
+    ("a Slurm array", "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_COUNT"),
+    ("torchrun", "RANK", None, "WORLD_SIZE"),
+    ("SkyPilot", "SKYPILOT_JOB_RANK", None, "SKYPILOT_NUM_JOBS"),
+)
+KUBERNETES = "JOB_COMPLETION_INDEX"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rows whose index leaves `part` when divided by `count`."""
+
+    part: int
+    count: int
+
+    def has(self, index: int) -> bool:
+        """Whether a row belongs to this part."""
+        return index % self.count == self.part
+
+    def rows(self, count: int) -> int:
+        """Rows of this part, of so many in all."""
+        return len(range(self.part, count, self.count))
+
+    def path(self, path: Path) -> Path:
+        """out.jsonl.3-of-16 for out.jsonl."""
+        return path.with_name(f"{path.name}.{self.part}-of-{self.count}")
+
+    def settings(self, source: Path) -> dict[str, object]:
+        """Which part of which input, for the settings beside a part. Raises UsageError."""
+        with reading(f"--input {source}"), source.open("rb") as stream:
+            head = hashlib.blake2b(stream.read(HEAD_BYTES), digest_size=8).hexdigest()
+            values = (f"{self.part}/{self.count}", source.stat().st_size, head, True)
+        named = SHARD_SETTINGS if source.suffix in COMPRESSED else SHARD_SETTINGS[:-1]
+        return dict(zip(named, values, strict=False))
+
+
+def shard_of(given: str, environment: Mapping[str, str] = os.environ) -> Shard:
+    """The part that `3/16`, `auto` or `auto/16` names. Raises UsageError."""
+    if given == "auto" or given.startswith("auto/"):
+        return _from_scheduler(given, environment)
+    if found := re.fullmatch(r"(\d{1,9})/(\d{1,9})", given):
+        return _checked(f"--shard is {given}", int(found[1]), int(found[2]))
+    raise UsageError(
+        f"--shard is {shorten(given)}, but must be I/N, such as 0/16 for the first of 16 parts, or auto where a "
+        "scheduler has numbered the tasks"
+    )
+
+
+def _from_scheduler(given: str, environment: Mapping[str, str]) -> Shard:
+    """What the variables of a scheduler say; with `auto/16` also of one that does not say how many tasks there are."""
+    count = given.partition("/")[2]
+    found: dict[str, Shard] = {}
+    for scheduler, part, first, total in SCHEDULERS:
+        if part in environment and total in environment:
+            told = f"--shard {given}: {part}={environment[part]} and {total}={environment[total]} of {scheduler}"
+            begin = _number(told, environment.get(first, "0")) if first else 0
+            found[scheduler] = _checked(
+                told, _number(told, environment[part]) - begin, _number(told, environment[total])
+            )
+    if count:
+        if KUBERNETES in environment:
+            told = f"--shard {given}: {KUBERNETES}={environment[KUBERNETES]}"
+            found["a Kubernetes job"] = _checked(told, _number(told, environment[KUBERNETES]), _number(told, count))
+        for scheduler, shard in found.items():
+            if str(shard.count) != count:
+                raise UsageError(f"--shard is {given}, but {scheduler} has {shard.count} tasks: use --shard auto")
+    elif KUBERNETES in environment and not found:
+        raise UsageError(f"--shard is auto, but {KUBERNETES} does not say how many there are: use --shard auto/N")
+    if not found:
+        names = ", ".join([part for _, part, _, _ in SCHEDULERS])
+        raise UsageError(f"--shard is {given}, but no scheduler has numbered the tasks ({names}): give I/N")
+    if len(set(found.values())) > 1:
+        told = " and ".join(f"{scheduler} says {shard.part}/{shard.count}" for scheduler, shard in found.items())
+        raise UsageError(f"--shard is {given}, but {told}: give I/N")
+    return next(iter(found.values()))
+
+
+def _number(told: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{told}: {shorten(text)} is no number: give I/N") from None
+
+
+def _checked(told: str, part: int, count: int) -> Shard:
+    if count < 1 or not 0 <= part < count:
+        raise UsageError(f"{told}, but I of I/N must be from 0 to N - 1")
+    return Shard(part, count)
+
+
+def sharded_files(files: FileOptions, shard: Shard) -> FileOptions:
+    """The files of one part. Raises UsageError for what cannot be put together again."""
+    if files.input is None or files.input == STANDARD or is_special(files.input):
+        raise UsageError("--shard needs a file that all parts read: name it with --input")
+    if files.output is None or files.output == STANDARD or is_special(files.output):
+        raise UsageError("--shard writes a file of its own: name it with --output, without the part")
+    if files.output_format == "text":
+        raise UsageError("--shard cannot write --output-format text, whose lines do not say which row they are")
+    for option, path in (("--output", files.output), ("--stats", files.stats)):
+        if path is not None and path.suffix in COMPRESSED:
+            raise UsageError(f"--shard cannot write {option} {path}, which is compressed: write plain lines")
+    own = {
+        name: shard.path(path)
+        for name, path in (("output", files.output), ("stats", files.stats), ("summary", files.summary))
+        if path is not None and path != STANDARD
+    }
+    return replace(files, **own)  # type: ignore[arg-type]

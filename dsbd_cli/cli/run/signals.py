@@ -1,0 +1,64 @@
+"""Ctrl-C, SIGTERM and SIGHUP (the terminal is gone): the first one ends the run after the iteration it is in, the
+second one ends it at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Self
+
+from dsbd_cli.cli.run.messages import write_from_signal
+
+__all__ = ["StopSignals", "StoppedError"]
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StoppedError(BaseException):
+    """A signal ended the run; its exit code is 128 + the signal's number.
+
+    No Exception, because libraries catch those; no KeyboardInterrupt, because typer has an exit code of its own for it.
+    """
+
+    def __init__(self, number: int, *, early: bool = False) -> None:
+        """early: nothing has been told of the run yet."""
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.early = early
+        self.exit_code = 128 + number
+
+
+class StopSignals:
+    """Catches the first signal. Until `on_stop` is set it raises StoppedError; then it calls that instead."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.number: int | None = None
+        self.on_stop: Callable[[], None] | None = None
+        self._quiet = quiet
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in HANDLED:
+                # a shell starts jobs in the background with SIGINT ignored, nohup with SIGHUP: that stays so
+                if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                    self._before[number] = signal.signal(number, self._first)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        if self.number is not None and self.on_stop is None and isinstance(error, Exception):
+            # a library has turned the interrupt of its import into an error of its own
+            raise StoppedError(self.number, early=True) from error
+
+    def _first(self, number: int, frame: FrameType | None) -> None:
+        for handled in self._before:
+            signal.signal(handled, signal.SIG_DFL)
+        self.number = number
+        if self.on_stop is None:
+            raise StoppedError(number, early=True)
+        if not self._quiet:
+            write_from_signal("stopping after this iteration; the same once more stops at once")
+        self.on_stop()

@@ -1,0 +1,193 @@
+"""--summary: one JSON file that says what a run did, with what, and how it ended; written however it ends."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import orjson
+
+from dsbd_cli._version import __version__
+from dsbd_cli.cli.run.messages import utc_now
+from dsbd_cli.cli.run.signals import StoppedError
+from dsbd_cli.errors import DsbdError, OutputError, plural
+from dsbd_cli.io.lines.jsonl import OUTPUT_CLOSED, ClosedOutputError
+from dsbd_cli.io.lines.resume import check_replaceable, write_atomically
+from dsbd_cli.io.records.native import drafter_fields
+from dsbd_cli.lab.metrics.environment import installed
+from dsbd_cli.requests import RequestResult
+from dsbd_cli.stats import RequestStats
+
+if TYPE_CHECKING:
+    from dsbd_cli.scale.pool import WorkerReport
+    from dsbd_cli.scale.worker import EngineNames
+
+__all__ = ["Summary", "Totals", "rows_exit_code"]
+
+SUMMARY_SCHEMA = "dsbd.summary/1"
+PACKAGES = ("torch", "transformers", "tokenizers")
+ROWS_FAILED = 3
+
+
+def rows_exit_code(totals: Totals) -> int:
+    """Of a run that came to its end: 3 where a row of the output has failed, now or earlier."""
+    return ROWS_FAILED if totals.failed or totals.skipped_failed else 0
+
+
+class Summary:
+    """A `with` block around the run; on leaving it, the file is written."""
+
+    def __init__(self, path: Path | None, totals: Totals, settings: dict[str, object]) -> None:
+        self.info: EngineNames | None = None
+        self.workers: Callable[[], Sequence[WorkerReport]] | None = None
+        self._path, self._totals, self._settings = path, totals, settings
+        self._started = utc_now()
+
+    def __enter__(self) -> Self:
+        """Raises OutputError where the file could not be written in the end."""
+        if self._path is not None:
+            check_replaceable(self._path)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._path is None:
+            return
+        try:
+            write_atomically(self._path, orjson.dumps(self._content(error), option=orjson.OPT_INDENT_2) + b"\n")
+        except OutputError:
+            if error is None:
+                raise
+
+    def _content(self, error: BaseException | None) -> dict[str, object]:
+        info = self.info
+        ending, code = _ending(error, self._totals)
+        return {
+            "schema": SUMMARY_SCHEMA,
+            "ending": ending,
+            "exit_code": code,
+            "message": " ".join(str(error).split()) if error is not None else None,
+            "started": self._started,
+            "ended": utc_now(),
+            **self._totals.numbers(),
+            "energy_j": None,
+            "energy_source": "unavailable",
+            "settings": self._settings,
+            "device": None
+            if info is None
+            else {
+                "device": info.device,
+                "dtype": info.dtype,
+                "draft_device": info.draft_device,
+                "draft_dtype": info.draft_dtype,
+                "kernels": list(info.kernels),
+                "threads": info.threads,
+            },
+            **({} if self.workers is None else {"workers": [asdict(report) for report in self.workers()]}),
+            "versions": {
+                "dsbd": __version__,
+                "python": platform.python_version(),
+                **{name: installed(name) for name in PACKAGES},
+            },
+        }
+
+
+def _ending(error: BaseException | None, totals: Totals) -> tuple[str, int]:
+    if error is None:
+        return "complete", rows_exit_code(totals)
+    if isinstance(error, StoppedError):
+        return "stopped", error.exit_code
+    if isinstance(error, ClosedOutputError):
+        return "output closed", OUTPUT_CLOSED
+    return "failed", error.exit_code if isinstance(error, DsbdError) else 1
+
+
+class Totals:
+    """Counts of one run. Times are intervals of the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.rows = self.failed = self.skipped = self.skipped_failed = self.retried = self.duplicates = 0
+        self.prompt_tokens = self.tokens = self.all_tokens = self.truncated_rows = self.invalid_rows = 0
+        self.stats = RequestStats()
+        self.errors: Counter[str] = Counter()
+
+    def add(self, result: RequestResult) -> None:
+        """Count what one result cost and gave."""
+        self.prompt_tokens += result.prompt_tokens
+        self.tokens += sum(beam.num_tokens for beam in result.hypotheses[:1])
+        self.all_tokens += sum(beam.num_tokens for beam in result.hypotheses)
+        self.truncated_rows += result.truncated_tokens > 0
+        self.invalid_rows += result.invalid
+        self.stats.add(result.stats)
+
+    @property
+    def seconds(self) -> float:
+        """Since the first row could start."""
+        return max(time.perf_counter() - self.started, 1e-9)
+
+    def line(self, unfinished: int = 0) -> str:
+        """Rows, tokens/s of the best texts, steps per target call, acceptance. unfinished: tokens of rows to come."""
+        stats, tokens = self.stats, self.tokens + unfinished
+        parts = [plural(self.rows, "row"), f"{tokens} tokens", f"{tokens / self.seconds:.1f} tokens/s"]
+        if stats.target_calls:
+            parts.append(f"{stats.steps / stats.target_calls:.2f} steps per call")
+        if stats.prompt_tokens_reused:
+            parts.append(f"{stats.prompt_tokens_reused} prompt tokens reused")
+        if stats.drafted:
+            rates = [(name, part.acceptance_rate) for name, part in stats.drafters.items()]
+            apart = ", ".join(f"{name} {rate:.0%}" for name, rate in rates if rate is not None)
+            parts.append(f"{stats.accepted / stats.drafted:.0%} accepted" + (f" ({apart})" if apart else ""))
+        if self.invalid_rows:
+            parts.append(f"{self.invalid_rows} cut before they matched their grammar (raise --max-new-tokens)")
+        if self.failed:
+            parts.append(f"{self.failed} failed")
+        if self.skipped:
+            parts.append(f"{self.skipped} done before")
+        if self.skipped_failed:
+            parts.append(f"{self.skipped_failed} of them failed (--existing retry answers them again)")
+        return ", ".join(parts)
+
+    def numbers(self) -> dict[str, object]:
+        """The same and more, by name; times in seconds."""
+        stats, seconds = self.stats, self.seconds
+        return {
+            "rows": {
+                "written": self.rows,
+                "answered": self.rows - self.failed,
+                "failed": self.failed,
+                "done_before": self.skipped,
+                "failed_before": self.skipped_failed,
+                "retried": self.retried,
+                "duplicate_ids": self.duplicates,
+                "truncated": self.truncated_rows,
+                "invalid": self.invalid_rows,
+            },
+            "errors": dict(sorted(self.errors.items())),
+            "tokens": {
+                "prompt": self.prompt_tokens,
+                "prompt_reused": stats.prompt_tokens_reused,
+                "best_texts": self.tokens,
+                "all_beams": self.all_tokens,
+                "best_texts_per_s": round(self.tokens / seconds, 3),
+            },
+            "steps": stats.steps,
+            "target_calls": stats.target_calls,
+            "draft_calls": stats.draft_calls,
+            "steps_per_call": round(stats.steps / stats.target_calls, 6) if stats.target_calls else None,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "acceptance_rate": round(stats.accepted / stats.drafted, 6) if stats.drafted else None,
+            **drafter_fields(stats.drafters),
+            "seconds": {
+                "total_s": round(seconds, 6),
+                "draft_s": round(stats.draft_s, 6),
+                "target_s": round(stats.target_s, 6),
+                "verify_s": round(stats.verify_s, 6),
+            },
+        }

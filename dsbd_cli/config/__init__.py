@@ -1,0 +1,1 @@
+"""Settings: what a user may choose, checked once. No tensors."""

@@ -1,0 +1,92 @@
+"""Checks of settings: the type of every field, and errors that name field, value and what is expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import NoneType, UnionType
+from typing import Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from dsbd_cli.errors import UsageError, shorten
+
+__all__ = ["check_types", "check_value"]
+
+
+T = TypeVar("T")
+Test = Callable[[object], bool]
+
+
+def require(condition: bool, name: str, value: object, expected: str) -> None:
+    if not condition:
+        message = f"{name} is {shorten(value)}, but must be {expected}"
+        raise UsageError(message, field=name, value=value, expected=expected)
+
+
+def refuse(name: str, value: object, reason: str) -> NoReturn:
+    """reason: why another field does not allow the value, and what to do."""
+    raise UsageError(f"{name} is {shorten(value)}, but {reason}", field=name, value=value)
+
+
+def check_value(name: str, value: object, hint: object) -> None:
+    """The value has this type. Raises UsageError."""
+    if not _test(hint)(value):
+        require(False, name, value, _expected(hint))
+
+
+def check_types(settings: object, *, open_: tuple[str, ...] = ()) -> None:
+    """Every field of a dataclass has the type that is written beside it. open_: fields that may also be None until they
+    are settled. Raises UsageError."""
+    kind: type = type(settings)
+    for name, hint, fits in _types(kind):
+        value = getattr(settings, name)
+        if not fits(value) and not (value is None and name in open_):
+            require(False, name, value, _expected(hint))
+
+
+@cache
+def _types(kind: type) -> tuple[tuple[str, object, Test], ...]:
+    hints = get_type_hints(kind).items()
+    return tuple((name, hint, _test(hint)) for name, hint in hints if not name.startswith("_"))
+
+
+@cache
+def _test(hint: object) -> Test:
+    """Whether a value has this type. Made once for each type, because every row of a file is tested."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        plain = tuple(part for part in parts if isinstance(part, type) and part not in (int, float))
+        others = [_test(part) for part in parts if part not in plain]
+        return lambda value: isinstance(value, plain) or any(test(value) for test in others)
+    if kind is Literal:
+        return lambda value: isinstance(value, str) and value in parts
+    if kind is tuple and parts[-1] is not ...:
+        tests = [_test(part) for part in parts]
+        return lambda value: (
+            isinstance(value, tuple)
+            and len(value) == len(tests)
+            and all(test(item) for test, item in zip(tests, value, strict=True))
+        )
+    if kind in (tuple, dict):
+        one = _test(parts[0])
+        if kind is tuple:
+            return lambda value: isinstance(value, tuple) and all(one(item) for item in value)
+        assert parts[0] is parts[1]
+        return lambda value: isinstance(value, dict) and all(one(item) for pair in value.items() for item in pair)
+    if hint in (int, float):  # True is an int to Python, and to nobody else
+        numbers = int if hint is int else (int, float)
+        return lambda value: isinstance(value, numbers) and not isinstance(value, bool)
+    assert isinstance(hint, type)
+    return lambda value: isinstance(value, hint)
+
+
+def _expected(hint: object) -> str:
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return " or ".join(map(_expected, parts))
+    if kind is Literal:
+        return f"one of {', '.join(parts)}"
+    if kind is tuple:
+        return {str: "a list of strings", int: "a list of integers"}.get(parts[0], "a list of objects with strings")
+    words = {int: "an integer", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
+    assert isinstance(hint, type)
+    return words.get(hint, f"a {hint.__name__}")

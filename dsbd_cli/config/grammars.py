@@ -1,0 +1,195 @@
+"""Grammars: what an answer must look like as a whole. A JSON schema, a regular expression or a Lark grammar.
+
+The library llguidance reads and follows them; it is imported when the first grammar is used. A grammar that may cost
+much is compiled in a child process first (grammar_trial.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from dsbd_cli.config.grammar_trial import parser_limits, trial_fault
+from dsbd_cli.config.schemas import Extent, close_objects, extent
+from dsbd_cli.errors import UsageError, shorten
+
+__all__ = ["Grammar"]
+
+GrammarKind = Literal["json_schema", "regex", "lark"]
+
+# How JSON is written: in one line, as Python's json.dumps does. A schema's own "x-guidance" object wins over this.
+LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+DEFINITIONS = ("$defs", "definitions")
+MOST_TRIALS, MOST_TRIED = 2000, 10_000_000  # subschemas that are tried to find the place of an error, and their letters
+# What is compiled without a trial in a child process: a grammar that is small in all of these
+CHEAP_SCHEMA, CHEAP_NODES, CHEAP_COUNT, CHEAP_PATTERN, CHEAP_LARK = 20_000, 5_000, 1_000, 200, 300
+COSTLY_KEYS = frozenset("allOf multipleOf not oneOf pattern patternProperties x-guidance".split())
+COSTLY_LARK = frozenset("&~{%")
+# Keywords whose value holds subschemas: one, a list of them, or some by name
+NESTED = frozenset(
+    "additionalProperties allOf anyOf definitions $defs items oneOf patternProperties prefixItems properties".split()
+)
+Schema = Mapping[str, object] | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a whole answer must match.
+
+    Attributes:
+        kind: how `text` is to be read.
+        text: a JSON schema as JSON, a regular expression (Rust syntax, the whole answer must match), or a Lark grammar
+            whose first rule is `start`.
+    """
+
+    kind: GrammarKind
+    text: str
+
+    @classmethod
+    def json_schema(cls, schema: Schema | str) -> Grammar:
+        """Answers that are valid JSON under this schema. Properties come in the order in which the schema has them."""
+        return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False))
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Answers that match this expression from their beginning to their end."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, grammar: str) -> Grammar:
+        """Answers that this Lark grammar derives from `start`."""
+        return cls("lark", grammar)
+
+    @property
+    def name(self) -> str:
+        """Its kind and a hash of its text, by which runs are told apart."""
+        return f"{self.kind} {hashlib.blake2b(self.text.encode('utf-8', 'surrogatepass'), digest_size=8).hexdigest()}"
+
+    def source(self) -> str:
+        """The grammar as llguidance takes it. Raises UsageError where it is malformed or uses what is not supported;
+        of a schema the message names the place, as a JSON pointer."""
+        try:
+            self.text.encode()
+        except UnicodeEncodeError:
+            raise UsageError("it is no valid text: it holds half a surrogate pair") from None
+        if self.kind == "json_schema":
+            schema = self._schema()
+            size = Extent(0, 0, frozenset(), 0.0) if isinstance(schema, bool) else extent(schema)
+            source = _schema_source(schema if isinstance(schema, bool) else close_objects(schema))
+            self._try(source, cheap=len(self.text) <= CHEAP_SCHEMA and _is_cheap(size))
+            if (fault := _fault(source)) is not None:
+                raise UsageError(f"{_told(fault)} (at {_place(schema, fault)})")
+            return source
+        from llguidance import LLMatcher
+
+        make = LLMatcher.grammar_from_regex if self.kind == "regex" else LLMatcher.grammar_from_lark
+        source = make(self.text)
+        self._try(source, cheap=_is_cheap_pattern(self.text) if self.kind == "regex" else _is_cheap_lark(self.text))
+        if (fault := _fault(source)) is not None:
+            raise UsageError(_told(fault))
+        return source
+
+    def _try(self, source: str, *, cheap: bool) -> None:
+        """Compile it in a child process, unless it is cheap. Raises UsageError where the child does not survive it."""
+        if not cheap and (fault := trial_fault(source)) is not None:
+            raise UsageError(fault)
+
+    def _schema(self) -> Schema:
+        try:
+            schema = json.loads(self.text)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"not valid JSON: {error}") from None
+        except RecursionError:
+            raise UsageError("nested too deep") from None
+        if not isinstance(schema, Mapping | bool):
+            raise UsageError(f"{shorten(schema)} is no JSON schema: it must be an object")
+        return schema
+
+
+def _is_cheap(size: Extent) -> bool:
+    return size.nodes <= CHEAP_NODES and size.largest <= CHEAP_COUNT and not size.keys & COSTLY_KEYS
+
+
+def _is_cheap_pattern(pattern: str) -> bool:
+    """Short, and its counted repetitions, one within the other at worst, make it little longer."""
+    counts = re.findall(r"[0-9]+", " ".join(re.findall(r"\{[0-9, ]*\}", pattern)))
+    return len(pattern) <= CHEAP_PATTERN and math.prod(min(int(one), CHEAP_COUNT) or 1 for one in counts) < CHEAP_COUNT
+
+
+def _is_cheap_lark(text: str) -> bool:
+    """Short, without intersections, complements, repetitions by number and grammars within."""
+    return len(text) <= CHEAP_LARK and not COSTLY_LARK & set(text)
+
+
+def _schema_source(schema: object) -> str:
+    from llguidance import LLMatcher
+
+    if isinstance(schema, bool):  # llguidance takes it inside of a schema, but not as a whole one
+        schema = {"allOf": [schema]}
+    try:
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=LAYOUT)  # type: ignore[arg-type]
+    except (ValueError, RecursionError) as error:  # half a surrogate pair, a number that is too large
+        raise UsageError(f"not valid JSON: {' '.join(str(error).split())[:200]}") from None
+
+
+def _fault(source: str) -> str | None:
+    """What llguidance says against a grammar; None where it takes it."""
+    from llguidance import LLMatcher
+
+    wrong, messages = LLMatcher.validate_grammar_with_warnings(source, limits=parser_limits())
+    # where llguidance came from is not told: the innermost place is found by trying
+    lines = [line for line in messages[0].splitlines() if "while processing" not in line] if wrong else []
+    return "\n".join(lines) if wrong else None
+
+
+def _place(schema: Schema, fault: str) -> str:
+    """JSON pointer of the innermost subschema that fails in the same way, or `the root`."""
+    shared = {} if isinstance(schema, bool) else {name: schema[name] for name in DEFINITIONS if name in schema}
+    pointer, trials, tried, here = "", 0, 0, schema
+    while True:
+        for step, inner in _subschemas(here):
+            trials += 1
+            alone = _schema_source({**shared, **inner} if isinstance(inner, Mapping) else inner)
+            tried += len(alone)
+            if trials > MOST_TRIALS or tried > MOST_TRIED:
+                return pointer or "the root"
+            if _fault(alone) == fault:
+                pointer, here = pointer + step, inner
+                break
+        else:
+            return pointer or "the root"
+
+
+def _subschemas(schema: Schema) -> Iterator[tuple[str, Schema]]:
+    """Those one step below, with the pointer to them."""
+    if isinstance(schema, bool):
+        return
+    for name in sorted(NESTED & schema.keys()):
+        value, by_name = schema[name], name in ("properties", "patternProperties", *DEFINITIONS)
+        if isinstance(value, list):
+            yield from ((f"/{name}/{place}", one) for place, one in enumerate(value) if isinstance(one, Mapping | bool))
+        elif isinstance(value, Mapping) and by_name:
+            for key, one in value.items():
+                if isinstance(one, Mapping | bool):
+                    yield f"/{name}/{str(key).replace('~', '~0').replace('/', '~1')}", one
+        elif isinstance(value, Mapping | bool):
+            yield f"/{name}", value
+
+
+def _told(fault: str) -> str:
+    """A message of llguidance on one line."""
+    if "Unimplemented keys:" in fault:
+        return f"unsupported keywords {fault.partition(':')[2].strip()}"
+    lines = fault.strip().splitlines()
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return " ".join((reasons or lines)[0].split())[:200]

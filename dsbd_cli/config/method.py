@@ -1,0 +1,329 @@
+"""Settings of a whole engine, because they fix tensor shapes: rule, width, drafter and the forest's size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Literal
+
+from dsbd_cli.config.checking import T, check_types, check_value, refuse, require
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.config.spelling import parse, parse_drafter
+from dsbd_cli.config.variant import Exactness, Rule, Setting, Value, Variant, Width
+from dsbd_cli.config.variants import (
+    DRAFTERS,
+    FUSION,
+    GRAMMAR,
+    MIN_WIDTH,
+    RULES,
+    SECOND_DRAFTS,
+    TREE_THRESHOLD,
+    WIDTHS,
+    active,
+    check_drafter_name,
+    find_extensions,
+)
+from dsbd_cli.errors import UsageError, shorten
+
+__all__ = ["MethodConfig", "check_request"]
+
+_KINDS: dict[type[Variant], str] = {Rule: "rule", Width: "width"}
+WarpScope = Literal["pool", "beam"]
+DEFAULT_BATCH_SIZE = 8
+DEFAULT_DEPTH = 4  # where every iteration drafts as deep
+MAX_AUTO_DEPTH = 8  # where the depth is adaptive
+MAX_CERTAIN_DEPTH = 16  # where the drafter knows which layers pass
+DEFAULT_DRAFTS = 8
+SPARE_DRAFTS = 32  # of a layer, beyond the number of beams, at most
+MOST_DRAFTED = 512  # nodes of all layers, where nobody says how many
+
+FOLLOWING = ("depth", "adaptive_depth", "width", "drafts_per_layer")  # settings whose default follows from others
+
+
+def _check(setting: Setting[object], value: object) -> None:
+    require(setting.fits(value), setting.field, value, setting.expected)
+
+
+def check_request(sampling: SamplingConfig, rule: str, num_beams: int) -> None:
+    """What a request asks for goes together with the rule and the number of beams. Raises UsageError."""
+    if sampling.temperature == 0 and not RULES[rule].cold:
+        value = sampling.temperature
+        message = f"temperature is 0, which {rule} does not take: use coupled, or search"
+        raise UsageError(message, field="temperature", value=value)
+    if sampling.n_best > num_beams:
+        refuse("n_best", sampling.n_best, f"num_beams is {num_beams}: lower it, or raise that")
+
+
+@dataclass(frozen=True, slots=True)
+class MethodConfig:
+    """How an engine decodes; one per engine. The defaults are those of the command.
+
+    Rule, width and drafter are given by name, or spelled with their settings as on the command line:
+    `MethodConfig(rule="fuzzy:0.2,divergence=js", drafter="ngram:4", width="threshold:0.7,min=2")`.
+
+    Attributes:
+        rule: verification rule, one of variants.RULES.
+        num_beams: W, live beams at most.
+        drafts_per_layer: K, drafted nodes per layer. Default: 8, or 2W if that is more; above W = 32 it is W + 32.
+        depth: D, drafted layers; 0 is plain beam sampling (or beam search) without a draft. Default: 8 with
+            adaptive_depth, else 4; fewer where that would be more than 512 drafted nodes.
+        adaptive_depth: D and K are upper bounds, and every iteration takes what measured fastest below them (the
+            command's `--depth auto`). Default: where no depth is given and the text cannot depend on the forest: rules
+            coupled and search at fixed width, without memory_saving.
+        width: width policy of a layer, fixed (always W) or threshold. Default: threshold for rejection and
+            with-replacement where drafter beam drafts, else fixed.
+        warp_scope: `pool` warps the joint law over (beam, token); `beam` warps each beam's row.
+        memory_saving: keep only the best beam between iterations.
+        drafter: who proposes the nodes, one of variants.DRAFTERS; or two joined by +, the second of them one that reads
+            text.
+        settings: of rule, width and drafter, by their fields in variants; only what differs from the defaults need be
+            given. A mapping may be given; what is spelled with a name stands here, too.
+    """
+
+    rule: str = "coupled"
+    num_beams: int = 4
+    # None is not given: what it then is follows from the others, in __post_init__
+    drafts_per_layer: int = None  # type: ignore[assignment]
+    depth: int = None  # type: ignore[assignment]
+    width: str = None  # type: ignore[assignment]
+    warp_scope: WarpScope = "pool"
+    memory_saving: bool = False
+    adaptive_depth: bool = None  # type: ignore[assignment]
+    drafter: str = "beam"
+    settings: tuple[tuple[str, Value], ...] = ()
+    _asks: str | None = field(default=None, init=False, repr=False, compare=False)  # what was given that needs a draft
+
+    if TYPE_CHECKING:  # what may be given, where that is more than what is then held
+
+        def __init__(
+            self,
+            rule: str = ...,
+            num_beams: int = ...,
+            drafts_per_layer: int | None = ...,
+            depth: int | None = ...,
+            width: str | None = ...,
+            warp_scope: WarpScope = ...,
+            memory_saving: bool = ...,
+            adaptive_depth: bool | None = ...,
+            drafter: str = ...,
+            settings: Mapping[str, Value | None] | tuple[tuple[str, Value], ...] = ...,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        find_extensions()
+        self._read_spelled()
+        check_types(self, open_=FOLLOWING)
+        self._settle()
+        self._check_variants()
+        require(self.num_beams >= 1, "num_beams", self.num_beams, "1 or more")
+        require(self.depth >= 0, "depth", self.depth, "0 (no draft) or more")
+        require(self.drafts_per_layer >= 1, "drafts_per_layer", self.drafts_per_layer, "1 or more")
+        least, expected = self.value(MIN_WIDTH), f"between 1 and {self.num_beams} (num_beams)"
+        require(1 <= least <= self.num_beams, MIN_WIDTH.field, least, expected)
+        if self.adaptive_depth and not self.depth:
+            refuse("depth", self.depth, "adaptive_depth needs 1 or more to choose below")
+        if self.depth and self.drafts_per_layer < self.required_width:
+            reason = f"a layer needs {self.required_width} drafted nodes to pass: raise it, or use width threshold"
+            refuse("drafts_per_layer", self.drafts_per_layer, reason)
+
+    def _read_spelled(self) -> None:
+        """Settings that are spelled with a name, as in `ngram:4`, become settings."""
+        require(isinstance(self.settings, Mapping | tuple), "settings", self.settings, "a table of settings")
+        given = dict(self.settings)
+        for name, table in (("rule", RULES), ("width", WIDTHS)):
+            text = getattr(self, name)
+            if isinstance(text, str):
+                chosen, some = parse(name, text, table, complete=False)
+                given |= some
+                object.__setattr__(self, name, chosen)
+        if isinstance(self.drafter, str):
+            chosen, some = parse_drafter(self.drafter, "drafter", complete=False)
+            given |= some
+            object.__setattr__(self, "drafter", chosen)
+        settings = sorted((name, value) for name, value in given.items() if value is not None)
+        object.__setattr__(self, "settings", tuple(settings))
+
+    def _settle(self) -> None:
+        """Defaults that follow from other settings."""
+        given = {name: getattr(self, name) for name in FOLLOWING}
+        width, adaptive, depth = given["width"], given["adaptive_depth"], given["depth"]
+        if width is None:
+            first = DRAFTERS.get(self.drafter_names[0])
+            pool = depth != 0 and first is not None and first.pool_law  # the only law that tells a width
+            width = RULES[self.rule].width if pool else "fixed"
+        if adaptive is None:
+            same_text = RULES[self.rule].exactness == "same-text"
+            adaptive = depth is None and same_text and not WIDTHS[width].dynamic and not self.memory_saving
+        settled = {"width": width, "adaptive_depth": adaptive}
+        drafts = given["drafts_per_layer"]
+        if drafts is None:
+            drafts = max(DEFAULT_DRAFTS, self.num_beams + min(self.num_beams, SPARE_DRAFTS))
+        settled["drafts_per_layer"] = drafts
+        most = max(1, MOST_DRAFTED // max(1, drafts))
+        usual = MAX_AUTO_DEPTH if adaptive else DEFAULT_DEPTH
+        usual = MAX_CERTAIN_DEPTH if self.drafter == GRAMMAR else usual
+        settled["depth"] = min(usual, most) if depth is None else depth
+        asking = [name for name, value in given.items() if value and value != "fixed"]
+        settled["_asks"] = asking[0] if asking else None
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
+
+    def _check_variants(self) -> None:
+        """Rule, width and drafter fit each other, and every setting is one that it may be."""
+        check_drafter_name(self.drafter)
+        rule, width, drafters = RULES[self.rule], WIDTHS[self.width], [DRAFTERS[name] for name in self.drafter_names]
+        self._check_settings()
+        if len(drafters) == 2:
+            share, most = self.value(SECOND_DRAFTS), self.drafts_per_layer - 1
+            require(most >= 1, "drafts_per_layer", self.drafts_per_layer, "2 or more for two drafters")
+            require(share is None or 1 <= share <= most, SECOND_DRAFTS.field, share, f"between 1 and {most} (K - 1)")
+        if self.depth == 0 and self.drafter != MethodConfig.__dataclass_fields__["drafter"].default:
+            refuse("drafter", self.drafter, "depth 0 drafts nothing: raise the depth, or drop the drafter")
+        if self.depth == 0 and rule.needs_draft:
+            refuse("depth", self.depth, f"rule {rule.name} compares the target with a draft: raise it")
+        for limit in rule.limits:
+            value = getattr(self, limit.field)
+            if value not in limit.values:
+                refuse(limit.field, value, limit.reason)
+        if self.depth and width.needs_pool_law and not drafters[0].pool_law:
+            reason = (
+                f"it estimates acceptance from the pool law that drafter beam records, and {self.drafter} has none: "
+                "use width fixed"
+            )
+            refuse("width", self.width, reason)
+
+    def _check_settings(self) -> None:
+        """Every setting has a value that it may have, and stands only where it acts."""
+        acting = {setting.field: setting for one in self.variants for setting in one.settings}
+        every: list[Variant] = [*RULES.values(), *WIDTHS.values(), *DRAFTERS.values(), FUSION]
+        owners = {setting.field: one for one in every for setting in one.settings}
+        for name, value in self.settings:
+            if name not in owners:
+                refuse(name, value, "no rule, width or drafter has such a setting")
+            if name not in acting:
+                kind = _KINDS.get(type(owners[name]), "drafter")
+                refuse(name, value, f"the {kind} is {getattr(self, kind)}: only {kind} {owners[name].name} has one")
+            hint = float | int if acting[name].kind is float else acting[name].kind
+            check_value(name, value, hint)
+            require(acting[name].fits(value), name, value, acting[name].expected)
+        given = dict(self.settings)
+        for one in self.variants:
+            for setting in one.settings:
+                if setting.required and setting.field not in given:
+                    message = f"{setting.field} is missing, but {one.name} needs it: {setting.text}"
+                    raise UsageError(message, field=setting.field)
+
+    def value(self, setting: Setting[T]) -> T:
+        """The value of a variant's setting, or its default."""
+        for name, value in self.settings:
+            if name == setting.field:
+                return value  # type: ignore[return-value]
+        return setting.default
+
+    def but(self, setting: Setting[T], value: T) -> MethodConfig:
+        """The same with another value of a variant's setting. Raises UsageError where it does not act."""
+        settings: dict[str, object] = {**dict(self.settings), setting.field: value}
+        return replace(self, settings=tuple(settings.items()))  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, given: Mapping[str, object]) -> MethodConfig:
+        """From one table of its own fields and of variants' settings."""
+        own = {one.name for one in fields(cls)} - {"settings"}
+        return cls(
+            **{name: value for name, value in given.items() if name in own},  # type: ignore[arg-type]
+            settings={name: value for name, value in given.items() if name not in own},  # type: ignore[misc]
+        )
+
+    def fit_draft(self, draft: str | None) -> MethodConfig:
+        """This method, for a pair with this draft model or with none. Without one it is plain decoding, unless it was
+        told to draft. Raises UsageError where method and models contradict each other."""
+        if (draft is not None) == self.needs_draft:
+            return self
+        if draft is not None:
+            reason = "depth 0 drafts nothing" if self.depth == 0 else f"drafter {self.drafter} uses no draft model"
+            raise UsageError(f"draft is {shorten(draft)}, but {reason}: give draft None")
+        needs = RULES[self.rule].needs_draft
+        if needs or self.drafter != self.__dataclass_fields__["drafter"].default:
+            asks = f"rule {self.rule} compares with" if needs else f"drafter {self.drafter} runs"
+            raise UsageError(f"draft is None, but {asks} a draft model: give one")
+        if self._asks is not None:
+            asks = f"{self._asks} is {getattr(self, self._asks)}"
+            raise UsageError(f"draft is None, but {asks}, which needs a draft model: give one, or drop it")
+        return replace(self, depth=0, adaptive_depth=False, width="fixed")
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """Rule, width, drafters and what fuses two of them."""
+        return active(self.rule, self.width, self.drafter)
+
+    @property
+    def drafters(self) -> tuple[Variant, ...]:
+        """The drafters and what fuses two of them; none where nothing is drafted."""
+        names = self.drafter_names if self.depth else ()
+        return (*[DRAFTERS[name] for name in names], *([FUSION] if len(names) == 2 else []))
+
+    @property
+    def settled(self) -> dict[str, object]:
+        """Values of all variants' settings by field, also where they follow from others; None for one that does not
+        act."""
+        values: dict[str, object] = {one.field: None for some in self.drafters for one in some.settings}
+        acting = [one for variant in self.variants for one in variant.settings]
+        values |= {one.field: self.value(one) for one in acting}
+        follow = {TREE_THRESHOLD.field: self.value_threshold, SECOND_DRAFTS.field: self.second_share}
+        values |= {name: value for name, value in follow.items() if name in values}
+        for one in acting:
+            if one.only is not None and values[one.only[0]] != one.only[1]:
+                values[one.field] = None
+        return values
+
+    @property
+    def samples(self) -> bool:
+        """The rule draws at random."""
+        return RULES[self.rule].samples
+
+    @property
+    def takes_cold(self) -> bool:
+        """The rule takes temperature 0."""
+        return RULES[self.rule].cold
+
+    @property
+    def dynamic(self) -> bool:
+        """A layer may pass with fewer than W live beams."""
+        return WIDTHS[self.width].dynamic
+
+    @property
+    def bridges(self) -> bool:
+        """The draft model has a tokenizer of its own."""
+        return any(DRAFTERS[name].bridges for name in self.drafter_names)
+
+    @property
+    def drafter_names(self) -> tuple[str, ...]:
+        """The drafter, or the two that are fused."""
+        return tuple(self.drafter.split("+"))
+
+    @property
+    def needs_draft(self) -> bool:
+        """A draft model takes part."""
+        return self.depth > 0 and any(DRAFTERS[name].runs_model for name in self.drafter_names)
+
+    @property
+    def value_threshold(self) -> float:
+        """Least value of a node with tree threshold."""
+        return self.value(TREE_THRESHOLD) or 1.0 / (max(1, self.depth) * self.drafts_per_layer)
+
+    @property
+    def second_share(self) -> int:
+        """Nodes per layer of the second of two drafters."""
+        return self.value(SECOND_DRAFTS) or max(1, self.drafts_per_layer // 4)
+
+    @property
+    def required_width(self) -> int:
+        """Live beams a layer needs to pass: W, or W_min where the width is dynamic."""
+        return self.value(MIN_WIDTH) if self.dynamic else self.num_beams
+
+    @property
+    def exactness(self) -> Exactness:
+        """What the output shares with plain decoding at the same num_beams and seed."""
+        exactness = RULES[self.rule].exactness
+        narrower = (self.depth and self.dynamic) or self.memory_saving
+        return "dynamic-width" if narrower and exactness != "lossy" else exactness

@@ -1,0 +1,76 @@
+"""Settings of loading one model: where it comes from, its dtype and device, and how it is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from dsbd_cli.config.checking import check_types, refuse, require
+from dsbd_cli.errors import UsageError
+
+__all__ = ["ModelSpec"]
+
+OnTooLong = Literal["error", "truncate-left"]
+Numerics = Literal["invariant", "fast"]
+Quantize = Literal["int8"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+ON_TOO_LONG, QUANTIZE, NUMERICS, DTYPES = map(get_args, (OnTooLong, Quantize, Numerics, Dtype))
+
+BUILTIN_TARGET = "builtin:target"
+BUILTIN_DRAFT = "builtin:draft"  # of the built-in target alone: another one has none, unless one is named
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Where a checkpoint is and how to load it.
+
+    Attributes:
+        source: alias, folder or hub id, as the user wrote it; `builtin:target` and `builtin:draft` are the shipped
+            pair.
+        role: `target` or `draft`; named in errors. `load` knows it.
+        dtype: auto, float32, bfloat16 or float16.
+        device: torch device string, or `auto`.
+        device_map: accelerate's device map (`auto`, ...), exclusive with device.
+        trust_remote_code: run code from the checkpoint's repository.
+        numerics: of a target: `invariant` computes every node the same way whatever else is in a forward, so that a
+            text cannot depend on the draft or the batch; `fast` saves that work.
+        tensor_parallel: of a target: processes, each with a GPU where there are any, that share every layer.
+        kernels: on a GPU, layers whose small operations are known run as kernels; False: as transformers has them.
+        quantize: `int8`: linear layers are made int8 at load, on the CPU.
+    """
+
+    source: str
+    role: Literal["target", "draft"] = "target"
+    dtype: str = "auto"
+    device: str = "auto"
+    device_map: str | None = None
+    trust_remote_code: bool = False
+    numerics: Numerics = "invariant"
+    tensor_parallel: int = 1
+    kernels: bool = True
+    quantize: Quantize | None = None
+
+    def __post_init__(self) -> None:
+        expected = "1 or more, and 1 of a draft"
+        require(
+            self.tensor_parallel == 1 or (self.tensor_parallel > 1 and self.role == "target"),
+            "tensor_parallel",
+            self.tensor_parallel,
+            expected,
+        )
+        require(self.quantize in (None, *QUANTIZE), "quantize", self.quantize, f"one of {', '.join(QUANTIZE)}")
+        require(self.numerics in NUMERICS, "numerics", self.numerics, f"one of {', '.join(NUMERICS)}")
+        check_types(self)
+        require(self.dtype in DTYPES, f"{self.role} dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        if self.device_map is not None and self.device != "auto":
+            raise UsageError("device and device_map cannot be used together: give one of them")
+        if self.quantize is not None and self.device_map is not None:
+            refuse("quantize", self.quantize, f"device_map is {self.device_map!r}: int8 runs on the CPU only")
+        if self.quantize is not None and self.tensor_parallel > 1:
+            refuse("quantize", self.quantize, f"tensor_parallel is {self.tensor_parallel}: drop one of them")
+
+    def of_draft(self, source: str, device: str | None = None) -> ModelSpec:
+        """A draft that is loaded as this target is. device: one of its own."""
+        same = self.device if self.device_map is None else "auto"
+        return replace(self, source=source, role="draft", device=device or same, device_map=None, tensor_parallel=1)

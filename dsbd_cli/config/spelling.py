@@ -1,0 +1,127 @@
+"""Spelling of variants on the command line and in job files: `ngram:4`, `fuzzy:0.2,divergence=js`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from dsbd_cli.config.variant import Setting, Value, Variant, spelling
+from dsbd_cli.config.variants import DRAFTERS, FUSION, RULES, WIDTHS, active, check_drafter_name
+from dsbd_cli.errors import KINDS, UsageError, option_name, shorten
+
+__all__ = ["parse", "parse_drafter", "parse_settings", "spell", "typed_names"]
+
+
+# Spelling
+
+
+def parse(
+    option: str, text: str, variants: Mapping[str, Variant], *, complete: bool = True
+) -> tuple[str, dict[str, Value]]:
+    """Name and settings, by their fields, of `NAME[:SETTINGS]`. option: where it stands. complete: required settings
+    must be there. Raises UsageError."""
+    name, _, settings = text.partition(":")
+    if name not in variants:
+        expected = f"one of {', '.join(variants)}"
+        message = f"{option} is {shorten(name)}, but must be {expected}"
+        raise UsageError(message, field=option, value=name, expected=expected)
+    return name, _settings(f"{option} {text}", variants[name].usage, variants[name].settings, settings, complete)
+
+
+def parse_settings(option: str, text: str, settings: Sequence[Setting[object]]) -> dict[str, Value]:
+    """Settings, by their fields, of `FIRST[,NAME=...]`. option: where it stands. Raises UsageError."""
+    return _settings(f"{option} {text}", spelling(settings), settings, text, complete=True)
+
+
+def parse_drafter(text: str, option: str = "--drafter", *, complete: bool = True) -> tuple[str, dict[str, Value]]:
+    """Name and settings of `A[:SETTINGS]` or `A[:SETTINGS]+B[:SETTINGS]`. What two share stands with the second. See
+    parse. Raises UsageError."""
+    parts = _parts(text)
+    name = "+".join(part.partition(":")[0] for part in parts)
+    check_drafter_name(name)
+    drafters = active("coupled", "fixed", name)[2:]
+    found: dict[str, Value] = {}
+    for place, part in enumerate(parts):
+        known = drafters[place].settings
+        usage = drafters[place].usage
+        if place == 1:  # what both share stands with the second
+            known += drafters[2].settings
+            usage = f"{drafters[0].name}+{Variant(name=drafters[1].name, text='', settings=known).usage}"
+        found |= _settings(f"{option} {text}", usage, known, part.partition(":")[2], complete)
+    for one in (setting for part in drafters for setting in part.settings):
+        if one.only is not None and one.field in found and found.get(one.only[0]) != one.only[1]:
+            raise UsageError(f"{option} {text}: {one.name} would do nothing without {one.only[0]} {one.only[1]}")
+    return name, found
+
+
+def _parts(text: str) -> list[str]:
+    """The drafters of a spelling. A + inside the settings, as of a file's name, does not split."""
+    parts: list[str] = []
+    for part in text.split("+"):
+        if parts and ":" in parts[-1] and part.partition(":")[0] not in DRAFTERS:
+            parts[-1] += f"+{part}"
+        else:
+            parts.append(part)
+    return parts
+
+
+def _settings(given: str, usage: str, known: Sequence[Setting[object]], text: str, complete: bool) -> dict[str, Value]:
+    """given: what was typed, for messages."""
+    table = {one.name: one for one in known}
+    found: dict[str, Value] = {}
+    # a comma without a name behind it belongs to the value, which is then a file's name or wrong
+    names = "|".join(map(re.escape, table)) if known and known[0].is_file else "[a-z-]+"
+    for place, piece in enumerate(re.split(rf",(?=(?:{names})=)", text) if text else []):
+        name, equals, value = piece.partition("=")
+        if place == 0 and known and not (equals and (name in table or not known[0].is_file)):
+            name, value = known[0].name, piece
+        if name not in table:
+            what = f"there is no setting {shorten(name)}" if known else "it has no settings"
+            raise UsageError(f"{given}: {what}: it is spelled {usage}")
+        setting = table[name]
+        if setting.field in found:
+            raise UsageError(f"{given}: {name} is given twice: it is spelled {usage}")
+        read = setting.read(value)
+        if read is None or not setting.fits(read):
+            kind = f"{KINDS[setting.kind]}, " if read is None else ""
+            shown = f"{read:g}" if isinstance(read, float) else shorten(value if read is None else read)
+            raise UsageError(f"{given}: {name} is {shown}, but must be {kind}{setting.expected}: it is spelled {usage}")
+        found[setting.field] = read
+    for setting in known:
+        if complete and setting.required and setting.field not in found:
+            raise UsageError(f"{given}: {setting.name} is missing: it is spelled {usage}")
+    return found
+
+
+def spell(variant: Variant, settings: Mapping[str, object]) -> str:
+    """The spelling of a variant with these settings, by their fields; defaults are left out."""
+    words = []
+    for place, one in enumerate(variant.settings):
+        value = settings.get(one.field)
+        if value is not None and value != one.default:
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            words.append(shown if place == 0 else f"{one.name}={shown}")
+    return ":".join([variant.name, *([",".join(words)] if words else [])])
+
+
+def help_lines(variants: Iterable[Variant]) -> str:
+    """Each variant with its settings on a line of its own."""
+    return "".join(f"\n\n{one.help}" for one in variants)
+
+
+def typed_names(options: Iterable[str]) -> dict[str, str]:
+    """What a field is called on a command line that has these options: `--depth`, or `min of --width`."""
+    options = list(options)
+    owners: dict[str, tuple[Variant, ...]] = {
+        "verify": tuple(RULES.values()),
+        "width": tuple(WIDTHS.values()),
+        "drafter": (*DRAFTERS.values(), FUSION),
+    }
+    names = {
+        setting.field: f"{setting.name} of {option_name(option)}"
+        for option, variants in owners.items()
+        if option in options
+        for one in variants
+        for setting in one.settings
+    }
+    return {**names, **{name: option_name(name) for name in options}}

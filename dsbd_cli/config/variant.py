@@ -1,0 +1,214 @@
+"""Kinds of variants: what a rule, a width policy, a drafter and an output format say of themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Generic, Literal, TypeVar
+
+from dsbd_cli.errors import UsageError
+
+__all__ = ["Drafter", "Format", "Rule", "Setting", "Variant", "Width", "spelling"]
+
+Exactness = Literal["same-text", "same-law", "dynamic-width", "lossy"]
+
+Value = int | float | str
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting(Generic[T_co]):
+    """One setting of a variant.
+
+    Attributes:
+        field: its name in MethodConfig and in records.
+        kind: the type of its value.
+        default: None where it must be given, or follows from other settings.
+        text: what it says.
+        name: how it is spelled, as in `min=2`; as its field where nothing is given.
+        shown: the default in words, where it follows from other settings.
+        choices, least, above, most: what a value may be.
+        zero: what 0 stands for.
+        required: it has no default.
+        only: another field and the value under which this setting acts.
+        is_file: a path, which may hold commas and equal signs.
+    """
+
+    field: str
+    kind: type[int] | type[float] | type[str]
+    default: T_co
+    text: str
+    name: str = ""
+    shown: str | None = None
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    zero: str | None = None
+    required: bool = False
+    only: tuple[str, str] | None = None
+    is_file: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.name or self.field)
+
+    @property
+    def expected(self) -> str:
+        """What a value must be, in words."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        zero = f" ({self.zero})" if self.zero else ""
+        low = f"above {self.above:g}" if self.above is not None else f"{self.least or 0:g}{zero} or more"
+        if self.kind is str:
+            return "a file" if self.is_file else "a text"
+        return f"{low} and at most {self.most:g}" if self.most is not None else low
+
+    @property
+    def help(self) -> str:
+        """What it says, what it may be and its default."""
+        may = f": {', '.join(self.choices)}" if self.choices else ""
+        shown = self.shown or self.default
+        return self.text + may + ("" if shown is None or self.required else f" (default: {shown})")
+
+    def fits(self, value: object) -> bool:
+        """Whether a value of the right type is one that may be."""
+        if self.choices:
+            return value in self.choices
+        if not isinstance(value, int | float):
+            return value != ""
+        low = value > self.above if self.above is not None else value >= (self.least or 0)
+        return low and math.isfinite(value) and (self.most is None or value <= self.most)
+
+    def read(self, text: str) -> Value | None:
+        """The value of a text, None where it is of another type."""
+        try:
+            return self.kind(text)
+        except ValueError:
+            return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One of several ways to do a thing: its name, what it is in a few words, and its own settings.
+
+    The first setting is spelled without its name.
+
+    Attributes:
+        make: `module:name` of what makes it: of a rule a class with the protocol verify.base.Rule, of a drafter a
+            function of drafting.base.DrafterInputs that returns a drafting.base.Drafter, of an output format a function
+            (row, result, method record) -> bytes. Imported when it is used.
+    """
+
+    name: str
+    text: str
+    settings: tuple[Setting[object], ...] = ()
+    make: str = ""
+
+    def load(self) -> object:
+        """What `make` names. Raises UsageError."""
+        module, _, name = self.make.partition(":")
+        try:
+            return getattr(import_module(module), name)
+        except Exception as error:  # a module of somebody else raises what it likes
+            said = f"{self.make or 'nothing'} cannot be imported ({type(error).__name__}: {error})"
+            raise UsageError(f"{self.name} cannot be used: {said}") from error
+
+    @property
+    def usage(self) -> str:
+        """How it is spelled, as in `fuzzy:THRESHOLD[,divergence=...]`."""
+        return self._spelled(spelling(self.settings))
+
+    @property
+    def help(self) -> str:
+        """One line: how it is spelled, what it is, and what its settings say."""
+        # a narrow terminal cuts a long word off; the names of the settings follow anyway
+        many = len(self.settings) > 2
+        head = self._spelled(f"{spelling(self.settings[:1])}[,NAME=...]") if many else self.usage
+        return f"{head}  {self.text}" + "".join(f"; {one.name}: {one.help}" for one in self.settings)
+
+    def _spelled(self, settings: str) -> str:
+        if not self.settings:
+            return self.name
+        return f"{self.name}:{settings}" if self.settings[0].required else f"{self.name}[:{settings}]"
+
+
+def spelling(settings: Sequence[Setting[object]]) -> str:
+    """How settings are spelled, as in `FIRST,asked=...[,free=...]`."""
+    asked, free = (
+        "".join(f",{one.name}=..." for one in settings[1:] if one.required is required) for required in (True, False)
+    )
+    return (settings[0].name.upper() if settings else "") + asked + (f"[{free}]" if free else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """What a variant fits with: the values of another field that it can be used with, and why."""
+
+    field: str
+    values: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule(Variant):
+    """How drafts are verified.
+
+    Attributes:
+        exactness: what the output shares with plain decoding at fixed width.
+        samples: it draws at random.
+        cold: it takes temperature 0.
+        width: the width policy by default, where drafter beam drafts.
+        needs_draft: it has nothing to do without a draft model.
+        limits: what it fits with.
+    """
+
+    exactness: Exactness
+    samples: bool = True
+    cold: bool = False
+    width: str = "fixed"
+    needs_draft: bool = False
+    limits: tuple[Limit, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Width(Variant):
+    """How many live beams a layer must yield.
+
+    Attributes:
+        dynamic: fewer than W may be enough.
+        needs_pool_law: it works only with a drafter whose law is one of the whole pool.
+    """
+
+    dynamic: bool = False
+    needs_pool_law: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafter(Variant):
+    """Who proposes the nodes.
+
+    Attributes:
+        runs_model: it runs the draft model; others read text.
+        pool_law: its nodes are draws from a law of the whole pool.
+        fuses: it can be the first of two.
+        bridges: the draft model has a tokenizer of its own.
+    """
+
+    runs_model: bool = False
+    pool_law: bool = False
+    fuses: bool = True
+    bridges: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format(Variant):
+    """How a row's answer is written.
+
+    Attributes:
+        resumable: its lines say which rows they answer, as a native record or an OpenAI line does, so that a run can be
+            resumed.
+    """
+
+    resumable: bool = False

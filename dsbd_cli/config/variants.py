@@ -1,0 +1,416 @@
+"""The variants to choose from: verification rules, width policies, drafters and output formats.
+
+What a variant is called, which settings it has, what they may be, what it fits with and where its code is, is written
+here and nowhere else: config checks it, the command line spells it (`ngram:4`, `fuzzy:0.2,divergence=js`), records name
+it.
+
+A package of somebody else adds its own through entry points of the group `dsbd`, each a Rule, a Drafter or a Format.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import entry_points
+from typing import Literal, TypeVar
+
+from dsbd_cli.config.variant import Drafter, Format, Limit, Rule, Setting, Variant, Width
+from dsbd_cli.errors import UsageError, shorten
+
+__all__ = [
+    "DRAFTERS",
+    "FORMATS",
+    "FUSION",
+    "RULES",
+    "WIDTHS",
+    "active",
+    "check_drafter_name",
+    "find_extensions",
+    "register",
+    "runs_model",
+    "sampling_rules",
+]
+
+
+TreeName = Literal["greedy", "threshold", "top-k"]
+DivergenceName = Literal["kl", "kl_reversed", "js", "js_authors", "tv"]
+FallbackName = Literal["target", "strict"]
+FuzzyLawName = Literal["raw", "warped"]
+V = TypeVar("V", bound="Variant")
+
+
+def _table(*variants: V) -> dict[str, V]:
+    return {one.name: one for one in variants}
+
+
+# Rules
+
+FUZZY_THRESHOLD: Setting[float | None] = Setting(
+    field="fuzzy_threshold",
+    name="threshold",
+    kind=float,
+    default=None,
+    text="take a layer as drafted where target and draft differ by this much at most",
+    required=True,
+    least=0,
+)
+DIVERGENCE: Setting[DivergenceName] = Setting(
+    field="divergence",
+    kind=str,
+    default="kl",
+    text="how the difference is measured",
+    choices=("kl", "kl_reversed", "js", "js_authors", "tv"),
+)
+FALLBACK: Setting[FallbackName] = Setting(
+    field="fallback",
+    kind=str,
+    default="target",
+    text="above the threshold draw from the target, or test the drafts as rejection does",
+    choices=("target", "strict"),
+)
+FUZZY_LAW: Setting[FuzzyLawName] = Setting(
+    field="fuzzy_law",
+    name="law",
+    kind=str,
+    default="raw",
+    text="compare the laws before or after temperature and cuts",
+    choices=("raw", "warped"),
+)
+
+RULES: dict[str, Rule] = _table(
+    Rule(
+        name="coupled",
+        make="dsbd_cli.engine.verify.coupled:Coupled",
+        text="for a seed the same text with any draft, or with none",
+        exactness="same-text",
+        cold=True,
+    ),
+    Rule(
+        name="rejection",
+        make="dsbd_cli.engine.verify.rejection:Rejection",
+        text="sequential tests; the same joint law",
+        exactness="same-law",
+        width="threshold",
+    ),
+    Rule(
+        name="with-replacement",
+        make="dsbd_cli.engine.verify.rejection:WithReplacement",
+        text="the paper's law of independent draws, duplicates kept",
+        exactness="same-law",
+        width="threshold",
+        limits=(
+            Limit(
+                field="drafter",
+                values=("beam",),
+                reason="rule with-replacement tests independent draws of a pool, which only drafter beam gives: "
+                "use rule rejection or coupled",
+            ),
+        ),
+    ),
+    Rule(
+        name="search",
+        make="dsbd_cli.engine.verify.search:Search",
+        text="deterministic beam search",
+        exactness="same-text",
+        samples=False,
+        cold=True,
+        limits=(
+            Limit(
+                field="width",
+                values=("fixed",),
+                reason="rule search is deterministic beam search, which it would change: use fixed",
+            ),
+            Limit(field="warp_scope", values=("pool",), reason="rule search takes no warping: use pool"),
+        ),
+    ),
+    Rule(
+        name="fuzzy",
+        make="dsbd_cli.engine.verify.fuzzy:Fuzzy",
+        text="lossy on purpose",
+        settings=(FUZZY_THRESHOLD, DIVERGENCE, FALLBACK, FUZZY_LAW),
+        exactness="lossy",
+        needs_draft=True,
+        limits=(
+            Limit(
+                field="drafter",
+                values=("beam",),
+                reason="rule fuzzy compares the target with the pool law that only drafter beam records: use beam",
+            ),
+            Limit(
+                field="width",
+                values=("fixed",),
+                reason="rule fuzzy takes whole layers, which no estimated width describes: use fixed",
+            ),
+            Limit(
+                field="warp_scope",
+                values=("pool",),
+                reason="rule fuzzy takes drafts that the warped target excludes, and it gives them no weight: use pool",
+            ),
+        ),
+    ),
+)
+SEARCH = "search"  # the rule of --decode search
+
+# Widths
+
+WIDTH_THRESHOLD: Setting[float] = Setting(
+    field="width_threshold",
+    name="chance",
+    kind=float,
+    default=0.7,
+    text="wanted chance that a layer yields its width",
+    above=0,
+    most=1,
+)
+MIN_WIDTH: Setting[int] = Setting(
+    field="min_width", name="min", kind=int, default=1, text="least width of a layer", least=1
+)
+
+WIDTHS: dict[str, Width] = _table(
+    Width(name="fixed", text="always W"),
+    Width(
+        name="threshold",
+        text="as many as are likely",
+        settings=(WIDTH_THRESHOLD, MIN_WIDTH),
+        dynamic=True,
+        needs_pool_law=True,
+    ),
+)
+
+# Drafters
+
+NGRAM: Setting[int] = Setting(
+    field="ngram", name="longest", kind=int, default=12, text="how many of the last tokens are compared", least=1
+)
+INDEX: Setting[str | None] = Setting(
+    field="index",
+    kind=str,
+    default=None,
+    text="a file that dsbd index made",
+    required=True,
+    is_file=True,
+)
+BRANCHING: Setting[int] = Setting(
+    field="branching",
+    kind=int,
+    default=0,
+    text="children per node",
+    shown="as many as fit",
+    zero="as many as fit",
+)
+TREE: Setting[TreeName] = Setting(
+    field="tree",
+    kind=str,
+    default="greedy",
+    text="how nodes are chosen (top-k is deterministic)",
+    choices=("greedy", "threshold", "top-k"),
+)
+TREE_THRESHOLD: Setting[float | None] = Setting(
+    field="tree_threshold",
+    name="value",
+    kind=float,
+    default=None,
+    text="least value of a node of tree threshold",
+    shown="1 / (D * K)",
+    above=0,
+    most=1,
+    only=("tree", "threshold"),
+)
+SECOND_DRAFTS: Setting[int | None] = Setting(
+    field="second_drafts",
+    name="share",
+    kind=int,
+    default=None,
+    text="nodes per layer of the second",
+    shown="K / 4",
+    least=1,
+)
+FUSION_TOP_K: Setting[int] = Setting(
+    field="fusion_top_k",
+    name="top-k",
+    kind=int,
+    default=16,
+    text="what is looked up must be among this many best of the draft model, with 0 any",
+    zero="keep all",
+)
+
+GRAMMAR = "grammar"  # the drafter that knows which layers will pass
+DRAFTERS: dict[str, Drafter] = _table(
+    Drafter(
+        name="beam",
+        make="dsbd_cli.engine.drafting.beam:make",
+        text="draws of the draft model's pool",
+        runs_model=True,
+        pool_law=True,
+    ),
+    Drafter(
+        name="rsd-c",
+        make="dsbd_cli.engine.drafting.rsd:constant_branching",
+        text="as many children for every node",
+        settings=(BRANCHING,),
+        runs_model=True,
+    ),
+    Drafter(
+        name="rsd-s",
+        make="dsbd_cli.engine.drafting.rsd:stochastic_beams",
+        text="stochastic beam search",
+        runs_model=True,
+    ),
+    Drafter(
+        name="dynamic-tree",
+        make="dsbd_cli.engine.drafting.dynamic_tree:make",
+        text="nodes where an acceptance is likeliest",
+        settings=(TREE, TREE_THRESHOLD),
+        runs_model=True,
+    ),
+    Drafter(
+        name="bridge",
+        make="dsbd_cli.engine.drafting.bridge.drafter:make",
+        text="a draft model with another tokenizer",
+        runs_model=True,
+        fuses=False,
+        bridges=True,
+    ),
+    Drafter(
+        name="ngram",
+        make="dsbd_cli.engine.drafting.ngram:make",
+        text="looked up in the text itself",
+        settings=(NGRAM,),
+    ),
+    Drafter(
+        name="retrieval",
+        make="dsbd_cli.engine.drafting.retrieval:make",
+        text="looked up in your own corpus",
+        settings=(INDEX,),
+    ),
+    Drafter(name="trigram", make="dsbd_cli.engine.drafting.trigram:make", text="counts of the text itself"),
+    Drafter(
+        name=GRAMMAR,
+        make="dsbd_cli.engine.drafting.grammar:make",
+        text="all that a grammar lets follow, where that is few tokens",
+    ),
+)
+FUSION = Variant(
+    name="A+B",
+    text="A with B that reads text, as in beam+ngram:4,share=2",
+    settings=(SECOND_DRAFTS, FUSION_TOP_K),
+)
+LOOKUPS = Variant(name="A+B", text="two that read text", settings=(SECOND_DRAFTS,))
+
+# Output formats
+
+FORMATS: dict[str, Format] = _table(
+    Format(
+        name="native",
+        make="dsbd_cli.io.records.native:native_record",
+        text="records with scores and counters",
+        resumable=True,
+    ),
+    Format(
+        name="openai",
+        make="dsbd_cli.io.records.openai:openai_record",
+        text="lines of the OpenAI batch form",
+        resumable=True,
+    ),
+    Format(
+        name="text",
+        make="dsbd_cli.io.records.native:text_record",
+        text="the text alone, escaped as in JSON; an empty line for a row that failed",
+    ),
+)
+
+# Extensions
+
+_TABLES: dict[type[Variant], dict[str, Variant]] = {Rule: RULES, Drafter: DRAFTERS, Format: FORMATS}  # type: ignore[dict-item]
+_SPELLED = re.compile(r"[a-z][a-z0-9-]*")
+_COLUMNS = frozenset(  # what stands beside settings in a record's `method`
+    (
+        "rule num_beams drafts_per_layer depth adaptive_depth width warp_scope memory_saving drafter settings target "
+        "draft quantize"
+    ).split()
+)
+
+
+def register(variant: Variant) -> None:
+    """Add a rule, a drafter or an output format. Raises UsageError where its name or a setting's is taken."""
+    table = _TABLES.get(type(variant))
+    if table is None:
+        raise UsageError(f"{variant!r} is no Rule, Drafter or Format of dsbd_cli.config.variant")
+    if not _SPELLED.fullmatch(variant.name) or variant.name in {"auto", "none"}:
+        raise UsageError(f"the name {shorten(variant.name)} must be lower-case letters, digits and hyphens")
+    if variant.name in table:
+        raise UsageError(f"there is a {type(variant).__name__.lower()} {variant.name} already")
+    others: list[Variant] = [*RULES.values(), *DRAFTERS.values(), *FORMATS.values(), *WIDTHS.values(), FUSION]
+    known = {one.field for other in others for one in other.settings}
+    for setting in variant.settings:
+        if setting.field in known | _COLUMNS or not setting.field.isidentifier():
+            raise UsageError(f"{variant.name}: the field {shorten(setting.field)} is taken, or no identifier")
+    table[variant.name] = variant
+
+
+_looked = False
+
+
+def find_extensions() -> None:
+    """Register what installed packages offer as entry points of the group `dsbd`; once in a process. Raises UsageError
+    that names the package."""
+    global _looked  # noqa: PLW0603 - once in a process
+    if _looked:
+        return
+    _looked = True  # first of all: an extension may import what asks again
+    for point in entry_points(group="dsbd"):
+        owner = "" if point.dist is None else f" of {point.dist.name} {point.dist.version}"
+        try:
+            found = point.load()
+            if not isinstance(found, Variant):
+                raise UsageError(f"{point.value} is no Rule, Drafter or Format of dsbd_cli.config.variant")
+            register(found)
+        except Exception as error:
+            raise UsageError(
+                f"extension {point.name}{owner} cannot be used: {error}; repair or uninstall it"
+            ) from error
+
+
+# Names
+
+
+def sampling_rules() -> dict[str, Rule]:
+    """The rules of --verify: those that sample."""
+    return {name: rule for name, rule in RULES.items() if rule.samples}
+
+
+def runs_model(drafter: str) -> bool:
+    """One drafter, or one of two joined by +, runs the draft model."""
+    return any(DRAFTERS[name].runs_model for name in drafter.split("+"))
+
+
+def check_drafter_name(drafter: str) -> None:
+    """One drafter, or two of which the second reads text. Raises UsageError."""
+    names = drafter.split("+")
+
+    def refuse(reason: str) -> None:
+        raise UsageError(f"drafter is {shorten(drafter)}, but {reason}", field="drafter", value=drafter)
+
+    if len(names) > 2 or not all(name in DRAFTERS for name in names):
+        refuse(f"must be one of {', '.join(DRAFTERS)}, or two of them joined by +")
+    if len(names) == 1:
+        return
+    first, second = names
+    if not (DRAFTERS[first].fuses and DRAFTERS[second].fuses):
+        refuse("bridge builds whole trees from text and fuses with none")
+    if first == second:
+        refuse("must be two drafters: the same one drafts the same nodes")
+    if DRAFTERS[first].runs_model and DRAFTERS[second].runs_model:
+        readers = [name for name, one in DRAFTERS.items() if not one.runs_model]
+        refuse(
+            f"the second of two must be one of {', '.join(readers)}: two that run the same draft model are no "
+            "faster than one"
+        )
+    if DRAFTERS[second].runs_model:
+        refuse(f"must be {second}+{first}: the one that runs the draft model stands first")
+
+
+def active(rule: str, width: str, drafter: str) -> tuple[Variant, ...]:
+    """The variants that act with these choices; drafter: one, or two joined by +."""
+    drafters = [DRAFTERS[name] for name in drafter.split("+")]
+    fusion = [FUSION if drafters[0].runs_model else LOOKUPS] if len(drafters) == 2 else []
+    return (RULES[rule], WIDTHS[width], *drafters, *fusion)

@@ -1,0 +1,75 @@
+"""transformers' `prefix_allowed_tokens_fn` as a trie, where it is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.constraints.answers import Answer, Catalogue, Compiler
+from dsbd_cli.engine.protocols import TextCodec
+from dsbd_cli.errors import UsageError
+
+__all__ = ["MOST_NODES", "compiled", "sequences_of"]
+
+MOST_NODES = 100_000  # of one prompt's trie
+
+Allowed = Callable[[int, Tensor], Sequence[int]]
+
+
+def sequences_of(
+    allowed: Allowed, ids: Tensor, eos: Sequence[int], most: int
+) -> tuple[list[list[tuple[int, ...]]], int]:
+    """The sequences that each prompt allows, without their end token, and that token.
+
+    ids: [B, T], as transformers hands them to the function, padding included. most: tokens of a sequence, its end
+    included. Calls the function along every path that it allows. Raises UsageError where these are too many, do not
+    end, or end with different tokens.
+    """
+    every, ends = [], set[int]()
+    for row, prompt in enumerate(ids):
+        found, nodes = list[tuple[int, ...]](), 0
+        paths: list[tuple[int, ...]] = [()]
+        while paths:
+            path = paths.pop()
+            tokens = torch.cat((prompt, prompt.new_tensor(path))) if path else prompt
+            for token in dict.fromkeys(int(one) for one in allowed(row, tokens)):
+                nodes += 1
+                if token in eos:
+                    ends.add(token)
+                    found.append(path)
+                elif len(path) + 1 < most:
+                    paths.append((*path, token))
+                else:
+                    raise _refused(f"it allows {most} tokens (max_new_tokens) without an end token")
+            if nodes > MOST_NODES:
+                raise _refused(f"it allows more than {MOST_NODES} beginnings of a sequence")
+        if not found or not all(found):
+            raise _refused("it allows no sequence" if not found else "it allows an end token at once")
+        every.append(found)
+    if len(ends) > 1:
+        raise _refused(f"its sequences end with different tokens ({', '.join(map(str, sorted(ends)))})")
+    return every, ends.pop()
+
+
+def compiled(
+    sequences: list[list[tuple[int, ...]]], codec: TextCodec, vocabulary: int
+) -> tuple[list[str], dict[str, Catalogue]]:
+    """The name of each prompt's catalogue, and the catalogues by name; equal ones are one."""
+    compiler = Compiler(codec, vocabulary)
+    names: dict[frozenset[tuple[int, ...]], str] = {}
+    made: dict[str, Catalogue] = {}
+    chosen = []
+    for some in sequences:
+        name = names.setdefault(frozenset(some), f"prompt {len(names)}")
+        if name not in made:
+            made[name] = compiler.compile(Answer(f"sequence {place}", tokens=one) for place, one in enumerate(some))
+        chosen.append(name)
+    return chosen, made
+
+
+def _refused(reason: str) -> UsageError:
+    return UsageError(
+        f"prefix_allowed_tokens_fn is no trie that can be compiled: {reason}; it must allow a finite set of sequences"
+    )

@@ -1,0 +1,1 @@
+"""Memory of both models: rows, slots, prompts that are read once."""

@@ -1,0 +1,259 @@
+"""The caches of target and draft as one: the same rows and slots in both, reserved, moved and given back together.
+
+Letters: R rows, S slots, N nodes of a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.cache.prefill import prefill
+from dsbd_cli.engine.cache.prefix_index import PrefixIndex
+from dsbd_cli.engine.protocols import ForestInput, ForestModel, SourceModel
+
+__all__ = ["CacheObserver", "Caches"]
+
+
+def _bucket(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+class CacheObserver:
+    """Is told what the caches do, and changes nothing. Every method does nothing unless it is overridden."""
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """Return a context around a part of the work."""
+        return nullcontext()
+
+    def reserved(self, rows: int, slots: int) -> None:
+        """The caches of the target and of the draft model have room for rows x slots."""
+
+
+class Caches:
+    """One cache row per request in the target and, where a draft model runs the forest, in the draft.
+
+    Attributes:
+        models: target and draft, or the target alone. slots: S, reserved per row; the last one is the trash slot.
+        window: slots past its trunk that a row has room for; recurrent models alone go by it.
+    """
+
+    def __init__(
+        self, target: ForestModel, draft: ForestModel | None, *, large_steps: bool, moving: Callable[[], None]
+    ) -> None:
+        """large_steps: sizes are rounded up further, so that there are fewer shapes to capture.
+
+        moving: called before the memory of a cache moves.
+        """
+        self.target, self.draft = target, draft
+        self.models = [target] if draft is None else [target, draft]
+        # found once, because a check of a protocol asks every property
+        self._readers = [model for model in self.models if isinstance(model, SourceModel)]
+        self.slots = self.window = 0
+        self.observer = CacheObserver()
+        self._recurrent = any(model.state_bytes(0) for model in self.models)
+        self._slot_step, self._window_step = (128, 64) if large_steps else (32, 16)
+        self._moving = moving
+        self._reserved: tuple[object, ...] | None = None  # what `reserve` left: see _now
+        self._indexes: dict[int, PrefixIndex] = {}  # of models whose prefixes are shared, by place in `models`
+
+    def begin(self, *, share: bool) -> None:
+        """A run begins, and no row holds a prompt: the weights may have been trained since the last one. share: what
+        prompts of the run begin with alike is read once and copied.
+        """
+        shared = [place for place, model in enumerate(self.models) if share and model.copies_prefixes]
+        self._indexes = {place: PrefixIndex() for place in shared}
+
+    def _forget_prompts(self) -> None:
+        for index in self._indexes.values():
+            index.clear()
+
+    def forget(self, row: int, *, draft: bool = False) -> None:
+        """Nothing may be copied from a row, of the draft alone where `draft`: it holds NaN, or the draft never read its
+        last prompt, and what it lags behind by is written over what stood there before."""
+        for place, index in self._indexes.items():
+            if place or not draft:
+                index.drop(row)
+
+    def round_slots(self, slots: int) -> int:
+        """A number of slots rounded up, so that shapes repeat."""
+        return _bucket(slots, self._slot_step)
+
+    def round_window(self, nodes: int) -> int:
+        """A tail window rounded up, so that shapes repeat."""
+        return _bucket(nodes, self._window_step)
+
+    @property
+    def lagging(self) -> bool:
+        """The draft model is recurrent: tokens that it missed are cheaper read in one piece than seen one by one."""
+        return self.draft is not None and self.draft.state_bytes(0) > 0
+
+    def reserve(self, rows: int, slots: int, window: int) -> None:
+        """Memory for a new batch, slots and window rounded up. That of the last batch is used again where it has this
+        size."""
+        self.slots = self.round_slots(slots)
+        self.window = max(self.window, self.round_window(window))
+        if self._reserved != self._now(rows):
+            self._moving()
+            self._forget_prompts()
+            for model in self.models:
+                model.release()  # else rows of one batch would multiply with slots of another
+                model.reserve(rows, self.slots, self.window)
+            self._reserved = self._now(rows)
+        self.observer.reserved(rows, self.slots)
+
+    def _now(self, rows: int) -> tuple[object, ...]:
+        """Rows, sizes, and the generation of each cache: another engine may have used the same models since."""
+        return (rows, self.slots, self.window, *(model.generation for model in self.models))
+
+    def grow(self, rows: int, slots: int) -> bool:
+        """At least `slots` slots per row for a running batch; what is stored stays. True where there are more now."""
+        if slots <= self.slots:
+            return False
+        self._moving()
+        self.slots = self.round_slots(max(slots, self.slots * 5 // 4))
+        self._take(rows)
+        return True
+
+    def hold(self, rows: int, window: int) -> None:
+        """Room for at least `window` slots past the trunk of each row; what is stored stays."""
+        if self._recurrent and window > self.window:
+            self._moving()
+            self.window = self.round_window(max(window, self.window * 5 // 4))
+            self._take(rows)
+
+    def _take(self, rows: int) -> None:
+        for model in self.models:
+            model.reserve(rows, self.slots, self.window)
+        self._reserved = None
+        self.observer.reserved(rows, self.slots)
+
+    def release(self) -> None:
+        """Give all memory back."""
+        self._moving()
+        self._forget_prompts()
+        self._reserved = None
+        self.window = 0
+        for model in self.models:
+            model.release()
+
+    def admit(self, row: int, prompt: Sequence[int]) -> None:
+        """Make a row ready for the next request. It is zeroed, because 0 times a NaN of an earlier one would be NaN:
+        now, or when its prompt is read, for until then others may copy what it holds."""
+        for place, model in enumerate(self.models):
+            if place in self._indexes:
+                self._indexes[place].keep(row, len(prompt) - 1)  # what stands behind is written to
+            else:
+                model.clear(row)
+
+    def source_bytes(self, source: Tensor | None) -> int:
+        """Bytes that a source takes in the models on the target's device; 0 without one."""
+        if source is None:
+            return 0
+        return sum(model.source_bytes(source) for model in self._readers if model.device == self.target.device)
+
+    def encode(self, sources: Mapping[int, Tensor], *, draft: bool) -> None:
+        """The target or the draft model reads sources, by row; nothing where there are none."""
+        wanted = self.draft if draft else self.target
+        model = next((reader for reader in self._readers if reader is wanted), None)
+        if not sources or model is None:
+            return
+        generation = model.generation
+        with self.observer.span("prefill"):
+            model.encode(list(sources), list(sources.values()))
+        if model.generation != generation:
+            self._moving()
+            if self._reserved is not None:
+                self._reserved = self._now(int(str(self._reserved[0])))
+
+    def first_logits(self, tokens: Mapping[int, int]) -> Tensor:
+        """The target's logits [n, V] behind the first tokens of rows whose sources it has read. The prompts that begin
+        with them are still to be read."""
+        device = self.target.device
+        first = torch.tensor(list(tokens.values()), device=device).unsqueeze(1)
+        zero = torch.zeros_like(first)
+        batch = ForestInput(
+            tokens=first,
+            positions=zero,
+            slots=zero,
+            mask=torch.ones(len(first), 1, 1, dtype=torch.bool, device=device),
+            slot_positions=zero,
+            rows=torch.tensor(list(tokens), device=device),
+            settled=(0,) * len(first) if self.target.invariant else None,
+            tail=1,
+        )
+        logits = self.target.forward(batch)
+        assert logits is not None
+        return logits[:, 0]
+
+    def prefill_target(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+        """The target reads prompts, by row. Where its logits are invariant, a prompt is read as if it were alone.
+        Returns how many tokens of each it did not read, because they stood in another row."""
+        with self.observer.span("prefill"):
+            return self._prefill(0, prompts, apart=self.target.invariant)
+
+    def prefill_draft(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """The draft model, if there is one, reads prompts, by row."""
+        if self.draft is not None:
+            with self.observer.span("prefill"):
+                self._prefill(1, prompts, apart=False)
+
+    def _prefill(self, place: int, prompts: Mapping[int, Sequence[int]], *, apart: bool) -> dict[int, int]:
+        model, index, trash = self.models[place], self._indexes.get(place), self.slots - 1
+        if index is None:
+            for row in prompts if place and self.lagging else ():
+                model.clear(
+                    row
+                )  # while it rested its states moved on with the trunk, over a prompt that it had not read
+            prefill(model, list(prompts), list(prompts.values()), trash=trash, apart=apart)
+            return {}
+        found: dict[int, int] = {}
+        for wave in index.plan(prompts):
+            model.copy_prefixes([(copy.source, row, copy.count) for row, copy in wave.items() if copy.source != row])
+            known = {row: copy.count for row, copy in wave.items()}
+            for row, count in known.items():
+                index.drop(row)
+                model.clear(row, count)
+            texts = [prompts[row] for row in known]
+            prefill(model, list(known), texts, trash=trash, apart=apart, known=list(known.values()))
+            for row in known:
+                index.put(row, prompts[row])
+            found |= known
+        return found
+
+    def unread(self, prompts: Mapping[int, Sequence[int]]) -> int:
+        """Tokens that the draft model would have to run to read these prompts."""
+        held = sum(map(len, prompts.values()))
+        index = self._indexes.get(1)
+        if index is None:
+            return held
+        return held - sum(copy.count for wave in index.plan(prompts) for copy in wave.values())
+
+    def catch_up(self, rows: Sequence[int], tokens: Tensor, drafted: Sequence[int], trunk: Sequence[int]) -> None:
+        """The draft model runs what it missed of some rows' trunks: slots drafted .. trunk of tokens [R, S]."""
+        assert self.draft is not None
+        texts = [tokens[row, : end + 1].tolist() for row, end in zip(rows, trunk, strict=True)]
+        with self.observer.span("prefill"):
+            prefill(self.draft, rows, texts, trash=self.slots - 1, apart=False, known=drafted)
+
+    def move(self, source: Tensor, target: Tensor, trunk: Tensor, drafted: Tensor, *, draft: bool) -> None:
+        """Copy slots within each row, [R, T] each, in the target and, if `draft`, in the draft model. trunk: [R], slots
+        that all live beams share from now on. drafted: [R], leading slots that the draft model has run."""
+        with self.observer.span("compact"):
+            self._move(self.target, source, target, trunk)
+            if draft and self.draft is not None:
+                self._move(self.draft, source, target, torch.minimum(trunk, drafted) if self.lagging else trunk)
+
+    def _move(self, model: ForestModel, *slots: Tensor) -> None:
+        source, target, trunk = (part.to(model.device) for part in slots)
+        model.move(source, target, trunk)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        for index in self._indexes.values():
+            index.select(rows)
+        for model in self.models:
+            model.select_rows(torch.tensor(rows, device=model.device))

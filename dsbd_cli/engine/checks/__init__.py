@@ -1,0 +1,1 @@
+"""Checks at load: kernels and captured iterations beside tensor code."""

@@ -1,0 +1,110 @@
+"""At load: whether captured iterations give what plain ones give, on the models and the device at hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.engine.protocols import SourceModel
+from dsbd_cli.errors import RowError, UnsupportedModelError
+from dsbd_cli.requests import Request, RequestResult
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.engine import Engine
+
+__all__ = ["captured_otherwise", "prove_captures"]
+
+ROWS = 2
+TOKENS = 24  # some eight iterations, of which a shape's third is the first that is replayed
+DEPTH = 2
+CLOSE = 1e-3  # of a log-probability
+
+
+def prove_captures(engine: Engine) -> None:
+    """Leave an engine that captures as it is where captured iterations can be trusted; otherwise it runs plainly, and
+    says so. Captures that were asked for are not tried: they work, or they are an error."""
+    graphs = engine.stepper.graphs
+    if graphs is None or graphs.required:
+        return
+    fault = captured_otherwise(engine)
+    if fault is not None:
+        engine.stepper.graphs = None
+        line = f"iterations run plainly, without CUDA graphs: {fault}"
+        if engine.info is not None:
+            engine.info = replace(engine.info, told=(*engine.info.told, line))
+        else:
+            engine.tell(line)
+
+
+def captured_otherwise(engine: Engine) -> str | None:
+    """What is wrong with captured iterations of these models and this method; None where a few short requests give the
+    same texts with and without them.
+
+    Two engines of fixed depth are made for it, so that both take the same shapes, and with the kernels of this one.
+    """
+    method, kernels = engine.method, bool(engine.stepper.kernels)
+    if method.depth:
+        method = replace(method, depth=min(method.depth, DEPTH), adaptive_depth=False)
+    found: list[list[RequestResult]] = []
+    for wanted in (False, None):
+        trial = engine.replace(
+            method=method, batch_size=ROWS, info=None, cuda_graphs=wanted, kernels=kernels, catalogues=None
+        )
+        trial.one_root = False  # captured iterations begin with W roots, too
+        trial.tell = lambda line: None
+        try:
+            found.append(trial.generate(_requests(trial)))
+        except RowError as error:
+            return f"they cannot be tried on this target ({error})"
+        except RuntimeError as error:
+            if wanted is False:  # a plain iteration
+                raise
+            said = " ".join(str(error).split())[:160]
+            if not _answers(engine.target.device):
+                raise UnsupportedModelError(
+                    f"the GPU answers nothing any more after captured iterations were tried ({said}): leave graphs "
+                    "out, with --set gpu=kernels"
+                ) from error
+            return f"a captured iteration fails ({said})"
+        graphs = trial.stepper.graphs
+        if graphs is not None and graphs.failed is not None:
+            return f"a capture fails ({graphs.failed})"
+    return _difference(*found)
+
+
+def _answers(device: torch.device) -> bool:
+    """Whether a GPU still computes: some errors end all that its process may ask of it."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _requests(engine: Engine) -> Sequence[Request]:
+    sampling = SamplingConfig(max_new_tokens=TOKENS)
+    if isinstance(engine.target, SourceModel):
+        return [Request(f"A sentence with the number {row}.", sampling=sampling, seed=row) for row in range(ROWS)]
+    size = engine.target.vocab_size
+    return [
+        Request(prompt_ids=tuple((7 * place + 11 * row) % size for place in range(1, 9)), sampling=sampling, seed=row)
+        for row in range(ROWS)
+    ]
+
+
+def _difference(plain: Sequence[RequestResult], captured: Sequence[RequestResult]) -> str | None:
+    for one, other in zip(plain, captured, strict=True):
+        mine, theirs = one.hypotheses, other.hypotheses
+        if [each.token_ids for each in mine] != [each.token_ids for each in theirs]:
+            return "a captured iteration gives other tokens than a plain one"
+        if not all(
+            math.isclose(a.logprob, b.logprob, rel_tol=CLOSE, abs_tol=CLOSE) for a, b in zip(mine, theirs, strict=True)
+        ):
+            return "a captured iteration gives other log-probabilities than a plain one"
+    return None

@@ -1,0 +1,274 @@
+"""The kernels of an iteration beside their twins: random iterations that both can run, to be compared.
+
+An iteration runs with one kernel in use, and again with tensor code alone; both must leave the same beams, finished
+hypotheses, slots and counters behind. So a difference names the kernel.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.engine.cache.caches import Caches
+from dsbd_cli.engine.constraints.stops import StopTable
+from dsbd_cli.engine.core.candidates import Room, top_candidates
+from dsbd_cli.engine.core.slots import moved_by_copy
+from dsbd_cli.engine.drafting.base import Endings
+from dsbd_cli.engine.drafting.beam import BeamDrafter
+from dsbd_cli.engine.iteration.iteration import IterationShape
+from dsbd_cli.engine.iteration.state import BatchState, Entry
+from dsbd_cli.engine.iteration.stepper import Stepper
+from dsbd_cli.engine.planning.planner import Shape
+from dsbd_cli.engine.planning.timing import PhaseTimer
+from dsbd_cli.engine.protocols import ForestInput, ForestModel
+from dsbd_cli.engine.verify.rules import make_rule
+from dsbd_cli.ops.triton import Arguments, Kernel
+
+__all__ = ["KERNELS", "IterationCase", "kernels"]
+
+VOCABULARY = 24
+TRUNK, TAIL, HISTORY = 5, 4, 24  # slots all beams share, slots of some, tokens generated at most
+EOS = 2
+
+
+class _Table:
+    """A model whose logits go by the token alone: [V, V]."""
+
+    max_positions, head_ids, generation, capturable, invariant = None, None, 0, False, True
+
+    def __init__(self, table: Tensor) -> None:
+        self.table, self.device, self.vocab_size = table, table.device, table.shape[1]
+
+    def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
+        """Of the nodes' tokens."""
+        return self.table[batch.tokens] if logits else None
+
+    def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
+        """There is no cache."""
+
+    def state_bytes(self, window: int) -> int:
+        """There are no states."""
+        return 0
+
+
+@dataclass
+class IterationCase:
+    """A batch before an iteration, and all that runs it."""
+
+    method: MethodConfig
+    state: BatchState
+    shape: IterationShape
+    target: Tensor
+    draft: Tensor
+    endings: Endings
+
+    @classmethod
+    def random(
+        cls,
+        method: MethodConfig,
+        sampling: SamplingConfig,
+        generator: torch.Generator,
+        device: torch.device,
+        *,
+        roots: int,
+        lag: int,
+        rows: int = 3,
+        broken: bool = False,
+    ) -> IterationCase:
+        """Of random models and beams. roots: W0. lag: slots that the draft has not run. broken: a node has NaN."""
+        width, shape = method.num_beams, Shape(method.depth, method.drafts_per_layer)
+        nodes = shape.nodes(roots)
+        window = 16 * (-(-(TAIL + nodes) // 16))
+
+        def real(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator)
+
+        def below(limit: int, *size: int) -> Tensor:
+            return torch.randint(limit, size, generator=generator)
+
+        slots = TRUNK + TAIL + nodes + 2
+        state = BatchState.empty(method, rows, slots, window, HISTORY, torch.device("cpu"))
+        # one row is free
+        state.admit({row: Entry(range(3, 4 + TRUNK), row, sampling, stop_state=1) for row in range(rows - 1)})
+        beams, finished = state.beams, state.finished
+        beams.token, beams.path = below(VOCABULARY, rows, width), below(1 << 60, rows, width)
+        beams.valid = (torch.rand(rows, width, generator=generator) < 0.8) & state.active.unsqueeze(1)
+        beams.valid[: rows - 1, 0] = True
+        beams.logprob = real(rows, width).abs().neg()
+        beams.weight = beams.logprob * 0.9
+        beams.ancestors[:, :, :TAIL] = torch.rand(rows, width, TAIL, generator=generator) < 0.6
+        beams.history = below(VOCABULARY, rows, width, HISTORY)
+        beams.length += below(4, rows) + 1
+        beams.depth += TRUNK + TAIL
+        state.table.used += TRUNK + TAIL - state.table.used
+        state.table.trunk += TRUNK - state.table.trunk
+        state.table.drafted = state.table.used - lag
+        state.table.tokens = below(VOCABULARY, rows, slots)
+        state.table.positions = torch.arange(slots).expand(rows, slots).clone()
+        finished.score = real(rows, width).sub(1).sort(1, descending=True).values
+        finished.score[:, width // 2 :] = float("-inf")
+        finished.logprob, finished.tokens = finished.score * 3, below(VOCABULARY, rows, width, HISTORY)
+        finished.length = beams.length.unsqueeze(1).expand(rows, width).clone()
+        state.limits.max_new = beams.length + below(method.depth + 4, rows) + 1
+        if roots < width:
+            state.beams = beams.first()
+        stops = StopTable([bytes([65 + token]) for token in range(VOCABULARY)], VOCABULARY, torch.device("cpu"))
+        if sampling.stop:
+            state.beams.stop_state = state.beams.stop_state * 0 + stops.start(tuple(sampling.stop))
+        stops.table = stops.table.to(device)
+        eos = (torch.arange(VOCABULARY) == EOS).to(device)
+        target = real(VOCABULARY, VOCABULARY) * 2
+        draft = target + real(VOCABULARY, VOCABULARY)
+        target[5:9] = target[5:9].round()  # ties
+        target[:, 11:14] = float("-inf")
+        if broken:
+            target[int(beams.token[0, 0])] = float("nan")
+            draft[7] = float("nan")
+        sizes = IterationShape(slots - 1, shape.depth, shape.drafts_per_layer, lag, beams=roots)
+        _to(state, device)
+        return cls(method, state, sizes, target.to(device), draft.to(device), Endings(eos, 1, stops))
+
+    def stepper(self, used: frozenset[str]) -> Stepper:
+        """What runs the iteration, with these kernels."""
+        target, draft = (cast(ForestModel, _Table(table)) for table in (self.target, self.draft))
+        caches = Caches(target, draft, large_steps=False, moving=lambda: None)
+        drafter = BeamDrafter(draft, VOCABULARY)
+        rule = make_rule(self.method)
+        return Stepper(caches, drafter, rule, self.endings, PhaseTimer(), kernels=used)
+
+    def run(self, used: frozenset[str]) -> tuple[Tensor, ...]:
+        """What an iteration with these kernels leaves, of a copy: numbers that mean nothing are 0."""
+        state = copy.deepcopy(self.state)
+        report = self.stepper(used).step(state, self.shape)
+        beams, finished, table = state.beams, state.finished, state.table
+        at = torch.arange(beams.history.shape[2], device=beams.history.device)
+        written = beams.valid.unsqueeze(2) & (at < beams.length.view(-1, 1, 1))
+        told = (finished.score > float("-inf")) & state.active.unsqueeze(1)
+        ended = told.unsqueeze(2) & (at < finished.length.unsqueeze(2))
+        slot = torch.arange(table.tokens.shape[1], device=at.device) < table.used.unsqueeze(1)
+        own = [beams.token, beams.weight, beams.logprob, beams.path, beams.stop_state]
+        reached = [
+            [count if layer.reached or name.startswith("drafted") else 0 for name, count in layer._asdict().items()]
+            for layers in report.layers
+            for layer in layers
+        ]
+        rows = [list(row) for row in report.rows]
+        traced: list[Tensor] = []
+        if state.trace is not None:
+            for marks, there in ((state.trace.live, written), (state.trace.done, ended)):
+                traced += [marks.logprob.masked_fill(~there, 0), marks.beam * there]
+                traced += [marks.top * there.unsqueeze(3), marks.top_logprob.masked_fill(~there.unsqueeze(3), 0)]
+        return (
+            *(beams.valid, *(torch.where(beams.valid, value, 0) for value in own)),
+            *(beams.ancestors, beams.history * written, beams.length, beams.depth, state.iteration),
+            *(finished.score.masked_fill(~told, 0), finished.logprob.masked_fill(~told, 0), finished.length * told),
+            *(finished.by_length & told, finished.tokens * ended, table.used, table.trunk, table.drafted),
+            *(table.tokens * slot, table.positions * slot, torch.tensor(rows), torch.tensor(reached)),
+            *traced,
+        )
+
+
+def kernels(settings: Sequence[tuple[MethodConfig, SamplingConfig]]) -> list[Kernel]:
+    """Every kernel of an iteration with its twin. Cases are of these methods, and of what requests ask for."""
+
+    def one(name: str) -> Kernel:
+        def beside(iteration: IterationCase) -> set[str]:
+            """`rejection` compares with the law that `draft` records."""
+            return {"draft"} if name == "walk" and iteration.method.rule == "rejection" else set()
+
+        def cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
+            for method, sampling in settings:
+                width = method.num_beams
+                for roots, lag, broken in ((1, 0, False), (width, 2, False), (width, 0, True)):
+                    made = IterationCase.random(
+                        method, sampling, generator, device, roots=roots, lag=lag, broken=broken
+                    )
+                    yield (made,)
+
+        def op(iteration: IterationCase) -> tuple[Tensor, ...]:
+            return iteration.run(frozenset({name} | beside(iteration)))
+
+        def twin(iteration: IterationCase) -> tuple[Tensor, ...]:
+            return iteration.run(frozenset(beside(iteration)))
+
+        return Kernel(name, op, twin, cases)
+
+    return [
+        Kernel("candidates", _chosen(kernel=True), _chosen(kernel=False), _logits),
+        one("draft"),
+        one("walk"),
+        one("commit"),
+        Kernel("move", _moved(kernel=True), _moved(kernel=False), _moves),
+    ]
+
+
+def _chosen(*, kernel: bool) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
+    def run(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        found = top_candidates(logits, Room(count), kernel=kernel)
+        some = found.logprobs > float("-inf")  # of equal ones -inf any may come
+        return torch.where(some, found.tokens, 0), found.logprobs
+
+    return run
+
+
+def _logits(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
+    for vocabulary, dtype in itertools.product((40, 300), (torch.float32, torch.bfloat16, torch.float16)):
+        logits = torch.randn(1, 5, vocabulary, generator=generator) * 3
+        logits[0, 1] = logits[0, 1].round()
+        logits[0, 2, 4:] = float("-inf")
+        logits[0, 3, 7] = float("nan")
+        logits[0, 4] = float("-inf")
+        yield logits.to(dtype).to(device), 24
+
+
+def _moved(*, kernel: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def run(slots: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        slots = slots.clone()
+        if kernel:
+            from dsbd_cli.ops.triton import commit
+
+            commit.move(slots, source, target)
+        else:
+            moved_by_copy(slots, source, target)
+        return slots
+
+    return run
+
+
+def _moves(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
+    """Two of three rows of a slab move slots, as a commit orders them."""
+    for width, window in ((16, 5), (700, 40)):
+        slab = torch.randn(2, 3, 64, width, generator=generator)
+        keep = torch.rand(2, window, generator=generator) < 0.5
+        order = torch.argsort((~keep).to(torch.int8), dim=1, stable=True)
+        target = 6 + torch.arange(window).expand(2, window)
+        source = torch.where(torch.arange(window) < keep.sum(1, keepdim=True), 6 + order, target)
+        yield slab.to(device), source.to(device), target.contiguous().to(device)
+
+
+def _to(owner: object, device: torch.device) -> None:
+    """Move all tensors of a state."""
+    for item in fields(owner):  # type: ignore[arg-type]
+        value = getattr(owner, item.name)
+        if isinstance(value, Tensor):
+            setattr(owner, item.name, value.to(device))
+        elif hasattr(value, "__dataclass_fields__"):
+            _to(value, device)
+
+
+def _settings() -> Iterator[tuple[MethodConfig, SamplingConfig]]:
+    """Each rule, with the plainest settings that a user may have."""
+    for rule in ("coupled", "search", "rejection"):
+        method = MethodConfig.of({"rule": rule, "num_beams": 3, "drafts_per_layer": 4, "depth": 2, "width": "fixed"})
+        yield method, SamplingConfig(max_new_tokens=HISTORY, top_k=0 if rule == "search" else 5)
+
+
+KERNELS = tuple(kernels(list(_settings())))

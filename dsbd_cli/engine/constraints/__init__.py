@@ -1,0 +1,1 @@
+"""Constraints: which tokens may follow a path, and where a text ends."""

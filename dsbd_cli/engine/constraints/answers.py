@@ -1,0 +1,166 @@
+"""Allowed answers, of a file or of a row: tokenised once and compiled into tries.
+
+A catalogue is a set of answers. Its trie holds every answer's tokens and one end token behind them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from dsbd_cli.engine.constraints.trie import Trie, TrieTable, build_trie
+from dsbd_cli.engine.protocols import TextCodec
+from dsbd_cli.errors import InvalidRowError, UsageError, shorten
+
+__all__ = ["Answer", "Catalogue", "Compiler", "RowTries"]
+
+BATCH = 8192  # texts that are tokenised at a time
+# Of one answer: more than any target has positions for, and what is not even tokenised
+MOST_TOKENS, MOST_BYTES = 32_768, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One allowed answer: text, or tokens; the caller's id of it as JSON, empty where it has none; and where it
+    stands, for errors."""
+
+    place: str
+    text: str | None = None
+    tokens: tuple[int, ...] | None = None
+    id: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """Compiled answers.
+
+    Attributes:
+        trie: of their tokens. order: [A] int64, answers in the order of `nodes`; nodes: [A] int64, where they end in
+            the trie, ascending. ids: bytes of all ids, of answer a those from starts[a] to starts[a + 1].
+    """
+
+    trie: Trie
+    nodes: NDArray[np.int64]
+    order: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    ids: NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def id_of(self, tokens: Sequence[int]) -> str | int | None:
+        """The caller's id of the answer with these tokens, its end token included; None where it has none."""
+        node = self.trie.find(tokens)
+        assert node is not None, "only answers of the catalogue are decoded"
+        answer = int(self.order[np.searchsorted(self.nodes, node)])
+        data = self.ids[int(self.starts[answer]) : int(self.starts[answer + 1])].tobytes()
+        found: str | int | None = orjson.loads(data) if data else None
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """Makes catalogues for one target. end: the end token that closes an answer."""
+
+    codec: TextCodec
+    vocab_size: int
+    end: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        ends = [token for token in self.codec.eos_ids if token < self.vocab_size]
+        if not ends:
+            raise UsageError("allow needs a target with an end token, but this one has none")
+        object.__setattr__(self, "end", ends[0])
+
+    def compile(self, answers: Iterable[Answer]) -> Catalogue:
+        """A catalogue of these answers. Raises InvalidRowError, which names the place of the answer to blame."""
+        places: list[str] = []
+        ids, starts = bytearray(), array("q", [0])
+        tokens, lengths = array("q"), array("q")
+        left = iter(answers)
+        while some := list(islice(left, BATCH)):
+            for answer, found in zip(some, self._tokens(some), strict=True):
+                tokens.extend(found)
+                lengths.append(len(found))
+                ids += answer.id
+                starts.append(len(ids))
+                places.append(answer.place)
+        if not places:
+            raise InvalidRowError("allow holds no answer")
+        trie = build_trie(np.array(tokens, dtype=np.int64), np.array(lengths, dtype=np.int64), self.vocab_size)
+        order = np.argsort(trie.last, kind="stable")
+        nodes = trie.last[order]
+        if (same := np.flatnonzero(nodes[1:] == nodes[:-1])).size:
+            first, second = sorted(order[same[0] : same[0] + 2].tolist())
+            raise InvalidRowError(f"{places[second]} has the same tokens as {places[first]}: drop one of them")
+        return Catalogue(
+            trie, nodes, order, np.array(starts, dtype=np.int64), np.frombuffer(bytes(ids), dtype=np.uint8)
+        )
+
+    def _tokens(self, answers: Sequence[Answer]) -> Iterator[list[int]]:
+        """Tokens of each answer and the end token."""
+        for answer in answers:
+            if (size := len(answer.text or "")) > MOST_BYTES:
+                raise InvalidRowError(f"{answer.place} has {size} letters, but an answer may have {MOST_BYTES}")
+        texts = [answer.text for answer in answers if answer.text is not None]
+        encoded = iter(self.codec.encode_pieces(texts)) if texts else iter(())
+        table = self.codec.token_bytes()
+        ends = set(self.codec.eos_ids)
+        for answer in answers:
+            if answer.text is not None:
+                found = next(encoded)
+                said = b"".join([table[token] for token in found])
+                wanted = answer.text.encode("utf-8", "surrogatepass")
+                # some tokenizers begin every text with a space, which their decoder takes away
+                if said != wanted and said.lstrip(b" ") != wanted.lstrip(b" "):
+                    raise InvalidRowError(
+                        f"{answer.place} is {shorten(answer.text)}, but the target's tokenizer can only say "
+                        f"{shorten(said.decode(errors='replace'))}"
+                    )
+            else:
+                found = list(answer.tokens or ())
+                found = found[:-1] if found and found[-1] in ends else found
+            if len(found) > MOST_TOKENS:
+                raise InvalidRowError(f"{answer.place} has {len(found)} tokens, but an answer may have {MOST_TOKENS}")
+            if not found:
+                raise InvalidRowError(f"{answer.place} is empty, but an answer needs one token or more")
+            if bad := [token for token in found if token in ends or not 0 <= token < self.vocab_size]:
+                why = "where decoding ends" if bad[0] in ends else f"but the target has {self.vocab_size} ids"
+                raise InvalidRowError(f"{answer.place} holds token id {bad[0]}, {why}")
+            yield [*found, self.end]
+
+
+class RowTries:
+    """Which tries of the table are in use: those of the run's catalogues always, a row's own one while it runs."""
+
+    def __init__(self, table: TrieTable, catalogues: Iterable[Catalogue]) -> None:
+        self.table = table
+        catalogues = list(catalogues)
+        count, size = sum(map(len, catalogues)), sum(one.trie.keys.nbytes for one in catalogues)
+        self.about = f"{count} answer{'' if count == 1 else 's'} allowed ({size / 2**20:.1f} MiB)" if count else None
+        self._kept = {id(one): table.add(one.trie) for one in catalogues}
+        self._own: set[int] = set()
+
+    def begin(self, catalogue: Catalogue) -> int:
+        """The state in which a row with these answers begins."""
+        if (start := self._kept.get(id(catalogue))) is None:
+            start = self.table.add(catalogue.trie)
+            self._own.add(start)
+        return start
+
+    def end(self, start: int) -> None:
+        """The row that began in this state is done."""
+        if start in self._own:
+            self._own.remove(start)
+            self.table.remove(start)
+
+    def forget(self) -> None:
+        """No row runs."""
+        for start in tuple(self._own):
+            self.end(start)

@@ -1,0 +1,450 @@
+"""Grammars on the host: which tokens may follow a text, for live beams and drafted nodes.
+
+llguidance computes the masks. A text under a grammar is a `GrammarState`; what follows from it is computed once and
+kept, so what the drafter asked for a node is there when the target asks for it. On the device a state is a negative
+number (see engine/constraints/legal.py), which `GrammarTable` knows.
+
+Near the limit of a row a text is led to its end. With n tokens left, the last one included, a token may follow only if
+a completion of n - 1 tokens at most is known behind it. So what may follow depends on the text and on n alone, and
+where more tokens are legal than can be looked at, on the model's log-probabilities at this node; never on a draft or a
+batch.
+
+Letters: R requests, n nodes, V vocabulary, B = ceil(V / 32) words of a mask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsbd_cli.config.grammar_trial import byte_tokenizer, parser_limits
+from dsbd_cli.config.grammars import Grammar
+from dsbd_cli.engine.constraints.legal import DEAD, FREE, NodePaths
+from dsbd_cli.engine.core.grammar_ends import EndFinder, Tokens
+from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.protocols import TextCodec
+from dsbd_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+__all__ = ["GrammarCompiler", "GrammarState", "GrammarTable", "GrammarWalk"]
+
+MOST_KEPT = 256  # compiled grammars
+# Tokens before the limit from which on a text is led: twice the shortest whole text and some, but no more than
+SOME, MOST_LED = 32, 256
+SKIPPED = 6  # tokens of a known completion that another token may stand for
+CHECKED = 64  # tokens behind which an end is looked for, at each node
+Mask = NDArray[np.int32]
+
+
+def _words(vocab_size: int) -> int:
+    """B."""
+    return -(-vocab_size // 32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """What the states of one grammar share: how many tokens llguidance knows, end tokens, what went wrong, what finds
+    the end of a text, and how many tokens before the limit it is asked to; 0: never."""
+
+    size: int
+    eos: frozenset[int]
+    faults: list[str]
+    ends: EndFinder
+    led: int = 0
+
+
+class GrammarState:
+    """Where a text stands: the tokens that may follow, and whether it may end.
+
+    States form a tree. `after` gives the same object for the same token, and a state does not know the one before it,
+    so what nobody holds any more is forgotten.
+    """
+
+    __slots__ = (
+        *("_after", "_by_bytes", "_completion", "_few", "_fits", "_led", "_left", "_mask", "_matcher", "_narrow"),
+        *("_origin", "_searched", "number"),
+    )
+
+    def __init__(
+        self,
+        matcher: LLMatcher | None,
+        origin: _Origin,
+        by_bytes: LLMatcher | None = None,
+        left: int | None = None,
+        completion: Tokens | None = None,
+    ) -> None:
+        """matcher: its own from now on; None where nothing may follow. by_bytes: one over bytes, None at the beginning
+        and where the text is not to be led. left: tokens that may still be generated, None for any number. completion:
+        what makes the text whole, where that is known."""
+        self._matcher, self._origin, self._left = matcher, origin, left
+        self._by_bytes = origin.ends.start if by_bytes is None else by_bytes
+        self._completion, self._searched = completion, False
+        self._led: bool | None = None
+        self._narrow: Mask | None = None
+        self._fits: dict[int, Tokens | None] = {}
+        self._after: dict[int, GrammarState] = {}
+        self._mask: Mask | None = None
+        self._few: list[int] | None = None
+        self.number = 0  # below 0 once it stands on the device
+
+    @property
+    def complete(self) -> bool:
+        """The text is whole: the grammar derives it as it stands."""
+        return self._matcher is not None and not self._matcher.is_error() and self._matcher.is_accepting()
+
+    def after(self, token: int) -> GrammarState | None:
+        """The state one token on; None after a token that may not follow. After an end token nothing may follow."""
+        found = self._after.get(token)
+        if found is None:
+            if not self.allows(token):
+                return None
+            matcher = None
+            if token not in self._origin.eos:
+                assert self._matcher is not None, "it allows a token"
+                matcher = self._matcher.deep_copy()
+                matcher.consume_token(token)  # an error, as of a limit, stays with the matcher
+            left = None if self._left is None else self._left - 1
+            completion = self.fits(token) if self.led else None
+            leads = self._origin.led and left is not None and matcher is not None
+            by_bytes = self._origin.ends.behind(self._by_bytes, token) if leads else None
+            found = self._after[token] = GrammarState(matcher, self._origin, by_bytes, left, completion)
+        return found
+
+    def allows(self, token: int) -> bool:
+        """Whether the token may follow."""
+        word = token >> 5
+        return word < len(self.mask) and bool((int(self.mask[word]) >> (token & 31)) & 1)
+
+    @property
+    def mask(self) -> Mask:
+        """[B] int32, bit v % 32 of word v // 32 is set where token v may follow; an end token where the text may end.
+        Computed when it is first asked for."""
+        if self._mask is None:
+            mask, matcher = np.zeros(_words(self._origin.size), dtype=np.int32), self._matcher
+            if matcher is not None and not matcher.is_error():
+                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if matcher is not None and matcher.is_error():
+                mask[:] = 0
+                self._origin.faults[:] = [_one_line(matcher.get_error())]
+            self._mask = mask
+        return self._mask
+
+    @property
+    def led(self) -> bool:
+        """The limit is near and a completion within it is known, so that only what leaves one may follow."""
+        if self._led is None:
+            near = self._left is not None and 0 < self._left <= self._origin.led
+            known = self.completion if near else None
+            self._led = known is not None and self._left is not None and len(known) <= self._left
+        return self._led
+
+    @property
+    def completion(self) -> Tokens | None:
+        """Tokens that make the text whole, the first of which may follow; None where none are known."""
+        known = self._completion
+        if self._searched or (known is not None and (not known or self.allows(known[0]))):
+            return known
+        self._searched = True
+        matcher, found = self._matcher, None
+        if matcher is not None and not matcher.is_error():
+            found = self._origin.ends.find(matcher, self._by_bytes)
+        self._completion = found if found is None or not found or self.allows(found[0]) else None
+        return self._completion
+
+    def fits(self, token: int) -> Tokens | None:
+        """What makes the text whole behind a token, within what is left; None where nothing is known to. Only of a
+        state that is led, and a token that may follow."""
+        if token not in self._fits:
+            self._fits[token] = self._fitting(token)
+        return self._fits[token]
+
+    def _fitting(self, token: int) -> Tokens | None:
+        matcher, ends, known = self._matcher, self._origin.ends, self._completion
+        assert matcher is not None
+        assert known is not None
+        assert self._left is not None
+        if token in self._origin.eos:
+            return ()
+        if known and token == known[0]:
+            return known[1:]
+        room = self._left - 1
+        # mostly the token takes the place of the first of the completion, stands before it, or skips some of it
+        for first in (1, 0, *range(2, SKIPPED), len(known)):
+            if len(known) - room <= first <= len(known) and ends.ends(matcher, (token, *known[first:])):
+                return known[first:]
+        found = ends.find_behind(token, known, matcher, self._by_bytes) if room else None
+        return found if found is not None and len(found) <= room else None
+
+    @property
+    def narrow(self) -> Mask | None:
+        """The mask, of a state that is led without what leaves no end within the limit. None where more than CHECKED
+        tokens may follow, so that `fitting` must say of which."""
+        if not self.led:
+            return self.mask
+        if self._narrow is None:
+            tokens = _tokens(self.mask, CHECKED)
+            if tokens is None:
+                return None
+            self._narrow = np.zeros_like(self.mask)
+            for token in tokens:
+                if self.fits(token) is not None:
+                    self._narrow[token >> 5] |= np.array(1 << (token & 31), dtype=np.uint32).view(np.int32)
+        return self._narrow
+
+    def fitting(self, logprobs: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """[V] bool: of the CHECKED likeliest legal tokens those that leave an end within the limit, all with the same
+        log-probability as the last of them, and the known completion's. logprobs: [V], -inf where it is illegal."""
+        last = np.partition(logprobs, -min(CHECKED, len(logprobs)))[-min(CHECKED, len(logprobs))]
+        looked = np.flatnonzero((logprobs >= last) & (logprobs > -np.inf)).tolist()
+        assert self._completion is not None, "it is led"
+        found = np.zeros(len(logprobs), dtype=np.bool_)
+        found[[token for token in {*looked, *self._completion[:1]} if self.fits(token) is not None]] = True
+        return found
+
+    def following(self, most: int) -> list[int] | None:
+        """The tokens that may follow, end tokens left out, ascending; None where they are more than `most`. Kept once
+        they are found to be few: drafts come back to a state in each iteration."""
+        if self._few is None:
+            narrow = self.narrow
+            tokens = _tokens(self.mask if narrow is None else narrow, most + len(self._origin.eos))
+            tokens = None if tokens is None else [token for token in tokens if token not in self._origin.eos]
+            if tokens is None or len(tokens) > most:
+                return None
+            self._few = tokens
+        return self._few if len(self._few) <= most else None
+
+
+def _tokens(mask: Mask, most: int) -> list[int] | None:
+    """The tokens of a mask, ascending; None where they are more than `most`."""
+    bits = mask.view(np.uint32)
+    words = np.flatnonzero(bits)
+    if len(words) > most:  # each word that is not 0 has a token or more
+        return None
+    place, bit = np.nonzero(np.unpackbits(bits[words].view(np.uint8), bitorder="little").reshape(len(words), 32))
+    return (words[place] * 32 + bit).tolist() if len(place) <= most else None
+
+
+class GrammarCompiler:
+    """Grammars for one vocabulary. Each is compiled once, however many requests use it."""
+
+    def __init__(self, codec: TextCodec, vocab_size: int) -> None:
+        """vocab_size: V of the target."""
+        self._codec, self.vocab_size = codec, vocab_size
+        self._eos = frozenset(token for token in codec.eos_ids if token < vocab_size)
+        self._tokenizer: LLTokenizer | None = None
+        self._bytes: LLTokenizer | None = None
+        self._known: dict[Grammar, tuple[LLMatcher, _Origin]] = {}
+
+    def start(self, grammar: Grammar, max_new: int | None = None) -> GrammarState:
+        """The state of the empty text. max_new: tokens that may be generated, None for any number. Raises UsageError
+        for a grammar that is malformed, or that this vocabulary cannot say a single answer of."""
+        matcher, origin = self._compiled(grammar)
+        return GrammarState(matcher.deep_copy(), origin, left=max_new)
+
+    def matches(self, grammar: Grammar, tokens: Sequence[int]) -> bool:
+        """Whether the text of these tokens is whole under the grammar. An end token at its end is left out."""
+        matcher = self._compiled(grammar)[0].deep_copy()
+        text = list(tokens[:-1] if tokens and tokens[-1] in self._eos else tokens)
+        return matcher.consume_tokens(text) and matcher.is_accepting()
+
+    def fault(self, grammar: Grammar) -> str | None:
+        """Why llguidance gave up on a text under this grammar, where it did: a limit of its parser was passed."""
+        faults = self._compiled(grammar)[1].faults
+        return faults[0] if faults else None
+
+    def _compiled(self, grammar: Grammar) -> tuple[LLMatcher, _Origin]:
+        found = self._known.get(grammar)
+        if found is None:
+            found = self._compile(grammar.source())
+            while len(self._known) >= MOST_KEPT:
+                del self._known[next(iter(self._known))]
+            self._known[grammar] = found
+        return found
+
+    def _compile(self, source: str) -> tuple[LLMatcher, _Origin]:
+        from llguidance import LLMatcher
+
+        if not self._eos:
+            raise UsageError("the target has no end token, so a text could never be whole")
+        if self._tokenizer is None:
+            self._tokenizer = _tokenizer(self._codec, self.vocab_size, sorted(self._eos))
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=parser_limits())
+        if matcher.is_error():
+            raise UsageError(_one_line(matcher.get_error()))
+        if self._bytes is None:
+            self._bytes = byte_tokenizer()
+        by_bytes = LLMatcher(self._bytes, source, log_level=0, limits=parser_limits())
+        ends = EndFinder(by_bytes, self._tokenizer, min(self._eos))
+        origin = _Origin(self._tokenizer.vocab_size, self._eos, [], ends)
+        start = GrammarState(matcher.deep_copy(), origin)
+        if not start.mask.any():
+            raise UsageError("no token of the target's vocabulary may begin an answer")
+        shortest = start.completion
+        led = 0 if shortest is None else min(MOST_LED, SOME + 2 * len(shortest))
+        return matcher, replace(origin, led=led)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:200]
+
+
+class GrammarTable:
+    """The texts of all rows that have a grammar, by number.
+
+    A text that no beam goes on from is forgotten: an iteration keeps what it and the one before it have met.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, device: torch.device) -> None:
+        self.compiler = compiler
+        self._words, self._device, self._last = _words(compiler.vocab_size), device, FREE
+        self._now: dict[int, GrammarState] = {}
+        self._before: dict[int, GrammarState] = {}
+        self._filler: ThreadPoolExecutor | None = None
+
+    def begin(self, grammar: Grammar, max_new: int) -> int:
+        """The number of the state in which a row with this grammar begins, which generates so many tokens at most."""
+        return self.add(self.compiler.start(grammar, max_new))
+
+    def add(self, state: GrammarState) -> int:
+        """The number of a state that beams or nodes stand in."""
+        if not state.number:
+            self._last -= 1
+            state.number = self._last
+        self._now[state.number] = state
+        return state.number
+
+    def at(self, number: int) -> GrammarState | None:
+        """The state of a number; None for one that belongs to no grammar, or to a row that is done."""
+        return self._now.get(number) or self._before.get(number)
+
+    def acting(self, starts: Sequence[int | None], generated: int) -> GrammarWalk | None:
+        """The grammars in an iteration. Called once in each."""
+        if not any(start is not None and start < FREE for start in starts):
+            return None
+        self._before, self._now = self._now, {}
+        if self._filler is None:
+            self._filler = ThreadPoolExecutor(1, "grammar masks")
+        return GrammarWalk(self, self._words, self._device, self._filler)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarWalk:
+    """The grammars in one iteration. words: B."""
+
+    table: GrammarTable
+    words: int
+    device: torch.device
+    filler: ThreadPoolExecutor
+    key: Hashable = "grammar"
+    on_host: bool = True
+
+    def step(self, state: Tensor, tokens: Tensor) -> Tensor:
+        """States after the tokens; DEAD where a grammar does not let one follow."""
+        numbers, following = torch.stack((state, tokens)).tolist()
+        found = [[self._step(*pair) for pair in zip(*row, strict=True)] for row in zip(numbers, following, strict=True)]
+        return torch.tensor(found, dtype=torch.int64, device=state.device).view_as(state)
+
+    def _step(self, number: int, token: int) -> int:
+        if number >= FREE:
+            return number
+        here = self.table.at(number)
+        found = None if here is None else here.after(token)
+        return DEAD if found is None else self.table.add(found)
+
+    def of(self, nodes: NodePaths) -> GrammarMasks:
+        """The masks of these nodes, which are computed while the caller goes on."""
+        numbers = nodes.state.flatten().tolist()
+        states = [self.table.at(number) if number < FREE else None for number in numbers]
+        plain = [number >= FREE and number != DEAD for number in numbers]
+        return GrammarMasks(self.filler.submit(_filled, states, plain, self.words), states, self.device)
+
+
+class GrammarMasks:
+    """What may follow m nodes; core.probs.LegalTokens."""
+
+    def __init__(self, masks: Future[Mask], states: Sequence[GrammarState | None], device: torch.device) -> None:
+        """masks: [m, B] int32. states: of the m nodes, None for one without a grammar."""
+        self._coming, self._states, self._device = masks, states, device
+        self._masks: Tensor | None = None
+
+    def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:
+        """There are too many of them to be listed."""
+        return None
+
+    def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
+        """-inf for every token that may not follow. logprobs: [k, V] of nodes `part`, or fewer columns."""
+        if self._masks is None:
+            self._masks = torch.from_numpy(self._coming.result()).to(self._device)
+        bits = torch.arange(32, dtype=torch.int32, device=logprobs.device)
+        allowed = (self._masks[part].unsqueeze(-1) >> bits) & 1
+        logprobs.masked_fill_(allowed.flatten(1)[:, : logprobs.shape[1]] == 0, NEVER)
+        for row, state in zip(logprobs, self._states[part], strict=True):
+            if state is not None and state.narrow is None:
+                fitting = state.fitting(row.cpu().numpy())
+                row.masked_fill_(~torch.from_numpy(fitting).to(row.device), NEVER)
+
+
+def _filled(states: Sequence[GrammarState | None], plain: Sequence[bool], words: int) -> Mask:
+    """Masks of nodes, [m, B]. plain: the node has no grammar; nothing follows one that has neither this nor a state."""
+    masks = np.zeros((len(states), words), dtype=np.int32)
+    for mask, state, free in zip(masks, states, plain, strict=True):
+        if free:
+            mask[:] = -1
+        elif state is not None:
+            narrow = state.narrow
+            known = (state.mask if narrow is None else narrow)[:words]
+            mask[: len(known)] = known
+    return masks
+
+
+def _tokenizer(codec: TextCodec, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
+    """The vocabulary as llguidance takes it. A fast tokenizer's own file says how texts are spelled, so that what the
+    grammar forces is in the tokens that the model knows; of others, and of those whose file llguidance does not
+    understand, the longest tokens are taken."""
+    from llguidance import LLTokenizer
+
+    tokenizer_json = getattr(codec, "tokenizer_json", None)
+    text = None if tokenizer_json is None else tokenizer_json()
+    if text is not None:
+        with contextlib.suppress(ValueError):  # as of a decoder that is neither ByteLevel nor ByteFallback
+            return LLTokenizer(text, eos_token=list(eos_ids))
+    return LLTokenizer(_longest_tokens(codec, vocab_size, eos_ids[0]), eos_token=list(eos_ids))
+
+
+def _longest_tokens(codec: TextCodec, vocab_size: int, eos_id: int):  # type: ignore[no-untyped-def]
+    """A vocabulary whose texts are spelled with the longest token that fits, again and again."""
+    from llguidance import TokenizerWrapper
+
+    table = codec.token_bytes()[:vocab_size]
+    tokens = [*table, *[b""] * (vocab_size - len(table))]
+    ids = {text: token for token, text in reversed(list(enumerate(tokens))) if text}
+    longest = max(map(len, ids), default=0)
+
+    class Spelling:
+        eos_token_id, bos_token_id = eos_id, None
+        special_token_ids = [token for token, text in enumerate(tokens) if not text]  # noqa: RUF012
+
+        def __init__(self) -> None:
+            self.tokens = [text or b"\xff[%d]" % token for token, text in enumerate(tokens)]
+
+        def __call__(self, text: bytes | str) -> list[int]:
+            rest, found = text.encode() if isinstance(text, str) else text, []
+            while rest:
+                size = next((size for size in range(min(longest, len(rest)), 0, -1) if rest[:size] in ids), 0)
+                if not size:
+                    break
+                found.append(ids[rest[:size]])
+                rest = rest[size:]
+            return found
+
+    return TokenizerWrapper(Spelling())

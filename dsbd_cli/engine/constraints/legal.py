@@ -1,0 +1,149 @@
+"""Which tokens may follow a node: constraints by the path that the node stands for (tries, grammars, token rules).
+
+A beam and a drafted node carry one integer, `legal_state`, beside `stop_state`. It advances wherever that does: in
+drafting/base.children and in the commit. Log-probabilities are normalised over the whole vocabulary first. Then a
+constraint changes them, in most cases to -inf, and only then the best candidates are taken, of target and draft alike.
+
+A state belongs to one constraint: FREE to none, DEAD to a path that nothing may follow, positive ones to tries,
+negative ones to constraints that the host holds. A constraint leaves the states of others as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.beams import Beams
+from dsbd_cli.engine.core.candidates import LegalTokens
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.nodes import LayerNodes, at_nodes
+
+__all__ = ["DEAD", "FREE", "Acting", "Constraint", "Legal", "NodePaths", "acting"]
+
+FREE, DEAD = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class NodePaths:
+    """Nodes that a constraint is asked about: those of one layer, or all N of a forest.
+
+    Attributes:
+        nodes: their tokens, parents, states and paths, [R, n] each. `nodes.legal_state` is there.
+        layer: [n] int64, the layer of each node, 0 for roots.
+        beams: the live beams that the roots are.
+    """
+
+    nodes: LayerNodes
+    layer: Tensor
+    beams: Beams
+
+    @classmethod
+    def of(cls, forest: Forest, beams: Beams, layer: int | None = None) -> NodePaths:
+        """Of one layer; None: of the whole forest."""
+        nodes = forest.flat if layer is None else forest.layers[layer]
+        index = torch.arange(nodes.token.shape[1], device=nodes.token.device)
+        if layer is not None:
+            return cls(nodes, torch.full_like(index, layer), beams)
+        above = torch.div(index - forest.num_beams, max(1, forest.drafts_per_layer), rounding_mode="floor")
+        return cls(nodes, torch.where(index < forest.num_beams, 0, above + 1), beams)
+
+    @property
+    def state(self) -> Tensor:
+        """[R, n] int64."""
+        assert self.nodes.legal_state is not None, "a forest that was proposed under a constraint"
+        return self.nodes.legal_state
+
+    def generated(self) -> tuple[Tensor, Tensor]:
+        """Generated tokens down to each node, the node's own token last: [R, n, L], and how many, [R, n] int64. What
+        stands past them is meaningless."""
+        beams, path = self.beams, self.nodes.path_tokens
+        history = at_nodes(beams.history, self.nodes.root)
+        at = beams.length.unsqueeze(1) + torch.arange(path.shape[2], device=path.device)
+        at = at.clamp(max=history.shape[2] - 1).unsqueeze(1).expand_as(path)
+        return history.scatter(2, at, path), beams.length.unsqueeze(1) + self.layer
+
+
+class Acting(Protocol):
+    """A constraint in one iteration.
+
+    Attributes:
+        key: what fixes its shapes, branches and addresses, for CUDA graphs. on_host: it reads the forest on the host,
+            so that the iteration cannot be captured.
+    """
+
+    @property
+    def key(self) -> Hashable: ...
+
+    @property
+    def on_host(self) -> bool: ...
+
+    def step(self, state: Tensor, tokens: Tensor) -> Tensor:
+        """States after the tokens, [R, n] int64 each; DEAD where a token is illegal."""
+        ...
+
+    def of(self, nodes: NodePaths) -> LegalTokens:
+        """What may follow these nodes. Called before the forward that computes their logits is started."""
+        ...
+
+
+class Constraint(Protocol):
+    """A kind of constraint, with the tables of all rows."""
+
+    def acting(self, starts: Sequence[int | None], generated: int) -> Acting | None:
+        """What it does in an iteration; None where no row is concerned. starts: the state in which each row's request
+        began, None for a free row. generated: tokens that every running row has at least."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Legal:
+    """All constraints that act in one iteration, one after another."""
+
+    constraints: tuple[Acting, ...]
+
+    @property
+    def key(self) -> Hashable:
+        """What fixes shapes, branches and addresses."""
+        return tuple(one.key for one in self.constraints)
+
+    @property
+    def on_host(self) -> bool:
+        """The iteration cannot be captured."""
+        return any(one.on_host for one in self.constraints)
+
+    def step(self, state: Tensor, tokens: Tensor) -> Tensor:
+        """States after the tokens, [R, n] int64 each; DEAD where a token is illegal."""
+        for one in self.constraints:
+            state = one.step(state, tokens)
+        return state
+
+    def of(self, nodes: NodePaths) -> LegalTokens:
+        """What may follow these nodes."""
+        rules = [one.of(nodes) for one in self.constraints]
+        return rules[0] if len(rules) == 1 else _Together(rules)
+
+
+def acting(constraints: Sequence[Constraint], starts: Sequence[int | None], generated: int) -> Legal | None:
+    """The constraints that concern some row of a batch; None where there are none, so that nothing is computed."""
+    found = [one for each in constraints if (one := each.acting(starts, generated)) is not None]
+    return Legal(tuple(found)) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """Several constraints on the same nodes."""
+
+    rules: list[LegalTokens]
+
+    def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:
+        """Each may take tokens from the others' lists, so there is none."""
+        return None
+
+    def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
+        """One after another."""
+        for rule in self.rules:
+            rule.apply(logprobs, part, total)

@@ -1,0 +1,285 @@
+"""Token rules of all rows as a constraint: see dsbd_cli/config/token_rules.py for what each one says, and legal.py.
+
+They act in transformers' order, the penalty first. But what is forced comes last: transformers suppresses tokens after
+it, and where both meet it leaves no token at all. A rule looks at the path alone, so draft and target have the same
+ones.
+
+Letters: R rows, P prompt tokens kept, L generated tokens, X = P + L, m = R * n nodes, k of them, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.config.token_rules import Timestamps, TokenRules
+from dsbd_cli.engine.constraints.legal import NodePaths
+from dsbd_cli.engine.core.topk import NEVER
+
+__all__ = ["RuleTable"]
+
+NO_TOKEN, NO_MATCH = -1, -2
+
+
+class RuleTable:
+    """Rules of every row, and the decoder's prompts where a rule looks back at them. `begin` sets those of a row."""
+
+    def __init__(self, eos: Tensor, times: Timestamps | None = None, *, on_logits: bool = False) -> None:
+        """eos: [V] bool, tokens that end. times: tokens of times, where the target has them. on_logits: the penalty
+        acts on logits, as transformers has it with one beam; with several it acts on log-probabilities."""
+        self.eos, self.times, self.on_logits = eos, times, on_logits
+        self.version = 0  # changes whenever a tensor is another one
+        self.rules: list[TokenRules] = []
+        self.max_new: list[int] = []
+        self.prompt = self._numbers(0, 1)
+        # [R] each: tokens of the prompt; steps without an end; forced tokens or -1; n; penalty
+        self.lengths, self.least, self.first, self.last, self.last_at, self.size = (self._numbers(0) for _ in range(6))
+        self.penalty = torch.ones(0, dtype=torch.float32, device=eos.device)
+        self.banned, self.begin_banned = (torch.zeros(0, len(eos), dtype=torch.bool, device=eos.device) for _ in "ab")
+        self.timed = torch.zeros(0, dtype=torch.bool, device=eos.device)  # [R] rows with timestamps
+
+    def _numbers(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=self.eos.device)
+
+    def allocate(self, rows: int) -> None:
+        """A batch of `rows` rows without rules begins."""
+        self.version += 1
+        self.rules, self.max_new = [TokenRules()] * rows, [0] * rows
+        self.prompt = self._numbers(rows, 1)
+        self.lengths, self.least, self.last_at, self.size = (self._numbers(rows) for _ in range(4))
+        self.first, self.last = self._numbers(rows) - 1, self._numbers(rows) - 1
+        self.penalty = torch.ones(rows, dtype=torch.float32, device=self.eos.device)
+        self.banned, self.begin_banned = (self.eos.new_zeros(0, len(self.eos)) for _ in "ab")
+        self.timed = self.eos.new_zeros(rows)
+
+    def begin(self, row: int, rules: TokenRules, prompt: Sequence[int], max_new: int) -> None:
+        """Set the rules of a row whose request begins. prompt: of the decoder."""
+        before, self.rules[row], self.max_new[row] = self.rules[row], rules, max_new
+        if not rules.acting and not before.acting:  # else those of the row's last request are undone
+            return
+        device = self.eos.device
+        self.timed[row] = rules.timestamps
+        self.least[row] = max(rules.min_length - len(prompt), rules.min_new_tokens)
+        forced = rules.forced_bos_token_id if len(prompt) == 1 else None
+        self.first[row] = NO_TOKEN if forced is None else forced
+        self.last[row] = NO_TOKEN if rules.forced_eos_token_id is None else rules.forced_eos_token_id
+        self.last_at[row] = max_new - 1
+        self.size[row], self.penalty[row] = rules.no_repeat_ngram_size, rules.repetition_penalty
+        if self._looks_back(rules):
+            if (more := len(prompt) - self.prompt.shape[1]) > 0:
+                self.prompt = torch.nn.functional.pad(self.prompt, (0, more))
+                self.version += 1
+            self.prompt[row, : len(prompt)] = torch.tensor(prompt, device=device)
+            self.lengths[row] = len(prompt)
+        never = (*rules.suppress_tokens, *rules.bad_words_ids)
+        at_first = rules.begin_suppress_tokens
+        if (never or at_first) and not len(self.banned):
+            self.banned, self.begin_banned = (self.eos.new_zeros(len(self.rules), len(self.eos)) for _ in "ab")
+            self.version += 1
+        for table, ids in ((self.banned, never), (self.begin_banned, at_first)):
+            if len(table):
+                table[row] = False
+                table[row, torch.tensor(ids, dtype=torch.int64, device=device)] = True
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these rows, in this order."""
+        self.version += 1
+        self.rules, self.max_new = [self.rules[row] for row in rows], [self.max_new[row] for row in rows]
+        index = torch.tensor(rows, device=self.eos.device)
+        for name in ("prompt", "lengths", "least", "first", "last", "last_at", "size", "penalty", "timed"):
+            setattr(self, name, getattr(self, name)[index])
+        if len(self.banned):
+            self.banned, self.begin_banned = self.banned[index], self.begin_banned[index]
+
+    @staticmethod
+    def _looks_back(rules: TokenRules) -> bool:
+        return bool(rules.no_repeat_ngram_size) or rules.repetition_penalty != 1
+
+    def acting(self, starts: Sequence[int | None], generated: int) -> _Rules | None:
+        """What the rules do in an iteration. generated: tokens that every running row has at least."""
+        pairs = zip(starts, self.rules, strict=True)
+        taken = [rules for start, rules in pairs if start is not None and rules.acting]
+        if not taken:
+            return None
+        acts = _Acts(
+            penalty=any(rules.repetition_penalty != 1 for rules in taken),
+            longest=max(rules.no_repeat_ngram_size for rules in taken),
+            early=any(max(rules.min_length, rules.min_new_tokens) > generated for rules in taken),
+            first=generated == 0 and any(rules.forced_bos_token_id is not None for rules in taken),
+            last=any(rules.forced_eos_token_id is not None for rules in taken),
+            never=any(rules.suppress_tokens or rules.bad_words_ids for rules in taken),
+            begin=generated <= 1 and any(rules.begin_suppress_tokens for rules in taken),
+            timed=any(rules.timestamps for rules in taken),
+        )
+        return _Rules(self, acts, (self.version, acts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Acts:
+    """Which rules some row has; longest: n of n-grams, 0 for none."""
+
+    penalty: bool
+    longest: int
+    early: bool
+    first: bool
+    last: bool
+    never: bool
+    begin: bool
+    timed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """The rules in one iteration."""
+
+    table: RuleTable
+    acts: _Acts
+    key: Hashable
+    on_host: bool = False
+
+    def step(self, state: Tensor, tokens: Tensor) -> Tensor:
+        """No rule has states: what one forbids has no probability."""
+        return state
+
+    def of(self, nodes: NodePaths) -> _AtNodes:
+        """What they say of these nodes."""
+        table = self.table
+        rows, count = nodes.nodes.token.shape
+        generated, length = nodes.generated()
+        row = torch.arange(rows, device=length.device).unsqueeze(1).expand(-1, count)
+        text = None
+        if self.acts.penalty or self.acts.longest:
+            prompt = table.lengths.view(-1, 1, 1)
+            at = torch.arange(table.prompt.shape[1] + generated.shape[2], device=length.device)
+            own = (at - prompt).expand(-1, count, -1)  # [R, n, X] place among the generated tokens
+            before = torch.nn.functional.pad(table.prompt, (0, generated.shape[2])).unsqueeze(1)
+            text = torch.where(own < 0, before, generated.gather(2, own.clamp(0, generated.shape[2] - 1)))
+            text = text.masked_fill(own >= length.unsqueeze(2), NO_TOKEN).flatten(0, 1)
+        spoken = None
+        if self.acts.timed and table.times is not None:
+            spoken = _spoken(generated.flatten(0, 1), length.flatten(), table.times.first)
+        return _AtNodes(table, self.acts, row.flatten(), length.flatten(), text, spoken)
+
+
+@dataclass(frozen=True, slots=True)
+class _AtNodes:
+    """Rules at m nodes: row and number of generated tokens [m] int64, the decoder's text [m, X], NO_TOKEN past its end,
+    and what `_spoken` says of times [m, 3]; each None where no rule looks at it."""
+
+    table: RuleTable
+    acts: _Acts
+    row: Tensor
+    length: Tensor
+    text: Tensor | None
+    spoken: Tensor | None = None
+
+    def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:
+        """A rule forbids some tokens, so that the others are too many to be listed."""
+        return None
+
+    def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
+        """logprobs: [k, V] float32 of the nodes `part`, or fewer columns."""
+        table, acts, row, length = self.table, self.acts, self.row[part], self.length[part]
+        size = logprobs.shape[1]
+        if self.text is not None:
+            text = self.text[part]
+            if acts.penalty:
+                _penalise(logprobs, text, table.penalty[row].unsqueeze(1), total if table.on_logits else None)
+            if acts.longest:
+                logprobs.masked_fill_(_repeats(text, table.size[row].unsqueeze(1), acts.longest, size), NEVER)
+        if acts.early:
+            early = (length < table.least[row]).unsqueeze(1)
+            logprobs.masked_fill_(early & _columns(table.eos, size), NEVER)
+        if acts.never:
+            logprobs.masked_fill_(_columns(table.banned, size)[row], NEVER)
+        if acts.begin:
+            # behind a forced first token, the second one is what the rule means
+            at = torch.where(table.first[row] >= 0, 1, 0)
+            begins = (length == at).unsqueeze(1)
+            logprobs.masked_fill_(begins & _columns(table.begin_banned, size)[row], NEVER)
+        if self.spoken is not None and table.times is not None:
+            _time(logprobs, table.times, table.timed[row].unsqueeze(1), length, self.spoken[part])
+        if acts.first:
+            _force(logprobs, torch.where(length == 0, table.first[row], NO_TOKEN))
+        if acts.last:
+            _force(logprobs, torch.where(length == table.last_at[row], table.last[row], NO_TOKEN))
+
+
+def _columns(mask: Tensor, size: int) -> Tensor:
+    """A mask [..., V] for so many columns."""
+    more = size - mask.shape[-1]
+    return mask[..., :size] if more <= 0 else torch.nn.functional.pad(mask, (0, more))
+
+
+def _force(logprobs: Tensor, token: Tensor) -> None:
+    """0 for the token [k] int64 and -inf for all others, where it is not NO_TOKEN. A draft may lack the token."""
+    forced = (token >= 0).unsqueeze(1)
+    logprobs.masked_fill_(forced, NEVER)
+    here = forced & (torch.arange(logprobs.shape[1], device=token.device) == token.unsqueeze(1))
+    logprobs.masked_fill_(here, 0.0)
+
+
+def _penalise(logprobs: Tensor, text: Tensor, penalty: Tensor, total: Tensor | None) -> None:
+    """Multiply what is below 0 of all tokens in the text [k, X] by the penalty [k, 1], divide others. These are
+    log-probabilities or, with `total` [k, 1] that was taken from them, logits."""
+    known = torch.where((text >= 0) & (text < logprobs.shape[1]), text, text[:, :1])
+    known = known.clamp(0, logprobs.shape[1] - 1)
+    before = logprobs.gather(1, known)
+    value = before if total is None else before + total
+    value = torch.where(value < 0, value * penalty, value / penalty)
+    if total is not None:  # a row without a penalty keeps its bits
+        value = torch.where(penalty == 1, before, value - total)
+    logprobs.scatter_(1, known, value)
+
+
+def _repeats(text: Tensor, size: Tensor, longest: int, columns: int) -> Tensor:
+    """[k, V] bool: tokens that would end an n-gram which stands in the text [k, X] already. size: n [k, 1], 0 for any.
+    longest: largest n."""
+    real = text >= 0
+    total = real.sum(1, keepdim=True)
+    run = torch.zeros_like(text)  # how many tokens before each place equal the last ones of the text
+    alive = real
+    width = text.shape[1]
+    for back in range(1, longest):
+        last = text.gather(1, (total - back).clamp(min=0))
+        before = torch.nn.functional.pad(text, (back, 0), value=NO_MATCH)[:, :width]
+        alive = alive & (before == last) & (total >= back)
+        run = run + alive
+    banned = real & (size > 0) & (run >= size - 1) & (text < columns)
+    marks = torch.zeros(len(text), columns + 1, dtype=torch.bool, device=text.device)
+    return marks.scatter_(1, torch.where(banned, text, columns), True)[:, :columns]
+
+
+def _spoken(text: Tensor, length: Tensor, first: int) -> Tensor:
+    """[k, 3] int64 of generated tokens [k, L], of which `length` [k] are there: whether the last one is a time, whether
+    the one before it is (true where there is none), and the last time, -1 without one."""
+    at = torch.arange(text.shape[1], device=text.device)
+    times = (text >= first) & (at < length.unsqueeze(1))
+    place = torch.where(times, at, -1).amax(1, keepdim=True)
+    latest = torch.where(place < 0, NO_TOKEN, text.gather(1, place.clamp(min=0))).squeeze(1)
+    ends = torch.stack((length - 1, length - 2), 1)
+    last, before = times.gather(1, ends.clamp(min=0)).unbind(1)
+    return torch.stack((last & (length > 0), before | (length < 2), latest), 1)
+
+
+def _time(logprobs: Tensor, times: Timestamps, timed: Tensor, length: Tensor, spoken: Tensor) -> None:
+    """transformers' WhisperTimeStampLogitsProcessor where `timed` [k, 1]: times come in pairs and never go back, an
+    answer begins with one, and where all of them together are likelier than any other token, one of them follows.
+
+    logprobs [k, V]; length [k] generated tokens; spoken: see _spoken.
+    """
+    token = torch.arange(logprobs.shape[1], device=logprobs.device)
+    time = token >= times.first
+    last, before, latest = spoken.unsqueeze(2).unbind(1)  # [k, 1] each
+    opened, closed = (last == 1) & (before == 1), (last == 1) & (before == 0)
+    banned = (token == times.first - 1) | (opened & time) | (closed & (token < times.end))
+    banned = banned | (time & (token < torch.where(closed, latest, latest + 1)))
+    late = token < times.first if times.latest is None else ~time | (token > times.first + times.latest)
+    banned = banned | ((length == 0).unsqueeze(1) & late)
+    logprobs.masked_fill_(timed & banned, NEVER)
+    share = logprobs[:, times.first :].to(torch.float64).logsumexp(1, keepdim=True)
+    text = logprobs[:, : times.first]
+    text.masked_fill_(timed & (share > text.amax(1, keepdim=True)), NEVER)

@@ -1,0 +1,186 @@
+"""Tries on the device: which tokens may follow the beginning of an allowed answer.
+
+A node is a number, and its children are found by search: `keys[child] = parent * (V + 1) + token`. Nodes are numbered
+layer by layer, and children by token, so that the keys ascend and this one array is the whole trie. Tries of all
+catalogues stand side by side in it. A state is a node's place in the array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dsbd_cli.engine.constraints.legal import DEAD, FREE, NodePaths
+from dsbd_cli.engine.core.topk import NEVER
+
+__all__ = ["Trie", "TrieTable", "build_trie"]
+
+Ids = NDArray[np.int64]
+FIRST = 2  # states before it: FREE, DEAD
+
+
+@dataclass(frozen=True, slots=True)
+class Trie:
+    """Allowed answers as a trie, their end tokens included.
+
+    Attributes:
+        keys: [S] int64, parent * (V + 1) + token of every node but the root (node 0), whose key is -1.
+        fanout: most children of a node by layer, layer 0 is the root; one entry per layer that has children.
+        last: [A] int64, the node of each answer's end token.
+        vocab_size: V.
+    """
+
+    keys: Ids
+    fanout: tuple[int, ...]
+    last: Ids
+    vocab_size: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest answer, its end token included."""
+        return len(self.fanout)
+
+    def children(self, node: int) -> list[int]:
+        """Tokens that may follow a node, ascending."""
+        edge = node * (self.vocab_size + 1)
+        first, past = np.searchsorted(self.keys, (edge, edge + self.vocab_size))
+        found: list[int] = (self.keys[first:past] - edge).tolist()
+        return found
+
+    def find(self, tokens: Sequence[int]) -> int | None:
+        """The node that these tokens lead to."""
+        node = 0
+        for token in tokens:
+            key = node * (self.vocab_size + 1) + token
+            node = int(np.searchsorted(self.keys, key))
+            if node == len(self.keys) or self.keys[node] != key:
+                return None
+        return node
+
+
+def build_trie(tokens: Ids, lengths: Ids, vocab_size: int) -> Trie:
+    """The trie of A answers. tokens: [sum of lengths], all answers one after another. Equal answers share their nodes,
+    and then their `last`."""
+    starts = np.concatenate(([0], np.cumsum(lengths)[:-1])) if len(lengths) else lengths
+    node = np.zeros(len(lengths), dtype=np.int64)
+    stride, size, layer = vocab_size + 1, 1, 0
+    keys, fanout = [np.array([-1], dtype=np.int64)], []
+    going = np.flatnonzero(lengths > 0)
+    while len(going):
+        found, place = np.unique(node[going] * stride + tokens[starts[going] + layer], return_inverse=True)
+        node[going] = size + place
+        keys.append(found)
+        fanout.append(int(np.unique(found // stride, return_counts=True)[1].max()))
+        size, layer = size + len(found), layer + 1
+        going = going[lengths[going] > layer]
+    return Trie(np.concatenate(keys), tuple(fanout), node, vocab_size)
+
+
+class TrieTable:
+    """The tries of all requests that run, in one tensor [S] int64. `add` gives the state in which a request begins."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._stride, self._device = vocab_size + 1, device
+        self.keys = self._empty(0, FIRST).to(device)
+        self.version = 0  # changes whenever the tensor is another one
+        self._tries: dict[int, Trie] = {}  # by first state
+
+    def _empty(self, start: int, stop: int) -> Tensor:
+        """Keys that no token has, in the order that the search needs."""
+        return (torch.arange(start, stop, dtype=torch.int64) - 1) * self._stride + self._stride - 1
+
+    def add(self, trie: Trie) -> int:
+        """Put a trie into the first gap where it fits; the state of its root."""
+        size, start = len(trie.keys), FIRST
+        for taken in sorted(self._tries):
+            if taken - start >= size:
+                break
+            start = taken + len(self._tries[taken].keys)
+        if start + size > len(self.keys):
+            old = self.keys
+            room = start + size + (len(old) if len(old) > FIRST else 0)
+            self.keys = torch.cat((old, self._empty(len(old), room).to(self._device)))
+            self.version += 1
+        body = torch.from_numpy(trie.keys[1:] + start * self._stride).to(self._device)
+        self.keys[start + 1 : start + size] = body
+        self._tries[start] = trie
+        return start
+
+    def remove(self, start: int) -> None:
+        """Forget the trie that begins with this state; no running request may hold it."""
+        size = len(self._tries.pop(start).keys)
+        self.keys[start : start + size] = self._empty(start, start + size).to(self._device)
+
+    def acting(self, starts: Sequence[int | None], generated: int) -> _Walk | None:
+        """What the tries do in an iteration. generated: tokens that every running row has at least."""
+        mine = {start for start in starts if start is not None and start > FREE}
+        if not mine:
+            return None
+        widths = [max(self._tries[start].fanout[generated:], default=1) for start in mine]
+        width = 1 << (max(widths) - 1).bit_length()  # so that shapes repeat
+        alone = all(start is None or start > FREE for start in starts)
+        return _Walk(self.keys, self._stride, width, alone, (self.version, width, alone))
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """The tries in one iteration. width: most children of a node that can be met. alone: every row has a trie."""
+
+    keys: Tensor
+    stride: int
+    width: int
+    alone: bool
+    key: Hashable
+    on_host: bool = False
+
+    def step(self, state: Tensor, tokens: Tensor) -> Tensor:
+        """The child by each token, [R, n] int64; DEAD where there is none."""
+        wanted = state * self.stride + tokens
+        at = torch.searchsorted(self.keys, wanted).clamp(max=len(self.keys) - 1)
+        child = torch.where(self.keys[at] == wanted, at, DEAD)
+        return torch.where(state > FREE, child, state)
+
+    def of(self, nodes: NodePaths) -> _Children:
+        """The children of these nodes."""
+        state = nodes.state.flatten()
+        edge = state * self.stride
+        first = torch.searchsorted(self.keys, edge)
+        return _Children(self, state, edge, first, torch.searchsorted(self.keys, edge + self.stride - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Children:
+    """Children of m = R * n nodes, [m] int64 each: state, first possible key, and the places of the first child and
+    past the last."""
+
+    walk: _Walk
+    state: Tensor
+    edge: Tensor
+    first: Tensor
+    past: Tensor
+
+    def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:
+        """Tokens [k, F] int64 that may follow nodes `part`, ascending, and which are real; None where some row has no
+        trie."""
+        return self._tokens(part) if self.walk.alone else None
+
+    def _tokens(self, part: slice) -> tuple[Tensor, Tensor]:
+        keys = self.walk.keys
+        at = self.first[part].unsqueeze(1) + torch.arange(self.walk.width, device=keys.device)
+        real = at < self.past[part].unsqueeze(1)
+        tokens = keys[at.clamp(max=len(keys) - 1)] - self.edge[part].unsqueeze(1)
+        return torch.where(real, tokens, 0), real
+
+    def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
+        """-inf for every token that no answer goes on with. logprobs: [k, V] of nodes `part`, or fewer columns."""
+        size = logprobs.shape[1]
+        tokens, real = self._tokens(part)
+        allowed = torch.zeros(len(tokens), size + 1, dtype=torch.bool, device=tokens.device)
+        allowed.scatter_(1, torch.where(real & (tokens < size), tokens, size), True)
+        allowed[:, :size] |= (self.state[part] <= FREE).unsqueeze(1)
+        logprobs.masked_fill_(~allowed[:, :size], NEVER)

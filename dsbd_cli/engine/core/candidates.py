@@ -1,0 +1,209 @@
+"""The most probable tokens of every node, from logits.
+
+Letters: R requests, n nodes, C candidates per node, V vocabulary. Natural logs, float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.topk import BLOCKED_FROM, BLOCKS, NEVER, best_tokens
+from dsbd_cli.ops.cpu.logsumexp import cpu_kernels
+
+__all__ = ["Candidates", "LegalTokens", "Room", "top_candidates"]
+
+PART = 1 << 21  # numbers worked on at a time: enough for all threads, few enough for the cache
+SWEPT = 1 << 17  # of a large vocabulary, for each thread: few enough for a cache of its own
+# exp of less is subnormal: ten times slower on processors, and no part of a float32 sum with a 1
+LOWEST = -80.0
+
+
+@dataclass(slots=True)
+class Candidates:
+    """Tokens a node can go on with: every one (`full`, C = V), or the C most probable ones.
+
+    Attributes:
+        tokens: [R, n, C] int64, ascending. So of equal pairs of a pool the first is that of the first beam, then that
+            of the lowest token id, whatever C is.
+        logprobs: [R, n, C] float32, raw log-probabilities (normalised over the whole vocabulary); -inf where the node
+            has fewer candidates.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    full: bool
+
+    def at(self, index: Tensor) -> Candidates:
+        """Candidates of the nodes `index` [R, m]."""
+        wide = index.unsqueeze(-1).expand(-1, -1, self.tokens.shape[-1])
+        return Candidates(self.tokens.gather(1, wide), self.logprobs.gather(1, wide), self.full)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many candidates the nodes of a batch have. A node's own number must not depend on the rows beside it.
+
+    Attributes:
+        count: C, at least as many as any node has.
+        own: [R, 1] or [R, n] int64, of each node; None: all have `count`.
+        most: largest number of a node that has fewer than V.
+    """
+
+    count: int
+    own: Tensor | None = None
+    most: int = 0
+
+    def at_least(self, least: int) -> Room:
+        """The same with `least` for all nodes that have fewer."""
+        own = None if self.own is None else self.own.clamp(min=least)
+        return Room(max(self.count, least), own, max(self.most, least))
+
+
+class LegalTokens(Protocol):
+    """What may follow some nodes, m = R * n of them in one row after another; see engine/constraints/legal.py."""
+
+    def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
+        """Change log-probabilities in place, to -inf where a token is illegal. logprobs: [k, V] float32 of the nodes
+        `part`; of a draft that lacks tokens, fewer columns. total: [k, 1] float32, what was taken from the logits."""
+        ...
+
+    def listed(self, part: slice) -> tuple[Tensor, Tensor] | None:
+        """The only tokens [k, F] int64 that may follow the nodes `part`, ascending, and which are real [k, F] bool;
+        what they are given is left as it is. None where it cannot be said so."""
+        ...
+
+
+def top_candidates(logits: Tensor, room: Room, legal: LegalTokens | None = None, *, kernel: bool = False) -> Candidates:
+    """The most probable tokens of every node, of equal ones those of lower id; all of them where C reaches V.
+
+    They stand in order of token id. What a node has does not depend on C: where it has fewer, the rest is impossible.
+    logits: [R, n, V]. legal: what may follow the nodes. It acts after the normalisation over all V and before the best
+    are taken, so a node has the best of its legal tokens. kernel: the kernel does it where it fits.
+    """
+    if legal is not None:
+        return _legal_candidates(logits, room, legal)
+    count = min(room.count, logits.shape[-1])
+    if kernel and room.own is None:
+        from dsbd_cli.ops.triton import candidates
+
+        if candidates.fits(logits, count):
+            tokens, logprobs = candidates.candidates(logits, count)
+            return Candidates(tokens, logprobs, full=count == logits.shape[-1])
+    rows = logits.flatten(0, -2)
+    size = max(1, PART // logits.shape[-1]) if logits.device.type == "cpu" else len(rows)
+    if room.own is None:
+        parts = [_candidates(part, count) for part in torch.split(rows, size)]
+    else:
+        own = room.own.expand(logits.shape[:-1]).reshape(-1, 1)
+        pairs = zip(torch.split(rows, size), torch.split(own, size), strict=True)
+        parts = [_candidates(part, count, some, room.most) for part, some in pairs]
+    tokens, best = (
+        (part[0] if len(part) == 1 else torch.cat(part)).view(*logits.shape[:-1], count)
+        for part in zip(*parts, strict=True)
+    )
+    return Candidates(tokens, best, full=count == logits.shape[-1])
+
+
+def _candidates(logits: Tensor, count: int, own: Tensor | None = None, most: int = 0) -> tuple[Tensor, Tensor]:
+    """Candidates of a few nodes and their log-probabilities, [n, count] each. logits [n, V]. own: [n, 1], how many each
+    node has; most: the largest such number below V.
+
+    Few rows at a time stay in the processor's cache (benchmarks/LOG.md).
+    """
+    vocabulary = logits.shape[-1]
+    full = count == vocabulary
+    swept = None if full or vocabulary < BLOCKED_FROM else _sweep(logits)
+    values = logits.to(torch.float32) if swept is None else logits
+    over = None
+    if not full:
+        best, ranked = best_tokens(values, count, None if swept is None else swept[0])
+        over = None if own is None else torch.arange(count, device=values.device) >= own
+        tokens, order = ranked.sort(dim=-1)
+        best = best.gather(-1, order)
+        over = None if over is None else over.gather(-1, order)
+    else:
+        best, tokens = values, torch.arange(vocabulary, device=values.device).expand_as(values)
+    if full and own is not None:
+        some, ranked = best_tokens(values, min(most, vocabulary))
+        last = (own - 1).clamp(max=some.shape[-1] - 1)
+        limit, token = some.gather(-1, last), ranked.gather(-1, last)
+        over = ((values < limit) | ((values == limit) & (tokens > token))) & (own < vocabulary)
+    if swept is None:
+        highest = best.amax(-1, keepdim=True)
+        total = _log_total(values, highest)
+    else:
+        _, highest, total = swept
+    best = (best - highest).sub_(total)
+    return tokens, best if over is None else best.masked_fill_(over, NEVER)
+
+
+def _sweep(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a row of a large vocabulary is searched and normalised by, read once: the largest logits of its blocks
+    [n, V // BLOCKS[0]] float32, the largest of all [n, 1] and the log of the sum of exp of what the others are below it
+    [n, 1]. logits [n, V].
+
+    On the CPU in parts so small that no memory is taken from the system for them: to touch that the first time takes
+    longer than the arithmetic (benchmarks/LOG.md).
+    """
+    rows, vocabulary = logits.shape
+    edge = vocabulary // BLOCKS[0] * BLOCKS[0]
+    size = max(1, rows)
+    if logits.device.type == "cpu" and (cpu_kernels.log_totals is None or logits.dtype != torch.float32):
+        size = max(2, SWEPT * torch.get_num_threads() // vocabulary)  # else nothing is copied
+    found = []
+    for part in torch.split(logits, size):
+        values = part.to(torch.float32)
+        maxima = values[:, :edge].view(len(values), -1, BLOCKS[0]).amax(-1)
+        highest = torch.cat((maxima, values[:, edge:]), 1).amax(-1, keepdim=True)
+        found.append((maxima, highest, _log_total(values, highest)))
+    maxima, highest, total = (part[0] if len(part) == 1 else torch.cat(part) for part in zip(*found, strict=True))
+    return maxima, highest, total
+
+
+def _log_total(values: Tensor, highest: Tensor) -> Tensor:
+    """log of the sum of exp of a few rows [n, V], less the largest of each row [n, 1]: [n, 1] float32."""
+    kernel = cpu_kernels.log_totals
+    total = None if kernel is None else kernel(values, highest)
+    if total is not None:
+        return total
+    shares = (values - highest).clamp_(min=LOWEST).exp_()
+    # a row that stands alone would be summed by all threads in parts, in another order than one of several
+    return (shares if len(shares) > 1 else shares.repeat(2, 1)).sum(-1, keepdim=True).log_()[: len(values)]
+
+
+def _legal_candidates(logits: Tensor, room: Room, legal: LegalTokens) -> Candidates:
+    """top_candidates under a constraint. Where it lists the legal tokens and not all V are wanted, only the listed
+    ones are looked at, and C is at most their number."""
+    rows, vocabulary = logits.flatten(0, -2), logits.shape[-1]
+    own = None if room.own is None else room.own.expand(logits.shape[:-1]).reshape(-1, 1)
+    size = max(1, PART // vocabulary) if logits.device.type == "cpu" else max(1, len(rows))
+    tokens, best = [], []
+    for start in range(0, len(rows), size):
+        part = slice(start, start + size)
+        values = rows[part].to(torch.float32)
+        highest = values.amax(-1, keepdim=True)
+        total = _log_total(values, highest)
+        found = legal.listed(part) if room.count < vocabulary else None
+        if found is None:
+            logprobs = (values - highest).sub_(total)
+            legal.apply(logprobs, part, highest + total)
+            columns = torch.arange(vocabulary, device=values.device).expand_as(values)
+        else:
+            columns, real = found
+            real = real & (columns < vocabulary)
+            columns = columns.clamp(max=vocabulary - 1)
+            logprobs = (values.gather(1, columns) - highest).sub_(total).masked_fill_(~real, NEVER)
+        count = min(room.count, logprobs.shape[1])
+        if count < logprobs.shape[1] or own is not None:
+            ranked = best_tokens(logprobs, count)[1]
+            over = None if own is None else torch.arange(count, device=values.device) >= own[part]
+            at, order = ranked.sort(dim=-1)
+            logprobs, columns = logprobs.gather(1, at), columns.gather(1, at)
+            logprobs = logprobs if over is None else logprobs.masked_fill_(over.gather(1, order), NEVER)
+        tokens.append(columns)
+        best.append(logprobs)
+    shape = (*logits.shape[:-1], tokens[0].shape[1])
+    return Candidates(torch.cat(tokens).view(shape), torch.cat(best).view(shape), full=shape[-1] == vocabulary)

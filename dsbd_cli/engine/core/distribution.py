@@ -1,0 +1,169 @@
+"""The only place where logits become probabilities: candidates of a node, the pool law, warping.
+
+Letters: R requests, n nodes, C candidates per node, V vocabulary. Natural logs, float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.candidates import Candidates, Room
+from dsbd_cli.engine.core.topk import NEVER
+
+__all__ = ["PoolLaw", "Warp", "log_normalise", "pool_law", "row_law"]
+
+SHARE_UNITS = 2.0**36  # of a share of 1: the shares of 2**27 pairs still add up to less than 2**63
+LOG_UNITS = math.log(SHARE_UNITS)
+NO_SHARE = -26.0  # exp of less is rounded to no unit
+TIES = 8  # candidates beyond a row's top_k: so many pairs that are tied with the last one kept may stay
+
+
+@dataclass(slots=True)
+class Warp:
+    """Sampling settings of the rows of a batch. What the host knows of them is beside the tensors.
+
+    Attributes:
+        temperature, top_p, min_p: [R] float32. top_k: [R] int64, 0 = no cut.
+        scope: `pool` warps the joint law over (beam, token), `beam` each beam's row.
+        max_top_k: largest top_k of the batch. all_top_k: every row has one. even_top_k: it is the same in all rows.
+        any_top_p, any_min_p: some row asks for this cut.
+        cold: [R] bool, rows of temperature 0, the limit: their pairs are drawn in the order of their weights, without
+            noise. any_cold: there are such rows.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    scope: str
+    max_top_k: int
+    all_top_k: bool
+    even_top_k: bool
+    any_top_p: bool
+    any_min_p: bool
+    cold: Tensor
+    any_cold: bool = False
+
+    @property
+    def silent(self) -> Tensor | None:
+        """[R] bool, rows that draw without noise; None where there are none."""
+        return self.cold if self.any_cold else None
+
+    def room(self, vocab_size: int) -> Room:
+        """Candidates that hold the warped support: top_k pairs of one node at most, and room for ties."""
+        if not self.max_top_k:
+            return Room(vocab_size)
+        most = min(vocab_size, self.max_top_k + TIES)
+        if self.even_top_k:
+            return Room(most)
+        own = torch.where(self.top_k > 0, (self.top_k + TIES).clamp(max=vocab_size), vocab_size).unsqueeze(1)
+        return Room(most if self.all_top_k else vocab_size, own, most)
+
+
+@dataclass(slots=True)
+class PoolLaw:
+    """Joint law over (node, token).
+
+    Attributes:
+        log_p: [R, n, C] float32, normalised over n and C together; -inf outside the support. In cold rows (see Warp)
+            T log P up to a constant.
+        weight: [R, n, C] float32, running weight s of each child.
+    """
+
+    log_p: Tensor
+    weight: Tensor
+
+
+def log_normalise(x: Tensor) -> Tensor:
+    """x - logsumexp(x) over the last dimension; all -inf stays all -inf."""
+    below = _from_best(x)
+    return below - _log_mass(below)
+
+
+def _log_mass(x: Tensor) -> Tensor:
+    """logsumexp of numbers of at most 0 over the last dimension, which is kept; of nothing but -inf it is some number.
+
+    The sum has no order: a row has the same bits whatever stands between its numbers, or behind them, that is -inf
+    because another row of the batch is wider.
+    """
+    units = _shares(x).sum(-1, keepdim=True, dtype=torch.int64).clamp_(min=1)
+    return (torch.log(units.to(torch.float64)) - LOG_UNITS).to(x.dtype)
+
+
+def _shares(x: Tensor) -> Tensor:
+    """exp of numbers of at most 0 in whole units, of which SHARE_UNITS are 1. To be summed as int64."""
+    return x.clamp(min=NO_SHARE).exp_().mul_(SHARE_UNITS).round_()
+
+
+def pool_law(candidates: Candidates, weight: Tensor, live: Tensor, warp: Warp) -> PoolLaw:
+    """P(i, v) = warp(exp(s_i) p(v | x_i)), normalised over the pool. weight [R, n] float32, live [R, n] bool."""
+    weight = torch.where(live, weight, NEVER).unsqueeze(-1)
+    if warp.scope == "pool":
+        joint = weight + candidates.logprobs
+        scaled = _from_best(joint.flatten(1)) / warp.temperature.unsqueeze(1)
+        log_p = _cut(scaled, warp).view_as(joint)
+    else:
+        joint = weight + row_law(candidates, warp)
+        log_p = log_normalise(joint.flatten(1)).view_as(joint)
+    return PoolLaw(_of_cold(joint, log_p, warp), joint)
+
+
+def row_law(candidates: Candidates, warp: Warp) -> Tensor:
+    """Each node's own warped law, normalised over its candidates (but see _of_cold): [R, n, C] float32."""
+    best = _from_best(candidates.logprobs)
+    scaled = best / warp.temperature[:, None, None]
+    log_p = _cut(scaled.flatten(0, 1), _repeat(warp, scaled.shape[1])).view_as(scaled)
+    return _of_cold(best, log_p, warp)
+
+
+def _of_cold(x: Tensor, log_p: Tensor, warp: Warp) -> Tensor:
+    """log_p, but in cold rows T log p in the limit T -> 0, up to a constant: what was warped, where the cuts left it.
+
+    x, log_p: [R, n, C].
+    """
+    return torch.where(warp.cold[:, None, None] & (log_p > NEVER), x, log_p) if warp.any_cold else log_p
+
+
+def _from_best(x: Tensor) -> Tensor:
+    """x less its largest value over the last dimension, so that a low temperature cannot overflow. -inf stays -inf."""
+    return x - x.amax(-1, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
+
+
+def _repeat(warp: Warp, times: int) -> Warp:
+    """The settings of each row for each of its nodes."""
+    fields = (warp.temperature, warp.top_k, warp.top_p, warp.min_p)
+    temperature, top_k, top_p, min_p = (field.repeat_interleave(times) for field in fields)
+    return replace(warp, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+
+
+def _cut(x: Tensor, warp: Warp) -> Tensor:
+    """top-k, top-p, min-p of log-weights x [rows, M], the largest of a row 0, then normalise. Cuts go by value, so ties
+    at a cut all stay."""
+    best: Tensor | None = None
+    if warp.max_top_k:
+        count = min(warp.max_top_k, x.shape[-1])
+        best = torch.topk(x, count, dim=-1).values
+        kth = best.gather(1, (warp.top_k - 1).clamp(0, count - 1).unsqueeze(1))
+        lowest = kth if warp.all_top_k else torch.where(warp.top_k.unsqueeze(1) > 0, kth, NEVER)
+        x = torch.where(x >= lowest, x, NEVER)
+        best = torch.where(best >= lowest, best, NEVER) if warp.any_top_p else None
+    if warp.any_top_p:
+        if best is None or not warp.all_top_k:
+            best = torch.sort(x, dim=-1, descending=True).values
+        # of all that is left, not of `best`: how many entries tie with the last one must not matter
+        wanted = warp.top_p.unsqueeze(1).to(torch.float64) * _shares(x).sum(-1, keepdim=True, dtype=torch.int64)
+        # the entry at which the mass first reaches top_p is the last one kept
+        last = (
+            (_shares(best).cumsum(-1, dtype=torch.int64) < wanted).sum(-1, keepdim=True).clamp(max=best.shape[-1] - 1)
+        )
+        lowest = torch.where(warp.top_p.unsqueeze(1) < 1, best.gather(1, last), NEVER)
+        x = torch.where(x >= lowest, x, NEVER)
+    if warp.any_min_p:
+        # in float64: in float32 the last few numbers of a tensor may take another log than the others
+        lowest = x.amax(-1, keepdim=True) + torch.log(warp.min_p.to(torch.float64)).to(torch.float32).unsqueeze(1)
+        x = torch.where(x >= lowest, x, NEVER)
+    return x - _log_mass(x)

@@ -1,0 +1,225 @@
+"""From device rows to results: hypotheses as text, counters as statistics. Host side, once per request or iteration."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+
+import torch
+
+from dsbd_cli.engine.constraints.grammar import GrammarCompiler
+from dsbd_cli.engine.constraints.legal import FREE
+from dsbd_cli.engine.constraints.stops import find_stop
+from dsbd_cli.engine.core.beams import Finished
+from dsbd_cli.engine.core.report import LayerCounters, RowCounters
+from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.iteration.request_state import Job
+from dsbd_cli.engine.iteration.state import BatchState
+from dsbd_cli.engine.iteration.token_logprobs import TokenTrace, token_details
+from dsbd_cli.engine.protocols import SourceCodec, TextCodec
+from dsbd_cli.errors import InvalidRowError, NumericalError, RowError
+from dsbd_cli.requests import FinishReason, Hypothesis, RequestResult
+from dsbd_cli.stats import DrafterStats, LayerStats, StepStats
+
+__all__ = ["Ended", "broken", "collect", "common_tokens", "ended", "record_iteration", "text_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The finished hypotheses of a row, on the host: F of each, best first, as in `Finished`."""
+
+    score: list[float]
+    logprob: list[float]
+    length: list[int]
+    by_length: list[bool]
+    tokens: list[list[int]]
+
+
+def ended(finished: Finished, rows: Sequence[int]) -> list[Ended]:
+    """What these rows finished with."""
+    at = torch.tensor(rows, device=finished.score.device)
+    columns = (getattr(finished, item.name)[at].tolist() for item in fields(Ended))
+    return [Ended(*row) for row in zip(*columns, strict=True)]
+
+
+def collect(
+    finished: Ended,
+    row: int,
+    job: Job,
+    codec: TextCodec,
+    grammars: GrammarCompiler,
+    trace: TokenTrace | None = None,
+) -> RequestResult:
+    """Result of a finished row: its n_best hypotheses, best first; under a grammar those that are valid before those
+    that are not. trace: where the row asks for it."""
+    job.stats.total_s = time.perf_counter() - job.started
+    sampling, eos = job.request.sampling, set(codec.eos_ids)
+    score, logprob, length = finished.score, finished.logprob, finished.length
+    prefix = job.prompt[len(job.prompt) - job.prefix :]
+    hypotheses = []
+    ranks = [rank for rank in range(len(score)) if score[rank] != -torch.inf]
+    texts = [finished.tokens[rank][: length[rank]] for rank in ranks]
+    grammar = job.request.grammar
+    whole = [None if grammar is None else grammars.matches(grammar, ids) for ids in texts]
+    ranks.sort(key=lambda rank: whole[rank] is False)  # which keeps the order of their scores
+    for rank in ranks[: sampling.n_best]:
+        ids, valid = texts[rank], whole[rank]
+        text = text_of(ids[:-1] if ids[-1] in eos else ids, sampling.stop, codec, prefix)
+        reason: FinishReason = "length" if finished.by_length[rank] else "stop"
+        answer_id = None if job.catalogue is None else job.catalogue.id_of(ids)
+        details = None
+        if sampling.token_logprobs and trace is not None:
+            details = token_details(trace, row, rank, ids, sampling, codec.token_bytes())
+        spoken = codec.segments(ids) if job.rules.timestamps and isinstance(codec, SourceCodec) else None
+        hypotheses.append(
+            Hypothesis(text, tuple(ids), reason, logprob[rank], score[rank], answer_id, valid, details, spoken)
+        )
+    error: RowError | None = None
+    rules = ", ".join(job.rules.acting)
+    if not hypotheses and job.request.grammar is not None:
+        said = grammars.fault(job.request.grammar)
+        alone = f"no token of the vocabulary goes on{f' that token_rules ({rules}) leave' if rules else ''}"
+        why = alone if said is None else f"llguidance gave up: {said}"
+        error = InvalidRowError(f"grammar came to a dead end after {job.stats.steps} steps: {why}")
+    elif not hypotheses and job.catalogue is not None and rules:
+        error = InvalidRowError(f"token_rules ({rules}) leave none of the allowed answers: switch them off")
+    elif not hypotheses:
+        error = NumericalError("no hypothesis has a finite score: the settings of this row are too extreme")
+    return RequestResult(
+        job.request,
+        tuple(hypotheses),
+        len(job.prompt) + (job.source_tokens or 0),
+        job.stats,
+        error,
+        truncated_tokens=job.truncated,
+        source_tokens=job.source_tokens,
+        token_rules=job.rules.acting,
+        language=job.language,
+    )
+
+
+def broken(job: Job) -> RequestResult:
+    """Result of a row whose model returned NaN: its error."""
+    error = NumericalError(
+        f"the target returned NaN after {job.stats.steps} steps: the checkpoint may need another dtype (try float32)"
+    )
+    return RequestResult(job.request, (), len(job.prompt), job.stats, error)
+
+
+def text_of(ids: list[int], stops: Sequence[str], codec: TextCodec, prefix: Sequence[int] = ()) -> str:
+    """Text of the tokens, up to the stop string that the last of them completed, behind that of the prefix.
+
+    Where that begins is known of the tokens' bytes, in which the automaton found it. A decoder may change the text, as
+    most drop a leading space, but what follows that place stands at the end of both.
+    """
+    if prefix:
+        left_out = len(codec.decode(ids)) - len(text_of(ids, stops, codec))
+        whole = codec.decode([*prefix, *ids])
+        return whole[: len(whole) - left_out]
+    text = codec.decode(ids)
+    if not stops:
+        return text
+    token_bytes = codec.token_bytes()
+    pieces = [token_bytes[token] if token < len(token_bytes) else b"" for token in ids]
+    joined = b"".join(pieces)
+    if (cut := find_stop(joined, stops)) is None:
+        return text
+    rest = joined[cut:].decode(errors="replace")
+    if text.endswith(rest):
+        return text.removesuffix(rest)
+    if rest.endswith(text):
+        return ""
+    # a decoder of its own kind: the tokens before the stop string, and what it leaves of the one in which it begins
+    ends = list(accumulate(map(len, pieces)))
+    count = bisect_right(ends, cut)
+    return codec.decode(ids[:count]) + joined[ends[count - 1] if count else 0 : cut].decode(errors="replace")
+
+
+def common_tokens(state: BatchState, row: int) -> list[int]:
+    """Generated tokens of a running row that its best hypothesis will begin with, whatever comes.
+
+    The best one in the end is the best of those that are finished now, or goes on from a live beam. So these are the
+    tokens that all live beams and the best finished hypothesis share; all best ones, where scores are equal, and all
+    finished ones under a grammar, where a valid one goes before a better one that is not. Reads the device: only
+    between iterations.
+    """
+    beams, finished = state.beams, state.finished
+    score = finished.score[row]
+    start = state.legal_starts[row]
+    under_grammar = start is not None and start < FREE
+    best = (score > NEVER) & ((score == score.amax()) | under_grammar)
+    able = torch.cat((beams.history[row], finished.tokens[row]))[torch.cat((beams.valid[row], best))]
+    length = torch.where(best, finished.length[row], beams.length[row]).amin()
+    count = (able == able[:1]).all(0)[: int(length)].to(torch.int64).cumprod(0).sum()
+    found: list[int] = able[0, : int(count)].tolist()
+    return found
+
+
+def record_iteration(
+    job: Job,
+    counters: RowCounters,
+    layers: Sequence[LayerCounters],
+    seconds: dict[str, float],
+    sharing: int,
+    nodes: int,
+    log: bool,
+    drafters: tuple[str, ...] = (),
+) -> None:
+    """Add one iteration to a request's statistics. seconds: of the whole iteration, shared by `sharing` requests;
+    drafters: names of the two, where there are two."""
+    stats = job.stats
+    for layer in layers if drafters else ():
+        for name, part in _by_drafter(layer, drafters).items():
+            part.accepted *= layer.reached
+            stats.drafters.setdefault(name, DrafterStats()).add(part)
+    times = {name: value / sharing for name, value in seconds.items()}
+    stats.target_calls += 1
+    stats.steps += counters.steps
+    stats.drafted += sum(layer.drafted for layer in layers)
+    stats.accepted += sum(layer.accepted for layer in layers if layer.reached)
+    stats.width_sum += counters.width_sum
+    stats.kv_peak_slots = max(stats.kv_peak_slots, job.used + nodes)
+    stats.draft_s += times["draft"]
+    stats.target_s += times["target"]
+    stats.verify_s += times["verify"]
+    if log:
+        reached = [
+            LayerStats(
+                layer=number,
+                drafted=layer.drafted,
+                live_parents=layer.live_parents,
+                width=layer.width,
+                accepted=layer.accepted,
+                passed=bool(layer.passed),
+                drafters=_by_drafter(layer, drafters),
+            )
+            for number, layer in enumerate(layers, 1)
+            if layer.reached
+        ]
+        stats.step_log.append(
+            StepStats(
+                id=job.request.id,
+                iteration=stats.target_calls,
+                passed_layers=sum(layer.passed for layer in reached),
+                steps=counters.steps,
+                nodes=nodes,
+                kv_slots=job.used + nodes,
+                trunk=job.trunk,
+                layers=reached,
+                draft_s=times["draft"],
+                target_s=times["target"],
+                verify_s=times["verify"],
+            )
+        )
+
+
+def _by_drafter(layer: LayerCounters, drafters: tuple[str, ...]) -> dict[str, DrafterStats]:
+    """Drafted and accepted nodes of a layer by drafter; empty where there are not two."""
+    if len(drafters) != 2:
+        return {}
+    drafted, accepted = layer.drafted_second, layer.accepted_second
+    first = DrafterStats(layer.drafted - drafted, layer.accepted - accepted)
+    return {drafters[0]: first, drafters[1]: DrafterStats(drafted, accepted)}

@@ -1,0 +1,79 @@
+"""Text that goes out while requests run: only what can no longer change, in whole characters. Host side."""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from dsbd_cli.engine.decoding.results import text_of
+from dsbd_cli.engine.iteration.request_state import Job
+from dsbd_cli.engine.protocols import TextCodec
+from dsbd_cli.errors import RowError, shorten
+from dsbd_cli.requests import Piece, RequestResult
+
+__all__ = ["Pieces"]
+
+
+class Pieces:
+    """Gives out pieces of text as they are certain, and results as they are done, in no order of requests."""
+
+    held = 0
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec, self._bytes = codec, codec.token_bytes()
+        # a single byte that no text holds
+        broken = (token for token, added in enumerate(self._bytes) if len(added) == 1 and added[0] >= 0x80)
+        self._broken = next(broken, None)
+        self._trunk: dict[int, int] = {}  # slots common to all live beams when a request was last read
+        self._sent: dict[int, str] = {}
+        self._out: deque[Piece] = deque()
+
+    def progress(self, job: Job, tokens: Callable[[], list[int]]) -> None:
+        """The device is read only where live beams have more in common than before."""
+        if job.trunk <= self._trunk.get(job.number, len(job.prompt) - 1):
+            return
+        self._trunk[job.number] = job.trunk
+        sent = self._sent.get(job.number, "")
+        stops = job.request.sampling.stop
+        text = self._whole(tokens(), stops, job.prompt[len(job.prompt) - job.prefix :])
+        # a stop string may have begun in what is held back
+        text = text[: max(0, len(text) - max((len(stop.encode()) - 1 for stop in stops), default=0))]
+        # shorter after out of memory, when the request begins again
+        if len(text) > len(sent) and text.startswith(sent):
+            self._sent[job.number] = text
+            self._out.append(Piece(job.request, text[len(sent) :]))
+
+    def put(self, number: int, result: RequestResult) -> None:
+        """The last piece: what is missing of the best text, and the result."""
+        self._trunk.pop(number, None)
+        sent = self._sent.pop(number, "")
+        if result.error is None and not result.text.startswith(sent):
+            error = RowError(
+                f"{shorten(sent)} was streamed, but the text does not begin with it: it was decoded again after out of "
+                "memory, or the tokenizer changed it: answer this request without streaming"
+            )
+            result = replace(result, hypotheses=(), error=error)
+        rest = result.text[len(sent) :] if result.error is None else ""
+        self._out.append(Piece(result.request, rest, result))
+
+    def ready(self) -> Iterator[Piece]:
+        """All pieces so far."""
+        while self._out:
+            yield self._out.popleft()
+
+    def _whole(self, ids: list[int], stops: Sequence[str], prefix: Sequence[int]) -> str:
+        """The text of as many leading tokens as end a character, whatever tokens follow, up to a stop string."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        ends = []
+        for count, token in enumerate(ids, 1):
+            decoder.decode(self._bytes[token] if token < len(self._bytes) else b"")
+            if not decoder.getstate()[0]:
+                ends.append(count)
+        for end in reversed(ends):
+            text = self._codec.decode(ids[:end])
+            # some tokenizers decode a run of byte tokens as a whole: one bad byte more, and none of it is text
+            if self._broken is None or self._codec.decode([*ids[:end], self._broken]).startswith(text):
+                return text_of(ids[:end], stops, self._codec, prefix)
+        return ""

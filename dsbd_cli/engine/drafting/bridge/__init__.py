@@ -1,0 +1,1 @@
+"""Drafts through text, by a model with a tokenizer of its own."""

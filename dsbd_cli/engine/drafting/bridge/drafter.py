@@ -1,0 +1,333 @@
+"""A draft with a tokenizer of its own: it writes on in its own tokens, and the text is spelled in the target's.
+
+Timor et al. 2025 (arXiv 2502.05202) verify re-encoded text as plain tokens; MambaByte (arXiv 2401.13660) drafts bytes
+with subwords. Here the draft beam-searches below every live beam, on the beam's text up to its last word; the word is
+what its first tokens must agree with, so a beam that ends inside a word, or inside a character, is gone on with
+properly. The nodes are deterministic.
+
+Text lives on the host: an iteration reads the beams once, and the draft's best tokens once per draft forward.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, DrafterInputs, LayerDrafts, children, roots
+from dsbd_cli.engine.drafting.bridge.draft import BridgedDraft
+from dsbd_cli.engine.drafting.bridge.prefixes import PrefixCache
+from dsbd_cli.engine.drafting.bridge.spelling import Spelling, split_word, standing_tail, valid_prefix
+from dsbd_cli.engine.drafting.logits import DraftLogits, head_ids
+from dsbd_cli.errors import UsageError
+
+__all__ = ["BridgeDrafter", "make"]
+
+
+MOST_PER_LAYER, SPARE = 2, 4
+UNSURE = 1e3  # a token that further text may make a longer one stands behind all others
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """The text of one row: draft tokens up to its last special token, the bytes behind it, and draft tokens of texts
+    that were looked at in the last iteration."""
+
+    base: list[int] = field(default_factory=list)
+    text: bytes = b""
+    known: dict[bytes, list[int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A text that the draft writes on below a beam.
+
+    Attributes:
+        ids: draft tokens from the start of the text. pending: bytes it must say first. said: new bytes.
+        tail: end of the beam's text. tokens: target tokens that spell `said`. score: log-probability of it all.
+    """
+
+    beam: int
+    ids: list[int]
+    pending: bytes
+    tail: bytes
+    score: float
+    said: bytes = b""
+    tokens: list[int] = field(default_factory=list)
+
+
+# Target tokens below a beam, keyed by (beam, token, ...), with the score of the likeliest draft text that has them.
+_Found = dict[tuple[int, ...], float]
+
+
+class BridgeDrafter(Drafter):
+    """Drafts through text. Rows are told apart by their place; iteration 0 says that a new request stands there."""
+
+    on_host = True
+    needs_text = True
+
+    def __init__(self, draft: BridgedDraft, vocab_size: int) -> None:
+        """vocab_size: V of the target."""
+        self._model = draft.model
+        self._target, self._draft = draft.target, draft.codec
+        self._ours = Spelling(draft.target.token_bytes()[:vocab_size])
+        self._theirs = Spelling(draft.codec.token_bytes())
+        self._markers = draft.markers
+        self._ends = frozenset(draft.codec.eos_ids)
+        self._begin = [token for token in draft.codec.encode("") if token not in self._ends]
+        self._cache = PrefixCache(draft.model)
+        self._prompts: list[_Prompt] = []
+
+    def release(self) -> None:
+        """Forget all rows and give their memory back."""
+        self._prompts = []
+        self._cache.release()
+
+    def propose(self, context: DraftContext) -> Forest:
+        """Roots and D layers of the K nodes that the draft holds likeliest. A row is done when K / 2 of its texts are
+        more than D target tokens long."""
+        before = self._cache.forwards
+        live = self._texts(context)
+        found: list[_Found] = [{} for _ in live]
+        width, depth = context.drafts_per_layer, context.depth
+        deep = [0] * len(live)
+        for _ in range(MOST_PER_LAYER * depth + SPARE):
+            live = [drafts if 2 * count < width else [] for drafts, count in zip(live, deep, strict=True)]
+            if not any(live):
+                break
+            live = self._grow(live, found, deep, width, depth)
+        self.calls = self._cache.forwards - before
+        return _forest(context, found)
+
+    def _admit(self, context: DraftContext, iterations: Sequence[int]) -> set[int]:
+        """Take the prompts of new rows, and say which they are. Rows that were dropped from the batch moved the others:
+        all begin again."""
+        if len(iterations) != len(self._prompts):
+            self.release()
+            self._prompts = [_Prompt() for _ in iterations]
+            new = list(range(len(iterations)))
+        else:
+            new = [row for row, iteration in enumerate(iterations) if iteration == 0]
+        if not new:
+            return set()
+        assert context.prompts is not None
+        tokens, lengths = context.prompts.tokens[new].tolist(), context.prompts.length[new].tolist()
+        for row, prompt, length in zip(new, tokens, lengths, strict=True):
+            self._prompts[row] = self._prompt(prompt[:length])
+        return set(new)
+
+    def _prompt(self, prompt: Sequence[int]) -> _Prompt:
+        base, piece = list(self._begin), b""
+        for token in prompt:
+            data = self._ours.spell((token,))
+            if data:
+                piece += data
+            elif (marker := self._markers.get(token)) is not None and (piece or marker not in self._begin):
+                base += [*self._encode(piece), marker]
+                piece = b""
+        return _Prompt(base, piece)
+
+    def _texts(self, context: DraftContext) -> list[list[_Draft]]:
+        """What the draft goes on with below each live beam. The iteration's first host read."""
+        beams = context.beams
+        wide = [number.unsqueeze(1).expand_as(beams.token) for number in (context.iteration, beams.length)]
+        parts = (wide[0], beams.valid, beams.weight, wide[1])
+        packed = torch.cat((torch.stack([part.double() for part in parts], 2), beams.history.double()), 2).tolist()
+        new = self._admit(context, [int(row[0][0]) for row in packed])
+        room = (self._model.max_positions or 1 << 62) - MOST_PER_LAYER * context.depth - SPARE
+        texts = []
+        for number, (row, prompt) in enumerate(zip(packed, self._prompts, strict=True)):
+            drafts, used = list[_Draft](), dict[bytes, list[int]]()
+            for beam, (_, valid, weight, length, *history) in enumerate(row):
+                if not valid or weight == NEVER:
+                    continue
+                text = prompt.text + self._ours.spell([int(token) for token in history[: int(length)]])
+                before, pending = split_word(text)
+                if not before and not prompt.base:  # a draft must begin with something
+                    cut = valid_prefix(text)
+                    before, pending = text[:cut], text[cut:]
+                used[before] = self._ids(prompt, before)
+                ids = _fitted(prompt.base + used[before], room)
+                if ids:
+                    drafts.append(_Draft(beam, ids, pending, standing_tail(text), weight))
+            prompt.known = used
+            texts.append(drafts)
+            if number in new:  # a prompt that begins like the last one of the row is read from where they part
+                self._cache.reset(number, drafts[0].ids if drafts else ())
+        return texts
+
+    def _ids(self, prompt: _Prompt, text: bytes) -> list[int]:
+        """Draft tokens of a text that ends with a word, from those of its longest known beginning."""
+        start = max((known for known in prompt.known if text.startswith(known)), key=len, default=b"")
+        return prompt.known.get(start, []) + self._encode(text[len(start) :])
+
+    def _encode(self, data: bytes) -> list[int]:
+        if not data:
+            return []
+        text = data.decode(errors="ignore")
+        [ids] = self._draft.encode_pieces([text])
+        if text.startswith(" ") and self._theirs.spell(ids) != data:
+            [other] = self._draft.encode_pieces([text[1:]])  # tokenizers that begin every text with a space
+            ids = other if self._theirs.spell(other) == data else ids
+        return ids
+
+    def _grow(
+        self, live: list[list[_Draft]], found: list[_Found], deep: list[int], width: int, depth: int
+    ) -> list[list[_Draft]]:
+        """One draft token more for every text; the best `width` of a row go on, those with more than D target tokens
+        excepted, which are counted in `deep`."""
+        choices = self._choices(live, width)
+        grown = [self._best(*row, width, depth) for row in zip(live, choices, found, strict=True)]
+        self._spell([draft for row in grown for draft, _ in row])
+        for row, settled in zip(grown, found, strict=True):
+            for draft, parent in row:
+                sure = len(draft.tokens) - bool(draft.tokens and self._ours.may_grow(draft.tokens[-1]))
+                _settle(settled, draft, _common(parent.tokens, draft.tokens), parent.score, depth)
+                _settle(settled, draft, draft.tokens[:sure], draft.score, depth)
+                _settle(settled, draft, draft.tokens, draft.score - UNSURE, depth)
+        going = [[draft for draft, _ in row if len(draft.tokens) <= depth] for row in grown]
+        for number, (row, left) in enumerate(zip(grown, going, strict=True)):
+            deep[number] += len(row) - len(left)
+        return going
+
+    def _best(
+        self, drafts: list[_Draft], choices: list[list[tuple[int, float]]], settled: _Found, width: int, depth: int
+    ) -> list[tuple[_Draft, _Draft]]:
+        """The likeliest `width` texts of one draft token more, each with the one it grew from. Of those that say the
+        same, the likeliest; where the draft ends, its text is settled."""
+        pool: dict[tuple[int, bytes, bytes], tuple[float, _Draft, int]] = {}
+        for draft, options in zip(drafts, choices, strict=True):
+            for token, logprob in options:
+                score, data = draft.score + logprob, self._theirs.spell((token,))
+                if token in self._ends and not draft.pending:
+                    _settle(settled, draft, draft.tokens, score, depth)
+                if token in self._ends or not data:
+                    continue
+                key = (draft.beam, draft.pending[len(data) :], draft.said + data[len(draft.pending) :])
+                if key not in pool or pool[key][0] < score:
+                    pool[key] = (score, draft, token)
+        best = heapq.nlargest(width, pool.items(), key=lambda item: item[1][0])
+        return [
+            (_Draft(beam, [*parent.ids, token], pending, parent.tail, score, said), parent)
+            for (beam, pending, said), (score, parent, token) in best
+        ]
+
+    def _choices(self, live: list[list[_Draft]], width: int) -> list[list[list[tuple[int, float]]]]:
+        """The draft's likeliest tokens after each text that agree with what is pending, with log-probabilities given
+        that they agree. One host read."""
+        for draft in (draft for drafts in live for draft in drafts):
+            self._say_what_is_sure(draft)
+        logits = self._cache.run([[draft.ids for draft in drafts] for drafts in live])
+        size = self._model.vocab_size
+        logits = DraftLogits.of(logits, head_ids(self._model, size), size).wide().to(torch.float32)
+        logits = self._agreeing(logits, live)
+        scores = torch.log_softmax(logits, -1).nan_to_num(nan=NEVER, neginf=NEVER)
+        best, tokens = torch.topk(scores, min(width, scores.shape[-1]), dim=-1)
+        table = torch.stack((tokens.double(), best.double()), -1).tolist()
+        return [
+            [[(int(token), score) for token, score in line if score > NEVER] for line in row[: len(drafts)]]
+            for row, drafts in zip(table, live, strict=True)
+        ]
+
+    def _say_what_is_sure(self, draft: _Draft) -> None:
+        """Go on with the one token that agrees with what is pending; a draft of bytes would spend a forward on each."""
+        while draft.pending and len(found := self._theirs.continuing(draft.pending)) == 1:
+            token = int(found[0])
+            data = self._theirs.table[token]
+            draft.ids.append(token)
+            draft.pending, draft.said = draft.pending[len(data) :], draft.said + data[len(draft.pending) :]
+
+    def _agreeing(self, logits: Tensor, live: list[list[_Draft]]) -> Tensor:
+        """Logits [R, m, V] of the draft with -inf where a token contradicts what is pending."""
+        if not any(draft.pending for drafts in live for draft in drafts):
+            return logits
+        allowed = np.ones(logits.shape, dtype=bool)
+        for r, drafts in enumerate(live):
+            for i, draft in enumerate(drafts):
+                if draft.pending:
+                    tokens = self._theirs.continuing(draft.pending)
+                    allowed[r, i] = False
+                    allowed[r, i, tokens[tokens < logits.shape[-1]]] = True
+        return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), NEVER)
+
+    def _spell(self, drafts: list[_Draft]) -> None:
+        """Target tokens of every text."""
+        drafts = [draft for draft in drafts if draft.said]
+        if not drafts:
+            return
+        cuts = [max(0, valid_prefix(draft.tail + draft.said) - len(draft.tail)) for draft in drafts]
+        new = [draft.said[:cut] for draft, cut in zip(drafts, cuts, strict=True)]
+        texts = [(draft.tail + said).decode(errors="replace") for draft, said in zip(drafts, new, strict=True)]
+        encoded = self._target.encode_pieces(texts)
+        for draft, said, ids in zip(drafts, new, encoded, strict=True):
+            # the beginning of a character is no text, but a target of bytes takes it
+            rest = self._ours.segment(draft.said[len(said) :])
+            draft.tokens = self._ours.align(draft.tail, said, ids) + rest
+
+
+def _common(first: list[int], second: list[int]) -> list[int]:
+    same = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        same += 1
+    return second[:same]
+
+
+def _settle(found: _Found, draft: _Draft, tokens: list[int], score: float, depth: int) -> None:
+    """Take tokens below a beam into the tree, each with the best score it has had."""
+    for length in range(1, min(len(tokens), depth) + 1):
+        key = (draft.beam, *tokens[:length])
+        found[key] = max(score, found.get(key, NEVER))
+
+
+def _fitted(ids: list[int], room: int) -> list[int]:
+    """The last ids that fit, cut in large steps so that the cache stays of use."""
+    if len(ids) <= room:
+        return ids
+    step = max(1, room // 4)
+    return ids[-(-(len(ids) - room) // step) * step :]
+
+
+def _forest(context: DraftContext, found: list[_Found]) -> Forest:
+    """The K best nodes of every layer whose parents are nodes."""
+    beams, count, depth = context.beams, context.drafts_per_layer, context.depth
+    shape = (depth, len(found), count)
+    above, token = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    valid, weight = np.zeros(shape, dtype=bool), np.full(shape, NEVER, dtype=np.float32)
+    for row, settled in enumerate(found):
+        parents: dict[tuple[int, ...], int] = {(beam,): beam for beam in range(beams.token.shape[1])}
+        for layer in range(depth):
+            fitting = [key for key in settled if len(key) == layer + 2 and key[:-1] in parents]
+            best = heapq.nlargest(count, fitting, key=settled.__getitem__)
+            for place, key in enumerate(best):
+                above[layer, row, place], token[layer, row, place] = parents[key[:-1]], key[-1]
+                valid[layer, row, place], weight[layer, row, place] = True, settled[key]
+            parents = {key: place for place, key in enumerate(best)}
+    device = beams.token.device
+    tensors = [torch.from_numpy(item).to(device) for item in (above, token, valid, weight)]
+    forest = Forest(beams.token.shape[1], count, [roots(context)])
+    for layer in range(depth):
+        over, tokens, real, score = (item[layer] for item in tensors)
+        nodes = forest.layers[-1]
+        real = real & (nodes.valid & ~nodes.ends).gather(1, over)
+        drafts = LayerDrafts(over, tokens, real, torch.zeros_like(real), score)
+        made = children(context, forest, layer, drafts)
+        if not context.drafts_end:
+            made.valid = made.valid & ~made.ends
+        forest.layers.append(made)
+        forest.laws.append(None)
+    return forest
+
+
+def make(of: DrafterInputs) -> BridgeDrafter:
+    """Drafter `bridge`. Raises UsageError for a draft that is none with tokens of its own."""
+    if not isinstance(of.model, BridgedDraft):
+        raise UsageError(f"drafter {of.method.drafter} takes a BridgedDraft")
+    return BridgeDrafter(of.model, of.vocab_size)

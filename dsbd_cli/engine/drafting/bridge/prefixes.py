@@ -1,0 +1,202 @@
+"""Token sequences in a model's packed cache, shared beginnings stored once. Bookkeeping on the host.
+
+For a draft that reads its own tokenization of the beams: its sequences have nothing to do with the target's slots.
+Nodes of a row form a tree; a node keeps its slot as long as it lives, and sees its ancestors by mask, so nothing is
+ever moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.protocols import ForestInput, ForestModel
+
+__all__ = ["PrefixCache"]
+
+STEP = 32
+CHUNK = 512
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A token in a slot. seen: bits of the slots it sees, its own among them; depth: its position."""
+
+    token: int
+    slot: int
+    depth: int
+    seen: int
+    children: dict[int, _Node] = field(default_factory=dict)
+
+
+class _Row:
+    """The tree of one row."""
+
+    def __init__(self, slots: int) -> None:
+        self.root = _Node(-1, -1, -1, 0)
+        self.free = list(range(slots - 2, -1, -1))  # the last slot is the trash slot
+        self.positions = np.zeros(slots, dtype=np.int64)
+
+    def grow(self, slots: int) -> None:
+        """More slots; the old trash slot becomes an ordinary one."""
+        before = len(self.positions)
+        self.free[:0] = range(slots - 2, before - 2, -1)
+        self.positions = np.pad(self.positions, (0, slots - before))
+
+    def missing(self, path: Sequence[int]) -> int:
+        """How many tokens of a path are not stored."""
+        node = self.root
+        for known, token in enumerate(path):
+            found = node.children.get(token)
+            if found is None:
+                return len(path) - known
+            node = found
+        return 0
+
+    def leading(self, path: Sequence[int]) -> int:
+        """How many tokens of a path stand in the first slots, in order; an empty row gives them out in this way."""
+        node = self.root
+        for place, token in enumerate(path):
+            found = node.children.get(token)
+            if found is None or found.slot != place:
+                return place
+            node = found
+        return len(path)
+
+    def insert(self, path: Sequence[int]) -> tuple[_Node, list[_Node]]:
+        """The last node of a path, and the nodes that had to be made for it."""
+        node, made = self.root, []
+        for token in path:
+            found = node.children.get(token)
+            if found is None:
+                slot = self.free.pop()
+                found = _Node(token, slot, node.depth + 1, node.seen | 1 << slot)
+                self.positions[slot] = found.depth
+                node.children[token] = found
+                made.append(found)
+            node = found
+        return node, made
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Forget every node that is on none of these paths."""
+        kept: dict[_Node, set[int]] = {}
+        for path in paths:
+            node = self.root
+            for token in path:
+                found = node.children.get(token)
+                if found is None:
+                    break
+                kept.setdefault(node, set()).add(token)
+                node = found
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            mine = kept.get(node, set())
+            for token, child in list(node.children.items()):
+                if node.slot == -2 or token not in mine:
+                    del node.children[token]
+                    self.free.append(child.slot)
+                    child.slot = -2  # its children go as well
+                stack.append(child)
+
+
+class PrefixCache:
+    """Runs sequences of tokens through a ForestModel, each token once as long as it is kept."""
+
+    def __init__(self, model: ForestModel) -> None:
+        self.model = model
+        self.forwards = 0
+        self._rows: list[_Row] = []
+        self._slots = 0
+        self._kept = model.copies_prefixes  # whether leading slots are all that is left of a text
+
+    def reset(self, row: int, path: Sequence[int] = ()) -> None:
+        """Forget a row, which may be a new one, but what stands in its leading slots of a path."""
+        while len(self._rows) <= row:
+            self._rows.append(_Row(max(self._slots, STEP)))
+        self._slots = max(self._slots, STEP)
+        kept = self._rows[row].leading(path) if self._kept else 0
+        self._rows[row] = _Row(self._slots)
+        self._rows[row].insert(path[:kept])
+        self.model.reserve(len(self._rows), self._slots)
+        self.model.clear(row, kept)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        self._rows = [self._rows[row] for row in rows]
+        self.model.select_rows(torch.tensor(list(rows), device=self.model.device))
+
+    def release(self) -> None:
+        """Forget everything and give the memory back."""
+        self._rows, self._slots = [], 0
+        self.model.release()
+
+    def run(self, paths: Sequence[Sequence[Sequence[int]]]) -> Tensor:
+        """Logits [R, m, V] after each path: paths[row] holds up to m non-empty token sequences. What is stored of them
+        is not run again, but for their last tokens. Logits of absent paths are meaningless."""
+        self._make_room(paths)
+        lasts: list[list[_Node]] = []
+        fresh: list[list[_Node]] = []
+        for row, wanted in zip(self._rows, paths, strict=True):
+            found = [row.insert(path) for path in wanted]
+            lasts.append([last for last, _ in found])
+            made = [node for _, nodes in found for node in nodes]
+            fresh.append(sorted(made, key=lambda node: node.depth))
+        width = max((len(nodes) for nodes in lasts), default=0)
+        longest = max((len(nodes) for nodes in fresh), default=0)
+        for start in range(0, longest, CHUNK):
+            if longest <= STEP:
+                break  # few enough to be run together with the last ones
+            self._forward([nodes[start : start + CHUNK] for nodes in fresh], logits=False)
+        if longest > STEP:
+            fresh = [[] for _ in fresh]
+        # a last node that is new stands twice in this forward, with the same key and value
+        early = [[node for node in new if node not in last] for new, last in zip(fresh, lasts, strict=True)]
+        pad = max((len(nodes) for nodes in early), default=0)
+        together = [[*[None] * (pad - len(new)), *new, *last] for new, last in zip(early, lasts, strict=True)]
+        logits = self._forward(together, logits=True)
+        assert logits is not None
+        return logits[:, pad : pad + width]
+
+    def _make_room(self, paths: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Slots for everything that is new: first what is on no path goes, then the cache grows."""
+        most = 0
+        for row, wanted in zip(self._rows, paths, strict=True):
+            need = sum(row.missing(path) for path in wanted)
+            if need > len(row.free):
+                row.keep(wanted)
+            most = max(most, need - len(row.free))
+        if most > 0:
+            more = max(most, self._slots // 4)
+            self._slots = -(-(self._slots + more) // STEP) * STEP
+            self.model.reserve(len(self._rows), self._slots)
+            for row in self._rows:
+                row.grow(self._slots)
+
+    def _forward(self, nodes: Sequence[Sequence[_Node | None]], *, logits: bool) -> Tensor | None:
+        """Run nodes of each row; None, and what fills up shorter rows, goes to the trash slot and sees slot 0."""
+        count, width = len(nodes), max(map(len, nodes))
+        active = self._slots
+        tokens = np.zeros((count, width), dtype=np.int64)
+        positions, slots = np.zeros_like(tokens), np.full_like(tokens, self._slots - 1)
+        mask = np.zeros((count, width, active), dtype=bool)
+        mask[:, :, 0] = True
+        for r, row in enumerate(nodes):
+            for i, node in enumerate(row):
+                if node is not None:
+                    tokens[r, i], positions[r, i], slots[r, i] = node.token, node.depth, node.slot
+                    bits = np.frombuffer(node.seen.to_bytes(active // 8, "little"), dtype=np.uint8)
+                    mask[r, i] = np.unpackbits(bits, bitorder="little")
+        batch = ForestInput(
+            tokens=torch.from_numpy(tokens),
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(slots),
+            mask=torch.from_numpy(mask),
+            slot_positions=torch.from_numpy(np.stack([row.positions for row in self._rows])),
+        )
+        self.forwards += 1
+        return self.model.forward(batch.to(self.model.device), logits=logits)

@@ -1,0 +1,37 @@
+"""Drafters: how a forest is proposed. `variants.DRAFTERS` says where the code of each is; two names joined by + are
+fused."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from dsbd_cli.config.variants import DRAFTERS, FUSION_TOP_K
+from dsbd_cli.engine.drafting.base import Drafter, DrafterInputs
+from dsbd_cli.engine.drafting.beam import BeamDrafter, NoDrafter
+from dsbd_cli.engine.drafting.merged import FusionDrafter
+from dsbd_cli.engine.drafting.paths import PathDrafter
+from dsbd_cli.errors import UsageError
+
+__all__ = ["make_drafter"]
+
+
+def make_drafter(of: DrafterInputs) -> Drafter:
+    """The drafter that a method names. Raises UsageError where its draft, its index or its code cannot be used."""
+    method = of.method
+    if method.depth == 0:
+        return NoDrafter()
+    first, *more = [_made(name, of) for name in method.drafter_names]
+    if not more:
+        return first
+    second = more[0]
+    if not isinstance(first, BeamDrafter | PathDrafter) or not isinstance(second, PathDrafter):
+        raise UsageError(f"drafter {method.drafter} cannot be used: two are fused only where the second looks paths up")
+    return FusionDrafter(first, second, method.second_share, method.value(FUSION_TOP_K))
+
+
+def _made(name: str, of: DrafterInputs) -> Drafter:
+    make = DRAFTERS[name].load()
+    made = make(of) if callable(make) else None
+    if Drafter not in type(made).__mro__:
+        raise UsageError(f"drafter {name} cannot be used: {DRAFTERS[name].make} makes no Drafter")
+    return cast("Drafter", made)

@@ -1,0 +1,76 @@
+"""Trees whose shape follows the draft's certainty: DySpec (arXiv 2410.11744), layer by layer so that the draft runs
+once per layer, and the deterministic top-k tree of EAGLE-2 (arXiv 2406.16858) and OPT-Tree."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.config.variants import TREE, TreeName
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.nodes import DraftLaw
+from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.drafting.base import DraftContext, DrafterInputs, LayerDrafts
+from dsbd_cli.engine.drafting.beam import BeamDrafter
+from dsbd_cli.engine.drafting.logits import DraftLogits
+from dsbd_cli.engine.drafting.rsd import RowDraws, carry, root_law, root_mass
+from dsbd_cli.engine.protocols import ForestModel
+
+__all__ = ["DynamicTree", "make"]
+
+
+class DynamicTree(BeamDrafter):
+    """Drafts where an acceptance is likeliest.
+
+    greedy: the value of a draw is the chance that it is reached: the product of q along the path to its parent, times
+    the mass of the parent's law that earlier siblings have left. It is known before the draw, so taking the K draws of
+    largest value says nothing about their tokens. threshold: of them, those worth at least t.
+    top-k: the K pairs with the largest product of q along the path; deterministic nodes.
+    """
+
+    def __init__(self, model: ForestModel, vocab_size: int, tree: TreeName, threshold: float) -> None:
+        """threshold: t, used by `threshold` alone."""
+        super().__init__(model, vocab_size)
+        self._tree, self._threshold = tree, threshold
+        self._value: Tensor | None = None
+
+    def drafts(
+        self, context: DraftContext, forest: Forest, layer: int, logits: DraftLogits, count: int
+    ) -> tuple[LayerDrafts, DraftLaw | None]:
+        """The K best draws of the layer, best first."""
+        rows = RowDraws(context, forest, layer, logits)
+        if self._tree == "top-k":
+            weight = rows.nodes.weight.unsqueeze(-1) + rows.candidates.logprobs
+            best, index = _top(weight.masked_fill(~rows.allowed, NEVER).flatten(1), count)
+            return rows.drafts(index, best > NEVER, sampled=False)
+        value = carry(self._value, rows.nodes, layer, root_mass(forest.layers[0]))
+        if layer == 0:
+            value = root_law(context, rows.nodes)
+        keys, column = rows.keys.topk(min(count, rows.keys.shape[2]), dim=2)  # [R, n, J] in draw order
+        log_q = rows.log_q.gather(2, column).to(torch.float64)
+        before = log_q.exp().cumsum(2) - log_q.exp()
+        worth = value.unsqueeze(-1) + torch.log1p(-before.clamp(max=1.0))
+        worth = torch.where(keys > NEVER, worth.clamp(min=-1e30), NEVER)  # a real draw may find no mass left
+        if self._tree == "threshold":
+            worth = torch.where(worth >= math.log(self._threshold), worth, NEVER)
+        # ties go to the earlier sibling, which must be drawn first
+        best, place = _top(worth.flatten(1), count)
+        above = place // worth.shape[2]
+        index = above * rows.keys.shape[2] + column.flatten(1).gather(1, place)
+        self._value = value.gather(1, above) + log_q.flatten(1).gather(1, place)
+        return rows.drafts(index, best > NEVER)
+
+
+def _top(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest [R, count], ties in order, -inf where there are fewer: values and indices."""
+    x = torch.nn.functional.pad(x, (0, max(0, count - x.shape[1])), value=NEVER)
+    index = x.argsort(dim=1, descending=True, stable=True)[:, :count]
+    value = x.gather(1, index)
+    return value, torch.where(value > NEVER, index, 0)
+
+
+def make(of: DrafterInputs) -> DynamicTree:
+    """Drafter `dynamic-tree`."""
+    return DynamicTree(of.draft(), of.vocab_size, of.method.value(TREE), of.method.value_threshold)

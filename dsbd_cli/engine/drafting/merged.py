@@ -1,0 +1,86 @@
+"""Two drafters in one forest, joined by longest prefix (RASD, arXiv 2503.03434): the paths of the second, which reads
+text, run along the first one's tree while their tokens agree, and branch off as deterministic nodes where they do not.
+
+Everything is decided layer by layer from the layers above, so that what is kept of a layer never depends on draws
+below it. A draft model runs the nodes of both, once, which keeps its cache whole and lets it judge what the second one
+looked up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.candidates import Room, top_candidates
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, LayerDrafts, children, fuse, roots
+from dsbd_cli.engine.drafting.beam import BeamDrafter, draft_calls
+from dsbd_cli.engine.drafting.paths import PathDrafter, PathTree
+
+__all__ = ["FusionDrafter"]
+
+
+class FusionDrafter(Drafter):
+    """Nodes of the first drafter, then of the second."""
+
+    needs_text = True
+
+    def __init__(self, first: BeamDrafter | PathDrafter, second: PathDrafter, share: int, top_k: int) -> None:
+        """share: nodes per layer of the second one at most; the first has at least one.
+
+        top_k: a looked-up node of the second one is kept only if it is among the draft model's k likeliest below its
+        parent; 0 keeps all. Of no meaning without a draft model.
+        """
+        self._first, self._second, self._share, self._top_k = first, second, share, top_k
+        self.model = first.model
+
+    def propose(self, context: DraftContext) -> Forest:
+        """Both forests in one; the first has at least K - share nodes of a layer to itself."""
+        first, count = self._first, context.drafts_per_layer
+        forest = Forest(context.beams.token.shape[1], count, [roots(context)])
+        self.calls = draft_calls(context) if isinstance(first, BeamDrafter) else 0
+        if context.depth == 0:
+            return forest
+        own = max(1, count - self._share)
+        tree = PathTree(first.source.paths(context)) if isinstance(first, PathDrafter) else None
+        other = PathTree(self._second.source.paths(context))
+        for layer in range(context.depth):
+            looked_up = other.drafts(context, forest, layer, 2 * count)
+            if isinstance(first, BeamDrafter):
+                logits = first.forward(context, forest, layer)
+                drafts, law = first.drafts(context, forest, layer, logits, own)
+                looked_up, priority = _judge(forest, layer, looked_up, logits.wide(), self._top_k)
+            else:
+                assert tree is not None
+                drafts, law, priority = tree.drafts(context, forest, layer, own), None, looked_up.weight
+                tree.follow()
+            fused, place = fuse(drafts, looked_up, priority, count)
+            other.follow(place)
+            nodes = children(context, forest, layer, fused)
+            nodes.source[:, own:] = 1
+            forest.layers.append(nodes)
+            forest.laws.append(law)
+        return forest
+
+
+def _judge(forest: Forest, layer: int, drafts: LayerDrafts, logits: Tensor, top_k: int) -> tuple[LayerDrafts, Tensor]:
+    """Looked-up nodes without those that the draft model does not expect, and with their running weight under it; and
+    their priority, the share of the hits times q along the path."""
+    nodes = forest.layers[layer]
+    vocabulary = logits.shape[-1]
+    total = torch.logsumexp(logits.to(torch.float32), -1)
+    known = drafts.token < vocabulary
+    flat = drafts.above * vocabulary + drafts.token.clamp(max=vocabulary - 1)
+    logit = logits.flatten(1).gather(1, flat).to(torch.float32)
+    logprob = (logit - total.gather(1, drafts.above)).nan_to_num(nan=NEVER, neginf=NEVER)
+    weight = nodes.weight.gather(1, drafts.above) + logprob
+    valid = drafts.valid
+    if top_k:
+        found = top_candidates(logits, Room(min(top_k, vocabulary - 1)))
+        least = found.logprobs.amin(-1).gather(1, drafts.above)
+        valid = valid & known & (logprob >= least - 1e-6)
+    root = forest.layers[0].weight.gather(1, nodes.root.gather(1, drafts.above))  # its share is in the hits already
+    priority = torch.where(known, drafts.weight + weight - root, NEVER)
+    weight = torch.where(torch.isfinite(weight), weight, drafts.weight.clamp(min=-1e4))
+    return LayerDrafts(drafts.above, drafts.token, valid, drafts.sampled, weight), priority

@@ -1,0 +1,86 @@
+"""The commit: what a verified iteration leaves in the state of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.nodes import at_nodes
+from dsbd_cli.engine.core.noise import extend_path
+from dsbd_cli.engine.core.slots import compact
+from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.drafting.base import Endings
+from dsbd_cli.engine.iteration.finished import Live
+from dsbd_cli.engine.iteration.state import BatchState
+from dsbd_cli.engine.iteration.verify_forest import Walk
+
+__all__ = ["best_only", "commit_beams", "pack_counters"]
+
+
+def commit_beams(
+    state: BatchState, forest: Forest, outcome: Walk, live: Live, endings: Endings
+) -> tuple[Tensor, Tensor]:
+    """Make the final beams the live ones and order their slots. Returns source and target [R, T] of the slots that the
+    caches have to move."""
+    beams, table = state.beams, state.table
+    _settle(state, forest, outcome)
+    going = state.active & ~outcome.done.to(torch.bool)
+    live.valid = live.valid & going.unsqueeze(1)
+    beams.history = _history(beams.history, beams.length, forest, live.parent, live.token, outcome.steps)
+    ancestors = at_nodes(forest.flat.ancestors, live.parent)
+    # the draft has run all layers but the last; without a drafted layer nothing new
+    run_by_draft = table.used + forest.offset(forest.depth) if forest.depth else table.drafted
+    moved = compact(table, ancestors, live.valid, run_by_draft)
+    beams.valid, beams.token, beams.weight, beams.logprob = live.valid, live.token, live.weight, live.logprob
+    beams.path = extend_path(forest.flat.path.gather(1, live.parent), live.token)
+    state_before = forest.flat.stop_state.gather(1, live.parent)
+    beams.stop_state, beams.ancestors = endings.step(state_before, live.token), moved.ancestors
+    beams.length = beams.length + outcome.steps
+    beams.depth = beams.depth + outcome.steps
+    state.iteration = state.iteration + 1
+    return moved.source, moved.target
+
+
+def best_only(live: Live) -> Live:
+    """Keep the best beam alone, in the first place."""
+    best = torch.where(live.valid, live.logprob, NEVER).argmax(1, keepdim=True)
+    width = live.valid.shape[1]
+    only = Live(*(getattr(live, item.name).gather(1, best).repeat(1, width) for item in fields(live)))
+    only.valid &= torch.arange(width, device=best.device) == 0
+    return only
+
+
+def _history(history: Tensor, length: Tensor, forest: Forest, parent: Tensor, token: Tensor, steps: Tensor) -> Tensor:
+    """Generated tokens of pairs (parent node, token) [R, m]: their root's history, the path to the parent, the token.
+
+    What stands past the new length is meaningless and overwritten later.
+    """
+    path = at_nodes(forest.flat.path_tokens, parent)
+    path = torch.nn.functional.pad(path, (0, 1))
+    last = (steps - 1).clamp(min=0)
+    last = last.unsqueeze(1).expand_as(parent) if last.dim() == 1 else last
+    path = path.scatter(2, last.unsqueeze(-1), token.unsqueeze(-1))
+    taken = at_nodes(history, forest.flat.root.gather(1, parent))
+    at = length.unsqueeze(1) + torch.arange(path.shape[2], device=path.device)
+    at = at.clamp(max=history.shape[2] - 1).unsqueeze(1).expand_as(path)
+    return taken.scatter(2, at, path)
+
+
+def _settle(state: BatchState, forest: Forest, outcome: Walk) -> None:
+    """Write the tokens of hypotheses that finished in this iteration."""
+    finished, beams = state.finished, state.beams
+    steps = finished.length - beams.length.unsqueeze(1)
+    steps = steps.clamp(1, forest.depth + 1)
+    # older entries were nodes of another forest, perhaps a larger one; what they would take is not used
+    parent = finished.node.clamp(0, forest.offset(forest.depth + 1) - 1)
+    finished.settle(_history(beams.history, beams.length, forest, parent, finished.token, steps))
+
+
+def pack_counters(state: BatchState, outcome: Walk) -> Tensor:
+    """Join all counters of an iteration in one tensor: RowCounters, then LayerCounters of D layers, [R, ...] int64."""
+    table = state.table
+    rows = [outcome.done, outcome.invalid, outcome.steps, outcome.width_sum, table.used, table.trunk, table.drafted]
+    return torch.cat((torch.stack([value.to(torch.int64) for value in rows], 1), outcome.counters.flatten(1)), 1)

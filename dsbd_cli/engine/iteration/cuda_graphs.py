@@ -1,0 +1,225 @@
+"""Iterations as CUDA graphs: launched as three replays in place of some ten thousand kernels.
+
+A graph repeats kernels on fixed addresses. So the batch's tensors get one home per name and shape (`Homes`); before an
+iteration they are moved in, and the last graph of the iteration writes its results back there. A shape is run plainly
+before it is captured, which also warms up what libraries set up at their first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.planning.memory import out_of_memory
+from dsbd_cli.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["CaptureError", "CudaRecorder", "Homes", "IterationGraphs", "Recorder", "Recording", "shapes"]
+
+PLAIN_RUNS = 2  # times that a shape runs plainly before it is captured
+MOST_GRAPHS = 64  # shapes kept; each holds its own intermediate results
+
+Phase = Callable[[], None]
+WorkT = TypeVar("WorkT")
+
+
+class Recording(Protocol):
+    """One captured phase."""
+
+    def replay(self) -> None:
+        """Run its kernels again, on the same addresses."""
+        ...
+
+
+class Recorder(Protocol):
+    """Captures phases. A capture only records: nothing is computed until replay."""
+
+    def record(self, phase: Phase) -> Recording:
+        """Capture the kernels that a phase launches. Raises CaptureError."""
+        ...
+
+
+class CaptureError(Exception):
+    """A phase cannot be captured; nothing was computed."""
+
+
+class CudaRecorder:
+    """CUDA graphs that share one memory pool. They are replayed one after another, never at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        # torch's own one is of the device on which it captured first
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def record(self, phase: Phase) -> Recording:
+        """Capture on the device. Raises CaptureError where a kernel of the phase, or of a model, does not allow it."""
+        with torch.cuda.device(self._device):
+            graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            try:
+                # thread_local: what other threads of the process ask of the device does not end the capture
+                mode = "thread_local"
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
+                    phase()
+            except RuntimeError as error:
+                # the end of a capture that failed raises once more, and hides what failed
+                first = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+                if out_of_memory(first):
+                    raise first from None
+                raise CaptureError(" ".join(str(first).split())[:160]) from error
+            finally:
+                torch.cuda.set_stream(before)  # such an end leaves the capture's stream the current one
+        return graph
+
+
+class Homes:
+    """One fixed tensor for every name and shape of a batch's state."""
+
+    def __init__(self) -> None:
+        self._homes: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
+
+    def move_in(self, state: DataclassInstance, *, known: bool = False) -> None:
+        """Every tensor of a state (a dataclass, nested) is copied to its home, unless it is there, and replaced by
+        it. known: raises CaptureError where a tensor has no home yet; one that a capture makes would lie in memory
+        which other captures write."""
+        for owner, name, key in _tensors(state):
+            value = getattr(owner, name)
+            home = self._homes.get(key)
+            if home is None:
+                if known:
+                    raise CaptureError(f"the iteration makes a new tensor of its state, {key[0]} {list(key[1])}")
+                home = self._homes[key] = value.detach().clone(memory_format=torch.contiguous_format)
+            elif home is not value:
+                home.copy_(value)
+            setattr(owner, name, home)
+
+
+def shapes(state: DataclassInstance) -> tuple[Hashable, ...]:
+    """Name, shape and dtype of every tensor of a state: what a capture is bound to."""
+    return tuple(key for _, _, key in _tensors(state))
+
+
+def _tensors(
+    state: DataclassInstance, prefix: str = ""
+) -> list[tuple[object, str, tuple[str, tuple[int, ...], torch.dtype]]]:
+    found: list[tuple[object, str, tuple[str, tuple[int, ...], torch.dtype]]] = []
+    for item in fields(state):
+        value, name = getattr(state, item.name), f"{prefix}{item.name}"
+        if isinstance(value, Tensor):
+            found.append((state, item.name, (name, tuple(value.shape), value.dtype)))
+        elif is_dataclass(value) and not isinstance(value, type):
+            found += _tensors(value, f"{name}.")
+    return found
+
+
+def _fields(state: DataclassInstance) -> list[tuple[object, str]]:
+    """Every field of a state and of the dataclasses in it: a phase may rebind any of them."""
+    found: list[tuple[object, str]] = []
+    for item in fields(state):
+        value = getattr(state, item.name)
+        found.append((state, item.name))
+        if is_dataclass(value) and not isinstance(value, type):
+            found += _fields(value)
+    return found
+
+
+@dataclass(slots=True)
+class _Entry(Generic[WorkT]):
+    """Captured phases of one shape, and what they write outside of the state."""
+
+    recordings: list[Recording]
+    work: WorkT
+
+
+class IterationGraphs(Generic[WorkT]):
+    """Captured iterations by shape, those replayed last; the others are dropped.
+
+    A capture that fails ends all capturing: this iteration and all further ones run plainly, which gives the same.
+
+    Attributes:
+        replays: iterations that were replayed. steady: the last one was, and captured before.
+        failed: why nothing is captured any more.
+    """
+
+    def __init__(
+        self, recorder: Recorder, *, required: bool = False, tell: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """required: a capture that fails is an error. tell: takes the line that says so otherwise."""
+        self._recorder, self._homes = recorder, Homes()
+        self.required, self.tell = required, tell
+        self.failed: str | None = None
+        self._entries: dict[Hashable, _Entry[WorkT]] = {}
+        self._seen: dict[Hashable, int] = {}
+        self.replays = 0
+        self.steady = False
+
+    def forget(self) -> None:
+        """The models' caches have moved: no captured address holds any more."""
+        self._entries.clear()
+        self._seen.clear()
+
+    def run(
+        self, key: Hashable, state: DataclassInstance, work: WorkT, phases: Sequence[Phase], lap: Callable[[int], None]
+    ) -> WorkT:
+        """Run the phases, which read and rebind the tensors of `state` and leave other results in `work`.
+
+        Returns the work that holds the results: the given one, or that of the capture, whose tensors are written again
+        by every replay. lap: told the number of each phase as it ends.
+        """
+        entry = self._entries.pop(key, None)
+        self.steady = entry is not None or self.failed is not None
+        # before a plain run too: what is compiled there, for strides and alignments, then serves the capture
+        self._move_in(state)
+        if entry is None and self.failed is None and self._seen.get(key, 0) >= PLAIN_RUNS:
+            while len(self._entries) >= MOST_GRAPHS:
+                del self._entries[next(iter(self._entries))]
+            entry = self._try(state, work, phases)
+        if entry is None:
+            self._seen[key] = self._seen.get(key, 0) + 1
+            for number, phase in enumerate(phases):
+                phase()
+                lap(number)
+            self._move_in(state)
+            return work
+        self._entries[key] = entry  # the last one now
+        for number, recording in enumerate(entry.recordings):
+            recording.replay()
+            lap(number)
+        self.replays += 1
+        return entry.work
+
+    def _move_in(self, state: DataclassInstance) -> None:
+        if self.failed is None:
+            self._homes.move_in(state)
+
+    def _try(self, state: DataclassInstance, work: WorkT, phases: Sequence[Phase]) -> _Entry[WorkT] | None:
+        """A capture; None where it failed, and the state is as it was. Raises UnsupportedModelError where captures are
+        required."""
+        before = [(owner, name, getattr(owner, name)) for owner, name in _fields(state)]
+        try:
+            return self._capture(state, work, phases)
+        except CaptureError as error:
+            if self.required:
+                raise UnsupportedModelError(
+                    f"these models cannot be captured as CUDA graphs ({error}): leave graphs out of --set gpu"
+                ) from error
+            self.failed = str(error)
+            self.forget()
+            for owner, name, value in before:
+                if getattr(owner, name) is not value:  # frozen parts never change
+                    setattr(owner, name, value)
+            self.tell(f"iterations run plainly, because they cannot be captured as CUDA graphs ({error})")
+            return None
+
+    def _capture(self, state: DataclassInstance, work: WorkT, phases: Sequence[Phase]) -> _Entry[WorkT]:
+        def last() -> None:
+            phases[-1]()
+            self._homes.move_in(state, known=True)
+
+        return _Entry([self._recorder.record(phase) for phase in (*phases[:-1], last)], work)

@@ -1,0 +1,170 @@
+"""How far each row came in a walk, what ended on the way, and the counters: over all layers at once.
+
+A layer's draws do not depend on what ended above it, only whether they are used does. So all layers are verified first
+and the ends of all of them are looked at together, in a few operations instead of some sixty per layer.
+
+Letters: R requests, W beams, L = D + 1 layers, F finished hypotheses kept, E new ones that a layer can bring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.beams import Finished
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.report import LayerCounters
+from dsbd_cli.engine.core.topk import NEVER, best_first
+from dsbd_cli.engine.iteration.state import BatchState
+from dsbd_cli.engine.verify.base import LayerDraws, LayerView
+
+__all__ = ["Live", "Verified", "Way", "counters", "verified", "way_of"]
+
+
+@dataclass(slots=True)
+class Live:
+    """Live beams of one step: the pair (parent node, token) of each, its forest node if it was drafted (else -1), and
+    its scores. All [R, W]."""
+
+    parent: Tensor
+    token: Tensor
+    node: Tensor
+    valid: Tensor
+    weight: Tensor
+    logprob: Tensor
+
+
+@dataclass(slots=True)
+class Verified:
+    """What is kept of one verified layer; none of it is as large as the pool.
+
+    Attributes:
+        live: beams of the next step. draws: countable, passed and accepted, as the rule said.
+        before, before_valid: [R, W], nodes of the beams that the step began with. width: [R].
+        logprob, node, token: [R, F], the best pairs that ended here: raw score (-inf: none), parent node, last token.
+    """
+
+    live: Live
+    countable: Tensor
+    passed: Tensor
+    accepted: Tensor
+    before: Tensor
+    before_valid: Tensor
+    width: Tensor
+    logprob: Tensor
+    node: Tensor
+    token: Tensor
+
+
+def verified(view: LayerView, draws: LayerDraws, live: Live, kept: int) -> Verified:
+    """Keep what the end of the walk needs. kept: F."""
+    flat = view.logprob.flatten(1).masked_fill(~draws.ends, NEVER)
+    before, before_valid = view.node, view.valid
+    if (more := kept - before.shape[1]) > 0:  # a step that began with fewer beams
+        pad = torch.nn.functional.pad
+        before, before_valid = pad(before, (0, more)), pad(before_valid, (0, more))
+        flat = pad(flat, (0, max(0, kept - flat.shape[1])), value=NEVER)
+    ended, index = best_first(flat, kept)
+    beam, token = view.pair(index.clamp(max=draws.ends.shape[1] - 1))
+    return Verified(
+        live=live,
+        countable=draws.countable,
+        passed=draws.passed,
+        accepted=draws.accepted,
+        before=before,
+        before_valid=before_valid,
+        width=view.width,
+        logprob=ended,
+        node=view.node.gather(1, beam),
+        token=token,
+    )
+
+
+@dataclass(slots=True)
+class Way:
+    """How far each row came: active [R, L] bool, the layers that count; steps [R], how many; done [R] bool."""
+
+    active: Tensor
+    steps: Tensor
+    done: Tensor
+
+
+def way_of(state: BatchState, layers: list[Verified], rows: Tensor) -> Way:
+    """Take new hypotheses into the best finished ones, layer by layer, until a layer does not pass or the request is
+    done. rows: [R] bool, those that walk. Updates `state.finished`.
+
+    The end test is transformers': no live beam, scored at its present length, beats the worst of the best `num_beams`
+    finished ones.
+    """
+    finished, limits = state.finished, state.limits
+    number = torch.arange(1, len(layers) + 1, device=rows.device)
+    length = state.beams.length.unsqueeze(1) + number  # [R, L]
+    scale = _power(length, limits.length_penalty.unsqueeze(1))
+    out_of_length = length >= limits.max_new.unsqueeze(1)
+    live_logprob, valid = _stack([item.live.logprob for item in layers]), _stack([item.live.valid for item in layers])
+    countable = _stack([item.countable for item in layers]) & out_of_length.unsqueeze(2)
+    cut = torch.where(countable, live_logprob, NEVER)
+    logprob = torch.cat((_stack([item.logprob for item in layers]), cut), 2)  # [R, L, E]
+    best_score, index = finished.best_after(logprob / scale.unsqueeze(2))
+    full = (best_score > NEVER).all(2)
+    best_live = torch.where(valid, live_logprob, NEVER).amax(2) / scale
+    hopeless = full & (best_live <= best_score[:, :, -1])
+    done = out_of_length | hopeless | (limits.early.unsqueeze(1) & full) | ~valid.any(2)
+    on = _stack([item.passed for item in layers]) & ~done
+    active = torch.cat((rows.unsqueeze(1), on[:, :-1]), 1).to(torch.int64).cumprod(1)
+    steps = active.sum(1)
+    new = Finished(
+        score=logprob,  # best_score has those that count
+        logprob=logprob,
+        length=length.unsqueeze(2).expand_as(logprob),
+        by_length=(torch.arange(logprob.shape[2], device=rows.device) >= layers[0].logprob.shape[1]).expand_as(logprob),
+        source=torch.full_like(logprob, -1, dtype=torch.int64),
+        node=torch.cat((_stack([item.node for item in layers]), _stack([item.live.parent for item in layers])), 2),
+        token=torch.cat((_stack([item.token for item in layers]), _stack([item.live.token for item in layers])), 2),
+        tokens=finished.tokens,
+    )
+    finished.take(new, best_score, index, steps)
+    active = active.to(torch.bool)
+    return Way(active, steps, (done & active).any(1))
+
+
+def _power(length: Tensor, penalty: Tensor) -> Tensor:
+    """length ** penalty in float32. torch's pow gives the last few numbers of a tensor other bits than the others."""
+    return torch.exp(penalty.to(torch.float64) * torch.log(length.to(torch.float64))).to(torch.float32)
+
+
+def counters(forest: Forest, layers: list[Verified], active: Tensor) -> Tensor:
+    """LayerCounters of the drafted layers: [R, D, fields] int64. active: [R, L] bool."""
+    depth = len(layers)
+    if not depth:
+        return active.new_zeros(len(active), 0, len(LayerCounters._fields), dtype=torch.int64)
+    drafted, parent, source = (
+        value[:, forest.num_beams :].view(len(value), depth, -1)
+        for value in (forest.flat.valid, forest.flat.parent, forest.flat.source)
+    )
+    before, before_valid = _stack([item.before for item in layers]), _stack([item.before_valid for item in layers])
+    living = ((parent.unsqueeze(3) == before.unsqueeze(2)) & before_valid.unsqueeze(2)).any(3) & drafted
+    passed, reached = _stack([item.passed for item in layers]), active[:, :depth]
+    node, valid = _stack([item.live.node for item in layers]), _stack([item.live.valid for item in layers])
+    offset = forest.num_beams + forest.drafts_per_layer * torch.arange(depth, device=node.device)
+    place = torch.where(valid & (node >= 0), node - offset.unsqueeze(1), -1)  # [R, D, W]
+    taken, second = place >= 0, source.gather(2, place.clamp(min=0)) == 1
+    columns = [  # in the order of LayerCounters
+        reached,
+        drafted.sum(2),
+        living.sum(2),
+        _stack([item.width for item in layers]),
+        _stack([item.accepted for item in layers]),
+        passed & reached,
+        torch.where(second, 0, place + 1).amax(2) * passed,
+        (source * drafted).sum(2),
+        (taken & second).sum(2),
+    ]
+    return torch.stack([column.to(torch.int64) for column in columns], 2)
+
+
+def _stack(values: list[Tensor]) -> Tensor:
+    """[R, ...] of each layer -> [R, L, ...]."""
+    return torch.stack(values, 1)

@@ -1,0 +1,275 @@
+"""One iteration: draft a forest, run the target once over it, verify it, commit what survives. Device tensors in and
+out: nothing is read back to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.cache.caches import Caches
+from dsbd_cli.engine.constraints.legal import FREE, Legal, NodePaths
+from dsbd_cli.engine.constraints.stops import NO_STOPS
+from dsbd_cli.engine.core.candidates import Candidates, LegalTokens, Room, top_candidates
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.forest_buffer import Sheet
+from dsbd_cli.engine.core.noise import stream_keys
+from dsbd_cli.engine.core.slots import Layout
+from dsbd_cli.engine.drafting.base import DraftContext, Drafter, Endings
+from dsbd_cli.engine.drafting.beam import MERGED_LAG, run
+from dsbd_cli.engine.iteration.commit_beams import best_only, commit_beams, pack_counters
+from dsbd_cli.engine.iteration.finished import Live
+from dsbd_cli.engine.iteration.iteration_kernels import committed, fits_commit, fits_sheet, fits_walk, walked
+from dsbd_cli.engine.iteration.observer import Observer
+from dsbd_cli.engine.iteration.state import BatchState
+from dsbd_cli.engine.iteration.verify_forest import Walk, walk
+from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.engine.verify.base import Rule
+
+__all__ = ["DeviceReport", "Iteration", "IterationShape"]
+
+
+@dataclass(frozen=True, slots=True)
+class IterationShape:
+    """Shapes of one iteration, chosen on the host.
+
+    Attributes:
+        slots: S, active cache slots. depth: D, drafted layers. drafts_per_layer: K.
+        lag: most used slots of a row that the draft has not run, or more.
+        idle: the draft runs nothing, and holds no slot of any row's tail.
+        settled, tail: of ForestInput, for the target. generated: tokens that every running row has at least.
+        beams: roots of the forest. W, or 1 where every running row has its first beam alone.
+    """
+
+    slots: int
+    depth: int
+    drafts_per_layer: int
+    lag: int
+    idle: bool = False
+    settled: tuple[int, ...] | None = None
+    tail: int = 0
+    generated: int = 0
+    beams: int = 0
+
+    @property
+    def nodes(self) -> int:
+        """N."""
+        return self.beams + self.depth * self.drafts_per_layer
+
+
+class DeviceReport:
+    """Results that outlive an iteration, beside the state: counters [R, ...] int64 as `pack_counters` joins them, and
+    how many forwards the draft ran. A captured iteration writes the same ones again at every replay."""
+
+    counters: Tensor
+    draft_calls: int
+
+
+@dataclass
+class Iteration:
+    """One iteration of a batch, as docs/algorithm.md counts it: W live beams, K drafts in each of D layers. Each step
+    leaves what the next one reads.
+
+    Attributes:
+        state: the batch; the commit rebinds its tensors. shape: its sizes. legal: the constraints that act, if any.
+        caches, drafter, rule, endings: of the engine. kernels: names of those in use.
+        last_position: the largest that both models have. stopping: the engine was asked to stop.
+        observer: is told what happens.
+        report: what stays.
+        context: slots and noise keys of the nodes. forest: the drafted nodes. legal_tokens: which tokens may follow
+            each node. logits: of the target, [R, N, V]. candidates: its best tokens of each node. outcome: final beams.
+    """
+
+    state: BatchState
+    shape: IterationShape
+    legal: Legal | None
+    caches: Caches
+    drafter: Drafter
+    rule: Rule
+    endings: Endings
+    kernels: frozenset[str]
+    last_position: int
+    stopping: Callable[[], bool]
+    observer: Observer
+    report: DeviceReport = field(default_factory=DeviceReport)
+    context: DraftContext = field(init=False)
+    forest: Forest = field(init=False)
+    legal_tokens: LegalTokens | None = field(init=False)
+    logits: Tensor = field(init=False)
+    candidates: Candidates = field(init=False)
+    outcome: Walk = field(init=False)
+
+    def draft(self) -> None:
+        """1. Draft, below the live beams, D times K pairs of the draft's pool, with the law Q they were drawn from."""
+        self.context = self._context()
+        self.forest = self.drafter.propose(self.context)
+        self.report.draft_calls = self.drafter.calls
+        if self.observer.looks:
+            self.observer.drafted(self.context, self.forest)
+
+    def target(self) -> None:
+        """2. Run the target once over all W + D*K nodes: each sees the prompt, its own ancestors and itself."""
+        paths = None if self.legal is None else NodePaths.of(self.forest, self.state.beams)
+        self.legal_tokens = None if self.legal is None or paths is None else self.legal.of(paths)
+        logits = run(self.caches.target, self._target_input(), self.state.table.used.device)
+        assert logits is not None
+        self.logits = logits
+
+    def verify(self) -> None:
+        """3. Verify layer by layer: a layer passes if it yields its width in live beams. The first that does not is
+        completed by the exact law, and so is the bonus layer below the last one."""
+        state, forest = self.state, self.forest
+        self.candidates = self.best_tokens()
+        self.drafter.learn(forest, self.candidates)
+        given = state, forest, self.candidates, self.rule, self.endings, self.context.keys
+        looking = self.observer if self.observer.looks else None
+        self.outcome = walked(*given) if self.kernel_walks() else walk(*given, looking)
+
+    def commit(self) -> None:
+        """4. Commit: the final beams become the live ones, and both caches keep only their ancestors."""
+        state, forest, outcome, table = self.state, self.forest, self.outcome, self.state.table
+        live = best_only(outcome.live) if state.method.memory_saving else outcome.live
+        self._trace(live)
+        if "commit" in self.kernels and fits_commit(state):
+            counters = pack_counters(state, outcome) if outcome.report is None else outcome.report
+            source, target = committed(state, forest, live, counters, self.endings)
+        else:
+            source, target = commit_beams(state, forest, outcome, live, self.endings)
+            counters = pack_counters(state, outcome)
+        self.caches.move(source, target, table.trunk, table.drafted, draft=not self.shape.idle)
+        self._limit(live)
+        self.report.counters = counters
+
+    def verify_and_commit(self) -> None:
+        """Steps 3 and 4, which are captured as one."""
+        self.verify()
+        self.commit()
+
+    def best_tokens(self) -> Candidates:
+        """The target's best tokens of every node, enough for every draw of the rule."""
+        state, vocabulary = self.state, self.logits.shape[-1]
+        room = self.rule.sampler.candidates(state.method.num_beams, self.endings.num_eos, state.warp, vocabulary)
+        if self.endings.stops.used and not self.rule.sampler.random:
+            # any number of tokens may complete a stop string, but only of the rows that have one
+            own = torch.where(self.forest.flat.stop_state == NO_STOPS, room.count, vocabulary)
+            room = Room(vocabulary, own, room.count)
+        return top_candidates(self.logits, room, self.legal_tokens, kernel="candidates" in self.kernels)
+
+    def kernel_walks(self) -> bool:
+        """Whether the kernel verifies."""
+        return (
+            "walk" in self.kernels and not self.observer.looks and fits_walk(self.state, self.forest, self.candidates)
+        )
+
+    def _context(self) -> DraftContext:
+        """Where the nodes will stand and which noise they are drawn with, for the drafter."""
+        state, shape, table = self.state, self.shape, self.state.table
+        sheet = self._sheet()
+        layout = self._layout() if sheet is None else None
+        keys = stream_keys(state.row_key, state.iteration, shape.depth + 1) if sheet is None else sheet.keys
+        return DraftContext(
+            beams=state.beams,
+            table=table,
+            placed=layout,
+            sampler=self.rule.sampler,
+            drafts_end=self.rule.drafts_end,
+            warp=state.warp,
+            endings=self.endings,
+            depth=shape.depth,
+            drafts_per_layer=shape.drafts_per_layer,
+            slots=shape.slots,
+            trash=table.positions.shape[1] - 1,
+            row_key=state.row_key,
+            iteration=state.iteration,
+            keys=keys,
+            lag=shape.lag,
+            record_law=self.rule.needs_law or state.method.dynamic or self.observer.looks,
+            prompts=state.prompts,
+            stopping=self.stopping,
+            legal=self.legal,
+            kernels=self.kernels,
+            sheet=sheet,
+        )
+
+    def _layout(self) -> Layout:
+        """Slots of the nodes, whose positions are written into the table."""
+        beams, shape, table = self.state.beams, self.shape, self.state.table
+        layer_of = torch.arange(shape.nodes, device=table.used.device) - shape.beams
+        layer_of = torch.div(layer_of, shape.drafts_per_layer, rounding_mode="floor") + 1
+        layer_of[: shape.beams] = 0
+        # drafts past the last position can never be taken, but must be embeddable
+        positions = (beams.depth.unsqueeze(1) + layer_of).clamp(max=self.last_position)
+        layout = Layout.of(table, shape.nodes, beams.ancestors.shape[-1], shape.slots)
+        table.positions.scatter_(1, layout.slots, positions)
+        return layout
+
+    def _sheet(self) -> Sheet | None:
+        """Where kernels write this iteration's forest, with its roots; None where tensor code makes it."""
+        if "draft" not in self.kernels or self.legal is not None or not self.drafter.on_sheet or self.observer.looks:
+            return None
+        state, shape, method = self.state, self.shape, self.state.method
+        model = self.drafter.model
+        width = 0 if model is None else min(model.vocab_size, self.caches.target.vocab_size)
+        room = self.rule.sampler.candidates(method.num_beams, 1, state.warp, width).at_least(
+            min(shape.drafts_per_layer + 8, width)
+        )
+        late = shape.lag if shape.depth else 0
+        if late > MERGED_LAG or (
+            shape.depth
+            and not fits_sheet(
+                method.rule, max(shape.beams, shape.drafts_per_layer), shape.drafts_per_layer, min(room.count, width)
+            )
+        ):
+            return None
+        return Sheet.begin(
+            method.rule,
+            state.beams,
+            state.table,
+            (state.row_key, state.iteration),
+            layers=shape.depth,
+            drafts=shape.drafts_per_layer,
+            slots=shape.slots,
+            late=late,
+            last_position=self.last_position,
+        )
+
+    def _target_input(self) -> ForestInput:
+        """All nodes, as the target reads them."""
+        state, shape, context, prompt = self.state, self.shape, self.context, None
+        if self.caches.target.device.type != "cpu":
+            # the trunk, which is there; where bits are promised the prompt without its last token, which is the root
+            prompt = state.table.trunk if shape.settled is None else state.beams.depth - state.beams.length
+        if context.sheet is not None:
+            batch = context.sheet.input(0, shape.nodes)
+            return replace(batch, settled=shape.settled, tail=shape.tail, prompt=prompt)
+        table, nodes, at = state.table, self.forest.flat, context.layout.slots
+        table.tokens.scatter_(1, at, nodes.token)
+        return ForestInput(
+            tokens=nodes.token,
+            positions=table.positions.gather(1, at),
+            slots=at,
+            mask=context.layout.mask(nodes.ancestors),
+            slot_positions=table.positions[:, : context.slots],
+            settled=shape.settled,
+            tail=shape.tail,
+            prompt=prompt,
+        )
+
+    def _trace(self, live: Live) -> None:
+        """Keep the log-probabilities of this iteration's tokens, for rows that ask for them."""
+        state, outcome = self.state, self.outcome
+        if state.trace is not None:
+            assert outcome.before is not None
+            place = (state.beams, state.finished, self.forest, self.candidates, self.logits, outcome.before)
+            state.trace.follow(*place, live.parent, live.token, outcome.steps)
+
+    def _limit(self, live: Live) -> None:
+        """Move the legal states to the new beams."""
+        beams, legal_state = self.state.beams, self.forest.flat.legal_state
+        if self.legal is not None:
+            assert legal_state is not None
+            beams.legal_state = self.legal.step(legal_state.gather(1, live.parent), live.token)
+        elif beams.legal_state.shape != live.token.shape:
+            beams.legal_state = torch.full_like(live.token, FREE)

@@ -1,0 +1,121 @@
+"""Where the kernels of an iteration stand in for tensor functions: `walked` for walk.walk, `committed` for the commit.
+
+Each has a `fits_...` that says in one place when the kernel serves. The tensor code stays the specification.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.candidates import Candidates
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.forest_buffer import warp_flags, warp_tensors
+from dsbd_cli.engine.core.report import LayerCounters
+from dsbd_cli.engine.drafting.base import Endings
+from dsbd_cli.engine.iteration.finished import Live
+from dsbd_cli.engine.iteration.state import BatchState
+from dsbd_cli.engine.iteration.verify_forest import Walk
+from dsbd_cli.engine.verify.base import Rule
+
+__all__ = ["committed", "fits_commit", "fits_sheet", "fits_walk", "walked"]
+
+
+def fits_sheet(rule: str, nodes: int, drafts: int, candidates: int) -> bool:
+    """Whether `begin` and `extend` can write a forest: nodes of a layer, drafts below it, candidates of each node."""
+    from dsbd_cli.ops.triton import draft, law
+
+    return rule in law.RULES and draft.fits(nodes, drafts, candidates)
+
+
+def fits_walk(state: BatchState, forest: Forest, candidates: Candidates) -> bool:
+    """Whether the kernel can walk. It has the rules coupled, search and rejection at a fixed width; rejection compares
+    with laws that `extend` recorded."""
+    from dsbd_cli.ops.triton import walk as kernel
+
+    method = state.method
+    if method.dynamic or (method.rule == "rejection" and forest.depth and not (forest.sheet and forest.sheet.law)):
+        return False
+    drafts, roots, width = forest.drafts_per_layer, forest.num_beams, candidates.tokens.shape[2]
+    return kernel.fits(method.num_beams, roots, width, drafts, method.rule)
+
+
+def walked(
+    state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, endings: Endings, keys: Tensor
+) -> Walk:
+    """As walk.walk. Updates `state.finished` in place; counters of layers that were not reached are 0, but for what was
+    drafted."""
+    from dsbd_cli.ops.triton import walk as kernel
+
+    beams, finished, limits, flat = state.beams, state.finished, state.limits, forest.flat
+    (rows, width), depth = finished.score.shape, forest.depth
+
+    def new(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(rows, *shape, dtype=dtype, device=keys.device)
+
+    real = torch.float32
+    live = Live(
+        *(new(width), new(width), new(width), new(width, dtype=torch.bool), new(width, dtype=real)),
+        logprob=new(width, dtype=real),
+    )
+    before, report = new(depth + 1, width), new(kernel.FIRST + depth * kernel.COLUMNS)
+    sheet = forest.sheet
+    kernel.walk(
+        [candidates.tokens.contiguous(), candidates.logprobs.contiguous()],
+        [flat.path, flat.stop_state, flat.parent, flat.token, flat.valid, flat.source, flat.sampled],
+        [value.contiguous() for value in (beams.valid, beams.weight, beams.logprob, beams.length)],
+        [
+            *(finished.score, finished.logprob, finished.length, finished.by_length),
+            *(finished.source, finished.node, finished.token),
+        ],
+        [endings.eos, endings.stops.table],
+        warp_tensors(state.warp),
+        [state.active, limits.max_new, limits.length_penalty, limits.early],
+        keys,
+        sheet.law if sheet is not None and state.method.rule == "rejection" else [],
+        [live.parent, live.token, live.node, live.valid, live.weight, live.logprob, before, report],
+        forest.drafts_per_layer,
+        state.method.rule,
+        warp_flags(state.warp, stops=endings.stops.used, warps=rule.sampler.random),
+    )
+    done, invalid, steps, width_sum = (report[:, place] for place in range(4))
+    counters = report[:, kernel.FIRST :].view(rows, depth, len(LayerCounters._fields))
+    return Walk(live, steps, width_sum, done, invalid, counters, None if state.trace is None else before, report)
+
+
+def fits_commit(state: BatchState) -> bool:
+    """Whether the kernel can commit."""
+    from dsbd_cli.ops.triton import commit
+
+    return commit.fits(state.finished.score.shape[1], state.beams.ancestors.shape[2])
+
+
+def committed(state: BatchState, forest: Forest, live: Live, report: Tensor, endings: Endings) -> tuple[Tensor, Tensor]:
+    """Make the final beams the live ones and order their slots, all in place where the number of beams is the same.
+    Returns source and target [R, T] of the slots that the caches have to move. report: gets what the table says."""
+    from dsbd_cli.ops.triton import commit as kernel
+
+    beams, table, finished, flat = state.beams, state.table, state.finished, forest.flat
+    history, window, width = beams.history, beams.ancestors.shape[2], live.token.shape[1]
+    if beams.token.shape[1] != width:
+        rows = len(live.token)
+        for name in ("valid", "token", "weight", "logprob", "path", "stop_state", "ancestors", "history"):
+            value = getattr(beams, name)
+            setattr(beams, name, value.new_empty((rows, width, *value.shape[2:])))
+    source, target = live.token.new_empty((2, len(live.token), window)).unbind(0)
+    out = [beams.valid, beams.token, beams.weight, beams.logprob, beams.path, beams.stop_state]
+    kernel.commit(
+        [live.parent, live.token, live.valid, live.weight, live.logprob],
+        [flat.path, flat.stop_state, flat.root, flat.path_tokens, flat.ancestors],
+        endings.stops.table,
+        state.active,
+        [table.used, table.trunk, table.drafted, table.positions, table.tokens],
+        [history, beams.length, beams.depth, state.iteration],
+        [finished.length, finished.source, finished.node, finished.token, finished.tokens],
+        [*out, beams.ancestors, beams.history],
+        [source, target],
+        report,
+        forest.drafts_per_layer,
+        endings.stops.used,
+    )
+    return source, target

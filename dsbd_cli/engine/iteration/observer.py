@@ -1,0 +1,39 @@
+"""Observers: what an engine tells whoever measures it or looks into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from dsbd_cli.engine.cache.caches import CacheObserver
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.drafting.base import DraftContext
+from dsbd_cli.engine.iteration.request_state import Job
+from dsbd_cli.engine.verify.base import LayerDraws, LayerView
+
+__all__ = ["Observer"]
+
+
+class Observer(CacheObserver):
+    """Is told what an engine does, and changes nothing. Every method does nothing unless it is overridden.
+
+    looks: `drafted` and `verified` are wanted. Tensor code drafts and verifies then, not a kernel or a CUDA graph, and
+    the draft's law Q is kept in every case.
+    """
+
+    looks: bool = False
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """A context around a part of the work: tokenise, prefill, draft, target, verify, compact (within verify) or
+        detokenise. A replayed CUDA graph opens none for draft, target, verify and compact."""
+        return nullcontext()
+
+    def drafted(self, context: DraftContext, forest: Forest) -> None:
+        """A forest was drafted for all rows. Tensors are on the device."""
+
+    def verified(self, view: LayerView, draws: LayerDraws) -> None:
+        """A layer was verified for all rows. Layers below the one where a row stopped are verified too, for nothing."""
+
+    def iterated(self, jobs: Sequence[Job], nodes: int, seconds: Mapping[str, float]) -> None:
+        """An iteration of these requests is over. jobs: as they were before it. nodes: N of each row. seconds: by
+        phase."""

@@ -1,0 +1,132 @@
+"""Requests on their way in, and results on their way out: no tensors but sources."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from dsbd_cli.config.token_rules import TokenRules
+from dsbd_cli.engine.constraints.answers import Catalogue
+from dsbd_cli.engine.planning.acceptance import Acceptance
+from dsbd_cli.requests import Request, RequestResult
+from dsbd_cli.stats import RequestStats
+
+__all__ = ["AsDone", "Job", "ResultOrder", "Results"]
+
+Item_co = TypeVar("Item_co", covariant=True)
+
+
+@dataclass(slots=True)
+class Job:
+    """A request on its way through the engine. `used`, `trunk` and `drafted` are the row's slots after the last
+    iteration; `truncated` tokens of the prompt were dropped; `retried`: it ran out of memory alone once; `prefilled`:
+    the draft has read the prompt; `acceptance`: what the planner has seen of it; `catalogue`: the answers that it may
+    give, None for any.
+
+    Of an encoder-decoder target `prompt` is what the decoder begins with and `source` what the encoder reads; the last
+    `prefix` tokens of the prompt are text of the answer. `listen`: of SourceRequest, until the language has been heard;
+    `language`: which it was. `rules`: of tokens."""
+
+    number: int
+    request: Request
+    prompt: list[int]
+    stats: RequestStats = field(default_factory=RequestStats)
+    started: float = 0.0
+    used: int = 0
+    trunk: int = 0
+    drafted: int = 0
+    truncated: int = 0
+    retried: bool = False
+    prefilled: bool = False
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    catalogue: Catalogue | None = None
+    source: Tensor | None = None
+    prefix: int = 0
+    listen: Callable[[Tensor], tuple[list[int], str]] | None = None
+    language: str | None = None
+    rules: TokenRules = field(default_factory=TokenRules)
+
+    @property
+    def source_tokens(self) -> int | None:
+        """Tokens or frames that the encoder reads; None where there is none."""
+        return None if self.source is None else self.source.shape[-1]
+
+    @property
+    def max_new(self) -> int:
+        """Tokens that it can generate at most."""
+        return self.request.sampling.max_new_tokens if self.catalogue is None else self.catalogue.trie.longest
+
+
+class Results(Protocol[Item_co]):
+    """Where an engine puts what it has, and takes what may go out."""
+
+    def put(self, number: int, result: RequestResult) -> None:
+        """Hand in a result."""
+        ...
+
+    def progress(self, job: Job, tokens: Callable[[], list[int]]) -> None:
+        """A running request went on. tokens: reads those that can no longer change, from the device."""
+        ...
+
+    @property
+    def held(self) -> int:
+        """Results that wait for an earlier one."""
+        ...
+
+    def ready(self) -> Iterator[Item_co]:
+        """What may go out now."""
+        ...
+
+
+class ResultOrder:
+    """Gives results back in input order: a result waits until all earlier ones are out."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, RequestResult] = {}
+        self._next = 0
+        self._out: deque[RequestResult] = deque()
+
+    def put(self, number: int, result: RequestResult) -> None:
+        """Hand in a result."""
+        self._waiting[number] = result
+        while self._next in self._waiting:
+            self._out.append(self._waiting.pop(self._next))
+            self._next += 1
+
+    def progress(self, job: Job, tokens: Callable[[], list[int]]) -> None:
+        """Nothing goes out before a request is done."""
+
+    @property
+    def held(self) -> int:
+        """Results that wait for an earlier one."""
+        return len(self._waiting)
+
+    def ready(self) -> Iterator[RequestResult]:
+        """Results whose turn has come."""
+        while self._out:
+            yield self._out.popleft()
+
+
+class AsDone:
+    """Gives results back as they are done."""
+
+    held = 0
+
+    def __init__(self) -> None:
+        self._out: deque[RequestResult] = deque()
+
+    def put(self, number: int, result: RequestResult) -> None:
+        """Hand in a result."""
+        self._out.append(result)
+
+    def progress(self, job: Job, tokens: Callable[[], list[int]]) -> None:
+        """Nothing goes out before a request is done."""
+
+    def ready(self) -> Iterator[RequestResult]:
+        """Results that are done."""
+        while self._out:
+            yield self._out.popleft()

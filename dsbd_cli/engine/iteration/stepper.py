@@ -1,0 +1,114 @@
+"""Runs iterations: plainly, or as CUDA graphs. One small tensor of counters is read back to the host at the end of each
+(`Report`), its only synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from dsbd_cli.engine.cache.caches import Caches
+from dsbd_cli.engine.constraints.legal import Constraint, acting
+from dsbd_cli.engine.core.report import LayerCounters, Report, RowCounters
+from dsbd_cli.engine.drafting.base import Drafter, Endings
+from dsbd_cli.engine.iteration.cuda_graphs import IterationGraphs, shapes
+from dsbd_cli.engine.iteration.iteration import DeviceReport, Iteration, IterationShape
+from dsbd_cli.engine.iteration.observer import Observer
+from dsbd_cli.engine.iteration.state import BatchState
+from dsbd_cli.engine.planning.timing import PhaseTimer
+from dsbd_cli.engine.verify.base import Rule
+
+__all__ = ["Stepper", "read_report"]
+
+PHASES = ("draft", "target", "verify")
+
+
+class Stepper:
+    """Runs iterations of one batch. `steady`: the last one took the time that its shape will take again."""
+
+    def __init__(
+        self,
+        caches: Caches,
+        drafter: Drafter,
+        rule: Rule,
+        endings: Endings,
+        timer: PhaseTimer,
+        graphs: IterationGraphs[DeviceReport] | None = None,
+        stopping: Callable[[], bool] = lambda: False,
+        constraints: Sequence[Constraint] = (),
+        kernels: frozenset[str] = frozenset(),
+    ) -> None:
+        """graphs: where iterations are captured; None runs them plainly. stopping: an iteration is to end in its
+        middle, by raising Stopped. constraints: of the rows' answers. kernels: names of those in use."""
+        self.caches, self.drafter, self.kernels = caches, drafter, kernels
+        self.rule, self.endings, self.timer, self.graphs = rule, endings, timer, graphs
+        self.stopping, self.constraints = stopping, constraints
+        self.steady = True
+        self.observer = Observer()
+        limits = [model.max_positions for model in caches.models if model.max_positions]
+        self.last_position = min(limits, default=2**31) - 1
+
+    def step(self, state: BatchState, shape: IterationShape) -> Report:
+        """Run one iteration."""
+        iteration, slower = self.begin(state, shape), self._slower()
+        phases, legal = (iteration.draft, iteration.target, iteration.verify_and_commit), iteration.legal
+        self.steady = shape.beams == state.method.num_beams
+        report = iteration.report
+        self.timer.start()
+        if self.graphs is None or self.observer.looks or (legal is not None and legal.on_host):
+            for name, phase in zip(PHASES, phases, strict=True):
+                with self.observer.span(name):
+                    phase()
+                self.timer.lap(name)
+        else:
+            key = (replace(shape, generated=0), legal and legal.key, *self._static(state))
+            report = self.graphs.run(key, state, report, phases, lambda number: self.timer.lap(PHASES[number]))
+            self.steady = self.graphs.steady
+        self.steady = self.steady and self._slower() == slower
+        return read_report(report.counters, report.draft_calls)
+
+    def begin(self, state: BatchState, shape: IterationShape) -> Iteration:
+        """Make an iteration that has run nothing yet. The state has as many beams as the shape."""
+        if shape.beams < state.method.num_beams:
+            state.beams = state.beams.first()
+        return Iteration(
+            state=state,
+            shape=shape,
+            legal=acting(self.constraints, state.legal_starts, shape.generated) if self.constraints else None,
+            caches=self.caches,
+            drafter=self.drafter,
+            rule=self.rule,
+            endings=self.endings,
+            kernels=self.kernels,
+            last_position=self.last_position,
+            stopping=self.stopping,
+            observer=self.observer,
+        )
+
+    def _slower(self) -> int:
+        """Forwards of the models so far whose time says nothing of the next one's."""
+        return sum(getattr(model, "slower_forwards", 0) for model in self.caches.models)
+
+    def _static(self, state: BatchState) -> tuple[Hashable, ...]:
+        """Everything beside the shape that fixes sizes, branches or addresses of an iteration."""
+        warp = state.warp
+        return (
+            shapes(state),
+            (warp.max_top_k, warp.all_top_k, warp.even_top_k, warp.any_top_p, warp.any_min_p, warp.any_cold),
+            self.endings.stops.version if self.endings.stops.used else None,
+        )
+
+
+def read_report(counters: Tensor, draft_calls: int) -> Report:
+    """Read the counters of `pack_counters`: the iteration's only transfer to the host."""
+    first, width = len(RowCounters._fields), len(LayerCounters._fields)
+    table: list[list[int]] = counters.tolist()
+    return Report(
+        rows=[RowCounters._make(line[:first]) for line in table],
+        layers=[
+            [LayerCounters._make(line[start : start + width]) for start in range(first, len(line), width)]
+            for line in table
+        ],
+        draft_calls=draft_calls,
+    )

@@ -1,0 +1,209 @@
+"""Walk down a verified forest: from the roots, one beam-sampling step per layer, until a layer does not pass.
+
+Everything is tensor code over [R, ...] with static shapes. All layers are verified for all rows; what lies below the
+layer where a row stopped is not used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.config.variants import MIN_WIDTH, WIDTH_THRESHOLD
+from dsbd_cli.engine.core.candidates import Candidates
+from dsbd_cli.engine.core.distribution import pool_law
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.core.nodes import at_nodes
+from dsbd_cli.engine.core.noise import path_gumbel
+from dsbd_cli.engine.core.topk import NEVER
+from dsbd_cli.engine.drafting.base import Endings
+from dsbd_cli.engine.iteration.finished import Live, Verified, counters, verified, way_of
+from dsbd_cli.engine.iteration.observer import Observer
+from dsbd_cli.engine.iteration.state import BatchState
+from dsbd_cli.engine.verify.base import DraftedLayer, LayerDraws, LayerView, Rule
+from dsbd_cli.engine.verify.rejection import draft_law_at
+from dsbd_cli.engine.verify.width import expected_width
+
+__all__ = ["Walk", "walk"]
+
+MOST_NOISE = 1 << 16  # numbers
+
+
+@dataclass(slots=True)
+class Walk:
+    """Outcome of a verified forest.
+
+    Attributes:
+        live: final beams, pairs to be committed. steps: taken, [R]. width_sum: sum of widths, [R].
+        done: requests that have ended, [R]. invalid: rows with NaN, [R].
+        counters: [R, D, fields of LayerCounters] int64, of the drafted layers.
+        before: [R, D + 1, W], beams (nodes) that each step began with; where tokens are traced.
+        report: the counters as `pack_counters` joins them; where a kernel walked.
+    """
+
+    live: Live
+    steps: Tensor
+    width_sum: Tensor
+    done: Tensor
+    invalid: Tensor
+    counters: Tensor
+    before: Tensor | None = None
+    report: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """What the walk looks up of all N nodes: candidates, path keys and stop states [R, N]."""
+
+    candidates: Candidates
+    path: Tensor
+    stop_state: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Made once an iteration: keys [R, D + 1, STREAMS] of the streams, and G(x, v) of all nodes [R, N, C] or None."""
+
+    keys: Tensor
+    of_nodes: Tensor | None
+
+
+def walk(
+    state: BatchState,
+    forest: Forest,
+    candidates: Candidates,
+    rule: Rule,
+    endings: Endings,
+    keys: Tensor,
+    observer: Observer | None = None,
+) -> Walk:
+    """Verify all layers, whether or not a row comes so far, then see how far each came. candidates: of all N nodes.
+    keys: [R, D + 1, STREAMS]. observer: is told of every layer. Updates `state.finished`."""
+    beams = state.beams
+    index = torch.arange(beams.token.shape[1], device=beams.token.device).expand_as(beams.token)
+    live = Live(index, beams.token, index, beams.valid, beams.weight, beams.logprob)
+    nodes = Nodes(candidates, forest.flat.path, forest.flat.stop_state)
+    broken = torch.isnan(candidates.logprobs).any(-1) & forest.flat.valid
+    invalid = broken.any(1) & state.active
+    noise = Noise(keys, _path_noise(nodes, state.warp.silent) if rule.sampler.path_noise else None)
+    layers: list[Verified] = []
+    for layer in range(forest.depth + 1):
+        view, weight = _view(state, forest, nodes, noise, rule, endings, live, layer)
+        draws = rule.verify(view)
+        if observer is not None:
+            observer.verified(view, draws)
+        live = _advance(view, weight, draws)
+        layers.append(verified(view, draws, live, state.finished.score.shape[1]))
+    way = way_of(state, layers, state.active & ~invalid)
+    last = (way.steps - 1).clamp(min=0)
+    return Walk(
+        live=Live(*(_at_layer([getattr(item.live, f.name) for item in layers], last) for f in fields(Live))),
+        steps=way.steps,
+        width_sum=(torch.stack([item.live.valid for item in layers], 1).sum(2) * way.active).sum(1),
+        done=way.done | invalid,
+        invalid=invalid,
+        counters=counters(forest, layers[: forest.depth], way.active),
+        before=None if state.trace is None else _stacked([item.before for item in layers]),
+    )
+
+
+def _stacked(nodes: list[Tensor]) -> Tensor:
+    """Nodes [R, w] of each layer: [R, L, W], -1 where a layer has fewer, as the first one of a request may."""
+    width = max(one.shape[1] for one in nodes)
+    return torch.stack([torch.nn.functional.pad(one, (0, width - one.shape[1]), value=-1) for one in nodes], 1)
+
+
+def _path_noise(nodes: Nodes, silent: Tensor | None) -> Tensor | None:
+    """G(x, v) of every node's candidates, [R, N, C], in one go: a live beam of a layer that matters is a node. None
+    where that would be much more than the few live nodes need."""
+    if nodes.candidates.tokens.numel() > MOST_NOISE:
+        return None
+    return path_gumbel(nodes.path, nodes.candidates.tokens, silent)
+
+
+def _at_layer(values: list[Tensor], layer: Tensor) -> Tensor:
+    """values [R, W] of each layer, at one layer [R] of each row: [R, W]."""
+    wide = layer.view(-1, 1, 1).expand(-1, 1, values[0].shape[1])
+    return torch.stack(values, 1).gather(1, wide).squeeze(1)
+
+
+def _view(
+    state: BatchState,
+    forest: Forest,
+    nodes: Nodes,
+    noise: Noise,
+    rule: Rule,
+    endings: Endings,
+    live: Live,
+    layer: int,
+) -> tuple[LayerView, Tensor]:
+    """The target's law over the live beams of one layer, and the running weight of every child."""
+    known = live.node.clamp(min=0)
+    own = nodes.candidates.at(known)
+    logprob = torch.where(live.valid, live.logprob, NEVER).unsqueeze(-1) + own.logprobs
+    if rule.sampler.random:
+        law = pool_law(own, live.weight, live.valid, state.warp)
+        log_p, weight = law.log_p, law.weight
+    else:
+        log_p = weight = logprob
+    view = LayerView(
+        log_p=log_p,
+        tokens=own.tokens,
+        ends=endings.ends(nodes.stop_state.gather(1, known), own.tokens),
+        logprob=logprob,
+        node=live.node,
+        valid=live.valid,
+        path=nodes.path.gather(1, known),
+        row_key=state.row_key,
+        iteration=state.iteration,
+        layer=layer,
+        full=own.full,
+        drafts=_drafts(forest, layer),
+        width=torch.full_like(state.row_key, state.method.num_beams),
+        dynamic=state.method.dynamic,
+        noise=None if noise.of_nodes is None else at_nodes(noise.of_nodes, known),
+        keys=noise.keys[:, layer],
+        silent=state.warp.silent,
+        draws=state.method.num_beams,
+    )
+    method = state.method
+    if method.dynamic and view.drafts is not None:
+        assert view.drafts.law is not None
+        q = draft_law_at(view, view.drafts).exp()
+        p = view.log_p.flatten(1).to(torch.float64).exp()
+        # of a fused layer only the sampled nodes: which deterministic ones stand beside them depends on the draws
+        drawn = view.drafts.law.log_drawn.shape[1]
+        view.width = expected_width(
+            p, q, drawn, method.value(WIDTH_THRESHOLD), method.value(MIN_WIDTH), method.num_beams
+        )
+    return view, weight
+
+
+def _drafts(forest: Forest, layer: int) -> DraftedLayer | None:
+    if layer == forest.depth:
+        return None
+    below = forest.layers[layer + 1]
+    return DraftedLayer(
+        parent=below.parent,
+        token=below.token,
+        valid=below.valid,
+        sampled=below.sampled,
+        offset=forest.offset(layer + 1),
+        law=forest.laws[layer],
+        above_weight=forest.layers[layer].weight,
+    )
+
+
+def _advance(view: LayerView, weight: Tensor, draws: LayerDraws) -> Live:
+    """The live draws as beams of the next step."""
+    beam, token = view.pair(draws.index)
+    return Live(
+        parent=view.node.gather(1, beam),
+        token=token,
+        node=draws.node,
+        valid=draws.valid,
+        weight=weight.flatten(1).gather(1, draws.index),
+        logprob=view.logprob.flatten(1).gather(1, draws.index),
+    )

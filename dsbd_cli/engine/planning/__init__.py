@@ -1,0 +1,1 @@
+"""Choices between iterations: depth and width from acceptance and timing, rows from memory."""

@@ -1,0 +1,276 @@
+"""How deep and wide to draft in the next iteration: always the same, or what measured best (goodput, arXiv 2406.14066).
+
+Host numbers only. A planner sees what every iteration reports anyway: seconds of its phases and how far each row's walk
+came.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.variants import GRAMMAR
+from dsbd_cli.engine.core.report import LayerCounters
+from dsbd_cli.engine.planning.acceptance import Acceptance, Lives, PassRates
+from dsbd_cli.engine.planning.timing import Line
+
+__all__ = ["NOTHING", "AdaptivePlanner", "Planner", "Reading", "Shape", "deepest", "planner_for"]
+
+FIRST_LIFE = 32  # iterations that a request takes, believed before any has ended
+BETTER = 1.02  # another shape must promise so much more
+PROBE_SHARE = 0.01  # of the time goes into probes, at most
+PROBE_EVERY = 32  # iterations between probes, at least
+SHALLOW = 8  # layers; so few are drafted however little is left to generate
+UNTIMED = 32  # nodes that cost as much as an iteration without any, believed before one is timed
+TRIES = 8  # iterations in which a shape that is to be timed must have given a time that is believed
+
+
+class Shape(NamedTuple):
+    """D layers of K nodes."""
+
+    depth: int
+    drafts_per_layer: int
+
+    def nodes(self, num_beams: int) -> int:
+        """N."""
+        return num_beams + self.depth * self.drafts_per_layer
+
+    def per_call(self, num_beams: int) -> float:
+        """Nodes in a draft call, on average: the roots, then K per further layer. The depth is 1 or more."""
+        return (num_beams + (self.depth - 1) * self.drafts_per_layer) / self.depth
+
+    def within(self, steps: int) -> Shape:
+        """No deeper than what `steps` steps can take, rounded up to a power of two and to SHALLOW.
+
+        Few depths are few graphs to capture. With fewer layers than steps, the rows beside a row would decide which of
+        its layers are drafted.
+        """
+        return self._replace(depth=min(self.depth, max(SHALLOW, 1 << (steps - 1).bit_length())))
+
+
+def deepest(method: MethodConfig, steps: int) -> Shape:
+    """The largest shape that an iteration can take where `steps` steps are left."""
+    return Shape(method.depth, method.drafts_per_layer).within(steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a draft model has to run before it drafts.
+
+    Attributes:
+        lag: most slots of a row, past the prompt, that it has not run.
+        unread: prompt tokens of all rows that it has not run. prompts: all prompt tokens of all rows.
+    """
+
+    lag: int = 0
+    unread: int = 0
+    prompts: int = 0
+
+
+NOTHING = Reading()
+
+
+class Planner:
+    """Chooses the shape of each iteration: the configured one, always. requests: what the running rows have shown, one
+    entry each, the same objects from iteration to iteration."""
+
+    def __init__(self, method: MethodConfig) -> None:
+        self._configured = Shape(method.depth, method.drafts_per_layer)
+
+    def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
+        """Shape of the next iteration."""
+        return self._configured
+
+    def cut(self, shape: Shape, certain: Sequence[Sequence[int]]) -> Shape:
+        """What is worth drafting of a shape where it is known which layers pass. certain: of each running row the sizes
+        of those layers."""
+        return shape
+
+    def observe(
+        self,
+        shape: Shape,
+        requests: Sequence[Acceptance],
+        layers: Sequence[Sequence[LayerCounters]],
+        seconds: dict[str, float],
+        reading: Reading = NOTHING,
+        steady: bool = True,
+    ) -> None:
+        """What an iteration did. layers: counters of every running row; seconds: of the phases draft, target and
+        verify, and `read` where the draft read prompts before; reading: what it read; steady: the three phases are what
+        an iteration of this shape will take again (no capture, no plain run of what will be replayed)."""
+
+    def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
+        """An iteration of this shape, or what comes before one, did not fit into memory, and the running requests start
+        over. True: this shape will not be chosen again for as many rows, so that they may still fit."""
+        return False
+
+
+class CertainPlanner(Planner):
+    """Of a drafter that knows which layers will pass: as deep as gives the most steps per second, and as wide as these
+    layers are. Seconds: a line fitted to the times of iterations, by the nodes run."""
+
+    def __init__(self, method: MethodConfig) -> None:
+        super().__init__(method)
+        self._beams, self._line = method.num_beams, Line()
+        self._warm = set[tuple[int, Shape]]()
+
+    def cut(self, shape: Shape, certain: Sequence[Sequence[int]]) -> Shape:
+        """What is worth drafting."""
+        rest, per_node = self._line.fit()
+        if not self._line.weight:
+            rest, per_node = UNTIMED, 1.0
+        best, most = Shape(0, shape.drafts_per_layer), 0.0
+        widest, rows = 1, max(1, len(certain))
+        for depth in range(max(map(len, certain), default=0) + 1):
+            if depth:
+                widest = max([widest, *(layers[depth - 1] for layers in certain if len(layers) >= depth)])
+            now = Shape(depth, widest if depth else shape.drafts_per_layer)
+            steps = sum(1 + min(depth, len(layers)) for layers in certain)
+            goodput = steps / max(1e-9, rest + per_node * rows * now.nodes(self._beams))
+            if goodput > most:
+                best, most = now, goodput
+        return best
+
+    def observe(
+        self,
+        shape: Shape,
+        requests: Sequence[Acceptance],
+        layers: Sequence[Sequence[LayerCounters]],
+        seconds: dict[str, float],
+        reading: Reading = NOTHING,
+        steady: bool = True,
+    ) -> None:
+        """Learn what nodes cost. What runs for the first time is not believed."""
+        rows = len(requests)
+        if steady and (rows, shape) in self._warm:
+            self._line.add(rows * shape.nodes(self._beams), sum(seconds.values()))
+        self._warm.add((rows, shape))
+
+
+class AdaptivePlanner(Planner):
+    """Takes the shape of the most expected steps per second: no drafts, or 1 .. D layers of one of a few numbers of
+    drafts up to K.
+
+    Steps: each request yields 1 + the sum over the layers of the chance that all layers down to it pass. A layer that
+    needed j drafts would have passed with j, so every iteration informs on all smaller K. Seconds: lines fitted to the
+    times of a draft call and of the rest, by the nodes run. A probe, wider or deeper than the present shape, comes when
+    PROBE_SHARE of the time since the last one pays for it.
+    """
+
+    def __init__(self, method: MethodConfig) -> None:
+        super().__init__(method)
+        self._beams, most = method.num_beams, method.drafts_per_layer
+        # fewer drafts than beams would be fast, but never let a layer keep all its beams
+        least = min(self._beams, most)
+        numbers = sorted({round(least * (most / least) ** (i / 3)) for i in range(4)} | {most})
+        second = method.second_share if len(method.drafter_names) == 2 else 0
+        numbers = [number for number in numbers if number > second]
+        self._plain = self._now = Shape(0, most)
+        self._shapes = [self._plain]
+        self._shapes += [Shape(depth, number) for number in numbers for depth in range(1, method.depth + 1)]
+        self._sizes = {  # nodes of a row in an iteration and in a draft call
+            shape: (shape.nodes(self._beams), shape.per_call(self._beams) if shape.depth else 0)
+            for shape in self._shapes
+        }
+        self._rates, self._lives = PassRates(numbers, method.depth, second), Lives(FIRST_LIFE)
+        self._draft, self._rest, self._read = Line(), Line(), Line()  # a draft call, target and verify, prompts
+        self._warm = set[tuple[int, Shape] | None]()  # rows and shapes that have run; None: the draft has read prompts
+        self._room = math.inf  # nodes of all rows that fit into memory
+        self._to_time, self._tries = [Shape(1, numbers[0]), self._plain], 0  # the last one first
+        self._saved, self._probes, self._probing = 0.0, 0, False  # saved: seconds for the next probe
+
+    def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
+        """The shape of the most expected steps per second, or one to be timed."""
+        rows, life = len(requests), self._lives.now()
+        all_fit = self._room == math.inf
+        fitting = self._shapes if all_fit else [shape for shape in self._shapes if self._fits(shape, rows)]
+        seconds = dict(zip(fitting, self._seconds(fitting, rows), strict=True))
+        _, per_node = self._draft.fit()
+        late = rows * reading.lag * per_node
+        per_token = self._read.y / self._read.x if self._read.x else per_node
+        self._to_time = [shape for shape in self._to_time if shape in seconds]
+        if not self._to_time and self._now in seconds:
+            (deepest, most), now = self._shapes[-1], seconds[self._now]
+            probe = Shape(min(max(1, self._now.depth + self._probes % 2), deepest), most)  # in turn a layer deeper
+            price = seconds.get(probe, math.inf) + late + reading.unread * per_token - now
+            if self._saved >= max(price, PROBE_EVERY * PROBE_SHARE * now):
+                self._to_time, self._probing, self._probes = [probe], True, self._probes + 1
+        if self._to_time:
+            return self._to_time[-1]
+        # catching up is paid once, for the iterations to come; so is the reading of every further request's prompt
+        spread = late / min(FIRST_LIFE, life) + (reading.unread + reading.prompts) * per_token / life
+        steps = dict(zip(self._shapes, self._rates.steps(requests), strict=True))
+        goodput = {shape: steps[shape] / (time + spread * (shape.depth > 0)) for shape, time in seconds.items()}
+        best = max(goodput, key=goodput.__getitem__)
+        if goodput[best] > BETTER * goodput.get(self._now, 0.0):
+            self._now = best
+        return self._now
+
+    def observe(
+        self,
+        shape: Shape,
+        requests: Sequence[Acceptance],
+        layers: Sequence[Sequence[LayerCounters]],
+        seconds: dict[str, float],
+        reading: Reading = NOTHING,
+        steady: bool = True,
+    ) -> None:
+        """Learn from an iteration. What runs for the first time allocates memory and fills caches: its time is not
+        believed."""
+        rows = len(requests)
+        self._lives.see(requests)
+        self._rates.count(requests, layers, shape.drafts_per_layer)
+        if "read" in seconds:
+            if None in self._warm:
+                self._read.add(reading.unread, seconds["read"])
+            self._warm.add(None)
+        steady = steady and (rows, shape) in self._warm
+        self._warm.add((rows, shape))
+        if steady:
+            self._rest.add(rows * shape.nodes(self._beams), seconds["target"] + seconds["verify"])
+        if steady and shape.depth:
+            nodes = rows * (shape.per_call(self._beams) + reading.lag / shape.depth)
+            self._draft.add(nodes, seconds["draft"] / shape.depth)
+        taken = sum(seconds.values())
+        if not self._to_time:
+            self._saved += PROBE_SHARE * taken
+            return
+        if self._probing:
+            self._saved = min(self._saved, 0.0) - taken + self._seconds([self._now], rows)[0]
+        self._tries += 1
+        # one that was cut to what is left to generate was tried, but not timed
+        if (steady and shape == self._to_time[-1]) or self._tries == TRIES:
+            self._to_time.pop()
+            self._tries, self._probing = 0, False
+
+    def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
+        """No shape of as many nodes again, but for the roots alone."""
+        self._lives.restart()
+        if shape is None or not shape.depth:
+            return False
+        self._room, self._tries = rows * shape.nodes(self._beams) - 1, 0
+        return True
+
+    def _fits(self, shape: Shape, rows: int) -> bool:
+        return not shape.depth or rows * shape.nodes(self._beams) <= self._room
+
+    def _seconds(self, shapes: Sequence[Shape], rows: int) -> list[float]:
+        """Expected time of an iteration, without what the draft has to catch up on."""
+        found = []
+        (rest, per_node), (call, per_draft) = self._rest.fit(), self._draft.fit()
+        per_node, per_draft = rows * per_node, rows * per_draft
+        for shape in shapes:
+            nodes, drafted = self._sizes[shape]
+            taken = max(0.0, rest + per_node * nodes) + shape.depth * max(0.0, call + per_draft * drafted)
+            found.append(max(taken, 1e-9))
+        return found
+
+
+def planner_for(method: MethodConfig) -> Planner:
+    """The planner that a method asks for."""
+    if method.depth and method.drafter == GRAMMAR:
+        return CertainPlanner(method)
+    return AdaptivePlanner(method) if method.adaptive_depth and method.depth else Planner(method)

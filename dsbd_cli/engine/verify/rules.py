@@ -1,0 +1,18 @@
+"""Verification rules: how drafted layers are accepted. `variants.RULES` says where the code of each is."""
+
+from __future__ import annotations
+
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.variants import RULES
+from dsbd_cli.engine.verify.base import Rule
+from dsbd_cli.errors import UsageError
+
+__all__ = ["make_rule"]
+
+
+def make_rule(method: MethodConfig) -> Rule:
+    """The rule that a method names. Raises UsageError where its code is missing or none."""
+    kind = RULES[method.rule].load()
+    if not (isinstance(kind, type) and issubclass(kind, Rule)):
+        raise UsageError(f"rule {method.rule} cannot be used: {RULES[method.rule].make} is no class with base Rule")
+    return kind.of(method)

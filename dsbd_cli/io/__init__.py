@@ -1,0 +1,1 @@
+"""Files: lines in and out, rows and records. No torch."""

@@ -1,0 +1,1 @@
+"""JSON lines: compression, locks, resuming, parts of a file."""

@@ -1,0 +1,97 @@
+"""Texts of a corpus: plain files, or one field of every line of a JSON Lines file; .gz and .zst are unpacked. And the
+texts of an output file."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import orjson
+
+from dsbd_cli.errors import InvalidRowError, UsageError, reading
+from dsbd_cli.io.lines.compression import open_input
+
+__all__ = ["answer_text", "read_documents"]
+
+PIECE_CHARACTERS = 1 << 18
+
+
+def _is_json_lines(path: Path) -> bool:
+    """By the name, before .gz or .zst."""
+    plain = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
+    return plain.suffix in (".jsonl", ".ndjson")
+
+
+def read_documents(path: Path, field: str) -> Iterator[Iterator[str]]:
+    """The documents of a file, each in pieces that end with a line: the whole of a plain file, or `field` of each line.
+
+    Raises UsageError, naming the line and the field.
+    """
+    if _is_json_lines(path):
+        for number, line in _lines(path):
+            if line.strip():
+                yield iter((_text(line, f"{path}, line {number}", field),))
+    else:
+        yield _pieces(path)
+
+
+def _pieces(path: Path) -> Iterator[str]:
+    piece: list[str] = []
+    size = 0
+    for _, line in _lines(path):
+        piece.append(line)
+        size += len(line)
+        if size >= PIECE_CHARACTERS:
+            yield "".join(piece)
+            piece, size = [], 0
+    yield "".join(piece)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines with their ends, numbered from 1."""
+    with reading(str(path)), closing(open_input(path)) as stream:
+        for number, line in enumerate(stream, 1):
+            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            try:
+                yield number, text.decode()
+            except UnicodeDecodeError:
+                raise UsageError(f"{path}, line {number} is not UTF-8") from None
+
+
+def _text(line: str, place: str, field: str) -> str:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise UsageError(f"{place} is not JSON: {error}") from None
+    value = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(value, str):
+        raise UsageError(f"{place} has no text in its field {field!r}: --field names another one")
+    return value
+
+
+def answer_text(line: bytes) -> str | None:
+    """The best text of a native or OpenAI record; None for a row that failed. Raises InvalidRowError for a line that
+    is no record."""
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRowError(f"it is not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise InvalidRowError("it is not a JSON object")
+    if record.get("error") is not None:
+        return None
+    text = record.get("text") if "response" not in record else _openai_text(record["response"])
+    if not isinstance(text, str):
+        raise InvalidRowError("it holds no text: give a file that dsbd generate wrote (native or openai)")
+    return text
+
+
+def _openai_text(response: object) -> object:
+    """choices[0] of a completion or of a chat completion."""
+    try:
+        choice = response["body"]["choices"][0]  # type: ignore[index]
+        return choice["message"]["content"] if "message" in choice else choice["text"]
+    except (KeyError, IndexError, TypeError):
+        return None

@@ -1,0 +1,295 @@
+"""Going on with an output file that an earlier run has left, however it ended.
+
+What is done is read from the records themselves: id, key (a hash of what the row asks for) and error. So an output file
+may be cut, sorted or filtered between two runs. What they were made with stands beside it, in FILE.dsbd-run: written
+whole before the first record, and only replaced together with the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+
+import orjson
+
+from dsbd_cli.errors import OutputError, UsageError
+from dsbd_cli.io.lines.jsonl import read_object
+from dsbd_cli.io.lines.lock import lock
+
+__all__ = [
+    "DoneRows",
+    "InputEnd",
+    "check_replaceable",
+    "cut",
+    "cut_unfinished_steps",
+    "drop_failed",
+    "read_done",
+    "read_run",
+    "read_settings",
+    "settings_file",
+    "whole_size",
+    "write_atomically",
+    "write_settings",
+]
+
+AGAIN = "name another file, or replace it with --existing overwrite"
+SETTINGS_SCHEMA = "dsbd.run/1"
+OPENAI_ID = "batch_req_"
+TAIL_BYTES = 1 << 20
+
+Settings = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class InputEnd:
+    """What is known of an input once its end was reached: its rows, and a digest of them."""
+
+    rows: int
+    digest: str
+
+
+@dataclass(slots=True)
+class DoneRows:
+    """What an output file holds. 16 bytes are kept per row, not its text."""
+
+    rows: Counter[bytes] = field(default_factory=Counter)
+    ids: set[bytes] = field(default_factory=set)
+    failed: int = 0
+    total: int = 0
+
+    def add(self, row_id: str, key: str, *, failed: bool) -> None:
+        """One record."""
+        self.rows[_digest(row_id, key)] += 1
+        self.ids.add(_digest(row_id))
+        self.failed += failed
+        self.total += 1
+
+    def take(self, row_id: str, key: str) -> bool:
+        """Whether a row of the input is done; each record counts for one row."""
+        name = _digest(row_id, key)
+        left = self.rows.get(name, 0)
+        if left == 1:
+            del self.rows[name]
+        elif left:
+            self.rows[name] = left - 1
+        return left > 0
+
+    def has_id(self, row_id: str) -> bool:
+        """Whether a record has this id."""
+        return _digest(row_id) in self.ids
+
+    @property
+    def left(self) -> int:
+        """Records that no row of the input has asked for."""
+        return sum(self.rows.values())
+
+
+def _digest(*parts: str) -> bytes:
+    return blake2b("\0".join(parts).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+# The settings beside the file
+
+
+def settings_file(output: Path) -> Path:
+    """out.jsonl.dsbd-run for out.jsonl."""
+    return output.with_name(output.name + ".dsbd-run")
+
+
+def write_settings(output: Path, settings: Settings, created: int, end: InputEnd | None = None) -> None:
+    """Whole or not at all, and on the disk before the first record is. created: Unix time of the run. end: of the whole
+    input, written once it was reached."""
+    content: Settings = {"schema": SETTINGS_SCHEMA, "created": created, "settings": settings}
+    if end is not None:
+        content |= {"rows": end.rows, "input_digest": end.digest}
+    write_atomically(settings_file(output), orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def read_settings(output: Path) -> tuple[Settings, int]:
+    """What the records in `output` were made with, and when the run began. Raises UsageError if nobody knows."""
+    settings, created, _ = read_run(output, "--existing resume")
+    return settings, created
+
+
+def read_run(output: Path, wanted_by: str, help_: str = AGAIN) -> tuple[Settings, int, InputEnd | None]:
+    """The same and the end of the whole input, None where it was not reached. wanted_by, help_: for messages."""
+    path = settings_file(output)
+    try:
+        found = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UsageError(
+            f"{wanted_by}: {path} is missing, so nobody knows what {output} was made with: {help_}"
+        ) from None
+    except (OSError, ValueError):
+        found = None
+    if isinstance(found, dict) and found.get("schema") == SETTINGS_SCHEMA:
+        settings, created = found.get("settings"), found.get("created")
+        rows, digest = found.get("rows"), found.get("input_digest")
+        if isinstance(settings, dict) and isinstance(created, int):
+            ended = InputEnd(rows, digest) if isinstance(rows, int) and isinstance(digest, str) else None
+            return settings, created, ended
+    raise UsageError(f"{wanted_by}: {path} is not what dsbd wrote: {help_}")
+
+
+def check_replaceable(path: Path) -> None:
+    """Raises OutputError where `write_atomically` could not write a file of this name."""
+    if path.exists() and not path.is_file():
+        return
+    temporary = _beside(path)
+    try:
+        temporary.open("wb").close()
+        temporary.unlink()
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _beside(path: Path) -> Path:
+    """Where the whole file is written before it is put in the place of the old one."""
+    real = Path(os.path.realpath(path))
+    return real.with_name(f".{real.name}.tmp")
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """The whole file or, whatever happens, the one before; a link stays one. What is no file (a device, a pipe) is
+    written to. Raises OutputError."""
+    if path.exists() and not path.is_file():
+        try:
+            path.write_bytes(data)
+        except OSError as error:
+            raise OutputError(f"cannot write {path}: {error.strerror}") from error
+        return
+    real, temporary = Path(os.path.realpath(path)), _beside(path)
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(real)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+
+
+# The records
+
+
+def whole_size(stream: io.FileIO) -> int:
+    """Bytes of the file up to the end of its last whole line.
+
+    A line with zero bytes is torn too: that is what a crash of the machine leaves where a block was not written.
+    """
+    end = stream.seek(0, os.SEEK_END)
+    while end:
+        start = _line_start(stream, end)
+        stream.seek(start)
+        line = stream.read(end - start)
+        if line.endswith(b"\n") and b"\0" not in line:
+            break
+        end = start
+    return end
+
+
+def cut(stream: io.FileIO, end: int) -> int:
+    """Take away what stands behind `end` and go there; returns how many bytes that were."""
+    size = stream.seek(0, os.SEEK_END)
+    if end < size:
+        stream.truncate(end)
+    stream.seek(end)
+    return size - end
+
+
+def _line_start(stream: io.FileIO, end: int) -> int:
+    """Where the line that ends at `end` begins."""
+    at = end - 1
+    while at > 0:
+        begin = max(0, at - TAIL_BYTES)
+        stream.seek(begin)
+        block = stream.read(at - begin)
+        if (found := block.rfind(b"\n")) >= 0:
+            return begin + found + 1
+        at = begin
+    return 0
+
+
+def read_done(stream: io.FileIO, path: Path, end: int) -> DoneRows:
+    """The rows in the first `end` bytes. Raises UsageError for a line that is no record with id and key."""
+    done = DoneRows()
+    for number, line in _lines(stream, end):
+        row_id, key, failed = _identity(line, path, number)
+        done.add(row_id, key, failed=failed)
+    return done
+
+
+def _lines(stream: io.FileIO, end: int) -> Iterator[tuple[int, bytes]]:
+    stream.seek(0)
+    with os.fdopen(os.dup(stream.fileno()), "rb", TAIL_BYTES) as reader:
+        for number, line in enumerate(reader, start=1):
+            end -= len(line)
+            if end < 0:
+                return
+            yield number, line
+
+
+def _identity(line: bytes, path: Path, number: int) -> tuple[str, str, bool]:
+    """id, key and whether the row failed, of a native record or a line of an OpenAI batch output."""
+    if (record := read_object(line)) is not None:
+        openai = "custom_id" in record
+        row_id = record.get("custom_id" if openai else "id")
+        key = record.get("id" if openai else "key")
+        if isinstance(row_id, str) and isinstance(key, str):
+            return row_id, key.removeprefix(OPENAI_ID), record.get("error") is not None
+    raise UsageError(
+        f"--existing resume: line {number} of {path} is no record of dsbd: take it out, or use --existing overwrite"
+    )
+
+
+def drop_failed(stream: io.FileIO, path: Path) -> tuple[io.FileIO, int]:
+    """Put a file without the failed records in the place of this one, in one step; the lock goes over to it.
+
+    Returns the new stream and how many records went. Nothing is written where none has failed.
+    """
+    end = stream.seek(0, os.SEEK_END)
+    bad = {number for number, line in _lines(stream, end) if _identity(line, path, number)[2]}
+    if not bad:
+        return stream, 0
+    place = path.resolve()
+    temporary = place.with_name(f".{place.name}.tmp")
+    try:
+        fresh = io.FileIO(temporary, "wb+")
+        lock(fresh, temporary)
+        out = io.BufferedWriter(fresh, TAIL_BYTES)
+        for number, line in _lines(stream, end):
+            if number not in bad:
+                out.write(line)
+        out.detach()  # flushes
+        os.fsync(fresh.fileno())
+        shutil.copymode(place, temporary)
+        temporary.replace(place)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OutputError(f"cannot write {temporary}: {error.strerror}") from error
+    stream.close()
+    fresh.seek(0, os.SEEK_END)
+    return fresh, len(bad)
+
+
+def cut_unfinished_steps(stream: io.FileIO, done: DoneRows) -> int:
+    """Take the last lines of a --stats file away whose row has no record; they will be written again."""
+    end = whole_size(stream)
+    while end:
+        start = _line_start(stream, end)
+        stream.seek(start)
+        row_id = (read_object(stream.read(end - start)) or {}).get("id")
+        if isinstance(row_id, str) and done.has_id(row_id):
+            break
+        end = start
+    return cut(stream, end)

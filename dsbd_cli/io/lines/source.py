@@ -1,0 +1,182 @@
+"""Lines from a file or a pipe, read ahead by a thread that never holds more than a bounded part of them."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, Self
+
+from dsbd_cli.errors import DsbdError
+from dsbd_cli.io.lines.jsonl import NumberedLine, read_blocks
+from dsbd_cli.io.records.row import MAX_LINE_BYTES, LongLine
+
+__all__ = ["LineSource"]
+
+MAX_HELD_LINES = 4096
+MAX_HELD_BYTES = 8 << 20
+WAIT_S = 0.02
+BUSY_S = 0.005
+
+
+class LineSource:
+    """Iterates over (line number, line), and None when nothing has come within about 20 ms.
+
+        with LineSource(stream, "prompts.jsonl") as source:
+            for item in source:  # tuple[int, bytes | LongLine] | None
+
+    The line goes as it is to RowReader.read or read_text. A read error ends the iteration like the end of the file,
+    so that what was read can still be answered; then `check()`, or leaving the `with` block without an exception,
+    raises it as a DsbdError.
+
+    Held are 4096 lines or 8 MiB, whatever comes first, and one block (or one long line) more.
+    """
+
+    def __init__(self, stream: BinaryIO, name: str, *, limit: int = MAX_LINE_BYTES) -> None:
+        """stream: borrowed, not closed; see `open_input`. name: for messages. limit: bytes of a line, see
+        `read_lines`."""
+        self._name, self._limit = name, limit
+        self._changed = threading.Condition()
+        self._blocks: deque[list[NumberedLine]] = deque()
+        self._held_lines = self._held_bytes = 0
+        self._ended = self._closed = False
+        self._error: DsbdError | None = None
+        self._stream = _Stoppable(stream)
+        # A daemon, because a read from a stream that cannot be waited for may never return.
+        self._thread = threading.Thread(target=self._read, name="dsbd-input", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[NumberedLine | None]:
+        left = None  # when the consumer went away with a None
+        while True:
+            # One that computed meanwhile is not kept waiting; one that comes back at once has nothing else to do.
+            busy = left is not None and time.monotonic() - left > BUSY_S
+            lines = self._take(0.0 if busy else WAIT_S)
+            if lines:
+                left = None
+                yield from lines
+            elif lines is None:
+                return
+            else:
+                left = time.monotonic()
+                yield None
+
+    def _take(self, wait_s: float) -> list[NumberedLine] | None:
+        """The next lines; none if nothing has come in time, None at the end."""
+        with self._changed:
+            if not self._blocks and not self._ended and wait_s:
+                self._changed.wait_for(lambda: self._blocks or self._ended, wait_s)
+            if self._blocks:
+                lines = self._blocks.popleft()
+                self._held_lines -= len(lines)
+                self._held_bytes -= _size(lines)
+                self._changed.notify_all()
+                return lines
+            return None if self._ended else []
+
+    def _read(self) -> None:
+        """What the thread does."""
+        number = 0
+        try:
+            for lines in read_blocks(self._stream, limit=self._limit):
+                number = lines[-1][0]
+                if not self._offer(lines):
+                    break
+        except (OSError, ValueError) as error:  # ValueError: the stream was closed
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            self._error = DsbdError(f"cannot read {self._name} behind line {number}: {reason}")
+        except MemoryError:
+            self._error = DsbdError(f"cannot read {self._name} behind line {number}: out of memory")
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _offer(self, lines: list[NumberedLine]) -> bool:
+        """Wait for room; False when nobody wants more."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or (self._held_lines < MAX_HELD_LINES and self._held_bytes < MAX_HELD_BYTES)
+            )
+            if self._closed:
+                return False
+            self._blocks.append(lines)
+            self._held_lines += len(lines)
+            self._held_bytes += _size(lines)
+            self._changed.notify_all()
+            return True
+
+    def check(self) -> None:
+        """Raise what ended the reading early, if anything did."""
+        if self._error is not None and not self._closed:
+            raise self._error
+
+    def close(self) -> None:
+        """Stop the thread. May be called twice."""
+        with self._changed:
+            self._closed = self._ended = True
+            self._blocks.clear()
+            self._changed.notify_all()
+        self._stream.stop()
+        self._thread.join(timeout=WAIT_S if self._stream.may_block else None)
+        if not self._thread.is_alive():
+            self._stream.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.check()
+        finally:
+            self.close()
+
+
+def _size(lines: list[NumberedLine]) -> int:
+    return sum([len(line.head) if isinstance(line, LongLine) else len(line) for _, line in lines])
+
+
+class _Stoppable:
+    """A stream whose reading can be stopped while nothing comes: it is waited for, together with a pipe of our own.
+
+    A thread that sat inside a read of standard input would hold its lock, and Python could not end.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        read1 = getattr(stream, "read1", None)
+        self._read1: Callable[[int], bytes] = stream.read if read1 is None else read1
+        self._poll: select.poll | None = None
+        self._pipe: tuple[int, int] | None = None
+        plain = isinstance(getattr(stream, "raw", stream), io.FileIO)
+        self.may_block = not plain and not isinstance(stream, io.BytesIO)
+        if plain and not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            self._pipe = os.pipe()
+            self._poll = select.poll()
+            self._poll.register(self._pipe[0], select.POLLIN)
+            self._poll.register(stream.fileno(), select.POLLIN)
+
+    def read1(self, size: int, /) -> bytes:
+        """As the stream's; b"" once it is stopped."""
+        if self._poll is not None and self._pipe is not None:
+            ready = self._poll.poll()
+            if any(fd == self._pipe[0] for fd, _ in ready):
+                return b""
+        return self._read1(size)
+
+    def stop(self) -> None:
+        """Wake up who waits."""
+        if self._pipe is not None:
+            os.write(self._pipe[1], b".")
+
+    def release(self) -> None:
+        """Close the pipe. Only when nobody reads any more."""
+        if self._pipe is not None:
+            for end in self._pipe:
+                os.close(end)
+            self._pipe = None

@@ -1,0 +1,1 @@
+"""Records: a line to a row, a result to a record."""

@@ -1,0 +1,121 @@
+"""Fields of a row by type. An error names the field and its value."""
+
+from __future__ import annotations
+
+from dsbd_cli.config.grammars import Grammar
+from dsbd_cli.errors import InvalidRowError, shorten
+from dsbd_cli.io.records.row import Fields
+
+__all__ = ["boolean", "integer", "messages", "number", "response_format", "strings", "text"]
+
+LARGEST_INTEGER = 2**63 - 1
+
+
+def number(row: Fields, name: str, default: float) -> float:
+    """A JSON number that is not a boolean."""
+    value = row.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRowError(f"{name} is {shorten(value)}, but must be a number")
+    return float(value)
+
+
+def integer(row: Fields, name: str, default: int) -> int:
+    """A JSON integer that fits 64 bits with sign."""
+    value = row.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRowError(f"{name} is {shorten(value)}, but must be an integer")
+    if value > LARGEST_INTEGER:
+        raise InvalidRowError(f"{name} is {value}, but must be at most 2**63 - 1")
+    return value
+
+
+def boolean(row: Fields, name: str, default: bool) -> bool:
+    """true or false."""
+    value = row.get(name, default)
+    if not isinstance(value, bool):
+        raise InvalidRowError(f"{name} is {shorten(value)}, but must be true or false")
+    return value
+
+
+def strings(row: Fields, name: str, default: tuple[str, ...]) -> tuple[str, ...]:
+    """A non-empty string, or a list of them."""
+    value = row.get(name, default)
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
+        raise InvalidRowError(f"{name} is {shorten(value)}, but must be a non-empty string or a list of them")
+    return tuple(items)
+
+
+def text(row: Fields, name: str) -> str:
+    """A non-empty string."""
+    value = row[name]
+    if not isinstance(value, str) or not value:
+        raise InvalidRowError(f"{name} is {shorten(value)}, but must be a non-empty string")
+    return value
+
+
+def messages(value: object) -> tuple[dict[str, str], ...]:
+    """A chat: objects with role and content, the content a string or a list of parts of type text."""
+    if not isinstance(value, list) or not value:
+        raise InvalidRowError(f"messages is {shorten(value)}, but must be a non-empty list of objects")
+    return tuple([_message(message, f"messages[{place}]") for place, message in enumerate(value)])
+
+
+def response_format(value: object) -> Grammar | None:
+    """The response_format of an OpenAI request: text, json_object, or json_schema with a schema."""
+    kinds = "text, json_object or json_schema"
+    if not isinstance(value, dict):
+        raise InvalidRowError(f"response_format is {shorten(value)}, but must be an object with type {kinds}")
+    kind = value.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise InvalidRowError(f"response_format.type is {shorten(kind)}, but must be {kinds}")
+    known = ("type", "json_schema") if kind == "json_schema" else ("type",)
+    _only(value, known, "response_format")
+    if kind != "json_schema":
+        return Grammar.json_object() if kind == "json_object" else None
+    inner = value.get("json_schema")
+    if not isinstance(inner, dict):
+        raise InvalidRowError(
+            f"response_format.json_schema is {shorten(inner)}, but must be an object with name and schema"
+        )
+    _only(inner, ("name", "description", "schema", "strict"), "response_format.json_schema")
+    if not isinstance(inner.get("strict"), bool | None):
+        raise InvalidRowError(
+            f"response_format.json_schema.strict is {shorten(inner['strict'])}, but must be true or false"
+        )
+    schema = inner.get("schema")
+    if not isinstance(schema, dict):
+        raise InvalidRowError(f"response_format.json_schema.schema is {shorten(schema)}, but must be an object")
+    return Grammar.json_schema(schema)
+
+
+def _only(value: dict[str, object], known: tuple[str, ...], where: str) -> None:
+    """A field that is not known might change the text."""
+    for name, one in value.items():
+        if name not in known and one is not None:
+            raise InvalidRowError(f"{where}.{shorten(name)} is {shorten(one)}, but only {', '.join(known)} are used")
+
+
+def _message(message: object, where: str) -> dict[str, str]:
+    if not isinstance(message, dict) or "role" not in message or "content" not in message:
+        raise InvalidRowError(f"{where} is {shorten(message)}, but must be an object with role and content")
+    for name, value in message.items():
+        # a null, as clients send it for tool_calls and refusal, says nothing
+        if name not in ("role", "content") and value is not None:
+            raise InvalidRowError(f"{where}.{shorten(name)} is {shorten(value)}, but only role and content are used")
+    role, content = message["role"], message["content"]
+    if not isinstance(role, str) or not role:
+        raise InvalidRowError(f"{where}.role is {shorten(role)}, but must be a non-empty string")
+    if isinstance(content, list):
+        content = "".join([_part(part, f"{where}.content[{place}]") for place, part in enumerate(content)])
+    if not isinstance(content, str):
+        raise InvalidRowError(f"{where}.content is {shorten(content)}, but must be a string or a list of text parts")
+    return {"role": role, "content": content}
+
+
+def _part(part: object, where: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise InvalidRowError(f"{where} is {shorten(part)}, but only parts of type text with a text are accepted")
+    value = part["text"]
+    assert isinstance(value, str)
+    return value

@@ -1,0 +1,142 @@
+"""The records of dsbd: dsbd.output/1, one per input row, and dsbd.step/1, one per iteration. And plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from dsbd_cli.io.records.output import MethodRecord, dump_line, row_error
+from dsbd_cli.io.records.row import Fields, Row
+from dsbd_cli.requests import Hypothesis, RequestResult
+from dsbd_cli.stats import DrafterStats, RequestStats, StepStats
+
+__all__ = ["drafter_fields", "native_record", "step_records", "text_record"]
+
+OUTPUT_SCHEMA = "dsbd.output/1"
+STEP_SCHEMA = "dsbd.step/1"
+
+
+def native_record(row: Row, result: RequestResult | None, method: MethodRecord) -> bytes:
+    """The dsbd.output/1 record of a row: its best text first, then its n best; or its error.
+
+    result: the engine's answer; None for a row with an error of its own.
+    """
+    record: Fields = {"schema": OUTPUT_SCHEMA, "index": row.index, "id": row.id}
+    if row.metadata is not None:
+        record["metadata"] = row.metadata
+    record["key"] = row.key
+    error = row_error(row, result)
+    if error is not None or result is None:
+        record["error"] = {"type": type(error).__name__, "message": str(error), "line": row.number}
+        return dump_line(record)
+    beams = [_beam(beam) for beam in result.hypotheses]
+    record.update({name: value for name, value in beams[0].items() if name not in _OF_TOKENS})
+    record["beams"] = beams
+    record["usage"] = usage(result)
+    record["seed"] = result.request.seed
+    record["exactness"] = method.exactness or method.method.exactness
+    if result.language is not None:
+        record["language"] = result.language
+    if result.token_rules:
+        record["token_rules"] = result.token_rules
+    record["method"] = method.encoded
+    record["stats"] = _stats(result.stats)
+    return dump_line(record)
+
+
+def text_record(row: Row, result: RequestResult | None, method: MethodRecord) -> bytes:
+    """The best text on one line, escaped as inside a JSON string; an empty line for a row that failed."""
+    if row_error(row, result) is not None or result is None:
+        return b""
+    return dump_line(result.hypotheses[0].text)[1:-1]
+
+
+def step_records(steps: list[StepStats]) -> Iterator[bytes]:
+    """One record per iteration of a request."""
+    for step in steps:
+        record: Fields = {"schema": STEP_SCHEMA}
+        record.update((name, getattr(step, name)) for name in _STEP_FIELDS)
+        record["layers"] = [
+            {name: getattr(layer, name) for name in _LAYER_FIELDS} | drafter_fields(layer.drafters)
+            for layer in step.layers
+        ]
+        yield dump_line({**record, **_seconds(step)})
+
+
+_OF_TOKENS = ("token_ids", "token_logprobs", "top_logprobs")  # long, so they stand in the beams alone
+_STEP_FIELDS = ("id", "iteration", "passed_layers", "steps", "nodes", "kv_slots", "trunk")
+_LAYER_FIELDS = ("layer", "drafted", "live_parents", "width", "accepted", "passed")
+
+
+def usage(result: RequestResult) -> Fields:
+    """Tokens in and out, of all texts returned."""
+    completion = sum([beam.num_tokens for beam in result.hypotheses])
+    counts: Fields = {
+        "prompt_tokens": result.prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": result.prompt_tokens + completion,
+    }
+    if result.source_tokens is not None:
+        counts["source_tokens"] = result.source_tokens
+    if result.truncated_tokens:
+        counts["truncated_tokens"] = result.truncated_tokens
+    return counts
+
+
+def _beam(beam: Hypothesis) -> Fields:
+    fields: Fields = {
+        "text": beam.text,
+        **({} if beam.answer_id is None else {"answer_id": beam.answer_id}),
+        "finish_reason": beam.finish_reason,
+        "logprob": beam.logprob,
+        "score": beam.score,
+        "num_tokens": beam.num_tokens,
+        **({} if beam.valid is None else {"valid": beam.valid}),
+    }
+    if beam.segments is not None:
+        fields["segments"] = [{"start": part.start, "end": part.end, "text": part.text} for part in beam.segments]
+    if beam.tokens is not None:
+        fields["token_ids"] = beam.token_ids
+        fields["token_logprobs"] = [token.logprob for token in beam.tokens]
+        if any(token.top for token in beam.tokens):
+            fields["top_logprobs"] = [[[other, value] for other, _, value in token.top] for token in beam.tokens]
+    return fields
+
+
+def _stats(stats: RequestStats) -> Fields:
+    rate = stats.acceptance_rate
+    return {
+        "target_calls": stats.target_calls,
+        "draft_calls": stats.draft_calls,
+        "steps": stats.steps,
+        "steps_per_call": round(stats.steps_per_call, 6),
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance_rate": rate if rate is None else round(rate, 6),
+        **drafter_fields(stats.drafters),
+        "mean_width": round(stats.mean_width, 6),
+        "kv_peak_slots": stats.kv_peak_slots,
+        "prompt_tokens_reused": stats.prompt_tokens_reused,
+        **_seconds(stats),
+        "total_s": round(stats.total_s, 6),
+    }
+
+
+def drafter_fields(drafters: Mapping[str, DrafterStats]) -> Fields:
+    """Acceptance by drafter, where there are two."""
+    found: Fields = {}
+    for name, part in drafters.items():
+        rate = part.acceptance_rate
+        found[name] = {
+            "drafted": part.drafted,
+            "accepted": part.accepted,
+            "acceptance_rate": rate if rate is None else round(rate, 6),
+        }
+    return {"drafters": found} if found else {}
+
+
+def _seconds(stats: RequestStats | StepStats) -> Fields:
+    return {
+        "draft_s": round(stats.draft_s, 6),
+        "target_s": round(stats.target_s, 6),
+        "verify_s": round(stats.verify_s, 6),
+    }

@@ -1,0 +1,152 @@
+"""What every form of output shares: the names of the run, which rows failed, and JSON that stays on its line."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import orjson
+
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.model import Quantize
+from dsbd_cli.config.variant import Exactness
+from dsbd_cli.config.variants import MIN_WIDTH, RULES, WIDTH_THRESHOLD
+from dsbd_cli.errors import NumericalError, RowError, shorten
+from dsbd_cli.io.records.reader import WARP_FIELDS, RowReader
+from dsbd_cli.io.records.row import Fields, Row
+from dsbd_cli.requests import RequestResult
+
+__all__ = ["MethodRecord", "dump_line", "fingerprint_difference", "row_error", "run_fingerprint"]
+
+
+@dataclass(frozen=True, slots=True)
+class MethodRecord:
+    """What is the same in every output record of a run: the method and the names of the models."""
+
+    method: MethodConfig
+    target: str
+    draft: str | None
+    created: int = 0  # Unix time at which the run began, in seconds; the same when it is resumed
+    quantize: Quantize | None = None
+    exactness: Exactness | None = None  # of this run, once the target is loaded; None: the method's
+    threads: int | None = None  # of the processor, once the target is loaded; another run may go on with others
+    encoded: orjson.Fragment = field(init=False, repr=False, compare=False)  # fields() and threads, as JSON
+    fingerprint: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # a folder's name may hold bytes that are no UTF-8
+        object.__setattr__(self, "target", _unicode(self.target))
+        object.__setattr__(self, "draft", None if self.draft is None else _unicode(self.draft))
+        encoded = orjson.dumps({**self.fields(), "threads": self.threads})
+        object.__setattr__(self, "encoded", orjson.Fragment(encoded))
+        object.__setattr__(self, "fingerprint", f"fp_{hashlib.blake2b(encoded, digest_size=5).hexdigest()}")
+
+    def fields(self) -> Fields:
+        """The `method` object of a record, but its threads; what does not act in this run is null."""
+        method = self.method
+        drafted = method.depth > 0
+        dynamic = drafted and method.dynamic
+        return {
+            "rule": method.rule,
+            "num_beams": method.num_beams,
+            "drafts_per_layer": method.drafts_per_layer if drafted else None,
+            "depth": "auto" if method.adaptive_depth else method.depth,
+            "width": method.width,
+            "width_threshold": method.value(WIDTH_THRESHOLD) if dynamic else None,
+            "min_width": method.value(MIN_WIDTH) if dynamic else None,
+            "warp_scope": method.warp_scope,
+            "memory_saving": method.memory_saving,
+            "drafter": method.drafter if drafted else None,
+            **self._settings(),
+            "target": self.target,
+            "draft": self.draft,
+            "quantize": self.quantize,
+        }
+
+    def _settings(self) -> Fields:
+        """The settings of drafters and rule, where they have any; null where another setting keeps one from acting."""
+        method, values = self.method, self.method.settled
+        variants = (*method.drafters, RULES[method.rule])
+        names = [one.field for variant in variants for one in variant.settings]
+        return {name: _plain(values[name]) for name in names}
+
+
+def _plain(value: object) -> object:
+    return _unicode(value) if isinstance(value, str) else value
+
+
+def _unicode(name: str) -> str:
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def row_error(row: Row, result: RequestResult | None) -> RowError | None:
+    """Why a row has no answer, or None. A score that is not a finite number is an error: NaN is never written."""
+    if row.error is not None:
+        return row.error
+    assert result is not None, "a row without an error has a result"
+    if result.error is not None:
+        return type(result.error)(f"line {row.number}: {result.error}")
+    for beam in result.hypotheses:
+        if not (math.isfinite(beam.logprob) and math.isfinite(beam.score)):
+            return NumericalError(
+                f"line {row.number}: logprob is {beam.logprob} and score is {beam.score}: not finite numbers"
+            )
+    return None
+
+
+# Control characters that JSON lets stand: DEL, C1 (0x9b begins a terminal sequence) and the Unicode line ends.
+_CONTROLS = re.compile(rb"\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8\xa9]")
+
+
+def dump_line(record: object) -> bytes:
+    """JSON without any raw control character or line end, so that no text can write outside its record."""
+    line = orjson.dumps(record)
+    if b"\x7f" in line or not (line.isascii() or (b"\xc2" not in line and b"\xe2\x80" not in line)):
+        line = _CONTROLS.sub(_escaped, line)
+    return line
+
+
+def _escaped(found: re.Match[bytes]) -> bytes:
+    return b"\\u%04x" % ord(found[0].decode())
+
+
+def run_fingerprint(method: MethodRecord, rows: RowReader, **others: str | int | float | bool | None) -> Fields:
+    """Settings that a row's result depends on besides the row itself, as plain JSON values in a fixed order.
+
+    What does not act is null (the seed and the warps under rule search). Batch size and devices are left out, since
+    they change no result. others: further settings of the run that matter, such as dtype and on_too_long.
+    """
+    searching = not RULES[rows.rule].samples
+    settings = method.fields()
+    for name in rows.sampling.__dataclass_fields__:
+        value = getattr(rows.sampling, name)
+        idle = searching and name in WARP_FIELDS
+        settings[name] = None if idle else list(value) if isinstance(value, tuple) else value
+    settings["seed"] = None if searching else rows.seed
+    settings.update(others)
+    return settings
+
+
+def fingerprint_difference(
+    old: Mapping[str, object], new: Mapping[str, object], typed: Mapping[str, str] | None = None
+) -> str | None:
+    """`temperature was 0.7 and is 1.0, seed was 0 and is 3`, or None where nothing differs. typed: what a setting is
+    called where it is typed."""
+    told = []
+    for name in dict.fromkeys([*new, *old]):
+        before, now = old.get(name), new.get(name)
+        if before != now or isinstance(before, bool) is not isinstance(now, bool):
+            shown = (typed or {}).get(name, _shown(name))
+            told.append(f"{shown} was {_value(before)} and is {_value(now)}")
+    return ", ".join(told) or None
+
+
+def _value(value: object) -> str:
+    return "not set" if value is None else shorten(value)
+
+
+def _shown(name: str) -> str:
+    return name if name.isidentifier() else shorten(name)

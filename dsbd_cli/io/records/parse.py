@@ -1,0 +1,106 @@
+"""One line of JSON to a dict, strictly: no duplicate keys, no number that changes on the way, no deep nesting."""
+
+from __future__ import annotations
+
+import json
+
+import orjson
+
+from dsbd_cli.errors import MAX_SHOWN, InvalidRowError, shorten
+from dsbd_cli.io.records.row import Fields
+
+__all__ = ["parse_object"]
+
+MAX_DEPTH = 64
+LARGEST_EXACT = 2.0**63
+
+
+def parse_object(line: bytes) -> Fields:
+    """The JSON object on this line. Raises InvalidRowError with a one-line message."""
+    try:
+        row: object = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRowError(_not_json(line, error)) from None
+    if not isinstance(row, dict):
+        raise InvalidRowError(f"not a JSON object: {_shown(line)}")
+    names, colons, large = _survey(row)
+    # Colons of the line are those behind names and those in strings. A name that stands twice is counted once in the
+    # dict, so its second colon is left over. An escaped colon is not seen in the line: then, too, the slow way decides.
+    if line.count(b":") != names + colons or large or b"\\u003a" in line or b"\\u003A" in line:
+        _check_slowly(line)
+    return row
+
+
+def _survey(row: Fields) -> tuple[int, int, bool]:
+    """Names in all dicts, colons in all strings, and whether a float is so large that it may have been an integer."""
+    names = colons = 0
+    large = False
+    level: list[object] = [row]
+    for _ in range(MAX_DEPTH):
+        below: list[object] = []
+        for value in level:
+            if isinstance(value, str):
+                colons += value.count(":")
+            elif isinstance(value, dict):
+                names += len(value)
+                for name in value:
+                    if ":" in name:
+                        colons += name.count(":")
+                below += value.values()
+            elif isinstance(value, list):
+                below += value
+            elif isinstance(value, float) and abs(value) >= LARGEST_EXACT:
+                large = True
+        if not below:
+            return names, colons, large
+        level = below
+    raise InvalidRowError(f"nested deeper than {MAX_DEPTH} levels: flatten it")
+
+
+def _check_slowly(line: bytes) -> None:
+    """Look at every name and number as it is written."""
+    try:
+        json.loads(line, object_pairs_hook=_distinct, parse_int=_exact, parse_float=_ignore)
+    except RecursionError:
+        raise InvalidRowError(f"nested deeper than {MAX_DEPTH} levels: flatten it") from None
+
+
+def _distinct(pairs: list[tuple[str, object]]) -> None:
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise InvalidRowError(f"duplicate field {shorten(name)}: drop one")
+        seen.add(name)
+
+
+def _exact(digits: str) -> int:
+    """Integers outside 64 bits would come back as rounded floats."""
+    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**64:
+        raise InvalidRowError(f"{_cut(digits)} is an integer of more than 64 bits: write it as a string")
+    return 0
+
+
+def _ignore(_: str) -> float:
+    return 0.0
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
+
+
+def _not_json(line: bytes, error: orjson.JSONDecodeError) -> str:
+    try:
+        line.decode()
+    except UnicodeDecodeError as bad:
+        return f"not UTF-8: byte 0x{line[bad.start]:02x} at byte {bad.start + 1}: {_shown(line)}"
+    reason = error.msg
+    if "depth" in reason or "memory" in reason:
+        reason = "nested too deep"
+    elif "surrogate" in reason:
+        reason = "half of a surrogate pair"
+    hint = "" if line.lstrip()[:1] in b'{["' else "; lines of plain text need --input-format text"
+    return f"not valid JSON: {reason} at character {error.pos + 1}: {_shown(line)}{hint}"
+
+
+def _shown(line: bytes) -> str:
+    return shorten(line[: 4 * MAX_SHOWN].decode("utf-8", "replace"))

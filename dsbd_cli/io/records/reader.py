@@ -1,0 +1,287 @@
+"""Lines to rows. Whatever stands in a line, the answer is a Row; nothing in a line raises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import orjson
+
+from dsbd_cli.config.grammars import Grammar
+from dsbd_cli.config.method import check_request
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.config.token_rules import written_rules
+from dsbd_cli.config.variants import RULES
+from dsbd_cli.errors import InvalidRowError, UsageError, shorten
+from dsbd_cli.io.records.fields import boolean, integer, messages, number, response_format, strings, text
+from dsbd_cli.io.records.forms import ParsedRow, as_written, parsed_row
+from dsbd_cli.io.records.parse import parse_object
+from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, Form, LongLine, Row, content_key
+from dsbd_cli.requests import Request, check_ends, check_seed, derive_seed
+
+__all__ = ["RowReader"]
+
+WARP_FIELDS = {"temperature": None, "top_k": 0, "top_p": 1, "min_p": 0}  # with the value that draws nothing
+SAMPLING_FIELDS = frozenset(SamplingConfig.__dataclass_fields__)
+
+# Values that are numbers but would break a batch rather than a row.
+MAX_NEW_TOKENS = 1 << 20
+MAX_TOP_K = (1 << 31) - 1
+MAX_TEMPERATURE = 1e6
+MAX_STOPS, MAX_STOP_BYTES = 16, 256
+MAX_WARNED = 100
+MAX_KNOWN_GRAMMARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RowReader:
+    """Turns input lines into rows; holds what a row inherits from the run, which is checked. Raises UsageError.
+
+    Attributes:
+        sampling: options of rows that do not set their own.
+        seed: of the run; with a row's id it makes the row's seed.
+        rule: the run's rule; under `search` a row must not ask for sampling.
+        num_beams: of the run; the most `n` that a row may ask for.
+        grammar: of rows that do not bring a response_format.
+        strict: an unknown field is the row's error instead of a warning.
+        chat: a prompt becomes the one message of a user, for the target's chat template.
+    """
+
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    seed: int = 0
+    rule: str = "coupled"
+    num_beams: int = 4
+    strict: bool = False
+    grammar: Grammar | None = None
+    chat: bool = False
+    _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    _known: dict[bytes, SamplingConfig] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _checked_grammars: set[Grammar] = field(default_factory=set, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        check_request(self.sampling, self.rule, self.num_beams)
+        check_ends(self.sampling, self.grammar)
+
+    def read(self, line: bytes | LongLine, *, index: int, number: int) -> Row:
+        """The row of a line of JSON, flat or in an OpenAI batch envelope.
+
+        index: of the row, from 0. number: of the line, from 1. What is in the line never raises.
+        """
+        form: Form = "flat"
+        row_id = str(index)
+        raw: Fields = {}
+        metadata: object | None = None
+        warnings: tuple[str, ...] = ()
+        try:
+            raw = parse_object(_held(line))
+            row_id = _row_id(raw, row_id)
+            parsed = parsed_row(raw)
+            form, metadata = parsed.form, parsed.fields.get("metadata")
+            warnings = self._warnings(parsed, number)
+            request = self._request(parsed.fields, row_id)
+        except (InvalidRowError, UsageError) as error:
+            told = InvalidRowError(f"line {number}: {as_written(str(error), raw)}")
+            return Row(index, number, row_id, None, told, form, metadata, _raw_key(row_id, line), warnings)
+        parsed.fields["id"] = row_id
+        if "response_format" in parsed.fields:  # the order of a schema's properties is that of the answer's
+            parsed.fields["response_format"] = orjson.dumps(parsed.fields["response_format"]).decode()
+        key = content_key(orjson.dumps(parsed.fields, option=orjson.OPT_SORT_KEYS))
+        return Row(index, number, row_id, request, None, form, metadata, key, warnings)
+
+    def read_text(self, line: bytes | LongLine, *, index: int, number: int) -> Row:
+        """The row of a line of plain text, which is the prompt."""
+        row_id = str(index)
+        key = _raw_key(row_id, line)
+        try:
+            prompt = _decoded(_held(line))
+        except InvalidRowError as error:
+            told = InvalidRowError(f"line {number}: {error}")
+            return Row(index, number, row_id, None, told, "text", None, key)
+        seed = derive_seed(self.seed, row_id)
+        asked, chat = self._asked(prompt, None)
+        request = Request(
+            id=row_id, seed=seed, prompt=asked, messages=chat, sampling=self.sampling, grammar=self.grammar
+        )
+        return Row(index, number, row_id, request, None, "text", None, key)
+
+    def _warnings(self, parsed: ParsedRow, number: int) -> tuple[str, ...]:
+        """What is unknown in this row and was not yet told. Raises InvalidRowError under `strict`."""
+        if not parsed.unused:
+            return ()
+        if self.strict:
+            raise InvalidRowError(parsed.explain(*parsed.unused[0]))
+        told = []
+        for name, value in parsed.unused:
+            if len(self._warned) > MAX_WARNED:
+                break
+            if name not in self._warned:
+                full = len(self._warned) == MAX_WARNED
+                self._warned.add(name)
+                told.append(
+                    "more unknown fields: not named any more" if full else f"{parsed.explain(name, value)}; not used"
+                )
+        return tuple([f"line {number}: {message}" for message in told])
+
+    def _request(self, row: Fields, row_id: str) -> Request:
+        given = [name for name in ("prompt", "messages", "audio") if name in row]
+        if len(given) > 1:
+            raise InvalidRowError(f"{given[0]} and {given[1]} are both given: give one of them")
+        if not given:
+            raise InvalidRowError("neither prompt nor messages is given")
+        audio = text(row, "audio") if "audio" in row else None
+        prompt, chat = self._asked(
+            text(row, "prompt") if "prompt" in row else None, messages(row["messages"]) if "messages" in row else None
+        )
+        seed = integer(row, "seed", 0) if "seed" in row else derive_seed(self.seed, row_id)
+        return Request(
+            id=row_id,
+            seed=seed,
+            prompt=prompt,
+            messages=chat,
+            audio=audio,
+            sampling=self._sampling(row),
+            allow=_allow(row["allow"]) if "allow" in row else None,
+            grammar=self._grammar(row),
+        )
+
+    def _asked(
+        self, prompt: str | None, chat: tuple[dict[str, str], ...] | None
+    ) -> tuple[str | None, tuple[dict[str, str], ...] | None]:
+        """Prompt and messages as the run wants them."""
+        if not self.chat or prompt is None:
+            return prompt, chat
+        return None, ({"role": "user", "content": prompt},)
+
+    def _grammar(self, row: Fields) -> Grammar | None:
+        if "response_format" not in row:
+            return self.grammar
+        grammar = response_format(row["response_format"])
+        if grammar is not None and grammar not in self._checked_grammars:
+            try:
+                grammar.source()
+            except UsageError as error:
+                raise InvalidRowError(f"response_format.json_schema.schema cannot be used: {error}") from None
+            if len(self._checked_grammars) >= MAX_KNOWN_GRAMMARS:
+                self._checked_grammars.clear()
+            self._checked_grammars.add(grammar)
+        return grammar
+
+    def _sampling(self, row: Fields) -> SamplingConfig:
+        own = {name: value for name, value in row.items() if name in SAMPLING_FIELDS}
+        if not own:
+            return self.sampling
+        # most rows of a file ask for the same; JSON, since a dict holds 1 and true to be equal
+        written = orjson.dumps(own)
+        known = self._known.get(written)
+        if known is None:
+            known = self._checked(own)
+            self._known.clear()
+            self._known[written] = known
+        return known
+
+    def _checked(self, row: Fields) -> SamplingConfig:
+        run = self.sampling
+        if not RULES[self.rule].samples:
+            row = _without_warps(row)
+        sampling = SamplingConfig(
+            temperature=number(row, "temperature", run.temperature),
+            top_k=integer(row, "top_k", run.top_k),
+            top_p=number(row, "top_p", run.top_p),
+            min_p=number(row, "min_p", run.min_p),
+            max_new_tokens=integer(row, "max_new_tokens", run.max_new_tokens),
+            stop=strings(row, "stop", run.stop),
+            length_penalty=number(row, "length_penalty", run.length_penalty),
+            early_stopping=boolean(row, "early_stopping", run.early_stopping),
+            n_best=integer(row, "n_best", run.n_best),
+            token_logprobs=boolean(row, "token_logprobs", run.token_logprobs),
+            top_logprobs=integer(row, "top_logprobs", run.top_logprobs),
+            source_lang=text(row, "source_lang") if "source_lang" in row else run.source_lang,
+            target_lang=text(row, "target_lang") if "target_lang" in row else run.target_lang,
+            prefix=text(row, "prefix") if "prefix" in row else run.prefix,
+            token_rules=_rules(row["token_rules"]) if "token_rules" in row else run.token_rules,
+        )
+        check_request(sampling, self.rule, self.num_beams)
+        _check_limits(row, sampling)
+        return sampling
+
+
+def _rules(value: object) -> str:
+    """Rules of tokens: an object of names and values, or as --set token-rules has them."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict):
+        raise InvalidRowError(f"token_rules is {shorten(value)}, but must be an object or a string")
+    return written_rules(value)
+
+
+def _allow(value: object) -> str | tuple[str, ...]:
+    """The name of a catalogue, or a list of answers."""
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
+        raise InvalidRowError(f"allow is {shorten(value)}, but must be a catalogue's name or a list of answers")
+    return tuple(value)
+
+
+def _check_limits(row: Fields, sampling: SamplingConfig) -> None:
+    """Only of what the row itself asks for."""
+    for name, value, limit in (
+        ("max_new_tokens", sampling.max_new_tokens, MAX_NEW_TOKENS),
+        ("top_k", sampling.top_k, MAX_TOP_K),
+        ("temperature", sampling.temperature, MAX_TEMPERATURE),
+    ):
+        if name in row and value > limit:
+            raise InvalidRowError(f"{name} is {shorten(row[name])}, but must be at most {limit:.0f}")
+    if "stop" in row and len(sampling.stop) > MAX_STOPS:
+        raise InvalidRowError(f"stop is a list of {len(sampling.stop)} strings, but must be of at most {MAX_STOPS}")
+    if "stop" in row and (size := sum(len(item.encode()) for item in sampling.stop)) > MAX_STOP_BYTES:
+        raise InvalidRowError(
+            f"stop is {shorten(list(sampling.stop))}, {size} bytes in all, but must be at most {MAX_STOP_BYTES}"
+        )
+
+
+def _without_warps(row: Fields) -> Fields:
+    """Under the rule search temperature 0 says what the rule does, and beside it nothing is drawn from."""
+    kept = {name: value for name, value in row.items() if name not in WARP_FIELDS}
+    temperature = row.get("temperature")
+    if type(temperature) in (int, float) and temperature == 0:
+        return kept
+    for name, neutral in WARP_FIELDS.items():
+        value = row.get(name)
+        if value is not None and (isinstance(value, bool) or value != neutral):
+            raise InvalidRowError(f"{name} is {shorten(value)}, but the rule search draws nothing: drop it")
+    return kept
+
+
+def _row_id(raw: Fields, default: str) -> str:
+    value = raw.get("id")
+    if value is None:
+        value = raw.get("custom_id")
+    if value is None:
+        return default
+    if type(value) is int:
+        return str(value)
+    if not isinstance(value, str) or not value:
+        raise InvalidRowError(f"id is {shorten(value)}, but must be a non-empty string or an integer")
+    return value
+
+
+def _raw_key(row_id: str, line: bytes | LongLine) -> str:
+    if isinstance(line, LongLine):
+        line = b"%d:%b" % (line.size, line.head)
+    return content_key(orjson.dumps(row_id) + line)
+
+
+def _held(line: bytes | LongLine) -> bytes:
+    if isinstance(line, LongLine):
+        shown = shorten(line.head.decode("utf-8", "replace"))
+        raise InvalidRowError(f"the line has {line.size} bytes, but must have at most {MAX_LINE_BYTES}: {shown}")
+    return line
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as bad:
+        shown = shorten(line[:200].decode("utf-8", "replace"))
+        raise InvalidRowError(f"not UTF-8: byte 0x{line[bad.start]:02x} at byte {bad.start + 1}: {shown}") from None

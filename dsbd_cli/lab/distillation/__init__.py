@@ -1,1 +1,0 @@
-"""A draft is trained on a target's answers and laws."""

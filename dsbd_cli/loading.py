@@ -1,0 +1,141 @@
+"""From names to an engine: the one call that puts models, codec and engine together."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsbd_cli.config.checking import check_value
+from dsbd_cli.config.method import DEFAULT_BATCH_SIZE, MethodConfig
+from dsbd_cli.config.model import BUILTIN_DRAFT, BUILTIN_TARGET, ModelSpec, OnTooLong
+from dsbd_cli.errors import UsageError, shorten
+from dsbd_cli.models.checkpoints.hub import locate
+from dsbd_cli.threads import processors, wait_without_spinning
+
+if TYPE_CHECKING:
+    from dsbd_cli.engine.decoding.engine import Engine
+
+__all__ = ["load"]
+
+Source = str | os.PathLike[str] | ModelSpec
+
+
+def load(
+    target: Source = BUILTIN_TARGET,
+    draft: Source | None = "auto",
+    *,
+    method: MethodConfig | None = None,
+    batch_size: int | None = DEFAULT_BATCH_SIZE,
+    on_too_long: OnTooLong = "error",
+    log_steps: bool = False,
+    cuda_graphs: bool | None = None,
+    kernels: bool | None = None,
+    allow: str | os.PathLike[str] | None = None,
+    threads: int | None = None,
+) -> Engine:
+    """Load a target, and a draft where there is one, into an engine.
+
+    target, draft: alias, folder or hub id; or a ModelSpec, which also says dtype, device and what else there is to
+    loading. A draft that is only named is loaded as the target is. draft `auto`: the built-in draft for the built-in
+    target, and None for any other. draft None: no draft model; a method that was not told to draft is then plain
+    decoding.
+    method: how to decode; the default is the command's.
+    batch_size: requests decoded together at most; None for as many as fit in memory.
+    on_too_long: a prompt that does not fit the models' positions fails (`error`), or loses tokens on its left
+    (`truncate-left`).
+    log_steps: keep a StepStats per iteration in each result.
+    cuda_graphs: capture iterations as CUDA graphs; None: where both models lie whole on one GPU.
+    kernels: run iterations and the models' layers with kernels; None: on a GPU, those that do there what they should.
+    allow: file of the only answers that may come out, see docs/constraints.md.
+    threads: of the processor, for all that torch does in this process; None: what OMP_NUM_THREADS says, else torch's
+    choice within the container's quota of processors.
+
+    Raises UsageError for settings that do not go together, before anything is loaded; ModelNotFoundError,
+    UnsupportedModelError, PairError or ModelError where the checkpoints cannot be used.
+    """
+    check_value("method", method, MethodConfig | None)
+    check_value("batch_size", batch_size, int | None)
+    check_value("on_too_long", on_too_long, OnTooLong)
+    check_value("log_steps", log_steps, bool)
+    check_value("cuda_graphs", cuda_graphs, bool | None)
+    check_value("kernels", kernels, bool | None)
+    check_value("threads", threads, int | None)
+    if threads is not None and threads < 1:
+        raise UsageError(f"threads is {threads}, but must be 1 or more", field="threads", value=threads)
+    if batch_size is not None and batch_size < 1:
+        raise UsageError(f"batch_size is {batch_size}, but must be 1 or more")
+    spec = target if isinstance(target, ModelSpec) else ModelSpec(os.fspath(target))
+    method = method or MethodConfig()
+    if draft == "auto":
+        draft = BUILTIN_DRAFT if spec.source == BUILTIN_TARGET else None
+    draft_spec = None
+    if isinstance(draft, ModelSpec):
+        draft_spec = replace(draft, role="draft")
+    elif draft is not None:
+        draft_spec = spec.of_draft(os.fspath(draft))
+    if kernels is False:
+        spec = replace(spec, kernels=False)
+        draft_spec = None if draft_spec is None else replace(draft_spec, kernels=False)
+    method = method.fit_draft(None if draft_spec is None else draft_spec.source)
+    if allow is not None and not os.path.isfile(allow):
+        raise UsageError(f"allow is {shorten(os.fspath(allow))}, which is no file", field="allow", value=allow)
+    for wanted in (spec, draft_spec):
+        if wanted is not None:
+            locate(wanted)
+    wait_without_spinning()
+    # heavy imports only now, so that a wrong name is told at once
+    import torch
+
+    from dsbd_cli.engine.checks.captures import prove_captures
+    from dsbd_cli.engine.constraints.catalogues import open_catalogues
+    from dsbd_cli.engine.decoding.engine import Engine, EngineInfo
+    from dsbd_cli.engine.iteration.devices import kernels_for, left_out
+    from dsbd_cli.models.pair import load_pair
+
+    _take_threads(threads)
+    if kernels and spec.device_map is None:  # told before a large model is loaded
+        auto = "cuda" if torch.cuda.is_available() else "cpu"
+        if (auto if spec.device == "auto" else spec.device) == "cpu":
+            kernels_for(torch.device("cpu"), kernels)
+    pair = load_pair(spec, draft_spec, bridged=draft_spec is not None and method.bridges)
+    width, lines = pair.target.vocab_size, list[str]()
+    catalogues = {} if allow is None else open_catalogues(Path(allow), pair.codec, width, lines.append)
+    info = EngineInfo(
+        target=spec.source,
+        draft=None if draft_spec is None else draft_spec.source,
+        dtype=pair.target_dtype,
+        device=str(pair.target.device),
+        draft_dtype=pair.draft_dtype,
+        draft_device=str(pair.draft.device) if pair.draft is not None else None,
+        chat=pair.codec.has_template,
+        told=(*pair.told, *left_out(pair.target.device, kernels), *lines),
+        threads=torch.get_num_threads(),
+    )
+    engine = Engine(
+        pair.target,
+        pair.draft,
+        pair.codec,
+        method,
+        batch_size=batch_size,
+        info=info,
+        log_steps=log_steps,
+        on_too_long=on_too_long,
+        cuda_graphs=cuda_graphs,
+        kernels=kernels,
+        catalogues=catalogues,
+    )
+    prove_captures(engine)
+    return engine
+
+
+def _take_threads(wanted: int | None) -> None:
+    """Set torch's threads, which the kernels share. None: what OMP_NUM_THREADS says, else no more than the process may
+    use: torch does not know the quota of a container."""
+    import torch
+
+    if wanted is None and "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > processors():
+        wanted = processors()
+    if wanted is not None:
+        torch.set_num_threads(wanted)

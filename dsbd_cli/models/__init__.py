@@ -1,0 +1,1 @@
+"""Models: checkpoints, tokenizers, and what makes each a ForestModel."""

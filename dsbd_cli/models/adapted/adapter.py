@@ -1,0 +1,274 @@
+"""Models of transformers as ForestModels: whatever the own decoder does not know.
+
+A kind of model says how one forward is called: see causal.py.
+
+Shape letters: R rows, n nodes of a forward, S active cache slots, V vocabulary, B sequences, T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsbd_cli.config.token_rules import TokenRules
+from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.errors import UnsupportedModelError
+from dsbd_cli.models.adapted.attention import use_grouped_attention
+from dsbd_cli.models.adapted.patching import Int8Linear, PackedLinear
+from dsbd_cli.models.adapted.reads import HostReads
+from dsbd_cli.models.cache import ForestCache
+from dsbd_cli.models.checkpoints.generation import checkpoint_rules
+from dsbd_cli.models.forest import CALIBRATION, Forest, ModelSize, unsupported
+from dsbd_cli.models.forest_attention import Sight
+
+__all__ = ["MaskPlan", "TransformersForest"]
+
+
+# Layer kinds whose state is one key and one value per token, so that a tree of tokens can be held.
+_LAYER_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+@dataclass(frozen=True, slots=True)
+class MaskPlan:
+    """Which masks a model wants.
+
+    Attributes:
+        kinds: layer kinds of a model that takes one mask per kind; empty for a model that takes a single mask.
+        window: width of sliding windows, counted in positions; None without windows.
+        chunk: width of attention chunks; None without chunks.
+    """
+
+    kinds: tuple[str, ...]
+    window: int | None
+    chunk: int | None
+
+    @classmethod
+    def of(cls, config: Any, *, recurrent: bool = False) -> MaskPlan:
+        """Read a (text) config. recurrent: layers of other kinds carry states that our cache holds; they get no mask.
+
+        Raises UnsupportedModelError for layers that keep more than keys and values.
+        """
+        kinds = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
+        unfit = [kind for kind in kinds if kind not in _LAYER_KINDS]
+        if recurrent and not {"sliding_attention", "chunked_attention"} & set(kinds):
+            return cls((), None, None)
+        if unfit and not recurrent:
+            raise UnsupportedModelError(
+                f"{config.model_type} has {', '.join(unfit)} layers, whose state cannot branch into a tree: "
+                "use a model with attention layers only"
+            )
+        used = getattr(config, "use_sliding_window", None) is not False
+        window = getattr(config, "sliding_window", None) if used else None
+        chunk = getattr(config, "attention_chunk_size", None)
+        if kinds in ((), ("full_attention",)):
+            return cls((), None if kinds else window, None)
+        return cls(kinds, window, chunk)
+
+    def seen(self, kind: str, batch: ForestInput) -> Tensor:
+        """[R, n, S] bool: what each node sees in the layers of one kind."""
+        if kind == "full_attention":
+            return batch.mask
+        here, there = batch.positions[:, :, None], batch.slot_positions[:, None, :]
+        if kind == "chunked_attention" and self.chunk is not None:
+            return batch.mask & (here // self.chunk == there // self.chunk)
+        return batch.mask if self.window is None else batch.mask & (here - there < self.window)
+
+
+class TransformersForest(Forest):
+    """A loaded transformers model over a packed forest. Construction runs one token through it to learn its shapes.
+
+    A kind of model overrides `_call`, one forward. Raises UnsupportedModelError when the architecture keeps more than
+    keys and values or cannot take a forest's mask.
+    """
+
+    _cache: ForestCache
+
+    def __init__(self, model: Any, name: str, stock: Callable[[], Any] | None = None) -> None:
+        """stock: loads the model once more, as it was before its weights were packed."""
+        self._load_stock = stock
+        self._stock: Any = None
+        self._model = model
+        self._body = model.base_model if model.base_model is not model else model.get_decoder()
+        self._config = model.config.get_text_config(decoder=True)
+        super().__init__(name, _input_device(model), self._new_cache(_input_device(model)))
+        self._plan = self._masks_wanted()
+        self._embeddings = int(model.get_input_embeddings().weight.shape[0])
+        self._mask_dtype = model.dtype
+        use_grouped_attention(model)
+        self._reads = False
+        logits = self._probe()
+        if self.kv_bytes_per_slot():
+            self._mask_dtype = self._cache.dtype
+        # a state holds the whole text before it, not a token
+        self.copies_prefixes = bool(self.kv_bytes_per_slot()) and not self.state_bytes(0)
+        self._dtype = logits.dtype
+        self._width = logits.shape[-1]
+
+    @property
+    def settings(self) -> Any:
+        """The transformers model."""
+        return self._model
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """Of the weights: some models give wider logits."""
+        dtype: torch.dtype = self._model.dtype
+        return dtype
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions the model was made for; a learned table cannot go past it, a rotary model gets worse there."""
+        limit = getattr(self._config, "max_position_embeddings", None)
+        rope = getattr(self._config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            # past this length transformers changes the frequencies of the whole batch, whatever the others' lengths
+            limit = rope.get("original_max_position_embeddings") or limit
+        return int(limit) if limit else None
+
+    @property
+    def token_rules(self) -> TokenRules:
+        """Rules of tokens that the checkpoint's generation settings ask for."""
+        return checkpoint_rules(self._model)
+
+    @property
+    def capturable(self) -> bool:
+        """A forward may become a CUDA graph: all weights lie on one GPU, no hook moves them about, and nothing is read
+        back."""
+        devices = {parameter.device for parameter in self._model.parameters()}
+        hooked = any(hasattr(module, "_hf_hook") for module in self._model.modules())
+        return not self._reads and not hooked and len(devices) == 1 and next(iter(devices)).type == "cuda"
+
+    @property
+    def by_parts(self) -> bool:
+        """All layers of the last forward split their keys into settled slots and tail."""
+        return self._sight is not None and self._sight.used == self._cache.attending
+
+    @property
+    def module(self) -> nn.Module:
+        """The transformers model itself, for comparators."""
+        module: nn.Module = self._model
+        return module
+
+    def stock(self) -> nn.Module:
+        """The model as transformers runs it, for comparators: loaded a second time where ours has packed weights."""
+        if self._load_stock is None:
+            return self.module
+        if self._stock is None:
+            self._stock = self._load_stock()
+        module: nn.Module = self._stock
+        return module
+
+    @property
+    def architecture(self) -> str:
+        """Class name of the transformers model, for messages."""
+        return type(self._model).__name__
+
+    @property
+    def size(self) -> ModelSize:
+        """How large the model is. An embedding table that is no output head too is looked up, not read; experts of a
+        mixture all count as read."""
+        # weights in the processor's own order are no parameters
+        layers = [one for one in self._model.modules() if isinstance(one, PackedLinear | Int8Linear)]
+        packed = {id(one.packed): one.packed for one in layers}.values()
+        weights = [*{one.data_ptr(): one for one in self._model.parameters()}.values(), *packed]
+        buffers = {one.data_ptr(): one for one in self._model.buffers()}.values()
+        held = sum(one.numel() * one.element_size() for one in (*weights, *buffers))
+        count = sum(one.numel() for one in weights)
+        table = self._model.get_input_embeddings().weight
+        head = getattr(self._model.get_output_embeddings(), "weight", None)
+        if head is not None and head.data_ptr() == table.data_ptr():
+            return ModelSize(held, held, 2 * count)
+        return ModelSize(held, held - table.numel() * table.element_size(), 2 * (count - table.numel()))
+
+    def leave_kernels(self) -> bool:
+        """Run without the attention kernel from now on. What was found of its invariance holds no longer. False where
+        no kernel ran."""
+        if self.attention is None:
+            return False
+        self.attention = None
+        if self.invariant:
+            self.invariant, self.varies = False, "it was checked with kernels, one of which fails"
+        return True
+
+    @torch.no_grad()
+    def plain(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, V] of separate sequences [B, T] by an ordinary causal forward, without our cache and masks."""
+        logits: Tensor = self._model(input_ids=tokens, use_cache=False, return_dict=True).logits
+        return logits.to(self._device)
+
+    def calibrate(self) -> None:
+        """Run the random tokens by which `quantize` finds outliers."""
+        limit = self.max_positions or CALIBRATION[1]
+        shape = CALIBRATION[0], min(CALIBRATION[1], limit)
+        tokens = torch.randint(0, self._embeddings, shape, generator=torch.Generator().manual_seed(19))
+        self._calibrate(tokens)
+
+    def _calibrate(self, tokens: Tensor) -> None:
+        self.plain(tokens)
+
+    def layers_replaced(self) -> None:
+        """Ask again what was settled by the kind of its linear layers, which have become others."""
+
+    def _new_cache(self, device: torch.device) -> ForestCache:
+        """Return the cache that this kind of model needs."""
+        return ForestCache()
+
+    def _masks_wanted(self) -> MaskPlan:
+        """Return the masks that this kind of model needs."""
+        return MaskPlan.of(self._config)
+
+    def _call(self, runner: Any, batch: ForestInput) -> Any:
+        """Return the output of `runner`, the model or its body, for the nodes of a batch; the cache holds them then."""
+        raise NotImplementedError
+
+    def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
+        output = self._call(self._model if logits else self._body, batch)
+        found: Tensor | None = output.logits if logits else None
+        return found
+
+    def _inputs(self, batch: ForestInput) -> Tensor:
+        """Token ids [R, n]. A narrower draft knows no id of its target's extra ones: any legal id will do, only
+        acceptance suffers."""
+        return batch.tokens.clamp(max=self._embeddings - 1)
+
+    def _masks(self, batch: ForestInput, sight: Sight | None) -> Tensor | dict[str, Tensor]:
+        kinds = self._plan.kinds
+        if not kinds:
+            return self._additive("sliding_attention", batch, sight)
+        return {kind: self._additive(kind, batch, sight) for kind in {"full_attention", *kinds} & _LAYER_KINDS}
+
+    def _additive(self, kind: str, batch: ForestInput, sight: Sight | None) -> Tensor:
+        """[R, 1, n, S], which eager and sdpa add to scores. Never -inf: an empty row would be NaN."""
+        seen = self._plan.seen(kind, batch)
+        mask = torch.zeros(seen.shape, dtype=self._mask_dtype, device=seen.device)
+        additive = mask.masked_fill_(~seen, torch.finfo(self._mask_dtype).min)[:, None]
+        if sight is not None:
+            sight.add(additive, seen, whole=seen is batch.mask)
+        return additive
+
+    def _probe(self) -> Tensor:
+        """Logits of one token; makes the cache learn the shapes of all layers, then gives its memory back."""
+        zero = torch.zeros((1, 1), dtype=torch.int64, device=self._device)
+        mask = torch.ones((1, 1, 1), dtype=torch.bool, device=self._device)
+        with unsupported(self.architecture), torch.no_grad():
+            self.reserve(1, 1)
+            with HostReads() as reads:
+                output = self._call(self._model, ForestInput(zero, zero, zero, mask, zero))
+            self._reads = bool(reads.counts)
+            if not self.kv_bytes_per_slot() and not self.state_bytes(0):
+                raise ValueError("it keeps neither keys and values nor a state that is known here")
+        self.release()
+        logits: Tensor = output.logits
+        return logits
+
+
+def _input_device(model: Any) -> torch.device:
+    """Where token ids go; offloaded embeddings lie on no real device, and are run where accelerate says."""
+    device: torch.device = model.get_input_embeddings().weight.device
+    if device.type != "meta":
+        return device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

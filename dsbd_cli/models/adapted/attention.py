@@ -1,0 +1,111 @@
+"""Our attention under transformers' name for it: models that look their attention function up are switched to it.
+
+What is computed stands in forest_attention.py. transformers calls the function by name and passes nothing of ours on to
+it, so a context variable says which forward is under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from dsbd_cli.models.forest_attention import Blocks, Sight, attention
+
+__all__ = ["NAME", "grouped_attention", "seeing", "use_grouped_attention"]
+
+NAME = "dsbd_grouped"
+
+_sight: ContextVar[Sight | Blocks | None] = ContextVar("sight", default=None)
+
+
+@contextlib.contextmanager
+def seeing(sight: Sight | Blocks | None) -> Iterator[None]:
+    """Forwards inside are those of a forest whose slots `sight` knows, or read a prompt in blocks.
+
+    transformers calls the attention function by name and passes nothing of ours on to it.
+    """
+    token = _sight.set(sight)
+    try:
+        yield
+    finally:
+        _sight.reset(token)
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """query [R, H * G, n, E], key and value [R, H, S, E], mask [R, 1, n, S] -> [R, n, H * G, E].
+
+    softcap: scores become softcap * tanh(score / softcap). s_aux: [H * G], a score per head that takes weight and gives
+    nothing (attention sinks). position_bias in kwargs: [R or 1, H * G, n, S], added to the scores (T5).
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    bias = kwargs.get("position_bias")
+    assert bias is None or isinstance(bias, Tensor)
+    out = attention(_sight.get(), query, key, value, attention_mask, scale, softcap, s_aux, bias)
+    if out is not None:
+        return out, None
+    stock: Callable[..., tuple[Tensor, None]] = sdpa_attention_forward
+    return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+AttentionInterface.register(NAME, grouped_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def use_grouped_attention(model: Any) -> None:
+    """Switch a model that looks its attention function up by name; leave any other as it is.
+
+    One that runs on transformers' eager function, because torch's kernel has no caps and no sinks, is switched only if
+    its logits stay the same: its function might do more.
+    """
+    stock = getattr(model.config, "_attn_implementation", None)
+    paired = bool(getattr(model.config, "is_encoder_decoder", False))
+    if not (getattr(model, "_supports_attention_backend", False) or paired or _looks_up(model)):
+        return
+    model.stock_attention = stock  # for comparators
+    if stock == "sdpa":
+        model.set_attn_implementation(NAME)
+    elif stock == "eager" and (
+        (paired and model.main_input_name == "input_ids")
+        or _has_caps(model)
+        or any(hasattr(module, "sinks") for module in model.modules())
+    ):
+        embeddings = model.get_input_embeddings().weight
+        tokens = torch.arange(24, device=embeddings.device).remainder(len(embeddings)).unsqueeze(0)
+        inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if paired else {})
+        with torch.no_grad():
+            before = model(**inputs, use_cache=False).logits.float()
+            model.set_attn_implementation(NAME)
+            after = model(**inputs, use_cache=False).logits.float()
+        limit = 1e-4 if model.dtype == torch.float32 else 6e-2
+        if not (after - before).square().mean().sqrt() <= limit * before.std():
+            model.set_attn_implementation(stock)
+
+
+def _looks_up(model: Any) -> bool:
+    """Whether attention goes by name though the model does not say so, as in most hybrids."""
+    forwards = (getattr(inspect.unwrap(type(module).forward), "__code__", None) for module in model.modules())
+    return any("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in forwards if code is not None)
+
+
+def _has_caps(model: Any) -> bool:
+    return getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None

@@ -1,0 +1,60 @@
+"""A transformers causal language model as a ForestModel: attention, recurrent layers, or both."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.errors import UnsupportedModelError
+from dsbd_cli.models.adapted.adapter import MaskPlan, TransformersForest
+from dsbd_cli.models.adapted.attention import seeing
+from dsbd_cli.models.cache import ForestCache
+from dsbd_cli.models.forest_attention import Blocks
+from dsbd_cli.models.recurrent.mixers import REFUSED, bind, has_mixers
+from dsbd_cli.models.recurrent.states import StateCache
+
+__all__ = ["CausalForestModel"]
+
+
+class CausalForestModel(TransformersForest):
+    """A decoder-only model: the prompt and the answer are one sequence."""
+
+    def _new_cache(self, device: torch.device) -> ForestCache:
+        kind = self._config.model_type
+        if kind in REFUSED:
+            raise UnsupportedModelError(f"{self.architecture} ({kind}) cannot hold a tree of tokens: {REFUSED[kind]}")
+        if not has_mixers(self._model):
+            return ForestCache()
+        bind(self._model)
+        return StateCache(device)
+
+    def keep_states_in(self, precision: torch.dtype) -> None:
+        """Hold recurrent states, and sum over them, in this dtype; before `reserve`. In float64 the order of a sum,
+        which depends on the drafts, does not reach a float32 result."""
+        if isinstance(self._cache, StateCache):
+            self._cache.keep_in(precision)
+
+    @cached_property
+    def _without_attention(self) -> bool:
+        """transformers calls the cache of such a model by another name, and gives it neither positions nor a mask."""
+        return "cache_params" in inspect.signature(type(self._model).forward).parameters
+
+    def _masks_wanted(self) -> MaskPlan:
+        return MaskPlan.of(self._config, recurrent=isinstance(self._cache, StateCache))
+
+    def _call(self, runner: Any, batch: ForestInput) -> Any:
+        sight = self._sees(batch)
+        with self._cache.running(batch), seeing(sight or Blocks.of(batch)):
+            arguments = {"input_ids": self._inputs(batch), "use_cache": True, "return_dict": True}
+            if self._without_attention:
+                return runner(cache_params=self._cache, **arguments)
+            return runner(
+                position_ids=batch.positions,
+                attention_mask=self._masks(batch, sight),
+                past_key_values=self._cache,
+                **arguments,
+            )

@@ -1,0 +1,372 @@
+"""A transformers encoder-decoder model as a ForestModel: its source is read once per request, its answers are the
+forest.
+
+Shape letters: R rows, n nodes of a forward, S cache slots, Z source places, V vocabulary, B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import Seq2SeqLMOutput
+
+from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.errors import UnsupportedModelError
+from dsbd_cli.models.adapted.adapter import TransformersForest
+from dsbd_cli.models.adapted.attention import NAME, seeing
+from dsbd_cli.models.adapted.crossing import STEP, CrossCache, ForestPairCache
+from dsbd_cli.models.adapted.patching import PackedLinear
+from dsbd_cli.models.adapted.places import Places
+from dsbd_cli.models.forest_attention import Sight
+
+__all__ = ["Seq2SeqForestModel", "encoder_digest", "sample_source"]
+
+TABLE_LIMITS = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
+SOURCE_LIMITS = ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings")
+MASK = "encoder_attention_mask"  # of a decoder; the whole model's mask of the source goes other ways with audio
+PADDED_TO = 128  # tokens: a longer source fills the processor by itself
+UNLIMITED = 512  # positions of a table whose size the config does not tell
+
+
+class Seq2SeqForestModel(TransformersForest):
+    """An encoder and a decoder. `encode` comes before the first forward of a row."""
+
+    encoder_digest: str | None = None  # see encoder_digest
+
+    def __init__(self, model: Any, name: str, stock: Callable[[], Any] | None = None) -> None:
+        self._encoder = model.get_encoder()
+        self._cross = CrossCache(model.get_input_embeddings().weight.device)
+        self._places = Places(model, _limit(model.config, TABLE_LIMITS) or UNLIMITED)
+        self._hidden: Tensor | None = None  # of the sources that are being encoded: [R, Z, d]
+        self._output: Any = None  # class of the encoder's output
+        self._encoder_width = 1
+        self._follower: Seq2SeqForestModel | None = None
+        self._shared = False
+        decoder = model.get_decoder()
+        self._masked = MASK in inspect.signature(type(decoder).forward).parameters
+        self._mask: Tensor | None = None  # of the forward under way: which source places its nodes see
+        if self._masked:
+            decoder.register_forward_pre_hook(self._give_mask, with_kwargs=True)
+        super().__init__(model, name, stock)
+        self.copies_prefixes = False  # what the decoder keeps of its first tokens goes by the source
+
+    @property
+    def paired(self) -> bool:
+        return True
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions of the decoder; None where it goes by distances."""
+        return _limit(self._config, TABLE_LIMITS) if "bias" not in self._places.ways else None
+
+    @property
+    def max_source(self) -> int | None:
+        """Tokens of a source at most; None where the encoder goes by distances, or reads audio."""
+        if self.source_name != "input_ids" or "bias" in self._places.ways:
+            return None
+        encoder = getattr(self._model.config, "encoder", None)
+        return _limit(self._model.config if encoder is None else encoder, SOURCE_LIMITS)
+
+    @property
+    def source_name(self) -> str:
+        """What the encoder reads: input_ids, input_features or input_values."""
+        name: str = self._model.main_input_name
+        return name
+
+    @property
+    def source_shape(self) -> int | None:
+        """Bins of the features that the encoder reads; None where it reads something else."""
+        config = self._model.config
+        bins = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", None)
+        return None if self.source_name == "input_ids" else bins
+
+    @property
+    def source_vocab_size(self) -> int:
+        """Rows of the encoder's embedding table."""
+        if self.source_name != "input_ids":
+            return 0
+        return int(self._encoder.get_input_embeddings().weight.shape[0])
+
+    @property
+    def generation(self) -> int:
+        return self._cache.generation + self._cross.generation
+
+    @property
+    def by_parts(self) -> bool:
+        layers = len(self._cache.layers) + len(self._cross.layers)
+        return self._sight is not None and self._sight.used == layers
+
+    def lead(self, follower: Seq2SeqForestModel) -> None:
+        """From now on the follower, whose encoder is the same, is given what this model's encoder makes of a source."""
+        self._follower, follower._shared = follower, True
+
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
+        super().reserve(rows, slots, window)
+        self._cross.reserve(rows)
+
+    def release(self) -> None:
+        super().release()
+        self._cross.release()
+
+    @torch.no_grad()
+    def select_rows(self, rows: Tensor) -> None:
+        super().select_rows(rows)
+        self._cross.select_rows(rows)
+
+    @torch.no_grad()
+    def clear(self, row: int, start: int = 0) -> None:
+        super().clear(row, start)
+        self._cross.clear(row)
+
+    def source_bytes(self, source: Tensor) -> int:
+        """Bytes of keys and values of a source [Z] int64, or [bins, frames] or [samples] float."""
+        return self._cross.bytes_per_place * self._span(source)
+
+    def _span(self, source: Tensor) -> int:
+        """Places of a source, or more."""
+        if not source.is_floating_point():
+            return len(source)
+        return getattr(self._model.config, "max_source_positions", None) or source.shape[-1]
+
+    @torch.no_grad()
+    def encode(self, rows: Sequence[int], sources: Sequence[Tensor]) -> None:
+        """Read the sources of these cache rows: token ids [Z] int64, features [bins, frames] or a wave [samples].
+
+        What is kept of a source does not depend on others: see `_together`. A model whose encoder another one shares
+        reads nothing here: it has been given its sources already.
+        """
+        if self._shared:
+            return
+        groups = defaultdict[tuple[int, ...], list[int]](list)
+        for place, source in enumerate(sources):
+            groups[self._together(place, source)].append(place)
+        read = [(places, *self._read([sources[place] for place in places])) for places in groups.values()]
+        apart = defaultdict[int, list[tuple[list[int], Tensor, Any]]](list)
+        for number, group in enumerate(read):
+            apart[0 if self._rows_alike else number].append(group)
+        for parts in apart.values():
+            width = max(hidden.shape[1] for _, hidden, _ in parts)
+            hidden = torch.cat([nn.functional.pad(one, (0, 0, 0, width - one.shape[1])) for _, one, _ in parts])
+            places = [place for some, _, _ in parts for place in some]
+            together = [rows[place] for place in places]
+            lengths = [self._length(sources[place], hidden) for place in places]
+            self._keep(together, hidden, lengths, parts[0][2])
+            follower = self._follower
+            if follower is not None and follower._cache.rows > max(together):  # else nobody drafts with it
+                follower._keep(together, hidden.to(follower.device), lengths, parts[0][2])
+
+    def _together(self, place: int, source: Tensor) -> tuple[int, ...]:
+        """Sources of which this is equal share a forward of the encoder.
+
+        On the CPU those of up to PADDED_TO tokens share one where products do not depend on the number of rows. They
+        are padded to whole steps, with one place of padding at least, so that the same kernels run for a source that
+        stands alone. Any other source has a forward of its own there; elsewhere those of one shape share one.
+        """
+        if source.ndim == 1 and self._rows_alike and len(source) <= PADDED_TO:
+            width = (len(source) // STEP + 1) * STEP
+            if self.max_source is None or width <= self.max_source:
+                return (-1, width)
+        return (place if self._device.type == "cpu" else -2, *source.shape)
+
+    def layers_replaced(self) -> None:
+        super().layers_replaced()
+        for name in ("_rows_alike", "_head"):
+            vars(self).pop(name, None)
+
+    @functools.cached_property
+    def _head(self) -> PackedLinear | None:
+        """The head with the bias of the logits; None where the model adds it by itself."""
+        return _biased_head(self._model)
+
+    @functools.cached_property
+    def _rows_alike(self) -> bool:
+        """On the CPU, what the encoder makes of a source does not depend on the sources beside it, and the decoder
+        takes a mask of the padding."""
+        if self._device.type != "cpu" or self.source_name != "input_ids" or not self._masked:
+            return False
+        plain = any(type(module) is nn.Linear for module in self._model.modules())
+        # experts drop tokens where there are many; encoders that look at blocks look at padding too
+        config = self._model.config
+        crowded = any(getattr(config, name, None) is not None for name in ("expert_capacity", "encoder_attention_type"))
+        named = getattr(self._encoder.config, "_attn_implementation", None) == NAME
+        return named and not plain and not crowded
+
+    def _read(self, sources: Sequence[Tensor]) -> tuple[Tensor, Any]:
+        """Hidden states [n, Z, d] of sources that share a forward, and the class of the encoder's output."""
+        first = sources[0].to(self._device)
+        group = self._together(0, first)
+        options: dict[str, Tensor] = {}
+        if group[0] == -1:
+            padding = getattr(self._model.config, "pad_token_id", None) or 0
+            batch = torch.full((len(sources), group[1]), padding, dtype=torch.int64)
+            mask = torch.zeros_like(batch)
+            for row, source in enumerate(sources):
+                batch[row, : len(source)] = source
+                mask[row, : len(source)] = 1
+            options["attention_mask"] = mask
+        else:
+            batch = torch.stack([source.to(self._device) for source in sources])
+        if batch.is_floating_point():
+            batch = batch.to(self._model.dtype)
+        output = self._encoder(**{self.source_name: batch}, **options, return_dict=True)
+        return output[0], type(output)
+
+    @staticmethod
+    def _length(source: Tensor, hidden: Tensor) -> int:
+        """Places of a source that the decoder looks at."""
+        return hidden.shape[1] if source.is_floating_point() else len(source)
+
+    def _keep(self, rows: list[int], hidden: Tensor, lengths: list[int], kind: Any) -> None:
+        """Project hidden states [n, Z, d] to the decoder's keys and values: one forward of a token in the trash slot.
+
+        lengths: places of each that hold anything. kind: class of the encoder's output.
+        """
+        self._output, self._encoder_width = kind, hidden.shape[-1]
+        # a decoder that takes no mask of the source reads all places: there are as many as the source has
+        self._cross.reserve(self._cache.rows, hidden.shape[1], step=STEP if self._masked else 1)
+        self._cross.write(rows, lengths)
+        zero = torch.zeros(len(rows), 1, dtype=torch.int64, device=self._device)
+        alone = torch.ones(len(rows), 1, 1, dtype=torch.bool, device=self._device)
+        index = torch.tensor(rows, device=self._device)
+        self._hidden = hidden
+        try:
+            self._call(self._runner(), ForestInput(zero, zero, zero + self._cache.slots - 1, alone, zero, index))
+        finally:
+            self._hidden = None
+
+    @torch.no_grad()
+    def plain(self, tokens: Tensor, source: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V] of answers [B, T] to one source, by an ordinary forward without our cache and masks."""
+        assert source is not None, "an answer has a source"
+        sources = source.to(self._device).expand(len(tokens), *source.shape)
+        if sources.is_floating_point():
+            sources = sources.to(self._model.dtype)
+        output = self._model(**{self.source_name: sources}, decoder_input_ids=tokens, use_cache=False, return_dict=True)
+        logits: Tensor = output.logits
+        return logits.to(self._device)
+
+    def _calibrate(self, tokens: Tensor) -> None:
+        size = tokens.shape[1] if self.max_source is None else min(tokens.shape[1], self.max_source)
+        for seed, answer in enumerate(tokens):
+            self.plain(answer.unsqueeze(0), sample_source(self, size, seed))
+
+    def _runner(self) -> Any:
+        """The model without its head, where it has such a part."""
+        return self._body if self._model.base_model is not self._model else self._model
+
+    def _call(self, runner: Any, batch: ForestInput) -> Any:
+        if runner is not self._model:
+            runner = self._runner()
+        rows = len(batch.tokens)
+        self._cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
+        hidden, writing = self._hidden, self._hidden is not None
+        pair = ForestPairCache(self._cache, self._cross)
+        pair.kept(len(self._cross.layers) or 1, not writing)
+        sight = self._sees(batch)
+        if hidden is None:
+            self._cross.read(rows if batch.rows is None else batch.rows)
+            # only its shape is looked at: the keys and values are there
+            hidden = torch.zeros(1, 1, 1, dtype=self._model.dtype, device=self._device)
+            hidden = hidden.expand(rows, self._cross.width, self._encoder_width)
+        masks = self._masks(batch, sight)
+        inputs: dict[str, Any] = {
+            "decoder_input_ids": self._inputs(batch),
+            "decoder_attention_mask": masks,
+            "encoder_outputs": self._encoded(hidden),
+            "past_key_values": pair,
+        }
+        if self._places.argument:
+            inputs[self._places.argument] = batch.positions
+        self._mask = self._across(batch, hidden.shape[1], sight)
+        head = self._head if runner is self._model else None
+        try:
+            with seeing(sight), self._places.at(batch.positions, batch.slot_positions, inputs["decoder_input_ids"]):
+                output = (self._body if head else runner)(**inputs, use_cache=True, return_dict=True)
+        finally:
+            self._mask = None
+        return output if head is None else Seq2SeqLMOutput(logits=head(output[0]))
+
+    def _give_mask(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Puts our mask of the source in place of the one that the model has made, in a forest's forward."""
+        return (args, {**kwargs, MASK: self._mask}) if self._mask is not None else None
+
+    def _across(self, batch: ForestInput, width: int, sight: Sight | None) -> Tensor:
+        """[R, 1, n, Z], added to the scores of the sources' places."""
+        rows, count = batch.tokens.shape
+        sizes = self._cross.sizes[:rows] if batch.rows is None else self._cross.sizes[batch.rows]
+        seen = torch.arange(width, device=self._device) < sizes.unsqueeze(1)  # [R, Z]
+        seen = seen.unsqueeze(1).expand(-1, count, -1)
+        mask = torch.zeros(seen.shape, dtype=self._mask_dtype, device=self._device)
+        additive = mask.masked_fill_(~seen, torch.finfo(self._mask_dtype).min)[:, None]
+        if sight is not None:
+            by_row = self._device.type == "cpu"
+            read = range(rows) if batch.rows is None or not by_row else batch.rows.tolist()
+            settled = tuple(self._cross.lengths[row] if by_row else 0 for row in read)
+            masked = by_row and self._masked  # else there are as many places as the source has
+            sight.across = Sight(settled, 1 if by_row else width, masked=masked)
+            sight.across.add(additive, seen, whole=not masked)
+        return additive
+
+    def _encoded(self, hidden: Tensor) -> Any:
+        """Hidden states [R, Z, d] as this model's encoder gives them."""
+        return self._output(last_hidden_state=hidden)
+
+    def _probe(self) -> Tensor:
+        """As for other models, after a source."""
+        self.reserve(1, 2)
+        try:
+            self.encode([0], [sample_source(self, 8, 0)])
+        except Exception as error:
+            said = " ".join(str(error).split())[:160]
+            raise UnsupportedModelError(
+                f"{self.architecture} cannot keep its source apart from a tree of tokens "
+                f"({type(error).__name__}: {said}); use another model"
+            ) from error
+        return super()._probe()
+
+
+def sample_source(model: Seq2SeqForestModel, size: int, seed: int) -> Tensor:
+    """A random source for tests at load: `size` token ids, or features, or a wave of about that many frames."""
+    generator = torch.Generator().manual_seed(seed)
+    config: Any = model.module.config
+    if model.source_name == "input_ids":
+        return torch.randint(5, model.source_vocab_size, (size,), generator=generator)
+    if model.source_name == "input_values":
+        return torch.randn(1000 * size, generator=generator)
+    if hasattr(config, "num_mel_bins"):  # Whisper's encoder takes 30 seconds, no more and no less
+        return torch.randn(int(config.num_mel_bins), 2 * int(config.max_source_positions), generator=generator)
+    return torch.randn(8 * size, int(config.input_feat_per_channel), generator=generator)
+
+
+def encoder_digest(model: Any) -> str:
+    """A hash of the encoder's weights, their names and dtypes. To be taken before the weights are packed."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(model.get_encoder().state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _biased_head(model: Any) -> PackedLinear | None:
+    """The head of BART and its kin with the bias in the product; they add it to the logits, which copies all of them.
+    None where the model has another head."""
+    head, bias = model.get_output_embeddings(), getattr(model, "final_logits_bias", None)
+    if not isinstance(head, PackedLinear) or head.bias is not None or not isinstance(bias, Tensor):
+        return None
+    return head.with_bias(bias.flatten()) if bias.numel() == head.out_features else None
+
+
+def _limit(config: Any, names: Sequence[str]) -> int | None:
+    """The first of these that the config has."""
+    config = getattr(config, "decoder", None) or config if names is TABLE_LIMITS else config
+    for name in names:
+        if isinstance(value := getattr(config, name, None), int):
+            return value
+    return None

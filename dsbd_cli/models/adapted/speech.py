@@ -1,0 +1,190 @@
+"""Speech for Whisper: a file to features, and the tokens that say language and task. Needs the extra `audio`."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.config.token_rules import Timestamps, TokenRules, asked_rules
+from dsbd_cli.engine.protocols import SourceRequest
+from dsbd_cli.errors import InvalidRowError, PromptTooLongError, UsageError, shorten
+from dsbd_cli.models.adapted.sources import Seq2SeqCodec
+from dsbd_cli.requests import Request, Segment
+
+__all__ = ["WhisperCodec", "read_audio"]
+
+MOST_SAMPLES = 1 << 26  # of all channels: 256 MiB, and 30 seconds of 11 channels at 192 kHz
+LOUDEST = 2.0**31  # 1 is full scale; the power of what is larger would overflow
+
+
+def read_audio(path: str, rate: int, seconds: float) -> Tensor:
+    """A sound file as one channel at `rate` samples per second: [samples] float32.
+
+    Raises PromptTooLongError for one longer than `seconds`, InvalidRowError for one that cannot be read and UsageError
+    where the extra is not installed.
+    """
+    try:
+        import soundfile
+        import soxr
+    except ImportError as error:
+        raise UsageError(f"rows with audio need the extra audio ({error}): pip install 'dsbd[audio]'") from None
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or a device may never end
+            raise InvalidRowError(f"audio is {shorten(path)}, which is no file")
+        with soundfile.SoundFile(path) as file:
+            own, samples = file.samplerate, file.frames * file.channels
+            if own < 1:
+                raise InvalidRowError(f"audio is {shorten(path)}, which has {own} samples per second")
+            if (length := file.frames / own) > seconds:
+                raise PromptTooLongError(
+                    f"audio is {shorten(path)}, {length:.1f} seconds long, but the target takes {seconds:g}: cut it"
+                )
+            if samples > MOST_SAMPLES:
+                raise InvalidRowError(
+                    f"audio is {shorten(path)}, which has {samples} samples, but must have at most {MOST_SAMPLES}"
+                )
+            wave = file.read(dtype="float32", always_2d=True).mean(1)
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        # soundfile's own errors are RuntimeErrors; TypeError: a file without a header, by its name; ValueError: a path
+        said = " ".join(str(error).split())[:120]
+        raise InvalidRowError(f"audio is {shorten(path)}, which cannot be read: {said}") from None
+    if not (abs(wave) <= LOUDEST).all():  # nor is NaN
+        raise InvalidRowError(f"audio is {shorten(path)}, whose samples are not all finite numbers")
+    wave = soxr.resample(wave, own, rate) if len(wave) else wave
+    if not len(wave):
+        raise InvalidRowError(f"audio is {shorten(path)}, which holds no sound")
+    return torch.from_numpy(wave)
+
+
+class WhisperCodec(Seq2SeqCodec):
+    """Sound files to features, and what the decoder begins with: start, language, task, and whether times follow."""
+
+    def __init__(self, tokenizer: Any, eos_ids: tuple[int, ...], start: int, model: Any, extractor: Any) -> None:
+        super().__init__(tokenizer, eos_ids, start, model)
+        self._model, self._extractor = model, extractor
+        vocabulary = tokenizer.get_vocab()
+        settings = model.generation_config
+        self._languages: dict[str, int] = dict(getattr(settings, "lang_to_id", None) or {}) or {
+            word: token for word, token in vocabulary.items() if word.startswith("<|") and 6 <= len(word) <= 7
+        }
+        multilingual = getattr(settings, "is_multilingual", None)
+        self._multilingual = len(self._languages) > 1 if multilingual is None else bool(multilingual)
+        self._marks = {name: vocabulary.get(f"<|{name}|>") for name in ("transcribe", "translate", "notimestamps")}
+        self.timestamps = self._times(settings)
+        if self.timestamps is not None:
+            self._silent = range(self.timestamps.first, model.config.vocab_size)
+
+    def source(self, request: Request) -> SourceRequest:
+        """Features of the file and the decoder's prompt. Raises RowError."""
+        if request.audio is None:
+            raise InvalidRowError("audio is missing: the target writes down speech, and reads no text")
+        asked, extractor = request.sampling, self._extractor
+        timed = asked_rules(asked.token_rules, TokenRules(), default="none").timestamps
+        for name, value in (("prefix", asked.prefix), ("stop", asked.stop or None)) if timed else ():
+            if value is not None:
+                raise InvalidRowError(f"{name} is {shorten(value)}, which does not go with timestamps: drop one")
+        spoken, wanted = asked.source_lang, asked.target_lang
+        if spoken is None and self._multilingual and wanted is not None and _code(wanted) != "en":
+            # what is not translated into English is written down as it was spoken
+            spoken = wanted if f"<|{_code(wanted)}|>" in self._languages else None
+        unheard = spoken is None and self._multilingual
+        if unheard and not self._languages:
+            raise InvalidRowError("source_lang is missing, and the target has no tokens to guess it by")
+        begin = self._prompt(next(iter(self._languages)).strip("<|>") if unheard else spoken, wanted, timed=timed)
+        wave = read_audio(request.audio, extractor.sampling_rate, extractor.chunk_length)
+        features = extractor(wave.numpy(), sampling_rate=extractor.sampling_rate, return_tensors="pt").input_features[0]
+        made = self._joined(features, begin, None, asked)
+        if not unheard:
+            return made
+
+        def listen(logits: Tensor) -> tuple[list[int], str]:
+            heard = self._heard(logits)
+            return [*self._prompt(heard, wanted, timed=timed), *made.prompt[len(begin) :]], heard
+
+        return replace(made, listen=listen)
+
+    def begin(self, asked: SamplingConfig) -> tuple[int | None, int]:
+        """Nothing is forced behind the first token: `source` gives all that an answer begins with."""
+        return None, self._start
+
+    def token_bytes(self) -> list[bytes]:
+        """As of other codecs; a time adds nothing to the text."""
+        if self._bytes is None and self.timestamps is not None:
+            first = self.timestamps.first
+            self._bytes = [b"" if token >= first else one for token, one in enumerate(super().token_bytes())]
+        return super().token_bytes()
+
+    def segments(self, ids: Sequence[int]) -> tuple[Segment, ...]:
+        """Text between two times. The last part has no end where the answer was cut before it."""
+        times = self.timestamps
+        assert times is not None, "checked when the request was read"
+        found: list[Segment] = []
+        start, text = 0.0, list[int]()
+        for token in ids:
+            if token < times.first:
+                text += [] if token in self.eos_ids else [token]
+                continue
+            now = round((token - times.first) * times.seconds, 3)
+            if text:
+                found.append(Segment(start, now, self.decode(text)))
+                text = []
+            start = now
+        return (*found, Segment(start, None, self.decode(text))) if text else tuple(found)
+
+    def _times(self, settings: Any) -> Timestamps | None:
+        """Tokens of times, as the checkpoint's generation settings say, or its vocabulary."""
+        silent = getattr(settings, "no_timestamps_token_id", None) or self._marks["notimestamps"]
+        if silent is None or silent + 1 >= self._model.config.vocab_size:
+            return None
+        seconds = self._extractor.chunk_length / self._model.config.max_source_positions
+        return Timestamps(silent + 1, seconds, getattr(settings, "max_initial_timestamp_index", None), self.eos_ids[0])
+
+    def _heard(self, logits: Tensor) -> str:
+        """The likeliest language of speech, as transformers' detect_language has it. logits: [V], behind the first
+        token."""
+        names = sorted(self._languages, key=self._languages.__getitem__)
+        found = names[int(logits[[self._languages[name] for name in names]].argmax())]
+        return found.strip("<|>")
+
+    def _prompt(self, spoken: str | None, wanted: str | None, *, timed: bool) -> list[int]:
+        """Tokens before the text: the language spoken, whether it is to be translated into English, and whether times
+        come with it."""
+        begin = [self._start]
+        if not self._multilingual:
+            for name, value in (("source_lang", spoken), ("target_lang", wanted)):
+                if value not in (None, "en"):
+                    raise InvalidRowError(f"{name} is {shorten(value)}, but the target knows English alone: drop it")
+            return begin if timed else self._timeless(begin)
+        assert spoken is not None, "named, or heard"
+        language = self._languages.get(f"<|{_code(spoken)}|>")
+        if language is None:
+            raise InvalidRowError(
+                f"source_lang is {shorten(spoken)}, which the target does not know: give a code as en"
+            )
+        if wanted is not None and _code(wanted) not in ("en", _code(spoken)):
+            raise InvalidRowError(
+                f"target_lang is {shorten(wanted)}, but the target translates into English (en) alone"
+            )
+        task = "transcribe" if wanted is None or _code(wanted) == _code(spoken) else "translate"
+        begin.append(language)
+        if (token := self._marks[task]) is not None:
+            begin.append(token)
+        return begin if timed else self._timeless(begin)
+
+    def _timeless(self, begin: list[int]) -> list[int]:
+        token = self._marks["notimestamps"]
+        return begin if token is None else [*begin, token]
+
+
+def _code(language: str) -> str:
+    """en for English, english or en."""
+    from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+    return TO_LANGUAGE_CODE.get(language.lower(), language.lower())

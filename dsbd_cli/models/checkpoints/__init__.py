@@ -1,0 +1,1 @@
+"""Checkpoints: names, folders, configs, weights, vocabularies."""

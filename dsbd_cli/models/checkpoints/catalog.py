@@ -1,0 +1,210 @@
+"""What names of models there are, what of them is on this machine, and whether two of them fit together."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
+
+from huggingface_hub import constants
+
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.errors import DsbdError, ModelNotFoundError, OutputError, UsageError
+from dsbd_cli.models.checkpoints.hub import cached_folder, has_weights
+from dsbd_cli.models.checkpoints.registry import ALIASES, BUILTIN, resolve, user_aliases, user_file
+
+if TYPE_CHECKING:
+    from dsbd_cli.models.tokenizer import HFCodec
+
+__all__ = ["Entry", "Fit", "add_name", "end_tokens", "fit", "listed", "local_folder", "tokenizer_of"]
+
+NO_LIMIT = 1 << 40
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_HEADER = re.compile(r"^\[models\][ \t]*(#.*)?$", re.MULTILINE)
+
+State = Literal["here", "partly here", "absent"]
+Origin = Literal["built-in", "yours", "ours", "hub cache"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A name, where it leads, whether the files are on this machine, and whose name it is."""
+
+    name: str
+    source: str
+    state: State
+    origin: Origin
+
+
+def listed() -> list[Entry]:
+    """The built-in pair, the user's names, ours, and what else is in the hub cache. Nothing is loaded or fetched."""
+    own = user_aliases()
+    entries = [Entry(name, "shipped with dsbd", _state(name), "built-in") for name in BUILTIN]
+    entries += [Entry(name, source, _state(source), "yours") for name, source in sorted(own.items())]
+    entries += [
+        Entry(name, source, _state(source), "ours") for name, source in sorted(ALIASES.items()) if name not in own
+    ]
+    named = {entry.source for entry in entries}
+    cache = Path(constants.HF_HUB_CACHE)
+    for folder in sorted(cache.glob("models--*--*")):
+        repo = folder.name.removeprefix("models--").replace("--", "/", 1)
+        if repo not in named and _state(repo) != "absent":
+            entries.append(Entry(repo, repo, _state(repo), "hub cache"))
+    return entries
+
+
+def _state(source: str) -> State:
+    try:
+        location = resolve(source)
+        folder = Path(location.path) if location.kind == "folder" else cached_folder(location.path)
+    except DsbdError:
+        return "absent"
+    if folder is None or not (folder / "config.json").is_file():
+        return "absent"
+    return "here" if has_weights(folder) else "partly here"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What two models share: tokens that both name alike, and positions (None: no limit)."""
+
+    tokens: int
+    positions: int | None
+    notes: tuple[str, ...]
+
+
+def fit(target: str, draft: str, *, trust_remote_code: bool = False) -> Fit:
+    """Whether a draft can draft for a target, as far as tokenizers and configs tell; no weights are loaded.
+
+    Raises PairError where they do not fit, UnsupportedModelError for a trimmed target, ModelNotFoundError or ModelError
+    where their files are not here.
+    """
+    from dsbd_cli.models.checkpoints.head import head_rows, trimmed_target
+    from dsbd_cli.models.checkpoints.vocabulary import check_pair
+
+    large = ModelSpec(target, "target", trust_remote_code=trust_remote_code)
+    small = ModelSpec(draft, "draft", trust_remote_code=trust_remote_code)
+    ours, our_width, our_limit = _described(large)
+    theirs, their_width, their_limit = _described(small)
+    if head_rows(local_folder(large)) is not None:
+        raise trimmed_target(large)
+    notes = check_pair(ours, theirs, our_width, their_width)
+    if (rows := head_rows(local_folder(small))) is not None:
+        notes += (f"the draft is trimmed: its head has {rows} rows, and it proposes no other tokens",)
+    limits = [limit for limit in (our_limit, their_limit) if limit is not None]
+    if our_limit != their_limit:
+        notes += (f"positions differ: {our_limit} in the target, {their_limit} in the draft; the fewer count",)
+    shared = ours.tokenizer.get_vocab().items() & theirs.tokenizer.get_vocab().items()
+    return Fit(len(shared), min(limits, default=None), notes)
+
+
+def end_tokens(spec: ModelSpec) -> tuple[int, ...]:
+    """End tokens of a checkpoint, from its small files alone."""
+    return _described(spec)[0].eos_ids
+
+
+def tokenizer_of(spec: ModelSpec) -> HFCodec:
+    """The codec of a checkpoint, from its small files alone, for texts of any length."""
+    codec = _described(spec)[0]
+    tokenizer: Any = codec.tokenizer
+    tokenizer.model_max_length = NO_LIMIT  # no model runs these texts, so none can be too long for one
+    return codec
+
+
+def _described(spec: ModelSpec) -> tuple[HFCodec, int, int | None]:
+    """Codec, width of the logits and positions of a checkpoint."""
+    from dsbd_cli.models.checkpoints.loader import eos_ids, load_config, load_tokenizer
+    from dsbd_cli.models.tokenizer import HFCodec
+
+    folder = local_folder(spec)
+    config = load_config(folder, spec)
+    tokenizer = load_tokenizer(folder, spec)
+    text = config.get_text_config(decoder=True)
+    stand_in = SimpleNamespace(config=config, generation_config=_generation_settings(folder))
+    positions = getattr(text, "max_position_embeddings", None)
+    return HFCodec(tokenizer, eos_ids(stand_in, tokenizer)), text.vocab_size, positions
+
+
+def local_folder(spec: ModelSpec) -> Path:
+    """The folder, or the GGUF file, of a model whose small files at least are here. Nothing is fetched.
+
+    Raises ModelNotFoundError.
+    """
+    from dsbd_cli.models.checkpoints.hub import locate
+
+    location = resolve(spec.source, spec.role)
+    if location.kind != "hub":
+        return locate(spec)
+    folder = cached_folder(location.path)
+    if folder is None:
+        raise ModelNotFoundError(
+            f"{spec.role} model {spec.source!r} is not on this machine: fetch it, or its small files alone with "
+            f"`hf download {location.path} --include '*.json' '*.model' '*.txt'`"
+        )
+    return folder
+
+
+def _generation_settings(folder: Path) -> SimpleNamespace | None:
+    try:
+        settings = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return SimpleNamespace(eos_token_id=settings.get("eos_token_id")) if isinstance(settings, dict) else None
+
+
+def add_name(name: str, source: str) -> Path:
+    """Write a name into the user's models file, and leave the rest of the file as it is. Returns the file.
+
+    Raises UsageError for a name that is taken or impossible, ModelNotFoundError for a source that leads nowhere.
+    """
+    if name.startswith("builtin") or not _NAME.fullmatch(name):
+        raise UsageError(f"NAME is {name!r}, but must be letters, digits and . _ + - (and not begin with builtin)")
+    path = user_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()  # a file that DSBD_MODELS_FILE names must be there to be read
+        place = _place(name, source, path)
+        text = _with_line(path.read_text(encoding="utf-8"), name, place)
+        if _table(text).get(name) != place:
+            raise UsageError(f"{path} is written in a way that nothing can be added to: add {name} by hand")
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+    return path
+
+
+def _place(name: str, source: str, path: Path) -> str:
+    """What the new name will mean: a hub id, or a folder that exists, as an absolute path."""
+    own = user_aliases()
+    if name in own:
+        raise UsageError(f"{name} is there already and means {own[name]}: change it in {path}")
+    if name == source:
+        raise UsageError(f"{name} would mean itself: name a folder or a hub id")
+    location = resolve(source, "target")
+    return str(Path(location.path).resolve()) if location.kind == "folder" else location.path
+
+
+def _table(text: str) -> dict[str, object]:
+    try:
+        table = tomllib.loads(text).get("models")
+    except tomllib.TOMLDecodeError:
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+def _with_line(text: str, name: str, source: str) -> str:
+    key = name if _BARE_KEY.fullmatch(name) else json.dumps(name)
+    line = f"{key} = {json.dumps(source, ensure_ascii=False)}\n"
+    if header := _HEADER.search(text):
+        begin, rest = text[: header.end()], text[header.end() :].removeprefix("\n")
+        return f"{begin}\n{line}{rest}"
+    gap = "\n" if text else ""
+    return f"{text}{'' if text.endswith(chr(10)) or not text else chr(10)}{gap}[models]\n{line}"

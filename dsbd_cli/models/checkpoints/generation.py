@@ -1,0 +1,141 @@
+"""What a checkpoint's generation settings ask for, as far as it changes a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from dsbd_cli.config.token_rules import LISTS, TokenRules
+from dsbd_cli.errors import ModelError
+
+__all__ = [
+    "CheckpointSettings",
+    "checkpoint_rules",
+    "checkpoint_search",
+    "read_generation",
+    "settings_notes",
+    "unsupported_settings",
+]
+
+# Settings that transformers' beam search would act on and that are not built, with the values that do nothing.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "guidance_scale": (None, 1, 1.0),
+    "sequence_bias": (None,),
+    "diversity_penalty": (None, 0, 0.0),
+    "num_beam_groups": (None, 1),
+    "encoder_repetition_penalty": (None, 1, 1.0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "exponential_decay_length_penalty": (None,),
+    "renormalize_logits": (None, False),
+    "watermarking_config": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "stop_strings": (None,),
+}
+# Settings that options of a run say here.
+SEARCH = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSettings:
+    """What a decoder's checkpoint says beside its weights.
+
+    Attributes:
+        architecture: name of the model's class. eos: the config's end tokens. generation: its generation settings.
+    """
+
+    architecture: str
+    eos: Any
+    generation: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, config: Any, generation: Mapping[str, Any]) -> CheckpointSettings:
+        """Read a transformers config."""
+        named = getattr(config, "architectures", None) or [config.model_type]
+        return cls(str(named[0]), getattr(config, "eos_token_id", None), generation)
+
+    @property
+    def generation_config(self) -> Any:
+        """The generation settings by attribute."""
+        return SimpleNamespace(**self.generation)
+
+    @property
+    def config(self) -> Any:
+        """What of a config is asked for beside a DecoderSpec."""
+        found = SimpleNamespace(eos_token_id=self.eos, is_encoder_decoder=False)
+        found.get_text_config = lambda decoder: found
+        return found
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """Return the generation settings of a checkpoint folder. Raises ModelError."""
+    place = folder / "generation_config.json"
+    try:
+        found = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{place} cannot be read: {' '.join(str(error).split())[:120]}") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{place} is no object of settings")
+    return found
+
+
+def checkpoint_rules(model: Any) -> TokenRules:
+    """The token rules of a transformers model's generation settings."""
+    config = getattr(model, "generation_config", None)
+    found: dict[str, Any] = {}
+    for item in fields(TokenRules):
+        value = getattr(config, item.name, None)
+        if value is None:
+            continue
+        if item.name == "bad_words_ids":
+            value = [word[0] for word in value if len(word) == 1]
+        if item.name in LISTS:
+            value = tuple(int(token) for token in value if int(token) >= 0)
+        elif isinstance(value, list | tuple):  # several last tokens: see unsupported_settings
+            value = int(value[0]) if len(value) == 1 else None
+        if value is not None:
+            found[item.name] = value
+    return TokenRules(**found)
+
+
+def unsupported_settings(model: Any) -> tuple[str, ...]:
+    """`name value` of each setting that would change a text under transformers and does nothing here."""
+    config = getattr(model, "generation_config", None)
+    told = [
+        f"{name} {value}"
+        for name, idle in UNSUPPORTED.items()
+        if (value := getattr(config, name, None)) not in idle and value is not None
+    ]
+    words: Iterable[list[int]] = getattr(config, "bad_words_ids", None) or ()
+    if longer := sum(len(word) > 1 for word in words):
+        told.append(f"{longer} bad_words_ids of several tokens")
+    last = getattr(config, "forced_eos_token_id", None)
+    if isinstance(last, list | tuple) and len(last) > 1:
+        told.append(f"forced_eos_token_id {list(last)}")
+    return tuple(told)
+
+
+def settings_notes(model: Any) -> tuple[str, ...]:
+    """What a user of a target should know of its generation settings, one sentence each."""
+    notes = []
+    if told := unsupported_settings(model):
+        notes.append(f"the target's generation settings ask for {', '.join(told)}, which is not supported and not done")
+    paired = bool(getattr(model.config, "is_encoder_decoder", False))
+    if paired and (search := checkpoint_search(model)):
+        asked = ", ".join(f"{name} {value}" for name, value in search.items())
+        notes.append(f"the target's generation settings ask for {asked}: options of the run decide, not they")
+    if not paired and (rules := checkpoint_rules(model).acting):
+        asked = ", ".join(f"{name} {value}" for name, value in rules.items())
+        notes.append(f"the target's generation settings ask for {asked}: not done without --set token-rules=checkpoint")
+    return tuple(notes)
+
+
+def checkpoint_search(model: Any) -> dict[str, object]:
+    """Number of beams, length penalty and early stopping that the checkpoint asks for, where they are not usual."""
+    config = getattr(model, "generation_config", None)
+    found = {name: getattr(config, name, None) for name in SEARCH}
+    return {name: value for name, value in found.items() if value is not None and value != SEARCH[name]}

@@ -1,0 +1,165 @@
+"""A draft's smaller LM head: the file beside its weights that holds the rows and the ids they stand for.
+
+`dsbd trim-draft` writes it (see trim.py), the loader puts it in place of the checkpoint's head. Only ids of the map get
+a logit; the others are -inf, so the draft never proposes them. Input ids are the full vocabulary's throughout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.errors import ModelError, UnsupportedModelError
+
+__all__ = [
+    "HEAD_FILE",
+    "TrimmedHead",
+    "head_keys",
+    "head_rows",
+    "install",
+    "installed",
+    "output_head",
+    "read_head",
+    "trimmed_target",
+    "write_head",
+]
+
+HEAD_FILE = "dsbd_head.safetensors"
+FORMAT = "dsbd.head/1"
+
+
+@dataclass(frozen=True, slots=True)
+class TrimmedHead:
+    """n rows of an LM head.
+
+    Attributes:
+        ids: [n] int64, ascending, the token id of each row. weight: [n, H]. bias: [n] or None.
+        vocab_size: V, logits of the full head.
+    """
+
+    ids: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    vocab_size: int
+
+
+def output_head(model: Any) -> nn.Linear:
+    """The LM head of a transformers model. Raises UnsupportedModelError where it is no plain linear layer."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no plain linear LM head, so its rows cannot be taken apart: use another draft"
+        )
+    return head
+
+
+def head_keys(model: Any) -> set[str]:
+    """Names of the head's weights in the model's state."""
+    head = model.get_output_embeddings()
+    names = [name for name, module in model.named_modules(remove_duplicate=False) if module is head]
+    return {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
+
+
+def write_head(folder: Path, head: TrimmedHead) -> None:
+    """Write the head into a checkpoint folder."""
+    tensors = {"ids": head.ids.to(torch.int32), "weight": head.weight}
+    if head.bias is not None:
+        tensors["bias"] = head.bias
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    about = {"format": FORMAT, "vocab_size": str(head.vocab_size), "sha256": _digest(tensors)}
+    save_file(tensors, folder / HEAD_FILE, metadata=about)
+
+
+def read_head(folder: Path) -> TrimmedHead | None:
+    """The head of a trimmed draft; None for an ordinary checkpoint. Raises ModelError where the file is damaged."""
+    path = folder / HEAD_FILE
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            about = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, " ".join(str(error).split())[:120]) from None
+    if about.get("format") != FORMAT:
+        raise ModelError(
+            f"{path} has the format {about.get('format')!r}, but this version reads {FORMAT}: "
+            "make it again with dsbd trim-draft"
+        )
+    if not {"ids", "weight"} <= tensors.keys():
+        raise _damaged(path, "ids or weight is missing")
+    if about.get("sha256") != _digest(tensors):
+        raise _damaged(path, "its contents are not what was written")
+    ids, weight, size = tensors["ids"].to(torch.int64), tensors["weight"], about.get("vocab_size", "")
+    if not size.isdecimal() or ids.ndim != 1 or weight.ndim != 2 or len(ids) != len(weight) or not len(ids):
+        raise _damaged(path, f"{len(ids)} ids for {len(weight)} rows of a vocabulary of {size or 'no'} tokens")
+    if not (int(ids[0]) >= 0 and int(ids[-1]) < int(size) and bool((ids.diff() > 0).all())):
+        raise _damaged(path, f"the ids are not ascending ids below {size}")
+    return TrimmedHead(ids, weight, tensors.get("bias"), int(size))
+
+
+def head_rows(folder: Path) -> int | None:
+    """Rows of a trimmed draft's head, from the file's header alone; None for an ordinary checkpoint."""
+    path = folder / HEAD_FILE
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            return int(file.get_slice("ids").get_shape()[0])
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, " ".join(str(error).split())[:120]) from None
+
+
+def install(model: Any, head: TrimmedHead, name: str) -> None:
+    """Put the rows in place of the model's head, untied from the embedding table.
+
+    Raises ModelError when they are not rows of this model's head.
+    """
+    old = output_head(model)
+    if head.weight.shape[1] != old.in_features or head.vocab_size != old.out_features:
+        raise ModelError(
+            f"{name}: {HEAD_FILE} is for a head of {head.vocab_size} x {head.weight.shape[1]}, but the model's is "
+            f"{old.out_features} x {old.in_features}: make it again with dsbd trim-draft"
+        )
+    device, dtype = old.weight.device, old.weight.dtype
+    if device.type == "meta":
+        raise ModelError(f"{name}: a trimmed draft cannot be offloaded: give it a device with --device TARGET,DRAFT")
+    rows = nn.Linear(old.in_features, len(head.ids), bias=head.bias is not None, device=device, dtype=dtype)
+    rows.load_state_dict({"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias}))
+    model.set_output_embeddings(rows)
+    added = getattr(model, "final_logits_bias", None)  # of BART and its kin, beside the head
+    if added is not None and added.shape[-1] == head.vocab_size:
+        model.final_logits_bias = added[..., head.ids.to(added.device)]
+    model.config.get_text_config(decoder=True).tie_word_embeddings = False
+    model.dsbd_head = (head.ids.to(device), head.vocab_size)
+
+
+def installed(model: Any) -> tuple[Tensor, int] | None:
+    """Ids [n] of the head's rows and V, where `install` has put them."""
+    found: tuple[Tensor, int] | None = getattr(model, "dsbd_head", None)
+    return found
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _damaged(path: Path, why: str) -> ModelError:
+    return ModelError(f"{path} is damaged ({why}): make it again with dsbd trim-draft")
+
+
+def trimmed_target(spec: ModelSpec) -> UnsupportedModelError:
+    """Return the refusal of a target whose head lacks tokens."""
+    return UnsupportedModelError(f"target model {spec.source!r} is a trimmed draft: only a draft may lack tokens")

@@ -1,0 +1,357 @@
+"""ModelSpec -> a transformers model and tokenizer, ready for inference. The network is asked only when it must be."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.errors import ModelError, UnsupportedModelError, UsageError
+from dsbd_cli.models.checkpoints.damage import check_checkpoint, check_numbers, unsafe_pickle
+from dsbd_cli.models.checkpoints.head import head_keys, install, read_head
+from dsbd_cli.models.checkpoints.hub import locate
+from dsbd_cli.models.checkpoints.linearised import mark, unread
+from dsbd_cli.models.checkpoints.mamba_ssm import KEY_MAPPING, byte_tokenizer, read_config
+from dsbd_cli.ops.cpu.int8 import int8_missing
+from dsbd_cli.ops.cpu.linear import packing_works
+
+__all__ = [
+    "Checkpoint",
+    "check_quantize",
+    "device_of",
+    "dtype_of",
+    "eos_ids",
+    "is_gguf",
+    "is_plain",
+    "load",
+    "load_config",
+    "load_extractor",
+    "load_tokenizer",
+    "quiet",
+]
+
+Checkpoint = tuple[Any, Any]
+
+SMALL_BYTES = 64 << 20  # weights of this size are no burden in float32 either
+
+COMPRESSED = "compressed-tensors"
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(spec: ModelSpec, config: Any = None, **more: Any) -> Checkpoint:
+    """(model, tokenizer) of a spec, weights frozen, in evaluation mode, nothing printed. config: in place of the
+    checkpoint's own, for a part of its layers. more: for transformers.
+
+    dtype auto is the checkpoint's own on CUDA. On the CPU it is float32, which rounds no weight, except for a large
+    bfloat16 checkpoint where the processor multiplies bfloat16 itself: there half the bytes are half the time. Raises
+    ModelNotFoundError, ModelError (unfit files, missing weights), UnsupportedModelError (no causal language model) and
+    UsageError (device).
+    """
+    placement = more or _placement(spec)
+    with quiet():
+        folder = locate(spec)
+        config = config or load_config(folder, spec)
+        check_quantize(spec, config)
+        # bars are drawn while these are unpacked, and nobody is asked
+        barred = is_gguf(folder) or _method_of(config) == COMPRESSED
+        with contextlib.redirect_stderr(io.StringIO()) if barred else contextlib.nullcontext():
+            model = _model(folder, spec, config, placement)
+        tokenizer = load_tokenizer(folder, spec)
+    model.eval()
+    model.requires_grad_(False)
+    return model, tokenizer
+
+
+def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a text: the generation settings' if they name any, else the config's, else the tokenizer's. The
+    tokenizer's own stands first, if it is one of them."""
+    for source in (getattr(model, "generation_config", None), model.config.get_text_config(decoder=True), tokenizer):
+        found = getattr(source, "eos_token_id", None)
+        if found is not None and found != []:
+            own = getattr(tokenizer, "eos_token_id", None)
+            ids = dict.fromkeys(found if isinstance(found, (list, tuple)) else [int(found)])
+            return tuple(sorted(ids, key=lambda token: token != own))
+    return ()
+
+
+def load_tokenizer(folder: Path, spec: ModelSpec, kind: tuple[str, str] | None = None) -> Any:
+    """Return the tokenizer in a checkpoint folder or a GGUF file.
+
+    kind: module and name of its class, where an earlier load has found it: AutoTokenizer imports config classes.
+    """
+    if (tokenizer := byte_tokenizer(folder)) is not None:
+        return tokenizer
+    try:
+        module, name = kind or ("transformers", "AutoTokenizer")
+        return getattr(importlib.import_module(module), name).from_pretrained(**_source(folder), **_local(spec))
+    except Exception as error:
+        hint = "" if read_config(folder) is None else ": mamba_ssm writes none, so put a tokenizer beside its weights"
+        raise ModelError(f"{_name(spec)}: its tokenizer cannot be loaded: {_said(error)}{hint}") from error
+
+
+def _placement(spec: ModelSpec) -> dict[str, Any]:
+    """Keyword arguments that put the weights where the spec wants them."""
+    if spec.device_map is not None:
+        return {"device_map": _device_map(spec)}
+    device = device_of(spec)
+    return {} if device.type == "cpu" else {"device_map": {"": str(device)}}
+
+
+def device_of(spec: ModelSpec) -> torch.device:
+    """Return the device that a spec without a device map names. Raises UsageError where it is not there."""
+    if spec.device == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(spec.device)
+    except RuntimeError:
+        raise UsageError(f"{spec.role} device {spec.device!r} is not a device: use auto, cpu, cuda or cuda:N") from None
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UsageError(f"{spec.role} device {spec.device!r} is not there: {count} CUDA devices are visible")
+    return device
+
+
+def _device_map(spec: ModelSpec) -> Any:
+    given = spec.device_map or ""
+    if not given.startswith("{"):
+        return given
+    try:
+        return json.loads(given)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{spec.role} device map {given!r} is not JSON: {error}") from None
+
+
+def load_config(folder: Path, spec: ModelSpec) -> Any:
+    """The config in a checkpoint folder or a GGUF file."""
+    from transformers import AutoConfig
+
+    if is_gguf(folder) and importlib.util.find_spec("gguf") is None:
+        raise UsageError(f"{_name(spec)} is GGUF, which needs a package: pip install 'dsbd[gguf]'")
+    if not is_gguf(folder):
+        check_checkpoint(folder, _name(spec))
+    if (config := read_config(folder)) is not None:
+        return config
+    try:
+        config = AutoConfig.from_pretrained(**_source(folder), **_local(spec))
+    except Exception as error:
+        hint = "" if spec.trust_remote_code or is_gguf(folder) else _remote_code_hint(folder)
+        raise ModelError(f"{_name(spec)}: its config cannot be read: {_said(error)}{hint}") from error
+    mark(folder, config)
+    return config
+
+
+def _remote_code_hint(folder: Path) -> str:
+    wants = "auto_map" in (folder / "config.json").read_text(encoding="utf-8", errors="replace")
+    return " (it brings its own code: --trust-remote-code runs it)" if wants else ""
+
+
+def _model(folder: Path, spec: ModelSpec, config: Any, placement: dict[str, Any]) -> Any:
+    _check_weights(folder, spec)
+    head = read_head(folder)
+    try:
+        loaded: Any = _class(config).from_pretrained(
+            **_source(folder),
+            **_local(spec),
+            config=config,
+            dtype=dtype_of(spec, config, folder),
+            attn_implementation=_attention(config),
+            weights_only=True,  # a .bin file cannot run code
+            output_loading_info=True,
+            **_dequantised(folder, config),
+            **_renamed(folder),
+            **placement,
+        )
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ModelError(f"{_name(spec)} does not fit in memory: {_said(error)}") from error
+    except Exception as error:
+        if (refused := unsafe_pickle(folder, error, _name(spec))) is not None:
+            raise refused from None
+        if "Unrecognized configuration class" in str(error):
+            raise UnsupportedModelError(
+                f"{_name(spec)} is a {config.model_type}, which is neither a causal language model nor an "
+                "encoder-decoder one"
+            ) from None
+        raise ModelError(f"{_name(spec)} cannot be loaded: {_said(error)}") from error
+    model, report = loaded
+    _check_report(report, spec, set() if head is None else head_keys(model))
+    if lost := unread(config, map(str, report.get("unexpected_keys") or ())):
+        raise UnsupportedModelError(
+            f"{_name(spec)} has {lost[0]}, a weight of linear attention, in a pickled file without an index, where "
+            "such weights are not looked for: convert it to safetensors"
+        )
+    check_numbers(model.named_parameters(), _name(spec))
+    if head is not None:
+        install(model, head, _name(spec))
+    return model
+
+
+def _class(config: Any) -> Any:
+    """The transformers class that loads the checkpoint."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+
+    if getattr(config, "linear_group_size", None):
+        from dsbd_cli.models.recurrent.linearised_model import LinearisedLlama
+
+        return LinearisedLlama
+    if not getattr(config, "is_encoder_decoder", False):
+        return transformers.AutoModelForCausalLM
+    if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING:
+        return transformers.AutoModelForSpeechSeq2Seq
+    return transformers.AutoModelForSeq2SeqLM
+
+
+def load_extractor(folder: Path, spec: ModelSpec) -> Any:
+    """What turns audio into features, in a checkpoint folder."""
+    from transformers import AutoFeatureExtractor
+
+    try:
+        return AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ModelError(f"{_name(spec)}: its feature extractor cannot be loaded: {_said(error)}") from error
+
+
+def is_gguf(place: Path) -> bool:
+    """A checkpoint in the form of llama.cpp: one file with config, tokenizer and weights."""
+    return place.suffix.lower() == ".gguf"
+
+
+def _source(place: Path) -> dict[str, Any]:
+    """Where transformers' from_pretrained reads."""
+    if not is_gguf(place):
+        return {"pretrained_model_name_or_path": place}
+    return {"pretrained_model_name_or_path": place.parent, "gguf_file": place.name}
+
+
+def check_quantize(spec: ModelSpec, config: Any) -> None:
+    """Raise UsageError where int8 is asked for and cannot be had: it is of plain weights on the CPU."""
+    if spec.quantize is None:
+        return
+    if spec.device_map is not None or device_of(spec).type != "cpu":
+        reason: str | None = f"int8 runs on the CPU only: drop it, or place the {spec.role} there (--device cpu)"
+    elif getattr(config, "quantization_config", None) is not None:
+        reason = f"{_name(spec)} is quantised already: drop it"
+    else:
+        reason = int8_missing()  # last: it may have to compile kernels
+    if reason is not None:
+        raise UsageError(f"quantize is {spec.quantize}, but {reason}", field="quantize", value=spec.quantize)
+
+
+def is_plain(place: Path, config: Any) -> bool:
+    """Whether the weights are safetensors files that hold what a forward computes with."""
+    return (
+        place.is_dir()
+        and any(place.glob("model*.safetensors"))
+        and getattr(config, "quantization_config", None) is None
+        and read_config(place) is None
+    )
+
+
+def _local(spec: ModelSpec) -> dict[str, Any]:
+    return {"trust_remote_code": spec.trust_remote_code, "local_files_only": True}
+
+
+def _dequantised(place: Path, config: Any) -> dict[str, Any]:
+    """The blocks of GGUF and compressed-tensors become plain weights: the packed layers and the check of invariance are
+    made for these."""
+    if is_gguf(place):
+        from transformers import GgufConfig
+
+        return {"quantization_config": GgufConfig(dequantize=True)}
+    if _method_of(config) != COMPRESSED:
+        return {}
+    from transformers import CompressedTensorsConfig
+
+    return {"quantization_config": CompressedTensorsConfig(run_compressed=False)}
+
+
+def _method_of(config: Any) -> str | None:
+    """How a checkpoint says that it was quantised."""
+    found = getattr(config, "quantization_config", None)
+    return found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+
+
+def _renamed(folder: Path) -> dict[str, Any]:
+    """Names of weights that other packages write."""
+    return {} if read_config(folder) is None else {"key_mapping": KEY_MAPPING}
+
+
+def _check_weights(folder: Path, spec: ModelSpec) -> None:
+    if is_gguf(folder) or any(folder.glob("*.safetensors")):
+        return
+    if not any(folder.glob("*.bin")):
+        raise ModelError(f"{_name(spec)}: {folder} holds no weights (*.safetensors, *.bin)")
+
+
+def _check_report(report: dict[str, Any], spec: ModelSpec, elsewhere: set[str]) -> None:
+    """Weights that are absent would be drawn at random, and the text would be noise without a word.
+
+    elsewhere: names of weights that come from another file.
+    """
+    for kind in ("missing_keys", "mismatched_keys"):
+        if keys := sorted(set(map(str, report.get(kind) or ())) - elsewhere):
+            shown = ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
+            raise ModelError(
+                f"{_name(spec)}: {len(keys)} weights are missing or misshapen ({shown}): get the files again"
+            )
+
+
+def dtype_of(spec: ModelSpec, config: Any, folder: Path) -> Any:
+    """Return the dtype to compute in: `torch.dtype`, or "auto" where the checkpoint decides."""
+    if spec.dtype != "auto":
+        return _DTYPES[spec.dtype]
+    if getattr(config, "quantization_config", None) is not None:
+        return "auto"
+    places = spec.device if spec.device_map is None else _device_map(spec)
+    named = set(places.values()) if isinstance(places, dict) else {places}
+    if not named <= {"cpu", "disk"} and torch.cuda.is_available():
+        return "auto"
+    stored = getattr(config.get_text_config(decoder=True), "dtype", None)
+    if is_gguf(folder):  # its blocks of four to eight bits say nothing of what lies between two bfloat16 numbers
+        large, stored = folder.stat().st_size > SMALL_BYTES // 4, torch.bfloat16
+    else:
+        large = sum(file.stat().st_size for file in folder.glob("*.safetensors")) > SMALL_BYTES
+    halves = large and stored in (torch.bfloat16, "bfloat16") and packing_works(torch.bfloat16)
+    return torch.bfloat16 if halves else torch.float32
+
+
+def _attention(config: Any) -> str | None:
+    """eager where scores are capped, which sdpa would leave out; else None: sdpa where the architecture has it."""
+    text = config.get_text_config(decoder=True)
+    return "eager" if getattr(text, "attn_logit_softcapping", None) is not None else None
+
+
+def _name(spec: ModelSpec) -> str:
+    return f"{spec.role} model {spec.source!r}"
+
+
+def _said(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps the libraries' progress bars and warnings off stderr, which is for our own messages.
+
+    transformers stays quiet afterwards, because it also warns while it tokenizes and runs.
+    """
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.set_verbosity(logging.CRITICAL)
+    hf_logging.disable_progress_bar()
+    for name in ("huggingface_hub", "accelerate", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

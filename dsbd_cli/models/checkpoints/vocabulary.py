@@ -1,0 +1,74 @@
+"""Whether the tokenizers of two models have one vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsbd_cli.errors import PairError
+from dsbd_cli.models.tokenizer import HFCodec
+
+__all__ = ["check_pair", "markers"]
+
+
+_SHOWN = 3
+
+
+def check_pair(target: HFCodec, draft: HFCodec, target_width: int, draft_width: int) -> tuple[str, ...]:
+    """Require one vocabulary: every id that both tokenizers name, and both models can emit, is the same token.
+
+    Widths of the logits may differ by padding ids, and one side may lack added tokens. Returns notes on differences
+    that are harmless. Raises PairError with the first few differing tokens.
+    """
+    ours, theirs = _tokens(target), _tokens(draft)
+    spare = _added(target) | _added(draft)
+    excused = {i for i in spare if i not in ours or i not in theirs}
+    named = sorted(ours.keys() | theirs.keys())
+    wrong = [i for i in named if ours.get(i) != theirs.get(i) and i not in excused]
+    if wrong:
+        raise PairError(_differing(wrong, ours, theirs))
+    notes = _width_notes(ours, spare, target_width, draft_width)
+    if target.eos_ids != draft.eos_ids:
+        used, left = _ids(target.eos_ids), _ids(draft.eos_ids)
+        notes += (f"end tokens differ: the target's ({used}) are used, not the draft's ({left})",)
+    return notes
+
+
+def markers(target: HFCodec, draft: HFCodec) -> dict[int, int]:
+    """Special tokens that both tokenizers have, by name: the target's id -> the draft's."""
+    theirs = {token.content: index for index, token in draft.tokenizer.added_tokens_decoder.items() if token.special}
+    ours = target.tokenizer.added_tokens_decoder.items()
+    return {index: theirs[token.content] for index, token in ours if token.special and token.content in theirs}
+
+
+def _tokens(codec: HFCodec) -> dict[int, str]:
+    return {index: token for token, index in codec.tokenizer.get_vocab().items()}
+
+
+def _added(codec: HFCodec) -> set[int]:
+    return set(codec.tokenizer.added_tokens_decoder)
+
+
+def _differing(wrong: list[int], ours: dict[int, str], theirs: dict[int, str]) -> str:
+    def name(token: str | None, role: str) -> str:
+        return f"nothing in the {role}" if token is None else f"{token!r} in the {role}"
+
+    shown = "; ".join(f"id {i}: {name(ours.get(i), 'target')}, {name(theirs.get(i), 'draft')}" for i in wrong[:_SHOWN])
+    return (
+        f"target and draft have different vocabularies: {shown}; {len(wrong)} differ; "
+        "choose a draft of its family, or --drafter bridge, which drafts through text"
+    )
+
+
+def _width_notes(named: dict[int, str], spare: set[int], target_width: int, draft_width: int) -> tuple[str, ...]:
+    """Raises PairError when ordinary tokens of the target lie beyond one model's logits."""
+    needed = max((i for i in named if i not in spare), default=-1) + 1
+    for role, width in (("target", target_width), ("draft", draft_width)):
+        if width < needed:
+            raise PairError(f"the {role} has {width} logits for a vocabulary of {needed} tokens: choose another {role}")
+    if target_width == draft_width:
+        return ()
+    return (f"logits differ in padding only: {target_width} in the target, {draft_width} in the draft",)
+
+
+def _ids(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids)) or "none"

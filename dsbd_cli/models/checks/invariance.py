@@ -1,0 +1,241 @@
+"""Check, on the model just loaded and on this machine, that a node's logits do not depend on its company.
+
+Libraries choose kernels by shape, and kernels sum in different orders. Which ones do so differs from processor to
+processor, so the loaded model is asked: one short text is run in several companies, and the bits are compared.
+
+Letters: R rows, n nodes of a forward, S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.slots import PREFIX_STEP
+from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, sample_source
+from dsbd_cli.models.checks.selftest import CheckableModel
+from dsbd_cli.models.verdicts import Verdict
+
+__all__ = ["Company", "check", "is_invariant"]
+
+
+PROMPT = 161  # tokens: five steps of settled slots and one that is left over
+WIDTH_STEP = 32  # of a prompt's forward
+LONGER = 480  # tokens of the prompt that the beginning is copied from
+SOURCES = (77, 150, 90)  # tokens of the source of the text, where it has one, and of the rows before and after it
+ANSWER = 40  # tokens after the prompt, the last one is looked at
+SLOTS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """What else is there when the text is run.
+
+    Attributes:
+        rows: R. row: which of them holds the text; the others hold other tokens and have other lengths.
+        others: further nodes in each forward. ahead: so many of them stand before the text's own.
+        spread: the answer's tokens stand anywhere in so many times as many slots as they need, in order.
+        at_once: how many of the answer's tokens share the last forward.
+        joined: before it, so many of them join the trunk, which recurrent layers take into their states.
+        copied: so many tokens of the prompt are read in the last row, before others than the text's, and copied.
+        slots: S.
+    """
+
+    rows: int = 1
+    row: int = 0
+    others: int = 3
+    ahead: int = 0
+    spread: int = 1
+    at_once: int = 1
+    joined: int = 0
+    copied: int = 0
+    slots: int = 256
+
+    def __str__(self) -> str:
+        beside = "" if self.rows == 1 else " and another row"
+        return f"beside {self.others + self.at_once - 1} other nodes{beside}"
+
+
+COMPANIES = (
+    Company(others=0),
+    Company(others=32, ahead=32, spread=5, joined=17, slots=SLOTS),
+    Company(others=1, spread=3, at_once=3, joined=37, slots=352),
+    Company(rows=3, row=1, others=19, ahead=7, spread=4, at_once=2, slots=448),
+    # six tokens: with two threads MKL's float32 products compute those past the last four in another way
+    Company(rows=2, row=1, others=0, at_once=3),
+)
+
+
+def is_invariant(model: CheckableModel) -> bool:
+    """Whether a node's logits have the same bits in any company."""
+    return check(model).varies is None
+
+
+@torch.inference_mode()
+def check(model: CheckableModel) -> Verdict:
+    """Whether all layers attend by parts and the text's logits have the same bits alone and in all COMPANIES.
+
+    Bits alone would not do: a sum that takes another order changes a short text now and then only. Leaves the cache
+    released.
+    """
+    if _size(model) < 1:
+        return Verdict(f"it has positions for {model.max_positions} tokens only, too few for the check")
+    try:
+        alone = _logits(model, Company())
+        if not model.by_parts:
+            return Verdict("some of its layers do not attend by our function")
+        for company in COMPANIES:
+            logits = _logits(model, company)
+            if not torch.equal(logits, alone):
+                moved = (logits.double() - alone.double()).abs().max().item()
+                return Verdict(f"logits moved by up to {moved:.1g} {company}")
+        return Verdict(None, _copies(model, alone) if model.copies_prefixes else None)
+    finally:
+        model.release()
+
+
+def _copies(model: CheckableModel, alone: Tensor) -> bool | None:
+    """The text's logits [V] stay the same with a beginning of its prompt copied; None where it has too few tokens."""
+    count = _size(model) // PREFIX_STEP * PREFIX_STEP
+    return torch.equal(_logits(model, Company(rows=2, copied=count)), alone) if count else None
+
+
+@torch.inference_mode()
+def parting(model: CheckableModel) -> float:
+    """How far the logits of the text move where layers split their keys: root mean square, relative to the spread.
+    Leaves the cache released."""
+    try:
+        plain, parted = (_logits(model, Company(), by_parts=by_parts).double() for by_parts in (False, True))
+    finally:
+        model.release()
+    return float((parted - plain).square().mean().sqrt() / plain.std())
+
+
+def _logits(model: CheckableModel, company: Company, *, by_parts: bool = True) -> Tensor:
+    """[V] logits of the last token of the answer. by_parts: forwards with `settled`."""
+    model.release()
+    model.reserve(company.rows, SLOTS)
+    if isinstance(model, Seq2SeqForestModel):
+        _encode(model, company)
+    generator = torch.Generator().manual_seed(21)
+    prompt = _size(model)
+    size = prompt + ANSWER
+    text = torch.randint(0, model.vocab_size, (company.rows, size), generator=generator)
+    text = text.roll(company.row, 0)  # the first text drawn is the same in every company
+    lengths = torch.tensor([max(1, prompt - 5 * abs(row - company.row)) for row in range(company.rows)])
+    if company.copied:
+        _copied_prompt(model, text, company.copied)
+    else:
+        _prompt(model, text, lengths)
+    chosen = torch.randperm(ANSWER * company.spread, generator=generator)[:ANSWER].sort().values
+    places = lengths.unsqueeze(1) + chosen
+    split = ANSWER - company.at_once
+    _answer(model, company, text, lengths, places, 0, split, by_parts)
+    if company.joined:
+        source, places = places, places.clone()
+        places[:, : company.joined] = lengths.unsqueeze(1) + torch.arange(company.joined)
+        device = model.device
+        model.move(source.to(device), places.to(device), (lengths + company.joined).to(device))
+    return _answer(model, company, text, lengths, places, split, ANSWER, by_parts)
+
+
+def _size(model: CheckableModel) -> int:
+    """Tokens of the prompt, fewer where the model has no room for them."""
+    limit = model.max_positions
+    return PROMPT if limit is None else min(PROMPT, limit - ANSWER)
+
+
+def _encode(model: Seq2SeqForestModel, company: Company) -> None:
+    """The text's own source, and sources of other lengths for its neighbours; all in one call."""
+    limit = model.max_source or max(SOURCES)
+    place = [(row - company.row) % len(SOURCES) for row in range(company.rows)]  # 0 of the text
+    sources = [sample_source(model, min(SOURCES[-seed], limit), seed) for seed in place]
+    model.encode(range(company.rows), sources)
+
+
+def _copied_prompt(model: CheckableModel, text: Tensor, copied: int) -> None:
+    """Two prompts that begin alike, the second as long as the model takes: it is read whole, and the first from where
+    they part."""
+    limit = min(LONGER, model.max_positions or LONGER)
+    lengths = torch.tensor([_size(model), limit])
+    other = text[1].repeat(3)[: limit - copied]
+    longer = torch.stack((text[0].repeat(3)[:limit], torch.cat((text[0, :copied], other))))
+    _prompt(model, longer[1:], lengths[1:], rows=torch.tensor([1]))
+    model.copy_prefixes([(1, 0, copied)])
+    model.clear(0, copied)
+    _prompt(model, longer[:1], lengths[:1], first=copied)
+
+
+def _prompt(
+    model: CheckableModel, text: Tensor, lengths: Tensor, *, rows: Tensor | None = None, first: int = 0
+) -> None:
+    """Tokens first .. lengths [R] of texts [R, n] are read in one forward, as wide as it takes in steps of 32."""
+    width = -(-(int(lengths.max()) - first) // WIDTH_STEP) * WIDTH_STEP
+    steps = torch.arange(first, first + width)
+    index = torch.arange(first + width)
+    real = steps < lengths.unsqueeze(1)
+    tokens = torch.nn.functional.pad(text, (0, max(0, first + width - text.shape[1])))[:, first : first + width]
+    seen = torch.where(real.unsqueeze(2), index <= steps.unsqueeze(1), index == 0)
+    model.forward(
+        ForestInput(
+            tokens=torch.where(real, tokens, 0),
+            positions=torch.where(real, steps, 0),
+            slots=torch.where(real, steps, SLOTS - 1),
+            mask=seen,
+            slot_positions=index.expand(len(text), -1),
+            rows=torch.arange(len(text)) if rows is None else rows,
+            settled=(first,) * len(text),
+            chain=True,
+        ).to(model.device),
+        logits=False,
+    )
+
+
+def _answer(
+    model: CheckableModel,
+    company: Company,
+    text: Tensor,
+    lengths: Tensor,
+    places: Tensor,
+    first: int,
+    last: int,
+    by_parts: bool,
+) -> Tensor:
+    """[V] logits of the last of the answer's tokens first .. last, which see the prompt and the answer so far."""
+    rows, before = company.rows, company.ahead
+    own = torch.arange(first, last).expand(rows, -1)
+    depth = lengths.unsqueeze(1) + own
+    # the other nodes take the free slots after the answer and see nothing of it
+    free = places[:, -1:] + 1 + torch.arange(company.others)
+    other_tokens = (text[:, :1] + 7 * torch.arange(company.others)) % model.vocab_size
+
+    def join(mine: Tensor, other: Tensor) -> Tensor:
+        return torch.cat((other[:, :before], mine, other[:, before:]), 1)
+
+    slots = join(places[:, first:last], free)
+    index = torch.arange(company.slots)
+    prompt = (index < lengths.unsqueeze(1)).unsqueeze(1)  # [R, 1, S]
+    answer = (index == places.unsqueeze(2)).unsqueeze(1)  # [R, 1, A, S]
+    so_far = torch.arange(ANSWER) <= own.unsqueeze(2)  # [R, m, A]
+    mine = (answer & so_far.unsqueeze(3)).any(2) | prompt
+    other = (index == free.unsqueeze(2)) | prompt
+    slot_positions = index.expand(rows, -1).clone()
+    slot_positions.scatter_(1, places, lengths.unsqueeze(1) + torch.arange(ANSWER))
+    settled = tuple(lengths.tolist()) if model.device.type == "cpu" else (0,) * rows
+    logits = model.forward(
+        ForestInput(
+            tokens=join(text.gather(1, depth), other_tokens),
+            positions=join(depth, lengths.unsqueeze(1).expand(-1, company.others)),
+            slots=slots,
+            mask=join(mine, other),
+            slot_positions=slot_positions,
+            settled=settled if by_parts else None,
+            prompt=lengths if by_parts else None,
+            tail=company.slots,
+        ).to(model.device)
+    )
+    assert logits is not None
+    return logits[company.row, before + last - first - 1].clone()

@@ -1,0 +1,266 @@
+"""Check, on the model just loaded, that a packed forest gives the logits of its separate paths.
+
+Some architectures fail silently: they bias or cut attention by slot, whatever the mask says. A list of names would be
+out of date at once, so a small forest is tried, with its tokens scattered over the slots. Models with recurrent layers
+are tried a second time in the order of production, where a growing trunk goes into their states.
+
+Shape letters: N nodes of the test forest, B its paths, T tokens of the longest path, V vocabulary, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.protocols import ForestInput, ForestModel, SourceModel
+from dsbd_cli.errors import UnsupportedModelError
+from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, sample_source
+from dsbd_cli.models.forest import SelfTestReport, unsupported
+from dsbd_cli.models.recurrent.states import StateCache
+from dsbd_cli.models.verdicts import LIMITS, PADDING, TIMES_ROUNDING, limit_for
+
+__all__ = ["CheckableModel", "self_test"]
+
+
+PROMPT = 7
+# Where recurrent layers run as kernels of a CPU, whose states lie 16 to 23 tokens back: long enough that tokens go into
+# them, and with one more token others do. Tensor code needs no such length, and `solve` loses digits over a path of so
+# many nodes in one forward.
+LONG_PROMPT = 31
+# Three roots, four levels: parent of every node, in node order; -1 hangs on the prompt.
+PARENTS = (-1, -1, -1, 0, 0, 1, 3, 4, 5, 7, 8)
+# Wider than the windows by slot that are in use (256), so that such a window cuts something off.
+SLOTS = 400
+# Tokens of two sources, apart from those that fill whole steps of the cache
+SOURCES = (13, 40)
+# How many limits the worst node may be off.
+OUTLIER = 3
+
+
+class CheckableModel(ForestModel, Protocol):
+    """A forest model that can also run separate sequences in its plain way."""
+
+    @property
+    def architecture(self) -> str: ...
+
+    @property
+    def weights_dtype(self) -> torch.dtype: ...
+
+    @property
+    def by_parts(self) -> bool: ...
+
+    def plain(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, V] of sequences [B, T]."""
+        ...
+
+    def release(self) -> None: ...
+
+
+def _path(node: int) -> list[int]:
+    """Nodes from the root to `node`."""
+    parent = PARENTS[node]
+    return [*([] if parent < 0 else _path(parent)), node]
+
+
+def _depth(node: int) -> int:
+    """Below the prompt."""
+    return len(_path(node)) - 1
+
+
+def _prompt_of(tokens: Tensor) -> int:
+    """How many of the tokens come before the nodes."""
+    return len(tokens) - len(PARENTS)
+
+
+def self_test(model: CheckableModel) -> SelfTestReport:
+    """Forwards of a packed forest, before and after a move, and of its paths; leaves the cache released.
+
+    Raises UnsupportedModelError in one sentence when they disagree or the model refuses.
+    """
+    walked = model.state_bytes(0) and StateCache.walks(model.device)
+    total = (LONG_PROMPT if walked else PROMPT) + len(PARENTS)
+    generator = torch.Generator().manual_seed(20)
+    tokens = torch.randint(0, model.vocab_size, (total,), generator=generator).to(model.device)
+    # a permutation spread over nearly all slots: neither order nor distance of slots means anything
+    slots = (torch.randperm(total, generator=generator) * ((SLOTS - 2) // total)).to(model.device)
+    sources: Sequence[Tensor | None] = (None,)
+    if isinstance(model, Seq2SeqForestModel):  # the same forest below each
+        sources = [sample_source(model, size, seed) for seed, size in enumerate(SOURCES)]
+
+    def separate(padding: int = 0) -> Tensor:
+        with unsupported(model.architecture):
+            return torch.cat([_separate(_plain(model, source), tokens, padding) for source in sources])
+
+    expected = separate()
+    with unsupported(model.architecture):
+        packed = _packed(model, tokens, slots, sources)
+
+    def checked(logits: Tensor, nodes: Sequence[int] | slice, cause: str) -> SelfTestReport:
+        return _checked(model, logits, expected[nodes], lambda: separate(PADDING)[nodes], cause)
+
+    report = checked(packed, slice(None), "attention or position by cache slot")
+    if model.state_bytes(0):
+        with unsupported(model.architecture):
+            grown, nodes = _grown(model, tokens)
+        report = max(report, checked(grown, nodes, "recurrent states"), key=lambda one: one.largest_error)
+    return report
+
+
+def _plain(model: CheckableModel, source: Tensor | None) -> Callable[[Tensor], Tensor]:
+    if isinstance(model, Seq2SeqForestModel):
+        return lambda ids: model.plain(ids, source)
+    return model.plain
+
+
+def _checked(
+    model: CheckableModel, logits: Tensor, expected: Tensor, padded: Callable[[], Tensor], cause: str
+) -> SelfTestReport:
+    dtype = model.weights_dtype
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        dtype = torch.float16
+    errors = _errors(logits, expected, dtype)
+    median, largest = errors.median().item(), errors.max().item()
+    if dtype != torch.float32 and largest > OUTLIER * LIMITS[dtype]:
+        # attention between two equals falls either way by rounding; in the ordinary forward, too, where it is padded
+        sure = errors > TIMES_ROUNDING * _errors(padded(), expected, dtype)
+        largest = errors[sure].max().item() if bool(sure.any()) else 0.0
+    limit = limit_for(dtype, max(median, largest / OUTLIER), lambda: _errors(padded(), expected, dtype).median().item())
+    report = SelfTestReport(median, largest, limit)
+    if not (median <= limit and largest <= OUTLIER * limit):
+        raise UnsupportedModelError(
+            f"{model.architecture} cannot hold a tree of tokens: the logits of a packed forest are off "
+            f"by {largest:.1g} of their spread ({cause}); use another model"
+        )
+    return report
+
+
+def _separate(plain: Callable[[Tensor], Tensor], tokens: Tensor, padding: int = 0) -> Tensor:
+    """[N, V] logits of every node by running its path alone. Padding on the right changes nothing before it, but
+    rounding: by so many more tokens."""
+    leaves, prompt = [node for node in range(len(PARENTS)) if node not in PARENTS], _prompt_of(tokens)
+    paths = [list(range(prompt)) + [prompt + node for node in _path(leaf)] for leaf in leaves]
+    longest = max(map(len, paths)) + padding
+    index = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=tokens.device)
+    logits = plain(tokens[index])  # [B, T, V]
+    rows = [next(row for row, leaf in enumerate(leaves) if node in _path(leaf)) for node in range(len(PARENTS))]
+    depths = [prompt + _depth(node) for node in range(len(PARENTS))]
+    return logits[torch.tensor(rows, device=logits.device), torch.tensor(depths, device=logits.device)]
+
+
+def _packed(model: CheckableModel, tokens: Tensor, slots: Tensor, sources: Sequence[Tensor | None] = (None,)) -> Tensor:
+    """[R * N, V] logits of the nodes, in one row per source: the first six with the prompt, the rest after the slots
+    have moved and the rows have changed places."""
+    total, prompt = len(tokens), _prompt_of(tokens)
+    split, rows = prompt + 6, len(sources)
+    device = tokens.device
+    seen = torch.zeros((total, total), dtype=torch.bool)
+    seen[:prompt, :prompt] = torch.ones(prompt, prompt).tril().bool()
+    for node in range(len(PARENTS)):
+        seen[prompt + node, :prompt] = True
+        seen[prompt + node, [prompt + other for other in _path(node)]] = True
+    seen = seen.to(device)
+    positions = torch.tensor([*range(prompt), *(prompt + _depth(node) for node in range(len(PARENTS)))], device=device)
+
+    def run(first: int, last: int) -> Tensor:
+        mask = torch.zeros((last - first, SLOTS), dtype=torch.bool, device=device)
+        mask[:, slots] = seen[first:last]
+        slot_positions = torch.zeros(SLOTS, dtype=torch.int64, device=device)
+        slot_positions[slots] = positions
+        part = slice(first, last)
+        fields = (tokens[part], positions[part], slots[part], mask, slot_positions)
+        ids, depths, places, sight, depth_of = (field.expand(rows, *field.shape) for field in fields)
+        logits = model.forward(ForestInput(ids, depths, places, sight, depth_of))
+        assert logits is not None
+        return logits
+
+    try:
+        model.reserve(rows, SLOTS)
+        if isinstance(model, SourceModel):
+            for row in reversed(range(rows)):
+                source = sources[row]
+                assert source is not None
+                model.encode([row], [source])
+        before = run(0, split)[:, prompt:]
+        moved = slots.roll(1)  # every slot's content goes to another occupied slot: reads must come before writes
+        here, there = (places[None, :split].expand(rows, -1) for places in (slots, moved))
+        model.move(here, there, torch.zeros(rows, dtype=torch.int64, device=device))
+        slots = moved
+        if rows > 1:
+            model.select_rows(torch.arange(rows, device=device).flip(0))
+        after = run(split, total)
+        if rows > 1:
+            after = after.flip(0)
+    finally:
+        model.release()
+    return torch.cat((before, after), 1).flatten(0, 1)
+
+
+def _grown(model: CheckableModel, tokens: Tensor) -> tuple[Tensor, list[int]]:
+    """Logits [m, V] of nodes in the order of production, and which nodes they are of.
+
+    A prompt is read as a chain, six nodes follow, then the subtree of node 0 alone lives on: the trunk takes node 0.
+    Then another request takes the row, whose prompt joins the trunk by a move.
+    """
+    prompt_size = _prompt_of(tokens)
+    device, trash, window = tokens.device, prompt_size + 32, prompt_size + 17
+    first, kept = list(range(6)), [0, 3, 4]
+    below = [node for node in range(6, len(PARENTS)) if _path(node)[0] == 0]
+
+    def run(nodes: list[int], slot_of: dict[int, int], *, chain: bool = False) -> Tensor:
+        """nodes: of the forest, or -prompt_size .. -1 for the prompt. slot_of: of every node that is stored."""
+        mask = torch.zeros((1, len(nodes), trash + 1), dtype=torch.bool)
+        positions = torch.zeros((1, trash + 1), dtype=torch.int64)
+        for node, slot in slot_of.items():
+            positions[0, slot] = prompt_size + (node if node < 0 else _depth(node))
+        for index, node in enumerate(nodes):
+            path = range(-prompt_size, node + 1) if node < 0 else [*range(-prompt_size, 0), *_path(node)]
+            mask[0, index, [slot_of[other] for other in path]] = True
+        at = torch.tensor([slot_of[node] for node in nodes])
+        tokens_in, slots = tokens.cpu()[torch.tensor(nodes) + prompt_size][None], at[None]
+        depths = positions[:, at]
+        if chain:  # with padding behind it
+            tokens_in, slots, depths = (
+                torch.nn.functional.pad(part, (0, 2), value=fill)
+                for part, fill in ((tokens_in, 0), (slots, trash), (depths, 0))
+            )
+            mask = torch.nn.functional.pad(mask, (0, 0, 0, 2))
+            mask[0, -2:, 0] = True
+        batch = ForestInput(tokens_in, depths, slots, mask, positions, torch.tensor([0]) if chain else None)
+        batch.chain = chain
+        logits = model.forward(batch.to(device))
+        assert logits is not None
+        return logits[0, : len(nodes)]
+
+    def move(source: list[int], target: list[int], trunk: int) -> None:
+        slots = torch.tensor([source, target], device=device).unsqueeze(1)
+        model.move(slots[0], slots[1], torch.tensor([trunk], device=device))
+
+    prompt = {node: prompt_size + node for node in range(-prompt_size, 0)}
+    try:
+        model.reserve(1, trash + 1, window)
+        run(list(prompt), prompt, chain=True)
+        before = run(first, prompt | {node: prompt_size + node for node in first})
+        places = [prompt_size, prompt_size + 1, prompt_size + 2]
+        move([prompt_size + node for node in kept], places, prompt_size + 1)
+        slots = prompt | dict(zip(kept, places, strict=True))
+        slots |= {node: prompt_size + 3 + index for index, node in enumerate(below)}
+        after = run(below, slots)
+        model.clear(0)
+        run(list(prompt), prompt)
+        move(list(prompt.values()), list(prompt.values()), prompt_size)
+        again = run(first, prompt | {node: prompt_size + node for node in first})
+    finally:
+        model.release()
+    return torch.cat((before, after, again)), [*first, *below, *first]
+
+
+def _errors(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N] float64, of the spread of a node's logits."""
+    resolution = 2 * torch.finfo(logits.dtype).eps / LIMITS[dtype]  # logits far from zero are stored coarsely
+    logits, expected = logits.double(), expected.double()
+    scale = expected.std(dim=-1) + resolution * expected.square().mean(dim=-1).sqrt()
+    errors = (logits - expected).square().mean(dim=-1).sqrt() / scale.clamp_min(1e-12)
+    return errors.nan_to_num(nan=float("inf"))

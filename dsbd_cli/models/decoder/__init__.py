@@ -1,0 +1,1 @@
+"""Our own forward of the standard decoder."""

@@ -1,0 +1,354 @@
+"""Our own decoder over a packed forest.
+
+On a CPU a forward of few nodes is a program, built when its shape comes first. On a GPU it is captured by the engine.
+
+Letters: R rows, n nodes, S active slots, T tail slots, H hidden width, E head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsbd_cli.config.token_rules import TokenRules
+from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.models.checkpoints.generation import CheckpointSettings, checkpoint_rules
+from dsbd_cli.models.decoder.forward import Decoder, LayerInputs, MaskView, PathView, View
+from dsbd_cli.models.decoder.weights import PlainLinear
+from dsbd_cli.models.forest import Forest, ModelSize
+from dsbd_cli.models.forest_attention import LEAST_DIM, Blocks, Sight, filled_queries
+from dsbd_cli.models.kv_cache import KVCache, PlaneSpec
+from dsbd_cli.ops.cpu import attention as tail
+from dsbd_cli.ops.cpu.attention import Paths
+from dsbd_cli.ops.cpu.linear import PackedProduct
+from dsbd_cli.ops.cpu.program import Arena, Program
+from dsbd_cli.ops.cpu.runtime import EAGER
+from dsbd_cli.ops.select import REFERENCE
+
+__all__ = ["DecoderForest"]
+
+MOST_NODES = 256  # with more, Python's part is small beside the products
+MOST_PROGRAMS = 64
+LEAST_ROOM = 64  # slots of a path, and between its ends; more in powers of two
+POSITION_STEP = 1024  # rotary tables grow in such steps
+
+
+@dataclass(slots=True)
+class _LayerProgram:
+    """The layers of forwards of one shape: inputs to be written, what runs, and where its results lie."""
+
+    program: Program
+    hidden: Tensor
+    inputs: LayerInputs
+    results: tuple[Tensor, Tensor, dict[int, Tensor]]
+
+    def load(self, hidden: Tensor, inputs: LayerInputs) -> None:
+        """Write what a forward is given to the program's places."""
+        self.hidden.copy_(hidden)
+        self.inputs.slots.copy_(inputs.slots)
+        for home, given in zip(self.inputs.angles, inputs.angles, strict=True):
+            home[0].copy_(given[0])
+            home[1].copy_(given[1])
+        for view, given_view in zip(self.inputs.views, inputs.views, strict=True):
+            _load_view(view, given_view)
+
+
+class DecoderForest(Forest):
+    """A decoder over a packed forest.
+
+    hidden: numbers of layers after which hidden states are wanted (0: the embeddings). They are in `hidden_states`
+    after each forward, [R, n, H] each, until the next one.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        name: str,
+        settings: CheckpointSettings,
+        stock: Callable[[], Any] | None = None,
+        *,
+        hidden: Iterable[int] = (),
+    ) -> None:
+        """stock: loads the model as transformers runs it."""
+        spec, weights = decoder.spec, decoder.weights
+        device = weights.table.device
+        super().__init__(name, device, KVCache())
+        self.decoder, self._settings = decoder, settings
+        self._load_stock = stock
+        self._stock: Any = None
+        self._watched = frozenset(hidden)
+        self.hidden_states: dict[int, Tensor] = {}
+        plane = PlaneSpec(spec.kv_heads, spec.head_dim, weights.dtype, device)
+        self._cache.learn_all([(plane, plane)] * spec.layers)
+        self._fills = not decoder.ops.programs  # kernels of the CPU compute each row by itself
+        self._dtype, self._width = weights.dtype, sum(weights.head.parts)
+        self._angles: list[tuple[Tensor, Tensor]] = []
+        self._built_programs = 0
+        self._split = False  # the last forward went by parts
+        self._programs: dict[Hashable, _LayerProgram] = {}
+        self._programs_of = self.generation
+        self._arena = Arena()
+
+    @property
+    def settings(self) -> CheckpointSettings:
+        return self._settings
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        return self.decoder.weights.dtype
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.decoder.spec.positions
+
+    @property
+    def token_rules(self) -> TokenRules:
+        return checkpoint_rules(self._settings)
+
+    @property
+    def architecture(self) -> str:
+        return self._settings.architecture
+
+    @property
+    def capturable(self) -> bool:
+        return self._device.type == "cuda"
+
+    @property
+    def by_parts(self) -> bool:
+        return self._split
+
+    @property
+    def slower_forwards(self) -> int:
+        """Forwards so far that built a program: their time says nothing of the next one of their shape."""
+        return self._built_programs
+
+    @property
+    def programs(self) -> int:
+        """How many shapes of forwards are programs now."""
+        return len(self._programs)
+
+    @property
+    def size(self) -> ModelSize:
+        weights, spec = self.decoder.weights, self.decoder.spec
+        linears = [linear for layer in weights.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        stored = [held for linear in (*linears, weights.head) for held in _stored(linear)]
+        table = weights.table
+        shared = any(one.data_ptr() == table.data_ptr() for one in stored)
+        read = sum(one.nbytes for one in stored)
+        count = sum(sum(linear.parts) * wide for linear, wide in _widths(linears, spec)) + self._width * spec.hidden
+        return ModelSize(read + (0 if shared else table.nbytes), read, 2 * count)
+
+    def stock(self) -> nn.Module:
+        if self._stock is None:
+            assert self._load_stock is not None, "a decoder of a checkpoint"
+            self._stock = self._load_stock()
+        module: nn.Module = self._stock
+        return module
+
+    def leave_kernels(self) -> bool:
+        decoder = self.decoder
+        if self.attention is None and decoder.ops is REFERENCE:
+            return False
+        self.attention, decoder.ops = None, REFERENCE
+        if self.invariant:
+            self.invariant, self.varies = False, "it was checked with kernels, one of which fails"
+        return True
+
+    def release(self) -> None:
+        super().release()
+        self.forget_programs()
+
+    def forget_programs(self) -> None:
+        """Drop all programs: the cache's memory or the weights have changed."""
+        self._programs, self._arena, self._programs_of = {}, Arena(), self.generation
+
+    @torch.no_grad()
+    def plain(self, tokens: Tensor) -> Tensor:
+        """Return logits [B, T, V] of separate sequences [B, T] by an ordinary causal forward, without our cache."""
+        decoder, spec = self.decoder, self.decoder.spec
+        count, length = tokens.shape
+        places = torch.arange(length, device=self._device)
+        shape = (count, length, spec.kv_heads, spec.head_dim)
+        planes = [torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(2)]
+        ahead = places[:, None] - places
+        views = []
+        for window in spec.kinds:
+            seen = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
+            views.append(MaskView(_additive(seen.expand(count, -1, -1), self._dtype)))
+        angles = self._rotated(places.expand(count, -1))
+        slots = torch.arange(count * length, device=self._device)
+        inputs = LayerInputs(slots, angles, views, lambda _: (planes[0], planes[1]))
+        residual, branch, _ = decoder.layers(decoder.embed(tokens.to(self._device)), inputs)
+        return self._fitted(decoder.logits(decoder.finish(residual, branch)))
+
+    def _run(self, batch: ForestInput, *, logits: bool) -> Tensor | None:
+        decoder = self.decoder
+        self._cache.begin(batch.slots, batch.rows, batch.mask.shape[-1])
+        hidden = decoder.embed(self._known(batch.tokens))
+        write = self._cache.under_way
+        assert write is not None
+        inputs = LayerInputs(write.flat, self._rotated(batch.positions), self._views(batch), self._cache.planes)
+        residual, branch, self.hidden_states = self._layers(batch, hidden, inputs)
+        if not logits:
+            return None
+        return decoder.logits(decoder.finish(residual, branch))
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Token ids [R, n]. A narrower draft knows no id of its target's extra ones: any legal id will do, only
+        acceptance suffers."""
+        return tokens.clamp(max=len(self.decoder.weights.table) - 1)
+
+    def _layers(
+        self, batch: ForestInput, hidden: Tensor, inputs: LayerInputs
+    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+        few = hidden.shape[:2].numel() <= MOST_NODES
+        fixed = all(not isinstance(view, MaskView) or view.sight is None for view in inputs.views)
+        if not (self.decoder.ops.programs and few and fixed and batch.rows is None and not batch.chain):
+            return self.decoder.layers(hidden, inputs, EAGER, self._watched)
+        if self._programs_of != self.generation:
+            self.forget_programs()
+        key = (torch.get_num_threads(), hidden.shape, *map(_key_of, inputs.views))
+        made = self._programs.pop(key, None)
+        if made is None:
+            while len(self._programs) >= MOST_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            made = self._built(hidden, inputs)
+            self._built_programs += 1
+        self._programs[key] = made  # the last one now
+        made.load(hidden, inputs)
+        made.program.run()
+        return made.results
+
+    def _built(self, hidden: Tensor, inputs: LayerInputs) -> _LayerProgram:
+        """Build the program of a shape. Its places hold the inputs of this forward."""
+        # it runs in and outside of inference mode, so its memory must not belong to one
+        with torch.inference_mode(False), torch.no_grad():
+            program = Program(self._arena)
+            places = LayerInputs(
+                inputs.slots.clone(),
+                [(cos.clone(), sin.clone()) for cos, sin in inputs.angles],
+                [_place_of(view) for view in inputs.views],
+                inputs.planes,
+            )
+            first = hidden.clone()
+            results = self.decoder.layers(first, places, program, self._watched)
+            program.close()
+        return _LayerProgram(program, first, places, results)
+
+    def _rotated(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return cosines and sines [R, n, E] at positions [R, n], by kind of rotary positions."""
+        most = max(POSITION_STEP, self._cache.slots, positions.shape[1])
+        known = len(self._angles[0][0]) if self._angles else 0
+        if known < most:
+            size = -(-most // POSITION_STEP) * POSITION_STEP
+            dim = self.decoder.spec.head_dim
+            self._angles = [
+                tuple(one.to(self._dtype).to(self._device) for one in rotary.table(size, dim))  # type: ignore[misc]
+                for rotary in self.decoder.spec.rotaries
+            ]
+        return [
+            (nn.functional.embedding(positions, cos), nn.functional.embedding(positions, sin))
+            for cos, sin in self._angles
+        ]
+
+    def _views(self, batch: ForestInput) -> list[View]:
+        """What the nodes see, by kind of window."""
+        sight, spec = self._sees(batch), self.decoder.spec
+        self._split = sight is not None
+        by_paths = sight is not None and sight.kernel is None and not sight.fast and self._by_paths()
+        seen = [_seen(batch, window) for window in spec.kinds]
+        # where all nodes see all settled slots no mask is added to scores: what is seen is its own name then
+        plain = [by_paths and window is None for window in spec.kinds]
+        masks = [one if bare else _additive(one, self._dtype) for one, bare in zip(seen, plain, strict=True)]
+        if sight is None:
+            blocks = Blocks.of(batch)
+            return [MaskView(mask, batch.rows, blocks) for mask in masks]
+        for mask, one, window in zip(masks, seen, spec.kinds, strict=True):
+            sight.add(mask, one, whole=window is None)
+        if not by_paths:
+            return [MaskView(mask, batch.rows, sight) for mask in masks]
+        odd = spec.softcap is not None or spec.head_dim < LEAST_DIM
+        return [self._path_view(sight.all_tail() if odd else sight, mask, batch) for mask in masks]
+
+    def _by_paths(self) -> bool:
+        """Whether the kernel of paths serves."""
+        return self._device.type == "cpu" and self._dtype in tail.DTYPES and tail.serves()
+
+    def _path_view(self, sight: Sight, mask: Tensor, batch: ForestInput) -> PathView:
+        spec, most = self.decoder.spec, max(sight.settled)
+        queries = filled_queries(spec.heads, spec.kv_heads, batch.tokens.shape[1], spec.head_dim, self._dtype)
+        head = sight.head(mask, queries) if most else None
+        return PathView(sight.settled if most else (), sight.paths(mask), None if head is None else head[..., :most])
+
+
+def _seen(batch: ForestInput, window: int | None) -> Tensor:
+    """[R, n, S] bool: which slots the nodes see in layers with such a window."""
+    if window is None:
+        return batch.mask
+    return batch.mask & (batch.positions[:, :, None] - batch.slot_positions[:, None, :] < window)
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """[R, 1, n, S], which is added to scores. Never -inf: an empty row would be NaN."""
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+
+
+def _key_of(view: View) -> Hashable:
+    """What of a view a program is bound to."""
+    if isinstance(view, PathView):
+        return view.settled, _room(view.paths.slots.shape[2]), _room(view.paths.span)
+    assert isinstance(view, MaskView)
+    return view.mask.shape
+
+
+def _room(size: int) -> int:
+    """Slots that a program has room for where a forward has so many."""
+    return max(LEAST_ROOM, 1 << (size - 1).bit_length())
+
+
+def _place_of(view: View) -> View:
+    """Return the place of such views in a program, with room for longer paths."""
+    if isinstance(view, MaskView):
+        return replace(view, mask=view.mask.clone(memory_format=torch.contiguous_format), sight=None)
+    assert isinstance(view, PathView)
+    paths = view.paths
+    slots = torch.zeros(*paths.slots.shape[:2], _room(paths.slots.shape[2]), dtype=torch.int32)
+    place = Paths(slots, paths.counts.clone(), paths.bounds.clone(), _room(paths.span), 0)
+    slots[:, :, : paths.slots.shape[2]].copy_(paths.slots)
+    head = None if view.head is None else view.head.clone(memory_format=torch.contiguous_format)
+    return PathView(view.settled, place, head)
+
+
+def _load_view(place: View, view: View) -> None:
+    if isinstance(place, MaskView):
+        assert isinstance(view, MaskView)
+        place.mask.copy_(view.mask)
+        return
+    assert isinstance(place, PathView)
+    assert isinstance(view, PathView)
+    place.paths.slots[:, :, : view.paths.slots.shape[2]].copy_(view.paths.slots)
+    place.paths.counts.copy_(view.paths.counts)
+    place.paths.bounds.copy_(view.paths.bounds)
+    if place.head is not None and view.head is not None:
+        place.head.copy_(view.head)
+
+
+def _stored(linear: object) -> Sequence[Tensor]:
+    """The memory that a product's weights take."""
+    if isinstance(linear, PlainLinear):
+        return linear.weights
+    if isinstance(linear, PackedProduct):
+        return [linear.weights]
+    found: Any = linear
+    return [found.way.weights]
+
+
+def _widths(linears: Sequence[Any], spec: Any) -> list[tuple[Any, int]]:
+    """Products and their numbers of inputs."""
+    inputs = (spec.hidden, spec.heads * spec.head_dim, spec.hidden, spec.inner)
+    return [(linear, inputs[number % 4]) for number, linear in enumerate(linears)]

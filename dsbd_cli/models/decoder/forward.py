@@ -1,0 +1,206 @@
+"""The forward of the standard decoder, as its formula reads.
+
+Each operation takes `run`: `EAGER` runs kernels at once, a `Program` keeps them. What the layers of one forward share
+is in `LayerInputs`.
+
+Letters: R rows, n nodes, m = R * n, H hidden width, Q query heads, K kv heads, E head dim, V vocabulary, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.models.decoder.spec import DecoderSpec
+from dsbd_cli.models.decoder.weights import DecoderWeights, LayerWeights
+from dsbd_cli.models.forest_attention import Blocks, Sight, attention, settled_attention
+from dsbd_cli.ops.cpu import attention as tail
+from dsbd_cli.ops.cpu.attention import Paths
+from dsbd_cli.ops.cpu.runtime import EAGER, Eager
+from dsbd_cli.ops.select import LayerOps
+
+__all__ = ["Decoder", "LayerInputs", "MaskView", "PathView", "View"]
+
+
+class View(Protocol):
+    """What the nodes of a forward see in the layers of one kind."""
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        softcap: float | None,
+        run: Eager,
+    ) -> Tensor:
+        """query [R, Q, n, E] over planes [R', S', K, E] -> [R, n, Q, E]."""
+
+
+@dataclass(slots=True)
+class PathView:
+    """Slots that each node sees, listed: for a kernel of the CPU, which joins them with the settled slots.
+
+    settled: leading slots of each row that torch's attention serves, none or one number per row. paths: the others.
+    head: [R, 1, m, S or fewer], added to the scores of settled slots; None where all nodes see all of them.
+    """
+
+    settled: tuple[int, ...]
+    paths: Paths
+    head: Tensor | None
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, run: Eager
+    ) -> Tensor:
+        key, value = (plane[: len(query)].transpose(1, 2) for plane in (keys, values))
+        known: tuple[Tensor, Tensor] | None = None
+        if max(self.settled, default=0):
+            known = run.compute(lambda: settled_attention(self.settled, query, key, value, self.head, scale))
+        return tail.attend(self.paths, query, key, value, scale, settled=known, softcap=softcap, run=run)
+
+
+@dataclass(slots=True)
+class MaskView:
+    """Slots by a mask [R, 1, n, S] that is added to the scores. rows: [R] of the planes; None for the first ones.
+
+    sight: how the slots are split, or the blocks in which a prompt is read; None: torch's attention takes all.
+    """
+
+    mask: Tensor
+    rows: Tensor | None = None
+    sight: Sight | Blocks | None = None
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None, run: Eager
+    ) -> Tensor:
+        active = self.mask.shape[-1]
+
+        def attended() -> Tensor:
+            seen = [plane[:, :active] for plane in (keys, values)]
+            seen = [one[: len(query)] if self.rows is None else one.index_select(0, self.rows) for one in seen]
+            key, value = (one.transpose(1, 2) for one in seen)
+            found = attention(self.sight, query, key, value, self.mask, scale, softcap)
+            assert found is not None, "the mask is one of all heads"
+            return found
+
+        return run.compute(attended)
+
+
+@dataclass(slots=True)
+class LayerInputs:
+    """What the layers of one forward share.
+
+    slots: [m] int64 into rows x slots of the planes, where keys and values are written.
+    angles: cosines and sines [R, n, E], by kind of rotary positions.
+    views: by kind of window.
+    planes: keys and values [R', S', K, E] of a layer.
+    """
+
+    slots: Tensor
+    angles: Sequence[tuple[Tensor, Tensor]]
+    views: Sequence[View]
+    planes: Callable[[int], tuple[Tensor, Tensor]]
+
+
+class Decoder:
+    """A decoder with its weights. `embed`, `layers`, `finish` and `logits` are its forward."""
+
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, ops: LayerOps) -> None:
+        self.spec, self.weights, self.ops = spec, weights, ops
+        # rounded to the dtype, as the families that scale their embeddings do
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype, device=weights.table.device)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return embeddings [R, n, H] of tokens [R, n]."""
+        found = torch.nn.functional.embedding(tokens, self.weights.table).to(self.weights.dtype)
+        return found if self.spec.embedding_scale == 1 else found * self._embedding_scale
+
+    def layers(
+        self,
+        hidden: Tensor,
+        inputs: LayerInputs,
+        run: Eager = EAGER,
+        watched: Collection[int] = (),
+    ) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+        """Run all layers over embeddings [R, n, H]. Return the residual stream as two summands [R, n, H], and copies of
+        it [R, n, H] after as many layers as `watched` names (0: the embeddings)."""
+        copies: dict[int, Tensor] = {}
+        residual, branch = hidden, None
+        for number, layer in enumerate(self.weights.layers):
+            run.begin(number)
+            x, residual = self._enter(layer.input_norm, residual, branch, run)
+            if number in watched:
+                copies[number] = run.copy(residual)
+            branch = self._attention(number, layer, x, inputs, run)
+            x, residual = self._enter(layer.mlp_norm, residual, self._leave(layer.attention_norm, branch, run), run)
+            gated = self.ops.gated(layer.gate_up.compute(x, run), self.spec.gelu, run)
+            branch = self._leave(layer.output_norm, layer.down.compute(gated, run), run)
+        assert branch is not None
+        if (count := self.spec.layers) in watched:
+            last = residual, branch
+            copies[count] = run.compute(lambda: last[0] + last[1])
+        return residual, branch, copies
+
+    def finish(self, residual: Tensor, branch: Tensor) -> Tensor:
+        """Return the last norm of the sum [R, n, H] of both."""
+        return self.ops.norm(branch, residual, self.weights.norm, self.spec.eps, self.spec.one_more, EAGER)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [R, n, V], or of as many tokens as the head has, of what `finish` gave."""
+        found, cap = self.weights.head.compute(hidden), self.spec.logit_softcap
+        if self.spec.logit_scale != 1:
+            found = found / self.spec.logit_scale
+        return found if cap is None else torch.tanh(found / cap) * cap
+
+    def _attention(self, number: int, layer: LayerWeights, x: Tensor, inputs: LayerInputs, run: Eager) -> Tensor:
+        """Return the output [R, n, H] of a layer's attention; its keys and values are in the planes then."""
+        spec = self.spec
+        keys, values = inputs.planes(number)
+        qkv = layer.qkv.compute(x, run)
+        norms: tuple[Tensor | None, Tensor | None] = layer.query_norm, layer.key_norm
+        if spec.wide_norms:
+            qkv, norms = self._wide_norms(layer, qkv, run), (None, None)
+        cos, sin = inputs.angles[spec.rotary[number]]
+        query = self.ops.rotate(qkv, cos, sin, inputs.slots, keys, values, *norms, spec.eps, spec.one_more, run)
+        view = inputs.views[spec.kinds.index(spec.windows[number])]
+        attended = view.attend(query, keys, values, spec.scale, spec.softcap, run)
+        return layer.out.compute(attended.flatten(2), run)
+
+    def _enter(self, norm: Tensor | None, residual: Tensor, branch: Tensor | None, run: Eager) -> tuple[Tensor, Tensor]:
+        """Return what a branch is given, [R, n, H], and the residual stream with the branch before it."""
+        if norm is None:
+            if branch is not None:
+                before, more = residual, branch
+                residual = run.compute(lambda: before + more)
+            return residual, residual
+        if branch is None:
+            return self.ops.norm(residual, None, norm, self.spec.eps, self.spec.one_more, run)[0], residual
+        return self.ops.norm(branch, residual, norm, self.spec.eps, self.spec.one_more, run)
+
+    def _leave(self, norm: Tensor | None, branch: Tensor, run: Eager) -> Tensor:
+        """Return what a branch adds to the residual stream."""
+        if norm is not None:
+            branch = self.ops.norm(branch, None, norm, self.spec.eps, self.spec.one_more, run)[0]
+        if self.spec.residual_scale == 1:
+            return branch
+        return run.compute(lambda: branch * self.spec.residual_scale)
+
+    def _wide_norms(self, layer: LayerWeights, qkv: Tensor, run: Eager) -> Tensor:
+        """Normalise all queries of a node together, and all keys (OLMo 2)."""
+        assert layer.query_norm is not None
+        assert layer.key_norm is not None
+        norms, norm = (layer.query_norm, layer.key_norm), self.ops.norm
+
+        def normed() -> Tensor:
+            *parts, value = qkv.split(layer.qkv.parts, -1)
+            found = [
+                norm(part.contiguous(), None, weight, self.spec.eps, self.spec.one_more, EAGER)[0]
+                for part, weight in zip(parts, norms, strict=True)
+            ]
+            return torch.cat((*found, value), -1)
+
+        return run.compute(normed)

@@ -1,0 +1,151 @@
+"""Load a decoder in stages: spec, tensors, comparison with transformers, packing. Each stage has its own errors.
+
+The model that answers is the model that was named: at a first load its logits are compared with those of transformers'
+own model of the same folder. What was found is kept (verdicts.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.errors import ModelError, UsageError
+from dsbd_cli.models.checkpoints.generation import CheckpointSettings
+from dsbd_cli.models.checkpoints.head import TrimmedHead
+from dsbd_cli.models.decoder.forest import DecoderForest
+from dsbd_cli.models.decoder.forward import Decoder
+from dsbd_cli.models.decoder.pack import find_outliers, pack_decoder, quantize_decoder
+from dsbd_cli.models.decoder.spec import DecoderSpec, spec_of
+from dsbd_cli.models.decoder.weights import Tensors, read_tensors, read_weights
+from dsbd_cli.models.forest import CALIBRATION
+from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
+from dsbd_cli.ops.select import LayerOps, layer_ops_for
+
+__all__ = ["DecoderSource", "decoder_forest", "differs", "pack", "sort_of"]
+
+TOKENS = 24  # of the text that is compared with transformers
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSource:
+    """A checkpoint that our own decoder can run: what it is, its tensors, and what it computes in."""
+
+    spec: DecoderSpec
+    tensors: Tensors
+    dtype: torch.dtype
+    device: torch.device
+
+
+def sort_of(model: ModelSpec, config: Any) -> DecoderSpec | str:
+    """Return the spec of a checkpoint, or why transformers runs it."""
+    if model.tensor_parallel > 1:
+        return "it is split over several processes"
+    if model.device_map is not None:
+        return "a device map spreads it"
+    if model.trust_remote_code and getattr(config, "auto_map", None):
+        return "it brings its own code"
+    return spec_of(config)
+
+
+def decoder_forest(
+    model: ModelSpec,
+    source: DecoderSource,
+    settings: CheckpointSettings,
+    head: TrimmedHead | None,
+    stock: Callable[[], Any],
+    kernels: frozenset[str],
+) -> DecoderForest:
+    """Return a forest whose products still have the checkpoint's plain weights.
+
+    head: rows in the place of the checkpoint's head. stock: loads the model as transformers runs it. kernels: names of
+    those that a GPU may run. Raises KeyError and ValueError for tensors that are missing or have other shapes.
+    """
+    spec = source.spec
+    weights = read_weights(spec, source.tensors, source.dtype, head)
+    if source.device.type != "cpu":
+        weights.to(source.device)
+    forest = DecoderForest(Decoder(spec, weights, _ops(spec, source, kernels)), model.source, settings, stock)
+    if head is not None:
+        forest.spread(head.ids, head.vocab_size)
+    return forest
+
+
+def tensors_of(folder: Path, model: ModelSpec) -> Tensors:
+    """Return a folder's tensors. Raises ModelError."""
+    from safetensors import SafetensorError
+
+    try:
+        return read_tensors(folder)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise ModelError(f"{_name(model)} cannot be loaded: {said}") from error
+
+
+@torch.inference_mode()
+def differs(forest: DecoderForest, theirs: Any) -> str | None:
+    """Compare the logits of a short text with those of transformers' model. Return what differs; None: nothing."""
+    from dsbd_cli.models.verdicts import PADDING, limit_for
+
+    count = min(TOKENS, forest.max_positions or TOKENS)
+    tokens = torch.arange(count, device=forest.device).remainder(forest.vocab_size)[None]
+
+    def logits(ids: Tensor) -> Tensor:
+        found: Tensor = theirs(input_ids=ids, use_cache=False).logits[:, :count].float()
+        return found
+
+    wanted, found = logits(tokens), forest.plain(tokens).float()
+    if found.shape != wanted.shape:
+        return f"its logits have {found.shape[-1]} columns and transformers' {wanted.shape[-1]}"
+
+    def apart(one: Tensor) -> float:
+        return float((one - wanted).square().mean().sqrt() / wanted.std())
+
+    error = apart(found)
+    limit = limit_for(forest.weights_dtype, error, lambda: apart(logits(torch.nn.functional.pad(tokens, (0, PADDING)))))
+    return None if error <= limit else f"its logits are off by {error:.1g} of their spread"
+
+
+def pack(forest: DecoderForest, model: ModelSpec, outliers: dict[str, list[int]] | None) -> dict[str, list[int]] | None:
+    """Pack the weights, or make them int8. outliers: channels by product, of an earlier load; None: they are found.
+
+    Returns the outliers of int8. Raises UsageError where no product is large enough for int8.
+    """
+    decoder = forest.decoder
+    if model.quantize is None:
+        pack_decoder(decoder, forest.device)
+        forest.forget_programs()
+        return None
+    if outliers is None:
+        found = find_outliers(decoder, lambda: _calibrate(forest))
+    else:
+        found = {name: torch.tensor(channels) for name, channels in outliers.items()}
+    if not quantize_decoder(decoder, found):
+        reason = f"the {model.role} model {model.source!r} has no linear layer of {LEAST_WEIGHTS} weights or more"
+        raise UsageError(f"quantize is {model.quantize}, but {reason}: drop it", field="quantize", value=model.quantize)
+    forest.quantized = model.quantize
+    forest.forget_programs()
+    return {name: channels.tolist() for name, channels in found.items()}
+
+
+def _calibrate(forest: DecoderForest) -> None:
+    """Run random tokens, by which outliers are found; more of them find no better ones."""
+    shape = CALIBRATION[0], min(CALIBRATION[1], forest.max_positions or CALIBRATION[1])
+    rows = len(forest.decoder.weights.table)
+    forest.plain(torch.randint(0, rows, shape, generator=torch.Generator().manual_seed(19)))
+
+
+def _ops(spec: DecoderSpec, source: DecoderSource, kernels: frozenset[str]) -> LayerOps:
+    widths = {spec.hidden, spec.inner, spec.head_dim // 2}
+    if spec.wide_norms:
+        widths |= {spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim}
+    return layer_ops_for(source.device, source.dtype, widths, kernels=kernels)
+
+
+def _name(model: ModelSpec) -> str:
+    return f"{model.role} model {model.source!r}"

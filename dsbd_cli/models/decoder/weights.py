@@ -1,0 +1,248 @@
+"""Weights of a decoder: from memory-mapped safetensors, or from the state of a transformers model.
+
+Letters: o outputs, i inputs of a product.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dsbd_cli.models.checkpoints.head import TrimmedHead
+from dsbd_cli.models.decoder.spec import DecoderSpec
+from dsbd_cli.ops.cpu.runtime import EAGER, Eager
+
+__all__ = ["DecoderWeights", "LayerWeights", "Linear", "PlainLinear", "read_tensors", "read_weights"]
+
+NORMS = ("input_norm", "attention_norm", "mlp_norm", "output_norm", "query_norm", "key_norm")
+INDEX = "model.safetensors.index.json"
+Tensors = Mapping[str, Callable[[], Tensor]]
+"""Names of a checkpoint's tensors, and how to get at each."""
+
+
+class Linear(Protocol):
+    """x W^T + b."""
+
+    parts: list[int]
+
+    def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
+        """x [..., i] -> [..., o]."""
+
+
+class PlainLinear:
+    """A product by torch, of weights as they lie in the checkpoint: several of one input are computed side by side.
+
+    A weight of another dtype than the inputs is converted at each call, so that none is held twice.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        """weights: [o, i] each. biases: [o] or None each."""
+        self.weights, self.biases = [*weights], [*biases]
+        self.parts = [len(weight) for weight in weights]
+
+    def to(self, device: torch.device) -> None:
+        """Move the weights to a device, in place."""
+        self.weights = [weight.to(device) for weight in self.weights]
+        self.biases = [None if bias is None else bias.to(device) for bias in self.biases]
+
+    def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
+        """x [..., i] -> [..., o]."""
+        return run.compute(lambda: self._computed(x))
+
+    def _computed(self, x: Tensor) -> Tensor:
+        parts = [
+            nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+            for weight, bias in zip(self.weights, self.biases, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One layer. Norms are [hidden], of queries and keys [head_dim] or as wide as all heads; None where there is no
+    such norm."""
+
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+    input_norm: Tensor | None
+    attention_norm: Tensor | None
+    mlp_norm: Tensor | None
+    output_norm: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+
+    @property
+    def linears(self) -> Iterator[tuple[str, PlainLinear]]:
+        """Products that still have the checkpoint's weights, by name."""
+        for name in ("qkv", "out", "gate_up", "down"):
+            linear = getattr(self, name)
+            if isinstance(linear, PlainLinear):
+                yield name, linear
+
+
+@dataclass(slots=True)
+class DecoderWeights:
+    """All of a decoder's weights.
+
+    table: [V, hidden], in the checkpoint's dtype. norm: [hidden]. dtype: what is computed in.
+    """
+
+    table: Tensor
+    layers: list[LayerWeights]
+    norm: Tensor
+    head: Linear
+    dtype: torch.dtype
+
+    def to(self, device: torch.device) -> None:
+        """Move what is still plain to a device, in place."""
+        self.table, self.norm = self.table.to(device), self.norm.to(device)
+        for layer in self.layers:
+            for name in NORMS:
+                norm = getattr(layer, name)
+                setattr(layer, name, None if norm is None else norm.to(device))
+            for _, linear in layer.linears:
+                linear.to(device)
+        if isinstance(self.head, PlainLinear):
+            self.head.to(device)
+
+
+def read_tensors(folder: Path) -> Tensors:
+    """Return the tensors of a folder's safetensors files, memory-mapped: none is read before it is asked for.
+
+    Raises OSError, SafetensorError and ValueError where the files cannot be read.
+    """
+    from safetensors import safe_open
+
+    index = folder / INDEX
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("model*.safetensors"))
+    found: dict[str, Callable[[], Tensor]] = {}
+    for path in files:
+        file = safe_open(path, "pt")
+
+        def getter(name: str, file: Any = file) -> Callable[[], Tensor]:
+            return lambda: file.get_tensor(name)
+
+        found.update({name: getter(name) for name in file.keys()})  # noqa: SIM118
+    return found
+
+
+def read_weights(
+    spec: DecoderSpec, tensors: Tensors, dtype: torch.dtype, head: TrimmedHead | None = None
+) -> DecoderWeights:
+    """Give a checkpoint's tensors their places.
+
+    head: rows in the place of the checkpoint's head. Raises KeyError for a tensor that is missing, ValueError for one
+    of another shape.
+    """
+    reader = _Reader(spec, tensors, dtype)
+    layers = [reader.layer(number) for number in range(spec.layers)]
+    table = reader.tensor("embed_tokens.weight", spec.vocabulary, spec.hidden)
+    if head is not None:
+        last: Linear = PlainLinear([head.weight], [head.bias])
+    elif spec.tied or "lm_head.weight" not in tensors:
+        if not spec.tied:
+            raise KeyError("lm_head.weight")
+        last = PlainLinear([table], [None])
+    else:
+        weight = tensors["lm_head.weight"]()
+        _check("lm_head.weight", weight, (spec.vocabulary, spec.hidden))
+        last = PlainLinear([weight], [None])
+    return DecoderWeights(table, layers, reader.norm("norm.weight", spec.hidden), last, dtype)
+
+
+@dataclass(slots=True)
+class _Reader:
+    spec: DecoderSpec
+    tensors: Tensors
+    dtype: torch.dtype
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor of the body; checkpoints name it with or without `model.`."""
+        for full in (f"model.{name}", name):
+            if full in self.tensors:
+                found = self.tensors[full]()
+                _check(full, found, shape)
+                return found
+        raise KeyError(f"model.{name}")
+
+    def norm(self, name: str, width: int) -> Tensor:
+        """Return weights of a norm, in the dtype that is computed in."""
+        return self.tensor(name, width).to(self.dtype)
+
+    def layer(self, number: int) -> LayerWeights:
+        spec, at = self.spec, f"layers.{number}."
+        query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        norms: dict[str, Tensor | None] = dict.fromkeys(NORMS)
+        for place, name in self._norm_names():
+            norms[place] = self.norm(f"{at}{name}.weight", spec.hidden)
+        if spec.head_norms or spec.wide_norms:
+            wide = (query, key) if spec.wide_norms else (spec.head_dim, spec.head_dim)
+            norms["query_norm"] = self._turned(self.norm(f"{at}self_attn.q_norm.weight", wide[0]))
+            norms["key_norm"] = self._turned(self.norm(f"{at}self_attn.k_norm.weight", wide[1]))
+        if spec.family == "phi3":
+            qkv = self._parts(f"{at}self_attn.qkv_proj", (query, key, key), spec.hidden, bias=False)
+            gate_up = self._parts(f"{at}mlp.gate_up_proj", (2 * spec.inner,), spec.hidden, bias=False)
+        else:
+            heads = [(f"{at}self_attn.{name}_proj", size) for name, size in (("q", query), ("k", key), ("v", key))]
+            qkv = self._joined(heads, spec.hidden, bias=spec.qkv_bias)
+            sides = [(f"{at}mlp.{name}_proj", spec.inner) for name in ("gate", "up")]
+            gate_up = self._joined(sides, spec.hidden, bias=spec.mlp_bias)
+        qkv.weights = [*map(self._turned, qkv.weights[:2]), qkv.weights[2]]
+        qkv.biases = [*(None if bias is None else self._turned(bias) for bias in qkv.biases[:2]), qkv.biases[2]]
+        out = self._joined([(f"{at}self_attn.o_proj", spec.hidden)], query, bias=spec.out_bias)
+        down = self._joined([(f"{at}mlp.down_proj", spec.hidden)], spec.inner, bias=spec.mlp_bias)
+        return LayerWeights(qkv, out, gate_up, down, **norms)
+
+    def _norm_names(self) -> list[tuple[str, str]]:
+        """Places of norms of hidden states, and their names in checkpoints."""
+        if not self.spec.post_norms:
+            return [("input_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")]
+        after = [("attention_norm", "post_attention_layernorm"), ("output_norm", "post_feedforward_layernorm")]
+        if not self.spec.pre_norms:
+            return after
+        return [("input_norm", "input_layernorm"), ("mlp_norm", "pre_feedforward_layernorm"), *after]
+
+    def _joined(self, named: Sequence[tuple[str, int]], inputs: int, *, bias: bool) -> PlainLinear:
+        """Return products of one input."""
+        weights = [self.tensor(f"{name}.weight", outputs, inputs) for name, outputs in named]
+        biases = [self.tensor(f"{name}.bias", outputs) if bias else None for name, outputs in named]
+        return PlainLinear(weights, biases)
+
+    def _parts(self, name: str, sizes: tuple[int, ...], inputs: int, *, bias: bool) -> PlainLinear:
+        """Return products that lie in one tensor."""
+        whole = self.tensor(f"{name}.weight", sum(sizes), inputs)
+        return PlainLinear([*whole.split(sizes)], [None] * len(sizes))
+
+    def _turned(self, rows: Tensor) -> Tensor:
+        """Put the numbers of each head that are rotated first in both halves of the head, where not all are.
+
+        Our rotation pairs number k with k + head_dim / 2. Scores do not change when queries and keys are put into
+        another order alike. rows: [heads * head_dim, ...] or [head_dim].
+        """
+        dim, rotated = self.spec.head_dim, self.spec.rotaries[0].rotated
+        if rotated == dim:
+            return rows
+        half, turned = dim // 2, rotated // 2
+        rest = torch.arange(rotated, dim)
+        order = torch.cat((
+            torch.arange(turned), rest[: half - turned], torch.arange(turned, rotated), rest[half - turned :]
+        ))  # fmt: skip
+        return rows.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        found, wanted = (" x ".join(map(str, one)) for one in (tensor.shape, shape))
+        raise ValueError(f"{name} is {found}, but its config says {wanted}")

@@ -1,0 +1,481 @@
+"""Attention of a packed forest: what a node computes does not depend on what else is in the forward.
+
+A node sees its prompt and its own ancestors, but the slots between its ancestors hold other nodes, and which ones
+depends on the drafts and on the neighbours. A masked slot adds an exact zero, yet it moves the others to other places
+of a vectorised sum, and so changes the last bits. Here the keys of a row are split in two:
+
+- its *settled* slots hold the first tokens of its prompt, always the same ones in the same places. They go through
+  torch's fused kernel, row by row, so that their number is the row's own.
+- its *tail* holds everything else. On a CPU a kernel visits, node by node, the slots that are seen, by depth
+(attention.py).
+  Where it does not fit, torch takes all slots: a score is a product of two short vectors, in float32; sums over the
+  slots are in float64, whose rounding error is some 2^-29 of a float32's last bit, so that their order does not reach
+  the result.
+
+The two parts are joined by their log-sums, as blocks are in FlashAttention (Dao et al. 2022). docs/hardware.md says
+what this guarantees and what it costs.
+
+Shape letters: R rows, H kv heads, G query heads per kv head, n queries, m = G * n, S slots, T tail slots, E head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dsbd_cli.engine.core.slots import PREFIX_STEP
+from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.ops.cpu import attention as tail
+from dsbd_cli.ops.cpu.attention import Paths
+from dsbd_cli.ops.cpu.runtime import on_amd
+
+__all__ = ["LEAST_DIM", "MASKED", "Blocks", "Sight", "attention", "filled_queries", "settled_attention"]
+
+SETTLED_STEP = 32  # settled slots are counted in such steps: an odd remainder takes another kernel
+SETTLED_LEAST = 64  # a shorter prompt is all tail
+QUERY_STEP = 4  # queries too: a rest of fewer than four rows takes another kernel
+# Elsewhere than on AMD's processors a rest of fewer than 12 rows does, too, where numbers are float32 and heads wider
+# than 64. Torch takes queries in blocks of a multiple of 32.
+QUERY_BLOCK, LEAST_REST, NARROW_DIM = 32, 12, 64
+LEAST_TAIL = 16  # slots: products of fewer than twelve columns take another kernel
+LEAST_DIM = 32  # smaller heads take other kernels
+LOG2_E = math.log2(math.e)
+Kernel = Callable[..., Tensor]
+"""kernels.attention.attention, or its twin."""
+# exp2 of anything is equally fast, exp of what gives zero or a subnormal number is not
+MASKED = torch.finfo(torch.float32).min
+
+
+class Sight:
+    """Which slots the nodes of the forward that is under way see, split into settled ones and tail. Made once, used by
+    every layer.
+
+    settled: leading slots of each row that hold its prompt. tail: T, slots from there on that hold anything.
+    `used` counts the attentions that went by it, and by the one across: a model with functions of its own does not.
+    """
+
+    def __init__(
+        self,
+        settled: tuple[int, ...],
+        tail: int,
+        *,
+        masked: bool = False,
+        kernel: Kernel | None = None,
+        prompt: Tensor | None = None,
+        positions: Tensor | None = None,
+        fast: bool = False,
+    ) -> None:
+        """masked: all slots are settled, rounded up, and those past a row's own number are masked. Else the number is
+        rounded down, and the tail begins with the rest. kernel: serves layers that it fits; prompt [R]: so many leading
+        slots of a row it takes as settled. positions [R, S]: depth of the token in each slot; without them depth goes
+        by slot. fast: no bits are promised, and torch serves the other layers."""
+        self.fast = fast
+        self.kernel = None if prompt is None else kernel
+        self.prompt = prompt
+        if masked:
+            self.settled = tuple(-(-count // SETTLED_STEP) * SETTLED_STEP for count in settled)
+        else:
+            self.settled = tuple(0 if count < SETTLED_LEAST else count - count % SETTLED_STEP for count in settled)
+        self.used = 0  # by so many layers
+        self.width = 0 if masked else tail + max(count - own for count, own in zip(settled, self.settled, strict=True))
+        self._seen: dict[object, tuple[Tensor, Tensor]] = {}
+        self._all_tail: Sight | None = None
+        self._positions = positions
+        self._tails: dict[object, Tensor] = {}
+        self._paths: dict[object, Paths] = {}
+        self._heads: dict[object, Tensor | None] = {}
+        self._wide: dict[tuple[object, int], Tensor | None] = {}
+        self._at: Tensor | None = None
+        self.across: Sight | None = None  # of the source's places, which the nodes see beside their own slots
+
+    def add(self, additive: Tensor, seen: Tensor, whole: bool) -> None:
+        """Take the mask of one kind of layers: seen [R, n, S] bool and the tensor [R, 1, n, S] that the model is given.
+
+        whole: all nodes see all settled slots.
+        """
+        key = self._key(additive)
+        self._seen[key] = additive, seen
+        self._heads[key] = None if whole else additive
+
+    def all_tail(self) -> Sight:
+        """The same with no settled slots, for layers that the fused kernel cannot serve."""
+        if self._all_tail is None:
+            slots = max(seen.shape[-1] for _, seen in self._seen.values())
+            self._all_tail = Sight((0,) * len(self.settled), slots, positions=self._positions)
+            for additive, seen in self._seen.values():
+                self._all_tail.add(additive, seen, whole=True)
+        return self._all_tail
+
+    def of(self, mask: Tensor | None) -> tuple[Sight, Tensor] | None:
+        """This one or the one across, whichever was given the mask, and the mask; None where it is one of the model's
+        own. Without a mask a layer reads the source, all of it: the tokens of the answer always have one."""
+        if mask is not None and self.knows(mask):
+            return self, mask
+        if self.across is not None and (mask is None or self.across.knows(mask)):
+            return self.across, next(iter(self.across._seen.values()))[0]
+        return None
+
+    def knows(self, mask: Tensor | None) -> bool:
+        """The mask was given to `add`; a model may make one of its own."""
+        return mask is not None and self._key(mask) in self._seen
+
+    def served(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor | None:
+        """What the kernel gives; None where there is none for this kind of layer."""
+        from dsbd_cli.ops.triton.attention import attention_fits
+
+        if self._heads[self._key(mask)] is not None or not attention_fits(query, key, value):
+            return None
+        assert self.kernel is not None
+        return self.kernel(query, key, value, self._seen[self._key(mask)][1], self.prompt, scale)
+
+    def paths(self, mask: Tensor) -> Paths:
+        """The tail slots that each node sees, by depth."""
+        key = self._key(mask)
+        if key not in self._paths:
+            seen = self._seen[key][1]
+            slots = seen.shape[-1]
+            at = self._tail_slots(slots, seen.device)
+            depth = at if self._positions is None else self._positions.gather(1, at.clamp(max=slots - 1))
+            self._paths[key] = Paths.of(seen, at[:, 0].contiguous(), depth.argsort(dim=1, stable=True))
+        return self._paths[key]
+
+    def tail(self, mask: Tensor) -> Tensor:
+        """[R, 1, 1, n, T] float32, to be added to the scores of the tail."""
+        key = self._key(mask)
+        if key not in self._tails:
+            seen = self._seen[key][1]
+            rows, nodes, slots = seen.shape
+            places = self._tail_slots(slots, seen.device)
+            at = places.unsqueeze(1).expand(-1, nodes, -1)
+            found = seen.gather(2, at.clamp(max=slots - 1)) & (at < slots)
+            fresh = torch.full((rows, 1, 1, nodes, at.shape[2]), MASKED, device=seen.device)
+            self._tails[key] = fresh.masked_fill_(found[:, None, None], 0.0)
+        return self._tails[key]
+
+    def _tail_slots(self, slots: int, device: torch.device) -> Tensor:
+        """[R, T] int64, of which those past the last slot are not there."""
+        if self._at is None:
+            width = max(LEAST_TAIL, min(self.width, slots - min(self.settled)))  # a source may be all settled
+            at = torch.arange(width, device=device)
+            if len(set(self.settled)) == 1:  # always on a GPU, where a capture takes nothing from the host
+                self._at = (at + self.settled[0]).expand(len(self.settled), -1)
+            else:
+                self._at = torch.tensor(self.settled, device=device).unsqueeze(1) + at
+        return self._at
+
+    def head(self, mask: Tensor, queries: int) -> Tensor | None:
+        """[R, 1, m, S], of which the settled slots are added to their scores; None where nothing is masked. The nodes
+        are repeated to fill m queries."""
+        key = self._key(mask)
+        if (key, queries) not in self._wide:
+            head = self._heads[key]
+            if head is not None:
+                nodes = head.shape[2]
+                head = head[:, :, torch.arange(queries, device=head.device) % nodes]
+            self._wide[key, queries] = head
+        return self._wide[key, queries]
+
+    def head_for(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
+        """As `head`, for queries [R, H * G, n, E] and keys [R, H, S, E]."""
+        _, heads, count, dim = query.shape
+        return self.head(mask, filled_queries(heads, key.shape[1], count, dim, query.dtype))
+
+    def pick(self, states: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys or values [R, H, S, E] of the tail: [R, H, T, E]. What lies past the last slot is 0."""
+        rows, heads, slots, dim = states.shape
+        width = self._tail_slots(slots, states.device).shape[1]
+        if len(set(self.settled)) == 1 and self.settled[0] + width <= slots:
+            # heads apart: a product would else copy them number by number
+            part = states[:, :, self.settled[0] : self.settled[0] + width]
+            return part.to(dtype, memory_format=torch.contiguous_format).contiguous()
+        found = states.new_empty((rows, heads, width, dim), dtype=dtype)
+        for row, start in enumerate(self.settled):  # an index over rows and slots is copied number by number
+            part = states[row, :, start : start + width]
+            found[row, :, : part.shape[1]] = part
+            found[row, :, part.shape[1] :] = 0
+        return found
+
+    @staticmethod
+    def _key(mask: Tensor) -> object:
+        return mask.data_ptr(), mask.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A prompt is read: n tokens from slot `first` on, the same in all rows. Queries attend in blocks of PREFIX_STEP
+    tokens of the prompt, each over the slots up to its own end. So what is computed for a token depends on the tokens
+    before it alone: neither on where the reading began nor on how long the prompt is."""
+
+    first: int
+
+    @classmethod
+    def of(cls, batch: ForestInput) -> Blocks | None:
+        """None where the bits may depend on it, or where torch's kernels of another device are asked at load."""
+        if not batch.chain or batch.settled is None or batch.tokens.device.type != "cpu":
+            return None
+        return cls(batch.settled[0])
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Do what `attention` does, block by block."""
+        parts = []
+        for start in range(0, query.shape[2], PREFIX_STEP):
+            end = min(start + PREFIX_STEP, query.shape[2])
+            seen = slice(self.first + end)
+            states = query[:, :, start:end], key[:, :, seen], value[:, :, seen], mask[:, :, start:end, seen]
+            part = attention(None, *states, scale, softcap, sinks)
+            assert part is not None, "a mask that all heads share"
+            parts.append(part)
+        return torch.cat(parts, 1)
+
+
+def attention(
+    sight: Sight | Blocks | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor | None:
+    """Return attention of query [R, H * G, n, E] over key and value [R, H, S, E]: [R, n, H * G, E].
+
+    mask [R, 1, n, S] is added to the scores. softcap: scores become softcap * tanh(score / softcap). sinks [H * G]: a
+    score per head that takes weight and gives nothing. bias [R or 1, H * G, n, S] is added to the scores (T5).
+    None where the mask is missing, differs from head to head or comes with a bias: torch's own function serves then.
+    """
+    if isinstance(sight, Blocks):
+        if mask is not None and bias is None:
+            return sight.attend(query, key, value, mask, scale, softcap, sinks)
+        sight = None
+    out = None if sight is None else _by_sight(sight, query, key, value, mask, scale, softcap, sinks, bias)
+    if out is not None:
+        return out
+    if softcap is not None or sinks is not None:
+        return _written_out(query, key, value, mask, scale, softcap, sinks).transpose(1, 2).contiguous()
+    if mask is None or mask.shape[1] != 1 or bias is not None:
+        return None
+    return _over_all_slots(query, key, value, mask, scale)
+
+
+def _by_sight(
+    sight: Sight,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor | None:
+    """[R, n, H * G, E] of a forward whose slots are split, by a kernel or by parts; None where torch's attention over
+    all slots serves."""
+    known = sight.of(mask)
+    if known is None:
+        return None
+    part, mask = known
+    if part is sight.across:
+        bias = None  # T5 gives zeros here: a source has no distance to an answer
+    found = None
+    if part.kernel is not None and softcap is None and sinks is None and bias is None:
+        found = part.served(query, key, value, mask, scale)
+    if found is None and part.fast:
+        return None
+    sight.used += 1
+    odd = softcap is not None or key.shape[-1] != value.shape[-1] or key.shape[-1] < LEAST_DIM or bias is not None
+    if found is None and (odd or part.kernel is not None):
+        part = part.all_tail()
+    if found is None and part.width and tail.fits(query, key, value):
+        return _by_paths(part, query, key, value, mask, scale, softcap, sinks, bias)
+    out = _by_parts(part, query, key, value, mask, scale, softcap, sinks, bias) if found is None else found
+    return out.transpose(1, 2).contiguous()
+
+
+def _over_all_slots(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Return [R, n, H * G, E] by torch's kernel over all slots at once.
+
+    Query heads of one kv head are laid side by side as more queries, and only the small mask is repeated. Prefills so
+    long that the repeated mask is larger than repeated keys and values would be repeat these instead.
+    """
+    rows, heads, count, dim = query.shape
+    kv_heads, groups = key.shape[1], heads // key.shape[1]
+    fused = nn.functional.scaled_dot_product_attention
+    if groups == 1 or count > 2 * kv_heads * dim:
+        if groups > 1:
+            key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
+        return fused(query, key, value, attn_mask=mask, scale=scale).transpose(1, 2).contiguous()
+    grouped, wide = query.reshape(rows, kv_heads, groups * count, dim), mask.repeat(1, 1, groups, 1)
+    out = fused(grouped, key, value, attn_mask=wide, scale=scale)
+    return out.reshape(rows, heads, count, value.shape[-1]).transpose(1, 2).contiguous()
+
+
+def _by_paths(
+    sight: Sight,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """[R, n, H * G, E]: settled slots by torch's kernel, the tail by ours, which joins them."""
+    settled = None
+    if max(sight.settled):
+        settled = settled_attention(sight.settled, query, key, value, sight.head_for(mask, query, key), scale)
+    paths = sight.paths(mask)
+    return tail.attend(paths, query, key, value, scale, settled=settled, softcap=softcap, sinks=sinks, bias=bias)
+
+
+def filled_queries(heads: int, kv_heads: int, count: int, dim: int, dtype: torch.dtype) -> int:
+    """Return m: how many queries per kv head torch's kernel is given, so that each keeps its bits."""
+    queries = heads // kv_heads * count
+    missing = -queries % QUERY_STEP
+    rest = (queries + missing) % QUERY_BLOCK
+    if 0 < rest < LEAST_REST and dim > NARROW_DIM and dtype == torch.float32 and not on_amd():
+        missing += LEAST_REST - rest
+    return queries + missing
+
+
+def _grouped(query: Tensor, kv_heads: int) -> Tensor:
+    """[R, H * G, n, E] as [R, H, m, E], filled up to as many queries as keep the bits of each."""
+    rows, heads, count, dim = query.shape
+    queries = heads // kv_heads * count
+    missing = filled_queries(heads, kv_heads, count, dim, query.dtype) - queries
+    grouped = query.reshape(rows, kv_heads, queries, dim)
+    return nn.functional.pad(grouped, (0, 0, 0, missing)) if missing else grouped
+
+
+def _by_parts(
+    sight: Sight,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """[R, H * G, n, E]: settled slots by the fused kernel, the tail in float64, joined by their log-sums."""
+    rows, heads, count, _ = query.shape
+    groups = heads // key.shape[1]
+    queries = groups * count
+    grouped = _grouped(query, key.shape[1])
+    head = None
+    if max(sight.settled):
+        head = settled_attention(sight.settled, query, key, value, sight.head_for(mask, query, key), scale)
+    if not sight.width:
+        assert head is not None
+        return head[0][:, :, :queries].reshape(rows, heads, count, -1)
+    scores = torch.matmul(grouped.to(torch.float32), sight.pick(key, torch.float32).transpose(2, 3))
+    scores = scores[:, :, :queries].unflatten(2, (groups, count))  # [R, H, G, n, T]
+    if softcap is not None:
+        scores, scale = torch.tanh(scores.to(torch.float64) * (scale / softcap)).to(torch.float32), softcap
+    scores = torch.add(sight.tail(mask), scores, alpha=scale * LOG2_E)  # to base 2
+    if bias is not None:  # of all slots, which are all tail then
+        scores.add_(bias.to(torch.float32).unflatten(1, (-1, groups)), alpha=LOG2_E)
+    highest = scores.amax(-1, keepdim=True)
+    if head is not None:
+        settled, log_sum = (part[:, :, :queries].unflatten(2, (groups, count)) for part in head)
+        log_sum = log_sum.unsqueeze(-1) * LOG2_E
+        highest = torch.maximum(highest, log_sum)
+    # in float64 too: in float32 the last few numbers of a tensor may take another exp2 than the others
+    weights = scores.sub_(highest).to(torch.float64).exp2_()
+    total = weights.sum(-1, keepdim=True)
+    values = sight.pick(value, torch.float64)
+    out = torch.matmul(weights.flatten(2, 3), values).unflatten(2, (groups, count))
+    if head is not None:
+        share = (log_sum - highest).to(torch.float64).exp2_()
+        out.addcmul_(settled.to(torch.float64), share)
+        total.add_(share)
+    if sinks is not None:
+        sink = sinks.to(torch.float32).view(-1, groups, 1, 1) * LOG2_E
+        total.add_((sink - highest).to(torch.float64).exp2_())
+    return out.div_(total).flatten(1, 2).to(query.dtype)
+
+
+def _capped(scores: Tensor, scale: float, softcap: float | None) -> Tensor:
+    return scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
+
+
+def settled_attention(
+    settled: tuple[int, ...], query: Tensor, key: Tensor, value: Tensor, head: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return attention over the settled slots alone, [R, H, m, E], and its natural log-sums [R, H, m] float32 (tiny
+    where a row has none).
+
+    settled: leading slots of each row. head: [R, 1, m, S or fewer], added to the scores; None where nothing is masked.
+    """
+    grouped = _grouped(query, key.shape[1])
+    _, heads, queries, _ = grouped.shape
+    outs, sums = [], []
+    for first, last in _runs(settled):
+        part, slots = slice(first, last), settled[first]
+        if not slots:
+            outs.append(grouped.new_zeros(last - first, heads, queries, value.shape[-1]))
+            sums.append(grouped.new_full((last - first, heads, queries), MASKED, dtype=torch.float32))
+            continue
+        out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            grouped[part],
+            key[part, :, :slots],
+            value[part, :, :slots],
+            attn_mask=None if head is None else head[part, ..., :slots],
+            scale=scale,
+        )
+        outs.append(out)
+        sums.append(log_sum)
+    if len(outs) == 1:
+        return outs[0], sums[0]
+    return torch.cat(outs), torch.cat(sums)
+
+
+def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Where runs of equal numbers begin and end."""
+    starts = [place for place, number in enumerate(numbers) if not place or number != numbers[place - 1]]
+    return list(zip(starts, [*starts[1:], len(numbers)], strict=True))
+
+
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """What the fused kernel does not offer, in float32: [R, H * G, n, E]."""
+    rows, heads, count, dim = query.shape
+    groups = heads // key.shape[1]
+    grouped = query.reshape(rows, key.shape[1], groups, count, dim).to(torch.float32)
+    scores = _capped(grouped @ key.unsqueeze(2).transpose(3, 4).to(torch.float32), scale, softcap)
+    if mask is None and count > 1:  # how transformers asks for the plain causal one
+        mask = torch.ones(count, key.shape[2], dtype=torch.bool, device=key.device).tril()[None, None]
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask.unsqueeze(1), MASKED)
+    elif mask is not None:
+        scores = scores + mask.unsqueeze(1)
+    if sinks is not None:
+        sink = sinks.to(torch.float32).view(1, -1, groups, 1, 1).expand(rows, -1, -1, count, 1)
+        scores = torch.cat((scores, sink), -1)
+    weights = torch.softmax(scores, -1)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    return (weights @ value.unsqueeze(2).to(torch.float32)).flatten(1, 2).to(query.dtype)

@@ -1,0 +1,238 @@
+"""Keys and values of a packed forest: one row per request, one slot per token, written and moved by slot.
+
+Shape letters: R rows, S slots, n nodes of a forward, H kv heads, E head dim, T moved slots, P planes (keys and values
+of all layers that look alike). Layers of one shape and device share one slab [P, R, S, H * E]: a move is one gather and
+one scatter for all of them; a layer sees its own keys as a view [R, S, H, E].
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.core.slots import moved_by_copy
+from dsbd_cli.engine.protocols import ForestInput
+
+__all__ = ["KVCache", "PlaneSpec", "Write"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneSpec:
+    """What the keys (or the values) of one layer look like, learnt from the first forward."""
+
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one token's keys (or values) in one layer."""
+        return self.heads * self.dim * self.dtype.itemsize
+
+
+class Write:
+    """Where the nodes of the forward that is under way go; made once, used by every layer on its own device."""
+
+    def __init__(self, slots: Tensor, rows: Tensor | None, active: int, capacity: int) -> None:
+        # slots: [R, n] int64; rows: [R] int64 or None
+        count = slots.shape[0]
+        base = torch.arange(count, device=slots.device) if rows is None else rows
+        self.flat = (base[:, None] * capacity + slots).flatten()  # [R * n] into rows x slots
+        self.rows = rows
+        self.count = count
+        self.active = active
+        self._moved: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """(flat, rows) on the device of a layer: with a device map layers live apart."""
+        if device == self.flat.device:
+            return self.flat, self.rows
+        if device not in self._moved:
+            rows = None if self.rows is None else self.rows.to(device)
+            self._moved[device] = (self.flat.to(device), rows)
+        return self._moved[device]
+
+
+class KVCache:
+    """Keys and values of all layers of one model. `learn` says what a layer's look like; `reserve` takes the memory.
+
+    Attributes:
+        generation: changes whenever memory is taken or given back: addresses hold within one generation.
+        kernel: slots are moved by the kernel `move`, where it fits.
+    """
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.slots = 0
+        self.generation = 0
+        self._plane_specs: dict[tuple[int, int], PlaneSpec] = {}  # (layer, 0 keys / 1 values)
+        self._slabs: dict[PlaneSpec, Tensor] = {}  # [P, R, S, H * E]
+        self._write: Write | None = None
+        self._planes: dict[tuple[int, int], Tensor] = {}  # (layer, side): [R, S, H, E]
+        self.kernel = False
+
+    @property
+    def active(self) -> int:
+        """S of the forward that is under way."""
+        return self._write.active if self._write else 0
+
+    @property
+    def under_way(self) -> Write | None:
+        """Where the forward that is under way, or the last one, writes."""
+        return self._write
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys, and so of attention scores; known after the first forward."""
+        return next(iter(self._plane_specs.values())).dtype
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of keys and values of one token over all layers; 0 before the first forward."""
+        return sum(spec.bytes_per_slot for spec in self._plane_specs.values())
+
+    @property
+    def attending(self) -> int:
+        """Layers that hold keys and values."""
+        return len({layer for layer, _ in self._plane_specs})
+
+    def bytes_of_states(self, window: int) -> int:
+        """Bytes that a row holds beside keys and values, whatever its length: see states.py."""
+        return 0
+
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
+        """Own at least rows x slots; grows only, keeps contents. Shapes not known yet follow in the first forward.
+
+        window: slots past its trunk that a row may hold at most, None for all; keys and values do not go by it.
+        """
+        rows, slots = max(rows, self.rows), max(slots, self.slots)
+        if (rows, slots) == (self.rows, self.slots):
+            return
+        self.rows, self.slots = rows, slots
+        for spec in dict.fromkeys(self._plane_specs.values()):
+            self._grow(spec)
+        self._bind()
+
+    def release(self) -> None:
+        """Give all memory back; the shapes of the layers stay known."""
+        self.rows = self.slots = 0
+        self._moves()
+        self._slabs.clear()
+        self._write = None
+        self._bind()
+
+    def begin(self, slots: Tensor, rows: Tensor | None, active: int) -> None:
+        """Say where the next forward writes: slots [R, n], rows [R] or None, and how many slots its mask covers."""
+        assert slots.shape[0] <= self.rows, "more rows than reserved"
+        assert active <= self.slots, "more slots than reserved"
+        self._write = Write(slots, rows, active, self.slots)
+
+    @contextlib.contextmanager
+    def running(self, batch: ForestInput) -> Iterator[None]:
+        """A forward over a batch is under way."""
+        self.begin(batch.slots, batch.rows, batch.mask.shape[-1])
+        yield
+
+    def advance(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
+        """Move slots as `move` does. trunk [R]: leading slots that never move again; keys and values do not go by
+        it."""
+        self.move(source, target)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots within each row: source, target [R, T] int64. All reads happen before any write."""
+        if self.kernel and source.shape[0]:
+            from dsbd_cli.ops.triton import commit
+
+            for spec, slab in self._slabs.items():
+                commit.move(slab, source.to(spec.device), target.to(spec.device))
+            return
+        for spec, slab in self._slabs.items():
+            moved_by_copy(slab, source.to(spec.device), target.to(spec.device))
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Put these rows [n] int64 first, in this order; plane by plane, so that little memory is needed for it."""
+        for spec, slab in self._slabs.items():
+            index = rows.to(spec.device)
+            for plane in slab:
+                plane[: len(index)] = plane.index_select(0, index)
+
+    def clear(self, row: int, start: int = 0) -> None:
+        """Zero one row from a slot on."""
+        for slab in self._slabs.values():
+            slab[:, row, start:].zero_()
+
+    def copy_prefixes(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy leading slots between rows: (source, target, slots) each. All reads happen before any write; plane by
+        plane, so that little memory is needed for it."""
+        for slab in self._slabs.values():
+            for plane in slab:
+                read = [plane[source, :count].clone() for source, _, count in copies]
+                for part, (_, target, count) in zip(read, copies, strict=True):
+                    plane[target, :count] = part
+
+    def learn(self, layer: int, keys: PlaneSpec, values: PlaneSpec) -> None:
+        """Remember what keys and values of a layer look like, and take its memory."""
+        for side, spec in enumerate((keys, values)):
+            self._plane_specs[(layer, side)] = spec
+            self._grow(spec)
+        self._bind()
+
+    def learn_all(self, layers: Sequence[tuple[PlaneSpec, PlaneSpec]]) -> None:
+        """Remember what keys and values of all layers look like, before any memory is taken."""
+        assert not self.slots
+        self._plane_specs = {(number, side): pair[side] for number, pair in enumerate(layers) for side in (0, 1)}
+
+    def write(self, plane: Tensor, states: Tensor) -> Tensor:
+        """Put states [R, H, n, E] into a plane [R', S', H, E]; return what is active (a view if rows is None)."""
+        step = self._write
+        assert step is not None, "begin() comes before a forward"
+        flat, rows = step.on(plane.device)
+        plane.flatten(0, 1).index_copy_(0, flat, states.transpose(1, 2).flatten(0, 1))
+        return self._seen(plane, step, rows)
+
+    def planes(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [R', S', H, E] of a layer."""
+        return self._planes[layer, 0], self._planes[layer, 1]
+
+    def seen(self, plane: Tensor) -> Tensor:
+        """All active slots of a plane [R, H, S, E], not copied unless rows are chosen."""
+        step = self._write
+        assert step is not None, "begin() comes before a forward"
+        return self._seen(plane, step, step.on(plane.device)[1])
+
+    @staticmethod
+    def _seen(plane: Tensor, step: Write, rows: Tensor | None) -> Tensor:
+        seen = plane[:, : step.active]
+        seen = seen[: step.count] if rows is None else seen.index_select(0, rows)
+        return seen.transpose(1, 2)
+
+    def _moves(self) -> None:
+        """No address of this memory holds any longer."""
+        self.generation += 1
+
+    def _members(self, spec: PlaneSpec) -> list[tuple[int, int]]:
+        return [key for key, value in self._plane_specs.items() if value == spec]
+
+    def _grow(self, spec: PlaneSpec) -> None:
+        """Make the slab of one kind of plane cover all its planes, rows and slots. Zeros, because 0 * NaN is NaN."""
+        self._moves()
+        width = spec.heads * spec.dim
+        shape = (len(self._members(spec)), self.rows, self.slots, width)
+        fresh = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+        old = self._slabs.pop(spec, None)
+        if old is not None:
+            planes, rows, slots, _ = old.shape
+            fresh[:planes, :rows, :slots] = old
+        self._slabs[spec] = fresh
+
+    def _bind(self) -> None:
+        """Point every layer at its planes."""
+        self._planes.clear()
+        for spec, slab in self._slabs.items():
+            for plane, key in enumerate(self._members(spec)):
+                self._planes[key] = slab[plane].unflatten(-1, (spec.heads, spec.dim))

@@ -1,0 +1,100 @@
+"""Load a model that transformers runs: its products packed where it lies on the CPU, checked, and its codec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.errors import UnsupportedModelError, UsageError
+from dsbd_cli.models import verdicts
+from dsbd_cli.models.adapted.causal import CausalForestModel
+from dsbd_cli.models.adapted.codecs import make_source_codec
+from dsbd_cli.models.adapted.patching import pack, quantize
+from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel, encoder_digest
+from dsbd_cli.models.checkpoints.head import installed, trimmed_target
+from dsbd_cli.models.checkpoints.hub import locate
+from dsbd_cli.models.checkpoints.loader import eos_ids, load, load_config, load_extractor
+from dsbd_cli.models.checks.invariance import check
+from dsbd_cli.models.checks.selftest import self_test
+from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.tensor_parallel import Ranks, ShardedForestModel, check_ranks, load_slice
+from dsbd_cli.models.tokenizer import HFCodec
+from dsbd_cli.models.verdicts import Verdict
+from dsbd_cli.ops.cpu.int8 import LEAST_WEIGHTS
+
+__all__ = ["load_adapted"]
+
+
+def load_adapted(spec: ModelSpec) -> tuple[Forest, HFCodec]:
+    """Return a model through transformers and its codec. A target that is to be `invariant` is asked whether it is.
+
+    Raises ModelError, UnsupportedModelError and UsageError.
+    """
+    model, tokenizer, ranks = _loaded(spec)
+    paired = bool(getattr(model.config, "is_encoder_decoder", False))
+    digest = encoder_digest(model) if paired else None
+    # a draft only proposes: what it computes cannot reach the text
+    wanted = spec.role == "target" and spec.numerics == "invariant"
+    try:
+        if ranks is not None:
+            forest: CausalForestModel | Seq2SeqForestModel = ShardedForestModel(model, spec.source, ranks)
+        else:
+            packed = _on_cpu(model) and spec.quantize is None and pack(model) > 0
+            kind = Seq2SeqForestModel if paired else CausalForestModel
+            forest = kind(model, spec.source, stock=(lambda: load(spec)[0]) if packed or spec.quantize else None)
+        forest.keep_states_in(torch.float64 if wanted else torch.float32)
+        forest.tested = self_test(forest)
+        if spec.quantize is not None:  # after the test, whose limits are those of the checkpoint's own rounding
+            _quantize(forest, spec)
+        found = check(forest) if wanted else Verdict(verdicts.UNASKED)
+        forest.trust(found.varies, found.copies)
+        if not forest.invariant:
+            forest.keep_states_in(torch.float32)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{spec.role} model {spec.source!r}: {error}") from error
+    if trimmed := installed(model):
+        if spec.role == "target":
+            raise trimmed_target(spec)
+        forest.spread(*trimmed)
+    ends = eos_ids(model, tokenizer)
+    if isinstance(forest, Seq2SeqForestModel):
+        forest.encoder_digest = digest
+        return forest, make_source_codec(model, tokenizer, ends, lambda: load_extractor(locate(spec), spec))
+    return forest, HFCodec(tokenizer, ends)
+
+
+def _on_cpu(model: Any) -> bool:
+    """Whether a model lies on the CPU, and accelerate does not move it about."""
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    return not hooked and {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+def _quantize(forest: CausalForestModel | Seq2SeqForestModel, spec: ModelSpec) -> None:
+    """Make the linear layers int8 ones, but small ones, which are packed. Raises UsageError where all are small."""
+    if not quantize(forest.module, forest.calibrate):
+        reason = (
+            f"the {spec.role} model {spec.source!r} has no linear layer of {LEAST_WEIGHTS} weights or more: drop it"
+        )
+        raise UsageError(f"quantize is {spec.quantize}, but {reason}", field="quantize", value=spec.quantize)
+    pack(forest.module)
+    forest.layers_replaced()
+    forest.quantized = spec.quantize
+
+
+def _loaded(spec: ModelSpec) -> tuple[Any, Any, Ranks | None]:
+    """Return model and tokenizer, and the other ranks of a model that is split."""
+    if spec.tensor_parallel == 1:
+        return *load(spec), None
+    if getattr(load_config(locate(spec), spec), "is_encoder_decoder", False):
+        parts = spec.tensor_parallel
+        message = f"tensor_parallel is {parts}, but the {spec.role} has an encoder, which is not split: drop it"
+        raise UsageError(message, field="tensor_parallel", value=parts)
+    check_ranks(spec)
+    ranks = Ranks(spec)
+    try:
+        return *load_slice(spec), ranks
+    except BaseException:
+        ranks.close()
+        raise

@@ -1,0 +1,87 @@
+"""Target and draft together: one vocabulary, each loaded and self-tested."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.engine.drafting.bridge.draft import AnyDraft, BridgedDraft
+from dsbd_cli.engine.protocols import ForestModel
+from dsbd_cli.errors import PairError
+from dsbd_cli.models.checkpoints.generation import settings_notes
+from dsbd_cli.models.checkpoints.vocabulary import check_pair, markers
+from dsbd_cli.models.forest import Forest
+from dsbd_cli.models.load_model import load_model
+from dsbd_cli.models.tokenizer import HFCodec
+
+__all__ = ["LoadedPair", "load_pair"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPair:
+    """A target, its draft (None without one) and the codec of the target.
+
+    Attributes:
+        target_dtype: torch's name without prefix: float32, bfloat16, float16; `int8+bfloat16` where linear layers are
+            int8 and the rest is bfloat16.
+        draft_dtype: the same, None without a draft.
+        notes: differences that do not matter for the result, for the user to read.
+        told: what the user should know: generation settings that are not done, kernels of layers that are left out.
+    """
+
+    target: ForestModel
+    draft: AnyDraft | None
+    codec: HFCodec
+    target_dtype: str
+    draft_dtype: str | None
+    notes: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
+
+
+def load_pair(target: ModelSpec, draft: ModelSpec | None, *, bridged: bool = False, anew: bool = False) -> LoadedPair:
+    """Load and self-test a target and, unless None, its draft, whose logits are made as wide as the target's.
+
+    bridged: the two need not share a vocabulary, because drafts come through text; the draft's logits stay as they are.
+    anew: make all checks, whatever an earlier load has found.
+    Raises the ModelError family and UsageError of loader, selftest and check_pair.
+    """
+    model, codec = load_model(target, anew=anew)
+    told = (*settings_notes(model.settings), *model.told)
+    if draft is None:
+        return LoadedPair(model, None, codec, _dtype_name(model), None, told=told)
+    small, small_codec = load_model(draft, anew=anew)
+    told = (*told, *(f"draft: {line}" for line in small.told))
+    dtypes = _dtype_name(model), _dtype_name(small)
+    _check_kinds(model, small, bridged=bridged)
+    if bridged:
+        return LoadedPair(
+            model, BridgedDraft(small, small_codec, codec, markers(codec, small_codec)), codec, *dtypes, told=told
+        )
+    notes = check_pair(codec, small_codec, model.vocab_size, small.vocab_size)
+    small.fit_width(model.vocab_size)
+    if model.paired and small.paired:
+        from dsbd_cli.models.adapted.seq2seq import Seq2SeqForestModel
+
+        assert isinstance(model, Seq2SeqForestModel)
+        assert isinstance(small, Seq2SeqForestModel)
+        if model.source_name != small.source_name or model.source_shape != small.source_shape:
+            raise PairError("target and draft read sources of different forms: choose a draft of its family")
+        if model.encoder_digest == small.encoder_digest:
+            model.lead(small)
+            notes += ("the draft's encoder is the target's: it reads each source once for both",)
+    return LoadedPair(model, small, codec, *dtypes, notes, told)
+
+
+def _check_kinds(target: Forest, draft: Forest, *, bridged: bool) -> None:
+    """Both have an encoder, or neither has. Raises PairError."""
+    paired = [model.paired for model in (target, draft)]
+    if paired[0] != paired[1]:
+        one, other = ("the target", "the draft") if paired[0] else ("the draft", "the target")
+        raise PairError(f"{one} has an encoder and {other} has none: choose a draft of the target's kind")
+    if bridged and paired[0]:
+        raise PairError("--drafter bridge takes decoder-only models: choose a draft with the target's vocabulary")
+
+
+def _dtype_name(model: Forest) -> str:
+    name = str(model.weights_dtype).removeprefix("torch.")
+    return name if model.quantized is None else f"{model.quantized}+{name}"

@@ -1,0 +1,1 @@
+"""Recurrent and hybrid layers: states of a forest, mixers, scans."""

@@ -1,0 +1,215 @@
+"""transformers' recurrent layers over a packed forest: their own forward, with the scans it calls replaced by ours.
+
+Every recurrent mixer of transformers 5.23 calls a convolution and one of a few scans by a name of its module, with the
+same arguments in all model families. Here each mixer of a loaded model gets a copy of its own forward in which those
+names mean our functions. No other model and no module of transformers changes. Outside a forest forward ours call the
+stock functions, so that `plain` and comparators run what transformers wrote.
+
+To add a family: docs/contributing.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsbd_cli.models.recurrent.states import StateCache
+
+__all__ = ["REFUSED", "bind", "has_mixers"]
+
+CONVOLUTION = "causal_conv1d_fn"
+
+# Kinds of models whose recurrence is known and not offered, and why.
+REFUSED = {
+    "rwkv": "its recurrence keeps a running maximum that no sum over ancestors gives",
+    "xlstm": "its recurrence keeps a running maximum that no sum over ancestors gives",
+    "recurrent_gemma": "its recurrence is code of its own, with a cache inside the layers",
+    "minimax": "its linear attention is code of its own, with a cache class of its own",
+    "zaya": "its convolution is code of its own",
+    "retnet": "its retention is code that comes with the checkpoint",
+    "qwen4_exp_text": "its embeddings depend on the last tokens by slot",
+    "inkling": "its position terms go by slot",
+    "inkling_text": "its position terms go by slot",
+}
+
+
+def has_mixers(model: nn.Module) -> bool:
+    """Whether a model has recurrent layers that `bind` knows how to run."""
+    return any(_code(module) is not None for module in model.modules())
+
+
+def bind(model: nn.Module) -> int:
+    """Make the recurrent layers of a model use the cache of the forest forward that is under way; returns how many."""
+    count = 0
+    for module in model.modules():
+        forward = _code(module)
+        if forward is None:
+            continue
+        names = dict(forward.__globals__)
+        for name, ours in SCANS.items():
+            if name in names:
+                names[name] = _either(ours, names[name])
+        if names.get("F") is nn.functional:
+            names["F"] = _Functions()
+        bound = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+        bound.__kwdefaults__ = forward.__kwdefaults__
+        # accelerate keeps the forward that its hook wraps under another name
+        place = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+        setattr(module, place, types.MethodType(bound, module))
+        count += 1
+    return count
+
+
+def _code(module: nn.Module) -> Any:
+    """The forward of a recurrent mixer as transformers wrote it; None of any other module."""
+    forward: Any = inspect.unwrap(type(module).forward)
+    return forward if CONVOLUTION in getattr(getattr(forward, "__code__", None), "co_names", ()) else None
+
+
+def _either(ours: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        cache = StateCache.current()
+        return stock(*args, **kwargs) if cache is None else ours(cache, *args, **kwargs)
+
+    return call
+
+
+def _convolution(
+    cache: StateCache,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    # x: [R, C, n]; weight: [C, J]
+    memory = cache.convolution(x.device, weight.shape[-1])
+    return memory.run(x.transpose(1, 2), weight, bias, activation).transpose(1, 2).to(x.dtype)
+
+
+def _mamba2(
+    cache: StateCache,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *args: Any,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **kwargs: Any,
+) -> Any:
+    # x: [R, n, H, P]; dt: [R, n, H]; A: [H]; B, C: [R, n, G, N]
+    dt = _steps(cache, dt, dt_bias, dt_softplus).clamp(*dt_limit).float()
+    skip = None if D is None else D.float()
+    y = cache.linear(x.device).attend(C.float(), B.float(), x.float(), A.float() * dt, dt, skip).float().contiguous()
+    return (y, y) if return_final_states else y
+
+
+def _delta(
+    cache: StateCache,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *args: Any,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    # query, key: [R, n, G, N]; value: [R, n, H, P]; g: [R, n, H] or [R, n, H, N]; beta: [R, n, H]
+    dtype = query.dtype
+    query, key = query.float(), key.float()
+    if use_qk_l2norm_in_kernel:
+        query, key = _unit(query, cache), _unit(key, cache)
+    query = query * query.shape[-1] ** -0.5
+    y = cache.linear(query.device).correct(query, key, value.float(), g.float(), beta.float())
+    y = y.to(dtype).contiguous()
+    return y, y
+
+
+def _mamba(
+    cache: StateCache,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *args: Any,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: Any,
+) -> Any:
+    # x, dt, z: [R, I, n]; A: [I, N]; B, C: [R, N, n]
+    steps = _steps(cache, dt.transpose(1, 2), delta_bias, delta_softplus).float()
+    inputs = x.transpose(1, 2).float()
+    y = cache.selective(x.device).run(
+        steps, steps * inputs, B.transpose(1, 2).float(), A.float(), C.transpose(1, 2).float()
+    )
+    y = y.to(torch.float32).transpose(1, 2)
+    if D is not None:
+        y = y + x * D.view(1, -1, 1)
+    if z is not None:
+        y = y * nn.functional.silu(z)
+    y = y.to(x.dtype)
+    return (y, y) if return_last_state else y
+
+
+def _grouped(
+    cache: StateCache, q: Tensor, k: Tensor, v: Tensor, group: int, near: Tensor | None, far: Tensor | None
+) -> Tensor:
+    # q, k, v: [R, n, H, P]; near, far: [1]
+    y = cache.grouped(q.device, group).grouped(
+        q.float(), k.float(), v.float(), 1.0 if near is None else near.float(), 1.0 if far is None else far.float()
+    )
+    return y.to(q.dtype)
+
+
+def _steps(cache: StateCache, dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    """Step sizes [..., channels]. softplus in the states' precision: in float32 the last few numbers of a tensor take
+    another exp than the others."""
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return _softplus(dt, cache.precision) if softplus else dt
+
+
+def _softplus(x: Tensor, precision: torch.dtype) -> Tensor:
+    return nn.functional.softplus(x.to(precision)).to(x.dtype)
+
+
+class _Functions:
+    """torch.nn.functional as a mixer of the gated delta rule sees it: `_steps` says why its softplus is another."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn.functional, name)
+
+    def softplus(self, x: Tensor) -> Tensor:
+        cache = StateCache.current()
+        return nn.functional.softplus(x) if cache is None else _softplus(x, cache.precision)
+
+
+def _unit(x: Tensor, cache: StateCache) -> Tensor:
+    wide = x.to(cache.precision)
+    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+# Our functions by the names that mixers call, with the arguments of the stock ones after the cache. Mixers also want a
+# last state, which they only hand to the cache; ours keeps its own, so any tensor will do.
+SCANS: dict[str, Callable[..., Any]] = {
+    CONVOLUTION: _convolution,
+    "mamba2_chunk_scan": _mamba2,
+    "mamba_selective_scan": _mamba,
+    "torch_chunk_gated_delta_rule": _delta,
+    "chunk_kimi_delta_attention": _delta,
+    "grouped_linear_attention": _grouped,
+}

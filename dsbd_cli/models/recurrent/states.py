@@ -1,0 +1,935 @@
+"""States of recurrent layers over a packed forest: one state per row, of the trunk, and inputs of the tail by slot.
+
+A layer that carries a state would need one state per beam and per drafted node. Instead each row keeps one, of the last
+token that all its live beams share, and the inputs of the tokens after it, one *place* per slot of the tail: place =
+slot % T, so that a token stays where it is when the trunk grows. `move` takes the tokens that joined the trunk into the
+state. So memory does not grow with W or with the text. models/recurrent/scans.py has the sums.
+
+Kernels of a CPU (kernels/scan.py) read states at multiples of 8 tokens. With them the kept state lies 16 to 23 tokens
+before the token that follows the trunk, and the inputs of the last 23 tokens of the trunk are kept, too.
+
+Letters: R rows, n nodes of a forward, S active slots, T places, G key heads, H value heads, N key dim, P value dim,
+C channels, J taps of a convolution, I channels of a Mamba-1 layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.models.cache import ForestCache
+from dsbd_cli.models.recurrent.scans import (
+    PART,
+    carried,
+    chain,
+    convolve,
+    delta_chain,
+    fold,
+    last,
+    selective_chain,
+    selective_fold,
+    selective_read,
+    solve,
+    weights,
+)
+from dsbd_cli.ops.cpu.runtime import loadable
+
+if TYPE_CHECKING:
+    from dsbd_cli.ops.cpu.kernels.scan import Plan, Sight
+
+__all__ = ["Convolution", "GroupedState", "LinearState", "Places", "SelectiveState", "StateCache"]
+
+
+SILU = ("silu", "swish")
+
+
+class Places:
+    """Where the nodes of the forward that is under way stand in the tail, and what they see of it. Made once, used by
+    every recurrent layer.
+
+    rows: [R] int64 cache rows, None for all in order. width: T. at: [R, n] int64 place of each node, T where it has
+    none (absent nodes, and tokens that the state holds already). chain: the nodes follow one another and go into the
+    state at once; `real` [R, n] bool says which are no padding.
+    """
+
+    def __init__(self, batch: ForestInput, base: Tensor, width: int, trash: int) -> None:
+        # base: [R] of the batch's rows
+        self.batch, self.base, self.width, self.trash = batch, base, width, trash
+        self.rows, self.chain = batch.rows, batch.chain
+        self.count = batch.tokens.shape[0]
+        self._moved: dict[torch.device, Places] = {}
+        self._back: dict[int, Tensor] = {}
+        self._flat: dict[int, Tensor] = {}
+        self._plans: dict[int, Plan] = {}
+        self._taps: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+
+    def on(self, device: torch.device) -> Places:
+        """The same for a layer on another device."""
+        if device == self.base.device:
+            return self
+        if device not in self._moved:
+            self._moved[device] = Places(self.batch.to(device), self.base.to(device), self.width, self.trash)
+        return self._moved[device]
+
+    @cached_property
+    def real(self) -> Tensor:
+        return self.batch.slots != self.trash
+
+    @cached_property
+    def at(self) -> Tensor:
+        slots, past = self.batch.slots, self.batch.slots - self.base.unsqueeze(1)
+        return torch.where(self.real & (past >= 0) & (past < self.width), slots % self.width, self.width)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[R] int64, real nodes of a chain."""
+        return self.real.sum(1)
+
+    def flat_in(self, lead: int) -> Tensor:
+        """[R * n] int64 index into planes [rows, lead + T + 1, ...] laid flat."""
+        if lead not in self._flat:
+            self._flat[lead] = (self._row_starts(lead) + lead + self.at).flatten()
+        return self._flat[lead]
+
+    def _row_starts(self, lead: int) -> Tensor:
+        return self.numbers.unsqueeze(1) * (lead + self.width + 1)
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """[R] int64, the same as `rows`, never None."""
+        return torch.arange(self.count, device=self.base.device) if self.rows is None else self.rows
+
+    @cached_property
+    def _slots(self) -> tuple[Tensor, Tensor]:
+        """Slot of each place [R, T], and whether it is one that a node may see."""
+        base = self.base.unsqueeze(1)
+        at = base + (torch.arange(self.width, device=self.base.device) - base) % self.width
+        active = self.batch.mask.shape[-1]
+        return at.clamp(max=active - 1), (at < active) & (at != self.trash)
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """[R, n, T] bool: the node's ancestors in the tail, and itself."""
+        slots, held = self._slots
+        index = slots.unsqueeze(1).expand(-1, self.at.shape[1], -1)
+        return self.batch.mask.gather(2, index) & held.unsqueeze(1)
+
+    @cached_property
+    def seen_sum(self) -> Tensor:
+        """`seen` as float64, to sum over a node's ancestors."""
+        return self.seen.to(torch.float64)
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """[R, T] int64 depth of the token in each place."""
+        return self.batch.slot_positions.gather(1, self._slots[0])
+
+    def back(self, taps: int) -> Tensor:
+        """[taps - 1, R, n] int64 place of each node's last ancestors, the oldest first; negative: so many before the
+        tail."""
+        before = torch.arange(1 - taps, 0, device=self.at.device)
+        wanted = self.batch.positions + before.view(-1, 1, 1)
+        hit = self.seen & (self.depths.unsqueeze(1) == wanted.unsqueeze(3))
+        return torch.where(hit.any(3), hit.to(torch.int8).argmax(3), wanted - self.base.unsqueeze(1))
+
+    def flat_back(self, taps: int) -> Tensor:
+        """[taps - 1, R * n] int64: the same, as indices into planes whose `lead` is taps - 1 (see `flat_in`)."""
+        if taps not in self._back:
+            places = (self.back(taps) + taps - 1).clamp(min=0)
+            self._back[taps] = (self._row_starts(taps - 1) + places).flatten(1)
+        return self._back[taps]
+
+    @cached_property
+    def sight(self) -> Sight:
+        """The same for kernels."""
+        batch = self.batch
+        parts = (_array(part) for part in (batch.mask, batch.slots, batch.slot_positions, self.base))
+        return _kernels().sight(*parts, self.width, self.trash)
+
+    @cached_property
+    def rows_of_planes(self) -> NDArray[np.int64]:
+        """`numbers` for kernels."""
+        return _array(self.numbers)
+
+    def taps(self, lead: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """`flat_in` and `flat_back` for kernels."""
+        if lead not in self._taps:
+            own = self.sight
+            positions, base = _array(self.batch.positions), _array(self.base)
+            self._taps[lead] = _kernels().taps(own.seen, own.at, own.depths, positions, base, self.rows_of_planes, lead)
+        return self._taps[lead]
+
+    def plan(self, lead: int) -> Plan:
+        """See `walks`: of planes [rows, lead + T + 1, ...], or of a chain in planes [R, lead + n, ...]."""
+        if lead not in self._plans:
+            base = _array(self.base)
+            if self.chain:
+                plan = _kernels().chain(base, _array(self.lengths), self.real.shape[1], lead)
+            else:
+                plan = _kernels().forest(*self.sight[:3], base, lead)
+            self._plans[lead] = plan
+        return self._plans[lead]
+
+    @cached_property
+    def kin(self) -> Tensor:
+        """[R, n, n] bool: the second node is an ancestor of the first, and not the same token."""
+        index = self.at.clamp(max=self.width - 1).unsqueeze(1).expand(-1, self.at.shape[1], -1)
+        there = (self.at < self.width).unsqueeze(1) & (self.at.unsqueeze(2) != self.at.unsqueeze(1))
+        return self.seen.gather(2, index) & there
+
+    @cached_property
+    def parent(self) -> Tensor:
+        """[R, T] int64 place of the parent of each place that a node sees, T where it is the trunk's end."""
+        together = torch.matmul(self.seen.transpose(1, 2).float(), self.seen.float()) > 0  # [R, T, T]
+        above = together & (self.depths.unsqueeze(1) == self.depths.unsqueeze(2) - 1)
+        return torch.where(above.any(2), above.to(torch.int8).argmax(2), self.width)
+
+    @cached_property
+    def order(self) -> Tensor:
+        """[R, m] int64 places, parents first: all that a node sees, and others where rows differ. All T on a GPU, which
+        would have to stop to count them."""
+        used = self.seen.any(1)
+        found = torch.argsort(torch.where(used, self.depths, self.depths.max() + 1), dim=1, stable=True)
+        return found[:, : int(used.sum(1).max())] if found.device.type == "cpu" else found
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """A move of the tail, in places. Then the trunk takes the first `count` [R] tokens of it.
+
+    source, target: [m] int64 in rows of T + 1 places laid flat. base, trunk: [R] int64, slots of the trunk before and
+    after. most: an upper bound of `count`. found: what was made of these, once for all layers.
+    """
+
+    source: Tensor
+    target: Tensor
+    base: Tensor
+    trunk: Tensor
+    width: int
+    most: int
+    found: dict[str, Tensor] = field(default_factory=dict)
+    plans: dict[int, Plan] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: Tensor, target: Tensor, base: Tensor, trunk: Tensor, width: int) -> Shift:
+        """source, target: [R, m] slots; base, trunk: [R]."""
+        start = base.unsqueeze(1)
+        starts = torch.arange(len(source), device=base.device).unsqueeze(1) * (width + 1)
+        inside = [(slots >= start) & (slots < start + width) for slots in (source, target)]
+        # what comes from outside, or goes there, is nobody's: the last place
+        here, there = (
+            (starts + torch.where(own, slots % width, width)).flatten()
+            for own, slots in zip(inside, (source, target), strict=True)
+        )
+        most = width
+        if base.device.type == "cpu":  # whose host may look at a number; a GPU would have to stop for it
+            most = int((trunk - base).max().clamp(0, width))
+            moved = ((source != target) & inside[1]).flatten().nonzero().squeeze(1)
+            here, there = here.index_select(0, moved), there.index_select(0, moved)
+        return cls(here, there, base.clone(), trunk, width, most)
+
+    @property
+    def count(self) -> Tensor:
+        """[R] int64, tokens that join the trunk."""
+        if "count" not in self.found:
+            self.found["count"] = (self.trunk - self.base).clamp(0, self.width)
+        return self.found["count"]
+
+    @property
+    def joined(self) -> Tensor:
+        """[R, most] int64 places of what joins the trunk, in order, and of what follows it."""
+        if "joined" not in self.found:
+            ahead = torch.arange(self.most, device=self.base.device)
+            self.found["joined"] = (self.base.unsqueeze(1) + ahead) % self.width
+        return self.found["joined"]
+
+    def plan(self, lead: int) -> Plan:
+        """See `walks`: what joins the trunk goes into states."""
+        if lead not in self.plans:
+            parts = (_array(part) for part in (self.base, self.count, self.joined))
+            self.plans[lead] = _kernels().fold(*parts, lead)
+        return self.plans[lead]
+
+    def first(self, plane: Tensor, lead: int = 0) -> Tensor:
+        """[R, most, ...] of a plane [rows, lead + T + 1, ...]: what `joined` says."""
+        rows, places = len(self.base), plane.shape[1]
+        flat = torch.arange(rows, device=plane.device).unsqueeze(1) * places + lead + self.joined
+        return plane.flatten(0, 1).index_select(0, flat.flatten()).view(rows, self.most, *plane.shape[2:])
+
+    def move(self, plane: Tensor, lead: int) -> None:
+        """Move the tail of a plane [rows, lead + T + 1, ...]."""
+        if len(self.source):
+            flat = plane.flatten(0, 1)
+            source, target = (self._in(name, lead) for name in ("source", "target"))
+            flat.index_copy_(0, target, flat.index_select(0, source))
+
+    def join(self, plane: Tensor, lead: int) -> None:
+        """Take the last `lead` tokens of the grown trunk up front."""
+        if lead and self.most:
+            last = plane.flatten(0, 1).index_select(0, self._last(lead))
+            plane[: len(self.base), :lead] = last.view(len(self.base), lead, *plane.shape[2:])
+
+    def _in(self, name: str, lead: int) -> Tensor:
+        """Source or target in planes with `lead` places before the tail."""
+        flat: Tensor = getattr(self, name)
+        key = f"{name} {lead}"
+        if key not in self.found:
+            self.found[key] = flat + lead * (flat.div(self.width + 1, rounding_mode="floor") + 1)
+        return self.found[key]
+
+    def _last(self, lead: int) -> Tensor:
+        """[R * lead] int64 into such a plane: the last tokens of the trunk, before it takes them up front."""
+        if (key := f"last {lead}") not in self.found:
+            device = self.base.device
+            ahead = self.count.unsqueeze(1) + torch.arange(-lead, 0, device=device)  # from the old trunk's end
+            place = torch.where(ahead < 0, lead + ahead, lead + (self.base.unsqueeze(1) + ahead) % self.width)
+            starts = torch.arange(len(self.base), device=device).unsqueeze(1) * (lead + self.width + 1)
+            self.found[key] = (starts + place).flatten()
+        return self.found[key]
+
+    def on(self, device: torch.device) -> Shift:
+        """The same for a layer on another device."""
+        if device == self.base.device:
+            return self
+        source, target, base, trunk = (part.to(device) for part in (self.source, self.target, self.base, self.trunk))
+        return Shift(source, target, base, trunk, self.width, self.most)
+
+
+class LayerMemory:
+    """What one recurrent layer keeps: planes [R, lead + T + 1, ...] of the tail (the last place is for what nobody
+    reads), and tensors [R, ...] of the state. Shapes are learnt from the first forward."""
+
+    lead = 0
+    wide: frozenset[str] = frozenset()  # planes in the precision of the states
+    walks = False  # whether a CPU has kernels for it
+
+    def __init__(self, cache: StateCache, device: torch.device) -> None:
+        self.cache, self.device = cache, device
+        self.walked = self.walks and cache.walks(device)
+        self.planes: dict[str, Tensor] = {}
+        self.states: dict[str, Tensor] = {}
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything, rows first."""
+        yield from self.planes.values()
+        yield from self.states.values()
+
+    def bytes_of_row(self, window: int) -> int:
+        """Of a row with so many places."""
+        place = sum(math.prod(one.shape[2:]) * one.element_size() for one in self.planes.values())
+        state = sum(math.prod(one.shape[1:]) * one.element_size() for one in self.states.values())
+        return (self.lead + window + 1) * place + state
+
+    def plane(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A plane, made where there is none."""
+        if name not in self.planes:
+            cache = self.cache
+            places = self.lead + cache.window + 1
+            self.planes[name] = torch.zeros((cache.rows, places, *shape), dtype=dtype, device=self.device)
+            cache.generation += 1
+        return self.planes[name]
+
+    def state(self, shape: tuple[int, ...], name: str = "state") -> Tensor:
+        """A state, made where there is none."""
+        if name not in self.states:
+            precision = torch.float32 if self.walked else self.cache.precision
+            self.states[name] = torch.zeros((self.cache.rows, *shape), dtype=precision, device=self.device)
+            self.cache.generation += 1
+        return self.states[name]
+
+    def keep_in(self, precision: torch.dtype) -> None:
+        """Hold states, and planes whose numbers come of them, in this dtype; walked ones stay in float32."""
+        if self.walked:
+            return
+        self.states = {name: held.to(precision) for name, held in self.states.items()}
+        self.planes |= {name: self.planes[name].to(precision) for name in self.wide}
+
+    def resize(self, rows: int, window: int, base: Tensor) -> None:
+        """Cover so many rows and places; what is there stays, less the old last place. base: [rows] slots of the trunk.
+        0 rows: give all back."""
+        base, lead = base.to(self.device).unsqueeze(1), self.lead
+        for name, old in self.planes.items():
+            new = old.new_zeros((rows, lead + window + 1, *old.shape[2:]))
+            count, before = min(len(old), rows), old.shape[1] - lead - 1
+            new[:count, :lead] = old[:count, :lead]
+            if kept := min(window, before):
+                slots = base[:count] + torch.arange(kept, device=self.device)
+                row = torch.arange(count, device=self.device).unsqueeze(1)
+                new[row, lead + slots % window] = old[row, lead + slots % before]
+            self.planes[name] = new
+        for name, old in self.states.items():
+            wide = old.new_zeros((rows, *old.shape[1:]))
+            wide[: len(old)] = old[:rows]
+            self.states[name] = wide
+
+    def write(self, name: str, values: Tensor, dtype: torch.dtype) -> None:
+        """Put values [R, n, ...] into the nodes' places."""
+        plane = self.plane(name, tuple(values.shape[2:]), dtype)
+        plane.flatten(0, 1).index_copy_(0, self.places.flat_in(self.lead), values.flatten(0, 1).to(dtype))
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """The forward's rows of a plane or state, a view where they are the first ones."""
+        places = self.places
+        return tensor[: places.count] if places.rows is None else tensor.index_select(0, places.rows)
+
+    def tail(self, name: str) -> Tensor:
+        """[R, T, ...] of a plane."""
+        return self.rows_of(self.planes[name])[:, self.lead : self.lead + self.cache.window]
+
+    def store(self, tensor: Tensor, values: Tensor) -> None:
+        """Replace the forward's rows of a state."""
+        places = self.places
+        if places.rows is None:
+            tensor[: places.count] = values
+        else:
+            tensor.index_copy_(0, places.rows, values)
+
+    @property
+    def places(self) -> Places:
+        """Of the forward under way, on this layer's device."""
+        assert self.cache.places is not None
+        return self.cache.places.on(self.device)
+
+    def advance(self, shift: Shift) -> None:
+        """Move the tail, and take what joined the trunk into the state."""
+        for plane in self.planes.values():
+            shift.move(plane, self.lead)
+        if shift.most:
+            self.fold(shift)
+        for plane in self.planes.values():
+            if self.walked:
+                _kernels().join(_array(plane.flatten(2)), self.lead, _array(shift.base), _array(shift.count))
+            else:
+                shift.join(plane, self.lead)
+
+    def fold(self, shift: Shift) -> None:
+        """What joined the trunk goes into the state."""
+
+
+class Convolution(LayerMemory):
+    """Inputs of a short convolution: those of the tail, and before them the last J - 1 of the trunk."""
+
+    walks = True
+
+    def __init__(self, cache: StateCache, device: torch.device, taps: int) -> None:
+        super().__init__(cache, device)
+        self.taps, self.lead = taps, taps - 1
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
+        """x [R, n, C], weight [C, J], bias [C] or None -> [R, n, C] in float32 at least."""
+        if self.walked and activation in SILU:
+            return self._walk(x, weight, bias, smooth=True)
+        out = self._walk(x, weight, bias, smooth=False) if self.walked else self._sum(x, weight, bias)
+        # in the states' precision: in float32 the last few numbers of a tensor take another exp than the others
+        return out if activation is None else ACT2FN[activation](out.to(self.cache.precision))
+
+    def _sum(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        places, count = self.places, x.shape[1]
+        plane = self.plane("inputs", (x.shape[2],), x.dtype)
+        if places.chain:
+            full = torch.cat((self.rows_of(plane)[:, : self.lead], x), 1)
+            self._keep(plane, full)
+            return convolve([full[:, tap : tap + count] for tap in range(self.taps)], weight, bias)
+        self.write("inputs", x, x.dtype)
+        flat = plane.flatten(0, 1)
+        taps = [flat.index_select(0, index).view(x.shape) for index in places.flat_back(self.taps)]
+        return convolve([*taps, x], weight, bias)
+
+    def _walk(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, smooth: bool) -> Tensor:
+        """By a kernel."""
+        places, (rows, count, channels) = self.places, x.shape
+        plane = self.plane("inputs", (channels,), torch.float32)
+        out, added = torch.empty(x.shape, dtype=torch.float32), weight.new_zeros(0) if bias is None else bias
+        read = plane
+        if places.chain:  # behind the last tokens of the trunk
+            read = plane.new_empty(rows, self.lead + count, channels)
+            read[:, : self.lead] = self.rows_of(plane)[:, : self.lead]
+            before = (np.arange(rows)[:, None] * (self.lead + count) + np.arange(count)).ravel()
+            at, back = before + self.lead, before + np.arange(self.lead)[:, None]
+        else:
+            at, back = places.taps(self.lead)
+        parts = (_array(part.float()) for part in (weight, added))
+        _kernels().convolve(
+            *_lines(x), _array(read.flatten(0, 1)), at, back, *parts, smooth, _array(out.flatten(0, 1))
+        )  # fmt: skip
+        if places.chain:
+            self._keep(plane, read)
+        return out
+
+    def _keep(self, plane: Tensor, full: Tensor) -> None:
+        """After a chain: the last of its inputs [R, lead + n, C] are the last of the trunk."""
+        kept = self.places.lengths.unsqueeze(1) + torch.arange(self.lead, device=full.device)
+        last = full.gather(1, kept.unsqueeze(2).expand(-1, -1, full.shape[2]))
+        plane[self.places.numbers, : self.lead] = last
+
+
+class LinearState(LayerMemory):
+    """A layer whose state is a sum of products k u^T with a decay per head or per key channel.
+
+    On a CPU the state is walked (kernels/scan.py): [R, H, N, P] in float32, planes k, u and the decays e. Elsewhere it
+    is summed (models/recurrent/scans.py): [R, G, N, E] in the cache's precision, planes k, u, g and the sums of g.
+    """
+
+    walks = True
+
+    def __init__(self, cache: StateCache, device: torch.device) -> None:
+        super().__init__(cache, device)
+        if self.walked:
+            self.lead = _kernels().LEAD
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, scales: Tensor | None = None, skip: Tensor | None = None
+    ) -> Tensor:
+        """y [R, n, H, P] of nodes with q, k [R, n, G, N], v [R, n, H, P] and log-decays g [R, n, H] or [R, n, H, N].
+
+        G = H where decays are per channel. u is v times scales [R, n, H], and skip [H] times v is added to y.
+        """
+        if self.walked:
+            return self._walk(q, k, v, g, scales=scales, skip=skip)
+        y = self._attend(q, k, v if scales is None else v * scales.unsqueeze(3), g)
+        return y if skip is None else y.to(v.dtype).add_(skip.unsqueeze(1) * v)
+
+    def _attend(self, q: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
+        """By sums."""
+        places = self.places
+        state = self._state_of(k, u)
+        held = self.rows_of(state)
+        if places.chain:
+            y, after = chain(q, k, _masked(u, places.real), _masked(g, places.real), held)
+            self.store(state, after)
+            return y
+        keys, c, ends = self._window(k, g)
+        self.write("u", u, torch.float32)
+        (weight,) = weights((q,), keys, c, ends, places.seen, held.dtype)
+        return self._read(weight, q, c, held)
+
+    def correct(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """The same by the gated delta rule: v [R, n, H, P], beta [R, n, H]."""
+        if self.walked:
+            return self._walk(q, k, v, g, beta=beta)
+        places = self.places
+        state = self._state_of(k, v)
+        held = self.rows_of(state)
+        if places.chain:
+            y, after = delta_chain(q, k, v, _masked(g, places.real), _masked(beta, places.real), held)
+            self.store(state, after)
+            return y
+        keys, c, ends = self._window(k, g)
+        # in the states' precision: a node uses those of its forward as they are, and they must not differ afterwards
+        self.wide = frozenset({"u"})
+        self.write("u", torch.zeros_like(v), held.dtype)  # not known yet
+        alike, weight = weights((k, q), keys, c, ends, places.seen, held.dtype)  # [R, H, n, T]
+        scale = beta.to(held.dtype).unsqueeze(3)
+        rest = scale * (v.to(held.dtype) - self._read(alike, k, c, held))
+        at = places.at.clamp(max=places.width - 1)[:, None, None].expand(-1, *alike.shape[1:3], -1)
+        among = (alike.gather(3, at) * scale.transpose(1, 2)).masked_fill_(~places.kin.unsqueeze(1), 0)  # [R, H, n, n]
+        self.write("u", solve(among.tril(-1), rest.transpose(1, 2)).transpose(1, 2), held.dtype)
+        return self._read(weight, q, c, held)
+
+    def _walk(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor | None = None, scales: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Either, by a kernel, in float32 whose order is that of the path. beta: None where v is u."""
+        kernels, places, (rows, count, heads, width) = _kernels(), self.places, v.shape
+        groups, dim = k.shape[2:]
+        decays = g.shape[3] if g.dim() == 4 else 1
+        y = torch.empty(v.shape, dtype=torch.float32)
+        none = np.zeros((rows, count, 0), np.float32)
+        queries, keys, logs = (_array(part.float()) for part in (q, k, g.reshape(rows, count, heads, decays)))
+        betas, factors = (none if part is None else _array(part.float()) for part in (beta, scales))
+        skips = none.ravel() if skip is None else _array(skip.float())
+        values, step = _lines(v)
+        shapes = {"k": (groups, dim), "u": (heads, width), "e": (heads, decays)}
+        planes = {name: self.plane(name, shape, torch.float32) for name, shape in shapes.items()}
+        numbers, plan, read = places.rows_of_planes, places.plan(self.lead), planes
+        if places.chain:  # behind the last tokens of the trunk
+            read = {
+                name: torch.cat(
+                    (self.rows_of(plane)[:, : self.lead], plane.new_empty(rows, count + 1, *plane.shape[2:])), 1
+                )
+                for name, plane in planes.items()
+            }
+            at, held = np.tile(np.arange(count), (rows, 1)), np.arange(rows)
+        else:
+            at, held = places.sight.at, numbers
+        arrays = [_array(plane) for plane in read.values()]
+        kernels.put(held, at, self.lead, keys, values, step, factors, logs, skips, *arrays, _array(y))
+        asked = alike = np.zeros((rows, 0, 0, 0), np.float32)
+        if decays == 1:
+            asked = kernels.pairs(queries, arrays[0], held, plan.lines, plan.counts)
+        if decays == 1 and beta is not None:
+            alike = kernels.pairs(keys, arrays[0], held, plan.lines, plan.counts)
+        kernels.shared(
+            kernels.walk, rows * heads, _array(self.state((heads, dim, width))), numbers, held, queries, values, step,
+            betas, asked, alike, *arrays, *plan, _array(y),
+        )  # fmt: skip
+        if places.chain:
+            self._keep(read)
+        elif not places.sight.alone:
+            y = y[np.arange(rows)[:, None], places.sight.first]
+        return y
+
+    def _keep(self, read: dict[str, Tensor]) -> None:
+        """After a chain: its last tokens [R, lead + n, ...] are the last of the trunk."""
+        kept = self.places.lengths.unsqueeze(1) + torch.arange(self.lead, device=self.device)
+        for name, new in read.items():
+            index = kept.view(*kept.shape, *[1] * (new.dim() - 2)).expand(-1, -1, *new.shape[2:])
+            self.planes[name][self.places.numbers, : self.lead] = new.gather(1, index)
+
+    def _state_of(self, k: Tensor, u: Tensor) -> Tensor:
+        groups, heads = k.shape[2], u.shape[2]
+        return self.state((groups, k.shape[3], heads // groups * u.shape[3]))
+
+    def _window(self, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Store keys and decays; keys of the tail [R, T, G, N], sums of log-decays of nodes and of places."""
+        self.write("k", k, torch.float32)
+        self.write("g", g, torch.float32)
+        tail = self.tail("g").to(torch.float64)
+        c = (self.places.seen_sum @ tail.flatten(2)).view(g.shape)
+        self.write("c", c, torch.float64)
+        return self.tail("k"), c, self.tail("c")
+
+    def _read(self, weight: Tensor, q: Tensor, c: Tensor, held: Tensor) -> Tensor:
+        u = self.tail("u").transpose(1, 2)  # [R, H, T, P]
+        if held.dtype == torch.float64:  # a batch of products in float64 is twice as fast over places side by side
+            u = torch.empty(u.shape, dtype=held.dtype, device=u.device).copy_(u)
+        return carried(q, c, held).add_((weight @ u).transpose(1, 2))
+
+    def fold(self, shift: Shift) -> None:
+        """What joined the trunk goes into the state; sums of decays begin anew after it."""
+        rows = len(shift.base)
+        if self.walked:
+            self._grow(shift)
+            return
+        k, u, c = (shift.first(self.planes[name], self.lead) for name in ("k", "u", "c"))
+        fold(self.states["state"][:rows], k, u, c, shift.count)
+        self.planes["c"][:rows] -= last(c, shift.count).unsqueeze(1)
+
+    def _grow(self, shift: Shift) -> None:
+        """By a kernel."""
+        state, rows, kernels, plan = self.states["state"], len(shift.base), _kernels(), shift.plan(self.lead)
+        if plan.sizes.max() < 2:  # no state further on
+            return
+        keys, inputs, decays = (_array(self.planes[name]) for name in ("k", "u", "e"))
+        index, none = np.arange(rows), np.zeros((1, 0, 0, 0), np.float32)
+        kernels.shared(
+            kernels.walk, rows * state.shape[1], _array(state), index, index, none, none.ravel(), 0, none[0], none,
+            none, keys, inputs, decays, *plan, none,
+        )  # fmt: skip
+
+
+class GroupedState(LinearState):
+    """Linear attention to earlier groups of tokens, and another weight, relu(q . k)^2, within a group.
+
+    The state holds all tokens of the trunk. What a node's own group has too much there is taken off: the inputs of the
+    last `lead` = group - 1 tokens of the trunk stay.
+    """
+
+    def __init__(self, cache: StateCache, device: torch.device, group: int) -> None:
+        super().__init__(cache, device)
+        self.group, self.lead = group, max(group - 1, self.lead)
+
+    def grouped(self, q: Tensor, k: Tensor, v: Tensor, near: float | Tensor, far: float | Tensor) -> Tensor:
+        """y [R, n, H, P] of nodes with q, k [R, n, H, N], v [R, n, H, P]; near and far: factors of the two parts."""
+        places = self.places
+        for name, values in (("k", k), ("u", v)):
+            self.plane(name, tuple(values.shape[2:]), torch.float32)
+        lead = {name: self.rows_of(self.planes[name])[:, : self.lead].clone() for name in ("k", "u")}
+        everything = self.attend(q, k, v, torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device))
+        positions = places.batch.positions
+        if not places.chain:
+            keys, values = (torch.cat((lead[name], self.tail(name)), 1) for name in ("k", "u"))
+            before = places.base.unsqueeze(1) - self.lead + torch.arange(self.lead, device=q.device)
+            seen = torch.cat(((before >= 0).unsqueeze(1).expand(-1, q.shape[1], -1), places.seen), 2)
+            return far * everything + self._own(
+                q, keys, values, seen, positions, torch.cat((before, places.depths), 1), near, far
+            )
+        keys, values = torch.cat((lead["k"], k), 1), torch.cat((lead["u"], v), 1)
+        if not self.walked:
+            self._keep({"k": keys, "u": values})
+        before = positions[:, :1] - self.lead + torch.arange(keys.shape[1], device=q.device)  # [R, lead + n]
+        parts = []
+        for first in range(0, q.shape[1], PART):
+            part, wide = slice(first, first + PART), slice(first, first + PART + self.lead)
+            at = before[:, wide]
+            own = at[:, self.lead :].unsqueeze(2)
+            seen = (at.unsqueeze(1) <= own) & (at >= 0).unsqueeze(1)
+            parts.append(self._own(q[:, part], keys[:, wide], values[:, wide], seen, own.squeeze(2), at, near, far))
+        return far * everything + torch.cat(parts, 1)
+
+    def _own(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, here: Tensor, there: Tensor, near: float | Tensor,
+        far: float | Tensor,
+    ) -> Tensor:  # fmt: skip
+        """What the tokens of a node's own group give beyond the linear part: k, v [R, S, H, .]; seen [R, n, S]; here
+        [R, n] and there [R, S] positions."""
+        dtype = self.cache.precision
+        q, k, v = (part.to(dtype).transpose(1, 2) for part in (q, k, v))
+        within = seen & (here.unsqueeze(2) // self.group == there.unsqueeze(1) // self.group)
+        scores = q @ k.transpose(2, 3)  # [R, H, n, S]
+        weight = (near * scores.relu().square() - far * scores).masked_fill_(~within.unsqueeze(1), 0)
+        return (weight @ v).transpose(1, 2)
+
+
+class SelectiveState(LayerMemory):
+    """A Mamba-1 layer: decays per channel and state."""
+
+    a: Tensor
+
+    def run(self, dt: Tensor, u: Tensor, b: Tensor, a: Tensor, out: Tensor) -> Tensor:
+        """y [R, n, I] of nodes with dt, u [R, n, I], b, out [R, n, N] and a [I, N]."""
+        places, self.a = self.places, a
+        state = self.state(tuple(a.shape))
+        held = self.rows_of(state)
+        if places.chain:
+            y, after = selective_chain(_masked(dt, places.real), _masked(u, places.real), b, a, held, out)
+            self.store(state, after)
+            return y
+        for name, values in (("dt", dt), ("u", u), ("b", b)):
+            self.write(name, values, torch.float32)
+        steps, inputs, keys = (self.tail(name) for name in ("dt", "u", "b"))
+        return selective_read(steps, inputs, keys, a, places.parent, places.order, held, places.at, out)
+
+    def fold(self, shift: Shift) -> None:
+        """What joined the trunk goes into the state."""
+        state = self.states["state"][: len(shift.base)]
+        dt, u, b = (shift.first(self.planes[name]) for name in ("dt", "u", "b"))
+        state[:] = selective_fold(state, dt, u, b, self.a, shift.count)
+
+
+def _masked(values: Tensor, real: Tensor) -> Tensor:
+    return values * real.view(*real.shape, *[1] * (values.dim() - 2)).to(values.dtype)
+
+
+def _kernels() -> ModuleType:
+    """numba takes a while to import, and most models need none of it."""
+    from dsbd_cli.ops.cpu.kernels import scan as walks
+
+    return walks
+
+
+@functools.cache
+def _walkable() -> bool:
+    return loadable(_kernels, "torch computes recurrent layers")
+
+
+def _array(tensor: Tensor) -> NDArray[Any]:
+    """The same numbers for a kernel, side by side."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.contiguous().numpy()
+
+
+def _lines(x: Tensor) -> tuple[NDArray[Any], int]:
+    """x [R, n, ...] in float32 as one flat array for a kernel, and how far apart its tokens lie there."""
+    x = x.detach().float()
+    size, apart = 1, True
+    for dim in range(x.dim() - 1, 1, -1):
+        apart &= x.stride(dim) == size
+        size *= x.shape[dim]
+    rows, count = x.shape[:2]
+    step = x.stride(1) if count > 1 else x.stride(0)  # torch gives a dimension of one any stride
+    if not apart or (rows > 1 and count > 1 and x.stride(0) != count * step):
+        x, step = x.contiguous(), size
+    return x.as_strided(((rows * count - 1) * step + size,), (1,)).numpy(), step
+
+
+Memory = TypeVar("Memory", bound=LayerMemory)
+
+_current: ContextVar[StateCache | None] = ContextVar("current", default=None)
+
+
+class StateCache(ForestCache):
+    """A ForestCache with the memory of recurrent layers, in the form that transformers' mixers ask for.
+
+    Attributes:
+        window: T. base: [R] int64, leading slots whose tokens the states hold. precision: of the states and of all
+        sums over them. places: of the forward under way, None outside.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.window = 0
+        self.precision = torch.float32
+        self.base = torch.zeros(0, dtype=torch.int64, device=device)
+        self.places: Places | None = None
+        self.memories: dict[tuple[Any, ...], LayerMemory] = {}
+        self._layer: tuple[int, int] = (0, 0)
+        self._calls = 0
+
+    @staticmethod
+    def walks(device: torch.device) -> bool:
+        """Whether layers on this device run as kernels of kernels/scan.py."""
+        return device.type == "cpu" and _walkable()
+
+    @staticmethod
+    def current() -> StateCache | None:
+        """The cache whose forward is under way; None outside, when mixers run as transformers wrote them."""
+        return _current.get()
+
+    # what transformers' mixers ask: no earlier state, so that they take the way of many tokens
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return False
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Tells which layer comes; the convolution itself stores its inputs."""
+        self._layer, self._calls = (layer_idx, state_idx), 0
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        return recurrent_states
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * len(self.layers)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [False] * len(self.layers)
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        return [False] * len(self.layers)
+
+    # what the scans ask
+
+    def convolution(self, device: torch.device, taps: int) -> Convolution:
+        """Of the layer under way."""
+        return self._memory(Convolution, lambda: Convolution(self, device, taps))
+
+    def linear(self, device: torch.device) -> LinearState:
+        """Of the layer under way."""
+        return self._memory(LinearState, lambda: LinearState(self, device))
+
+    def grouped(self, device: torch.device, group: int) -> GroupedState:
+        """Of the layer under way."""
+        return self._memory(GroupedState, lambda: GroupedState(self, device, group))
+
+    def selective(self, device: torch.device) -> SelectiveState:
+        """Of the layer under way; a layer may scan several times, head by head."""
+        self._calls += 1
+        return self._memory(SelectiveState, lambda: SelectiveState(self, device), self._calls)
+
+    def _memory(self, kind: type[Memory], make: Callable[[], Memory], call: int = 0) -> Memory:
+        """The memory of this kind of the layer under way, made where there is none."""
+        key = (*self._layer, kind, call)
+        if key not in self.memories:
+            self.memories[key] = make()
+        found = self.memories[key]
+        assert isinstance(found, kind)
+        return found
+
+    # the cache's life
+
+    def keep_in(self, precision: torch.dtype) -> None:
+        """Hold states, and sum over them, in this dtype. Before `reserve`."""
+        self.precision = precision
+        for memory in self.memories.values():
+            memory.keep_in(precision)
+
+    def bytes_of_states(self, window: int) -> int:
+        """Bytes of a row beside keys and values, with so many places: they do not grow with the text."""
+        return sum(memory.bytes_of_row(window) for memory in self.memories.values())
+
+    @contextlib.contextmanager
+    def running(self, batch: ForestInput) -> Iterator[None]:
+        """A forward is under way. After it the tokens of a chain are part of the states."""
+        count = batch.tokens.shape[0]
+        base = self.base[:count] if batch.rows is None else self.base[batch.rows]
+        if not batch.chain:
+            # while other rows catch up, a row may be asked for tokens that its states hold: these are not stored
+            held = batch.slots < base.unsqueeze(1)
+            batch = dataclasses.replace(batch, slots=torch.where(held, self.slots - 1, batch.slots))
+        self.begin(batch.slots, batch.rows, batch.mask.shape[-1])
+        places = self.places = Places(batch, base, self.window, self.slots - 1)
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            self.places = None
+            _current.reset(token)
+        if not places.chain:
+            return
+        end = torch.where(places.real, places.batch.slots + 1, 0).amax(1)
+        base = torch.where(places.lengths > 0, end, places.base)
+        if places.rows is None:
+            self.base[: places.count] = base
+        else:
+            self.base.index_copy_(0, places.rows, base)
+
+    def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
+        """As ForestCache. window: most slots that a row may hold past its trunk; None: all."""
+        super().reserve(rows, slots)
+        wanted = max(self.window, self.slots if window is None else window)
+        if (self.rows, wanted) == (len(self.base), self.window):
+            return
+        self.window = wanted
+        self.generation += 1
+        more = self.rows - len(self.base)
+        self.base = torch.nn.functional.pad(self.base, (0, more))
+        for memory in self.memories.values():
+            memory.resize(self.rows, wanted, self.base)
+
+    def release(self) -> None:
+        super().release()
+        self.window = 0
+        self.base = self.base[:0]
+        for memory in self.memories.values():
+            memory.resize(0, 0, self.base)
+
+    def advance(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
+        """Move keys, values and the tail's inputs, [R, m] slots each; take what joined the trunk into the states."""
+        self.move(source, target)
+        rows = len(source)
+        base = self.base[:rows]
+        trunk = torch.maximum(trunk, base)
+        shift = Shift.of(source, target, base, trunk, self.window)
+        for memory in self.memories.values():
+            memory.advance(shift.on(memory.device))
+        self.base[:rows] = trunk
+
+    def select_rows(self, rows: Tensor) -> None:
+        super().select_rows(rows)
+        for memory in self.memories.values():
+            index = rows.to(memory.device)
+            for tensor in memory.tensors():
+                tensor[: len(index)] = tensor.index_select(0, index)
+        self.base[: len(rows)] = self.base[rows]
+
+    def clear(self, row: int, start: int = 0) -> None:
+        super().clear(row, start)
+        for memory in self.memories.values():
+            for tensor in memory.tensors():
+                tensor[row].zero_()
+        self.base[row] = 0

@@ -1,0 +1,75 @@
+"""Reward models: transformers sequence classifiers with one output that score a candidate after its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.errors import InvalidRowError, UnsupportedModelError
+from dsbd_cli.models.chat import render
+from dsbd_cli.models.checkpoints.hub import locate
+from dsbd_cli.models.checkpoints.loader import load_config, load_tokenizer, quiet
+
+__all__ = ["RewardModel"]
+
+Asked = str | Sequence[Mapping[str, str]]
+
+
+class RewardModel:
+    """Scores texts. A prompt of messages goes through the chat template, with the candidate as the assistant's answer;
+    a plain prompt is joined to the candidate."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        """Raises ModelNotFoundError and ModelError, or UnsupportedModelError where it has not one output."""
+        from transformers import AutoModelForSequenceClassification
+
+        with quiet():
+            folder = locate(spec)
+            config = load_config(folder, spec)
+            names = [str(name) for name in getattr(config, "architectures", None) or ()]
+            if config.num_labels != 1 or not any("Classification" in name or "Reward" in name for name in names):
+                raise UnsupportedModelError(
+                    f"{spec.source!r} is no reward model: it is {', '.join(names) or config.model_type} with "
+                    f"{config.num_labels} outputs, but must be a sequence classifier with one"
+                )
+            device = spec.device if spec.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+            model: Any = AutoModelForSequenceClassification.from_pretrained(
+                folder,
+                config=config,
+                dtype="auto" if device != "cpu" else torch.float32,
+                weights_only=True,
+                trust_remote_code=spec.trust_remote_code,
+                local_files_only=True,
+            )
+            self._tokenizer = load_tokenizer(folder, spec)
+        self._model = model.eval().requires_grad_(False).to(device)
+        self._limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+
+    @torch.inference_mode()
+    def scores(self, prompt: Asked, texts: Sequence[str]) -> list[float]:
+        """The reward of each text. One at a time, so that no score depends on padding. Raises InvalidRowError for a
+        text that is too long, or a conversation without a chat template."""
+        found = []
+        for text in texts:
+            ids = self._ids(prompt, text)
+            if self._limit is not None and len(ids) > self._limit:
+                raise InvalidRowError(
+                    f"prompt and candidate have {len(ids)} tokens, but the reward model has {self._limit} positions"
+                )
+            tokens = torch.tensor([ids], device=self._model.device)
+            found.append(float(self._model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits[0, 0]))
+        return found
+
+    def _ids(self, prompt: Asked, text: str) -> list[int]:
+        if isinstance(prompt, str):
+            ids: list[int] = self._tokenizer(prompt + text)["input_ids"]
+            return ids
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise InvalidRowError("the row has messages, but the reward model's tokenizer has no chat template")
+        messages = [*(dict(message) for message in prompt), {"role": "assistant", "content": text}]
+        shown = render(self._tokenizer, messages, opened=False)
+        told: list[int] = self._tokenizer(shown, add_special_tokens=False)["input_ids"]
+        return told

@@ -1,0 +1,295 @@
+"""A transformers tokenizer as a TextCodec. Chat templates and the bytes behind tokens are known only here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Protocol
+
+from dsbd_cli.errors import InvalidRowError
+from dsbd_cli.models.chat import render
+
+__all__ = ["HFCodec", "Tokenizer", "byte_alphabet"]
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE_MARK = "\u2581"
+IDS_ALONE = {"return_attention_mask": False, "return_token_type_ids": False}  # half the time of a long text
+# steps that drop no byte of a text; NFC shortens one to a quarter at most, a Kelvin sign to a third
+KEEPING = {"Prepend", "Replace", "ByteLevel", "Metaspace", "Split", "Digits", "NFC"}
+NFC_SHRINKS = 4
+MOST_BYTES = 256  # of text per token, on average; the tokenizer's own bound may be that of its longest run of spaces
+HEAD = 256  # characters, in which the token that begins every text stands
+UTF8_BYTES = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Printable characters that stand for bytes in byte-level vocabularies (GPT-2's table): character -> byte."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in set(shown)]
+    return {chr(byte): byte for byte in shown} | {chr(256 + rank): byte for rank, byte in enumerate(hidden)}
+
+
+class AddedToken(Protocol):
+    """A token outside the trained vocabulary."""
+
+    content: str
+    special: bool
+
+
+class Tokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    @property
+    def all_special_ids(self) -> list[int]: ...
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+    def convert_ids_to_tokens(self, ids: int) -> str: ...
+
+    def __call__(
+        self, text: str | list[str], *, add_special_tokens: bool = True, **fields_wanted: bool
+    ) -> Mapping[str, Any]: ...
+
+    @property
+    def special_tokens_map(self) -> Mapping[str, Any]: ...
+
+    def get_chat_template(self) -> str: ...
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
+
+
+class HFCodec:
+    """Text to ids and back through one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._eos_ids = eos_ids
+        self._bytes: list[bytes] | None = None
+        self._cover: _Cover | None = None
+        self._rendered: tuple[list[dict[str, str]], str] | None = None  # the last conversation: its size is asked first
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The transformers tokenizer, for comparators and pair checks."""
+        return self._tokenizer
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sequence."""
+        return self._eos_ids
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    @property
+    def fingerprint(self) -> str | None:
+        """32 hexadecimal digits that two tokenizers share only if they tokenise alike; None of one that does not say
+        all it does."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        return hashlib.blake2b(backend.to_str().encode(), digest_size=16).hexdigest()
+
+    def encode(self, prompt: str, most: int | None = None) -> list[int]:
+        """Token ids of a plain prompt, with the special tokens the tokenizer adds by itself. most: characters of it,
+        the last ones."""
+        return list(self._tokenizer(prompt if most is None else prompt[-most:], **IDS_ALONE)["input_ids"])
+
+    def least_tokens(self, asked: str | list[dict[str, str]]) -> int:
+        """How many tokens a plain prompt or a conversation has at least, told without the tokenizer: for texts that
+        would take it long. 0 where nothing can be told."""
+        text = asked if isinstance(asked, str) else self._chat_text(asked)
+        return self._covering.least(text.encode("utf-8", "surrogatepass"))
+
+    def size(self, asked: str | list[dict[str, str]]) -> int:
+        """Bytes of a plain prompt or a conversation."""
+        text = asked if isinstance(asked, str) else self._chat_text(asked)
+        return len(text.encode("utf-8", "surrogatepass"))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a text that one token covers at most: a bound of the tokenizer, or one that no text of people
+        reaches."""
+        return min(self._covering.longest or MOST_BYTES, MOST_BYTES)
+
+    @property
+    def _covering(self) -> _Cover:
+        if self._cover is None:
+            self._cover = _covering(self._tokenizer, self.token_bytes())
+        return self._cover
+
+    def encode_pieces(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of pieces of text, nothing added."""
+        return [list(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+    def encode_chat(self, messages: list[dict[str, str]], most: int | None = None) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer. most: characters of its text, the last ones,
+        behind the token that every text begins with, where the conversation does.
+
+        Raises InvalidRowError when the tokenizer has no chat template, or the template refuses the conversation.
+        """
+        text = self._chat_text(messages)
+        if most is None or len(text) <= most:
+            return self._plain_ids(text)
+        same = takewhile(
+            lambda pair: pair[0] == pair[1], zip(self.encode(""), self._plain_ids(text[:HEAD]), strict=False)
+        )
+        return [*(token for token, _ in same), *self._plain_ids(text[-most:])]
+
+    def _plain_ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, **IDS_ALONE)["input_ids"])
+
+    def _chat_text(self, messages: list[dict[str, str]]) -> str:
+        if not self.has_template:
+            raise InvalidRowError(
+                "the model's tokenizer has no chat template: give a plain prompt, or use an instruct model"
+            )
+        if self._rendered is None or self._rendered[0] != messages:
+            self._rendered = messages, render(self._tokenizer, messages, opened=True)
+        return self._rendered[1]
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of generated ids, special tokens left out."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def tokenizer_json(self) -> str | None:
+        """The tokenizer as the library tokenizers writes it, without padding and truncation; None of a slow one."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        plain = copy(backend)
+        plain.no_padding()
+        plain.no_truncation()
+        return str(plain.to_str())
+
+    def token_bytes(self) -> list[bytes]:
+        """For every id of the tokenizer the bytes it adds in mid-sentence; b"" for special tokens and unused ids.
+
+        One list is made and kept: do not change it. Model logits may be wider than this list (padding ids).
+        """
+        if self._bytes is None:
+            self._bytes = _token_bytes(self._tokenizer)
+        return self._bytes
+
+
+def _token_bytes(tokenizer: Tokenizer) -> list[bytes]:
+    vocabulary = tokenizer.get_vocab()
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    added = tokenizer.added_tokens_decoder
+    special = set(tokenizer.all_special_ids) | {index for index, token in added.items() if token.special}
+    style = _style(tokenizer, vocabulary)
+    alphabet, shown = byte_alphabet(), tokenizer.convert_ids_to_tokens
+    for token, index in vocabulary.items():
+        if index in special:
+            continue
+        if index in added:
+            # a normalized added token is kept, and decoded, in its normalized form
+            table[index] = _marked(shown(index)) if style == "marked" else added[index].content.encode()
+        elif style == "byte-level" and all(char in alphabet for char in token):
+            table[index] = bytes(alphabet[char] for char in token)
+        elif style == "marked":
+            table[index] = _marked(token)
+        elif style == "bytes":
+            table[index] = bytes([ord(token)])
+        elif style == "wordpiece":
+            table[index] = token[2:].encode() if token.startswith("##") else b" " + token.encode()
+        else:
+            table[index] = token.encode()
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class _Cover:
+    """What is known of how many bytes of a text its tokens cover.
+
+    Attributes:
+        longest: bytes that one token covers at most; 0 where there is no bound.
+        dropped: bytes that no token stands for, so that they may be left out.
+    """
+
+    longest: int = 0
+    dropped: bytes = b""
+
+    def least(self, text: bytes) -> int:
+        """Tokens of a text, at least."""
+        return -(-len(text.translate(None, self.dropped)) // self.longest) if self.longest else 0
+
+
+def _covering(tokenizer: Tokenizer, table: list[bytes]) -> _Cover:
+    """What one token covers, where every byte of a text ends up in a token, or is one that the vocabulary lacks.
+
+    So it is with byte-level BPE, some of whose vocabularies lack bytes that were not in their training text, and with
+    byte fallback. A normalizer may shorten a text (NFC to a quarter), an unknown token may stand for any length, and a
+    special token may take the spaces beside it.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return _Cover()
+    made = json.loads(backend.to_str())
+    steps = [*_steps(made.get("normalizer")), *_steps(made.get("pre_tokenizer"))]
+    keeps = all(step.get("type") in KEEPING and step.get("behavior") != "Removed" for step in steps)
+    replaced = [step for step in steps if step.get("type") == "Replace"]
+    keeps = keeps and all(
+        (step.get("pattern"), step.get("content")) == ({"String": " "}, _SPACE_MARK) for step in replaced
+    )
+    by_bytes = any(step.get("type") == "ByteLevel" for step in steps)
+    added = tokenizer.added_tokens_decoder.values()
+    greedy = any(getattr(token, "lstrip", False) or getattr(token, "rstrip", False) for token in added)
+    held = set(table)
+    dropped = bytes(byte for byte in UTF8_BYTES if bytes([byte]) not in held)
+    whole = by_bytes or (made["model"].get("byte_fallback") and not dropped)
+    shrinks = any(step.get("type") == "NFC" for step in steps)
+    if not (keeps and whole) or greedy or (shrinks and dropped):  # NFC may make bytes that are then dropped
+        return _Cover()
+    longest = max(*map(len, table), *(len(token.content.encode()) for token in added))
+    return _Cover(longest * NFC_SHRINKS if shrinks else longest, dropped)
+
+
+def _steps(part: object) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as tokenizers serialises it: none, one, or a sequence of several."""
+    if not isinstance(part, dict):
+        return []
+    inner = part.get("normalizers") or part.get("pretokenizers")
+    return [part] if inner is None else [step for one in inner for step in _steps(one)]
+
+
+def _marked(token: str) -> bytes:
+    """Bytes of a sentencepiece-style token: a mark is a space, <0xAB> is one byte."""
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte.group(1), 16)]) if byte else token.replace(_SPACE_MARK, " ").encode()
+
+
+def _style(tokenizer: Tokenizer, vocabulary: dict[str, int]) -> str:
+    """How tokens stand for text: told by the decoder of a fast tokenizer, else by what the vocabulary looks like."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        kinds = _decoder_kinds(json.loads(backend.to_str()).get("decoder"))
+        if "ByteLevel" in kinds:
+            return "byte-level"
+        if kinds & {"Metaspace", "ByteFallback", "Replace"}:
+            return "marked"
+        if "WordPiece" in kinds:
+            return "wordpiece"
+    elif type(tokenizer).__name__ == "ByT5Tokenizer":
+        return "bytes"  # the character of a token is a byte of the text
+    if any(token.startswith(_SPACE_MARK) for token in vocabulary):
+        return "marked"
+    return "byte-level" if any(token.startswith("\u0120") for token in vocabulary) else "plain"
+
+
+def _decoder_kinds(decoder: object) -> set[str]:
+    """Types of a decoder as tokenizers serialises it: one, or a sequence of several."""
+    if not isinstance(decoder, dict):
+        return set()
+    inner = decoder.get("decoders") or []
+    return {str(decoder.get("type"))}.union(*(_decoder_kinds(part) for part in inner))

@@ -1,0 +1,122 @@
+"""Results of the checks at load: what was measured, within which limits, and the sentence in which a model is
+refused."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.ops.cpu.runtime import processor
+
+__all__ = ["Verdict", "fingerprint", "keep", "kept", "limit_for"]
+
+_logger = logging.getLogger(__name__)
+
+FORMAT = "dsbd.verdict/1"
+KEYS = {
+    "architecture", "copies", "dtype", "eos", "kernels", "outliers", "plain", "spec", "tested", "tokenizer", "varies",
+}  # fmt: skip
+UNASKED = "nobody asked for the work that it takes"
+
+
+def fingerprint(spec: ModelSpec, place: Path) -> str:
+    """Return a digest of all that the checks of a checkpoint depend on."""
+    files = [place] if place.is_file() else sorted(path for path in place.iterdir() if path.is_file())
+    facts = {
+        "files": [(str(path.resolve()), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files],
+        "code": _code(),
+        "processor": (processor()[0], sorted(processor()[1])),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "environment": sorted((name, value) for name, value in os.environ.items() if name.startswith(LIBRARIES)),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),  # without its import, which takes seconds
+        "spec": {name: value for name, value in asdict(spec).items() if name != "source"},
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+LIBRARIES = ("ONEDNN_", "DNNL_", "MKL_", "OMP_", "KMP_", "ATEN_", "NUMBA_", "OPENBLAS_")
+
+
+def kept(digest: str) -> dict[str, Any] | None:
+    """Return what was kept under this digest; None where nothing was, or it cannot be read."""
+    with suppress(OSError, ValueError):
+        found = json.loads(_place(digest).read_text(encoding="utf-8"))
+        if isinstance(found, dict) and found.get("format") == FORMAT and _whole(found):
+            return found
+    return None
+
+
+def _whole(found: Mapping[str, Any]) -> bool:
+    """Whether all is there that a load asks for: a reason, or what was found of a decoder."""
+    return isinstance(found.get("decoder"), str) or ("decoder" in found and found.keys() >= KEYS)
+
+
+def keep(digest: str, found: Mapping[str, object]) -> None:
+    """Keep what was found, whole or not at all. A folder that cannot be written costs later loads their checks."""
+    place = _place(digest)
+    part = place.with_name(f"{place.name}.{os.getpid()}")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part.write_text(json.dumps({"format": FORMAT, **found}), encoding="utf-8")
+        part.replace(place)
+    except OSError as error:
+        _logger.warning("every load checks the model anew: %s cannot be written (%s)", place.parent, error.strerror)
+
+
+def _place(digest: str) -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "dsbd" / "verdicts" / f"{digest}.json"
+
+
+@functools.cache
+def _code() -> str:
+    """Return a digest of the files that decide what a model computes."""
+    digest = hashlib.sha256()
+    package = Path(__file__).resolve().parents[2]
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of a check. varies: why a node's logits may depend on its company; None where they do not. copies: whether they
+    also stay the same where the beginning of the prompt was copied from another row; None where that was not asked."""
+
+    varies: str | None
+    copies: bool | None = None
+
+
+# Root mean square of a node's logit error, relative to the spread of its logits. Wrong masks give 0.2 and more at most
+# nodes; rounding gives up to a third of the limit at the median, and now and then more (an expert chosen otherwise).
+LIMITS = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+# Some checkpoints round worse in float32 (Qwen2.5-Coder-0.5B: 1.2e-4). Such a one may be off by so many times what its
+# ordinary forward moves when the same sequences are padded on the right, up to the ceiling. In half types this is asked
+# of the worst nodes alone.
+TIMES_ROUNDING = 4
+PADDING = 21
+CEILING = 1e-3
+
+
+def limit_for(dtype: torch.dtype, error: float, rounding: Callable[[], float]) -> float:
+    """What an error may be. rounding: measures what padding moves, relative to the spread; called only where a float32
+    model is above the limit of its dtype."""
+    limit = LIMITS[dtype]
+    if dtype != torch.float32 or error <= limit:
+        return limit
+    return min(max(limit, TIMES_ROUNDING * rounding()), CEILING)

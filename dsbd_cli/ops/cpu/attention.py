@@ -1,0 +1,185 @@
+"""Attention over the tail by a kernel for the CPU: each node visits the slots that it sees, in order of depth.
+
+What stands beside a node, and where its ancestors' slots lie, then changes nothing: float32 is enough. The torch code
+of attention.py is the specification, and serves what does not fit here. The kernel itself is kernels/attention.py;
+numba, which compiles it, is imported when it is first called.
+
+Letters as in attention.py: R rows, H kv heads, G query heads per kv head, n nodes, S slots, T tail slots, E head dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.ops.cpu.runtime import EAGER, SMALL, Eager, Kernel, kernels, loadable, offsets
+
+__all__ = ["Paths", "attend", "fits", "serves"]
+
+LANES = 16
+DTYPES = (torch.float32, torch.bfloat16)
+FEW = 32  # queries of a kv head: fewer are not shared out, because each thread reads all keys
+
+
+class Attend(ctypes.Structure):
+    """Arguments of the kernel: sizes, addresses and strides in bytes."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in (
+            "taken", "threads", "items", "heads", "groups", "nodes", "dim", "out_dim", "blocks", "block",
+            "query", "query_row", "query_head", "query_node", "key", "key_row", "key_head", "key_slot",
+            "value", "value_row", "value_head", "value_slot", "out", "slots", "counts", "bounds", "list_width",
+            "settled", "settled_row", "settled_head", "settled_query", "sums", "sums_row", "sums_head", "sums_query",
+            "sinks", "bias", "bias_row", "bias_head", "bias_node", "scratch", "scratch_bytes", "narrow",
+        )),
+        ("scale", ctypes.c_float),
+        ("cap", ctypes.c_float),
+    )  # fmt: skip
+
+
+class List(ctypes.Structure):
+    """Arguments of the kernel that lists slots."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in (
+            "taken", "threads", "rows", "nodes", "width", "total", "seen", "seen_row", "seen_node", "starts", "order",
+            "slots", "counts", "bounds",
+        )
+    )  # fmt: skip
+
+
+ATTEND, LIST = offsets(Attend), offsets(List)
+LAYOUT = zlib.crc32(repr([(ATTEND, LIST), [field[0] for kind in (Attend, List) for field in kind._fields_]]).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The tail slots that each node sees, by depth.
+
+    slots [R, n, T] int32, counted from the row's lowest; counts [R, n] int32; bounds [R, 2] int32: the lowest slot that
+    a node of the row sees, and one past the highest. span: the largest difference of the two. total: S.
+    """
+
+    slots: Tensor
+    counts: Tensor
+    bounds: Tensor
+    span: int
+    total: int
+
+    @staticmethod
+    def of(seen: Tensor, starts: Tensor, order: Tensor) -> Paths:
+        """seen [R, n, S] bool; starts [R] int64, where the tails begin; order [R, T] int64, places from there on by
+        depth."""
+        rows, nodes, total = seen.shape
+        width = order.shape[1]
+        assert (seen.dtype, starts.dtype, order.dtype) == (torch.bool, torch.int64, torch.int64)
+        assert (starts.shape, len(order)) == ((rows,), rows)
+        if seen.stride(2) != 1:
+            seen = seen.contiguous()
+        order = order.contiguous()
+        slots = torch.empty(rows, nodes, width, dtype=torch.int32, device="cpu")
+        counts = slots.new_empty(rows, nodes)
+        bounds = slots.new_empty(rows, 2)
+        arguments = List(
+            0, 0, rows, nodes, width, total, seen.data_ptr(), seen.stride(0), seen.stride(1), starts.data_ptr(),
+            order.data_ptr(), slots.data_ptr(), counts.data_ptr(), bounds.data_ptr(),
+        )  # fmt: skip
+        _kernels()[1](arguments, rows * nodes * width, rows)
+        return Paths(slots, counts, bounds, int((bounds[:, 1] - bounds[:, 0]).max()), total)
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel serves such tensors here. It goes by device, dtype and layout, never by a number of nodes,
+    rows or slots: that would change bits in the middle of a text."""
+    return (
+        query.device.type == "cpu"
+        and query.dtype in DTYPES
+        and query.dtype == key.dtype == value.dtype
+        and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+        and serves()
+    )
+
+
+def attend(
+    paths: Paths,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    *,
+    settled: tuple[Tensor, Tensor] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    run: Eager = EAGER,
+) -> Tensor:
+    """Attention of query [R, H * G, n, E] over the listed slots of key and value [R, H, S, E]: [R, n, H * G, E].
+
+    settled: what attention over other slots gave, [R, H, m, E] with m at least G * n, and its natural log-sums
+    [R, H, m] float32. sinks: [H * G]. bias: [R or 1, H * G, n, S].
+    """
+    rows, query_heads, nodes, dim = query.shape
+    heads, out_dim, unit = key.shape[1], value.shape[3], query.element_size()
+    groups = query_heads // heads
+    # the kernel believes what it is told
+    assert (len(key), len(value), value.shape[1], key.shape[3]) == (rows, rows, heads, dim)
+    assert paths.slots.shape[:2] == (rows, nodes)
+    assert paths.total <= min(key.shape[2], value.shape[2])
+    out = run.empty(rows, nodes, query_heads, out_dim, dtype=query.dtype)
+    work = rows * query_heads * nodes * paths.span * (dim + out_dim)
+    threads = torch.get_num_threads()
+    blocks = 1
+    if work > SMALL and rows * heads < 2 * threads and groups * nodes >= FEW:
+        blocks = min(nodes, -(-2 * threads // (rows * heads)))
+    block = -(-nodes // blocks)
+    width = -(-paths.span // LANES) * LANES
+    wide, stride = -(-out_dim // LANES) * LANES, width | LANES
+    numbers = dim * stride + width * wide + -(-2 * dim // LANES) * LANES + 4 * stride + 2 * wide
+    scratch = run.empty(threads, numbers, dtype=torch.float32)
+    joined: tuple[int, ...] = (0,) * 8
+    if settled is not None:
+        part, sums = settled
+        assert (part.dtype, part.stride(-1), sums.dtype) == (query.dtype, 1, torch.float32)
+        assert (part.shape[:2], part.shape[3], sums.shape) == ((rows, heads), out_dim, part.shape[:3])
+        assert part.shape[2] >= groups * nodes
+        joined = (
+            part.data_ptr(), *(step * unit for step in part.stride()[:3]),
+            sums.data_ptr(), *(step * 4 for step in sums.stride()),
+        )  # fmt: skip
+    sinks = None if sinks is None else sinks.to(torch.float32).reshape(query_heads).contiguous()
+    biased: tuple[int, ...] = (0,) * 4
+    if bias is not None:
+        assert len(bias) in (1, rows)
+        bias = bias.to(torch.float32).expand(-1, query_heads, nodes, -1).contiguous()
+        assert bias.shape[3] >= paths.total
+        step = bias.stride()
+        biased = bias.data_ptr(), step[0] * 4 * (len(bias) > 1), step[1] * 4, step[2] * 4
+    arguments = Attend(
+        0, 0, rows * heads * blocks, heads, groups, nodes, dim, out_dim, blocks, block,
+        query.data_ptr(), *(step * unit for step in query.stride()[:3]),
+        key.data_ptr(), *(step * unit for step in key.stride()[:3]),
+        value.data_ptr(), *(step * unit for step in value.stride()[:3]),
+        out.data_ptr(), paths.slots.data_ptr(), paths.counts.data_ptr(), paths.bounds.data_ptr(), paths.slots.shape[2],
+        *joined, 0 if sinks is None else sinks.data_ptr(), *biased,
+        scratch.data_ptr(), scratch.stride(0) * 4, unit == 2, scale, softcap or 0.0,
+    )  # fmt: skip
+    kept = [one for one in (sinks, bias) if one is not None]
+    run.launch(_kernels()[0], arguments, work, rows * heads * blocks, *kept)
+    return out
+
+
+@functools.cache
+def _kernels() -> list[Kernel]:
+    return kernels("attention", "attend", "list_slots")
+
+
+@functools.cache
+def serves() -> bool:
+    """Whether the kernel can run here."""
+    return loadable(_kernels, "torch computes attention over the tail")

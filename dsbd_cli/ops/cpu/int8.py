@@ -1,0 +1,314 @@
+"""Linear layers in int8 on the CPU: half the bytes of bfloat16, and sums of integers, which have no rounding.
+
+Weights have one scale per output channel; inputs get one scale per row (token), so that a row does not depend on the
+rows beside it. The few input channels whose values are far larger than the others would make that scale coarse: they
+are multiplied as they are, in the checkpoint's dtype (LLM.int8(), Dettmers et al. 2022). Which channels these are is
+found once, at load, on random tokens; choosing them anew for every batch would make rows depend on each other.
+
+Two ways give the same integers. Where the processor has AVX-512 VNNI, a kernel of our own makes a row integers in one
+pass and streams the weights once for the integers and the outliers (kernels/int8.py). Elsewhere operators of torch
+serve, which are not documented. `int8_missing` tries the one that serves against integers.
+
+Letters: r rows (tokens), i input channels, o output channels, k outlier channels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dsbd_cli.ops.cpu.linear import COLUMNS, PackedProduct, Parts, Product, lines, packing_works, row_addresses
+from dsbd_cli.ops.cpu.runtime import (
+    EAGER,
+    PRODUCT,
+    Eager,
+    Kernel,
+    features,
+    fields,
+    kernels,
+    loadable,
+    offsets,
+    room,
+    team,
+)
+
+__all__ = ["LEAST_WEIGHTS", "Int8Product", "int8_missing", "outlier_channels"]
+
+OUTLIERS = 32  # channels kept as they are; measured: docs/hardware.md
+# Of a product. Measured: 896 x 896 takes 1.5 times as long as in bfloat16, 1536 x 1536 as long.
+LEAST_WEIGHTS = 2_000_000
+LEVELS = 127
+ZERO = 128  # unsigned inputs, whose kernel is fast; with signed ones torch takes a kernel a thousand times slower
+# Rows at a time, so that what is between stays in the caches: made integers, and multiplied. Measured on one core: 512
+# rows of 8960 are integers after 5 ms, all at a time after 27 ms (and with vector_norm for the largest after 45 ms).
+LEVEL_ROWS, PRODUCT_ROWS = 32, 128
+INPUTS = 16  # our kernels work on multiples of so many
+SMALLEST = torch.finfo(torch.float32).tiny
+
+
+class Levelize(ctypes.Structure):
+    """Arguments of the kernel that makes rows integers: sizes, addresses, and strides in bytes."""
+
+    _fields_ = fields(
+        "taken", "threads", "items", "rows", "share", "x", "x_row", "narrow", "inputs", "kept", "levels", "levels_row",
+        "steps", "outliers", "few", "few_inputs",
+    )  # fmt: skip
+
+
+class Multiply(ctypes.Structure):
+    """Arguments of the kernel that multiplies: sizes, addresses, and strides in bytes."""
+
+    _fields_ = fields(
+        *PRODUCT, "levels", "levels_row", "weights", "quads", "piece", "offsets", "scales", "steps", "few",
+        "few_weights", "few_inputs", "bias", "out", "out_row", "narrow",
+    )  # fmt: skip
+
+
+class Convert(ctypes.Structure):
+    """Arguments of the kernel that makes weights integers: sizes and addresses. rows: addresses of rows, 0 for rows of
+    zeros. spare: [threads, COLUMNS, inputs] bytes."""
+
+    _fields_ = fields(
+        "taken", "threads", "items", "rows", "inputs", "narrow", "kept", "scales", "sums", "out", "spare",
+        "spare_bytes",
+    )  # fmt: skip
+
+
+LEVELIZE, MULTIPLY, CONVERT = offsets(Levelize), offsets(Multiply), offsets(Convert)
+LAYOUT = zlib.crc32(
+    repr([
+        LEVELS, ZERO, LEVELIZE, MULTIPLY, CONVERT,
+        *(f[0] for kind in (Levelize, Multiply, Convert) for f in kind._fields_),
+    ]).encode()
+)  # fmt: skip
+
+
+class _Way(Protocol):
+    """How a product of int8 layers is computed. weights: as they are stored."""
+
+    weights: Tensor
+
+    def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
+        """x [r, i] -> [r, o]."""
+
+    scales: Tensor
+
+    def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor) -> None:
+        """weights: [o, i] each, one below the other; outliers [k]; bias [o]. scales: [o] float32, what an integer of a
+        weight is worth."""
+
+    def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [r, i] -> integers [r, i] in 1 .. 255, what one of them is worth [r, 1], outliers [r, k]."""
+
+    def multiply(self, levels: Tensor, steps: Tensor, few: Tensor) -> Tensor:
+        """What `levels` gave -> [r, o]."""
+
+
+class _Torch:
+    """By torch's operators."""
+
+    def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor) -> None:
+        weight = torch.cat([*weights])
+        few, kept = weight[:, outliers], _kept(weight.shape[1], outliers)
+        ordinary = weight.float().mul_(kept)
+        del weight
+        scales = (ordinary.abs().amax(1) / LEVELS).clamp_min(SMALLEST)
+        integers = ordinary.div_(scales.unsqueeze(1)).round_().to(torch.int8)
+        del ordinary
+        self._few = PackedProduct([few], [bias]).compute if packing_works(few.dtype) else partial(_linear, few, bias)
+        self.scales, self._outliers, self._kept = scales, outliers, kept.to(few.dtype)
+        self.weights: Tensor = torch.ops.onednn.qlinear_prepack(integers, None)
+        self._zeros = torch.zeros(len(integers), dtype=torch.int32)
+
+    def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
+        """x [r, i] -> [r, o]."""
+        return run.compute(lambda: self._in_parts(x))
+
+    def _in_parts(self, x: Tensor) -> Tensor:
+        parts = [self.multiply(*self.levels(rows)) for rows in x.split(PRODUCT_ROWS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def levels(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        levels = torch.empty_like(x, dtype=torch.uint8)
+        steps = self.scales.new_empty(len(x), 1)
+        for rows, found, step in zip(
+            x.split(LEVEL_ROWS), levels.split(LEVEL_ROWS), steps.split(LEVEL_ROWS), strict=True
+        ):
+            # products, quotients and sums that IEEE rounds exactly, one by one: fused ones would go by place
+            ordinary = rows * self._kept
+            step.copy_(ordinary.abs().amax(1, keepdim=True)).div_(LEVELS).clamp_min_(SMALLEST)
+            found.copy_(ordinary.float().div_(step).add_(ZERO + 0.5).to(torch.int32))
+        return levels, steps, x.index_select(1, self._outliers)
+
+    def multiply(self, levels: Tensor, steps: Tensor, few: Tensor) -> Tensor:
+        sums: Tensor = torch.ops.onednn.qlinear_pointwise(
+            levels, 1.0, ZERO, self.weights, self.scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return sums.mul_(steps).add_(self._few(few)).to(few.dtype)
+
+
+class _Compiled:
+    """By the kernels of kernels/int8.py. Outputs are filled up to a multiple of COLUMNS, inputs to one of INPUTS."""
+
+    def __init__(self, weights: Sequence[Tensor], outliers: Tensor, bias: Tensor) -> None:
+        self._outputs, self._given = sum(map(len, weights)), weights[0].shape[1]
+        self._dtype, pad = weights[0].dtype, nn.functional.pad
+        wider = -self._given % INPUTS
+        self._inputs, more = self._given + wider, -self._outputs % COLUMNS
+        few = torch.cat([weight[:, outliers] for weight in weights])
+        if wider:
+            weights = [pad(weight, (0, wider)) for weight in weights]
+        self._kept = pad(_kept(self._given, outliers), (0, wider))
+        self.weights, scales, sums = _converted(weights, self._kept)
+        self._blocks = len(self.weights)
+        self._offsets = sums.mul_(-ZERO)
+        self._padded_scales, self.scales = scales, scales[: self._outputs]
+        self._bias, self._few = pad(bias.float(), (0, more)), lines([few.float()])
+        self._outliers = outliers.contiguous()
+
+    def __call__(self, x: Tensor, run: Eager = EAGER) -> Tensor:
+        """x [r, i] -> [r, o]."""
+        return self.multiply(*self.levels(x, run), run)
+
+    def levels(self, x: Tensor, run: Eager = EAGER) -> tuple[Tensor, Tensor, Tensor]:
+        assert x.dtype == self._dtype
+        assert x.is_cpu
+        assert x.shape[1] == self._given
+        given = x
+        if self._given < self._inputs or x.stride(1) != 1:
+            x = run.compute(lambda: nn.functional.pad(given, (0, self._inputs - self._given)).contiguous())
+        rows = x.shape[0]
+        levels = run.empty(rows, self._inputs, dtype=torch.uint8)
+        steps = run.empty(rows, 1, dtype=torch.float32)
+        few = run.empty(rows, len(self._outliers), dtype=torch.float32)
+        share = max(1, -(-rows // (4 * torch.get_num_threads())))
+        items = -(-rows // share)
+        arguments = Levelize(
+            0, 0, items, rows, share, x.data_ptr(), x.stride(0) * x.element_size(), x.element_size() == 2,
+            self._inputs, self._kept.data_ptr(), levels.data_ptr(), self._inputs, steps.data_ptr(),
+            self._outliers.data_ptr(), few.data_ptr(), few.shape[1],
+        )  # fmt: skip
+        run.launch(_kernels()[0], arguments, rows * self._inputs, items)
+        return levels, steps, few
+
+    def multiply(self, levels: Tensor, steps: Tensor, few: Tensor, run: Eager = EAGER) -> Tensor:
+        rows, columns = levels.shape[0], self._padded_scales.shape[0]
+        out = run.empty(rows, columns, dtype=self._dtype)
+        quads = self._inputs // 4
+        parts = Parts.of(rows, self._blocks, quads, kinds=2)
+        sums = parts.room(run)
+        arguments = Multiply(
+            *parts.arguments(sums), levels.data_ptr(), levels.stride(0), self.weights.data_ptr(), quads, parts.piece,
+            self._offsets.data_ptr(), self._padded_scales.data_ptr(), steps.data_ptr(), few.data_ptr(),
+            self._few.data_ptr(), few.shape[1], self._bias.data_ptr(), out.data_ptr(), columns * out.element_size(),
+            out.element_size() == 2,
+        )  # fmt: skip
+        run.launch(_kernels()[1], arguments, rows * columns * self._inputs, parts.items)
+        return out if columns == self._outputs else out[:, : self._outputs]
+
+
+def _linear(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, weight, bias)
+
+
+def _kept(inputs: int, outliers: Tensor) -> Tensor:
+    """[i] float32: 0 for outliers and 1 for others."""
+    kept = torch.ones(inputs)
+    kept[outliers] = 0
+    return kept
+
+
+def _converted(weights: Sequence[Tensor], kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Make weights [o, i] integers, as lines; return these, their scales [o] and sums [o] int32, filled up with zeros
+    (scales: with SMALLEST) to a multiple of COLUMNS. Each weight is read twice, row by row."""
+    rows, held = row_addresses(weights)
+    inputs, count, threads = weights[0].shape[1], len(rows), torch.get_num_threads()
+    made = room(count * inputs).view(torch.int32).view(-1, inputs // 4, COLUMNS)
+    scales, sums = torch.empty(count), torch.empty(count, dtype=torch.int32)
+    spare = torch.empty(threads, COLUMNS * inputs, dtype=torch.uint8)
+    arguments = Convert(
+        0, 0, len(made), rows.data_ptr(), inputs, weights[0].element_size() == 2, kept.data_ptr(), scales.data_ptr(),
+        sums.data_ptr(), made.data_ptr(), spare.data_ptr(), spare.stride(0),
+    )  # fmt: skip
+    _kernels()[2](arguments, made.numel() * 8, len(made))
+    del held
+    return made, scales, sums
+
+
+class Int8Product(Product):
+    """Of integers; the tensor is made integers once.
+
+    Attributes:
+        outliers: [k] input channels that are multiplied as they are.
+        scales: [o] float32, what an integer of a weight is worth.
+        parts: outputs of each layer.
+        way: computes the product.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], outliers: Tensor) -> None:
+        """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each. outliers: [k], ascending."""
+        self.parts = [len(one) for one in weights]
+        missing = (weights[0].new_zeros(part) for part in self.parts)
+        bias = torch.cat([gap if one is None else one for one, gap in zip(biases, missing, strict=True)])
+        self.outliers = outliers
+        self.way = _way()(weights, outliers, bias)
+        self.scales = self.way.scales
+        self.compiled = isinstance(self.way, _Compiled)
+
+    def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
+        return self.way(x.reshape(-1, x.shape[-1]), run).view(*x.shape[:-1], sum(self.parts))
+
+
+def outlier_channels(largest: Tensor) -> Tensor:
+    """Return the input channels [k], ascending, of the largest magnitudes [i]."""
+    return largest.topk(min(OUTLIERS, len(largest) // 2)).indices.sort().values
+
+
+@functools.cache
+def _kernels() -> list[Kernel]:
+    return kernels("int8", "levelize", "multiply", "convert")
+
+
+@functools.cache
+def _way() -> type[_Torch] | type[_Compiled]:
+    """What serves on this processor. Matrix units are faster for long prompts: they are left to torch."""
+    able = {"avx512f", "avx512vnni"} <= features() and "amx-int8" not in features() and team() is not None
+    if able and loadable(_kernels, "torch computes products in int8") and _fault(_Compiled) is None:
+        return _Compiled
+    return _Torch
+
+
+@functools.cache
+def int8_missing() -> str | None:
+    """Why this build of torch on this processor has no exact int8 product, or None."""
+    operators: Any = torch.ops.onednn
+    way = _way()
+    if way is _Torch and not (hasattr(operators, "qlinear_prepack") and hasattr(operators, "qlinear_pointwise")):
+        return "this build of torch has no int8 linear layers (oneDNN)"
+    return _fault(way)
+
+
+def _fault(way: type[_Torch] | type[_Compiled]) -> str | None:
+    """What is wrong with its sums of integers, or None."""
+    generator = torch.Generator().manual_seed(0)
+    # largest values beside each other: processors without exact 8-bit products saturate there
+    weight = LEVELS * (2 * torch.randint(0, 2, (96, 128), generator=generator) - 1)
+    levels = 1 + 254 * torch.randint(0, 2, (5, 128), generator=generator)
+    weight[:, :32], levels[:, :32] = LEVELS, 255
+    weight[:, -1] = 0
+    last = torch.tensor([127])  # an outlier of weight 0
+    try:
+        with torch.inference_mode():
+            made = way([weight.float()], last, torch.zeros(96))
+            ours = made.multiply(levels.to(torch.uint8), torch.ones(5, 1), torch.zeros(5, 1))
+    except (RuntimeError, NotImplementedError) as error:
+        return f"torch's int8 linear layers fail on this processor: {' '.join(str(error).split())[:100]}"
+    exact = (levels - ZERO) @ weight.t()
+    return None if torch.equal(ours.long(), exact) else "this processor's int8 products are not exact"

@@ -1,0 +1,1 @@
+"""Kernels for a CPU, which numba compiles: vectors, and one file for each operation."""

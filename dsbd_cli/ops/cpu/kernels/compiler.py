@@ -1,0 +1,169 @@
+"""Kernels of numba that are compiled when their file is imported, and kept on disk where there is room."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from numba import cfunc, njit, types
+from numba.core import caching
+from numba.core.caching import FunctionCache
+from numba.core.event import Event, Listener, install_listener
+
+__all__ = ["Compiler", "distrust"]
+
+LOCK = "dsbd.lock"  # held while kernels are looked up, compiled and kept
+
+_logger = logging.getLogger(__name__)
+_reasons: set[str] = set()  # told, why kernels cannot be kept
+
+
+class Compiler:
+    """Makes kernels of the functions of one file. A line says when the first of them is not found on disk and has to be
+    compiled, and one when they cannot be kept.
+
+    what: that they compute, for these lines. seconds: that compiling them takes, about. layout: changes with the fields
+    of the kernels' arguments.
+    """
+
+    def __init__(self, what: str, seconds: int, layout: int = 0) -> None:
+        self.what, self._layout = what, layout
+        self._kept, self._listener = True, _Told(what, seconds)
+
+    def __call__(self, signature: Any) -> Callable[[Any], Any]:
+        """Make a kernel with this signature, for Python. Other threads of Python run beside it."""
+        return lambda function: self._made(njit, signature, function, nogil=True)
+
+    def addressed(self, function: Any) -> Any:
+        """Make a kernel for `runtime.Kernel`, which takes the address of its arguments."""
+        return self._made(cfunc, types.void(types.int64), function)
+
+    def _made(self, decorator: Any, signature: Any, function: Any, **options: Any) -> Any:
+        options["error_model"] = "numpy"
+        function.stamp = folder_stamp(), self._layout
+        with install_listener("numba:run_pass", self._listener):
+            if self._kept:
+                try:
+                    folder = Path(FunctionCache(function).cache_path)
+                    if (reason := distrust(folder, Path(function.__code__.co_filename))) is not None:
+                        raise OSError(reason)
+                    with _alone(folder):
+                        self._listener.folder = folder
+                        return decorator(signature, cache=True, **options)(function)
+                except (OSError, RuntimeError) as error:  # a full folder; no folder that numba may write to
+                    self._kept, self._listener.folder = False, None
+                    said = " ".join(str(error).split())[:300]
+                    if said not in _reasons:  # a folder that is not trusted is told once, not for every file
+                        _reasons.add(said)
+                        _logger.warning(
+                            "every run compiles the kernels of %s: they cannot be kept (%s)", self.what, said
+                        )
+            return decorator(signature, **options)(function)
+
+
+class _Stamped:
+    """Where numba keeps a kernel of `Compiler`: as elsewhere, but what lies there serves only while no file of this
+    folder and no field of the kernel's arguments has changed."""
+
+    def __init__(self, function: Any, file: str) -> None:
+        super().__init__(function, file)  # type: ignore[call-arg]
+        self._stamp = function.stamp
+
+    def get_source_stamp(self) -> object:
+        """Of the folder and of the layout of the arguments."""
+        return self._stamp
+
+    @classmethod
+    def from_function(cls, function: Any, file: str) -> Any:
+        """None for functions of others."""
+        found: Any = super()
+        return found.from_function(function, file) if hasattr(function, "stamp") else None
+
+
+@functools.cache
+def folder_stamp() -> int:
+    """A checksum of the kernels' sources, whatever their ends of lines are."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return zlib.crc32("".join(f"{file.name}\n{file.read_text(encoding='utf-8')}" for file in files).encode())
+
+
+def _stamped(locator: Any) -> Any:
+    return type(f"Stamped{locator.__name__}", (_Stamped, locator), {})
+
+
+caching.CacheImpl._locator_classes[:0] = map(
+    _stamped, (caching.UserProvidedCacheLocator, caching.InTreeCacheLocator, caching.UserWideCacheLocator)
+)
+
+
+class _Told(Listener):  # type: ignore[misc]
+    """Hears numba compile, which it does not for what it finds on disk. folder: where the kernels will be kept."""
+
+    def __init__(self, what: str, seconds: int) -> None:
+        self._what, self._seconds, self._told = what, seconds, False
+        self.folder: Path | None = None
+
+    def on_start(self, event: Event) -> None:
+        if not self._told:
+            self._told = True
+            kept = "" if self.folder is None else f"once, kept in {self.folder}, "
+            _logger.warning("compiling the kernels of %s (%sabout %d s)", self._what, kept, self._seconds)
+
+    def on_end(self, event: Event) -> None:
+        pass
+
+
+def distrust(folder: Path, source: Path) -> str | None:
+    """Why compiled kernels of this folder cannot be trusted; None where they can. numba reads them as pickles, which
+    run what they hold: who may write to the folder may run code here.
+
+    source: the file of the kernels. Its owner and, where it has a group that may write to it, that group could run code
+    here anyway.
+    """
+    if not hasattr(os, "getuid"):  # a system without owners
+        return None
+    given = source.stat() if source.exists() else None
+    owners = {0, os.getuid(), *(() if given is None else (given.st_uid,))}
+    groups = {given.st_gid} if given is not None and given.st_mode & stat.S_IWGRP else set()
+    for place in (folder, *sorted(folder.glob("*.nb[ci]"))):
+        found = place.stat()
+        own = found.st_gid in groups or _private(found.st_gid)
+        writers = stat.S_IWOTH if own else stat.S_IWOTH | stat.S_IWGRP
+        if found.st_uid not in owners:
+            return f"{place} belongs to another user: remove it, or name a folder of your own by NUMBA_CACHE_DIR"
+        if found.st_mode & writers:
+            return f"{place} may be written by others: chmod go-w {place}"
+    return None
+
+
+def _private(group: int) -> bool:
+    """Whether it is this user's own group, which has the user's name where each user gets one."""
+    import grp
+    import pwd
+
+    try:
+        return bool(grp.getgrgid(group).gr_name == pwd.getpwuid(os.getuid()).pw_name)
+    except KeyError:  # a container that knows no names
+        return False
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other process looks into the folder or writes to it. numba names a kernel's file by counting those that it has
+    found, so of two processes that begin at once one would overwrite what the other's index names; they may run on
+    different processors, in a folder of both."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    with (folder / LOCK).open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

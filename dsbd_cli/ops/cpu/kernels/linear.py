@@ -1,0 +1,107 @@
+"""The kernel of linear.py in numba: a product of float32 or bfloat16 with weights that are streamed once.
+
+A few rows take the weights from memory once, in the tiles of simd.py; more take them from the cache, a piece of the
+inputs at a time, with their sums kept in float32 between. Each sum goes from the first input to the last (bfloat16 on
+AMD: pair by pair). So a row's bits are its own, whatever rows and threads there are.
+
+Addresses are int64, and nothing checks them; linear.py does.
+"""
+
+from __future__ import annotations
+
+from numba import njit, types
+
+from dsbd_cli.ops.cpu import linear as packing
+from dsbd_cli.ops.cpu.kernels.compiler import Compiler
+from dsbd_cli.ops.cpu.kernels.simd import (
+    COLUMNS,
+    LANES,
+    LINE,
+    SIDE,
+    WORD,
+    add,
+    clear_line,
+    get_i64,
+    load_f32,
+    pack_lines,
+    product,
+    store_bf16,
+    store_f32,
+    take,
+    tile,
+)
+from dsbd_cli.ops.cpu.linear import LAYOUT, MULTIPLY, PACK, bfloat16_tile
+from dsbd_cli.ops.cpu.runtime import PRODUCT
+
+__all__ = ["multiply", "pack_rows"]
+
+compiled = Compiler("linear layers", seconds=3, layout=LAYOUT)
+
+# `at` is the address of a linear.Multiply, whose fields have these offsets.
+assert packing.COLUMNS == COLUMNS
+(P_TAKEN, _, P_ITEMS, P_ROWS, P_STEPS, P_OUT) = PACK
+X, X_ROW, WEIGHTS, STEPS, PIECE, BIAS, OUT, OUT_ROW, NARROW = MULTIPLY[len(PRODUCT) :]
+
+float_tile = tile("float32")
+# where torch multiplies bfloat16 the code is compiled for float32 twice, and never run for bfloat16
+pair_tile = tile(bfloat16_tile() or "float32")
+
+
+@njit(error_model="numpy")
+def add_up(at, block, first, count, sums):
+    """Sums [count, COLUMNS] of a block of outputs."""
+    for r in range(count):
+        clear_line(sums + r * LINE)
+    steps, x_row, narrow = get_i64(at + STEPS), get_i64(at + X_ROW), get_i64(at + NARROW)
+    x, weights = get_i64(at + X) + first * x_row, get_i64(at + WEIGHTS) + block * steps * LINE
+    done = types.int64(0)
+    while done < steps:
+        part = min(get_i64(at + PIECE), steps - done)
+        if narrow:
+            pair_tile(count, x + done * WORD, x_row, weights + done * LINE, part, sums)
+        else:
+            float_tile(count, x + done * WORD, x_row, weights + done * LINE, part, sums)
+        done += part
+
+
+@njit(error_model="numpy")
+def finish(at, block, first, count, sums):
+    narrow, bias = get_i64(at + NARROW), get_i64(at + BIAS)
+    unit = types.int64(2) if narrow else types.int64(WORD)
+    out = get_i64(at + OUT) + first * get_i64(at + OUT_ROW) + block * COLUMNS * unit
+    for r in range(count):
+        for v in range(SIDE):
+            value = load_f32(sums + r * LINE + v * LANES * WORD)
+            if bias != 0:
+                value = add(value, load_f32(bias + block * LINE + v * LANES * WORD))
+            if narrow:
+                store_bf16(out + v * LANES * 2, value)
+            else:
+                store_f32(out + v * LANES * WORD, value)
+        out += get_i64(at + OUT_ROW)
+
+
+@njit(error_model="numpy")
+def add_up_and_finish(at, block, first, count, sums):
+    add_up(at, block, first, count, sums)
+    finish(at, block, first, count, sums)
+
+
+share_out = product(add_up_and_finish)
+
+
+@compiled.addressed
+def multiply(at):
+    """[rows, outputs], for the shares of outputs that no other thread has taken."""
+    share_out(at)
+
+
+@compiled.addressed
+def pack_rows(at):
+    """Blocks of rows, whose addresses are given, as lines of words."""
+    while True:
+        block = take(at + P_TAKEN)
+        if block >= get_i64(at + P_ITEMS):
+            return
+        steps = get_i64(at + P_STEPS)
+        pack_lines(get_i64(at + P_ROWS) + block * COLUMNS * 8, steps, get_i64(at + P_OUT) + block * steps * LINE)

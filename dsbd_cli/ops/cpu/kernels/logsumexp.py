@@ -1,0 +1,86 @@
+"""The kernel of logsumexp.py in numba: the sum of exp over a row of logits.
+
+Lanes are added up over PIECE numbers in float32, and the pieces in float64, always in the same order.
+
+Addresses are int64, and nothing checks them; logsumexp.py does.
+"""
+
+from __future__ import annotations
+
+from numba import njit, types
+
+from dsbd_cli.ops.cpu.kernels.compiler import Compiler
+from dsbd_cli.ops.cpu.kernels.simd import (
+    LANES,
+    add,
+    exp2,
+    first,
+    get_bf16,
+    get_f32,
+    get_i64,
+    load_bf16,
+    load_f32,
+    mul,
+    put_f32,
+    splat,
+    sub,
+    take,
+    total,
+)
+from dsbd_cli.ops.cpu.logsumexp import LAYOUT, TOTAL
+
+__all__ = ["totals"]
+
+compiled = Compiler("sums over the vocabulary", seconds=1, layout=LAYOUT)
+
+# `at` is the address of a logsumexp.Total, whose fields have these offsets.
+
+(TAKEN, THREADS, ITEMS, VALUES, VALUES_ROW, COUNT, HIGHEST, OUT, NARROW) = TOTAL
+LOG2_E = 1.4426950408889634
+WORD = 4  # bytes of a float32
+FOUR = 4 * LANES  # numbers that are worked on at once, so that they stay in registers
+PIECE = 64 * FOUR
+
+
+@njit(error_model="numpy")
+def shares(values, narrow, place, highest):
+    """exp of LANES numbers less the highest."""
+    found = load_bf16(values + place * 2) if narrow else load_f32(values + place * WORD)
+    return exp2(mul(sub(found, highest), splat(types.float32(LOG2_E))))
+
+
+@njit(error_model="numpy")
+def row_total(values, narrow, count, highest):
+    """Sum of exp of all numbers of a row less the highest."""
+    found, place = types.float64(0), types.int64(0)
+    most = splat(highest)
+    whole = count - count % FOUR
+    while place < whole:
+        end = min(place + PIECE, whole)
+        a = b = c = d = splat(types.float32(0))
+        while place < end:
+            a = add(a, shares(values, narrow, place, most))
+            b = add(b, shares(values, narrow, place + LANES, most))
+            c = add(c, shares(values, narrow, place + 2 * LANES, most))
+            d = add(d, shares(values, narrow, place + 3 * LANES, most))
+            place += FOUR
+        found += total(add(add(a, b), add(c, d)))
+    while place < count:
+        one = get_bf16(values + place * 2) if narrow else get_f32(values + place * WORD)
+        found += first(exp2(mul(sub(splat(one), most), splat(types.float32(LOG2_E)))))
+        place += 1
+    return types.float32(found)
+
+
+@compiled.addressed
+def totals(at):
+    """One number for each row that no other thread has taken."""
+    take(at + THREADS)
+    while True:
+        row = take(at + TAKEN)
+        if row >= get_i64(at + ITEMS):
+            return
+        values = get_i64(at + VALUES) + row * get_i64(at + VALUES_ROW)
+        highest = get_f32(get_i64(at + HIGHEST) + row * WORD)
+        found = row_total(values, get_i64(at + NARROW), get_i64(at + COUNT), highest)
+        put_f32(get_i64(at + OUT) + row * WORD, found)

@@ -1,0 +1,52 @@
+"""The loop of program.py in numba: it runs kernels, one after another, each on its threads.
+
+Addresses are int64, and nothing checks them; program.py does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from dsbd_cli.ops.cpu.kernels.compiler import Compiler
+from dsbd_cli.ops.cpu.kernels.simd import I32, I64, get_i64, operation, pointer, put_i64
+from dsbd_cli.ops.cpu.program import LAYOUT, RUN
+
+__all__ = ["run"]
+
+compiled = Compiler("programs", seconds=1, layout=LAYOUT)
+
+# `at` is the address of a program.Run, whose fields have these offsets.
+COUNT, CALLS, TEAM = RUN
+CALL, WORD = 24, 8
+
+
+@operation(types.void, types.int64, types.int64)
+def call(builder: Any, kernel: Any, arguments: Any) -> Any:
+    kind = ir.FunctionType(ir.VoidType(), [I64])
+    builder.call(pointer(builder, kernel, kind), [arguments])
+
+
+@operation(types.void, types.int64, types.int64, types.int64, types.int64)
+def call_together(builder: Any, team: Any, kernel: Any, arguments: Any, threads: Any) -> Any:
+    """team: the address of GOMP_parallel."""
+    kind = ir.FunctionType(ir.VoidType(), [I64, I64, I32, I32])
+    given = [kernel, arguments, builder.trunc(threads, I32), ir.Constant(I32, 0)]
+    builder.call(pointer(builder, team, kind), given)
+
+
+@compiled.addressed
+def run(at):
+    """Arguments of kernels begin with two counters, which are 0 when a kernel begins."""
+    place = get_i64(at + CALLS)
+    for _ in range(get_i64(at + COUNT)):
+        kernel, arguments, threads = get_i64(place), get_i64(place + WORD), get_i64(place + 2 * WORD)
+        put_i64(arguments, 0)
+        put_i64(arguments + WORD, 0)
+        if threads == 1:
+            call(kernel, arguments)
+        else:
+            call_together(get_i64(at + TEAM), kernel, arguments, threads)
+        place += CALL

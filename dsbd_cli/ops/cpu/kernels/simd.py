@@ -1,0 +1,462 @@
+"""What kernels of numba lack: vectors of LANES float32 numbers, and tiles of products.
+
+Each operation is one of IEEE 754 or a fixed sequence of them, and nothing here may be reordered (no fastmath). So the
+bits are the same whatever the width of the machine's vectors is. A tile sums from the first input to the last, one sum
+for each row and output, so a row's bits are its own. Addresses are int64, and nothing checks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+from dsbd_cli.ops.cpu.runtime import PRODUCT, on_amd
+
+LANES = 16
+
+F32, I32, I16, I64, I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(64), ir.IntType(8)
+VECTOR, WHOLES, HALVES = (ir.VectorType(kind, LANES) for kind in (F32, I32, I16))
+
+# 2^f for f in [-0.5, 0.5]: the polynomial of degree 6 through its Chebyshev nodes, relative error 3e-9
+EXP2 = (1.0, 0.6931472067028327, 0.2402265092228862, 0.05550327226670292, 0.009618056678548023, 0.0013400428177566112,
+        0.00015461444691139306)  # fmt: skip
+ROUND = 12582912.0  # 1.5 * 2^23: a number added to it loses its fraction
+LEAST_POWER = -126.0  # smaller results would be subnormal, and slow
+
+
+class _Lanes(types.Type):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(name="Lanes")
+
+
+LANES_TYPE = _Lanes()
+
+
+@register_model(_Lanes)
+class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, VECTOR)
+
+
+def operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make an intrinsic of what builds its LLVM code from (builder, *values)."""
+
+    def made(build: Callable[..., Any]) -> Any:
+        def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            found = build(builder, *values)
+            return context.get_dummy_value() if found is None else found
+
+        signature = result(*arguments)
+        # numba asks for one parameter per argument
+        names = ", ".join(f"a{place}" for place in range(len(arguments)))
+        scope: dict[str, Any] = {"signature": signature, "code": code}
+        exec(f"def {build.__name__}(context, {names}): return signature, code", scope)
+        return intrinsic(scope[build.__name__])
+
+    return made
+
+
+def pointer(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def loaded(builder: Any, address: Any, kind: Any, align: int) -> Any:
+    return builder.load(pointer(builder, address, kind), align=align)
+
+
+def splatted(builder: Any, value: Any, kind: Any = VECTOR) -> Any:
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(WHOLES, [0] * LANES))
+
+
+def _number(value: float) -> Any:
+    return ir.Constant(VECTOR, [value] * LANES)
+
+
+def _whole(value: int) -> Any:
+    return ir.Constant(WHOLES, [value] * LANES)
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32"), (a, b, c))
+
+
+@operation(types.float32, types.int64)
+def get_f32(builder: Any, address: Any) -> Any:
+    return loaded(builder, address, F32, 4)
+
+
+@operation(types.float32, types.int64)
+def get_bf16(builder: Any, address: Any) -> Any:
+    wide = builder.zext(loaded(builder, address, I16, 2), I32)
+    return builder.bitcast(builder.shl(wide, ir.Constant(I32, 16)), F32)
+
+
+@operation(types.int64, types.int64)
+def get_i32(builder: Any, address: Any) -> Any:
+    return builder.sext(loaded(builder, address, I32, 4), I64)
+
+
+@operation(types.int64, types.int64)
+def get_i64(builder: Any, address: Any) -> Any:
+    return loaded(builder, address, I64, 8)
+
+
+@operation(types.int64, types.int64)
+def get_u8(builder: Any, address: Any) -> Any:
+    return builder.zext(loaded(builder, address, I8, 1), I64)
+
+
+@operation(types.void, types.int64, types.float32)
+def put_f32(builder: Any, address: Any, value: Any) -> Any:
+    builder.store(value, pointer(builder, address, F32), align=4)
+
+
+@operation(types.void, types.int64, types.int64)
+def put_i32(builder: Any, address: Any, value: Any) -> Any:
+    builder.store(builder.trunc(value, I32), pointer(builder, address, I32), align=4)
+
+
+@operation(types.void, types.int64, types.int64)
+def put_i64(builder: Any, address: Any, value: Any) -> Any:
+    builder.store(value, pointer(builder, address, I64), align=8)
+
+
+@operation(types.int64, types.int64)
+def take(builder: Any, address: Any) -> Any:
+    """Add one to the int64 there, at once for all threads; what it was before."""
+    return builder.atomic_rmw("add", pointer(builder, address, I64), ir.Constant(I64, 1), "monotonic")
+
+
+@operation(LANES_TYPE, types.float32)
+def splat(builder: Any, value: Any) -> Any:
+    return splatted(builder, value)
+
+
+@operation(LANES_TYPE, types.int64)
+def load_f32(builder: Any, address: Any) -> Any:
+    return loaded(builder, address, VECTOR, 4)
+
+
+def _widened(builder: Any, values: Any) -> Any:
+    return builder.bitcast(builder.shl(builder.zext(values, WHOLES), _whole(16)), VECTOR)
+
+
+@operation(LANES_TYPE, types.int64)
+def load_bf16(builder: Any, address: Any) -> Any:
+    return _widened(builder, loaded(builder, address, HALVES, 2))
+
+
+@operation(types.void, types.int64, LANES_TYPE)
+def store_f32(builder: Any, address: Any, value: Any) -> Any:
+    builder.store(value, pointer(builder, address, VECTOR), align=4)
+
+
+def _rounded(builder: Any, value: Any, whole: Any, narrow: Any, floats: Any, const: Callable[[int], Any]) -> Any:
+    """float32 to the nearest bfloat16, ties to even; NaN stays NaN."""
+    bits = builder.bitcast(value, whole)
+    odd = builder.and_(builder.lshr(bits, const(16)), const(1))
+    near = builder.lshr(builder.add(builder.add(bits, const(0x7FFF)), odd), const(16))
+    strange = builder.fcmp_unordered("uno", value, ir.Constant(floats, None))
+    return builder.trunc(builder.select(strange, const(0x7FC0), near), narrow)
+
+
+@operation(types.void, types.int64, LANES_TYPE)
+def store_bf16(builder: Any, address: Any, value: Any) -> Any:
+    builder.store(_rounded(builder, value, WHOLES, HALVES, VECTOR, _whole), pointer(builder, address, HALVES), align=2)
+
+
+@operation(LANES_TYPE, LANES_TYPE)
+def nearest_bf16(builder: Any, value: Any) -> Any:
+    """Rounded to bfloat16."""
+    return _widened(builder, _rounded(builder, value, WHOLES, HALVES, VECTOR, _whole))
+
+
+@operation(types.void, types.int64, types.float32)
+def put_bf16(builder: Any, address: Any, value: Any) -> Any:
+    near = _rounded(builder, value, I32, I16, F32, lambda number: ir.Constant(I32, number))
+    builder.store(near, pointer(builder, address, I16), align=2)
+
+
+@operation(LANES_TYPE, LANES_TYPE, LANES_TYPE, LANES_TYPE)
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+    return _fma(builder, a, b, c)
+
+
+add, sub, mul, divide = (
+    operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)(one)
+    for one in (ir.IRBuilder.fadd, ir.IRBuilder.fsub, ir.IRBuilder.fmul, ir.IRBuilder.fdiv)
+)
+
+
+@operation(types.float32, types.float32)
+def root(builder: Any, value: Any) -> Any:
+    """Rounded once, as IEEE 754 says."""
+    kind = ir.FunctionType(F32, [F32])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.sqrt.f32"), (value,))
+
+
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
+def smaller(builder: Any, a: Any, b: Any) -> Any:
+    """NaN in a gives NaN."""
+    return builder.select(builder.fcmp_ordered(">", a, b), b, a)
+
+
+@operation(LANES_TYPE, LANES_TYPE, LANES_TYPE)
+def larger(builder: Any, a: Any, b: Any) -> Any:
+    return _larger(builder, a, b)
+
+
+def _halved(builder: Any, value: Any, join: Callable[[Any, Any, Any], Any]) -> Any:
+    count = LANES
+    while count > 1:
+        count //= 2
+        kind = ir.VectorType(I32, count)
+        low = builder.shuffle_vector(value, value, ir.Constant(kind, list(range(count))))
+        high = builder.shuffle_vector(value, value, ir.Constant(kind, list(range(count, 2 * count))))
+        value = join(builder, low, high)
+    return builder.extract_element(value, ir.Constant(I32, 0))
+
+
+@operation(types.float32, LANES_TYPE)
+def total(builder: Any, value: Any) -> Any:
+    """Sum of the lanes, always in the same order: first and last half, and so on."""
+    return _halved(builder, value, lambda builder, a, b: builder.fadd(a, b))
+
+
+@operation(types.float32, LANES_TYPE)
+def largest(builder: Any, value: Any) -> Any:
+    return _halved(builder, value, _larger)
+
+
+@operation(types.float32, LANES_TYPE)
+def first(builder: Any, value: Any) -> Any:
+    return builder.extract_element(value, ir.Constant(I32, 0))
+
+
+def _transpose(builder: Any, rows: list[Any]) -> list[Any]:
+    """LANES vectors of LANES numbers: blocks of half the size change places, and so on."""
+    step = LANES // 2
+    while step:
+        for place in range(LANES):
+            if place & step:
+                continue
+            a, b = rows[place], rows[place + step]
+            kept = [LANES + lane - step if lane & step else lane for lane in range(LANES)]
+            other = [LANES + lane if lane & step else lane + step for lane in range(LANES)]
+            rows[place], rows[place + step] = (
+                builder.shuffle_vector(a, b, ir.Constant(WHOLES, order)) for order in (kept, other)
+            )
+        step //= 2
+    return rows
+
+
+def _turned(narrow: bool) -> Callable[..., Any]:
+    def build(builder: Any, source: Any, step: Any, target: Any, line: Any) -> None:
+        rows = []
+        for _ in range(LANES):
+            row = loaded(builder, source, HALVES if narrow else VECTOR, 2 if narrow else 4)
+            rows.append(_widened(builder, row) if narrow else row)
+            source = builder.add(source, step)
+        for row in _transpose(builder, rows):
+            builder.store(row, pointer(builder, target, VECTOR), align=4)
+            target = builder.add(target, line)
+
+    return build
+
+
+turn_f32 = operation(types.void, *(types.int64,) * 4)(_turned(False))
+turn_bf16 = operation(types.void, *(types.int64,) * 4)(_turned(True))
+
+
+@operation(LANES_TYPE, LANES_TYPE)
+def exp2(builder: Any, x: Any) -> Any:
+    """2^x of numbers up to 126; those below -126 give 2^-126, NaN gives NaN."""
+    least = _number(LEAST_POWER)
+    x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
+    shifted = builder.fadd(x, _number(ROUND))
+    rest = builder.fsub(x, builder.fsub(shifted, _number(ROUND)))
+    power = _number(EXP2[-1])
+    for factor in EXP2[-2::-1]:
+        power = _fma(builder, power, rest, _number(factor))
+    whole = builder.add(builder.bitcast(shifted, WHOLES), _whole(127 - 0x4B400000))
+    return builder.fmul(power, builder.bitcast(builder.shl(whole, _whole(23)), VECTOR))
+
+
+# Tiles: x [rows, inputs] times weights [inputs, COLUMNS], COLUMNS outputs at once. Weights lie in lines, of as many
+# inputs as fit into four bytes: [inputs / u, COLUMNS, u]. So they are read from the first to the last byte.
+COLUMNS, SIX = 64, 6  # outputs, and rows: their sums fit into the registers of AVX-512
+WORD = 4  # bytes of a float32 and of an int32
+LINE = COLUMNS * WORD
+TAKEN, THREADS, ITEMS, ROWS, CHUNK, BLOCKS, SHARE, SUMS, SUMS_BYTES = range(0, 8 * len(PRODUCT), 8)
+SIDE = COLUMNS // LANES
+# Bytes of weights that are asked for ahead of those in use. Without it an Emerald Rapids computes four rows slower than
+# it reads the weights for one (benchmarks/LOG.md). On AMD's processors it brought no steady gain.
+AHEAD = 0 if on_amd() else 3072
+CACHE_LINE = 64
+# what multiplies a line with four bytes of x: (sums, x, weights) for all but the first
+INSTRUCTIONS = {
+    "float32": f"llvm.fma.v{LANES}f32",
+    "bfloat16": f"llvm.x86.avx512bf16.dpbf16ps.{LANES * 32}",  # pairs; needs AVX-512 BF16
+    "widened": f"llvm.fma.v{LANES}f32",  # pairs of bfloat16, each made float32 first
+    "int8": f"llvm.x86.avx512.vpdpbusd.{LANES * 32}",  # four unsigned ones with four signed ones; needs AVX-512 VNNI
+}
+ROWS_AT_ONCE = {kind: 5 if kind == "widened" else SIX for kind in INSTRUCTIONS}  # with weights apart fewer sums fit
+
+
+def _tile(kind: str, rows: int) -> Any:
+    """Adds to sums [rows, COLUMNS], float32 or int32, the products of x, x_row bytes apart, with steps lines."""
+    floats = kind in ("float32", "widened")  # that are multiplied
+    sum_kind, factor = WHOLES if kind == "int8" else VECTOR, VECTOR if floats else WHOLES
+    read_kind, single = (VECTOR, F32) if kind == "float32" else (WHOLES, I32)
+
+    def apart(builder: Any, read: Any) -> list[Any]:
+        """What is multiplied of four bytes in each lane, one after another."""
+        if kind != "widened":
+            return [read]
+        halves = builder.shl(read, _whole(16)), builder.and_(read, _whole(-65536))
+        return [builder.bitcast(half, VECTOR) for half in halves]
+
+    def build(builder: Any, x: Any, x_row: Any, weights: Any, steps: Any, sums: Any) -> None:
+        asked = [factor, factor, sum_kind] if floats else [sum_kind, factor, factor]
+        multiply = cgutils.get_or_insert_function(builder.module, ir.FunctionType(sum_kind, asked), INSTRUCTIONS[kind])
+        places = [[_further(builder, sums, r * LINE + v * LANES * WORD) for v in range(SIDE)] for r in range(rows)]
+        starts = [builder.add(x, builder.mul(x_row, ir.Constant(I64, r))) for r in range(rows)]
+        before = [[loaded(builder, place, sum_kind, WORD) for place in row] for row in places]
+        entry, loop = builder.basic_block, builder.append_basic_block("step")
+        done = builder.append_basic_block("done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        step = builder.phi(I64)
+        found = [[builder.phi(sum_kind) for _ in row] for row in places]
+        line = builder.add(weights, builder.mul(step, ir.Constant(I64, LINE)))
+        for distance in range(AHEAD, AHEAD + LINE, CACHE_LINE) if AHEAD else ():
+            _ask_for(builder, _further(builder, line, distance))
+        side = [
+            apart(builder, loaded(builder, _further(builder, line, v * LANES * WORD), read_kind, LANES * WORD))
+            for v in range(SIDE)
+        ]
+        place = builder.mul(step, ir.Constant(I64, WORD))
+        after = []
+        for start, row in zip(starts, found, strict=True):
+            ones = apart(builder, splatted(builder, loaded(builder, builder.add(start, place), single, 1), read_kind))
+            row_sums: list[Any] = list(row)
+            for half, one in enumerate(ones):
+                for v, parts in enumerate(side):
+                    part = parts[half]
+                    triple = (one, part, row_sums[v]) if floats else (row_sums[v], one, part)
+                    row_sums[v] = builder.call(multiply, triple)
+            after.append(row_sums)
+        following = _further(builder, step, 1)
+        builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
+        step.add_incoming(ir.Constant(I64, 0), entry)
+        step.add_incoming(following, loop)
+        builder.position_at_end(done)
+        for r in range(rows):
+            for v in range(SIDE):
+                found[r][v].add_incoming(before[r][v], entry)
+                found[r][v].add_incoming(after[r][v], loop)
+                builder.store(after[r][v], pointer(builder, places[r][v], sum_kind), align=WORD)
+
+    return operation(types.void, *(types.int64,) * 5)(build)
+
+
+def _ask_for(builder: Any, address: Any) -> None:
+    """Bring the line of the cache there, if there is one, for reading."""
+    kind = I8.as_pointer()
+    asked = ir.FunctionType(ir.VoidType(), [kind, I32, I32, I32])
+    prefetch = cgutils.get_or_insert_function(builder.module, asked, "llvm.prefetch.p0i8")
+    builder.call(prefetch, (builder.inttoptr(address, kind), *(ir.Constant(I32, what) for what in (0, 3, 1))))
+
+
+def _further(builder: Any, address: Any, distance: int) -> Any:
+    return builder.add(address, ir.Constant(I64, distance))
+
+
+def tile(kind: str) -> Callable[..., Any]:
+    """A function of numba: sums [count, COLUMNS] += x [count, ..] times steps lines of weights."""
+    one, two, three, four, five, six = (_tile(kind, rows) for rows in range(1, SIX + 1))
+    most = ROWS_AT_ONCE[kind]
+
+    def add_up(count, x, x_row, weights, steps, sums):  # type: ignore[no-untyped-def]
+        groups = (count + most - 1) // most
+        for group in range(groups):
+            low, rows = group * count // groups, (group + 1) * count // groups - group * count // groups
+            at, to = x + low * x_row, sums + low * LINE
+            if rows == 6:
+                six(at, x_row, weights, steps, to)
+            elif rows == 5:
+                five(at, x_row, weights, steps, to)
+            elif rows == 4:
+                four(at, x_row, weights, steps, to)
+            elif rows == 3:
+                three(at, x_row, weights, steps, to)
+            elif rows == 2:
+                two(at, x_row, weights, steps, to)
+            else:
+                one(at, x_row, weights, steps, to)
+
+    made: Callable[..., Any] = njit(error_model="numpy")(add_up)
+    return made
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def pack_lines(rows: Any, steps: Any, out: Any) -> None:
+    """Write COLUMNS rows of `steps` words, whose addresses (0: zeros) are at `rows`, as `steps` lines: a word of each
+    row side by side."""
+    done = types.int64(0)
+    while done < steps:
+        count = min(LANES, steps - done)  # a line of the cache of each row
+        for column in range(COLUMNS):
+            row, target = get_i64(rows + column * 8), out + done * LINE + column * WORD
+            for j in range(count):
+                put_i32(target + j * LINE, get_i32(row + (done + j) * WORD) if row != 0 else types.int64(0))
+        done += count
+
+
+def product(block: Callable[..., None]) -> Callable[..., Any]:
+    """A function of numba: block(at, number, first, count, sums) for each block of COLUMNS outputs and chunk of rows
+    first .. first + count in the shares that no other thread has taken. sums: room of the thread's own. at: arguments
+    that begin with native.PRODUCT."""
+
+    def multiply(at):  # type: ignore[no-untyped-def]
+        sums = get_i64(at + SUMS) + take(at + THREADS) * get_i64(at + SUMS_BYTES)
+        rows, chunk, share = get_i64(at + ROWS), get_i64(at + CHUNK), get_i64(at + SHARE)
+        chunks = (rows + chunk - 1) // chunk
+        while True:
+            item = take(at + TAKEN)
+            if item >= get_i64(at + ITEMS):
+                return
+            first = item % chunks * chunk
+            count = min(chunk, rows - first)
+            start = item // chunks * share
+            for number in range(start, min(start + share, get_i64(at + BLOCKS))):
+                block(at, number, first, count, sums)
+
+    made: Callable[..., Any] = njit(error_model="numpy")(multiply)
+    return made
+
+
+@operation(types.void, types.int64, types.int64)
+def copy_line(builder: Any, source: Any, target: Any) -> Any:
+    for v in range(SIDE):
+        value = loaded(builder, _further(builder, source, v * LANES * WORD), WHOLES, WORD)
+        builder.store(value, pointer(builder, _further(builder, target, v * LANES * WORD), WHOLES), align=WORD)
+
+
+@operation(types.void, types.int64)
+def clear_line(builder: Any, target: Any) -> Any:
+    for v in range(SIDE):
+        place = pointer(builder, _further(builder, target, v * LANES * WORD), WHOLES)
+        builder.store(ir.Constant(WHOLES, [0] * LANES), place, align=WORD)

@@ -1,0 +1,162 @@
+"""What stands between the products of a decoder layer, by kernels for the CPU: norms, gated activation, rotation.
+
+Each kernel does in one pass what takes five to twenty operations of torch. What they compute is said by
+ops/reference.py. A row is computed by itself, in an order that its width fixes, so its bits do not depend on how many
+rows or threads there are. The kernels are kernels/layer.py; numba, which compiles them, is imported when they are first
+called.
+
+Letters: m rows (nodes of all requests), H hidden width, I inner width, Q query heads, K kv heads, E head dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import zlib
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.ops.cpu.runtime import EAGER, Eager, Kernel, fields, kernels, loadable, offsets
+
+__all__ = ["DTYPES", "STEP", "gated", "norm", "rotate", "serves"]
+
+DTYPES = (torch.float32, torch.bfloat16)
+STEP = 16  # widths of rows, of gates and of half heads are multiples of it
+NOTHING = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in DTYPES}
+COSTS = 8  # multiplications that a number takes, about
+
+
+class Norm(ctypes.Structure):
+    """Arguments of a norm: sizes, addresses, and strides in bytes."""
+
+    _fields_ = (
+        *fields("taken", "threads", "items", "rows", "share", "width", "x", "x_row", "more", "more_row", "weight",
+                "out", "summed", "one_more", "narrow"),
+        ("eps", ctypes.c_float),
+    )  # fmt: skip
+
+
+class Gated(ctypes.Structure):
+    """Arguments of a gated activation: sizes, addresses, and strides in bytes."""
+
+    _fields_ = fields(
+        "taken", "threads", "items", "rows", "share", "width", "both", "both_row", "out", "gelu", "narrow"
+    )
+
+
+class Rotate(ctypes.Structure):
+    """Arguments of a rotation: sizes, addresses, and strides in bytes."""
+
+    _fields_ = (
+        *fields("taken", "threads", "items", "rows", "share", "nodes", "heads", "kv_heads", "dim", "both", "both_row",
+                "cos", "sin", "angle_row", "slots", "out", "keys", "values", "query_norm", "key_norm", "one_more",
+                "narrow"),
+        ("eps", ctypes.c_float),
+    )  # fmt: skip
+
+
+NORM, GATED, ROTATE = offsets(Norm), offsets(Gated), offsets(Rotate)
+LAYOUT = zlib.crc32(
+    repr([NORM, GATED, ROTATE, *(one[0] for kind in (Norm, Gated, Rotate) for one in kind._fields_)]).encode()
+)
+
+
+def norm(
+    x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: bool, run: Eager = EAGER
+) -> tuple[Tensor, Tensor]:
+    """Do what `norm_twin` does."""
+    flat, rows, row = _flat(x)
+    width, unit = x.shape[-1], x.element_size()
+    out = run.empty(*x.shape, dtype=x.dtype)
+    assert x.dtype == weight.dtype
+    given, given_row, summed = None, 0, NOTHING[x.dtype]
+    if more is not None:
+        assert more.shape == x.shape
+        assert more.dtype == x.dtype
+        given, _, given_row = _flat(more)
+        summed = run.empty(*x.shape, dtype=x.dtype)
+    items, share = _shares(rows, torch.get_num_threads())
+    arguments = Norm(
+        0, 0, items, rows, share, width, flat.data_ptr(), row * unit, 0 if given is None else given.data_ptr(),
+        given_row * unit, weight.data_ptr(), out.data_ptr(), summed.data_ptr(), one_more, unit == 2, eps,
+    )  # fmt: skip
+    run.launch(_kernels()[0], arguments, rows * width * COSTS, items)
+    return out, summed
+
+
+def gated(both: Tensor, gelu: bool, run: Eager = EAGER) -> Tensor:
+    """Do what `gated_twin` does."""
+    flat, rows, row = _flat(both)
+    width, unit = both.shape[-1] // 2, both.element_size()
+    out = run.empty(*both.shape[:-1], width, dtype=both.dtype)
+    items, share = _shares(rows, torch.get_num_threads())
+    arguments = Gated(0, 0, items, rows, share, width, flat.data_ptr(), row * unit, out.data_ptr(), gelu, unit == 2)
+    run.launch(_kernels()[1], arguments, rows * width * COSTS, items)
+    return out
+
+
+def rotate(
+    both: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 0.0,
+    one_more: bool = False,
+    run: Eager = EAGER,
+) -> Tensor:
+    """Do what `rotate_twin` does."""
+    flat, count, row = _flat(both)
+    rows, nodes, width = both.shape
+    kv_heads, dim = keys.shape[-2:]
+    heads, unit = width // dim - 2 * kv_heads, both.element_size()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    angles = cos.shape[0]
+    assert slots.dtype == torch.int64
+    assert slots.shape == (count,)
+    assert slots.is_contiguous()
+    assert cos.shape == sin.shape == (angles, nodes, dim)
+    assert angles in (1, rows)
+    out = run.empty(rows, heads, nodes, dim, dtype=both.dtype)
+    items, share = _shares(count, torch.get_num_threads())
+    arguments = Rotate(
+        0, 0, items, count, share, nodes, heads, kv_heads, dim, flat.data_ptr(), row * unit, cos.data_ptr(),
+        sin.data_ptr(), 0 if angles == 1 else nodes * dim * unit, slots.data_ptr(), out.data_ptr(), keys.data_ptr(),
+        values.data_ptr(), 0 if query_norm is None else query_norm.data_ptr(),
+        0 if key_norm is None else key_norm.data_ptr(), one_more, unit == 2, eps,
+    )  # fmt: skip
+    run.launch(_kernels()[2], arguments, count * width * COSTS, items)
+    return out
+
+
+def _flat(x: Tensor) -> tuple[Tensor, int, int]:
+    """[m, width] whose rows have no gaps inside, m, and from one row to the next."""
+    assert x.is_cpu
+    width = x.shape[-1]
+    flat = x.reshape(-1, width)
+    row, step = flat.stride()
+    if step != 1:
+        flat, row = flat.contiguous(), width
+    return flat, flat.shape[0], row
+
+
+@functools.lru_cache(1024)
+def _shares(rows: int, threads: int) -> tuple[int, int]:
+    """Parts that threads take, and the rows of each."""
+    share = max(1, -(-rows // (4 * threads)))
+    return -(-rows // share), share
+
+
+@functools.cache
+def _kernels() -> list[Kernel]:
+    return kernels("layer", "norm", "gated", "rotate")
+
+
+@functools.cache
+def serves() -> bool:
+    """Whether the kernels can run here."""
+    return loadable(_kernels, "torch computes norms, rotations and activations")

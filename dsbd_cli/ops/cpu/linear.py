@@ -1,0 +1,332 @@
+"""Linear layers whose weights lie in the order in which a product reads them, so that no call reorders them first.
+
+torch hands a plain weight matrix to oneDNN, which copies it into blocks at every call; for a few tokens that copy costs
+as much as the product (benchmarks/LOG.md). Packed once, the same product reads the weights once.
+
+Two ways. Where the processor has AVX-512, a kernel of our own serves (kernels/linear.py). Elsewhere, and for bfloat16
+on processors with matrix units (AMX), operators of torch serve, which are not documented. `packing_works` tries the one
+that serves against a plain product; where neither does, the layers stay as they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dsbd_cli.ops.cpu.runtime import (
+    EAGER,
+    PRODUCT,
+    Eager,
+    Kernel,
+    features,
+    fields,
+    kernels,
+    loadable,
+    offsets,
+    on_amd,
+    room,
+    team,
+)
+
+__all__ = [
+    "MIN_FEATURES",
+    "PackedProduct",
+    "Parts",
+    "Product",
+    "bfloat16_tile",
+    "lines",
+    "packable",
+    "packing_works",
+    "row_addresses",
+]
+
+ROWS_HINT = 32  # blocks are chosen for about so many tokens; measured: any hint from 8 to 512 gives the same blocks
+LEAST_ROWS = 4  # fewer rows take a slower kernel; measured: 1 row 0.65 ms, 4 rows 0.51 ms for 5632 x 2048 in bfloat16
+MIN_FEATURES = 64
+COLUMNS = 64  # outputs that our kernels compute at once
+# Of our kernels. For more than FEW_ROWS rows a thread works on PIECE lines of weights at a time, which its cache holds.
+CHUNK_ROWS, FEW_ROWS, PIECE = 96, 5, 1024
+
+
+class Multiply(ctypes.Structure):
+    """Arguments of the kernel."""
+
+    _fields_ = fields(
+        *PRODUCT, "x", "x_row", "weights", "steps", "piece", "bias", "out", "out_row", "narrow",
+    )  # fmt: skip
+
+
+class Pack(ctypes.Structure):
+    """Arguments of the kernel that packs. rows: addresses of rows, 0 for rows of zeros."""
+
+    _fields_ = fields("taken", "threads", "items", "rows", "steps", "out")
+
+
+MULTIPLY, PACK = offsets(Multiply), offsets(Pack)
+LAYOUT = zlib.crc32(
+    repr([COLUMNS, MULTIPLY, PACK, [field[0] for kind in (Multiply, Pack) for field in kind._fields_]]).encode()
+)
+
+
+@functools.cache
+def bfloat16_tile() -> str | None:
+    """The tile of simd.py that multiplies bfloat16 here. None: torch does. Matrix units are faster for long prompts.
+
+    AVX-512 BF16 multiplies pairs. An Emerald Rapids does that at half its rate of float32. So on other processors than
+    AMD's, and where the instruction is missing, each number is made float32 first.
+    """
+    if "avx512f" not in features() or "amx-bf16" in features():
+        return None
+    return "bfloat16" if "avx512bf16" in features() and on_amd() else "widened"
+
+
+@functools.cache
+def _kernels() -> list[Kernel]:
+    return kernels("linear", "multiply", "pack_rows")
+
+
+@functools.cache
+def _loads() -> bool:
+    return team() is not None and loadable(_kernels, "torch computes linear layers")
+
+
+class Parts(NamedTuple):
+    """How a product of so many rows and blocks of outputs is shared out.
+
+    chunk: rows that a thread works on at once; share: blocks; items: parts that threads take; piece: lines of weights
+    between two stores of the sums; sums: numbers that the threads need room for, [threads, lines, COLUMNS] float32.
+    """
+
+    rows: int
+    blocks: int
+    chunk: int
+    share: int
+    items: int
+    piece: int
+    sums: tuple[int, int, int]
+
+    @staticmethod
+    def of(rows: int, blocks: int, lines: int, kinds: int = 1) -> Parts:
+        """kinds: of sums."""
+        return _parts(rows, blocks, lines, kinds, torch.get_num_threads())
+
+    def room(self, run: Eager) -> Tensor:
+        """Return memory for the sums."""
+        return run.empty(*self.sums, dtype=torch.float32)
+
+    def arguments(self, room: Tensor) -> tuple[int, ...]:
+        """PRODUCT."""
+        sums = room.data_ptr(), self.sums[1] * COLUMNS * 4
+        return 0, 0, self.items, self.rows, self.chunk, self.blocks, self.share, *sums
+
+
+@functools.lru_cache(1024)
+def _parts(rows: int, blocks: int, lines: int, kinds: int, threads: int) -> Parts:
+    chunk, share = max(1, min(rows, CHUNK_ROWS)), max(1, blocks // (4 * threads))
+    items, piece = -(-blocks // share) * -(-rows // chunk), lines if rows <= FEW_ROWS else PIECE
+    return Parts(rows, blocks, chunk, share, items, piece, (threads, kinds * chunk, COLUMNS))
+
+
+def lines(weights: Sequence[Tensor]) -> Tensor:
+    """Return weights [o, i] each, of one dtype and width, one below the other, as the kernels read them.
+
+    [blocks, i / u, COLUMNS] of int32, which hold u numbers each. Outputs are filled up to a multiple of COLUMNS with
+    zeros. Each weight is read once, from wherever it lies.
+    """
+    rows, held = row_addresses(weights)
+    steps = weights[0].shape[1] * weights[0].element_size() // 4
+    made = room(len(rows) * steps * 4).view(torch.int32).view(-1, steps, COLUMNS)
+    _kernels()[1](Pack(0, 0, len(made), rows.data_ptr(), steps, made.data_ptr()), made.numel(), len(made))
+    del held
+    return made
+
+
+def row_addresses(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return the addresses [o] int64 of the rows of all weights, filled up to a multiple of COLUMNS with 0, and the
+    tensors that they point into."""
+    held = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in weights]
+    assert all(weight.is_cpu for weight in held)
+    found = [
+        torch.arange(len(weight)) * (weight.stride(0) * weight.element_size()) + weight.data_ptr() for weight in held
+    ]
+    return _filled(torch.cat(found), COLUMNS), held
+
+
+class _Compiled:
+    """Weights for our kernel."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.outputs, self.dtype = sum(map(len, weights)), weights[0].dtype
+        self._unit = weights[0].element_size()
+        self.weights = lines(weights)
+        self._blocks, self._steps, _ = self.weights.shape
+
+    def bias(self, bias: Tensor) -> Tensor:
+        return _filled(bias.float(), COLUMNS)
+
+    def __call__(self, x: Tensor, bias: Tensor | None, run: Eager = EAGER) -> Tensor:
+        """x [..., i], bias as `bias` gave it -> [..., o]."""
+        unit, inputs, blocks, steps = self._unit, x.shape[-1], self._blocks, self._steps
+        columns = blocks * COLUMNS
+        assert x.dtype == self.dtype
+        assert x.is_cpu
+        assert inputs * unit == 4 * steps
+        flat = x.reshape(-1, inputs)
+        row, step = flat.stride()
+        if step != 1:
+            flat, row = flat.contiguous(), inputs
+        rows = flat.shape[0]
+        out = run.empty(*x.shape[:-1], columns, dtype=x.dtype)
+        parts = Parts.of(rows, blocks, steps)
+        sums = parts.room(run)
+        arguments = Multiply(
+            *parts.arguments(sums), flat.data_ptr(), row * unit, self.weights.data_ptr(), steps, parts.piece,
+            0 if bias is None else bias.data_ptr(), out.data_ptr(), columns * unit, unit == 2,
+        )  # fmt: skip
+        run.launch(_kernels()[0], arguments, rows * columns * steps, parts.items)
+        # rows stay as far apart as they are: torch's functions give numbers by place (vector or rest) other bits
+        return out if columns == self.outputs else out[..., : self.outputs]
+
+
+class _Torch:
+    """Weights for torch's operators. Fewer outputs than MIN_FEATURES are filled up with zeros, which the result leaves
+    out: in a product of few columns the bits of a row depend on the other rows."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        weight = weights[0] if len(weights) == 1 else torch.cat([*weights])
+        self.outputs = len(weight)
+        filled = _filled(weight, MIN_FEATURES) if len(weight) < MIN_FEATURES else weight
+        self.weights: Tensor = torch.ops.mkldnn._reorder_linear_weight(filled.contiguous(), ROWS_HINT)
+
+    def bias(self, bias: Tensor) -> Tensor:
+        return _filled(bias, MIN_FEATURES) if len(bias) < MIN_FEATURES else bias
+
+    def __call__(self, x: Tensor, bias: Tensor | None, run: Eager = EAGER) -> Tensor:
+        """x [..., i], bias as `bias` gave it -> [..., o]."""
+        return run.compute(lambda: self._padded(x, bias))
+
+    def _padded(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        inputs = x.shape[-1]
+        rows = x.numel() // inputs
+        if rows >= LEAST_ROWS:
+            return self._product(x, bias)[..., : self.outputs]
+        flat = nn.functional.pad(x.reshape(rows, inputs), (0, 0, 0, LEAST_ROWS - rows))
+        return self._product(flat, bias)[:rows, : self.outputs].reshape(*x.shape[:-1], self.outputs)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weights, bias, "none", [], "")
+        return result
+
+
+class Product:
+    """Layers that are handed the same tensor (query, key and value), as one product.
+
+    Attributes:
+        parts: outputs of each layer.
+    """
+
+    parts: list[int]
+    _kept: tuple[Tensor, Tensor, int] | None = None  # input, result, and how many layers have not asked for it
+
+    def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
+        """x [..., i] -> [..., o], the outputs of all layers side by side."""
+        raise NotImplementedError
+
+    def of(self, x: Tensor) -> Tensor:
+        """As `compute`, once for one tensor: it is kept until each layer has asked."""
+        if len(self.parts) == 1:
+            return self.compute(x)
+        kept = self._kept  # read once: another thread may change it
+        result, left = (self.compute(x), len(self.parts)) if kept is None or kept[0] is not x else kept[1:]
+        self._kept = (x, result, left - 1) if left > 1 else None
+        return result
+
+
+class PackedProduct(Product):
+    """Of packed weights."""
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each."""
+        self.parts = [len(weight) for weight in weights]
+        way = _way(weights[0])
+        assert way is not None
+        self._way = way(weights)
+        self.compiled = way is _Compiled
+        self._bias: Tensor | None = None
+        if any(bias is not None for bias in biases):
+            missing = (weights[0].new_zeros(part) for part in self.parts)
+            self.set_bias(torch.cat([gap if bias is None else bias for bias, gap in zip(biases, missing, strict=True)]))
+
+    @property
+    def weights(self) -> Tensor:
+        """As they are stored."""
+        return self._way.weights
+
+    def set_bias(self, bias: Tensor) -> None:
+        """bias [o]."""
+        self._bias = self._way.bias(bias)
+
+    def compute(self, x: Tensor, run: Eager = EAGER) -> Tensor:
+        return self._way(x, self._bias, run)
+
+
+def _filled(weight: Tensor, multiple: int) -> Tensor:
+    """Zeros after the last output, up to a multiple of so many."""
+    missing = -weight.shape[0] % multiple
+    return nn.functional.pad(weight, (*[0] * (2 * weight.dim() - 1), missing)) if missing else weight
+
+
+def _way(weight: Tensor) -> type[_Compiled] | type[_Torch] | None:
+    """What serves for such a weight [o, i] here; None where nothing does."""
+    dtype = weight.dtype
+    if weight.shape[1] * weight.element_size() % 4 == 0 and _works(_Compiled, dtype):
+        return _Compiled
+    return _Torch if _works(_Torch, dtype) else None
+
+
+def packable(weight: Tensor) -> bool:
+    """Whether such a weight [o, i] can be packed here."""
+    return _way(weight) is not None
+
+
+def packing_works(dtype: torch.dtype) -> bool:
+    """Whether this build of torch on this processor has a packed product that equals the plain one."""
+    return _works(_Compiled, dtype) or _works(_Torch, dtype)
+
+
+def _able(way: type[_Compiled] | type[_Torch], dtype: torch.dtype) -> bool:
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if way is _Torch:
+        return torch.backends.mkldnn.is_available() and (dtype == torch.float32 or _fast_bfloat16())
+    return (bool(bfloat16_tile()) if dtype == torch.bfloat16 else "avx512f" in features()) and _loads()
+
+
+@functools.cache
+def _works(way: type[_Compiled] | type[_Torch], dtype: torch.dtype) -> bool:
+    """Whether it serves here, and gives the plain product."""
+    if not _able(way, dtype):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(96, 64, generator=generator).to(dtype)
+    x, bias = torch.randn(2, 5, 64, generator=generator).to(dtype), torch.randn(96, generator=generator).to(dtype)
+    try:
+        with torch.inference_mode():
+            product = way([weight])
+            ours = product(x, product.bias(bias))
+            plain = nn.functional.linear(x, weight, bias)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+    return ours.shape == plain.shape and torch.allclose(ours, plain, rtol=2e-2, atol=2e-2)
+
+
+def _fast_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 itself."""
+    check: Any = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return bool(check is not None and check())

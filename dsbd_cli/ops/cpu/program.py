@@ -1,0 +1,139 @@
+"""Programs: the kernels of one forward's layers as a table of addresses, run by one compiled loop.
+
+With few nodes a kernel between two products takes some microseconds, and Python takes several times as long to call it.
+A `Program` is handed to the operations of a forward in the place of `runtime.EAGER`. It keeps what they would have run,
+with fixed memory, and runs it again and again: whoever runs it writes the inputs to the same places before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.ops.cpu.runtime import Eager, Kernel, Results, fields, kernels, loadable, offsets, team_address
+
+__all__ = ["Arena", "Program", "serves"]
+
+Step = Callable[[], object]
+
+
+class Run(ctypes.Structure):
+    """Arguments of the loop: `calls` is [count, 3] int64: address, arguments and threads of each kernel."""
+
+    _fields_ = fields("count", "calls", "team")
+
+
+RUN = offsets(Run)
+LAYOUT = zlib.crc32(repr([RUN, *(one[0] for one in Run._fields_)]).encode())
+
+
+class Arena:
+    """Memory for the results of layers. Each layer uses that of the layer before the last again: a layer reads what the
+    one before it left. All programs of a model share one arena, because no two run at a time."""
+
+    def __init__(self) -> None:
+        self._parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._part: list[Tensor] = self._parts[0]
+        self._next = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds. A block that was too small for a later program is held by the earlier ones alone."""
+        return sum(block.nbytes for part in self._parts for block in part)
+
+    def begin(self, layer: int) -> None:
+        """Begin layer number `layer`."""
+        self._part, self._next = self._parts[layer % 2], 0
+
+    def block(self, nbytes: int) -> Tensor:
+        """Return [nbytes] uint8 or more, the layer's own."""
+        if self._next == len(self._part):
+            self._part.append(torch.empty(0, dtype=torch.uint8))
+        if self._part[self._next].nbytes < nbytes:
+            self._part[self._next] = torch.empty(nbytes, dtype=torch.uint8)
+        self._next += 1
+        return self._part[self._next - 1]
+
+
+class Program(Eager):
+    """Calls that operations made, kept instead of run.
+
+    Operations of torch (`compute`) run once while the program is built, on whatever its memory holds, and write their
+    results to the program's memory at each run.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._calls: list[tuple[int, int, int]] = []
+        self._kept: list[object] = []  # what addresses in the calls point to
+        self._steps: list[Step] = []
+
+    def begin(self, layer: int) -> None:
+        self._arena.begin(layer)
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        count = math.prod(shape)
+        block = self._arena.block(count * dtype.itemsize)
+        self._kept.append(block)
+        return block[: count * dtype.itemsize].view(dtype).view(shape)
+
+    def launch(self, kernel: Kernel, arguments: ctypes.Structure, work: int, items: int, *kept: Tensor) -> None:
+        self._calls.append((kernel.address, ctypes.addressof(arguments), kernel.threads(work, items)))
+        self._kept.append((arguments, kept))
+
+    def compute(self, function: Callable[[], Results]) -> Results:
+        self.close()
+        alone, homes = isinstance(found := function(), Tensor), [self._home(one) for one in _several(found)]
+
+        def step() -> None:
+            for home, result in zip(homes, _several(function()), strict=True):
+                home.copy_(result)
+
+        self._steps.append(step)
+        result: Any = homes[0] if alone else tuple(homes)
+        return result
+
+    def copy(self, value: Tensor) -> Tensor:
+        self.close()
+        home = torch.empty(value.shape, dtype=value.dtype)
+        self._steps.append(lambda: home.copy_(value))
+        return home
+
+    def close(self) -> None:
+        """End a run of kernels: they become one step."""
+        if self._calls:
+            calls = torch.tensor(self._calls)
+            self._kept.append(calls)
+            self._steps.append(functools.partial(_loop().run_here, Run(len(calls), calls.data_ptr(), team_address())))
+            self._calls = []
+
+    def run(self) -> None:
+        """Run all calls in order. Results lie in the memory that the operations were given while it was built."""
+        for step in self._steps:
+            step()
+
+    def _home(self, like: Tensor) -> Tensor:
+        return self.empty(*like.shape, dtype=like.dtype)
+
+
+def _several(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (results,) if isinstance(results, Tensor) else results
+
+
+@functools.cache
+def _loop() -> Kernel:
+    (found,) = kernels("program", "run")
+    return found
+
+
+@functools.cache
+def serves() -> bool:
+    """Whether programs can run here."""
+    return loadable(_loop, "layers are called one by one")

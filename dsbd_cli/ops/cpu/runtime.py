@@ -1,0 +1,193 @@
+"""Kernels compiled by numba, as the rest of the package sees them: loading, arguments, threads and memory.
+
+numba is imported when the first kernel is loaded, not before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import logging
+import mmap
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "EAGER",
+    "PRODUCT",
+    "Eager",
+    "Kernel",
+    "features",
+    "fields",
+    "kernels",
+    "loadable",
+    "offsets",
+    "on_amd",
+    "processor",
+    "room",
+    "team",
+    "team_address",
+]
+
+SMALL = 2**18  # multiplications that are not worth waking another thread for
+HUGE = 2**21  # bytes of a huge page
+
+# what the arguments of a product begin with (see `product` of simd.py and `Parts` of linear.py)
+PRODUCT = ("taken", "threads", "items", "rows", "chunk", "blocks", "share", "sums", "sums_bytes")
+
+_logger = logging.getLogger(__name__)
+Results = TypeVar("Results", bound=Tensor | tuple[Tensor, ...])
+
+
+def fields(*names: str) -> tuple[tuple[str, type[ctypes.c_int64]], ...]:
+    """Of a structure of sizes, addresses and strides in bytes."""
+    return tuple((name, ctypes.c_int64) for name in names)
+
+
+def offsets(kind: type[ctypes.Structure]) -> tuple[int, ...]:
+    return tuple(getattr(kind, field[0]).offset for field in kind._fields_)
+
+
+class Kernel:
+    """A compiled kernel, and the threads of torch that run it. Its arguments begin with two counters, items taken and
+    threads that have come, both 0."""
+
+    def __init__(self, address: int) -> None:
+        self.address, self._team = address, team()
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+    def __call__(self, arguments: ctypes.Structure, work: int, items: int) -> None:
+        """work: multiplications or so. items: parts that threads can take."""
+        threads = self.threads(work, items)
+        if threads == 1 or self._team is None:
+            self.run_here(arguments)
+        else:
+            self._team(self.address, ctypes.addressof(arguments), threads, 0)
+
+    def threads(self, work: int, items: int) -> int:
+        """How many threads a call takes."""
+        return 1 if work < SMALL or self._team is None else min(torch.get_num_threads(), items)
+
+    def run_here(self, arguments: ctypes.Structure) -> None:
+        """On this thread."""
+        self._call(ctypes.addressof(arguments))
+
+
+class Eager:
+    """Runs each kernel when an operation calls it, and gives each operation fresh memory.
+
+    `program.Program` has the same methods: it keeps the calls, to be run again and again.
+    """
+
+    def begin(self, layer: int) -> None:
+        """Begin layer number `layer`: the memory of the layer before the last may be used again."""
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for a result of this shape."""
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+    def launch(self, kernel: Kernel, arguments: ctypes.Structure, work: int, items: int, *kept: Tensor) -> None:
+        """Run a kernel. work, items: as `Kernel.__call__`; kept: tensors that only `arguments` points to."""
+        kernel(arguments, work, items)
+
+    def compute(self, function: Callable[[], Results]) -> Results:
+        """Return what a function of torch returns: a tensor or a tuple of tensors."""
+        return function()
+
+    def copy(self, value: Tensor) -> Tensor:
+        """Return a copy that no later layer writes to."""
+        return value.clone()
+
+
+EAGER = Eager()
+
+
+def kernels(module: str, *names: str) -> list[Kernel]:
+    """Kernels of a module of `kernels`, which makes them when it is first imported (kernels/compiler.py)."""
+    found = importlib.import_module(f"{__package__}.kernels.{module}")
+    return [Kernel(getattr(found, name).address) for name in names]
+
+
+@functools.cache
+def team() -> Callable[..., object] | None:
+    """GOMP_parallel of the OpenMP library that torch itself runs on, so that one team of threads serves both; None
+    where it has none (macOS)."""
+    for library in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
+        try:
+            found = ctypes.CDLL(str(library)).GOMP_parallel  # looked up in what the library depends on, too
+        except (OSError, AttributeError):
+            return None
+        found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        found.restype = None
+        return found
+    return None
+
+
+@functools.cache
+def team_address() -> int:
+    """Where `team` lies; 0 for none."""
+    found: Any = team()
+    return 0 if found is None else ctypes.cast(found, ctypes.c_void_p).value or 0
+
+
+@functools.cache
+def processor() -> tuple[str, frozenset[str]]:
+    """The processor that numba compiles for and its instructions, by LLVM's names; none where it cannot be loaded."""
+    try:
+        from numba.core.registry import cpu_target
+
+        _, name, said = cpu_target.target_context.codegen().magic_tuple()
+    except Exception:  # of numba, llvmlite or the system
+        return "", frozenset()
+    return name, frozenset(one[1:] for one in said.split(",") if one.startswith("+"))
+
+
+def features() -> frozenset[str]:
+    """Instructions of `processor`."""
+    return processor()[1]
+
+
+def on_amd() -> bool:
+    """Whether the processor is one of AMD's with AVX-512 (Zen 4 and later) or an older Zen."""
+    return processor()[0].startswith("znver")
+
+
+def room(size: int) -> Tensor:
+    """[size] uint8 in pages of 2 MiB where the system gives them: reading memory in small pages takes longer."""
+    if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            taken = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError):  # a system without such pages
+                taken.madvise(mmap.MADV_HUGEPAGE)
+            found = torch.frombuffer(taken, dtype=torch.uint8)
+            return found.narrow(0, -found.data_ptr() % HUGE, size)
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
+def loadable(load: Callable[[], object], instead: str) -> bool:
+    """Whether kernels of numba serve here: the processor can run them fast, and they can be loaded. A line says what
+    happens `instead` where they cannot: numba refuses to be imported beside a numpy that is newer than it knows."""
+    if not _fused_multiply():
+        return False
+    try:
+        load()
+    except Exception as error:  # of numba, llvmlite or the system
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        _logger.warning("%s, because the kernels cannot be loaded (%s)", instead, said)
+        return False
+    return True
+
+
+@functools.cache
+def _fused_multiply() -> bool:
+    """Whether the processor multiplies and adds in one step; else a call of the C library would, number by number."""
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return True
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX")

@@ -1,0 +1,221 @@
+"""Attention of a packed forest over a long prompt: split over its slots, with the tail by mask, two launches.
+
+The first slots of a row hold its prompt, which every node sees: no mask is read there. They are cut into parts of SPLIT
+slots, by place and not by the number of nodes, so that each part gives a node the same bits in any company; the parts
+are joined in their order. All slots behind the prompt are the tail, whose order goes by the drafts. Its sums are in
+float64, so that the order does not reach the result, as in models/adapted/attention.py, whose twin this is. Where no
+bits are promised they are in float32, and all slots that every node sees may stand for the prompt.
+
+Letters: R rows, Q query heads, H kv heads, G = Q / H, n nodes, m = G n queries of a kv head, S slots, E head dim,
+P parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsbd_cli.ops.triton import Arguments, Kernel
+from dsbd_cli.ops.triton.law import NEVER
+
+__all__ = ["KERNELS", "attention", "attention_fits", "attention_twin"]
+
+SPLIT = 512  # slots of a part
+TILE = 64  # queries of a tile over the prompt, and slots that it takes at a time
+BLOCK = 32
+TAIL_TILE = 16
+COLUMNS = 16  # of the values that one program of the tail adds up
+# of a head: wider ones do not fit the registers
+WIDEST = {torch.float32: 64, torch.bfloat16: 128, torch.float16: 128}
+
+
+@triton.jit(do_not_specialize=["heads", "queries", "slots", "parts"])
+def prompt_kernel(
+    q, k, v, prompt, o_sums, o_best, o_mass, scale, heads, queries, slots, dim, parts, k_row, k_head, k_slot, v_row,
+    v_head, v_slot, SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """One part of a row's prompt, for a tile of the queries of one kv head: weighted values, their largest score and
+    the sum of the weights."""
+    program = tl.program_id(0).to(tl.int64)
+    row, head = program // heads, program % heads
+    part = tl.program_id(2)
+    first = part * SPLIT
+    last = tl.minimum(first + SPLIT, tl.minimum(tl.load(prompt + row), slots))  # of a free row, any number stands there
+    if first < last:
+        i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        e = tl.arange(0, E)
+        there, wide = i < queries, e < dim
+        real = there[:, None] & wide[None, :]
+        asked = tl.load(q + (program * queries + i)[:, None] * dim + e[None, :], mask=real, other=0.0)
+        best = tl.full((TILE,), NEVER, tl.float32)
+        mass = tl.zeros((TILE,), tl.float32)
+        sums = tl.zeros((TILE, E), tl.float32)
+        for start in tl.range(first, last, BLOCK):
+            s = start + tl.arange(0, BLOCK)
+            inside = s < last
+            keys = k + row * k_row + head * k_head + s[None, :].to(tl.int64) * k_slot + e[:, None]
+            held = tl.load(keys, mask=inside[None, :] & wide[:, None], other=0.0)
+            scores = tl.where(inside[None, :], tl.dot(asked, held, input_precision="ieee") * scale, NEVER)
+            top = tl.maximum(best, tl.max(scores, 1))
+            weights = tl.exp(scores - top[:, None])
+            old = tl.exp(best - top)
+            values = v + row * v_row + head * v_head + s[:, None].to(tl.int64) * v_slot + e[None, :]
+            given = tl.load(values, mask=inside[:, None] & wide[None, :], other=0.0)
+            sums = sums * old[:, None] + tl.dot(weights.to(given.dtype), given, input_precision="ieee")
+            mass = mass * old + tl.sum(weights, 1)
+            best = top
+        at = (program * parts + part) * queries + i
+        tl.store(o_sums + at[:, None] * dim + e[None, :], sums, mask=real)
+        tl.store(o_best + at, best, mask=there)
+        tl.store(o_mass + at, mass, mask=there)
+
+
+@triton.jit(do_not_specialize=["heads", "queries", "nodes", "slots", "parts"])
+def tail_kernel(
+    q, k, v, seen, prompt, p_sums, p_best, p_mass, out, scale, heads, queries, nodes, slots, dim, parts, k_row, k_head,
+    k_slot, v_row, v_head, v_slot, SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The parts of the prompt, in their order, and then the tail, for a tile of the queries of one kv head and some
+    columns of the values. WIDE: type of the sums."""
+    program = tl.program_id(0).to(tl.int64)
+    row, head = program // heads, program % heads
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    e = tl.arange(0, E)
+    there, wide = i < queries, e < dim
+    real = there[:, None] & wide[None, :]
+    begin = tl.minimum(tl.load(prompt + row), slots)
+    best = tl.full((TILE,), NEVER, tl.float32)
+    mass = tl.zeros((TILE,), WIDE)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    own_columns = column < dim
+    mine = there[:, None] & own_columns[None, :]
+    sums = tl.zeros((TILE, COLUMNS), WIDE)
+    for part in tl.range(0, tl.cdiv(begin, SPLIT)):
+        at = (program * parts + part) * queries + i
+        highest = tl.load(p_best + at, mask=there, other=0.0)
+        top = tl.maximum(best, highest)
+        old = tl.exp((best - top).to(WIDE))
+        share = tl.exp((highest - top).to(WIDE))
+        own = tl.load(p_sums + at[:, None] * dim + column[None, :], mask=mine, other=0.0).to(WIDE)
+        sums = sums * old[:, None] + own * share[:, None]
+        mass = mass * old + tl.load(p_mass + at, mask=there, other=0.0).to(WIDE) * share
+        best = top
+    asked = tl.load(q + (program * queries + i)[:, None] * dim + e[None, :], mask=real, other=0.0)
+    sight = seen + (row * nodes + i % nodes)[:, None] * slots
+    for start in tl.range(begin, slots, BLOCK):
+        s = start + tl.arange(0, BLOCK)
+        inside = s < slots
+        keys = k + row * k_row + head * k_head + s[None, :].to(tl.int64) * k_slot + e[:, None]
+        held = tl.load(keys, mask=inside[None, :] & wide[:, None], other=0.0)
+        sees = tl.load(sight + s[None, :], mask=there[:, None] & inside[None, :], other=0) != 0
+        scores = tl.where(sees, tl.dot(asked, held, input_precision="ieee") * scale, NEVER)
+        top = tl.maximum(best, tl.max(scores, 1))
+        safe = tl.where(top > NEVER, top, 0.0)
+        weights = tl.exp((scores - safe[:, None]).to(WIDE))
+        old = tl.exp((best - safe).to(WIDE))
+        values = v + row * v_row + head * v_head + s[:, None].to(tl.int64) * v_slot + column[None, :]
+        given = tl.load(values, mask=inside[:, None] & own_columns[None, :], other=0.0).to(WIDE)
+        sums = sums * old[:, None] + tl.sum(weights[:, :, None] * given[None, :, :], 1)
+        mass = mass * old + tl.sum(weights, 1)
+        best = top
+    result = sums / tl.where(mass > 0, mass, 1.0)[:, None]
+    tl.store(out + (program * queries + i)[:, None] * dim + column[None, :], result.to(out.dtype.element_ty), mask=mine)
+
+
+@torch.library.custom_op("dsbd::attention", mutates_args=())
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, prompt: Tensor, scale: float, exact: bool
+) -> Tensor:
+    """[R, Q, n, E] of query [R, Q, n, E], key and value [R, H, S, E], whose last dimension has no gaps.
+
+    prompt [R] int64: so many leading slots are seen by all nodes. seen [R, n, S] bool: of the slots behind them, what
+    each node sees. A node that sees nothing gets zeros. exact: sums over the tail are in float64.
+    """
+    rows, query_heads, nodes, dim = query.shape
+    heads, slots = key.shape[1:3]
+    queries = query_heads // heads * nodes
+    parts = triton.cdiv(slots, SPLIT)
+    query, seen = query.contiguous(), seen.contiguous()
+    out = torch.empty_like(query)
+    sums = query.new_empty((rows * heads, parts, queries, dim), dtype=torch.float32)
+    best, mass = query.new_empty((2, rows * heads, parts, queries), dtype=torch.float32).unbind(0)
+    strides = (*key.stride()[:3], *value.stride()[:3])
+    constants = {"SPLIT": SPLIT, "BLOCK": BLOCK, "E": max(16, triton.next_power_of_2(dim))}
+    with torch.cuda.device_of(query):
+        prompt_kernel[(rows * heads, triton.cdiv(queries, TILE), parts)](
+            *(query, key, value, prompt, sums, best, mass, scale, heads, queries, slots, dim, parts, *strides),
+            **constants,
+            TILE=TILE,
+            num_warps=8,
+            num_stages=2,
+            enable_fp_fusion=False,
+        )
+        tail_kernel[(rows * heads, triton.cdiv(queries, TAIL_TILE), triton.cdiv(dim, COLUMNS))](
+            *(query, key, value, seen, prompt, sums, best, mass, out, scale, heads, queries, nodes, slots, dim, parts),
+            *strides,
+            **constants,
+            TILE=TAIL_TILE,
+            COLUMNS=COLUMNS,
+            WIDE=tl.float64 if exact else tl.float32,
+            num_warps=8,
+            num_stages=1,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+@attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, prompt: Tensor, scale: float, exact: bool) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def attention_twin(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, prompt: Tensor, scale: float, exact: bool
+) -> Tensor:
+    """The specification of `attention`, whose sums are exact in both cases."""
+    groups = query.shape[1] // key.shape[1]
+    keys, values = (one.repeat_interleave(groups, 1).to(torch.float64) for one in (key, value))
+    scores = query.to(torch.float64) @ keys.transpose(2, 3) * scale  # [R, Q, n, S]
+    sees = seen | (torch.arange(key.shape[2], device=key.device) < prompt.view(-1, 1, 1))
+    weights = torch.softmax(scores.masked_fill(~sees.unsqueeze(1), float("-inf")), -1).nan_to_num(nan=0.0)
+    return (weights @ values).to(query.dtype)
+
+
+def attention_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel takes these tensors: one dtype, heads alike and not too wide."""
+    same = query.dtype == key.dtype == value.dtype and query.dtype in WIDEST
+    return (
+        same
+        and key.shape == value.shape
+        and key.shape[-1] <= WIDEST[query.dtype]
+        and key.stride(-1) == 1
+        and value.stride(-1) == 1
+    )
+
+
+def _cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
+    half = torch.bfloat16 if device.type == "cuda" else torch.float16  # as layers._dtypes
+    for dtype in (torch.float32, half):
+        for rows, nodes, heads, kv_heads, dim, slots in (
+            (1, 3, 2, 1, 16, 40),
+            (2, 5, 4, 2, 48, 600),
+            (2, 1, 1, 1, 64, 33),
+        ):
+            query, keys, values = (
+                torch.randn(*shape, generator=generator).to(dtype).to(device)
+                for shape in ((rows, heads, nodes, dim), *((rows, slots + 3, kv_heads, dim),) * 2)
+            )
+            seen = torch.rand(rows, nodes, slots, generator=generator) < 0.4
+            seen[:, :, -1] = True
+            prompt = torch.tensor([slots - 20, 0][:rows])
+            key, value = (one[:, :slots].transpose(1, 2) for one in (keys, values))
+            for exact in (True, False):
+                yield query, key, value, seen.to(device), prompt.to(device), dim**-0.5, exact
+
+
+KERNELS = (Kernel("attention", attention, attention_twin, _cases),)

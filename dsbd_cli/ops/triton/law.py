@@ -1,0 +1,276 @@
+"""Device functions that several kernels share: noise, the order of numbers, the pool law.
+
+They compute what core/noise.py and engine/core/distribution.py compute, number by number. Two things differ in their
+making. log(1 - u) stands for log1p(-u): u has 52 bits and a half, so 1 - u is exact and the two are equal to the last
+bit. The k-th largest number, and the one at which the mass reaches top_p, are found bit by bit, without a sort.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "child_path",
+    "child_state",
+    "cut",
+    "ending_of",
+    "is_finite",
+    "is_some",
+    "kth",
+    "largest",
+    "ordered",
+    "passes",
+    "perturbed",
+    "pool_constants",
+    "pool_law",
+    "stream_key",
+    "uniform",
+    "unordered",
+    "value_at",
+]
+
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+MIX_A = tl.constexpr(0xBF58476D1CE4E5B9)
+MIX_B = tl.constexpr(0x94D049BB133111EB)
+TOKEN = tl.constexpr(0xD1342543DE82EF95)
+NEVER = tl.constexpr(float("-inf"))
+SHARE_UNITS = tl.constexpr(2.0**36)  # as in engine/core/distribution.py, which this package does not know
+LOG_UNITS = tl.constexpr(math.log(2.0**36))
+NO_SHARE = tl.constexpr(-26.0)
+REGISTERS = 255  # of a thread at most; left alone, ptxas stops at 128 and spills
+RULES = {"coupled": 0, "search": 1, "rejection": 2}
+
+
+def pool_constants(rule: str, flags: Sequence[bool], pairs: int) -> dict[str, int | bool]:
+    """How a kernel is launched that holds a pool of so many pairs, padded. flags: stop strings, top-k, top-p, min-p,
+    cold rows, warp of each beam."""
+    names = ("STOPS", "TOP_K", "TOP_P", "MIN_P", "COLD", "BEAM")
+    warps = 4 if pairs <= 1024 else 8
+    return {
+        "RULE": RULES[rule],
+        **dict(zip(names, flags, strict=True)),
+        "num_warps": warps,
+        "enable_fp_fusion": False,
+        "maxnreg": REGISTERS,
+    }
+
+
+@triton.jit
+def mix(x):
+    """The finaliser of SplitMix64 on uint64."""
+    x = (x ^ (x >> 30)) * tl.full((), MIX_A, tl.uint64)
+    x = (x ^ (x >> 27)) * tl.full((), MIX_B, tl.uint64)
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def child_path(path, token):
+    """noise.extend_path: int64 keys."""
+    golden = tl.full((), GOLDEN, tl.uint64)
+    x = path.to(tl.uint64) * tl.full((), TOKEN, tl.uint64) + token.to(tl.uint64) + golden
+    return mix(x).to(tl.int64)
+
+
+@triton.jit
+def stream_key(row_key, iteration, number):
+    """noise.stream_keys: int64 keys of the streams `number`, layer * STREAMS + stream."""
+    base = mix(row_key.to(tl.uint64) + iteration.to(tl.uint64) * tl.full((), TOKEN, tl.uint64))
+    return mix(base + number.to(tl.uint64) * tl.full((), GOLDEN, tl.uint64)).to(tl.int64)
+
+
+@triton.jit
+def uniform(key, index):
+    """noise.uniform: float64 from int64."""
+    bits = mix(key.to(tl.uint64) + index.to(tl.uint64) * tl.full((), GOLDEN, tl.uint64)) >> 12
+    return (bits.to(tl.float64) + 0.5) * 2.220446049250313e-16
+
+
+@triton.jit
+def gumbel(key, index):
+    """noise.gumbel: float64 from int64."""
+    return -tl.log(-tl.log(1.0 - uniform(key, index)))
+
+
+@triton.jit
+def perturbed(logs, key, index):
+    """logs + noise.gumbel: the largest ones are draws without replacement from the law that `logs` are of."""
+    return logs + gumbel(key, index).to(logs.dtype)
+
+
+@triton.jit
+def passes(bound, level):
+    """The test of a draft. bound: a uniform number times what its law gives it, level: what the target's gives it."""
+    return bound < level
+
+
+@triton.jit
+def ending_of(eos, stops, stop_state, token, mine, real, vocabulary, STOPS: tl.constexpr):
+    """Which children `token` [A, B] of nodes end: end tokens, and with STOPS those that complete a stop string.
+    stop_state: where the states of the nodes stand [A], for those in `mine`."""
+    ends = tl.load(eos + token, mask=real, other=0) != 0
+    if STOPS:
+        state = tl.load(stop_state, mask=mine, other=1)
+        ends = ends | (tl.load(stops + state[:, None] * vocabulary + token, mask=real, other=1) == 0)
+    return ends
+
+
+@triton.jit
+def child_state(eos, stops, state, token, mine, vocabulary, STOPS: tl.constexpr):
+    """Stop states of children `token` [A] of nodes in these states, and which of them end."""
+    ends = tl.load(eos + token, mask=mine, other=0) != 0
+    if STOPS:
+        after = tl.load(stops + state * vocabulary + token, mask=mine, other=1).to(tl.int64)
+        ends = ends | (after == 0)
+    else:
+        after = state * 0 + 1
+    return after, ends
+
+
+@triton.jit
+def value_at(x, chosen, k, flat, count):
+    """x[chosen] of a pool x at the places `flat`, for the first `count` of the numbers `k`; -inf for the others."""
+    found = tl.full(k.shape, NEVER, tl.float32)
+    for i in range(count):
+        here = tl.sum(tl.where(k == i, chosen, 0), 0)
+        found = tl.where(k == i, tl.max(tl.where(flat == here, x, NEVER), 0), found)
+    return found
+
+
+@triton.jit
+def largest(pool, count, k, flat):
+    """The places of the `count` largest numbers of a pool at the places `flat`, for the numbers `k`; which of them
+    there are, their values, and the last one's."""
+    chosen = k * 0
+    found = k < 0
+    values = tl.full(k.shape, NEVER, pool.dtype)
+    last = tl.full((), NEVER, pool.dtype)
+    for i in range(count):
+        value, index = tl.max(pool, 0, return_indices=True)
+        got = is_some(value)
+        chosen = tl.where((k == i) & got, index, chosen)
+        found = found | ((k == i) & got)
+        pool = tl.where(flat == index, NEVER, pool)
+        values = tl.where(k == i, value, values)
+        last = value
+    return chosen, found, values, last
+
+
+@triton.jit
+def ordered(x):
+    """float32 as uint32 in the same order; the two zeros are one number."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
+    return tl.where((bits >> 31) == 0, bits ^ 0x80000000, bits ^ 0xFFFFFFFF)
+
+
+@triton.jit
+def unordered(x):
+    """The float32 that `ordered` made this of."""
+    bits = tl.where((x >> 31) == 1, x ^ 0x80000000, x ^ 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def is_finite(x):
+    """Neither infinite nor NaN."""
+    return (x == x) & (x > NEVER) & (x < float("inf"))
+
+
+@triton.jit
+def is_some(x):
+    """A number above -inf, as an integer's truth: triton's interpreter cannot spread that of a float."""
+    return (x > NEVER).to(tl.int32) != 0
+
+
+@triton.jit
+def shares(x):
+    """probs._shares: int64."""
+    units = tl.full((), SHARE_UNITS, tl.float64)
+    return tl.floor(tl.exp(tl.maximum(x, NO_SHARE)).to(tl.float64) * units + 0.5).to(tl.int64)
+
+
+@triton.jit
+def log_mass(x):
+    """probs._log_mass of [A, B] over B: [A, 1]."""
+    units = tl.maximum(tl.sum(shares(x), 1), 1)[:, None].to(tl.float64)
+    return (tl.log(units) - tl.full((), LOG_UNITS, tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def kth(keys, k):
+    """The k-th largest of ordered numbers [A, B] over B: [A]. 0 where there are fewer. k [A] or a number."""
+    bound = tl.max(keys, 1) * 0
+    for bit in range(32):
+        trial = bound | (tl.full((), 0x80000000, tl.uint32) >> bit)
+        count = tl.sum((keys >= trial[:, None]).to(tl.int32), 1)
+        bound = tl.where(count >= k, trial, bound)
+    return bound
+
+
+@triton.jit
+def cut(x, top_k, top_p, min_p, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr):
+    """probs._cut of [A, B] over B, whose largest number is 0. top_k, top_p, min_p: of the request."""
+    if TOP_K:
+        if top_k > 0:
+            lowest = kth(ordered(x), top_k)
+            x = tl.where(ordered(x) >= lowest[:, None], x, NEVER)
+    if TOP_P:
+        if top_p < 1:
+            share = shares(x)
+            wanted = top_p.to(tl.float64) * tl.sum(share, 1).to(tl.float64)
+            keys = ordered(x)
+            bound = tl.max(keys, 1) * 0
+            for bit in range(32):
+                trial = bound | (tl.full((), 0x80000000, tl.uint32) >> bit)
+                mass = tl.sum(tl.where(keys >= trial[:, None], share, 0), 1)
+                bound = tl.where(mass.to(tl.float64) >= wanted, trial, bound)
+            x = tl.where(keys >= bound[:, None], x, NEVER)
+    if MIN_P:
+        x = tl.where(x >= tl.max(x, 1)[:, None] + tl.log(min_p), x, NEVER)
+    return x - log_mass(x)
+
+
+@triton.jit
+def from_best(x):
+    """probs._from_best of [A, B] over B."""
+    best = tl.max(x, 1)[:, None]
+    return tl.where(is_finite(best), x - best, x)
+
+
+@triton.jit
+def pool_law(
+    logprobs,
+    weight,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    cold,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    MIN_P: tl.constexpr,
+    COLD: tl.constexpr,
+    BEAM: tl.constexpr,
+    NP: tl.constexpr,
+    CP: tl.constexpr,
+):
+    """probs.pool_law of one request: log_p and weight [NP, CP]. logprobs: [NP, CP], -inf in the padding; weight: [NP],
+    -inf for dead beams. BEAM: each beam's row is warped."""
+    if BEAM:
+        best = from_best(logprobs)
+        law = cut(tl.div_rn(best, temperature), top_k, top_p, min_p, TOP_K, TOP_P, MIN_P)
+        if COLD:
+            law = tl.where(cold & (law > NEVER), best, law)
+        joint = weight[:, None] + law
+        below = from_best(tl.reshape(joint, (1, NP * CP)))
+        log_p = tl.reshape(below - log_mass(below), (NP, CP))
+    else:
+        joint = weight[:, None] + logprobs
+        scaled = tl.div_rn(from_best(tl.reshape(joint, (1, NP * CP))), temperature)
+        log_p = tl.reshape(cut(scaled, top_k, top_p, min_p, TOP_K, TOP_P, MIN_P), (NP, CP))
+    if COLD:
+        log_p = tl.where(cold & (log_p > NEVER), joint, log_p)
+    return log_p, joint

@@ -1,0 +1,274 @@
+"""What stands between the products of a decoder layer: norms, rotation with the cache's write, gated activation.
+
+Every program computes one row, or one head of one row, in an order that is fixed by the width of the row. So its bits
+do not depend on how many rows there are. They compute what their twins do (twins.py).
+
+Letters: m rows (nodes of all requests), H hidden width, I inner width, Q query heads, K kv heads, E head dim, P planes'
+rows times slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsbd_cli.ops.reference import gated_twin, norm_twin, rotate_twin
+from dsbd_cli.ops.triton import Arguments, Kernel
+
+__all__ = ["DTYPES", "KERNELS", "WIDEST", "gated", "norm", "rotate"]
+
+WIDEST = 16384  # of a row that one program normalises
+GATE_BLOCK = 1024
+MOST_POWER = tl.constexpr(80.0)  # of e: what is divided by a larger one is zero
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+# Root mean square norm
+
+
+@triton.jit
+def norm_kernel(x, more, weight, out, summed, width, eps, ADDS: tl.constexpr, ONE_MORE: tl.constexpr, P: tl.constexpr):
+    """A row of x (+ more): divided by its root mean square, times weight. ONE_MORE: times (1 + weight), in float32."""
+    row = tl.program_id(0).to(tl.int64) * width
+    at = tl.arange(0, P)
+    inside = at < width
+    value = tl.load(x + row + at, mask=inside, other=0.0)
+    if ADDS:
+        value = (value.to(tl.float32) + tl.load(more + row + at, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
+        tl.store(summed + row + at, value, mask=inside)
+    wide = value.to(tl.float32)
+    mean = tl.div_rn(tl.sum(wide * wide, 0), width.to(tl.float32))
+    wide = wide * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    scale = tl.load(weight + at, mask=inside, other=0.0)
+    if ONE_MORE:
+        result = (wide * (1.0 + scale.to(tl.float32))).to(value.dtype)
+    else:
+        result = (scale.to(tl.float32) * wide.to(value.dtype).to(tl.float32)).to(value.dtype)
+    tl.store(out + row + at, result, mask=inside)
+
+
+@torch.library.custom_op("dsbd::norm", mutates_args=())
+def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: bool) -> tuple[Tensor, Tensor]:
+    """As norm_twin."""
+    width = x.shape[-1]
+    x = x.contiguous()
+    more = None if more is None else more.contiguous()
+    out, summed = torch.empty_like(x), x.new_empty(0) if more is None else torch.empty_like(x)
+    padded = triton.next_power_of_2(width)
+    with torch.cuda.device_of(x):
+        norm_kernel[(x.numel() // width,)](
+            *(x, x if more is None else more, weight, out, summed, width, eps),
+            ADDS=more is not None,
+            ONE_MORE=one_more,
+            P=padded,
+            num_warps=min(16, max(4, padded // 512)),
+            enable_fp_fusion=False,
+        )
+    return out, summed
+
+
+@norm.register_fake
+def _(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(0) if more is None else torch.empty_like(x)
+
+
+# Gated activation
+
+
+@triton.jit
+def gated_kernel(both, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """silu of the first half of a row, times the second half. GELU: in place of silu, with tanh as a logistic."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    gate = tl.load(both + row * 2 * width + at, mask=inside, other=0.0)
+    up = tl.load(both + row * 2 * width + width + at, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    inner = wide
+    if GELU:
+        inner = 1.5957691216057308 * (wide + 0.044715 * (wide * wide * wide))  # twice the root of 2 / pi
+    active = tl.div_rn(wide, 1.0 + tl.exp(tl.minimum(-inner, MOST_POWER))).to(gate.dtype)
+    tl.store(out + row * width + at, (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
+
+
+@torch.library.custom_op("dsbd::gated", mutates_args=())
+def gated(both: Tensor, gelu: bool) -> Tensor:
+    """As gated_twin."""
+    both = both.contiguous()
+    width = both.shape[-1] // 2
+    out = both.new_empty(*both.shape[:-1], width)
+    grid = (out.numel() // width, triton.cdiv(width, GATE_BLOCK))
+    with torch.cuda.device_of(both):
+        gated_kernel[grid](both, out, width, GELU=gelu, BLOCK=GATE_BLOCK, num_warps=4, enable_fp_fusion=False)
+    return out
+
+
+@gated.register_fake
+def _(both: Tensor, gelu: bool) -> Tensor:
+    return both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+
+
+# Rotation of queries and keys, and the write of keys and values to their slots
+
+
+@triton.jit
+def rotate_kernel(
+    both, cos, sin, slots, out, keys, values, query_norm, key_norm, nodes, angle_row, eps, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, HALF: tl.constexpr, NORMS: tl.constexpr, ONE_MORE: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: a query is rotated, a key rotated and written to its slot, a value written. NORMS: queries
+    and keys are normalised first, as by norm_kernel."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dim: tl.constexpr = 2 * HALF
+    at = tl.arange(0, P)
+    inside = at < HALF
+    start = both + (row * (QUERIES + 2 * KEYS) + head) * dim + at
+    first = tl.load(start, mask=inside, other=0.0)
+    second = tl.load(start + HALF, mask=inside, other=0.0)
+    if head < QUERIES + KEYS:
+        angle = (row // nodes) * angle_row + (row % nodes) * dim + at
+        kind = first.dtype
+        c1 = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+        c2 = tl.load(cos + angle + HALF, mask=inside, other=0.0).to(tl.float32)
+        s1 = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+        s2 = tl.load(sin + angle + HALF, mask=inside, other=0.0).to(tl.float32)
+        one, two = first.to(tl.float32), second.to(tl.float32)
+        if NORMS:
+            root = tl.sqrt_rn(tl.div_rn(tl.sum(one * one, 0) + tl.sum(two * two, 0), 2.0 * HALF) + eps)
+            scale = tl.div_rn(1.0, root)
+            if head < QUERIES:
+                w1 = tl.load(query_norm + at, mask=inside, other=0.0).to(tl.float32)
+                w2 = tl.load(query_norm + HALF + at, mask=inside, other=0.0).to(tl.float32)
+            else:
+                w1 = tl.load(key_norm + at, mask=inside, other=0.0).to(tl.float32)
+                w2 = tl.load(key_norm + HALF + at, mask=inside, other=0.0).to(tl.float32)
+            if ONE_MORE:
+                one = (one * scale * (1.0 + w1)).to(kind).to(tl.float32)
+                two = (two * scale * (1.0 + w2)).to(kind).to(tl.float32)
+            else:
+                one = (w1 * (one * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+                two = (w2 * (two * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+        turned_one = ((one * c1).to(kind).to(tl.float32) + (-two * s1).to(kind).to(tl.float32)).to(kind)
+        turned_two = ((two * c2).to(kind).to(tl.float32) + (one * s2).to(kind).to(tl.float32)).to(kind)
+        if head < QUERIES:
+            to = out + (((row // nodes) * QUERIES + head) * nodes + row % nodes) * dim + at
+            tl.store(to, turned_one, mask=inside)
+            tl.store(to + HALF, turned_two, mask=inside)
+        else:
+            place = keys + (tl.load(slots + row) * KEYS + head - QUERIES) * dim + at
+            tl.store(place, turned_one, mask=inside)
+            tl.store(place + HALF, turned_two, mask=inside)
+    else:
+        place = values + (tl.load(slots + row) * KEYS + head - QUERIES - KEYS) * dim + at
+        tl.store(place, first, mask=inside)
+        tl.store(place + HALF, second, mask=inside)
+
+
+@torch.library.custom_op("dsbd::rotate", mutates_args=("keys", "values"))
+def rotate(
+    both: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 0.0,
+    one_more: bool = False,
+) -> Tensor:
+    """As rotate_twin."""
+    rows, nodes, width = both.shape
+    kv_heads, dim = keys.shape[-2:]
+    heads = width // dim - 2 * kv_heads
+    both, cos, sin = both.contiguous(), cos.contiguous(), sin.contiguous()
+    out = both.new_empty(rows, heads, nodes, dim)
+    with torch.cuda.device_of(both):
+        rotate_kernel[(rows * nodes, heads + 2 * kv_heads)](
+            *(both, cos, sin, slots, out, keys, values, both if query_norm is None else query_norm),
+            *(both if key_norm is None else key_norm, nodes, 0 if cos.shape[0] == 1 else nodes * dim, eps),
+            QUERIES=heads,
+            KEYS=kv_heads,
+            HALF=dim // 2,
+            NORMS=query_norm is not None,
+            ONE_MORE=one_more,
+            P=triton.next_power_of_2(dim // 2),
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+@rotate.register_fake
+def _(
+    both: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor, values: Tensor, *more: object, **named: object
+) -> Tensor:
+    kv_heads, dim = keys.shape[-2:]
+    return both.new_empty(both.shape[0], both.shape[-1] // dim - 2 * kv_heads, both.shape[1], dim)
+
+
+# Random calls
+
+
+def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """Those that are tried: triton's interpreter cuts bfloat16 off where everything else rounds."""
+    return torch.float32, torch.bfloat16 if device.type == "cuda" else torch.float16
+
+
+def _real(generator: torch.Generator, device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+
+def _norm_cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
+    for dtype in _dtypes(device):
+        for rows, width, adds, one_more in ((3, 64, True, False), (1, 96, False, False), (5, 640, True, True)):
+            x = _real(generator, device, dtype, rows, width) * 3
+            more = _real(generator, device, dtype, rows, width) if adds else None
+            yield x, more, _real(generator, device, dtype, width), 1e-5, one_more
+
+
+def _gated_cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
+    for dtype in _dtypes(device):
+        for rows, width in ((2, 48), (4, 1400)):
+            for gelu in (False, True):
+                yield _real(generator, device, dtype, rows, 2 * width) * 4, gelu
+
+
+def _rotate_cases(generator: torch.Generator, device: torch.device) -> Iterator[Arguments]:
+    for dtype in _dtypes(device):
+        for rows, nodes, heads, kv_heads, dim in ((1, 3, 2, 1, 16), (2, 5, 4, 2, 80), (3, 1, 4, 4, 64)):
+            both = _real(generator, device, dtype, rows, nodes, (heads + 2 * kv_heads) * dim)
+            angles = torch.randn(1 if rows == 2 else rows, nodes, dim, generator=generator)
+            cos, sin = angles.cos().to(dtype).to(device), angles.sin().to(dtype).to(device)
+            slots = torch.randperm(rows * 11, generator=generator)[: rows * nodes].to(device)
+            planes = [_real(generator, device, dtype, rows, 11, kv_heads, dim) for _ in range(2)]
+            yield both, cos, sin, slots, *planes
+            norms = [_real(generator, device, dtype, dim) for _ in range(2)]
+            yield both, cos, sin, slots, *planes, *norms, 1e-5, rows == 2
+
+
+def _rotated(
+    how: Callable[..., Tensor],
+    both: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *norms: object,
+) -> tuple[Tensor, ...]:
+    keys, values = keys.clone(), values.clone()
+    return how(both, cos, sin, slots, keys, values, *norms), keys, values
+
+
+KERNELS = (
+    Kernel("norm", norm, norm_twin, _norm_cases),
+    Kernel("gated", gated, gated_twin, _gated_cases),
+    Kernel("rotate", partial(_rotated, rotate), partial(_rotated, rotate_twin), _rotate_cases),
+)

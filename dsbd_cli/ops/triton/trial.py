@@ -1,0 +1,230 @@
+"""Whether the kernels give on this device what their twins give: tried once per machine, before anything relies on it.
+
+A kernel that reads or writes where it must not ends every later call of its process, on a GPU. So the trial is a
+process of its own, which says a line per kernel; where it dies, the kernel that it was at is to blame and the others
+are tried by another one. What was found is kept for the versions and the device it was found with, unless it may come
+from the state that the machine was in.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from dsbd_cli.ops.triton import Kernel, available, differences
+
+__all__ = ["MODULES", "faults", "kernels", "tried"]
+
+# Each has a tuple KERNELS. Those of an iteration have their twins above this package, so they are found by name alone.
+MODULES = (
+    "dsbd_cli.ops.triton.layers",
+    "dsbd_cli.ops.triton.products",
+    "dsbd_cli.ops.triton.attention",
+    "dsbd_cli.engine.checks.kernels",
+)
+LIMIT_S = 120.0  # for one kernel, which compiles in seconds, and for the start of the process
+TOTAL_S = 300.0  # for all of them: half a minute of compiling, on a processor core of today
+CAPABILITY = (8, 0)  # of the GPUs that triton is made for
+SAID = 160  # characters of an error
+HANGS = "does not end within"  # in the fault of what ran past its time
+LATE = "does not start within"  # in that of a process which said nothing until then: the machine was busy
+# in a fault that may be gone the next time: memory that was short, a device in use by others, a process not started, a
+# compiler that was missing
+PASSING = (
+    "out of memory",
+    "busy or unavailable",
+    "cannot be tried",
+    "was not tried",
+    "C compiler",
+    "CalledProcessError",
+)
+
+
+def kernels() -> dict[str, Kernel]:
+    """All kernels by name. Imports triton."""
+    modules = (importlib.import_module(name) for name in MODULES)
+    return {kernel.name: kernel for module in modules for kernel in module.KERNELS}
+
+
+def tried(kernel: Kernel, device: torch.device) -> str | None:
+    """What is wrong with a kernel on a device, in one line; None where it gives what its twin gives."""
+    try:
+        with torch.inference_mode():
+            for said in differences(kernel, device):
+                return f"differs from the tensor code: {said}"
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"fails: {said[:SAID]}"
+    return None
+
+
+@functools.cache
+def faults(device: torch.device, command: tuple[str, ...] | None = None) -> dict[str, str]:
+    """Kernels that must not run on a device, and why; nothing where all may.
+
+    command: what tries them in another process; that of this module where None.
+    """
+    if not available():
+        return {}  # none runs
+    if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < CAPABILITY:
+        needed, own = (".".join(map(str, pair)) for pair in (CAPABILITY, has))
+        return dict.fromkeys(kernels(), f"needs a GPU of compute capability {needed}, and this one has {own}")
+    place = _place(device)
+    try:
+        found: dict[str, str] = json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        kept = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+        logging.getLogger("dsbd_cli").warning(
+            "compiling %d GPU kernels (once, %.0f minutes at most; kept in %s)", len(kernels()), TOTAL_S / 60, kept
+        )
+        found = _asked(device, command or (sys.executable, "-P", "-m", __name__, str(device)))
+        passing = any(word in fault for fault in found.values() for word in PASSING)
+        if not passing or any(HANGS in fault for fault in found.values()):  # else every load would wait again
+            _keep(place, found)
+    return found
+
+
+def _asked(device: torch.device, command: Sequence[str]) -> dict[str, str]:
+    left, found, last = list(kernels()), dict[str, str](), time.monotonic() + TOTAL_S
+    while left:
+        said, end = _run([*command, *left], last)
+        for line in said:
+            name, fault = line
+            if name in left:
+                left.remove(name)
+                if fault is not None:
+                    found[name] = fault
+        if left and time.monotonic() >= last:
+            found |= dict.fromkeys(left, f"was not tried: all of them together took {TOTAL_S:.0f} s")
+            break
+        if left and end is not None and not said:  # the process did not even start: what all need is missing
+            found |= dict.fromkeys(left, f"cannot be tried, its process {end}")
+            break
+        if left and end is not None:
+            found[left.pop(0)] = end
+        elif left:
+            found |= dict.fromkeys(left, "was not tried")
+            break
+    return found
+
+
+def _run(command: Sequence[str], last: float) -> tuple[list[tuple[str, str | None]], str | None]:
+    """What another process says of each kernel until the moment `last`, and how it ended if not well."""
+    said: list[tuple[str, str | None]] = []
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        # the same packages as here: some may be known to this process alone, and in another order
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path if isinstance(path, str))
+        environment = os.environ | {"PYTHONPATH": paths}
+        try:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace", env=environment
+            )
+        except OSError as failed:
+            return said, f"cannot be tried: {failed.strerror}"
+        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
+        reader.start()
+        deadline = min(last, time.monotonic() + LIMIT_S)
+        try:
+            while True:
+                try:
+                    line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
+                except queue.Empty:
+                    return said, f"{HANGS if said else LATE} {LIMIT_S:.0f} s"
+                if line is None:
+                    break
+                try:
+                    name, fault = json.loads(line)
+                except (TypeError, ValueError):  # what a library prints
+                    continue
+                said.append((str(name), None if fault is None else str(fault)))
+                deadline = min(last, time.monotonic() + LIMIT_S)
+            code = process.wait()
+        finally:  # where it hangs, or this process is interrupted
+            process.kill()
+            process.wait()
+        errors.seek(0)
+        return said, None if code == 0 else _last(errors.read(), code)
+
+
+def _read(stream: IO[str] | None, lines: queue.SimpleQueue[str | None]) -> None:
+    """All lines of a stream, then None."""
+    assert stream is not None
+    with stream:
+        for line in stream:
+            lines.put(line)
+    lines.put(None)
+
+
+def _last(text: str, code: int) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"ends its process (exit {code}): {lines[-1][:SAID] if lines else 'nothing was said'}"
+
+
+def _place(device: torch.device) -> Path:
+    """The file that holds what was found with these versions, kernels and this device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    parts = [name, str(torch.__version__), _version("triton"), *(_text(path) for path in _sources())]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return Path(cache or Path.home() / ".cache") / "dsbd" / f"kernels-{key}.json"
+
+
+def _sources() -> Iterable[Path]:
+    return sorted(Path(__file__).parent.glob("*.py"))
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _keep(place: Path, found: dict[str, str]) -> None:
+    """For the next run; where nothing can be written it is tried again."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        temporary = place.with_name(f"{place.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(found), encoding="utf-8")
+        temporary.replace(place)
+    except OSError:
+        return
+
+
+def _main(arguments: Sequence[str]) -> None:
+    """DEVICE NAME...: a line of JSON per kernel, [name, fault or null], as soon as it is tried; before them one of no
+    name, where kernels and device are there."""
+    device, every = torch.device(arguments[0]), kernels()
+    torch.zeros(1, device=device)
+    sys.stdout.write(json.dumps(["", None]) + "\n")
+    sys.stdout.flush()
+    for name in arguments[1:]:
+        sys.stdout.write(json.dumps([name, tried(every[name], device)]) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

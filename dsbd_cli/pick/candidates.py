@@ -1,0 +1,115 @@
+"""The n best of a row, read back from records that dsbd generate wrote, or from plain lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dsbd_cli.errors import InvalidRowError, shorten
+from dsbd_cli.io.records.parse import parse_object
+from dsbd_cli.io.records.row import MAX_LINE_BYTES, Fields, LongLine, content_key
+
+__all__ = ["Candidate", "CandidateRow", "group_of_lines", "record_row"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One text. `logprob` and `score` are None where its record has none (openai, lines); `fields` is given back as it
+    came."""
+
+    text: str
+    logprob: float | None
+    score: float | None
+    fields: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateRow:
+    """A row and its candidates, best first. Exactly one of `candidates` (not empty) and `error` says something.
+
+    number: line in the input, from 1. key: hash of the line, by which a run that goes on knows the row.
+    """
+
+    index: int
+    number: int
+    id: str
+    key: str
+    candidates: tuple[Candidate, ...] = ()
+    metadata: object | None = None
+    error: InvalidRowError | None = None
+
+
+def record_row(line: bytes | LongLine, *, index: int, number: int) -> CandidateRow:
+    """The row of a native record or of a line of an OpenAI batch output. What is in the line never raises."""
+    row_id = str(index)
+    if isinstance(line, LongLine):
+        error = InvalidRowError(f"line {number}: it has {line.size} bytes, but must have at most {MAX_LINE_BYTES}")
+        return CandidateRow(index, number, row_id, content_key(line.head), error=error)
+    key = content_key(line)
+    try:
+        record = parse_object(line)
+        named = record.get("custom_id", record.get("id"))
+        row_id = named if isinstance(named, str) and named else row_id
+        _check_failed(record)
+        found, metadata = _of_openai(record) if "response" in record else _of_native(record)
+    except InvalidRowError as error:
+        told = InvalidRowError(f"line {number}: {error}")
+        return CandidateRow(index, number, row_id, key, error=told)
+    return CandidateRow(index, number, row_id, key, found, metadata)
+
+
+def group_of_lines(lines: Sequence[bytes], *, index: int, number: int) -> CandidateRow:
+    """The row of several lines that are a candidate each. number: of the first."""
+    key = content_key(b"%d\n" % index + b"\n".join(lines))
+    try:
+        texts = [line.decode() for line in lines]
+    except UnicodeDecodeError:
+        error = InvalidRowError(f"line {number}: one of {len(lines)} lines from here on is not UTF-8")
+        return CandidateRow(index, number, str(index), key, error=error)
+    found = tuple(Candidate(text.strip(), None, None, {"text": text.strip()}) for text in texts)
+    return CandidateRow(index, number, str(index), key, found)
+
+
+def _check_failed(record: Fields) -> None:
+    failed = record.get("error")
+    if failed is not None:
+        message = failed.get("message") if isinstance(failed, dict) else failed
+        raise InvalidRowError(f"the row had failed before: {shorten(message)}")
+
+
+def _of_native(record: Fields) -> tuple[tuple[Candidate, ...], object | None]:
+    beams = record.get("beams")
+    if not isinstance(beams, list) or not beams:
+        raise InvalidRowError("beams is missing: give records that dsbd generate --n-best wrote (native or openai)")
+    found = []
+    for place, beam in enumerate(beams):
+        if not isinstance(beam, dict) or not isinstance(beam.get("text"), str):
+            raise InvalidRowError(f"beams[{place}] is {shorten(beam)}, but must be an object with a text")
+        found.append(Candidate(beam["text"], _number(beam, "logprob", place), _number(beam, "score", place), beam))
+    return tuple(found), record.get("metadata")
+
+
+def _of_openai(record: Fields) -> tuple[tuple[Candidate, ...], object | None]:
+    response = record["response"]
+    body = response.get("body") if isinstance(response, dict) else None
+    choices = body.get("choices") if isinstance(body, dict) else None
+    if not isinstance(body, dict) or not isinstance(choices, list) or not choices:
+        raise InvalidRowError("response.body.choices is missing: this is no line of a batch output")
+    found = []
+    for place, choice in enumerate(choices):
+        message = choice.get("message") if isinstance(choice, dict) else None
+        text = message.get("content") if isinstance(message, dict) else None
+        if isinstance(choice, dict) and message is None:
+            text = choice.get("text")
+        if not isinstance(text, str):
+            raise InvalidRowError(f"response.body.choices[{place}] is {shorten(choice)}, but must have a text")
+        fields = {"text": text, "finish_reason": choice.get("finish_reason")}
+        found.append(Candidate(text, None, None, fields))
+    return tuple(found), body.get("metadata")
+
+
+def _number(beam: Fields, name: str, place: int) -> float | None:
+    value = beam.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise InvalidRowError(f"beams[{place}].{name} is {shorten(value)}, but must be a number")
+    return None if value is None else float(value)

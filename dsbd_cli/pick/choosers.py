@@ -1,0 +1,224 @@
+"""Ways to choose one of several candidates. Each says which, and why."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Context, Decimal, InvalidOperation
+from types import ModuleType
+from typing import Literal, Protocol
+
+from dsbd_cli.errors import InvalidRowError, UsageError
+from dsbd_cli.io.records.row import Fields
+from dsbd_cli.pick.candidates import Candidate, CandidateRow
+
+__all__ = ["METRICS", "ByRisk", "ByScore", "ByVote", "Choice", "Chooser", "Equal", "Weights", "normalised"]
+
+Weights = Literal["uniform", "score", "probability"]
+Equal = Literal["text", "math"]
+Utility = Callable[[Sequence[str]], list[list[float]]]
+
+METRICS: tuple[str, ...] = ("chrf", "bleu")
+# possessive: no character is looked at twice; digits and commas end with a digit
+NUMBER = re.compile(r"[-+]?[$€£]?[-+]?[\d,]*+(?:\.\d++)?(?<=\d)(?:e[-+]?\d++)?%?", re.IGNORECASE)
+MAX_NUMBER = 1000  # characters; what is longer is a text
+MAX_EXPONENT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`beam`: place of the chosen candidate, from 0. `why`: JSON values for the record."""
+
+    beam: int
+    why: Fields
+
+
+class Chooser(Protocol):
+    """Chooses one of the candidates of a row."""
+
+    def choose(self, row: CandidateRow) -> Choice:
+        """The choice. Raises InvalidRowError where this row has none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ByScore:
+    """The candidate of the highest score; of equal ones the first."""
+
+    def choose(self, row: CandidateRow) -> Choice:
+        """Raises InvalidRowError where a record holds no scores."""
+        scores = _scores(row.candidates)
+        best = max(range(len(scores)), key=lambda place: scores[place])
+        return Choice(best, {"score": scores[best]})
+
+
+@dataclass(frozen=True, slots=True)
+class ByVote:
+    """The first candidate of the answer with the most votes (self-consistency); of equal ones the answer that comes
+    first.
+
+    Attributes:
+        answer: finds the answer in a text, the last match, its first group if it has one; None: the whole text.
+        weights: what a vote counts, see _weights_of.
+        equal: which answers are one: the same `text` once normalised, or the same value in mathematics (`math`: 1/2 and
+            0.5 agree, by math-verify).
+    """
+
+    answer: re.Pattern[str] | None = None
+    weights: Weights = "uniform"
+    equal: Equal = "text"
+
+    def __post_init__(self) -> None:
+        if self.equal == "math":
+            _math_verify()
+
+    def choose(self, row: CandidateRow) -> Choice:
+        """A candidate without an answer has no vote. Raises InvalidRowError where none has one."""
+        answers = [self._answer(candidate.text) for candidate in row.candidates]
+        if self.equal == "math":
+            answers = _same_values(answers)
+        votes: dict[str, float] = {}
+        for answer, weight in zip(answers, _weights_of(row.candidates, self.weights), strict=True):
+            if answer is not None:
+                votes[answer] = votes.get(answer, 0.0) + weight
+        if not votes:
+            pattern = self.answer.pattern if self.answer is not None else ""
+            raise InvalidRowError(f"none of {len(answers)} candidates holds an answer (--answer-regex {pattern!r})")
+        won = max(votes, key=lambda answer: votes[answer])
+        total = math.fsum(votes.values())
+        why = {
+            "answer": won,
+            "votes": sum(answer == won for answer in answers),
+            "share": round(votes[won] / total, 6) if total else 0.0,
+            "answers": len(votes),
+            "without_answer": sum(answer is None for answer in answers),
+        }
+        return Choice(answers.index(won), why)
+
+    def _answer(self, text: str) -> str | None:
+        known = normalised if self.equal == "text" else str
+        if self.answer is None:
+            return known(text)
+        found = list(self.answer.finditer(text))
+        if not found:
+            return None
+        last = found[-1]
+        return known((last[1] if last.re.groups else last[0]) or "")
+
+
+def _math_verify() -> ModuleType:
+    """Raises UsageError where the package is missing."""
+    try:
+        import math_verify
+    except ImportError:
+        raise UsageError("--equal math needs a package: pip install 'dsbd[math]'") from None
+    library: ModuleType = math_verify
+    return library
+
+
+def _same_values(answers: Sequence[str | None]) -> list[str | None]:
+    """Every answer as the first one of the same value is written; None where no value is found in the text."""
+    library = _math_verify()
+    known: list[tuple[list[object], str]] = []
+    found: list[str | None] = []
+    for answer in answers:
+        value = [] if answer is None else library.parse(answer)
+        if not value:
+            found.append(None)
+            continue
+        same = next((shown for other, shown in known if library.verify(other, value)), None)
+        if same is None:
+            same = str(value[-1])
+            known.append((value, same))
+        found.append(same)
+    return found
+
+
+def normalised(answer: str) -> str:
+    """An answer as votes compare it: case, repeated spaces and a full stop at the end do not count, and a number is its
+    value (`$1,200.50` and `1200.5` agree). One of over MAX_NUMBER characters, or of 10 to a power beyond MAX_EXPONENT,
+    is a text."""
+    text = " ".join(answer.casefold().split()).removesuffix(".")
+    if len(text) > MAX_NUMBER or not NUMBER.fullmatch(text):
+        return text
+    try:
+        value = Decimal(re.sub(r"[,$€£%]", "", text))
+    except InvalidOperation:
+        return text
+    if value and abs(value.adjusted()) > MAX_EXPONENT:
+        return text
+    exact = value.normalize(Context(prec=MAX_NUMBER)) if value else Decimal(0)
+    return f"{exact:f}" + ("%" if text.endswith("%") else "")
+
+
+@dataclass(frozen=True, slots=True)
+class ByRisk:
+    """Minimum Bayes risk: the candidate of the highest mean utility against all candidates, itself among them; of equal
+    ones the first.
+
+    Attributes:
+        metric: name of the utility, one of METRICS.
+        weights: what a candidate counts as a reference, see _weights_of.
+    """
+
+    metric: str = "chrf"
+    weights: Weights = "uniform"
+
+    def __post_init__(self) -> None:
+        _utility(self.metric)
+
+    def choose(self, row: CandidateRow) -> Choice:
+        """Raises InvalidRowError where weights need scores that a record does not hold."""
+        weights = _weights_of(row.candidates, self.weights)
+        total = math.fsum(weights)
+        matrix = _utility(self.metric)([candidate.text.strip() for candidate in row.candidates])
+        expected = [math.fsum(w * u for w, u in zip(weights, line, strict=True)) / total for line in matrix]
+        best = max(range(len(expected)), key=lambda place: expected[place])
+        return Choice(best, {"metric": self.metric, "expected_utility": round(expected[best], 6)})
+
+
+def _utility(metric: str) -> Utility:
+    """Pairwise utility, hypotheses down, references across, 0 to 100. Raises UsageError where its package is
+    missing."""
+    try:
+        if metric == "chrf":
+            import fastchrf
+
+            return lambda texts: fastchrf.pairwise_chrf([list(texts)], [list(texts)])[0]
+        from sacrebleu.metrics.bleu import BLEU
+    except ImportError as error:
+        raise UsageError(
+            f"--metric {metric} needs the package {error.name}: pip install 'dsbd[pick]'", value=metric
+        ) from None
+    bleu = BLEU(effective_order=True)
+    return lambda texts: [[float(bleu.sentence_score(a, [b]).score) for b in texts] for a in texts]
+
+
+def _weights_of(candidates: Sequence[Candidate], weights: Weights) -> list[float]:
+    """1 for each; or exp(score), or exp(logprob), scaled so that the best has 1.
+
+    `uniform` is for independent samples, whose number says how likely they are. Beams are all different texts: what
+    they count is their `probability`. Raises InvalidRowError where there are no scores.
+    """
+    if weights == "uniform":
+        return [1.0] * len(candidates)
+    scores = _scores(candidates) if weights == "score" else _logprobs(candidates)
+    return [math.exp(score - max(scores)) for score in scores]
+
+
+def _logprobs(candidates: Sequence[Candidate]) -> list[float]:
+    found = [candidate.logprob for candidate in candidates if candidate.logprob is not None]
+    if len(found) < len(candidates):
+        raise InvalidRowError("logprob is missing: only native records hold it (dsbd generate --output-format native)")
+    return found
+
+
+def _scores(candidates: Sequence[Candidate]) -> list[float]:
+    scores = [candidate.score for candidate in candidates if candidate.score is not None]
+    if len(scores) < len(candidates):
+        raise InvalidRowError(
+            "score is missing: only native records hold scores (dsbd generate --output-format native)"
+        )
+    return scores

@@ -1,0 +1,125 @@
+"""Choosing by execution: SQL candidates run on a database that may only be read, in a process with limits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from dsbd_cli.errors import InvalidRowError, UsageError, shorten
+from dsbd_cli.pick.candidates import CandidateRow
+from dsbd_cli.pick.choosers import Choice
+from dsbd_cli.pick.sandbox import Ran, SqlProcess, UnreadableDatabaseError, is_ordered
+
+__all__ = ["DEFAULT_TIMEOUT_S", "Agree", "ByExecution", "Databases", "Otherwise"]
+
+Agree = Literal["first", "majority"]
+Otherwise = Literal["first", "error"]
+
+DEFAULT_TIMEOUT_S = 30.0
+FIELD = re.compile(r"\{([^{}]*)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Databases:
+    """Which database a row is about: a path, in which `{field}` stands for a field of the row's metadata."""
+
+    template: str
+
+    def path(self, metadata: object) -> Path:
+        """Raises InvalidRowError where the metadata lacks a field, or the file does not exist."""
+        known = metadata if isinstance(metadata, Mapping) else {}
+
+        def value(found: re.Match[str]) -> str:
+            held = known.get(found[1])
+            if isinstance(held, bool) or not isinstance(held, str | int) or held == "":
+                raise InvalidRowError(
+                    f"metadata.{found[1]} is {shorten(held)}, but --database {self.template} needs a string there"
+                )
+            text = str(held)
+            if text in (".", "..") or "/" in text or "\\" in text or "\0" in text:
+                raise InvalidRowError(f"metadata.{found[1]} is {shorten(text)}, but must be a name without folders")
+            return text
+
+        path = Path(FIELD.sub(value, self.template))
+        try:
+            if path.is_file():
+                return path
+        except (OSError, ValueError) as error:
+            said = getattr(error, "strerror", None) or error
+            raise InvalidRowError(f"the database {shorten(str(path))} cannot be opened: {said}") from None
+        raise InvalidRowError(f"the database {path} does not exist")
+
+
+@dataclass(frozen=True, slots=True)
+class ByExecution:
+    """The first candidate that runs (the rule of CodeS), or the first of those whose results most candidates agree on.
+
+    Attributes:
+        agree: `first` or `majority`.
+        timeout_s: of one candidate.
+        otherwise: where none runs, the `first` candidate is chosen, and the record says so, or it is an `error`.
+    """
+
+    databases: Databases
+    agree: Agree = "first"
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    otherwise: Otherwise = "first"
+    process: SqlProcess = field(default_factory=SqlProcess, repr=False, compare=False)
+
+    def check(self, option: str) -> None:
+        """Open a database that is the same for all rows. option: that names it. Raises UsageError."""
+        if FIELD.search(self.databases.template):
+            return
+        try:
+            self._run(self.databases.path(None), "SELECT 1")
+        except InvalidRowError as error:
+            raise UsageError(f"{option}: {error}") from None
+
+    def choose(self, row: CandidateRow) -> Choice:
+        """Raises InvalidRowError where there is no database to run on, SqlStoppedError once `stop` was called."""
+        path, texts = self.databases.path(row.metadata), [candidate.text for candidate in row.candidates]
+        results: list[Ran | str] = []
+        for text in texts:
+            results.append(self._run(path, text))
+            if self.agree == "first" and isinstance(results[-1], Ran):
+                break
+        ran = {place: found for place, found in enumerate(results) if isinstance(found, Ran)}
+        errors = [found for found in results if isinstance(found, str)]
+        why = {"ran": len(ran), "failed": len(errors), **({"first_error": errors[0]} if errors else {})}
+        if not ran:
+            if self.otherwise == "error":
+                raise InvalidRowError(f"none of {len(texts)} candidates runs; the first: {errors[0]}")
+            return Choice(0, why)
+        if self.agree == "first":
+            return Choice(min(ran), why)
+        groups = _groups(ran, texts)
+        most = max(groups, key=len)
+        return Choice(most[0], {**why, "votes": len(most), "results": len(groups)})
+
+    def stop(self) -> None:
+        """End what runs. May be called from a signal handler."""
+        self.process.stop()
+
+    def _run(self, path: Path, text: str) -> Ran | str:
+        """What a candidate returns, or why it has failed. Raises InvalidRowError for a file that is no database."""
+        try:
+            return self.process.run(path, text.strip(), seconds=self.timeout_s)
+        except UnreadableDatabaseError as error:
+            raise InvalidRowError(f"the database {path} cannot be read: {error}") from None
+
+
+def _groups(ran: Mapping[int, Ran], texts: list[str]) -> list[list[int]]:
+    """Places of candidates with equal rows; their order counts where both statements order them."""
+    ordered = {place: is_ordered(texts[place]) for place in ran}
+    groups: list[list[int]] = []
+    for place, found in ran.items():
+        for group in groups:
+            if found.same(ran[group[0]], ordered=ordered[place] and ordered[group[0]]):
+                group.append(place)
+                break
+        else:
+            groups.append([place])
+    return groups

@@ -1,0 +1,63 @@
+"""The prompts that candidates answer, for choosers that must see them: the input file of dsbd generate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from dsbd_cli.errors import InvalidRowError
+from dsbd_cli.io.lines.jsonl import Readable, read_lines
+from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.io.records.row import Row
+from dsbd_cli.pick.candidates import CandidateRow
+from dsbd_cli.pick.choosers import Choice
+
+__all__ = ["ByReward", "Prompts"]
+
+Asked = str | Sequence[Mapping[str, str]]
+
+
+class Prompts:
+    """Prompts by id. Read as far as the rows need: those of rows that are passed over stay in memory."""
+
+    def __init__(self, stream: Readable, name: str) -> None:
+        self._name = name
+        self._rows = self._read(stream)
+        self._seen: dict[str, Asked] = {}
+
+    def of(self, row_id: str) -> Asked:
+        """Raises InvalidRowError where no row has this id."""
+        while row_id not in self._seen:
+            row = next(self._rows, None)
+            if row is None:
+                raise InvalidRowError(f"id is {row_id!r}, which {self._name} does not hold")
+            if row.request is not None:
+                self._seen[row.id] = row.request.messages or row.request.prompt or ""
+        return self._seen.pop(row_id)
+
+    @staticmethod
+    def _read(stream: Readable) -> Iterator[Row]:
+        reader = RowReader()
+        for index, (number, line) in enumerate(read_lines(stream)):
+            yield reader.read(line, index=index, number=number)
+
+
+class _Rewarding(Protocol):
+    """What is asked of a reward model."""
+
+    def scores(self, prompt: Asked, texts: Sequence[str]) -> list[float]:
+        """One number for each text, the higher the better."""
+        ...
+
+
+class ByReward:
+    """The candidate that a reward model gives the highest score; of equal ones the first."""
+
+    def __init__(self, model: _Rewarding, prompts: Prompts) -> None:
+        self._model, self._prompts = model, prompts
+
+    def choose(self, row: CandidateRow) -> Choice:
+        """Raises InvalidRowError where the prompt is missing or too long."""
+        rewards = self._model.scores(self._prompts.of(row.id), [one.text for one in row.candidates])
+        best = max(range(len(rewards)), key=lambda place: rewards[place])
+        return Choice(best, {"reward": rewards[best], "rewards": [round(value, 6) for value in rewards]})

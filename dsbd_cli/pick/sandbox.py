@@ -1,0 +1,223 @@
+"""Running untrusted SQL, read-only, in a process with limits that is started again when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsbd_cli.errors import DsbdError
+from dsbd_cli.pick import sql_child
+from dsbd_cli.pick.sql_child import MAX_SQL_BYTES, Cell, TableData
+
+__all__ = ["Ran", "SqlProcess", "SqlStoppedError", "UnreadableDatabaseError", "is_ordered", "read_rows"]
+
+STEPS = 2_000_000
+MAX_ROWS = 1_000_000
+START_S = 60.0
+GRACE_S = 1.0  # in which a statement may end by itself, behind its time
+WAIT_S = 60.0
+MAX_ANSWER_BYTES = 1 << 16
+
+Rows = list[tuple[Cell, ...]]
+
+# comments, quoted texts and names, each ended by its end or by that of the statement; parentheses; words; anything else
+TOKEN = re.compile(
+    r"""(?P<skipped>\s++|--[^\n]*+|/\*(?:[^*]|\*(?!/))*+(?:\*/|\Z))"""
+    r"""|'[^']*+(?:'|\Z)|"[^"]*+(?:"|\Z)|`[^`]*+(?:`|\Z)|\[[^\]]*+(?:\]|\Z)|[()]|\w++|.""",
+    re.DOTALL,
+)
+
+
+class UnreadableDatabaseError(Exception):
+    """The file is no database, or cannot be opened."""
+
+
+class SqlStoppedError(Exception):
+    """`stop` was called while, or before, a statement ran."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a statement returned, as digests: equal ones stand for equal rows. Floats count to six decimals."""
+
+    ordered: str
+    bag: str
+
+    def same(self, other: Ran, *, ordered: bool) -> bool:
+        """Whether two results agree: column order and repeats count, row order only where `ordered`."""
+        return self.ordered == other.ordered if ordered else self.bag == other.bag
+
+
+class SqlProcess:
+    """A process that runs statements, one at a time. It is started by the first one, and ends with this object."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[..., SqlProcess] | None = None
+        self._stopped = False
+        self.starts = 0
+
+    def run(
+        self,
+        database: Path | Mapping[str, TableData],
+        sql: str,
+        *,
+        seconds: float,
+        steps: int | None = None,
+        max_rows: int = MAX_ROWS,
+    ) -> Ran | str:
+        """What a statement returns, or why it has failed: it is no such statement, writes, or goes past a limit.
+
+        database: a file, or tables. seconds: after which it is ended, whatever it does. steps: of SQLite's virtual
+        machine at most. Raises UnreadableDatabaseError, SqlStoppedError, and DsbdError where no process can be started.
+        """
+        if len(sql) > MAX_SQL_BYTES:
+            return f"it has {len(sql)} characters, but must have at most {MAX_SQL_BYTES}"
+        request = {
+            "path": str(database.resolve()) if isinstance(database, Path) else None,
+            "tables": None if isinstance(database, Path) else database,
+            "sql": sql,
+            "seconds": seconds,
+            "steps": steps,
+            "max_rows": max_rows,
+        }
+        process = self._started()
+        try:
+            answer = _asked(process, json.dumps(request).encode() + b"\n", seconds + GRACE_S)
+        except TimeoutError:
+            self.close()
+            return f"it ran longer than {seconds:g} s"
+        except BaseException:
+            self.close()  # its answer would be taken for that of the next statement
+            raise
+        if answer is None:
+            self.close()
+            if self._stopped:
+                raise SqlStoppedError
+            return _died(process)
+        if "unreadable" in answer:
+            raise UnreadableDatabaseError(answer["unreadable"])
+        return answer["error"] if "error" in answer else Ran(answer["ordered"], answer["bag"])
+
+    def stop(self) -> None:
+        """End the statement that runs, and refuse others. May be called from a signal handler."""
+        self._stopped = True
+        if self._process is not None:
+            self._process.kill()
+
+    def close(self) -> None:
+        """End the process. The next statement starts another one."""
+        if self._end is not None:
+            self._end()
+        self._process = self._end = None
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """The process, once it is ready for a statement, so that its start is no part of a statement's time."""
+        if self._process is not None and self._process.poll() is not None:
+            self.close()  # killed from outside while it was idle
+        if self._process is None and not self._stopped:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", sql_child.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                process_group=0,  # Ctrl-C in a terminal is for us alone
+            )
+            self._process, self._end = process, weakref.finalize(self, _ended, process)
+            self.starts += 1
+            try:
+                ready = _read(process, START_S)
+            except BaseException:
+                self.close()
+                raise
+            if ready is None and not self._stopped:
+                self.close()
+                raise DsbdError(f"the process that runs SQL does not start: {_died(process)}")
+        if self._stopped:
+            self.close()
+            raise SqlStoppedError
+        assert self._process is not None
+        return self._process
+
+
+def _asked(process: subprocess.Popen[bytes], request: bytes, seconds: float) -> dict[str, str] | None:
+    """The answer; None where the process has died. Raises TimeoutError where none comes in time."""
+    assert process.stdin is not None
+    try:
+        left = memoryview(request)
+        while left:
+            left = left[process.stdin.write(left) or 0 :]
+    except BrokenPipeError:
+        return None
+    return _read(process, seconds)
+
+
+def _read(process: subprocess.Popen[bytes], seconds: float) -> dict[str, str] | None:
+    """One line of the process; None where it has died. Signals are heard meanwhile. Raises TimeoutError."""
+    assert process.stdout is not None
+    poll, end, line = select.poll(), time.monotonic() + seconds, b""
+    poll.register(process.stdout, select.POLLIN)
+    while not line.endswith(b"\n") and len(line) < MAX_ANSWER_BYTES:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        if poll.poll(1000 * min(left, WAIT_S)):
+            more = os.read(process.stdout.fileno(), MAX_ANSWER_BYTES)
+            if not more:
+                return None
+            line += more
+    answer: dict[str, str] = json.loads(line)
+    return answer
+
+
+def _ended(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        with contextlib.suppress(OSError):
+            stream.close()
+    process.wait()
+
+
+def _died(process: subprocess.Popen[bytes]) -> str:
+    code = process.returncode
+    return f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
+
+
+def read_rows(database: sqlite3.Connection, sql: str) -> Rows | None:
+    """The rows of a statement of our own, in this process, floats to six decimals; None where it fails or takes more
+    than STEPS steps."""
+    over = sql_child.budget(float("inf"), STEPS)
+    database.set_progress_handler(lambda: over() is not None, sql_child.STEPS_PER_CALL)
+    try:
+        rows: Rows = database.execute(sql).fetchall()
+    except sqlite3.Error:
+        return None
+    return [tuple(round(cell, 6) if isinstance(cell, float) else cell for cell in row) for row in rows]
+
+
+def is_ordered(sql: str) -> bool:
+    """Whether the statement itself, not a part in parentheses, quotes or comments, has an ORDER BY. One pass."""
+    depth, before = 0, ""
+    for token in TOKEN.finditer(sql):
+        if token["skipped"] is not None:
+            continue
+        word = token[0].casefold()
+        depth += (word == "(") - (word == ")")
+        if word == "by" and before == "order" and depth == 0:
+            return True
+        before = word
+    return False

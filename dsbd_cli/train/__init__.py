@@ -1,0 +1,1 @@
+"""Training and trimming of drafts."""

@@ -1,0 +1,57 @@
+"""How a draft does on prompts that it was not trained on: what passes, layer by layer, and how fast it is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.lab.profiling.budget import Budget
+from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
+from dsbd_cli.lab.profiling.runs import ProfiledPair
+from dsbd_cli.lab.reports.profile_data import NO_DRAFT
+from dsbd_cli.requests import Request
+from dsbd_cli.train.record import Acceptance, Speed
+
+__all__ = ["measure_acceptance", "measured_speed"]
+
+
+def measure_acceptance(
+    engine: Engine, requests: Sequence[Request], told: Callable[[int], None] = lambda number: None
+) -> Acceptance | None:
+    """The engine on these requests; requests that fail are left out. None where nothing was drafted. told: after each,
+    how many are done."""
+    engine.log_steps = True
+    depth = engine.method.depth
+    reached, passed, steps, calls = [0] * depth, [0] * depth, 0, 0
+    for number, result in enumerate(engine.run(requests), 1):
+        told(number)
+        if result.error is not None:
+            continue
+        steps, calls = steps + result.stats.steps, calls + result.stats.target_calls
+        for step in result.stats.step_log:
+            for place, layer in enumerate(step.layers):
+                reached[place] += 1
+                passed[place] += layer.passed
+    if not calls or not reached[0]:
+        return None
+    return Acceptance(steps / calls, tuple(p / r for p, r in zip(passed, reached, strict=True) if r))
+
+
+def measured_speed(engine: Engine, requests: Sequence[Request], budget: Budget) -> Speed | None:
+    """Runs without and with the draft, as `dsbd profile` makes them, within the budget; None where there was no time
+    for both."""
+    assert engine.draft is not None
+    assert engine.info is not None
+    names, rows = (engine.info.target, engine.info.draft), min(engine.batch_size, len(requests))
+    pair = ProfiledPair(engine.target, engine.draft, engine.codec, tuple(requests), rows, names, budget)
+    profile = take_profile(
+        ProfileSpec(pair, engine.method, 1, "", engine.info.dtype, None, lambda setting: setting.label)
+    )
+    if profile is None:
+        return None
+    speeds = {one.setting: one.tokens_per_s.median for one in (profile.now, *profile.tried)}
+    plain = speeds.pop(NO_DRAFT, None)
+    if plain is None:
+        return None
+    best = max(speeds, key=lambda setting: speeds[setting])
+    return Speed(plain, speeds[best], best.label)

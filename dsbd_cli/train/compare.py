@@ -1,0 +1,85 @@
+"""Two drafts of one target, measured by the engine on the same requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.errors import DsbdError
+from dsbd_cli.models.checkpoints.vocabulary import check_pair
+from dsbd_cli.models.load_model import load_model
+from dsbd_cli.models.tokenizer import HFCodec
+from dsbd_cli.requests import Request
+from dsbd_cli.stats import RequestStats
+
+__all__ = ["Measure", "measure", "with_draft", "worse"]
+
+ROUNDS = 2
+LOST = 0.02  # of the steps per target call or of the time: less is what a few prompts vary by
+SLOWER = 0.05
+
+
+@dataclass(slots=True)
+class Measure:
+    """Sums over the rounds. stats: of all requests. tokens: of the best texts."""
+
+    stats: RequestStats = field(default_factory=RequestStats)
+    tokens: int = 0
+
+    @property
+    def token_ms(self) -> float:
+        """Milliseconds per token in both models."""
+        return 1e3 * (self.stats.draft_s + self.stats.target_s) / self.tokens
+
+
+def worse(before: Measure, after: Measure) -> str | None:
+    """How the second draft is worse than the first: fewer steps per target call, or more time per token in both models
+    together; None where it is not."""
+    if not all(one.stats.target_calls and one.tokens for one in (before, after)):
+        return None
+    steps = [one.stats.steps_per_call for one in (before, after)]
+    times = [one.token_ms for one in (before, after)]
+    fewer, slower = 1 - steps[1] / steps[0] > LOST, times[0] > 0 and times[1] / times[0] - 1 > SLOWER
+    said = []
+    if fewer:
+        said.append(f"{steps[1]:.2f} steps per target call instead of {steps[0]:.2f}")
+    if fewer or slower:
+        said.append(f"{times[1]:.2f} ms per token in both models instead of {times[0]:.2f}")
+    return ", ".join(said) or None
+
+
+def with_draft(engine: Engine, spec: ModelSpec, method: MethodConfig | None = None) -> Engine:
+    """A second engine with the same target and another draft, and another method if one is given. The two must not run
+    at once: they share the target."""
+    draft, codec = load_model(spec)
+    if isinstance(engine.codec, HFCodec):
+        check_pair(engine.codec, codec, engine.target.vocab_size, draft.vocab_size)
+    draft.fit_width(engine.target.vocab_size)
+    info = None if engine.info is None else replace(engine.info, draft=spec.source)
+    method = method or engine.method
+    return engine.replace(draft=draft, method=method, batch_size=engine.batch_size, info=info)
+
+
+def measure(engines: Sequence[Engine], requests: Sequence[Request]) -> list[Measure]:
+    """Each engine on the same requests, in turn, several rounds, after one request to warm up.
+
+    Raises the first request's error.
+    """
+    found = [Measure() for _ in engines]
+    for engine in engines:
+        _round(engine, requests[:1], Measure())
+    for _ in range(ROUNDS):
+        for engine, sums in zip(engines, found, strict=True):
+            _round(engine, requests, sums)
+    return found
+
+
+def _round(engine: Engine, requests: Sequence[Request], sums: Measure) -> None:
+    for result in engine.run(requests):
+        if result.error is not None:
+            raise DsbdError(f"prompt {result.request.id} cannot be measured on: {result.error}")
+        sums.stats.add(result.stats)
+        sums.tokens += result.hypotheses[0].num_tokens

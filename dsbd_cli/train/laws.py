@@ -1,0 +1,108 @@
+"""The target's law after every token of an answer, as far as it matters: its likeliest tokens, and the rest in one.
+
+Shape letters: n tokens of an answer, T tokens of a law, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dsbd_cli.engine.cache.prefill import prefill
+from dsbd_cli.engine.protocols import ForestInput, ForestModel
+from dsbd_cli.train.answers import Answer
+
+__all__ = ["TOP", "Law", "Objective", "Teacher", "divergence"]
+
+Objective = Literal["forward", "reverse", "variation"]
+
+TOP = 64
+CHUNK = 256  # answer tokens whose logits are held at once
+STEP = 32
+KEPT_BYTES = 1 << 30
+LEAST = 1e-7  # of a probability whose logarithm is taken
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """ids [n, T] int32: the likeliest tokens before each token of an answer. logs [n, T] float32: their
+    log-probabilities at temperature 1."""
+
+    ids: Tensor
+    logs: Tensor
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that it takes."""
+        return self.ids.nbytes + self.logs.nbytes
+
+
+class Teacher:
+    """Laws of answers, computed when they are first asked for and kept as long as there is room.
+
+    Each answer is run alone, so that a law has the same bits whenever it is computed: a resumed run is the same run.
+    """
+
+    def __init__(self, target: ForestModel, kept_bytes: int = KEPT_BYTES) -> None:
+        self._target, self._left = target, kept_bytes
+        self._kept: dict[Answer, Law] = {}
+
+    def law(self, answer: Answer) -> Law:
+        """On the CPU."""
+        if (found := self._kept.get(answer)) is not None:
+            return found
+        law = self._compute(answer)
+        if law.held_bytes <= self._left:
+            self._left -= law.held_bytes
+            self._kept[answer] = law
+        return law
+
+    @torch.no_grad()
+    def _compute(self, answer: Answer) -> Law:
+        model, first = self._target, len(answer.prompt) - 1
+        # the last token of the answer is read by nobody
+        text = [*answer.prompt, *answer.tokens[:-1]]
+        slots = -(-(len(text) + STEP) // STEP) * STEP
+        model.release()
+        model.reserve(1, slots + 1)
+        prefill(model, [0], [answer.prompt], slots, apart=True)
+        parts = []
+        for start in range(first, len(text), CHUNK):
+            end = min(start + CHUNK, len(text))
+            logits = model.forward(_chain(text, start, end, model.device))
+            assert logits is not None
+            logs = logits[0].float().log_softmax(-1).topk(min(TOP, logits.shape[-1]), -1)
+            parts.append((logs.indices.to(torch.int32).cpu(), logs.values.cpu()))
+        model.release()
+        return Law(torch.cat([ids for ids, _ in parts]), torch.cat([logs for _, logs in parts]))
+
+
+def _chain(text: list[int], start: int, end: int, device: torch.device) -> ForestInput:
+    """Tokens start .. end of a text behind those before them."""
+    places = torch.arange(start, end, device=device).unsqueeze(0)
+    index = torch.arange(end, device=device).unsqueeze(0)
+    tokens = torch.tensor([text[start:end]], device=device)
+    seen = index.unsqueeze(1) <= places.unsqueeze(2)
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    return ForestInput(tokens, places, places, seen, index, rows=rows, chain=True)
+
+
+def divergence(logits: Tensor, ids: Tensor, logs: Tensor, objective: Objective) -> Tensor:
+    """[n] float32: how far the draft's laws are from the target's, with all tokens beyond the T of the target's in one.
+
+    logits [n, V] of the draft; ids, logs [n, T] of the target. forward: KL(target, draft); reverse: KL(draft, target);
+    variation: half the sum of differences, what speculative sampling rejects.
+    """
+    found = logits.float()
+    q_logs = found.gather(1, ids.long()) - found.logsumexp(-1, keepdim=True)
+    q, p = q_logs.exp(), logs.exp()
+    p_rest = (1 - p.sum(1)).clamp(min=LEAST)
+    q_rest = (1 - q.sum(1)).clamp(min=LEAST)
+    if objective == "variation":
+        return ((p - q).abs().sum(1) + (p_rest - q_rest).abs()) / 2
+    if objective == "reverse":
+        return (q * (q_logs - logs)).sum(1) + q_rest * (q_rest / p_rest).log()
+    return (p * (logs - q_logs)).sum(1) + p_rest * (p_rest / q_rest).log()

@@ -1,0 +1,102 @@
+"""What stands in a draft's folder beside the draft: what it was made with, and how it did. No tensors."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import orjson
+
+from dsbd_cli.errors import UsageError
+from dsbd_cli.io.lines.resume import write_atomically
+
+__all__ = ["BATCH", "RECORD", "Acceptance", "Milestone", "Plan", "Record", "Speed", "read_record"]
+
+RECORD = "dsbd_distill.json"
+SCHEMA = "dsbd.distill/1"
+BATCH = 8  # answers of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the weights follow from, besides device and machine. input: a digest of the prompts' lines."""
+
+    target: str
+    layers: int
+    hidden_size: int | None
+    steps: int
+    learning_rate: float
+    decode: str
+    num_beams: int
+    max_new_tokens: int
+    seed: int
+    dtype: str
+    input: str
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Measured tokens/s on this machine. plain: without a draft. drafted: with this draft, at the fastest D and K of
+    those that were run. label: those."""
+
+    plain: float
+    drafted: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """steps_per_call: steps that one target call yields. by_depth: of the times that a layer was reached, how often it
+    passed, the first layer first; layers that were never reached are left out."""
+
+    steps_per_call: float
+    by_depth: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Milestone:
+    """The draft after so many steps. loss: mean since the milestone before, in nats per token; None before the first
+    step. acceptance: None where nothing was drafted. speed: where it was measured."""
+
+    step: int
+    loss: float | None
+    acceptance: Acceptance | None
+    speed: Speed | None = None
+
+
+@dataclass(slots=True)
+class Record:
+    """A run of the command. prompts, answers: that are learnt from."""
+
+    plan: Plan
+    complete: bool = False
+    prompts: int = 0
+    answers: int = 0
+    milestones: list[Milestone] = field(default_factory=list)
+
+    def write(self, folder: Path) -> None:
+        """Whole or not at all. Raises OutputError."""
+        content = {"schema": SCHEMA, **asdict(self)}
+        write_atomically(folder / RECORD, orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def read_record(folder: Path) -> Record:
+    """The record in a folder. Raises UsageError where it cannot be read."""
+    path = folder / RECORD
+    try:
+        found = orjson.loads(path.read_bytes())
+        plan = Plan(**found["plan"])
+        milestones = [_milestone(one) for one in found["milestones"]]
+        return Record(plan, found["complete"], found["prompts"], found["answers"], milestones)
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(f"{path} cannot be read: name a new folder with --output") from None
+
+
+def _milestone(found: dict[str, object]) -> Milestone:
+    step, loss, acceptance, speed = (found[name] for name in ("step", "loss", "acceptance", "speed"))
+    if not isinstance(step, int) or not isinstance(loss, float | None):
+        raise TypeError
+    passed = None
+    if isinstance(acceptance, dict):
+        passed = Acceptance(acceptance["steps_per_call"], tuple(acceptance["by_depth"]))
+    return Milestone(step, loss, passed, Speed(**speed) if isinstance(speed, dict) else None)

@@ -1,0 +1,241 @@
+"""A draft in training: made from a target, kept in checkpoints, written as an ordinary folder.
+
+A student is the target's own first layers, or a small Llama that reads and writes the target's tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dsbd_cli.config.model import DTYPES, ModelSpec
+from dsbd_cli.errors import ModelError, OutputError, UnsupportedModelError, UsageError
+from dsbd_cli.models.checkpoints.hub import locate
+from dsbd_cli.models.checkpoints.loader import is_gguf, load, load_config, load_tokenizer
+from dsbd_cli.train.trim import copy_beside
+
+__all__ = [
+    "StudentShape",
+    "load_student",
+    "new_student",
+    "publish_student",
+    "read_moments",
+    "recover",
+    "remove",
+    "save_student",
+    "stored_dtype",
+    "student_shape",
+]
+
+SHARE_OF_LAYERS = 4  # the draft has one of so many of the target's layers
+LLAMA_LAYERS = 2
+HEAD_DIMS = (64, 32, 16)
+MOMENTS = "optimizer.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class StudentShape:
+    """layers: of the draft. hidden_size: of a small Llama; None: the target's own first layers."""
+
+    layers: int
+    hidden_size: int | None
+
+
+def student_shape(spec: ModelSpec, layers: int | None, hidden_size: int | None) -> StudentShape:
+    """What is made of the target of `spec`, from its config alone. None: a quarter of its layers, or two of a Llama.
+
+    Raises UsageError for sizes that make no draft of it, UnsupportedModelError for a target that no draft is made of.
+    """
+    config = load_config(locate(spec), spec)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"target model {spec.source!r} has an encoder: drafts are made of decoder-only targets alone"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"target model {spec.source!r} is quantized, and quantized layers cannot be trained: "
+            "distil from the original; its draft serves both"
+        )
+    text = config.get_text_config(decoder=True)
+    most = text.num_hidden_layers
+    if layers is not None and layers < 1:
+        raise UsageError(f"--layers is {layers}, but must be 1 or more")
+    if hidden_size is None:
+        if most < 2:
+            raise UsageError(f"the target has {most} layer, so no draft can be cut from it: give --hidden-size")
+        wanted = max(1, most // SHARE_OF_LAYERS) if layers is None else layers
+        if wanted >= most:
+            raise UsageError(f"--layers is {wanted}, but the target has {most}: a draft of its own layers has fewer")
+        return StudentShape(wanted, None)
+    step = HEAD_DIMS[-1]
+    if hidden_size < step or hidden_size % step or hidden_size > text.hidden_size:
+        raise UsageError(
+            f"--hidden-size is {hidden_size}, but must be a multiple of {step}, at most the target's {text.hidden_size}"
+        )
+    return StudentShape(LLAMA_LAYERS if layers is None else layers, hidden_size)
+
+
+def new_student(spec: ModelSpec, shape: StudentShape, seed: int) -> nn.Module:
+    """An untrained draft of the target, in float32 on the device of `spec`, every weight to be trained."""
+    plain = replace(spec, role="draft", dtype="float32", device_map=None, tensor_parallel=1)
+    first, _ = load(plain, _cut_config(load_config(locate(spec), spec), shape.layers if not shape.hidden_size else 1))
+    return _trainable(first if shape.hidden_size is None else _small_llama(first, shape, seed))
+
+
+def load_student(folder: Path, spec: ModelSpec) -> nn.Module:
+    """The student that `save_student` has written, in float32. Raises ModelError where the files are damaged."""
+    plain = replace(spec, source=str(folder), role="draft", dtype="float32", device_map=None, tensor_parallel=1)
+    return _trainable(load(plain)[0])
+
+
+def stored_dtype(spec: ModelSpec) -> str:
+    """The dtype that the target's weights are stored in, which its draft is stored in too."""
+    text = load_config(locate(spec), spec).get_text_config(decoder=True)
+    found = str(getattr(text, "dtype", None)).removeprefix("torch.")
+    return found if found in DTYPES and found != "auto" else "float32"
+
+
+def save_student(
+    student: nn.Module, spec: ModelSpec, folder: Path, dtype: str, moments: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write the student with its target's tokenizer, as transformers reads it. What is in `folder` is replaced by a
+    whole folder or stays. moments: tensors of the optimizer, to go on from. Raises OutputError."""
+    recover(folder)
+    unfinished, before = folder.with_name(f".{folder.name}.unfinished"), _before(folder)
+    try:
+        for path in (unfinished, before):
+            shutil.rmtree(path, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        _write(student, spec, unfinished, dtype)
+        if moments is not None:
+            save_file({name: tensor.contiguous().cpu() for name, tensor in moments.items()}, unfinished / MOMENTS)
+        if folder.exists():
+            folder.replace(before)
+        unfinished.replace(folder)
+        shutil.rmtree(before, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise OutputError(f"cannot write {folder}: {getattr(error, 'strerror', None) or error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        with contextlib.suppress(OutputError):  # where the second rename failed, the first one is undone
+            recover(folder)
+
+
+def publish_student(student: nn.Module, spec: ModelSpec, folder: Path, dtype: str) -> None:
+    """Write the trained student beside what `folder` holds. The config comes last: without it the folder is no
+    checkpoint. Raises OutputError."""
+    whole = folder / ".draft"
+    save_student(student, spec, whole, dtype)
+    try:
+        for path in sorted(whole.iterdir(), key=lambda path: path.name == "config.json"):
+            path.replace(folder / path.name)
+        whole.rmdir()
+    except OSError as error:
+        raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+def recover(folder: Path) -> None:
+    """Take back what `folder` held where `save_student` was killed between its two renames. Raises OutputError."""
+    try:
+        if not folder.exists() and _before(folder).exists():
+            _before(folder).replace(folder)
+    except OSError as error:
+        raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+def _before(folder: Path) -> Path:
+    """Where `folder` stands while another one takes its place."""
+    return folder.with_name(f".{folder.name}.before")
+
+
+def read_moments(folder: Path) -> dict[str, Tensor]:
+    """The optimizer's tensors of a checkpoint. Raises ModelError where they are missing or damaged."""
+    try:
+        return load_file(folder / MOMENTS)
+    except (OSError, SafetensorError) as error:
+        said = " ".join(str(error).split())[:120]
+        raise ModelError(f"{folder / MOMENTS} cannot be read ({said}): remove {folder} to begin anew") from None
+
+
+def remove(folder: Path) -> None:
+    """A checkpoint that is needed no more."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _trainable(model: Any) -> nn.Module:
+    """Evaluation mode leaves out dropout, whose noise would be another one after a resume."""
+    student: nn.Module = model.eval().requires_grad_(True)
+    return student
+
+
+def _cut_config(config: Any, layers: int) -> Any:
+    """The config of the first layers; what it says of each layer in a list is cut alike."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config(decoder=True)
+    most = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == most and not name.startswith("_"):
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    return config
+
+
+def _small_llama(first: Any, shape: StudentShape, seed: int) -> Any:
+    """A random Llama; its embeddings are the target's, projected on their first principal components, not centred."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    assert shape.hidden_size is not None
+    text, size = first.config.get_text_config(decoder=True), shape.hidden_size
+    table = first.get_input_embeddings().weight.detach().float()
+    head_dim = next(width for width in HEAD_DIMS if size % width == 0)
+    config = LlamaConfig(
+        vocab_size=table.shape[0],
+        hidden_size=size,
+        intermediate_size=-(-size * 8 // 3 // 64) * 64,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=size // head_dim,
+        num_key_value_heads=size // head_dim,
+        max_position_embeddings=getattr(text, "max_position_embeddings", None) or 2048,
+        tie_word_embeddings=True,
+        bos_token_id=text.bos_token_id,
+        eos_token_id=text.eos_token_id,
+        pad_token_id=text.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).to(table.device)
+    model.generation_config = copy.deepcopy(first.generation_config)
+    axes = torch.linalg.eigh(table.double().T @ table.double()).eigenvectors[:, -size:].float()
+    projected = table @ axes
+    model.get_input_embeddings().weight.data.copy_(projected * (config.initializer_range / projected.std()))
+    return model
+
+
+def _write(student: Any, spec: ModelSpec, folder: Path, dtype: str) -> None:
+    kind: torch.dtype = getattr(torch, dtype)
+    # tied weights are one tensor before and after
+    made: dict[int, Tensor] = {}
+    state = {
+        name: made.setdefault(id(tensor), tensor.detach().to(kind) if tensor.is_floating_point() else tensor)
+        for name, tensor in student.state_dict(keep_vars=True).items()
+    }
+    student.save_pretrained(folder, state_dict=state)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["dtype"] = dtype
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    source = locate(spec)
+    if is_gguf(source):
+        load_tokenizer(source, spec).save_pretrained(folder)
+        return
+    copy_beside(source, folder)

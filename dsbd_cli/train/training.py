@@ -1,0 +1,146 @@
+"""The training loop: batches that follow from seed and step alone, so that a resumed run is the same run.
+
+Our own short loop: transformers' Trainer takes datasets, collators and callbacks for what are sixty lines here, and
+evaluates and resumes in its own ways.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from dsbd_cli.errors import DsbdError
+from dsbd_cli.train.answers import Answer
+from dsbd_cli.train.laws import Objective, Teacher, divergence
+from dsbd_cli.train.record import BATCH
+
+__all__ = ["Recipe", "Training"]
+
+BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.98), 0.01, 1.0
+WARM_UP_SHARE, WARM_UP_MOST = 0.05, 100
+LOGIT_BYTES = 256 << 20  # of a forward's float32 logits
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What the trained weights follow from, beside the answers. autocast: products in bfloat16."""
+
+    steps: int
+    learning_rate: float
+    seed: int
+    autocast: bool
+    objective: Objective = "forward"
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, from 0: it rises, is constant until half of the steps, and falls to 0."""
+        warm = max(1, min(WARM_UP_MOST, int(WARM_UP_SHARE * self.steps)))
+        return self.learning_rate * min(1.0, (step + 1) / warm, 2.0 * (1.0 - step / self.steps))
+
+    def places(self, step: int, count: int) -> list[int]:
+        """Which of so many answers a step learns from: each once before any twice."""
+        return [
+            _order(self.seed, place // count, count)[place % count] for place in range(step * BATCH, (step + 1) * BATCH)
+        ]
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, count: int) -> list[int]:
+    order = list(range(count))
+    random.Random(f"{seed}:{epoch}").shuffle(order)
+    return order
+
+
+class Training:
+    """A student, its optimizer and how many steps it has learnt. `student` is trained in place."""
+
+    def __init__(self, student: nn.Module, teacher: Teacher, answers: Sequence[Answer], recipe: Recipe) -> None:
+        self.student, self.step = student, 0
+        self._teacher, self._answers, self._recipe = teacher, answers, recipe
+        parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
+        self._device = parameters[0].device
+        matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+        others = [parameter for parameter in parameters if parameter.ndim <= 1]
+        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+        self._parameters = parameters
+        self._optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS, fused=True)
+        # most models can leave out the logits of positions that nobody asks for
+        self._keeps = "logits_to_keep" in inspect.signature(type(student).forward).parameters
+
+    def moments(self) -> dict[str, Tensor]:
+        """What the optimizer remembers, by name."""
+        state = self._optimizer.state_dict()["state"]
+        return {f"{number}.{name}": tensor for number, some in state.items() for name, tensor in some.items()}
+
+    def restore(self, moments: dict[str, Tensor]) -> None:
+        """Go on behind the step at which the moments were taken, with the student of that step."""
+        state: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in moments.items():
+            number, _, name = key.partition(".")
+            state.setdefault(int(number), {})[name] = tensor
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.step = int(moments["0.step"]) if moments else 0
+
+    def run_step(self) -> float:
+        """One step; returns the mean divergence in nats per token. Raises DsbdError where it is no number."""
+        batch = [self._answers[place] for place in self._recipe.places(self.step, len(self._answers))]
+        tokens = sum(len(one.tokens) for one in batch)
+        total = 0.0
+        for part in self._parts(batch):
+            loss = self._loss(part) / tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        if not math.isfinite(total):
+            raise DsbdError(f"the loss of step {self.step + 1} is no number: give a lower --learning-rate")
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._recipe.rate(self.step)
+        nn.utils.clip_grad_norm_(self._parameters, CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return total
+
+    def _parts(self, batch: list[Answer]) -> list[list[Answer]]:
+        """Answers that go through the student together: of like length, and few enough for their logits."""
+        width = self.student.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        most = max(1, LOGIT_BYTES // (4 * width))
+        parts: list[list[Answer]] = []
+        for one in sorted(batch, key=lambda one: (len(one.prompt), len(one.tokens))):
+            wider = [*parts[-1], one] if parts else [one]
+            if parts and len(wider) * _span(wider)[1] <= most:
+                parts[-1] = wider
+            else:
+                parts.append([one])
+        return parts
+
+    def _loss(self, part: list[Answer]) -> Tensor:
+        """Sum over all tokens of the answers."""
+        start, count = _span(part)
+        # what stands behind a text is seen by no token of it
+        texts = [[*one.prompt, *one.tokens[:-1]] for one in part]
+        ids = torch.tensor([text + [0] * (start + count - len(text)) for text in texts], device=self._device)
+        keep = {"logits_to_keep": count} if self._keeps else {}
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._recipe.autocast):
+            logits: Tensor = self.student(input_ids=ids, use_cache=False, **keep).logits[:, -count:]
+        total = logits.new_zeros((), dtype=torch.float32)
+        for row, one in enumerate(part):
+            law, begin = self._teacher.law(one), len(one.prompt) - 1 - start
+            mine = logits[row, begin : begin + len(one.tokens)]
+            total = (
+                total
+                + divergence(mine, law.ids.to(self._device), law.logs.to(self._device), self._recipe.objective).sum()
+            )
+        return total
+
+
+def _span(part: list[Answer]) -> tuple[int, int]:
+    """First position whose logits are wanted, and how many from there on."""
+    start = min(len(one.prompt) for one in part) - 1
+    return start, max(len(one.prompt) - 1 + len(one.tokens) for one in part) - start

@@ -1,0 +1,203 @@
+"""VocabTrim (Goel et al. 2025, arXiv 2506.22694): a draft whose LM head has only the rows of frequent tokens.
+
+A draft spends much of its time in the head when its vocabulary is large. The target's law does not depend on the
+draft's, so what is not proposed costs acceptance, never exactness.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsbd_cli.config.model import DTYPES, ModelSpec
+from dsbd_cli.errors import ModelError, OutputError, UsageError
+from dsbd_cli.models.checkpoints.head import HEAD_FILE, TrimmedHead, head_keys, output_head, write_head
+from dsbd_cli.models.checkpoints.hub import locate
+from dsbd_cli.models.checkpoints.loader import eos_ids, is_gguf, load, load_config, load_tokenizer
+
+__all__ = ["TrimReport", "check", "choose_ids", "copy_beside", "count_texts", "trim"]
+
+_WRITTEN = ("config.json", "generation_config.json", "dsbd_distill.json")  # of this folder, not of the one made of it
+_COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
+_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TrimReport:
+    """What was kept: rows of `vocab_size`, the share of the counted tokens they cover, and bytes of the head."""
+
+    kept: int
+    vocab_size: int
+    special: int
+    counted: int
+    distinct: int
+    coverage: float
+    head_bytes_before: int
+    head_bytes_after: int
+
+
+def count_texts(spec: ModelSpec, texts: Iterable[str]) -> Counter[int]:
+    """How often each token of the draft's vocabulary stands in the texts."""
+    tokenizer = load_tokenizer(locate(spec), spec)
+    counts: Counter[int] = Counter()
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == _BATCH:
+            _count(tokenizer, batch, counts)
+            batch = []
+    _count(tokenizer, batch, counts)
+    return counts
+
+
+def _count(tokenizer: Any, texts: list[str], counts: Counter[int]) -> None:
+    if texts:
+        for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
+            counts.update(ids)
+
+
+def choose_ids(
+    counts: Counter[int], always: Iterable[int], vocab_size: int, *, size: int | None, coverage: float | None
+) -> list[int]:
+    """Ids to keep, ascending: `always` and the most frequent ones, `size` in all or until they cover that share.
+
+    What was never counted comes last, lower ids first: merges are learnt in order of frequency. Raises UsageError for a
+    size or coverage that makes no sense.
+    """
+    kept = {token for token in always if 0 <= token < vocab_size}
+    seen = [(token, count) for token, count in counts.items() if 0 <= token < vocab_size]
+    total = sum(count for _, count in seen)
+    if not total:
+        raise UsageError("no tokens were counted: the texts are empty, or not of this draft's vocabulary")
+    ranked = [token for token, _ in sorted(seen, key=lambda item: (-item[1], item[0]))]
+    if size is not None:
+        _check_size(size, len(kept), vocab_size)
+        rest = (token for token in range(vocab_size) if token not in counts)
+        for token in (*ranked, *rest):
+            if len(kept) >= size:
+                break
+            kept.add(token)
+        return sorted(kept)
+    assert coverage is not None, "check() has seen to it"
+    covered = sum(counts[token] for token in kept)
+    for token in ranked:
+        if covered >= coverage * total:
+            break
+        if token not in kept:
+            kept.add(token)
+            covered += counts[token]
+    if len(kept) >= vocab_size:
+        raise UsageError(f"--coverage {coverage} keeps all {vocab_size} tokens, so nothing would be trimmed: lower it")
+    return sorted(kept)
+
+
+def _check_size(size: int, special: int, vocab_size: int) -> None:
+    if size >= vocab_size:
+        raise UsageError(f"--size is {size}, but the draft has only {vocab_size} logits: give less")
+    if size <= special:
+        raise UsageError(f"--size is {size}, but {special} special and end tokens are always kept: give more")
+
+
+def check(spec: ModelSpec, output: Path, *, size: int | None, coverage: float | None) -> tuple[Path, Any]:
+    """Folder and config of a draft that can be trimmed; everything that can be refused before anything is counted."""
+    if size is None and coverage is None:
+        raise UsageError("--size or --coverage is missing: say how many rows to keep, or which share they shall cover")
+    if size is not None and coverage is not None:
+        raise UsageError("--size and --coverage say the same in two ways: give one of them")
+    if size is not None and size < 1:
+        raise UsageError(f"--size is {size}, but must be 1 or more")
+    if coverage is not None and not 0 < coverage <= 1:
+        raise UsageError(f"--coverage is {coverage}, but must be above 0 and at most 1")
+    if output.exists():
+        raise UsageError(f"--output {output} exists: name a new folder")
+    if not output.parent.is_dir():
+        raise UsageError(f"--output {output}: the folder {output.parent} does not exist")
+    folder = locate(spec)
+    if is_gguf(folder):
+        raise ModelError(f"draft model {spec.source!r} is GGUF, whose head cannot be taken apart: use the original")
+    if (folder / HEAD_FILE).is_file():
+        raise UsageError(f"{spec.source} is trimmed already: give the draft that it was made from")
+    config = load_config(folder, spec)
+    if size is not None:
+        _check_size(size, 0, config.get_text_config(decoder=True).vocab_size)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"draft model {spec.source!r} is quantized, so its head cannot be taken apart: use the original"
+        )
+    return folder, config
+
+
+def trim(
+    spec: ModelSpec,
+    output: Path,
+    counts: Counter[int],
+    *,
+    size: int | None = None,
+    coverage: float | None = None,
+    end_tokens: Sequence[int] = (),
+) -> TrimReport:
+    """Write the draft of `spec` with a smaller head to the folder `output`, which must not exist.
+
+    end_tokens: the target's, always kept, as are all special tokens and the draft's own end tokens. Raises UsageError,
+    OutputError, and the ModelError family of the loader.
+    """
+    folder, config = check(spec, output, size=size, coverage=coverage)
+    # a checkpoint keeps its own dtype, wherever it is trimmed
+    own = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    model, tokenizer = load(replace(spec, dtype=own if own in DTYPES else "float32", device="cpu"))
+    head = output_head(model)
+    always = _special(tokenizer) | set(eos_ids(model, tokenizer)) | set(end_tokens)
+    ids = choose_ids(counts, always, head.out_features, size=size, coverage=coverage)
+    index = torch.tensor(ids)
+    bias = None if head.bias is None else head.bias.data[index]
+    small = TrimmedHead(index, head.weight.data[index], bias, head.out_features)
+    _write(model, small, folder, output)
+    total = sum(counts.values())
+    row = head.in_features * head.weight.element_size()
+    return TrimReport(
+        kept=len(ids),
+        vocab_size=head.out_features,
+        special=len([token for token in always if token < head.out_features]),
+        counted=total,
+        distinct=len(counts),
+        coverage=sum(counts[token] for token in ids) / total,
+        head_bytes_before=head.out_features * row,
+        head_bytes_after=len(ids) * row,
+    )
+
+
+def copy_beside(folder: Path, to: Path) -> None:
+    """Copy what stands in a checkpoint folder beside config and weights: the tokenizer's files, templates, code."""
+    for pattern in _COPIED:
+        for path in folder.glob(pattern):
+            if path.name not in _WRITTEN and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, to / path.name)
+
+
+def _special(tokenizer: Any) -> set[int]:
+    added = tokenizer.added_tokens_decoder
+    return set(tokenizer.all_special_ids) | {index for index, token in added.items() if token.special}
+
+
+def _write(model: Any, head: TrimmedHead, folder: Path, output: Path) -> None:
+    """All files under another name first, so that an interrupted run leaves no folder that looks whole."""
+    unfinished = output.with_name(f".{output.name}.unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        copy_beside(folder, unfinished)
+        dropped = head_keys(model)
+        state = {name: tensor for name, tensor in model.state_dict().items() if name not in dropped}
+        model.save_pretrained(unfinished, state_dict=state)
+        write_head(unfinished, head)
+        unfinished.replace(output)
+    except OSError as error:
+        raise OutputError(f"cannot write {output}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

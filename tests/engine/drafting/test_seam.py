@@ -1,0 +1,95 @@
+"""What every drafter promises about its nodes (core/forest.py), checked on the forests it really proposes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsbd_cli import Engine, MethodConfig, Request, SamplingConfig
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.drafting.base import DraftContext
+from dsbd_cli.engine.protocols import ForestInput
+from tests.engine.drafting.test_drafters import ALONE, FUSED, decode, index, make_engine, name_of
+from tests.helpers.toys import NumberCodec, TableLM, table_pair
+
+__all__ = ["index"]
+
+
+@pytest.mark.parametrize("options", [*ALONE, *FUSED], ids=name_of)
+def test_sampled_nodes_stand_first_and_have_a_law(options: dict[str, Any], index: str) -> None:
+    engine = make_engine(options, index, rule="rejection", num_beams=2, drafts_per_layer=6, depth=2)
+    inner, forests = engine._drafter.propose, list[Forest]()
+
+    def propose(context: DraftContext) -> Forest:
+        forests.append(inner(context))
+        return forests[-1]
+
+    engine._drafter.propose = propose  # type: ignore[method-assign]
+    decode(engine, 4)
+    sampled = deterministic = 0
+    for forest in forests:
+        assert not forest.layers[0].sampled.any()
+        for nodes, law in zip(forest.layers[1:], forest.laws, strict=True):
+            first = 0 if law is None else law.log_drawn.shape[1]
+            assert nodes.sampled.shape == nodes.valid.shape
+            assert not (nodes.sampled & ~nodes.valid).any()
+            assert not nodes.sampled[:, first:].any()
+            sampled += int(nodes.sampled.sum())
+            deterministic += int((nodes.valid & ~nodes.sampled).sum())
+            if law is None:
+                continue
+            assert not (nodes.valid & ~nodes.sampled)[:, :first].any()
+            total = law.log_q.double().exp().sum(2)
+            if law.scope == "pool":
+                assert ((total.sum(1) - 1).abs() < 1e-5).logical_or(total.sum(1) == 0).all()
+            else:
+                assert ((total - 1).abs() < 1e-5).all()
+            drawn = nodes.sampled[:, :first]
+            assert (law.log_drawn[drawn] <= law.log_rest[drawn] + 1e-9).all()
+            assert torch.isfinite(law.log_rest[drawn]).all()
+    names = options["drafter"].split("+")
+    ranked = names[0] in ("ngram", "retrieval", "trigram") or options.get("tree") == "top-k"
+    assert (sampled == 0) == ranked
+    assert (deterministic > 0) == (ranked or len(names) == 2)
+
+
+class Promised(TableLM):
+    """Checks what a model is promised of prefills and of the trunk."""
+
+    chains = moves = 0
+    trunk: Tensor | None = None
+
+    def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
+        super().move(source, target, trunk)
+        below = target < trunk.unsqueeze(1)
+        if self.trunk is not None:
+            assert (trunk >= self.trunk).all()
+            assert (source == target)[below & (target < self.trunk.unsqueeze(1))].all()
+        self.trunk, self.moves = trunk.clone(), self.moves + 1
+
+    def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
+        assert batch.chain == (batch.rows is not None)
+        if batch.chain:
+            self.chains += 1
+            self.trunk = None  # another request begins
+            causal = torch.arange(batch.mask.shape[2]) <= batch.positions.unsqueeze(2)
+            assert torch.equal(batch.mask, causal)
+        elif self.trunk is not None:
+            seen = torch.arange(batch.mask.shape[2]) < self.trunk.view(-1, 1, 1)
+            assert (batch.mask | ~seen).all()
+        return super().forward(batch, logits=logits)
+
+
+def test_what_a_model_is_told_of_prefills_and_of_the_trunk() -> None:
+    """Guards models that keep a state instead of slots: a prefill is one chain, and the trunk only grows, never moves,
+    and is seen by every node."""
+    tables = [Promised(model.table) for model in table_pair(3, 12, 0.5)]
+    method = MethodConfig(num_beams=3, depth=3, adaptive_depth=False)
+    engine = Engine(tables[0], tables[1], NumberCodec(12, (2,)), method, batch_size=1)
+    sampling = SamplingConfig(max_new_tokens=20, top_k=6)
+    for number in range(4):
+        engine.generate(Request(f"{number} 4 5 6", sampling=sampling))
+    assert all(table.chains == 4 and table.moves > 8 for table in tables)

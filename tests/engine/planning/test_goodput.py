@@ -1,0 +1,35 @@
+"""`--depth auto` on machines and pairs made of numbers: near the best fixed shape of hindsight in each.
+
+Guards a planner that is right on the machine it was written on: drafts at a loss, reads long prompts for short answers,
+mixes up unlike requests, believes first iterations, or wastes the run on probes or on shapes that do not fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.planner import BEAMS, METHOD, WORLDS, best_fixed, serve, serve_fixed
+from dsbd_cli.engine.planning.planner import AdaptivePlanner, Planner, Shape
+
+LEAST = {"little memory": 0.88, "first iterations slow": 0.92, "captured as graphs": 0.92}
+"""Where finding out is dear; runs of a few seconds too."""
+LEAST |= {"long prompts, short answers": 0.87, "short run": 0.93, "short run, never pays": 0.9}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_planner_finds_the_fastest_shape(name: str) -> None:
+    world = WORLDS[name]
+    found = serve(world, AdaptivePlanner(METHOD)).goodput
+    assert found > LEAST.get(name, 0.96) * best_fixed(world).goodput
+
+
+@pytest.mark.parametrize("shape", [Shape(0, 8), Shape(1, 5), Shape(3, 8)])
+@pytest.mark.parametrize("name", WORLDS)
+def test_hindsight_sees_what_a_planner_of_one_shape_would(name: str, shape: Shape) -> None:
+    """On a few requests of each world; equal to the last bit."""
+    world = replace(WORLDS[name], requests=9, answer=min(WORLDS[name].answer, 30))
+    if not shape.depth or world.rows * shape.nodes(BEAMS) <= world.room:
+        method = replace(METHOD, depth=shape.depth, drafts_per_layer=shape.drafts_per_layer, adaptive_depth=False)
+        assert serve_fixed(world, shape) == serve(world, Planner(method))

@@ -1,0 +1,1 @@
+"""Toy models, tiny checkpoints and made-up worlds that tests share."""

@@ -1,0 +1,96 @@
+"""A machine and a pair of models made of numbers, for planners to learn; and a planner that has its own way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.engine.core.report import LayerCounters
+from dsbd_cli.engine.planning.acceptance import Acceptance
+from dsbd_cli.engine.planning.planner import NOTHING, AdaptivePlanner, Planner, Reading, Shape
+
+
+class RandomPlanner(Planner):
+    """Any shape at any time; often none, so that the draft falls far behind."""
+
+    def __init__(self, seed: int, depth: int, drafts: int) -> None:
+        self.random, self.depth, self.drafts, self.used = random.Random(seed), depth, drafts, set[Shape]()
+
+    def choose(self, requests: Sequence[Acceptance], reading: Reading = NOTHING) -> Shape:
+        depth = 0 if self.random.random() < 0.7 else self.random.randint(1, self.depth)
+        shape = Shape(depth, self.random.randint(3, self.drafts))
+        self.used.add(shape)
+        return shape
+
+    def observe(
+        self,
+        shape: Shape,
+        requests: Sequence[Acceptance],
+        layers: Sequence[object],
+        seconds: dict[str, float],
+        reading: Reading = NOTHING,
+        steady: bool = True,
+    ) -> None:
+        assert set(seconds) >= {"draft", "target", "verify"}
+
+    def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
+        return False
+
+
+class World:
+    """Seconds and acceptance of a made-up machine and pair."""
+
+    def __init__(
+        self, target: tuple[float, float], draft: float, rate: float, per_draft: float = 0.0, node: float = 0.0
+    ) -> None:
+        """Seconds of a target call, alone and per node; of a draft call, and per node; chance of a layer to pass, and
+        more of it per draft."""
+        self.target, self.draft, self.rate, self.per_draft, self.node = target, draft, rate, per_draft, node
+        self.random, self.request = random.Random(5), Acceptance()
+
+    def chance(self, shape: Shape) -> float:
+        return min(1.0, self.rate + self.per_draft * shape.drafts_per_layer)
+
+    def seconds(self, shape: Shape) -> dict[str, float]:
+        target = self.target[0] + self.target[1] * shape.nodes(4)
+        drafted = self.draft * shape.depth + self.node * (
+            4 * (shape.depth > 0) + shape.drafts_per_layer * max(0, shape.depth - 1)
+        )
+        return {"draft": drafted, "target": target, "verify": 0.001 * (1 + shape.depth)}
+
+    def steps(self, shape: Shape) -> float:
+        return sum(self.chance(shape) ** depth for depth in range(shape.depth + 1))
+
+    def goodput(self, shape: Shape) -> float:
+        return self.steps(shape) / sum(self.seconds(shape).values())
+
+    def at(self, shape: Shape) -> tuple[Shape, list[Acceptance], list[list[LayerCounters]], dict[str, float]]:
+        """What an iteration of the one request shows."""
+        layers, alive = [], True
+        for _ in range(shape.depth):
+            passed = alive and self.random.random() < self.chance(shape)
+            layers.append(LayerCounters(reached=int(alive), passed=int(passed), needed=4 if passed else 0))
+            alive = passed
+        return shape, [self.request], [layers], self.seconds(shape)
+
+    def iterate_counted(self, planner: AdaptivePlanner, reading: Reading = NOTHING) -> tuple[Shape, int]:
+        """Shape and steps of an iteration."""
+        shown = self.at(planner.choose([self.request], reading))
+        if shown[0].depth:
+            shown[3]["draft"] += self.node * reading.lag
+        if reading.unread and shown[0].depth:
+            shown[3]["read"] = self.node * reading.unread
+        planner.observe(*shown, reading)
+        return shown[0], 1 + sum(layer.passed for layer in shown[2][0])
+
+    def iterate(self, planner: AdaptivePlanner, reading: Reading = NOTHING) -> Shape:
+        return self.iterate_counted(planner, reading)[0]
+
+    def best(self) -> float:
+        shapes = [Shape(depth, drafts) for depth in range(9) for drafts in (4, 5, 6, 8)]
+        return max(map(self.goodput, shapes))
+
+
+def method() -> MethodConfig:
+    return MethodConfig(num_beams=4, drafts_per_layer=8, depth=8, adaptive_depth=True)

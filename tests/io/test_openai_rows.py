@@ -1,0 +1,160 @@
+"""Lines of an OpenAI batch file: what is accepted, what is refused and how the refusal reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from dsbd_cli.config.grammars import Grammar
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.io.records.forms import UNSUPPORTED
+from dsbd_cli.io.records.reader import RowReader
+from dsbd_cli.io.records.row import Row
+from dsbd_cli.requests import Request, derive_seed
+
+RUN = RowReader(SamplingConfig(), seed=3, num_beams=4)
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def line(body: object, url: object = "/v1/chat/completions", **outer: object) -> dict[str, object]:
+    return {"custom_id": "x", "method": "POST", "url": url, "body": body, **outer}
+
+
+def formatted(properties: object, **more: object) -> dict[str, object]:
+    """A chat that wants JSON under a schema."""
+    schema = {"type": "object", "properties": properties}
+    return {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, **more}}}
+
+
+def read(row: object, reader: RowReader = RUN) -> Row:
+    return reader.read(json.dumps(row).encode(), index=5, number=12)
+
+
+def test_a_chat() -> None:
+    body = {
+        **CHAT,
+        "max_completion_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "n": 2,
+        "seed": 7,
+        "stop": ["a", "b"],
+        "metadata": {"k": "v"},
+    }
+    row = read(line(body))
+    sampling = SamplingConfig(temperature=0.5, top_p=0.9, max_new_tokens=9, n_best=2, stop=("a", "b"))
+    assert row.request == Request(id="x", seed=7, messages=({"role": "user", "content": "hi"},), sampling=sampling)
+    assert (row.id, row.form, row.metadata, row.warnings) == ("x", "openai-chat", {"k": "v"}, ())
+
+
+def test_a_response_format_is_a_grammar() -> None:
+    properties = {"b": {"type": "string"}, "a": {"type": "integer"}}
+    row = read(line(formatted(properties, strict=True)))
+    assert row.request is not None
+    assert row.request.grammar == Grammar.json_schema({"type": "object", "properties": properties})
+    assert read(line({**CHAT, "response_format": {"type": "json_object"}})).request.grammar == Grammar.json_object()  # type: ignore[union-attr]
+    of_run = replace(RUN, grammar=Grammar.regex("a+"))
+    assert read(line(CHAT), of_run).request.grammar == Grammar.regex("a+")  # type: ignore[union-attr]
+    assert read(line({**CHAT, "response_format": {"type": "text"}}), of_run).request.grammar is None  # type: ignore[union-attr]
+
+
+def test_the_order_of_properties_is_part_of_a_row() -> None:
+    """Answers have the properties in the order of the schema, so another order is another question."""
+    one, other = {"a": {}, "b": {}}, {"b": {}, "a": {}}
+    assert read(line(formatted(one))).key == read(line(formatted(dict(one)))).key
+    assert read(line(formatted(one))).key != read(line(formatted(other))).key
+
+
+def test_a_completion() -> None:
+    row = read(line({"model": "m", "prompt": "p"}, "/v1/completions"))
+    assert row.request == Request(id="x", seed=derive_seed(3, "x"), prompt="p", sampling=SamplingConfig())
+    assert row.form == "openai-completions"
+    assert row.key == read({"id": "x", "prompt": "p"}).key
+
+
+def test_what_says_nothing_is_passed_over_even_when_strict() -> None:
+    neutral = {name: values[0] for name, values in UNSUPPORTED.items() if values}
+    nothing = dict.fromkeys(UNSUPPORTED)
+    idle = {"user": "u", "store": True, "service_tier": "auto", "stream_options": {}, "parallel_tool_calls": True}
+    for fields in (neutral, nothing, idle):
+        row = read(line({**CHAT, **fields}), replace(RUN, strict=True))
+        assert (row.error, row.warnings) == (None, ())
+
+
+REFUSED: list[tuple[dict[str, object], str]] = [
+    (line(CHAT, method="GET"), "method is 'GET', but must be POST"),
+    (line(CHAT, "/v1/embeddings"), "url is '/v1/embeddings', but must be /v1/completions or /v1/chat/completions"),
+    (line(CHAT, None), "url is null, but must be /v1/completions or"),
+    (line(CHAT, ["/v1/completions"]), "url is ['/v1/completions'], but must be"),
+    (line("x"), "body is 'x', but must be an object"),
+    (line(None), "body is null, but must be an object"),
+    (line({}), "neither prompt nor messages is given"),
+    (line({"prompt": "p"}), "body.prompt is given, but url is /v1/chat/completions, which takes messages"),
+    (line(CHAT, "/v1/completions"), "body.messages is given, but url is /v1/completions, which takes prompt"),
+    (line({"prompt": ["p", "q"]}, "/v1/completions"), "body.prompt is ['p', 'q'], but must be a non-empty string"),
+    (line({**CHAT, "id": "y"}), "body has an id of its own"),
+    (line({**CHAT, "metadata": {}}, metadata={}), "metadata is given beside body and inside: drop one"),
+    (
+        line({**CHAT, "max_tokens": 1, "max_completion_tokens": 1}),
+        "body.max_completion_tokens is 1, but max_new_tokens",
+    ),
+    (line({**CHAT, "max_tokens": 0}), "body.max_tokens is 0, but must be 1 or more"),
+    (line({**CHAT, "n": 9}), "body.n is 9, but num_beams is 4: lower it, or raise that"),
+    (line({**CHAT, "temperature": -1}), "body.temperature is -1.0, but must be a finite number, 0 or more"),
+    (line({**CHAT, "temperature": "hot"}), "body.temperature is 'hot', but must be a number"),
+    (line({**CHAT, "seed": -1}), "body.seed is -1, but must be an integer from 0"),
+    (line({"messages": [{"role": "user", "content": 1}]}), "body.messages[0].content is 1, but must be a string"),
+    (line({**CHAT, "stream": True}), "body.stream is true, which is not supported (records are written as rows are"),
+    (line({**CHAT, "tools": [{"type": "function"}]}), "body.tools is [{'type': 'function'}], which is not supported"),
+    (line({**CHAT, "logit_bias": {"5": 1}}), "body.logit_bias is {'5': 1}, which is not supported: drop it"),
+    (line({**CHAT, "presence_penalty": 0.1}), "body.presence_penalty is 0.1, which is not supported"),
+    (line({**CHAT, "best_of": 4}), "body.best_of is 4, which is not supported (the number of beams is the run's"),
+    (line({**CHAT, "echo": True}), "body.echo is true, which is not supported"),
+    (line({**CHAT, "logprobs": 0}), "body.logprobs is 0, but must be true or false"),
+    (line({"prompt": "p", "logprobs": True}, "/v1/completions"), "body.logprobs is true, but must be an integer"),
+    (line({**CHAT, "logprobs": True, "top_logprobs": 21}), "body.top_logprobs is 21, but must be between 0 and 20"),
+    (line({**CHAT, "top_logprobs": 2}), "body.top_logprobs is 2, but token_logprobs is not asked for"),
+    (line({**CHAT, "response_format": "json"}), "body.response_format is 'json'"),
+    (line({**CHAT, "response_format": {"type": "xml"}}), "body.response_format.type is 'xml', but must be text, json_"),
+    (line({**CHAT, "response_format": {"type": "text", "x": 1}}), "body.response_format.'x' is 1, but only type"),
+    (line({**CHAT, "response_format": {"type": "json_schema"}}), "body.response_format.json_schema is null"),
+    (line(formatted({"a": {"type": "strng"}}, strict=3)), "body.response_format.json_schema.strict is 3"),
+    (
+        line(formatted({"a": {"type": "strng"}})),
+        "body.response_format.json_schema.schema cannot be used: Invalid",
+    ),
+    (line({**formatted({}), "stop": "x"}), "body.stop is ['x'], but a grammar alone says where a text may end"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_refused(row: dict[str, object], message: str) -> None:
+    got = read(row)
+    assert got.request is None
+    assert got.id == "x"
+    assert str(got.error).startswith(f"line 12: {message}")
+    assert "\n" not in str(got.error)
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_what_cannot_be_honoured_is_refused_in_both_forms(name: str) -> None:
+    assert str(read(line({**CHAT, name: 0.25})).error).startswith(f"line 12: body.{name} is 0.25, which is not")
+    assert str(read({"prompt": "p", name: 0.25}).error).startswith(f"line 12: {name} is 0.25, which is not")
+
+
+def test_unknown_fields_are_told_with_their_place() -> None:
+    reader = replace(RUN)
+    row = read(line({**CHAT, "max_token": 1}, extra=1), reader)
+    assert row.warnings == (
+        "line 12: unknown field 'extra' (value 1): the fields are custom_id, method, url, body; not used",
+        "line 12: unknown field 'body.max_token' (value 1): did you mean max_tokens?; not used",
+    )
+    assert read(line({**CHAT, "max_token": 2}), reader).warnings == ()
+    assert "unknown field 'extra'" in str(read(line(CHAT, extra=1), replace(RUN, strict=True)).error)
+
+
+def test_a_data_set_with_a_url_or_a_body_of_its_own_is_flat() -> None:
+    row = read({"prompt": "p", "url": "https://example.org", "body": "text"}, replace(RUN))
+    assert (row.form, row.error, len(row.warnings)) == ("flat", None, 2)

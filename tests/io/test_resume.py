@@ -1,0 +1,172 @@
+"""What an earlier run has left: torn lines, failed rows, settings beside the file, and the lock."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsbd_cli.errors import OutputError, UsageError
+from dsbd_cli.io.lines.lock import open_locked
+from dsbd_cli.io.lines.resume import (
+    TAIL_BYTES,
+    DoneRows,
+    cut,
+    cut_unfinished_steps,
+    drop_failed,
+    read_done,
+    read_settings,
+    settings_file,
+    whole_size,
+    write_atomically,
+    write_settings,
+)
+
+
+def opened(path: Path, data: bytes) -> io.FileIO:
+    path.write_bytes(data)
+    return io.FileIO(path, "rb+")
+
+
+def native(row_id: str, key: str, *, failed: bool = False) -> bytes:
+    return json.dumps({"id": row_id, "key": key, **({"error": {"type": "X"}} if failed else {})}).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "kept"),
+    [
+        (b"", b""),
+        (b"{}\n", b"{}\n"),
+        (b'{}\n{"a', b"{}\n"),
+        (b'{"a', b""),
+        (b"{}\n\0\0\0", b"{}\n"),
+        (b'{}\n{"a\0\0\n', b"{}\n"),
+        (b"{}\n" + b"x" * (2 * TAIL_BYTES + 5), b"{}\n"),
+        (b"{}\n" + b"x" * TAIL_BYTES + b"\n", b"{}\n" + b"x" * TAIL_BYTES + b"\n"),
+    ],
+)
+def test_a_torn_end_goes_and_nothing_else(tmp_path: Path, data: bytes, kept: bytes) -> None:
+    """Guards against a cut too much at the edge of a block of the backward search."""
+    with opened(tmp_path / "out", data) as stream:
+        assert whole_size(stream) == len(kept)
+        assert (tmp_path / "out").read_bytes() == data
+        assert cut(stream, len(kept)) == len(data) - len(kept)
+        assert stream.tell() == len(kept)
+    assert (tmp_path / "out").read_bytes() == kept
+
+
+def test_rows_are_known_by_id_and_key_and_counted(tmp_path: Path) -> None:
+    openai = {"id": "batch_req_k3", "custom_id": "c", "response": {}, "error": {"code": "x"}}
+    data = native("a", "k1") * 2 + native("b", "k2", failed=True) + json.dumps(openai).encode() + b"\n"
+    with opened(tmp_path / "out", data) as stream:
+        done = read_done(stream, tmp_path / "out", len(data))
+        assert read_done(stream, tmp_path / "out", len(data) - 1).total == 3
+    assert (done.total, done.failed) == (4, 2)
+    assert [done.take("a", "k1") for _ in range(3)] == [True, True, False]
+    assert not done.take("b", "k1"), "the row has changed"
+    assert done.take("b", "k2")
+    assert done.left == 1
+    assert done.take("c", "k3")
+    assert done.has_id("c")
+    assert not done.has_id("d")
+
+
+@pytest.mark.parametrize("line", [b"[]", b"{}", b'{"id": 3, "key": "k"}', b"not json", b"\xff"])
+def test_a_line_of_somebody_else_is_named(tmp_path: Path, line: bytes) -> None:
+    with opened(tmp_path / "out", native("a", "k") + line + b"\n") as stream, pytest.raises(UsageError, match="line 2"):
+        read_done(stream, tmp_path / "out", 10**6)
+
+
+def test_failed_rows_are_dropped_in_one_step_and_the_lock_moves_on(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(native("a", "1") + native("b", "2", failed=True) + native("c", "3"))
+    path.chmod(0o640)
+    (tmp_path / "link").symlink_to(path)
+    stream = open_locked(tmp_path / "link", create_only=False)
+    fresh, count = drop_failed(stream, tmp_path / "link")
+    with fresh:
+        assert count == 1
+        assert path.read_bytes() == native("a", "1") + native("c", "3")
+        assert (tmp_path / "link").is_symlink()
+        assert path.stat().st_mode & 0o777 == 0o640
+        with pytest.raises(OutputError, match="another process"):
+            open_locked(path, create_only=False)
+        assert drop_failed(fresh, path) == (fresh, 0)
+        fresh.seek(0, os.SEEK_END)
+        fresh.write(b"{}\n")
+    assert path.read_bytes().endswith(b"{}\n")
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["link", "out"]
+
+
+def test_settings_stand_beside_the_file(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(UsageError, match="missing"):
+        read_settings(output)
+    write_settings(output, {"seed": 1, "stop": ["\n"]}, 123)
+    assert settings_file(output).name == "out.jsonl.dsbd-run"
+    assert read_settings(output) == ({"seed": 1, "stop": ["\n"]}, 123)
+    for text in ("", "[]", "{}", '{"schema": "dsbd.run/1"}', '{"schema": "dsbd.run/9", "settings": {}, "created": 1}'):
+        settings_file(output).write_text(text)
+        with pytest.raises(UsageError, match="not what dsbd wrote"):
+            read_settings(output)
+
+
+def test_a_pipe_is_written_to_and_a_link_stays_one(tmp_path: Path) -> None:
+    """Guards a report that takes the place of the pipe, the device or the link that was named."""
+    real, link, pipe = tmp_path / "real", tmp_path / "link", tmp_path / "pipe"
+    real.write_bytes(b"old")
+    link.symlink_to(real)
+    write_atomically(link, b"new")
+    assert link.is_symlink()
+    assert real.read_bytes() == b"new"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_atomically(pipe, b"report")
+    assert os.read(reader, 100) == b"report"
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["link", "pipe", "real"]
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "x"
+    with pytest.raises(OutputError, match="No such file"):
+        write_atomically(path, b"1")
+    write_atomically(tmp_path / "x", b"1")
+    write_atomically(tmp_path / "x", b"2")
+    assert [(item.name, item.read_bytes()) for item in tmp_path.iterdir()] == [("x", b"2")]
+
+
+def test_steps_of_a_row_without_a_record_are_cut(tmp_path: Path) -> None:
+    done = DoneRows()
+    done.add("a", "k", failed=False)
+    steps = [json.dumps({"id": row_id, "iteration": place}).encode() + b"\n" for place, row_id in enumerate("aabb")]
+    with opened(tmp_path / "steps", b"".join(steps) + b'{"id": "b"') as stream:
+        cut_unfinished_steps(stream, done)
+    assert (tmp_path / "steps").read_bytes() == b"".join(steps[:2])
+
+
+def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
+    """Guards against a lock file that outlives a kill -9."""
+    path = tmp_path / "out"
+    code = (
+        "import sys; from pathlib import Path; from dsbd_cli.io.lines.lock import open_locked\n"
+        "stream = open_locked(Path(sys.argv[1]), create_only=True); print('locked', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"locked\n"
+        with pytest.raises(OutputError, match="is being written by another process"):
+            open_locked(path, create_only=False)
+        process.kill()
+        process.wait()
+    open_locked(path, create_only=False).close()
+    with pytest.raises(OutputError, match="File exists"):
+        open_locked(path, create_only=True)

@@ -1,0 +1,60 @@
+"""Methods that choose one of several candidates: what they choose, and what they say it has cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dsbd_cli import SamplingConfig
+from dsbd_cli.engine.decoding.engine import Engine
+from dsbd_cli.lab.bench.methods import METHODS
+from dsbd_cli.lab.bench.prepare import Prompt
+from dsbd_cli.lab.bench.runners import Answer, make_runner
+from dsbd_cli.lab.bench.sweep import plan
+from dsbd_cli.lab.tasks.record import TaskRecord
+from tests.helpers.toys import NumberCodec, table_pair
+
+SHORT = SamplingConfig(max_new_tokens=6)
+
+
+def answers(method: str, beams: int, runs: object = None) -> list[Answer]:
+    target, _ = table_pair(1, 9, 0.0, {2: 1.0})
+    pair = Engine(target, None, NumberCodec(9, (2,)))
+    prompts = [Prompt(TaskRecord(f"r{i}", "", "", {}), (i, 3, 4), runs) for i in range(4)]  # type: ignore[arg-type]
+    setting = plan([method], {"num_beams": [beams]}).settings[0]
+    return make_runner(pair, setting, SHORT, 5, 3).run(prompts)
+
+
+PICKING = [name for name, method in METHODS.items() if method.pick is not None]
+
+
+@pytest.mark.parametrize("name", PICKING)
+def test_what_a_choice_has_cost(name: str) -> None:
+    """Beams share a row's calls; samples are rows of their own."""
+    found = answers(name, 4, runs=lambda text: True)
+    assert len(found) == 4
+    for one in found:
+        assert one.stats is not None
+        calls = one.stats.target_calls
+        assert (4 <= calls <= 24) if METHODS[name].independent else (1 <= calls <= 6)
+
+
+def test_the_likeliest_of_more_samples_is_likelier() -> None:
+    one, many = answers("best-of-n", 1), answers("best-of-n", 16)
+    assert all(b.logprob is not None and a.logprob is not None for a, b in zip(one, many, strict=True))
+    assert sum((b.logprob or 0) / b.tokens for b in many) > sum((a.logprob or 0) / a.tokens for a in one)
+
+
+def test_the_first_that_runs() -> None:
+    every = answers("beams-exec", 4, runs=lambda text: True)
+    none = answers("beams-exec", 4, runs=lambda text: False)
+    best = [one.text for one in answers("beam-search", 4)]
+    assert [one.text for one in every] == [one.text for one in none] == best
+    other = answers("beams-exec", 4, runs=lambda text: text not in best)
+    assert all(one.text not in best for one in other)
+
+
+def test_one_sample_is_one_answer() -> None:
+    single = answers("self-consistency", 1)
+    assert [replace(one, stats=None) for one in single] == [replace(one, stats=None) for one in answers("best-of-n", 1)]

@@ -1,0 +1,151 @@
+"""How a profile keeps to its time. The clock is moved by the models' forwards alone."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from rich.console import Console
+from rich.measure import Measurement
+from rich.text import Text
+
+from dsbd_cli import MethodConfig, Request, SamplingConfig
+from dsbd_cli.errors import UsageError
+from dsbd_cli.lab.profiling.budget import Budget, CutOffError
+from dsbd_cli.lab.profiling.profile import ProfileSpec, take_profile
+from dsbd_cli.lab.profiling.runs import ProfiledPair
+from dsbd_cli.lab.reports.profile_data import ForestSize, Profile
+from dsbd_cli.lab.reports.profile_plots import profile_figure
+from dsbd_cli.lab.reports.profile_tables import profile_tables
+from dsbd_cli.lab.reports.style import picture_bytes
+from tests.helpers.toys import NumberCodec, table_pair
+from tests.lab.profiling.conftest import HandClock, SlowLM
+
+METHOD = MethodConfig(num_beams=2, drafts_per_layer=4, depth=2)
+
+
+@cache
+def profiled(per_node: float, seconds: float, method: MethodConfig = METHOD) -> tuple[Profile, HandClock, list[str]]:
+    """Of eight prompts with up to 40 new tokens. per_node: seconds of the target; a tenth of that of the draft."""
+    clock, told = HandClock(), list[str]()
+    pair = table_pair(2, 8, 0.5)
+    target, draft = (SlowLM(one, clock, per_node / part) for one, part in zip(pair, (1, 10), strict=True))
+    sampling = SamplingConfig(top_k=0, max_new_tokens=40)
+    requests = tuple(Request(id=str(i), seed=i, prompt=f"{i % 8} 1 2", sampling=sampling) for i in range(8))
+    budget = Budget(seconds, told.append, clock)
+    names = ("t", "d" if method.depth else None)
+    bench = ProfiledPair(target, draft if method.depth else None, NumberCodec(8, (3,)), requests, 8, names, budget)
+
+    def render(setting: ForestSize) -> str:
+        return setting.label
+
+    found = take_profile(ProfileSpec(bench, method, 3, "dsbd profile", "float32", None, render))
+    assert found is not None
+    return found, clock, told
+
+
+def test_fast_models_are_measured_whole() -> None:
+    found, clock, _ = profiled(1e-6, 60)
+    assert (found.left_out, found.repeats, found.prompts, found.complete) == ((), 3, 8, True)
+    assert clock.now < 60
+    assert {one.setting.label for one in found.tried} == {"no draft", "D=1 K=4", "D=4 K=4", "D=2 K=2", "D=2 K=8"}
+
+
+@pytest.mark.parametrize("per_node", [0.01, 0.1])
+@pytest.mark.parametrize("method", [METHOD, replace(METHOD, depth=0)])
+def test_slow_models_keep_to_the_time_and_say_what_is_missing(per_node: float, method: MethodConfig) -> None:
+    """At a tenth of a second per node a single forward of the forest takes a second, and one run of all prompts an
+    hour."""
+    found, clock, told = profiled(per_node, 60, method)
+    assert clock.now <= 66, "what a run takes is an estimate"
+    assert found.now.tokens > 0
+    assert found.memory
+    assert found.left_out or not method.depth
+    assert not found.left_out or any("left out, because --seconds is 60: " in note for note in found.notes)
+    assert told[:3] == ["timing one forward", "warming up", *told[2:3]]
+    if method.depth:
+        assert "no draft" in [one.setting.label for one in found.tried], "it is worth most"
+
+
+def test_a_profile_of_a_single_run_can_be_drawn_and_shown() -> None:
+    pytest.importorskip("matplotlib")
+    found = replace(profiled(0.1, 12)[0], tried=())
+    assert picture_bytes(profile_figure(found)).startswith(b"\x89PNG")
+    screen = Console(file=io.StringIO(), width=80)
+    for part in profile_tables(found):
+        screen.print(part)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_tables_fit_the_terminal(width: int) -> None:
+    """Guards cells that are cut and numbers that are wrapped."""
+    wide = MethodConfig(rule="rejection", num_beams=4, drafts_per_layer=8, depth=6, width="threshold:min=2")
+    found, _, _ = profiled(1e-6, 60, wide)
+    screen = Console(file=io.StringIO(), width=width)
+    for part in profile_tables(found):
+        if not isinstance(part, Text):
+            assert Measurement.get(screen, screen.options.update(width=999), part).minimum <= width
+            screen.print(part)
+    assert "…" not in screen.file.getvalue()  # type: ignore[attr-defined]
+    assert found.now.setting.label in screen.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_more_time_measures_more() -> None:
+    short, long = profiled(0.1, 30)[0], profiled(0.1, 6000)[0]
+    assert short.prompts < long.prompts
+    assert len(short.left_out) > len(long.left_out)
+    assert len(short.tried) < len(long.tried)
+
+
+def test_where_time_is_short_the_fastest_setting_that_was_run_is_recommended() -> None:
+    found, _, _ = profiled(0.1, 30)
+    speeds = {one.setting: one.tokens_per_s.median for one in (found.now, *found.tried)}
+    assert speeds[found.best] == max(speeds.values())
+    assert found.recommended_command == found.best.label
+
+
+def test_a_budget_counts_from_its_start() -> None:
+    clock, told = HandClock(), list[str]()
+    budget = Budget(10, told.append, clock)
+    clock.now = 100
+    budget.start()
+    clock.now = 104
+    assert budget.left == 6
+    assert budget.affords("a", 6)
+    assert not budget.affords("b", 6.5)
+    assert not budget.affords("c", 20)
+    assert budget.left_out == ["b (about 6 s)", "c (about 20 s)"]
+    budget.tell("d", 5.4)
+    budget.tell("e")
+    assert told == ["d, about 5 s", "e"]
+
+
+def test_what_is_running_is_stopped_and_nothing_begins_afterwards() -> None:
+    stopped = []
+    budget = Budget()
+    with budget.running(lambda: stopped.append(1)):
+        budget.stop()
+    begun = []
+    with pytest.raises(CutOffError), budget.running(lambda: stopped.append(2)):
+        begun.append(2)
+    assert (stopped, begun) == ([1], [])
+    with pytest.raises(CutOffError):
+        budget.tell("more")
+
+
+def test_an_engine_that_is_stopped_before_it_begins_is_cut_off_and_no_wrong_usage() -> None:
+    """Guards the moment between the question whether a signal has come and the first iteration."""
+
+    def run(budget: Budget, before: Callable[[], None]) -> None:
+        with budget.running(lambda: None):
+            before()
+            raise UsageError("this engine was stopped and answers nothing any more")
+
+    cut = Budget()
+    with pytest.raises(CutOffError):
+        run(cut, cut.stop)
+    with pytest.raises(UsageError):
+        run(Budget(), lambda: None)

@@ -1,0 +1,462 @@
+"""`dsbd profile` from end to end on a toy pair, and what it refuses before anything is measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsbd_cli.cli.commands.profile import _renderer, option_words
+from dsbd_cli.cli.options.options import DeviceOptions, MethodOptions, PairOptions, RowOptions, SamplingOptions
+from dsbd_cli.cli.options.settings import run_settings
+from dsbd_cli.config.variants import MIN_WIDTH
+from dsbd_cli.engine.drafting.index import CorpusTokens, write_index
+from dsbd_cli.engine.protocols import ForestInput
+from dsbd_cli.lab.profiling.budget import Budget
+from dsbd_cli.lab.reports import profile_tables
+from dsbd_cli.lab.reports.profile_data import NO_DRAFT, ForestSize
+from tests.helpers.toys import NumberCodec, TableLM
+from tests.lab.profiling.conftest import VOCABULARY, Outcome
+
+Dsbd = Callable[..., Outcome]
+FEW = ("--repeats", "1", "--num-beams", "2", "--drafts-per-layer", "3", "--depth", "2", "--top-k", "0")
+PARTS = (
+    "Time by phase",
+    "Acceptance by depth",
+    "Settings that were run",
+    "Target forwards against their roofline",
+    "Memory by owner",
+    "Recommended for these prompts",
+)
+
+
+def test_a_whole_profile(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.json" for name in ("json", "trace")}
+    named = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    done = dsbd("profile", "--input", str(prompts), *FEW, "--show", "2", *named)
+    assert (done.code, done.faults) == (0, [])
+    for part in PARTS:
+        assert part in done.out
+    assert "Iteration 2 of prompt row 0" in done.out
+    found = json.loads(files["json"].read_text())
+    assert found["schema"] == "dsbd.profile/1"
+    assert found["command"].startswith("dsbd profile --input")
+    assert found["machine"]["versions"]["dsbd"]
+    phases = found["now"]["phases"]
+    assert [one["name"] for one in phases] == [
+        "tokenise", "prefill", "draft", "target", "verify", "compact", "detokenise", "write", "other",
+    ]  # fmt: skip
+    assert sum(one["share"] for one in phases) == pytest.approx(1.0)
+    assert all(one["total_s"] > 0 for one in phases)
+    assert {one["setting"]["depth"] for one in (found["now"], *found["tried"])} == {0, 1, 2, 4}
+    assert all(one["forward"]["seconds"] > 0 for one in (found["now"], *found["tried"]))
+    assert [one["depth"] for one in found["acceptance"]] == [1, 2]
+    assert found["forest"]["iteration"] == 2
+    trace = json.loads(files["trace"].read_text())
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"prefill", "draft", "target", "verify", "compact"} <= names
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_without_a_draft_and_with_threshold_width(dsbd: Dsbd, prompts: Path) -> None:
+    done = dsbd("profile", "--input", str(prompts), "--records", "2", "--repeats", "1", "--draft", "none")
+    assert (done.code, done.faults) == (0, [])
+    assert "Acceptance by depth" not in done.out
+    assert "--draft none" in done.out
+    wide = ("--width", "threshold:min=2", "--verify", "rejection")
+    done = dsbd("profile", "--input", str(prompts), *FEW, *wide)
+    assert (done.code, done.faults) == (0, [])
+    assert "D=4 K=3 W_min=2" in done.out
+
+
+def test_the_forest_of_two_drafters_says_who_proposed(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
+    """The second drafter's nodes stand past the first one's law: they have no Q."""
+    written = tmp_path / "p.json"
+    prompts.write_text(json.dumps({"prompt": " ".join(str(token) for token in [*range(VOCABULARY)] * 2)}) + "\n")
+    two = ("--records", "1", "--drafter", "beam+ngram:top-k=0", "--show", "2", "--json", str(written))
+    done = dsbd("profile", "--input", str(prompts), *FEW, *two)
+    assert (done.code, done.faults) == (0, [])
+    nodes = json.loads(written.read_text())["forest"]["nodes"]
+    drafted = [node for node in nodes if node["parent"] is not None and node["proposer"] is not None]
+    assert {node["proposer"] for node in drafted} == {"beam", "ngram"}
+    assert all((node["q"] is None) == (node["proposer"] == "ngram") for node in drafted)
+    assert all(node["proposer"] is None for node in nodes if node["state"] in ("root", "completed"))
+    assert "  ngram" in done.out
+    rates = json.loads(written.read_text())["drafters"]
+    assert [one["name"] for one in rates] == ["beam", "ngram"]
+    assert all(0 <= one["accepted"] <= one["drafted"] for one in rates)
+    assert min(rates[0]["accepted"], rates[1]["drafted"]) > 0
+    said = " ".join(done.out.split())
+    assert f"beam {rates[0]['accepted']} of {rates[0]['drafted']} nodes" in said
+    assert "…" not in done.out
+
+
+@pytest.mark.parametrize("tree", ["greedy", "threshold"])
+def test_the_head_says_how_a_dynamic_tree_is_chosen(dsbd: Dsbd, prompts: Path, tree: str) -> None:
+    one = ("--records", "1", "--drafter", f"dynamic-tree:{tree}", "--verify", "rejection")
+    done = dsbd("profile", "--input", str(prompts), *FEW, *one)
+    assert (done.code, done.faults) == (0, [])
+    assert f"dynamic-tree ({tree}) D=2 K=3" in done.out
+
+
+def test_without_a_draft_no_phase_is_called_draft(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
+    written = tmp_path / "p.json"
+    plain = ("--records", "1", "--repeats", "1", "--draft", "none")
+    done = dsbd("profile", "--input", str(prompts), *plain, "--json", str(written))
+    assert done.code == 0
+    names = [one["name"] for one in json.loads(written.read_text())["now"]["phases"]]
+    assert "draft" not in names
+    assert {"target", "verify", "other"} < set(names)
+
+
+def test_quiet_prints_the_command_alone(dsbd: Dsbd, prompts: Path) -> None:
+    done = dsbd("profile", "--input", str(prompts), *FEW, "--quiet", "--records", "1")
+    assert (done.code, done.err) == (0, "")
+    (line,) = done.out.splitlines()
+    assert shlex.split(line)[:2] == ["dsbd", "generate"]
+    assert shlex.split(line)[-2:] == ["--input", str(prompts)]
+
+
+def test_the_plot_is_a_picture(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "p.png"
+    done = dsbd("profile", "--input", str(prompts), *FEW, "--quiet", "--plot", str(picture))
+    assert (done.code, done.err) == (0, "")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def unloadable(dsbd: Dsbd, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(sys.modules["dsbd_cli.loading"], "load", fail)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--repeats", "0"), "--repeats is 0, but must be 1 or more"),
+        (("--show", "0"), "--show is 0"),
+        (("--seconds", "0"), "--seconds is 0, but must be above 0"),
+        (("--seconds", "nan"), "--seconds is nan, but must be above 0"),
+        (("--records", "0"), "--records is 0"),
+        (("--existing", "overwrite"), "--existing overwrite replaces"),
+        (("--quiet", "--show", "1"), "drop one, or add --json"),
+        (("--json", "{old}"), "exists: name another file, or replace it with --existing overwrite"),
+        (("--trace", "{folder}"), "is a folder"),
+        (("--plot", "{folder}/none/p.png"), "does not exist"),
+        (("--plot", "{folder}/p.gif"), "must end in .png"),
+        (("--json", "{folder}/a", "--trace", "{folder}/a"), "name two files"),
+        (("--input", "{folder}/none.jsonl"), "cannot be read"),
+        (("--input", "{old}", "--task", "sql"), "--input and --task cannot be used together"),
+        (("--input", "{old}"), "line 2: "),
+        (("--input", "{empty}"), "holds no prompt"),
+        (("--draft", "none", "--width", "threshold:min=2"), "--width threshold:min=2 would do nothing"),
+    ],
+)
+def test_what_is_refused_before_anything_is_loaded(
+    dsbd: Dsbd, tmp_path: Path, unloadable: None, arguments: tuple[str, ...], message: str
+) -> None:
+    old, empty = tmp_path / "old.jsonl", tmp_path / "empty.jsonl"
+    old.write_text('{"prompt": "1"}\n{"prompt": 1}\n')
+    empty.write_text("\n")
+    filled = [word.format(old=old, folder=tmp_path, empty=empty) for word in arguments]
+    done = dsbd("profile", *filled)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert old.read_text().startswith('{"prompt": "1"}')
+
+
+def test_the_fixture_above_works(dsbd: Dsbd, prompts: Path, unloadable: None) -> None:
+    assert "a model was loaded" in dsbd("profile", "--input", str(prompts)).err
+
+
+def test_a_plot_without_matplotlib(
+    dsbd: Dsbd, tmp_path: Path, unloadable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsbd_cli.lab.reports.style.find_spec", lambda name: None)
+    done = dsbd("profile", "--plot", str(tmp_path / "p.png"))
+    assert done.code == 2
+    assert "pip install 'dsbd[plots]'" in done.err
+
+
+def test_an_iteration_that_there_is_not(dsbd: Dsbd, prompts: Path) -> None:
+    done = dsbd("profile", "--input", str(prompts), *FEW, "--show", "500")
+    assert done.code == 2
+    assert "--show 500: the first prompt (row 0) took" in done.err
+
+
+def test_a_prompt_that_cannot_be_decoded(dsbd: Dsbd, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"id": "x", "prompt": "99"}\n')
+    done = dsbd("profile", "--input", str(path), *FEW)
+    assert done.code == 1
+    assert "prompt x cannot be profiled: prompt holds token id 99" in done.err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_before_anything_is_measured_end_it_with_one_line(
+    dsbd: Dsbd, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    def swallowed(*_: object, **__: object) -> None:
+        try:
+            signal.raise_signal(number)
+        except Exception:  # as libraries do around their imports
+            raise ModuleNotFoundError from None
+
+    monkeypatch.setattr(sys.modules["dsbd_cli.loading"], "load", swallowed)
+    done = dsbd("profile", "--input", str(prompts), "--json", str(tmp_path / "p.json"))
+    assert (done.code, done.out) == (code, "")
+    assert done.faults == ["dsbd: stopped before there was a result"]
+    assert not (tmp_path / "p.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "there", "missing"),
+    [
+        ("timing the run", ("Time by phase", "Acceptance by depth", "Memory by owner"), "no draft "),
+        ("timing a run of D=4 K=3", ("Time by phase", "no draft ", "D=1 K=3"), "D=4 K=3"),
+        ("round 1 of 1: no draft", ("no draft ", "D=2 K=6", "Acceptance by depth"), "never"),
+    ],
+)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_print_what_is_measured_until_then(
+    dsbd: Dsbd,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+    there: tuple[str, ...],
+    missing: str,
+    number: int,
+    code: int,
+) -> None:
+    plain = Budget.tell
+
+    def tell(self: Budget, what: str, expected_s: float = 0.0) -> None:
+        plain(self, what, expected_s)
+        if what.startswith(part):
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(Budget, "tell", tell)
+    written = tmp_path / "p.json"
+    done = dsbd("profile", "--input", str(prompts), *FEW, "--json", str(written))
+    assert done.code == code
+    assert all(words in done.out for words in there)
+    assert missing not in done.out
+    assert "- stopped early: this is what was measured until then" in done.out
+    assert json.loads(written.read_text())["complete"] is False
+
+
+def test_a_signal_before_the_first_run_is_over_leaves_what_was_said(
+    dsbd: Dsbd, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Budget.tell
+
+    def tell(self: Budget, what: str, expected_s: float = 0.0) -> None:
+        plain(self, what, expected_s)
+        if what == "warming up":
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Budget, "tell", tell)
+    done = dsbd("profile", "--input", str(prompts), *FEW)
+    assert (done.code, done.out) == (130, "")
+    assert "dsbd: measured: one forward of the target: " in done.err
+    assert "stopped before there was a result" not in done.err
+
+
+def test_a_signal_while_a_run_is_made_ends_that_run(dsbd: Dsbd, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a signal that a run would only see when it is over."""
+    forwards = []
+    plain = TableLM.forward
+
+    def forward(self: TableLM, batch: ForestInput, *, logits: bool = True) -> object:
+        forwards.append(1)
+        if len(forwards) == 30:
+            signal.raise_signal(signal.SIGINT)
+        return plain(self, batch, logits=logits)
+
+    monkeypatch.setattr(TableLM, "forward", forward)
+    done = dsbd("profile", "--input", str(prompts), *FEW)
+    assert (done.code, len(forwards) < 40) == (130, True)
+    assert "stopped early" in done.out
+
+
+def test_what_is_measured_is_said_in_plain_lines(dsbd: Dsbd, prompts: Path) -> None:
+    done = dsbd("profile", "--input", str(prompts), *FEW, "--records", "1")
+    lines = [line for line in done.err.splitlines() if not line.startswith("dsbd: measured: ")]
+    found = [line.removeprefix("dsbd: measured: ") for line in done.err.splitlines() if line not in lines]
+    assert [line.partition(": ")[0] for line in found[:4]] == [
+        "one forward of the target", "one forward of the draft", "D=2 K=3", "no draft",
+    ]  # fmt: skip
+    assert found[2].endswith(" tokens/s, the first run")
+    assert lines[:4] == [
+        "dsbd: loading the models",
+        "dsbd: timing one forward",
+        "dsbd: warming up",
+        "dsbd: timing the run without a draft",
+    ]
+    assert "dsbd: round 1 of 1: no draft" in lines
+    assert dsbd("profile", "--input", str(prompts), *FEW, "--records", "1", "--quiet").err == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "setting"),
+    [
+        (MethodOptions(verify="coupled", memory_saving=True), ForestSize(3, 12)),
+        (MethodOptions(verify="rejection", width="threshold:min=1"), ForestSize(3, 12, 2)),
+        (MethodOptions(verify="rejection", width="threshold:0.5,min=1", depth="2"), NO_DRAFT),
+        (MethodOptions(num_beams=6, drafts_per_layer=9), NO_DRAFT),
+    ],
+)
+def test_the_recommended_command_is_one_that_generate_takes(given: MethodOptions, setting: ForestSize) -> None:
+    """Guards against options that contradict each other, and against a setting that is lost on the way."""
+    words = shlex.split(_renderer((PairOptions(), given), Path("my prompts.jsonl"))(setting))
+    assert words[:2] == ["dsbd", "generate"]
+    assert words[-2:] == ["--input", "my prompts.jsonl"]
+    options = dict(zip(*[iter(words[2:])] * 2, strict=True))
+    method = MethodOptions(
+        verify=options.get("--verify"),
+        num_beams=int(options["--num-beams"]) if "--num-beams" in options else None,
+        drafts_per_layer=int(options["--drafts-per-layer"]) if "--drafts-per-layer" in options else None,
+        depth=options.get("--depth"),
+        width=options.get("--width"),
+    )
+    pair = PairOptions(draft=options.get("--draft"))
+    found = run_settings(pair, method, SamplingOptions(), DeviceOptions(), RowOptions()).method
+    assert found.depth == setting.depth
+    if setting.depth:
+        assert found.drafts_per_layer == setting.drafts_per_layer
+        assert setting.min_width is None or (found.width, found.value(MIN_WIDTH)) == ("threshold", setting.min_width)
+    assert found.rule == (given.verify or "coupled")
+    assert options.get("--set") == ("memory-saving=true" if given.memory_saving else None)
+
+
+@pytest.mark.parametrize(
+    ("groups", "setting", "words"),
+    [
+        ((MethodOptions(num_beams=4, verify="coupled"), SamplingOptions(top_k=50, seed=0)), NO_DRAFT, "--draft none"),
+        (
+            (PairOptions(draft="builtin:draft"), DeviceOptions(dtype="auto", batch_size="8")),
+            ForestSize(2, 8),
+            "--depth 2",
+        ),
+        ((MethodOptions(num_beams=8),), ForestSize(4, 16), "--num-beams 8 --depth 4"),
+        ((MethodOptions(verify="rejection", width="threshold"),), ForestSize(4, 8, 1), "--verify rejection"),
+        (
+            (MethodOptions(verify="rejection"), SamplingOptions(temperature=0.5), DeviceOptions(dtype="float32")),
+            ForestSize(4, 12, 2),
+            "--drafts-per-layer 12 --verify rejection --width threshold:min=2 --temperature 0.5 --dtype float32",
+        ),
+        ((MethodOptions(warp_scope="beam", memory_saving=False),), ForestSize(4, 8), "--depth 4 --set warp-scope=beam"),
+    ],
+)
+def test_the_recommended_command_leaves_defaults_out(
+    groups: tuple[object, ...], setting: ForestSize, words: str
+) -> None:
+    given = {type(group) for group in groups}
+    whole = (*groups, *[kind() for kind in (PairOptions, MethodOptions) if kind not in given])
+    assert _renderer(whole, None)(setting) == f"dsbd generate {words} --input prompts.jsonl"
+
+
+def test_words_of_options() -> None:
+    given = MethodOptions(num_beams=3, memory_saving=False, decode="search")
+    assert option_words(given, {"depth": 2, "decode": None}) == [
+        "--num-beams",
+        "3",
+        "--depth",
+        "2",
+        "--set",
+        "memory-saving=false",
+    ]
+
+
+def test_numbers_are_shown_with_units_that_suit_them() -> None:
+    assert [profile_tables.seconds_text(x) for x in (0.0, 2e-6, 0.0123, 3.456, 1234.5)] == [
+        "0 µs", "2 µs", "12.3 ms", "3.46 s", "1234 s",
+    ]  # fmt: skip
+    assert [profile_tables.bytes_text(x) for x in (None, 12, 2048, 3 << 20, 5 << 30)] == [
+        "-", "12 B", "2.0 KiB", "3.0 MiB", "5.0 GiB",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--drafter rsd-s",
+        "--drafter beam+ngram:share=1",
+        "--verify fuzzy:0.3",
+        "--verify rejection --set memory-saving=true",
+    ],
+)
+def test_other_drafters_and_rules(dsbd: Dsbd, prompts: Path, options: str) -> None:
+    """Guards options of drafting that are carried into the run without a draft, or into its command."""
+    done = dsbd("profile", "--input", str(prompts), *FEW, "--quiet", *options.split())
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("dsbd generate ")
+    if "--draft none" in done.out:
+        assert "--drafter" not in done.out
+        assert "fuzzy" not in done.out
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "trigram", "trigram+ngram"])
+def test_lookups_are_profiled_without_a_draft_model(dsbd: Dsbd, prompts: Path, tmp_path: Path, drafter: str) -> None:
+    path = tmp_path / "p.json"
+    few = ("--repeats", "1", "--num-beams", "2", "--drafts-per-layer", "3", "--top-k", "0", "--draft", "none")
+    done = dsbd("profile", "--input", str(prompts), *few, "--drafter", drafter, "--show", "1", "--json", str(path))
+    assert (done.code, done.faults) == (0, [])
+    for part in PARTS:
+        assert part in done.out
+    said = " ".join(done.out.split())
+    assert f"drafter {drafter} runs no draft model: its phase draft is look-ups" in said
+    assert f"{drafter} D=4 K=3" in said
+    found = json.loads(path.read_text())
+    assert (found["draft"], found["drafter"]) == (None, drafter)
+    phases = {one["name"]: one["total_s"] for one in found["now"]["phases"]}
+    assert phases["draft"] > 0
+    assert sum(one["reached"] for one in found["acceptance"]) > 0
+    assert [one["name"] for one in found["memory"] if "draft" in one["name"]] == []
+
+
+def test_retrieval_is_profiled_with_its_index(dsbd: Dsbd, prompts: Path, tmp_path: Path) -> None:
+    corpus, path = CorpusTokens(), tmp_path / "x.index"
+    corpus.extend(list(range(VOCABULARY)) * 4)
+    corpus.end_document()
+    write_index(path, corpus, NumberCodec(VOCABULARY, (3,)).token_bytes())
+    words = ("--drafter", f"retrieval:{path}+ngram")
+    done = dsbd("profile", "--input", str(prompts), *FEW, *words)
+    assert (done.code, done.faults) == (0, [])
+    assert "drafter retrieval+ngram runs no draft model" in done.out
+
+
+def test_a_bridge_is_profiled_and_says_that_it_reads_the_host(dsbd: Dsbd, tmp_path: Path) -> None:
+    texts, path = tmp_path / "texts.jsonl", tmp_path / "p.json"
+    texts.write_text('{"prompt": "the quick brown", "max_new_tokens": 8}\n')
+    few = ("--repeats", "1", "--num-beams", "2", "--drafts-per-layer", "3", "--depth", "2")
+    done = dsbd("profile", "--input", str(texts), *few, "--drafter", "bridge", "--json", str(path))
+    assert (done.code, done.faults) == (0, [])
+    assert all(part in done.out for part in PARTS)
+    said = " ".join(done.out.split())
+    assert "drafter bridge reads the host in its phase draft by design" in said
+    assert re.search(r"its draft runs \d+\.\d forwards an iteration", said)
+    found = json.loads(path.read_text())
+    phases = found["now"]["phases"]
+    assert sum(one["share"] for one in phases) == pytest.approx(1.0)
+    assert all(one["total_s"] >= 0 for one in phases)
+    owners = [one["name"] for one in found["memory"]]
+    assert {"weights, draft", "KV trunk", "workspace"} <= set(owners)
+
+
+def test_depth_auto_is_refused_with_the_reason(dsbd: Dsbd) -> None:
+    done = dsbd("profile", "--depth", "auto")
+    assert done.code == 2
+    assert "takes another D and K from iteration to iteration" in done.err
+    assert len(done.err.splitlines()) == 1

@@ -1,0 +1,132 @@
+"""Observers of an engine: they change nothing, and what they are told is what the engine counts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+
+from dsbd_cli import Engine, MethodConfig, Request, RequestResult, SamplingConfig
+from dsbd_cli.config.variants import MIN_WIDTH
+from dsbd_cli.engine.core.forest import Forest
+from dsbd_cli.engine.drafting.base import DraftContext
+from dsbd_cli.engine.iteration import stepper as step
+from dsbd_cli.engine.iteration.observer import Observer
+from dsbd_cli.engine.verify.base import LayerDraws, LayerView
+from dsbd_cli.lab.profiling.profile import _acceptance
+from dsbd_cli.lab.profiling.runs import ProfiledPair
+from dsbd_cli.lab.profiling.timers import RunLog
+from tests.helpers.toys import NumberCodec, table_pair
+
+VOCABULARY = 12
+METHODS = [
+    MethodConfig(rule="coupled", num_beams=3, drafts_per_layer=8, depth=3),
+    MethodConfig(rule="search", num_beams=3, drafts_per_layer=8, depth=3),
+    MethodConfig(rule="rejection", num_beams=3, drafts_per_layer=8, depth=3, width="fixed"),
+    MethodConfig(rule="with-replacement", num_beams=3, drafts_per_layer=8, depth=3, width="fixed"),
+    MethodConfig(rule="coupled", num_beams=3, drafts_per_layer=8, depth=3, width="threshold"),
+    MethodConfig(rule="rejection", num_beams=3, drafts_per_layer=8, depth=3, width="threshold:min=2"),
+]
+
+
+class Counting(Observer):
+    """Counts what it is told."""
+
+    looks = True
+
+    def __init__(self) -> None:
+        self.forests = self.layers = self.iterations = 0
+        self.laws = True
+
+    def drafted(self, context: DraftContext, forest: Forest) -> None:
+        self.forests += 1
+        self.layers += forest.depth + 1
+        self.laws = self.laws and all(law is not None for law in forest.laws)
+
+    def verified(self, view: LayerView, draws: LayerDraws) -> None:
+        self.layers -= 1
+
+    def iterated(self, jobs: object, nodes: int, seconds: object) -> None:
+        self.iterations += 1
+
+
+def engine_of(method: MethodConfig) -> Engine:
+    target, draft = table_pair(1, VOCABULARY, 0.6)
+    return Engine(target, draft if method.depth else None, NumberCodec(VOCABULARY, (3,)), method, log_steps=True)
+
+
+def run(engine: Engine, count: int) -> list[RequestResult]:
+    sampling = SamplingConfig(top_k=0, max_new_tokens=16)
+    return list(
+        engine.run(Request(id=str(i), seed=i, prompt_ids=(i % 5, i % 7), sampling=sampling) for i in range(count))
+    )
+
+
+def name(method: MethodConfig) -> str:
+    return f"{method.rule}-{method.width}-{method.value(MIN_WIDTH)}"
+
+
+@pytest.mark.parametrize("method", METHODS, ids=name)
+def test_watching_changes_no_text(method: MethodConfig) -> None:
+    plain, looked_at, timed = engine_of(method), engine_of(method), engine_of(method)
+    seen = Counting()
+    looked_at.observe(seen)
+    timed.observe(RunLog([timed.target.device]))
+    texts = [[result.hypotheses for result in run(engine, 6)] for engine in (plain, looked_at, timed)]
+    assert texts[0] == texts[1] == texts[2]
+    assert seen.forests == seen.iterations > 0
+    assert seen.layers == 0, "each layer of each forest, and the completed one below, is told once"
+    assert seen.laws
+
+
+def test_no_kernel_works_behind_the_back_of_an_observer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards profiles on a GPU, where kernels would draft and walk, and graphs repeat, without telling anybody."""
+    stepper = engine_of(METHODS[0]).stepper
+    stepper.kernels = frozenset({"walk", "draft", "commit"})
+    monkeypatch.setattr(step, "fits_walk", lambda *_: True)
+    assert stepper._walks(None, None, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(stepper.drafter, "on_sheet", True, raising=False)
+    stepper.observer = Counting()
+    assert not stepper._walks(None, None, None)  # type: ignore[arg-type]
+    assert stepper._sheet(None, None, None) is None  # type: ignore[arg-type]
+    looked_at = engine_of(METHODS[0])
+    seen = Counting()
+    looked_at.observe(seen)
+    looked_at.stepper.graphs = SimpleNamespace(forget=lambda: None)  # type: ignore[assignment]
+    assert len(run(looked_at, 2)) == 2, "graphs that cannot run were not asked to"
+    assert seen.forests > 0
+
+
+def test_the_acceptance_of_a_profile_is_what_the_walks_looked_at() -> None:
+    """By hand from the step log: a layer counts as reached where the one above it passed."""
+    target, draft = table_pair(1, VOCABULARY, 0.6)
+    sampling = SamplingConfig(top_k=0, max_new_tokens=16)
+    requests = tuple(Request(id=str(i), seed=i, prompt=f"{i % 5} {i % 7}", sampling=sampling) for i in range(6))
+    pair = ProfiledPair(target, draft, NumberCodec(VOCABULARY, (3,)), requests, 3, ("t", "d"))
+    found = pair.timed(METHODS[0], log_steps=True)
+    steps = [one for result in found.results for one in result.stats.step_log]
+    rates = _acceptance(found)
+    assert [one.depth for one in rates] == [1, 2, 3]
+    assert rates[0].reached == len([one for one in steps if one.layers])
+    for depth, rate in enumerate(rates):
+        assert rate.passed == sum(one.passed_layers > depth for one in steps)
+    for above, below in pairwise(rates):
+        assert 0 < below.reached <= above.passed < above.reached
+
+
+def test_slots_at_the_peak_are_the_engines_own() -> None:
+    for method in (METHODS[0], METHODS[2], MethodConfig(num_beams=3, depth=0)):
+        engine = engine_of(method)
+        log = RunLog([engine.target.device])
+        engine.observe(log)
+        (result,) = run(engine, 1)
+        steps = result.stats.step_log
+        assert log.peak.total == max(one.kv_slots for one in steps) == result.stats.kv_peak_slots
+        peak = max(steps, key=lambda one: one.kv_slots)
+        assert (log.peak.trunk, log.peak.in_flight) == (peak.trunk, peak.nodes)
+        assert log.peak.path <= 2 + 16
+        assert (log.iterations, log.rows) == (len(steps), len(steps))
+        assert log.nodes == sum(one.nodes for one in steps)
+        assert log.slots == sum(one.kv_slots for one in steps)
+        assert log.room >= log.peak.total

@@ -1,0 +1,376 @@
+"""Tables that fit, JSON lines, a markdown page, and a picture in which nothing is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.text import Text as PlotText
+from rich.table import Table
+from rich.text import Text
+
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.errors import UsageError
+from dsbd_cli.lab.bench.methods import METHODS
+from dsbd_cli.lab.bench.sweep import Setting
+from dsbd_cli.lab.reports.bench_data import BenchReport, BenchRow, Choice, Energy, Interval, pareto_front
+from dsbd_cli.lab.reports.bench_json import json_lines
+from dsbd_cli.lab.reports.bench_markdown import markdown_page
+from dsbd_cli.lab.reports.bench_plot import FAMILIES, bench_figure
+from dsbd_cli.lab.reports.bench_terminal import print_report
+from dsbd_cli.lab.reports.screen import Screen
+from dsbd_cli.lab.reports.style import apart, picture_bytes, require_plots
+
+
+def row(task: str, method: str, place: int, setting: str = "") -> BenchRow:
+    drafts = method.startswith("dsbd")
+    scores = {} if task == "mt-bench" else {"exact match": Interval(0.5 + place / 60, 0.4, 0.7)}
+    if task == "qa":
+        scores["F1"] = Interval(0.66, 0.6, 0.7)
+    return BenchRow(
+        task=task,
+        method=method,
+        setting=setting,
+        settings={"rule": "coupled"},
+        batch_size=8,
+        exactness="same-text",
+        records=200,
+        failed=0,
+        windows=25,
+        tokens=5000,
+        seconds=50.0,
+        scores=scores,
+        logprob_per_token=-0.123,
+        tokens_per_s=Interval(150.0 - 7 * place, 90.0, 110.0),
+        ratios={"beam-sampling": Interval(1.25, 1.2, 1.31), "greedy": Interval(0.5, 0.45, 0.55)},
+        steps_per_call=2.5 if drafts else 1.0,
+        passed_by_depth=(0.8, 0.5, 0.3, 0.1) if drafts else (),
+        kv_peak_bytes=3 * 2**20,
+        peak_memory_bytes=2**30,
+        energy=Energy("nvml", 0.25, 0.125, 30.0, 90.0) if place else Energy(),
+    )
+
+
+def report(tasks: tuple[str, ...] = ("qa",), settings: tuple[str, ...] = ("",)) -> BenchReport:
+    rows = [
+        row(task, name, place, setting) for task in tasks for place, name in enumerate(METHODS) for setting in settings
+    ]
+    environment = {"command": "dsbd bench --num-beams 4", "device": "Fast One", "threads": 2, "commit": "abc1234"}
+    run = {"target": "builtin:target", "draft": "builtin:draft", "dtype": "float32", "batch_size": 8}
+    return BenchReport(rows, environment, run, ["a note"], complete=True)
+
+
+def tuned(tasks: tuple[str, ...] = ("sql", "qa")) -> BenchReport:
+    """Two curves of three thresholds a task, chosen on dev records; of the second none."""
+    plain = report(tasks)
+    labels = [f"W=4 K=12 D={depth} T={value}" for depth in (2, 4) for value in (0.05, 0.1, 0.4)]
+    curve = [row(task, "dsbd-fuzzy", place, label) for task in tasks for place, label in enumerate(labels)]
+    dev = [dataclasses.replace(one, records=48, steps_per_call=3.25) for one in curve]
+    dev += [dataclasses.replace(row(task, "dsbd-rejection", 2), records=48) for task in tasks]
+    names = [f"dsbd-fuzzy {label}" for label in labels]
+    choices = [
+        Choice(task, tuple(some), "dsbd-rejection", 0.02, chosen)
+        for task in tasks
+        for some, chosen in ((names[:3], names[1]), (names[3:], None))
+    ]
+    return dataclasses.replace(plain, rows=[*plain.rows, *curve], dev_rows=dev, choices=choices)
+
+
+def test_dev_and_test_stand_side_by_side() -> None:
+    stream = io.StringIO()
+    print_report(tuned(), stream)
+    text = stream.getvalue()
+    assert max(len(line) for line in text.splitlines()) <= 120
+    assert "sql, 48 dev records and 200 test records: fuzzy threshold" in text
+    said = " ".join(text.split())
+    assert "sql: dsbd-fuzzy W=4 K=12 D=2 T=0.1 is chosen: 51.7 % on dev, 51.7 % on test. Rule: most steps" in said
+    assert "One dev record is 2.1 points." in said
+    assert "sql: none is chosen: every threshold loses more than 2 points on dev records" in said
+    table = markdown_page(tuned()).split("### sql, 48 dev records and 200 test records: fuzzy threshold")[1]
+    rows = [line for line in table.splitlines() if line.startswith("|")][2:6]
+    assert [line.split("|")[3].strip() for line in rows] == ["", "", "yes", ""], "the reference first"
+    # dev, then test
+    assert [cell.strip() for cell in rows[1].split("|")[6:8]] == ["3.25", "2.50"]
+
+
+@pytest.mark.parametrize("measured", [(), ("dsbd-rejection",), ("dsbd-rejection", "dsbd-fuzzy W=4 K=12 D=2 T=0.1")])
+def test_a_run_that_was_stopped_on_the_way_is_told_all_the_same(measured: tuple[str, ...]) -> None:
+    whole = tuned(("sql",))
+    rows = [one for one in whole.rows if one.method == "greedy" or one.name in measured]
+    stopped = dataclasses.replace(whole, rows=rows, complete=False)
+    stream = io.StringIO()
+    print_report(stopped, stream)
+    assert ("is chosen" in stream.getvalue()) == ("is chosen" in markdown_page(stopped)) == bool(measured)
+    assert_whole(bench_figure(stopped))
+
+
+class Gone(io.StringIO):
+    """A pipe whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def test_a_reader_who_has_gone_ends_the_command_and_not_the_interpreter() -> None:
+    with pytest.raises(BrokenPipeError):
+        print_report(report(), Gone())
+
+
+def test_json_lines_say_which_split_they_are_of() -> None:
+    lines = [json.loads(line) for line in json_lines(tuned(("sql",))).splitlines()]
+    of_split = {split: [line for line in lines if line["split"] == split] for split in ("test", "dev")}
+    assert len(of_split["test"]) == len(METHODS) + 6
+    assert len(of_split["dev"]) == 7
+    chosen = [line["setting"] for line in lines if line["choice"] and line["choice"]["is_chosen"]]
+    assert chosen == ["W=4 K=12 D=2 T=0.1"] * 2
+    assert all("dsbd-rejection" in line["choice"]["rule"] for line in lines if "T=" in line["setting"])
+
+
+@pytest.mark.parametrize("settings", [("",), ("W=4 K=8 D=4 t=0.7", "W=4 K=12 D=4 t=0.95")])
+def test_no_line_is_wider_than_the_screen_and_no_cell_is_cut(settings: tuple[str, ...]) -> None:
+    stream = io.StringIO()
+    print_report(report(("sql", "qa", "mt-bench"), settings), stream)
+    text = stream.getvalue()
+    assert max(len(line) for line in text.splitlines()) <= 120
+    assert "…" not in text
+    cells = ["dsbd-with-replacement-threshold", "1.25x (1.20–1.31)", "80 50 30 10", "0.125", *settings]
+    assert all(text.count(cell) >= 3 for cell in cells)
+    assert text.count("66.0 (60–70)") == len(METHODS) * len(settings)
+    assert "note: a note" in text
+
+
+class Terminal(io.StringIO):
+    """A stream that takes itself for a terminal; rich asks COLUMNS for its width."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_tables_fit_a_narrow_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    print_report(report(("sql", "qa"), ("W=4 K=8 D=4 t=0.7", "W=4 K=12 D=4 t=0.95")), stream)
+    lines = Text.from_ansi(stream.getvalue()).plain.splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= columns
+    assert not any("…" in line for line in lines)
+    assert sum("1.25x (1.20–1.31)" in line for line in lines) == 2 * 2 * len(METHODS)
+
+
+def test_a_table_that_cannot_fit_is_wider_than_the_screen_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stream, table = Terminal(), Table()
+    table.add_column("name", no_wrap=True)
+    table.add_row("x" * 100)
+    Screen(stream).show(table)
+    assert "x" * 100 in stream.getvalue()
+
+
+def test_titles_and_ranges_say_what_there_is() -> None:
+    one = dataclasses.replace(row("sql", "greedy", 0), records=1, ratios={"greedy": Interval(0.47, 0.47, 0.47)})
+    stream = io.StringIO()
+    print_report(BenchReport([one], {"threads": 1}, {}), stream)
+    text = stream.getvalue()
+    assert "sql, 1 record: quality, speed, memory" in text
+    assert "1 thread;" in text
+    assert "0.47x" in text
+    assert "0.47x (" not in text
+
+
+def test_columns_without_a_measurement_are_left_out() -> None:
+    bare = BenchReport([row("sql", "greedy", 0)], {}, {})
+    stream = io.StringIO()
+    print_report(bare, stream)
+    assert "J/token" not in stream.getvalue()
+    assert "J/token" not in markdown_page(bare)
+    assert "log-prob/token" in markdown_page(bare)
+    assert "| draft calls" not in markdown_page(bare)
+    assert "J/token" in markdown_page(report())
+
+
+def test_every_json_line_is_complete_by_itself() -> None:
+    lines = [json.loads(line) for line in json_lines(report(("sql", "qa"))).splitlines()]
+    assert len(lines) == 2 * len(METHODS)
+    first, second = lines[0], lines[1]
+    for line in lines:
+        assert {"schema", "task", "method", "settings", "command", "device", "commit", "run", "scores"} <= line.keys()
+    assert (first["energy_source"], first["energy"]["j_per_token"]) == ("unavailable", None)
+    assert (second["energy_source"], second["energy"]["j_per_token"]) == ("nvml", 0.25)
+    assert first["tokens_per_s_pooled"] == 100.0
+
+
+def test_settings_that_do_not_act_are_null() -> None:
+    def written(**changed: object) -> dict[str, object]:
+        config = MethodConfig.of(changed)
+        one = dataclasses.replace(row("sql", "greedy", 0), settings=Setting("greedy", "", config).fields())
+        found: dict[str, object] = json.loads(json_lines(BenchReport([one], {}, {})))["settings"]
+        return found
+
+    plain = written(depth=0)
+    acting = {name for name, value in plain.items() if value is not None}
+    assert acting == {"rule", "num_beams", "depth", "warp_scope", "memory_saving"}
+    beam = written()
+    assert (beam["drafter"], beam["ngram"], beam["tree"], beam["fusion_top_k"]) == ("beam", None, None, None)
+    assert beam["width_threshold"] is None
+    both = written(drafter="beam+ngram", width="threshold")
+    assert (both["ngram"], both["fusion_top_k"], both["width_threshold"]) == (12, 16, 0.7)
+
+
+def test_markdown_tables_are_whole() -> None:
+    page = markdown_page(report(("sql", "qa")))
+    tables = [line for line in page.splitlines() if line.startswith("|")]
+    blocks = page.split("\n\n")
+    assert sum(line.startswith("| method") for line in tables) == 4
+    for block in blocks:
+        lines = [line for line in block.splitlines() if line.startswith("|")]
+        assert len({len(line) for line in lines}) <= 1
+        assert len({line.count("|") for line in lines}) <= 1
+    assert "Stopped early" not in page
+    assert "`dsbd bench --num-beams 4`" in page
+
+
+def test_the_front_is_what_nothing_beats_in_both() -> None:
+    points = [(1.0, 5.0), (2.0, 4.0), (2.0, 3.0), (3.0, 4.5), (4.0, 1.0), (0.5, 5.0), (4.0, 0.5)]
+    assert pareto_front(points) == [0, 3, 4]
+    assert pareto_front([]) == []
+
+
+@pytest.mark.parametrize("settings", [("",), tuple(f"W=4 K={k} D={d} t=0.7" for k in (8, 12) for d in (2, 4))])
+@pytest.mark.parametrize("tasks", [("qa",), ("sql", "mt-bench")])
+def test_nothing_of_the_picture_is_cut(tasks: tuple[str, ...], settings: tuple[str, ...]) -> None:
+    assert_whole(bench_figure(report(tasks, settings)))
+
+
+def test_nothing_of_the_curves_is_cut() -> None:
+    figure = bench_figure(tuned())
+    assert_whole(figure)
+    assert [axes.get_title("left") for axes in figure.axes if "thresholds" in axes.get_title("left")] == [
+        "sql: thresholds of rule fuzzy",
+        "qa: thresholds of rule fuzzy",
+    ]
+
+
+def panel(figure: Figure, title: str) -> Axes:
+    (found,) = [axes for axes in figure.axes if title in axes.get_title("left")]
+    return found
+
+
+def test_scores_of_zero_are_drawn_at_zero() -> None:
+    rows = [dataclasses.replace(one, scores={"exact match": Interval(0.0, 0.0, 0.0)}) for one in report().rows]
+    axes = panel(bench_figure(dataclasses.replace(report(), rows=rows)), "quality")
+    assert axes.get_xlim()[0] == 0
+    assert axes.get_xlim()[1] >= 5
+
+
+def test_every_method_has_a_row_with_its_name() -> None:
+    """Guards methods of one score, whose marks would lie on each other, and a key of twenty marks."""
+    figure = bench_figure(report(("sql",)))
+    axes = panel(figure, "speed")
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert sorted(names) == sorted(METHODS)
+    dots = [line for line in axes.get_lines() if len(line.get_xdata()) == 1]
+    assert [line.get_ydata()[0] for line in dots] == list(range(len(METHODS)))
+    speeds = [line.get_xdata()[0] for line in dots]
+    assert speeds == sorted(speeds, reverse=True)
+    bold = {label.get_text() for label in axes.get_yticklabels() if label.get_fontweight() == "bold"}
+    assert bold == set(METHODS), "each is slower and better than the one before"
+    assert all(axes.get_legend() is None for axes in figure.axes)
+
+
+def test_families_have_one_colour_and_no_two_labels_overlap() -> None:
+    figure = bench_figure(report(("sql",)))
+    depth = panel(figure, "by depth")
+    hues = {str(line.get_label()): line.get_color() for line in depth.get_lines()}
+    families = {family: {hue for name, hue in hues.items() if name.startswith(family)} for family in FAMILIES}
+    assert all(len(found) == 1 for found in families.values())
+    assert len({hue for found in families.values() for hue in found}) == len(set(FAMILIES.values()))
+    figure.draw_without_rendering()
+    for axes in (depth, panel(figure, "speed")):
+        texts = [*axes.texts, *axes.get_yticklabels()]
+        boxes = [PlotText.get_window_extent(one) for one in texts if one.get_text()]
+        assert len(boxes) > 8
+        assert not any(a.overlaps(b) for place, a in enumerate(boxes) for b in boxes[:place])
+
+
+def test_a_large_sweep_shows_the_best_settings_of_each_method() -> None:
+    rows = [row("sql", name, place + step, f"D={step}") for place, name in enumerate(METHODS) for step in range(3)]
+    slower = [dataclasses.replace(row("sql", "dsbd-coupled", 0, "D=9"), tokens_per_s=Interval(1.0, 1.0, 1.0))]
+    axes = panel(bench_figure(BenchReport([*rows, *slower], {}, {})), "speed")
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(names) <= 40
+    assert "dsbd-coupled D=9" not in names
+    assert f"best {len(names)} of {len(rows) + 1} settings" in axes.get_xlabel()
+
+
+def test_labels_stand_apart_in_their_order() -> None:
+    assert apart([10, 10, 50, 11], 5, 0, 100) == [10, 15, 50, 20]
+    assert apart([99, 98, 97], 5, 0, 100) == [100, 95, 90]
+    assert apart([], 5, 0, 100) == []
+
+
+def test_the_curve_has_the_colour_of_its_method_and_steps_per_call_to_the_right() -> None:
+    whole = tuned(("sql",))
+    rows = [one for one in whole.rows if one.method in ("greedy", "dsbd-rejection") or one.setting]
+    level = {"exact match": Interval(0.5, 0.4, 0.7)}
+    dev = [dataclasses.replace(one, scores=level) for one in whole.dev_rows]
+    figure = bench_figure(dataclasses.replace(whole, rows=rows, dev_rows=dev, choices=whole.choices[:1]))
+    curve = panel(figure, "thresholds")
+    assert curve.get_xlabel() == "beam-sampling steps per target call"
+    lines = {line.get_label(): line for line in curve.get_lines()}
+    assert list(lines["dsbd-fuzzy W=4 K=12 D=2"].get_xdata()) == [2.5] * 3
+    depth = {line.get_label(): line for line in panel(figure, "by depth").get_lines()}
+    assert lines["dsbd-fuzzy W=4 K=12 D=2"].get_color() == depth["dsbd-fuzzy W=4 K=12 D=2 T=0.05"].get_color()
+    assert {"filled: test", "open: dev", "chosen on dev"} < lines.keys()
+    assert [text.get_text() for text in curve.texts] == ["T=0.05", "0.1", "0.4", "T=0.05, 0.1, 0.4"]
+
+
+def test_settings_of_a_sweep_and_drafters_are_told_apart() -> None:
+    names = "W=4 drafter=beam", "W=4 drafter=ngram"
+    rows = [
+        dataclasses.replace(row("sql", "dsbd-coupled", place, name), settings={"drafter": name.partition("r=")[2]})
+        for place, name in enumerate(names)
+    ]
+    figure = bench_figure(BenchReport(rows, {}, {}))
+    shown = [label.get_text() for label in panel(figure, "speed").get_yticklabels()]
+    assert shown == [f"dsbd-coupled {name}" for name in names]
+    curves = panel(figure, "by depth").get_lines()
+    assert [line.get_label() for line in curves] == [f"dsbd-coupled {name}" for name in names]
+    assert_whole(figure)
+
+
+def assert_whole(figure: Figure) -> None:
+    """No artist reaches over the edge."""
+    figure.draw_without_rendering()
+    whole = figure.bbox
+    for axes in figure.axes:
+        for artist in (axes.title, axes.xaxis.label, axes.yaxis.label, axes.get_legend(), *axes.texts):
+            if artist is None or not artist.get_visible() or (hasattr(artist, "get_text") and not artist.get_text()):
+                continue
+            box = artist.get_window_extent()
+            assert box.x0 >= whole.x0 - 1, artist
+            assert box.x1 <= whole.x1 + 1, artist
+            assert box.y0 >= whole.y0 - 1, artist
+            assert box.y1 <= whole.y1 + 1, artist
+
+
+@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
+def test_pictures_are_of_the_kind_that_their_name_says(suffix: str, start: bytes) -> None:
+    assert picture_bytes(bench_figure(report()), suffix).startswith(start)
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"must end in .png"):
+        require_plots("--plot", Path("x.jpeg"))
+
+    monkeypatch.setattr("dsbd_cli.lab.reports.style.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'dsbd\[plots\]'"):
+        require_plots("--plot", Path("x.png"))

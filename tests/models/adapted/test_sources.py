@@ -1,0 +1,131 @@
+"""How requests become sources: languages as NLLB, mBART and marked tokenizers name them, and prefixes.
+
+Guards: a source in another language than the row says, a language left over from the row before, an answer that begins
+in no language at all.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sentencepiece
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, M2M100Config, M2M100Tokenizer, MBartTokenizer, NllbTokenizer
+
+from dsbd_cli import Request, SamplingConfig
+from dsbd_cli.errors import InvalidRowError, ModelError
+from dsbd_cli.models.adapted.codecs import make_source_codec
+from dsbd_cli.models.adapted.sources import Seq2SeqCodec
+from tests.helpers.checkpoints import wrap
+
+PIECES = ["<s>", "<pad>", "</s>", "<unk>", "▁a", "▁b", "▁"]
+
+
+def codec(tokenizer: Any, kind: str, start: int = 2, forced: int | None = None) -> Seq2SeqCodec:
+    settings = SimpleNamespace(decoder_start_token_id=start, forced_bos_token_id=forced)
+    model = SimpleNamespace(config=SimpleNamespace(model_type=kind), generation_config=settings)
+    return Seq2SeqCodec(tokenizer, (2,), start, model)
+
+
+def nllb() -> Any:
+    return NllbTokenizer(vocab={piece: place for place, piece in enumerate(PIECES)}, merges=[])
+
+
+def asked(**settings: Any) -> Request:
+    return Request("a b", sampling=SamplingConfig(**settings))
+
+
+def test_nllb_says_the_source_language_and_forces_the_other() -> None:
+    tokenizer = nllb()
+    one = codec(tokenizer, "m2m_100")
+    made = one.source(asked(source_lang="fra_Latn", target_lang="deu_Latn"))
+    assert tokenizer.convert_ids_to_tokens(made.source.tolist())[0] == "fra_Latn"
+    assert (made.prompt, made.prefix) == ([2], 0)
+    assert tokenizer.convert_ids_to_tokens([made.forced]) == ["deu_Latn"]
+    # the next row, without a language of its own, has the tokenizer's
+    plain = one.source(asked(target_lang="deu_Latn"))
+    assert tokenizer.convert_ids_to_tokens(plain.source.tolist())[0] == "eng_Latn"
+
+
+def test_a_prefix_stands_behind_the_forced_language() -> None:
+    tokenizer = nllb()
+    made = codec(tokenizer, "m2m_100").source(asked(target_lang="deu_Latn", prefix="b"))
+    language = tokenizer.convert_tokens_to_ids("deu_Latn")
+    assert made.prompt[:2] == [2, language]
+    assert (made.forced, made.prefix) == (None, len(made.prompt) - 2)
+    # that of the checkpoint, where the row names none
+    own = codec(tokenizer, "m2m_100", forced=language).source(asked(prefix="b"))
+    assert own.prompt == made.prompt
+
+
+def test_mbart_begins_with_the_language() -> None:
+    tokenizer = MBartTokenizer(vocab=[(piece, -1.0) for piece in PIECES], src_lang="en_XX")
+    romanian, french = tokenizer.convert_tokens_to_ids(["ro_RO", "fr_XX"])
+    made = codec(tokenizer, "mbart", start=romanian).source(asked(target_lang="fr_XX"))
+    assert (made.prompt, made.forced) == ([french], None)
+    assert codec(tokenizer, "mbart", start=romanian).source(asked()).prompt == [romanian]
+
+
+def test_m2m100_knows_languages_that_its_vocabulary_lacks(tmp_path: Path) -> None:
+    """Its tokenizer is transformers' slow one; it does not call languages special, so they came out as text."""
+    lines = ["the house is small", "a small dog", "houses and dogs are here", "wo ist das haus"] * 20
+    prefix = tmp_path / "sentencepiece.bpe"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(prefix), vocab_size=60, hard_vocab_limit=False, minloglevel=2
+    )
+    pieces = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
+    words = dict.fromkeys(["<s>", "<pad>", "</s>", "<unk>", *map(pieces.id_to_piece, range(pieces.get_piece_size()))])
+    (tmp_path / "vocab.json").write_text(json.dumps({word: place for place, word in enumerate(words)}))
+    M2M100Tokenizer(str(tmp_path / "vocab.json"), f"{prefix}.model").save_pretrained(tmp_path / "saved")
+    M2M100Config().save_pretrained(tmp_path / "saved")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    one = codec(tokenizer, "m2m_100")
+    made = one.source(Request("the dog", sampling=SamplingConfig(source_lang="de", target_lang="fr")))
+    assert tokenizer.convert_ids_to_tokens(made.source.tolist())[0] == "__de__"
+    assert made.forced == tokenizer.get_lang_id("fr")
+    assert one.decode([made.forced, *made.source.tolist()[1:]]) == "the dog"
+    assert b" dog" in one.token_bytes()
+    with pytest.raises(InvalidRowError, match=r"target_lang is 'xx', .* it knows af, am, ar and others"):
+        one.source(asked(target_lang="xx"))
+
+
+def test_marks_stand_before_the_text() -> None:
+    words = {word: place for place, word in enumerate(["<pad>", "<s>", "</s>", "a", "b", ">>fra<<"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    one = codec(wrap(tokenizer), "marian")
+    assert one.source(asked(target_lang="fra")).source.tolist() == [5, 3, 4]
+    with pytest.raises(InvalidRowError, match="target_lang is 'deu'"):
+        one.source(asked(target_lang="deu"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, "target_lang is missing"),
+        ({"target_lang": "xx"}, "target_lang is 'xx', which the target's tokenizer does not know"),
+        ({"target_lang": "deu_Latn", "source_lang": "</s"}, "source_lang is '</s', which"),
+    ],
+)
+def test_languages_that_are_missing_or_unknown_are_told(settings: dict[str, str], told: str) -> None:
+    with pytest.raises(InvalidRowError, match=told):
+        codec(nllb(), "m2m_100").source(asked(**settings))
+
+
+def test_a_source_is_cut_behind_its_language() -> None:
+    one = codec(nllb(), "m2m_100")
+    source = one.source(asked(target_lang="deu_Latn")).source
+    kept = one.cut(source, 3)
+    assert kept is not None
+    assert kept.tolist() == [int(source[0]), *source[-2:].tolist()]
+    assert one.cut(source, 0) is None
+
+
+def test_a_checkpoint_without_a_first_token_is_refused() -> None:
+    model = SimpleNamespace(config=SimpleNamespace(model_type="bart"), generation_config=SimpleNamespace())
+    with pytest.raises(ModelError, match="decoder_start_token_id"):
+        make_source_codec(model, nllb(), (2,), lambda: None)

@@ -1,0 +1,249 @@
+"""Loading: offline first, quick failures, nothing on stderr, weights that are really there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.errors import ModelError, ModelNotFoundError, UnsupportedModelError, UsageError
+from dsbd_cli.models.checkpoints import hub, loader
+from dsbd_cli.models.checkpoints.loader import eos_ids, load
+from dsbd_cli.ops.cpu.linear import packing_works
+from tests.helpers.checkpoints import save
+
+DEAD = "http://127.0.0.1:9"  # nothing listens there
+
+
+def cache_as(hub_cache: Path, repo: str, checkpoint: Path) -> Path:
+    """Lay a checkpoint out as the hub's client does; returns the snapshot folder."""
+    home = hub_cache / ("models--" + repo.replace("/", "--"))
+    snapshot = home / "snapshots" / ("0" * 40)
+    shutil.copytree(checkpoint, snapshot)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("0" * 40, encoding="utf-8")
+    return snapshot
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty hub cache, and a hub that cannot be reached."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "ENDPOINT", DEAD)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return tmp_path / "hub"
+
+
+def test_folder_loads_quietly(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Guards half precision on the CPU, training mode, gradients, and progress bars on stderr."""
+    model, tokenizer = load(ModelSpec(str(checkpoint), device="cpu"))
+    assert model.dtype == torch.float32
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert len(tokenizer) == 97
+    assert capfd.readouterr() == ("", "")
+
+
+def test_dtype_as_asked(checkpoint: Path) -> None:
+    """Guards --dtype."""
+    model, _ = load(ModelSpec(str(checkpoint), device="cpu", dtype="bfloat16"))
+    assert model.dtype == torch.bfloat16
+
+
+def test_dtype_auto_on_the_cpu_rounds_nothing(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large bfloat16 weights stay so where the processor has it; wider ones are never made narrower."""
+    monkeypatch.setattr(loader, "SMALL_BYTES", 1000)
+    for stored in (torch.float32, torch.bfloat16, torch.float16):
+        model, tokenizer = load(ModelSpec(str(checkpoint), device="cpu"))
+        folder = tmp_path / str(stored)
+        model.to(stored).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        kept = stored == torch.bfloat16 and packing_works(torch.bfloat16)
+        loaded, _ = load(ModelSpec(str(folder), device="cpu"))
+        assert loaded.dtype == (torch.bfloat16 if kept else torch.float32)
+
+
+@pytest.mark.parametrize("device_map", ["cpu", '{"": "cpu"}', "auto"])
+def test_device_map(checkpoint: Path, device_map: str) -> None:
+    """Guards accelerate's maps, as a word or as JSON."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, _ = load(ModelSpec(str(checkpoint), device_map=device_map))
+    if not torch.cuda.is_available():
+        assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize(("field", "value"), [("device", "gpu0"), ("device", "cuda:99"), ("device_map", '{"a": ')])
+def test_bad_device(checkpoint: Path, field: str, value: str) -> None:
+    """Guards tracebacks from torch for a device that is not there."""
+    with pytest.raises(UsageError, match=f"target device.*{value[:6]}"):
+        load(ModelSpec(str(checkpoint), **{field: value}))
+
+
+def test_cached_hub_id_needs_no_network(checkpoint: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards work without a network, HF_HUB_OFFLINE unset: what is in the cache is loaded at once."""
+    for name in ("dsbd_cli.models.checkpoints.hub.reachable", "huggingface_hub.snapshot_download"):
+        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("the network is not needed"))
+    cache_as(hub_cache, "me/tiny", checkpoint)
+    model, _ = load(ModelSpec("me/tiny", device="cpu"))
+    assert model.config.model_type == "llama"
+
+
+def test_cached_hub_id_by_environment(checkpoint: Path, tmp_path: Path) -> None:
+    """Guards HF_HOME: a fresh process finds the cache there and prints nothing of its own."""
+    cache_as(tmp_path / "hub", "me/tiny", checkpoint)
+    code = (
+        "from dsbd_cli.config.model import ModelSpec; from dsbd_cli.models.checkpoints.loader import load;"
+        "print(load(ModelSpec('me/tiny', device='cpu'))[0].config.model_type)"
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    env = {**kept, "HF_HOME": str(tmp_path), "HF_ENDPOINT": DEAD}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert (out.returncode, out.stdout, out.stderr) == (0, "llama\n", "")
+
+
+def test_incomplete_cache_is_not_taken(checkpoint: Path, hub_cache: Path) -> None:
+    """Guards an interrupted download: missing weights are fetched, or said to be missing, never drawn at random."""
+    (cache_as(hub_cache, "me/part", checkpoint) / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFoundError, match="not in the hub cache"):
+        load(ModelSpec("me/part", device="cpu"))
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_uncached_offline_fails_fast(hub_cache: Path, monkeypatch: pytest.MonkeyPatch, offline: bool) -> None:
+    """Guards 20 seconds of retries, and a message that does not say which of the two models is meant."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("it retries for long"))
+    with pytest.raises(ModelNotFoundError, match="draft model 'me/none'") as caught:
+        load(ModelSpec("me/none", role="draft"))
+    assert "\n" not in str(caught.value)
+    assert ("HF_HUB_OFFLINE" in str(caught.value)) == offline
+
+
+def test_silent_network_fails_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a firewall that drops packets, and a resolver that hangs."""
+    monkeypatch.setattr(hub, "getproxies", dict)
+
+    tested = threading.Event()
+
+    def hang(*_: object, **__: object) -> None:
+        tested.wait()
+        raise TimeoutError  # what outlives the test must end without noise
+
+    monkeypatch.setattr(socket, "create_connection", hang)
+    assert not hub.reachable("https://huggingface.co", timeout_s=0.2)
+    tested.set()
+
+
+def test_proxy_is_what_must_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards machines that reach the hub through a proxy only."""
+    asked = []
+
+    class Opened:
+        def close(self) -> None:
+            pass
+
+    def connect(address: tuple[str, int], timeout: float) -> Opened:
+        asked.append(address)
+        return Opened()
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(hub, "proxy_bypass", lambda host: False)
+    monkeypatch.setattr(hub, "getproxies", lambda: {"https": "http://proxy.here:3128"})
+    assert hub.reachable("https://huggingface.co")
+    monkeypatch.setattr(hub, "getproxies", dict)
+    assert hub.reachable("https://huggingface.co")
+    assert asked == [("proxy.here", 3128), ("huggingface.co", 443)]
+
+
+class Runs:
+    """What is called when a pickle of it is read without care."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return Path.touch, (Path("ran"),)
+
+
+def test_pickled_weights_are_read_and_run_no_code(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards code execution from a pickle."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "pickled"
+    shutil.copytree(checkpoint, folder)
+    model, _ = load(ModelSpec(str(checkpoint), device="cpu"))
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    loaded, _ = load(ModelSpec(str(folder), device="cpu"))
+    torch.testing.assert_close(loaded.lm_head.weight, model.lm_head.weight)
+    torch.save({"lm_head.weight": Runs()}, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError):
+        load(ModelSpec(str(folder), device="cpu"))
+    assert not Path("ran").exists()
+
+
+def test_unfit_folders(checkpoint: Path, tmp_path: Path) -> None:
+    """Guards tracebacks from the library for folders that are no checkpoints, in one line each."""
+    from safetensors.torch import load_file, save_file
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(checkpoint, tmp_path / name))
+
+    (tmp_path / "empty").mkdir()
+    (copy("bare") / "model.safetensors").unlink()
+    weights = load_file(copy("holes") / "model.safetensors")
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, tmp_path / "holes" / "model.safetensors", metadata={"format": "pt"})
+    (copy("cut") / "model.safetensors").write_bytes(b"1234")
+    (copy("odd") / "config.json").write_text('{"model_type": "nobody-knows"}', encoding="utf-8")
+    (copy("mute") / "tokenizer.json").unlink()
+    (tmp_path / "mute" / "tokenizer_config.json").unlink()
+    said = {
+        "empty": "config.json",
+        "bare": "no weights",
+        "holes": "1 weights are missing",
+        "cut": "model.safetensors is cut short",
+        "odd": "config cannot be read",
+        "mute": "tokenizer cannot be loaded",
+    }
+    for name, words in said.items():
+        with pytest.raises(ModelError, match=f"draft model .*{words}") as caught:
+            load(ModelSpec(str(tmp_path / name), role="draft", device="cpu"))
+        assert "\n" not in str(caught.value)
+
+
+def test_no_language_model(checkpoint: Path, tmp_path: Path) -> None:
+    """Guards encoders and the like."""
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "clip"))
+    (folder / "config.json").write_text('{"model_type": "vit"}', encoding="utf-8")
+    with pytest.raises(UnsupportedModelError, match="vit"):
+        load(ModelSpec(str(folder), device="cpu"))
+
+
+def test_soft_capping_runs_eager(tmp_path: Path) -> None:
+    """Guards Gemma 2, whose capped scores sdpa would leave out."""
+    model, _ = load(ModelSpec(str(save(tmp_path / "gemma2", "gemma2 window")), device="cpu"))
+    assert model.config._attn_implementation == "eager"
+
+
+def test_end_tokens(checkpoint: Path) -> None:
+    """Guards chat models, which end in one of several tokens that only the generation settings name."""
+    model, tokenizer = load(ModelSpec(str(checkpoint), device="cpu"))
+    model.generation_config.eos_token_id = [5, 2, 5]
+    assert eos_ids(model, tokenizer) == (2, 5), "the tokenizer's own stands first"
+    model.generation_config.eos_token_id = None
+    model.config.eos_token_id = 7
+    assert eos_ids(model, tokenizer) == (7,)
+    model.config.eos_token_id = None
+    assert eos_ids(model, tokenizer) == (tokenizer.eos_token_id,) == (2,)

@@ -1,0 +1,188 @@
+"""Text, chats and the bytes behind tokens, on small tokenizers of each kind."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import ByT5Tokenizer
+
+from dsbd_cli.engine.decoding.results import text_of
+from dsbd_cli.errors import InvalidRowError
+from dsbd_cli.models.tokenizer import HFCodec, byte_alphabet
+from tests.helpers.checkpoints import CHAT, KINDS, TEXTS, byte_level, numbers, wrap
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    made = wrap(KINDS[request.param](), chat_template=CHAT)
+    made.add_tokens(["<extra word>"])
+    return made
+
+
+def test_bytes_join_to_the_text(tokenizer: Any) -> None:
+    """Guards stop strings and streaming, which go by bytes: joined bytes of ids are their text up to a leading space.
+
+    For real texts and random ids, special and added tokens included. Runs of byte tokens that are no text are left out:
+    how many marks stand for one is the decoder's taste."""
+    codec = HFCodec(tokenizer, (2,))
+    table = codec.token_bytes()
+    rng = random.Random(0)
+    samples = [codec.encode(text) for text in [*TEXTS, "wholly unseen: Ωµ漢字 <extra word>!"]]
+    ascii_ids = [i for i, piece in enumerate(table) if piece.isascii()]
+    samples += [rng.choices(ascii_ids, k=30) for _ in range(200)]
+    for ids in samples:
+        joined = b"".join(table[i] for i in ids).decode()
+        assert codec.decode(ids) in (joined, joined.removeprefix(" "))
+
+
+def test_texts_end_before_the_stop_string_their_bytes_complete(tokenizer: Any) -> None:
+    """Stop strings cut from the bytes of real texts, many of which begin with the space that the decoder drops."""
+    codec = HFCodec(tokenizer, (2,))
+    table, rng, spaced = codec.token_bytes(), random.Random(1), 0
+    for text in TEXTS * 30:
+        ids = codec.encode(text)
+        whole = b"".join(table[i] for i in ids).decode()
+        start = rng.choice([0, rng.randrange(len(whole))])
+        stop = whole[start : start + rng.randint(1, 6)]
+        ended = next(n for n in range(1, len(ids) + 1) if stop.encode() in b"".join(table[i] for i in ids[:n]))
+        kept = whole[: whole.index(stop)]
+        found = text_of(ids[:ended], (stop, "never there"), codec)
+        assert found in (kept, kept.removeprefix(" "))
+        assert found == codec.decode(ids[:ended])[: len(found)]
+        spaced += stop.startswith(" ") and start == 0
+        assert text_of(ids[: ended - 1], (stop,), codec) == codec.decode(ids[: ended - 1])
+    assert spaced > 10 or not whole.startswith(" ")
+
+
+def test_byt5() -> None:
+    """Its token for byte 0xE6 is the character æ, which is two other bytes."""
+    codec = HFCodec(ByT5Tokenizer(), (1,))
+    table, text = codec.token_bytes(), "東京 naïve"
+    assert [table[index] for index in codec.encode_pieces([text])[0]] == [bytes([byte]) for byte in text.encode()]
+    assert table[:3] == [b""] * 3
+
+
+def test_a_decoder_that_puts_spaces_between_tokens() -> None:
+    """What is cut off does not stand in such a text; the tokens before the stop string do."""
+    codec = HFCodec(numbers(), ())
+    assert codec.decode([5, 6, 17]) == "w5 w6 w17"
+    assert text_of([5, 6, 17], ("7",), codec) == "w5 w6 w1"
+    assert text_of([5, 6, 17], ("6w",), codec) == "w5w"
+
+
+def test_special_and_added_tokens(tokenizer: Any) -> None:
+    """Guards markers that leak into texts, and added words that vanish from them."""
+    table = HFCodec(tokenizer, ()).token_bytes()
+    assert table[tokenizer.convert_tokens_to_ids("</s>")] == b""
+    assert table[tokenizer.convert_tokens_to_ids("<extra word>")].strip() == b"<extra word>"
+    assert len(table) == len(tokenizer)
+
+
+def test_every_byte_has_a_character() -> None:
+    """Guards the table of the byte alphabet: GPT-2's known entries, one character per byte."""
+    table = byte_alphabet()
+    assert sorted(table.values()) == list(range(256))
+    assert (table["Ġ"], table["Ċ"], table["ĉ"], table["A"], table["Ń"]) == (32, 10, 9, 65, 173)
+
+
+def test_no_clean_up() -> None:
+    """Guards texts against the clean-up that joins " ." and " n't" (old default of some checkpoints)."""
+    codec = HFCodec(wrap(KINDS["byte-level"](), clean_up_tokenization_spaces=True), ())
+    text = "do n't , x ."
+    assert codec.decode(codec.encode(text)) == text
+
+
+def test_chat(tokenizer: Any) -> None:
+    """Guards chat prompts: the template's special tokens are single ids and stand once, the answer is opened."""
+    codec = HFCodec(tokenizer, ())
+    ids = codec.encode_chat([{"role": "user", "content": "hi"}])
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.decode(ids, skip_special_tokens=True).rstrip().endswith("assistant:")
+
+
+def test_chat_refusals(tokenizer: Any) -> None:
+    """Guards the other rows of a file: a refused conversation is an error of its row, in one line."""
+    with pytest.raises(InvalidRowError, match="no such role"):
+        HFCodec(tokenizer, ()).encode_chat([{"role": "system", "content": "x"}])
+    with pytest.raises(InvalidRowError, match="no chat template"):
+        HFCodec(wrap(KINDS["byte-level"]()), ()).encode_chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_has_as_many_tokens_as_is_told_before(kind: str) -> None:
+    """Guards against refusing a prompt that fits: the bound holds for any text, or there is none."""
+    made = wrap(KINDS[kind](), chat_template=CHAT)
+    made.add_tokens(["<extra word>"])
+    codec = HFCodec(made, ())
+    rng = random.Random(1)
+    words = [*TEXTS, " " * 40, "<extra word>", "</s>", "é漢🙂", "\n\n", "\x00", "a" * 300, "1234567890"]
+    for _ in range(200):
+        text = "".join(rng.choices(words, k=rng.randint(0, 20)))
+        assert codec.least_tokens(text) <= len(codec.encode(text))
+    chat = [{"role": "user", "content": "fox " * 500}]
+    assert codec.least_tokens(chat) <= len(codec.encode_chat(chat))
+
+
+def test_bytes_tell_how_long_a_text_is_where_no_token_can_swallow_them() -> None:
+    codec = HFCodec(wrap(KINDS["byte-level"]()), ())
+    assert codec.least_tokens("x" * 100_000) > 1000
+    spaces = wrap(KINDS["byte-level"]())
+    spaces.add_tokens([AddedToken("<wide>", lstrip=True)])
+    assert HFCodec(spaces, ()).least_tokens("x" * 100_000) == 0, "it takes any number of spaces"
+
+
+def lacking() -> Any:
+    """As SmolLM2: byte-level BPE whose alphabet is that of its training text; other bytes vanish."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return wrap(tokenizer)
+
+
+def composing() -> Any:
+    """As Qwen: every byte has a token, and texts are composed first."""
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.NFC()
+    return wrap(tokenizer)
+
+
+@pytest.mark.parametrize("make", [lacking, composing])
+def test_a_bound_holds_where_bytes_vanish_or_characters_are_composed(make: Any) -> None:
+    """Guards the refusal of megabytes before they are tokenized, which was off for SmolLM2 and Qwen."""
+    codec, rng = HFCodec(make(), ()), random.Random(2)
+    assert codec.least_tokens("the quick brown fox " * 10_000) > 1000
+    words = [
+        *TEXTS,
+        "\x00\x01" * 20,
+        "\u212a" * 50,
+        "e\u0301" * 40,
+        "\u1112\u1161\u11ab" * 30,
+        "\u2126\u0313\u0300\u0345" * 9,
+    ]
+    vanished = 0
+    for word in [*words, *("".join(rng.choices(words, k=rng.randint(0, 20))) for _ in range(200))]:
+        found = len(codec.encode(word))
+        assert codec.least_tokens(word) <= found
+        vanished += found == 0 and word != ""
+    assert vanished or make is composing
+
+
+def test_only_the_end_of_a_long_text_is_tokenized_where_the_rest_is_cut(tokenizer: Any) -> None:
+    """The token that begins every text stays, and a conversation is cut as its text is."""
+    codec, begins = HFCodec(tokenizer, ()), "{{ bos_token }}{{ messages[0].content }}"
+    assert codec.encode("x" * 50 + TEXTS[0], len(TEXTS[0])) == codec.encode(TEXTS[0])
+    assert codec.encode_chat([{"role": "user", "content": "hi"}], 10_000) == codec.encode_chat(
+        [{"role": "user", "content": "hi"}]
+    )
+    made = wrap(byte_level(), chat_template=begins)
+    made.add_bos_token = True
+    made._tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    codec = HFCodec(made, ())
+    ids = codec.encode_chat([{"role": "user", "content": "x" * 1000 + "fox dog"}], 7)
+    assert ids == codec.encode("fox dog")
+    assert ids[0] == made.bos_token_id

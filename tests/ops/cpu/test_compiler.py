@@ -1,0 +1,180 @@
+"""Kernels of numba: made once, kept where there is room, and told."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from numba import types
+from numba.core.caching import IndexDataCacheFile
+
+from dsbd_cli.ops.cpu.kernels import compiler as compiled
+from dsbd_cli.ops.cpu.kernels.compiler import LOCK, Compiler, distrust
+from dsbd_cli.ops.cpu.kernels.simd import get_i64, put_i32
+from dsbd_cli.ops.cpu.runtime import Kernel
+
+COMPILING = "compiling the kernels of tests (about 1 s)"
+
+
+def answer(kernel: Kernel) -> int:
+    """Of a kernel that puts its answer into the third number."""
+    arguments = (ctypes.c_int64 * 3)(0, 0, 0)
+    kernel(arguments, 0, 1)  # type: ignore[arg-type]
+    return arguments[2]
+
+
+def made(source: str | Path) -> list[int]:
+    """What kernels of both kinds answer."""
+    names: dict[str, Any] = {"get_i64": get_i64, "put_i32": put_i32}
+    if isinstance(source, Path):
+        names = runpy.run_path(str(source), names)
+    else:
+        exec(source, names)
+    compiler = Compiler("tests", seconds=1)
+    counts = compiler(types.int64(types.int64))(names["more"])
+    return [counts(3), answer(Kernel(compiler.addressed(names["put"]).address))]
+
+
+KERNELS = """
+def more(n):
+    return n + 1
+
+def put(at):
+    put_i32(at + 16, get_i64(at) + 7)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_reasons", set())
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Any:
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def test_what_is_compiled_is_told_once_and_kept(tmp_path: Path, told: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Guards a silent wait, and a line about what is only loaded."""
+    kernels = tmp_path / "kernels.py"
+    kernels.write_text(KERNELS)
+    once = f"compiling the kernels of tests (once, kept in {tmp_path / '__pycache__'}, about 1 s)"
+    for lines in ([once], []):
+        caplog.clear()
+        assert made(kernels) == [4, 7]
+        assert told() == lines
+
+
+def test_a_full_folder_costs_only_time(tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a first forward that fails because the folder of compiled kernels is full, and a promise that nothing
+    keeps."""
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
+    kernels = tmp_path / "kernels.py"
+    kernels.write_text(KERNELS)
+    assert made(kernels) == [4, 7]
+    once = f"compiling the kernels of tests (once, kept in {tmp_path / '__pycache__'}, about 1 s)"
+    assert told() == [
+        once,
+        "every run compiles the kernels of tests: they cannot be kept ([Errno 28] No space left on device)",
+    ]
+
+
+def test_no_folder_to_write_to_costs_only_time(told: Any) -> None:
+    """Guards an install that nobody may write to."""
+    assert made(KERNELS) == [4, 7]
+    kept, compiling = told()
+    assert re.fullmatch(r"every run compiles the kernels of tests: they cannot be kept \(cannot cache .*\)", kept)
+    assert compiling == COMPILING
+
+
+@pytest.mark.parametrize("fault", ["folder", "index", "kernel"])
+def test_a_cache_that_others_may_write_to_is_not_read(fault: str, tmp_path: Path, told: Any) -> None:
+    """numba's index is a pickle. Guards code of another user that runs as this one."""
+    kernels, kept = tmp_path / "kernels.py", tmp_path / "__pycache__"
+    kernels.write_text(KERNELS)
+    made(kernels)
+    open_one = {"folder": kept, "index": min(kept.glob("*.nbi")), "kernel": min(kept.glob("*.nbc"))}[fault]
+    for index in kept.glob("*.nbi"):
+        index.write_bytes(b"never read")
+    open_one.chmod(0o777)
+    assert made(kernels) == [4, 7]
+    refused = f"{open_one} may be written by others: chmod go-w {open_one}"
+    assert told()[1:] == [
+        f"every run compiles the kernels of tests: they cannot be kept ({refused})",
+        COMPILING,
+    ]
+    assert {index.read_bytes() for index in kept.glob("*.nbi")} == {b"never read"}
+    made(kernels)
+    assert told()[3:] == [COMPILING], "the reason is told once"
+
+
+def test_a_cache_of_another_user_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, folder = tmp_path / "code" / "kernels.py", tmp_path / "cache"
+    source.parent.mkdir()
+    source.write_text("")
+    folder.mkdir(mode=0o755)
+    assert distrust(folder, source) is None
+    found: Any = Path.stat
+
+    def owned(place: Path, **options: Any) -> Any:
+        values = list(found(place, **options))
+        values[4] = 4242 if place == folder else 0
+        return os.stat_result(values)
+
+    monkeypatch.setattr(Path, "stat", owned)
+    reason = f"{folder} belongs to another user: remove it, or name a folder of your own by NUMBA_CACHE_DIR"
+    assert distrust(folder, source) == reason
+
+
+def test_a_group_that_may_write_the_code_may_write_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared installation of a team; guards a run that compiles again where that protects nothing."""
+    monkeypatch.setattr(compiled, "_private", lambda group: False)
+    source, folder = tmp_path / "kernels.py", tmp_path / "__pycache__"
+    source.write_text("")
+    folder.mkdir()
+    folder.chmod(0o775)
+    source.chmod(0o664)
+    assert distrust(folder, source) is None
+    source.chmod(0o644)
+    assert distrust(folder, source) == f"{folder} may be written by others: chmod go-w {folder}"
+
+
+def test_kernels_are_looked_up_and_kept_by_one_process_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards two first starts at once: numba counts the files that it finds, so one process would overwrite a kernel
+    that the other's index names."""
+    fcntl = pytest.importorskip("fcntl")
+    held: list[bool] = []
+
+    def noting(name: str) -> None:
+        real = getattr(IndexDataCacheFile, name)
+
+        def noted(file: Any, *arguments: Any) -> Any:
+            with (tmp_path / "__pycache__" / LOCK).open("ab") as other:
+                try:
+                    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    held.append(False)
+                except BlockingIOError:
+                    held.append(True)
+            return real(file, *arguments)
+
+        monkeypatch.setattr(IndexDataCacheFile, name, noted)
+
+    noting("load")
+    noting("save")
+    kernels = tmp_path / "kernels.py"
+    kernels.write_text(KERNELS)
+    made(kernels)
+    made(kernels)
+    assert held
+    assert all(held)

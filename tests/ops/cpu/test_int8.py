@@ -1,0 +1,372 @@
+"""int8 linear layers: the products of integers they claim to be, rows that do not depend on each other, refusals."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from dsbd_cli.config.model import ModelSpec
+from dsbd_cli.errors import UsageError
+from dsbd_cli.models.adapted.patching import Int8Linear, quantize
+from dsbd_cli.models.adapted.seq2seq import sample_source
+from dsbd_cli.models.checkpoints import loader
+from dsbd_cli.models.decoder.forest import DecoderForest
+from dsbd_cli.models.decoder.pack import quantize_decoder
+from dsbd_cli.models.load_model import load_model
+from dsbd_cli.models.pair import load_pair
+from dsbd_cli.ops.cpu.int8 import Int8Product, int8_missing
+from tests.helpers.checkpoints import numbers, save
+from tests.helpers.pairs import DISTANT
+from tests.helpers.tiny import V
+
+module = sys.modules["dsbd_cli.ops.cpu.int8"]
+
+needs_int8 = pytest.mark.skipif(int8_missing() is not None, reason=f"{int8_missing()}")
+
+
+class Attention(nn.Module):
+    """Two layers that read the same tensor, and one that reads another."""
+
+    def __init__(self, dtype: torch.dtype, bias: bool) -> None:
+        super().__init__()
+        self.left = nn.Linear(160, 72, bias=bias, dtype=dtype)
+        self.right = nn.Linear(160, 72, bias=bias, dtype=dtype)
+        self.out = nn.Linear(72, 160, bias=bias, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.left(x) * self.right(x))
+
+
+# torch's is exact where the processor adds products of 8 bits in 32
+WAYS = [way for way in dict.fromkeys((module._Torch, module._way())) if module._fault(way) is None]
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torch's operators, and our kernel where the processor has its instructions."""
+    monkeypatch.setattr(module, "_way", lambda: request.param)
+    return request.param
+
+
+def block(dtype: torch.dtype = torch.float32, bias: bool = True) -> Attention:
+    torch.manual_seed(1)
+    return Attention(dtype, bias).requires_grad_(False)
+
+
+def inputs(rows: int, dtype: torch.dtype = torch.float32, seed: int = 2) -> Tensor:
+    """Rows with a few channels a hundred times as large as the others."""
+    x = torch.randn(rows, 160, generator=torch.Generator().manual_seed(seed))
+    x[:, 5:150:29] *= 100
+    return x.to(dtype)
+
+
+def small(model: nn.Module, x: Tensor) -> int:
+    """int8 for layers of any size, calibrated with x."""
+    return quantize(model, lambda: model(x), least=1)
+
+
+def int8_reference(linear: nn.Linear, x: Tensor, outliers: Tensor) -> Tensor:
+    """The law of the layer in float64: integers of weights and inputs, and the outliers beside them."""
+    kept = torch.ones(linear.in_features, dtype=torch.bool)
+    kept[outliers] = False
+    weight, ordinary = linear.weight.float() * kept, x.float() * kept
+    scales = weight.abs().amax(1) / 127
+    steps = ordinary.abs().amax(-1, keepdim=True) / 127
+    integers = torch.floor(ordinary / steps + 128.5).sub(128).long() @ torch.round(weight / scales[:, None]).long().t()
+    few = x.double()[:, outliers] @ linear.weight.double()[:, outliers].t()
+    bias = 0 if linear.bias is None else linear.bias.double()
+    return integers.double() * scales.double() * steps.double() + few + bias
+
+
+@needs_int8
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 4, 37])
+@pytest.mark.usefixtures("way")
+def test_equals_a_reference_on_integers(dtype: torch.dtype, bias: bool, rows: int) -> None:
+    model, x = block(dtype, bias), inputs(rows, dtype)
+    plain = model.left
+    assert small(model, inputs(8, dtype, seed=3)) == 3
+    layer = model.left
+    assert isinstance(layer, Int8Linear)
+    with torch.inference_mode():
+        found = layer(x)
+    expected = int8_reference(plain, x, layer.product.outliers)
+    tolerance = 1e-5 if dtype == torch.float32 else 1.6e-2
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * float(expected.std()))
+
+
+@needs_int8
+@pytest.mark.parametrize("shape", [(9, 160, 72), (5, 72, 160), (210, 64, 130), (7, 5000, 3)])
+def test_the_sums_are_those_of_the_integers_exactly(way: Any, shape: tuple[int, int, int]) -> None:
+    rows, inputs, outputs = shape
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randint(-127, 128, (outputs, inputs), generator=generator)
+    weight[:, 0], weight[:, 1] = 0, 127  # an outlier, and the largest number, so that a level is worth 1
+    x = torch.randn(rows, inputs, generator=generator)
+    ordinary = x.clone()
+    ordinary[:, 0] = 0
+    with torch.inference_mode():
+        made = way([weight.float()], torch.tensor([0]), torch.zeros(outputs))
+        assert torch.equal(made.scales, torch.ones(outputs))
+        levels, steps, few = made.levels(x)
+        sums = made.multiply(levels, torch.ones(rows, 1), few)
+    assert levels.min() >= 1  # symmetric: 0 is never used
+    assert torch.equal(levels[:, :inputs].long(), torch.floor(ordinary / steps + 128.5).long())
+    assert torch.equal(few, x[:, :1])
+    exact = (levels[:, :inputs].long() - 128) @ weight.t()
+    assert exact.abs().max() < 2**24  # float32 holds them
+    assert torch.equal(sums.long(), exact)
+
+
+@needs_int8
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strange", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_in_its_row(way: Any, dtype: torch.dtype, strange: float) -> None:
+    """Guards failed rows, which are found by their logits."""
+    model, x = block(dtype), inputs(9, dtype)
+    small(model, inputs(8, dtype, seed=3))
+    with torch.inference_mode():
+        wanted = model.left(x)
+        for channel in (0, 5):  # one of the integers, an outlier
+            bad = x.clone()
+            bad[4, channel] = strange
+            found = model.left(bad)
+            assert not found[4].isfinite().any()
+            assert torch.equal(found[[0, 3, 5, 8]], wanted[[0, 3, 5, 8]])
+
+
+@needs_int8
+def test_the_channels_with_the_largest_values_are_kept_as_they_are() -> None:
+    model, x = block(), inputs(16)
+    exact = model(x)
+    small(model, inputs(16, seed=3))
+    assert isinstance(model.left, Int8Linear)
+    assert set(range(5, 150, 29)) <= set(model.left.product.outliers.tolist())
+    error = (model(x) - exact).norm() / exact.norm()
+    blind = block()
+    small(blind, torch.randn(16, 160) * (1 + 9 * (torch.arange(160) % 29 != 5)))  # finds others
+    blind_error = (blind(x) - exact).norm() / exact.norm()
+    assert error < 0.01 < blind_error
+
+
+@needs_int8
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_rows_and_threads_change_no_bits(way: Any, threads: int) -> None:
+    """Guards the parts that threads take: of rows, of outputs, and of inputs where the weights fill the cache."""
+    generator = torch.Generator().manual_seed(6)
+    weight, bias = torch.randn(700, 4800, generator=generator), torch.randn(700, generator=generator)
+    x = torch.randn(130, 4800, generator=generator)
+    before = torch.get_num_threads()
+    try:
+        with torch.inference_mode():
+            made = way([weight], torch.arange(32), bias)
+            torch.set_num_threads(1)
+            alone = torch.cat([made(x[i : i + 1]) for i in range(130)])
+            torch.set_num_threads(threads)
+            for first, last in ((0, 0), (0, 130), (0, 6), (3, 10), (20, 129)):
+                assert torch.equal(made(x[first:last]), alone[first:last])
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_int8
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("way")
+def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
+    model = block(dtype)
+    small(model, inputs(8, dtype, seed=3))
+    x = inputs(67, dtype)
+    with torch.inference_mode():
+        together = model.left(x)
+        for first, last in ((0, 1), (1, 4), (4, 37), (37, 67)):
+            assert torch.equal(model.left(x[first:last]), together[first:last])
+
+
+@needs_int8
+def test_layers_that_read_one_tensor_share_its_integers() -> None:
+    model = block()
+    small(model, inputs(4, seed=3))
+    left, right, out = model.left, model.right, model.out
+    assert isinstance(left, Int8Linear)
+    assert isinstance(right, Int8Linear)
+    assert isinstance(out, Int8Linear)
+    assert left.product is right.product
+    assert left.product.parts == [72, 72]
+    assert out.product.parts == [160]
+    x, y = inputs(5), inputs(5, seed=9)
+    with torch.inference_mode():
+        expected = left(y), right(y)  # the second takes what the first has made, and nothing is left of it
+        assert left.product._kept is None
+        left(x)  # nobody asks for the second half
+        assert torch.equal(right(y), expected[1])
+        assert torch.equal(left(y), expected[0])
+
+
+@needs_int8
+def test_layers_apart_do_not_share() -> None:
+    class Changing(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone()
+            left = self.left(x)
+            return self.out(left * self.right(x.mul_(2)))  # the same tensor with other numbers
+
+    model = Changing(torch.float32, bias=False).requires_grad_(False)
+    small(model, inputs(4))
+    assert isinstance(model.left, Int8Linear)
+    assert isinstance(model.right, Int8Linear)
+    assert model.left.product is not model.right.product
+
+
+@needs_int8
+def test_a_row_of_zeros_gives_the_bias() -> None:
+    model = block()
+    bias = model.left.bias
+    small(model, inputs(4))
+    with torch.inference_mode():
+        assert torch.equal(model.left(torch.zeros(2, 160)), bias.expand(2, -1))
+
+
+@needs_int8
+def test_layers_that_calibration_does_not_reach_stay() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(64, 64), "idle": nn.Linear(64, 64)}).requires_grad_(False)
+    assert quantize(model, lambda: model["used"](torch.randn(3, 64)), least=1) == 1
+    assert isinstance(model["used"], Int8Linear)
+    assert type(model["idle"]) is nn.Linear
+    assert not model["idle"]._forward_pre_hooks
+
+
+@needs_int8
+def test_small_products_stay() -> None:
+    model = block()
+    assert quantize(model, lambda: model(inputs(4)), least=2 * 160 * 72) == 2  # the first two are one product
+    assert isinstance(model.left, Int8Linear)
+    assert isinstance(model.right, Int8Linear)
+    assert type(model.out) is nn.Linear
+    assert quantize(block(), lambda: None) == 0
+
+
+WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+
+
+@pytest.fixture
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    for replaces in (quantize, quantize_decoder):
+        monkeypatch.setattr(replaces, "__defaults__", (1,))
+
+
+@needs_int8
+@pytest.mark.parametrize("family", ["llama", "qwen2", "opt", "gemma3 window"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loaded_model_is_close_and_invariant(family: str, dtype: str, any_size: None, tmp_path: Path) -> None:
+    """Guards the whole way from a folder: the logits are the checkpoint's but for rounding, and same-text holds."""
+    changes = WIDE if family != "opt" else {"hidden_size": 128, "ffn_dim": 192, "word_embed_proj_dim": 128}
+    if "gemma3" not in family:
+        changes = {name: size for name, size in changes.items() if name != "head_dim"}
+    folder = str(save(tmp_path, family, **changes))
+    spec = ModelSpec(folder, device="cpu", dtype=dtype, quantize="int8")
+    pair = load_pair(spec, None)
+    assert pair.target_dtype == f"int8+{dtype}"
+    target: Any = pair.target
+    assert isinstance(target, DecoderForest) == (family != "opt")
+    if family == "opt":
+        assert Int8Linear in {type(layer) for layer in target.module.modules()}
+    else:
+        weights = target.decoder.weights
+        products = [getattr(one, name) for one in weights.layers for name in ("qkv", "out", "gate_up", "down")]
+        assert {type(one) for one in (*products, weights.head)} == {Int8Product}
+    assert target.invariant
+    exact: Any = load_model(ModelSpec(folder, device="cpu", dtype="float32"))[0]
+    tokens = torch.randint(0, V, (2, 19), generator=torch.Generator().manual_seed(5))
+    with torch.inference_mode():
+        ours, theirs = target.plain(tokens).float(), exact.plain(tokens)
+    error = (ours - theirs).norm() / theirs.norm()
+    assert 1e-5 < error < 0.05
+
+
+@needs_int8
+def test_a_later_load_keeps_the_outliers(any_size: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, without the tokens by which outliers are found."""
+    spec = ModelSpec(str(save(tmp_path / "model", "llama", **WIDE)), device="cpu", dtype="float32", quantize="int8")
+    first: Any = load_model(spec)[0]
+    monkeypatch.setattr("dsbd_cli.models.decoder.load.find_outliers", lambda *_: pytest.fail("looked for"))
+    again: Any = load_model(spec)[0]
+    tokens = torch.randint(0, V, (2, 19), generator=torch.Generator().manual_seed(5))
+    assert torch.equal(first.plain(tokens), again.plain(tokens))
+    assert again.invariant
+    assert again.quantized == "int8"
+
+
+@needs_int8
+def test_an_encoder_decoder_model(any_size: None, tmp_path: Path) -> None:
+    """Guards the layers of an encoder and those that read it: all are reached and their texts stay invariant. Sources
+    share a forward, which they did not while that was settled before the layers were int8."""
+    folder = tmp_path / "t5"
+    torch.manual_seed(6)
+    config = transformers.T5Config(**{**DISTANT, "d_model": 128, "d_ff": 192, "d_kv": 32})
+    transformers.T5ForConditionalGeneration(config).save_pretrained(folder)
+    numbers().save_pretrained(folder)
+    model: Any = load_model(ModelSpec(str(folder), device="cpu", dtype="float32", quantize="int8"))[0]
+    linear = [layer for layer in model.module.modules() if isinstance(layer, nn.Linear)]
+    int8 = [layer for layer in model.module.modules() if isinstance(layer, Int8Linear)]
+    assert not linear
+    assert len(int8) == 2 * 6 + 2 * 10 + 1
+    assert model.invariant
+    runs = []
+    model._encoder.register_forward_hook(lambda *_: runs.append(1))
+    sources = [sample_source(model, size, seed) for seed, size in enumerate((9, 31, 20))]
+    model.reserve(3, 8)
+    model.encode([0, 1, 2], sources)
+    together = [stored.clone() for layer in model._cross._own for stored in layer.stored]
+    assert len(runs) == 1
+    for row, source in enumerate(sources):
+        model.encode([row], [source])
+    apart = [stored for layer in model._cross._own for stored in layer.stored]
+    assert all(map(torch.equal, together, apart))
+
+
+def test_a_draft_is_loaded_as_its_target() -> None:
+    spec = ModelSpec("t", quantize="int8").of_draft("d")
+    assert (spec.role, spec.quantize) == ("draft", "int8")
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    """Guards options that would do nothing: each says the reason in one line."""
+    for other, said in (({"device_map": "balanced"}, "device_map"), ({"tensor_parallel": 2}, "tensor_parallel")):
+        with pytest.raises(UsageError, match=f"quantize is 'int8', but {said} is"):
+            ModelSpec("t", quantize="int8", **other)
+    with pytest.raises(UsageError, match="quantize is 'int4', but must be one of int8"):
+        ModelSpec("t", quantize="int4")  # type: ignore[arg-type]
+    spec = ModelSpec(str(checkpoint), device="cpu", quantize="int8")
+    monkeypatch.setattr(loader, "int8_missing", lambda: None)  # on any processor
+    with pytest.raises(UsageError, match=r"quantize is int8, but .* has no linear layer of 2000000 weights or more"):
+        load_model(spec)
+    monkeypatch.setattr(loader, "int8_missing", lambda: "this build of torch has no int8 linear layers (oneDNN)")
+    with pytest.raises(UsageError, match="quantize is int8, but this build of torch has no int8 linear layers"):
+        load_model(spec)
+    # what the command says is looked at first: the other question compiles kernels
+    monkeypatch.setattr(loader, "int8_missing", lambda: pytest.fail("asked though it cannot matter"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    with pytest.raises(UsageError, match=r"but int8 runs on the CPU only: .*--device cpu"):
+        load_model(ModelSpec(str(checkpoint), quantize="int8"))
+
+
+def test_a_processor_that_saturates_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards processors whose 8-bit products stop at 16 bits, and builds without the operators."""
+    monkeypatch.setattr(module, "_way", lambda: module._Torch)
+    monkeypatch.setattr(module._Torch, "multiply", lambda *_: torch.full((5, 96), 32767.0))
+    int8_missing.cache_clear()
+    try:
+        assert int8_missing() == "this processor's int8 products are not exact"
+        monkeypatch.setattr(torch.ops, "onednn", object())
+        int8_missing.cache_clear()
+        assert int8_missing() == "this build of torch has no int8 linear layers (oneDNN)"
+    finally:
+        int8_missing.cache_clear()

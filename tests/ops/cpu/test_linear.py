@@ -1,0 +1,286 @@
+"""Packed linear layers: the same product, the same texts, nothing else touched."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dsbd_cli.models.adapted.patching import PackedLinear, pack
+from dsbd_cli.ops.cpu import linear as packing
+from dsbd_cli.ops.cpu import runtime as native
+from dsbd_cli.ops.cpu.linear import PackedProduct, packing_works
+from dsbd_cli.ops.cpu.runtime import EAGER
+
+needs_packing = pytest.mark.skipif(not packing_works(torch.float32), reason="this torch build cannot pack weights")
+
+
+@pytest.fixture(params=["_Compiled", "_Torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Our kernel alone, or torch's operators alone."""
+    works = packing._works
+    monkeypatch.setattr(packing, "_works", lambda way, dtype: way.__name__ == request.param and works(way, dtype))
+    return str(request.param)
+
+
+def serves(dtype: torch.dtype) -> None:
+    if not packing_works(dtype):
+        pytest.skip(f"does not serve {dtype} on this processor")
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(0, 1), (1, 1), (1, 3), (2, 1), (1, 4), (3, 37)])
+def test_equals_the_plain_product(dtype: torch.dtype, bias: bool, shape: tuple[int, int]) -> None:
+    serves(dtype)
+    torch.manual_seed(3)
+    linear = nn.Linear(160, 72, bias=bias, dtype=dtype).requires_grad_(False)
+    x = torch.randn(*shape, 160, dtype=dtype)
+    plain = linear(x)
+    with torch.inference_mode():
+        packed = PackedLinear(linear)(x)
+    assert packed.shape == plain.shape
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(packed, plain, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_few_outputs_keep_the_bits_of_a_row(bias: bool) -> None:
+    """Guards small layers (gates and steps of recurrent ones), whose plain product changes with the number of rows."""
+    serves(torch.float32)
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(256, 8, bias=bias)).requires_grad_(False)
+    x = torch.randn(1, 40, 256)
+    plain = model(x)
+    assert pack(model) == 1
+    with torch.inference_mode():
+        packed = model(x)
+        torch.testing.assert_close(packed, plain, rtol=1e-5, atol=1e-5)
+        for count in (1, 3, 4, 5, 17, 33):
+            assert torch.equal(model(x[:, :count]), packed[:, :count])
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None:
+    serves(dtype)
+    torch.manual_seed(4)
+    linear = PackedLinear(nn.Linear(128, 96, bias=False, dtype=dtype).requires_grad_(False))
+    x = torch.randn(1, 9, 128, dtype=dtype)
+    with torch.inference_mode():
+        alone = torch.cat([linear(x[:, i : i + 1]) for i in range(9)], 1)
+        assert torch.equal(linear(x), alone)
+
+
+@pytest.mark.parametrize(("dtype", "inputs"), [(torch.float32, 2600), (torch.bfloat16, 4500)])
+@pytest.mark.parametrize("way", ["_Compiled"], indirect=True)
+def test_parts_of_rows_inputs_and_outputs_change_no_bits(way: str, dtype: torch.dtype, inputs: int) -> None:
+    """Guards what our kernel shares out: inputs beyond a piece, rows beyond a chunk, outputs to threads."""
+    serves(dtype)
+    generator = torch.Generator().manual_seed(5)
+    linear = nn.Linear(inputs, 1300, dtype=dtype).requires_grad_(False)
+    x = torch.randn(111, inputs, generator=generator).to(dtype)
+    before = torch.get_num_threads()
+    try:
+        with torch.inference_mode():
+            packed = PackedLinear(linear)
+            torch.set_num_threads(1)
+            alone = torch.cat([packed(row) for row in x.split(1)])
+            exact = x.double() @ linear.weight.double().t() + linear.bias.double()
+            limit = 1e-5 if dtype == torch.float32 else 1e-2
+            assert (alone.double() - exact).abs().max() <= limit * exact.abs().max()
+            for threads in (1, 2, 3, 7):
+                torch.set_num_threads(threads)
+                for first, last in ((0, 111), (0, 5), (3, 10), (7, 104)):
+                    assert torch.equal(packed(x[first:last]), alone[first:last])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_may_be_views(dtype: torch.dtype) -> None:
+    serves(dtype)
+    linear = PackedLinear(nn.Linear(160, 72, dtype=dtype).requires_grad_(False))
+    wide = torch.randn(7, 400, generator=torch.Generator().manual_seed(6)).to(dtype)
+    with torch.inference_mode():
+        for x in (wide[:, 200:360], wide[::2, 3:163], wide.t()[:160].t(), wide[:1, :160].expand(5, 160)):
+            assert torch.equal(linear(x), linear(x.contiguous()))
+
+
+@pytest.mark.parametrize("way", ["_Compiled"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_no_number_stays_in_its_row(way: str, dtype: torch.dtype) -> None:
+    """Guards failed rows, which are found by their logits."""
+    serves(dtype)
+    linear = PackedLinear(nn.Linear(160, 72, dtype=dtype).requires_grad_(False))
+    x = torch.randn(9, 160, dtype=dtype)
+    bad = x.clone()
+    bad[4, 7] = float("nan")
+    with torch.inference_mode():
+        found, wanted = linear(bad), linear(x)
+    assert found[4].isnan().all()
+    assert torch.equal(found[[0, 3, 5, 8]], wanted[[0, 3, 5, 8]])
+
+
+@pytest.mark.parametrize("way", ["_Compiled"], indirect=True)
+def test_the_default_dtype_of_torch_is_not_the_kernels(way: str) -> None:
+    """Guards the kernel's room for sums, which half as many bytes would not hold."""
+    serves(torch.float32)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert packing.Parts.of(9, 4, 100).room(EAGER).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@needs_packing
+def test_a_width_that_fills_no_words_takes_torchs_way() -> None:
+    if not packing._works(packing._Torch, torch.bfloat16):
+        pytest.skip("torch's way does not serve bfloat16 on this processor, so such a layer stays as it is")
+    torch.manual_seed(7)
+    linear = nn.Linear(161, 72, dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.randn(3, 161, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        torch.testing.assert_close(PackedLinear(linear)(x), linear(x), rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.usefixtures("way")
+def test_another_bias_and_a_copy_leave_the_original_alone() -> None:
+    serves(torch.float32)
+    linear = nn.Linear(160, 72).requires_grad_(False)
+    x, bias = torch.randn(3, 160), torch.randn(72)
+    with torch.inference_mode():
+        packed = PackedLinear(linear)
+        before = packed(x)
+        torch.testing.assert_close(packed.with_bias(bias)(x), before - linear.bias + bias, rtol=1e-5, atol=1e-5)
+        copied: Any = copy.deepcopy(packed) if packed.compiled else packed
+        assert torch.equal(copied(x), before)
+        assert torch.equal(packed(x), before)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_of_one_input_become_one_product(dtype: torch.dtype) -> None:
+    """With the bits that each would have alone. Guards parts of a product that begin at another output, and a bias that
+    only some have."""
+    serves(dtype)
+    torch.manual_seed(3)
+    layers = [
+        nn.Linear(160, outputs, bias=biased, dtype=dtype).requires_grad_(False)
+        for outputs, biased in ((96, True), (72, False), (64, True))
+    ]
+    x, other = torch.randn(2, 5, 160).to(dtype), torch.randn(1, 160).to(dtype)
+    with torch.inference_mode():
+        product = PackedProduct([layer.weight for layer in layers], [layer.bias for layer in layers])
+        assert product.parts == [96, 72, 64]
+        alone = [PackedLinear(layer) for layer in layers]
+        for given in (x, other, x):
+            assert torch.equal(product.compute(given), torch.cat([layer(given) for layer in alone], -1))
+
+
+@needs_packing
+def test_packs_plain_linear_layers_only() -> None:
+    class Special(nn.Linear):
+        pass
+
+    model = nn.Sequential(
+        nn.Linear(64, 64), Special(64, 64), nn.Linear(8, 8), nn.Embedding(10, 64), nn.Linear(64, 64).half()
+    ).requires_grad_(False)
+    hooked = nn.Linear(64, 64)
+    hooked.register_forward_hook(lambda *_: None)
+    patched = nn.Linear(64, 64)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    model.extend((hooked, patched))
+    assert pack(model) == 2
+    kinds = [PackedLinear, Special, PackedLinear, nn.Embedding, nn.Linear, nn.Linear, nn.Linear]
+    assert [type(layer) for layer in model] == kinds
+    assert pack(model) == 0
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_of_a_layer_of_few_inputs_do_not_depend_on_each_other(dtype: torch.dtype, threads: int) -> None:
+    """Guards torch's own products, which small layers had before: of inputs that attention leaves transposed in
+    bfloat16, and past the last four rows in float32 with two threads, a row had other bits beside others."""
+    if not packing_works(dtype):
+        pytest.skip("does not serve on this processor")
+    layer = nn.Sequential(nn.Linear(32, 32, bias=False).to(dtype)).requires_grad_(False)
+    assert pack(layer) == 1
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows, nodes in ((3, 2), (3, 4), (2, 3), (5, 7)):
+            x = torch.randn(rows, 4, nodes, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+            together = layer(x.transpose(1, 2).reshape(rows, nodes, 32))
+            for row in range(rows):
+                alone = x[row : row + 1].transpose(1, 2).reshape(1, nodes, 32)
+                assert torch.equal(layer(alone)[0], together[row])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("way")
+def test_tied_embeddings_stay() -> None:
+    serves(torch.float32)
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(96, 64)
+            self.head = nn.Linear(64, 96, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = Tied().requires_grad_(False)
+    before = model.embed.weight.clone()
+    assert pack(model) == 1
+    x = torch.randn(1, 4, 64)
+    with torch.inference_mode():
+        torch.testing.assert_close(model.head(x), x @ before.T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.embed.weight, before)
+
+
+def test_no_packing_for_dtypes_that_gain_nothing() -> None:
+    assert not packing_works(torch.float16)
+    assert not packing_works(torch.float64)
+
+
+@needs_packing
+def test_layers_of_quantised_checkpoints_stay() -> None:
+    """Guards torchao's weights, which are tensors of another kind, and layers whose forward a library replaced."""
+
+    class Quantised(torch.Tensor):
+        pass
+
+    kind, patched = nn.Linear(64, 64), nn.Linear(64, 64)
+    kind.weight = nn.Parameter(kind.weight.detach().as_subclass(Quantised), requires_grad=False)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    assert pack(nn.Sequential(kind, patched).requires_grad_(False)) == 0
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "widened"])
+def test_both_tiles_of_bfloat16_sum_the_products(kind: str) -> None:
+    """Guards the one that this processor does not use."""
+    needed = {"bfloat16": {"avx512f", "avx512bf16"}, "widened": {"avx512f"}}[kind]
+    if not needed <= native.features():
+        pytest.skip(f"this processor has no {', '.join(needed)}")
+    from dsbd_cli.ops.cpu.kernels.simd import tile
+
+    generator = torch.Generator().manual_seed(5)
+    steps, most = 40, 7
+    weight = torch.randn(packing.COLUMNS, 2 * steps, generator=generator).bfloat16()
+    x = torch.randn(most, 2 * steps, generator=generator).bfloat16()
+    lines, add_up = packing.lines([weight]), tile(kind)
+    found = []
+    for count in range(1, most + 1):
+        sums = torch.zeros(count, packing.COLUMNS)
+        add_up(count, x.data_ptr(), 4 * steps, lines.data_ptr(), steps, sums.data_ptr())
+        torch.testing.assert_close(sums.double(), x[:count].double() @ weight.double().T, rtol=1e-4, atol=1e-4)
+        found.append(sums)
+    assert all(torch.equal(sums, found[-1][: len(sums)]) for sums in found), "a row's bits are its own"

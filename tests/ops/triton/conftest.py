@@ -1,0 +1,69 @@
+"""Kernels run in triton's interpreter here, unless there is a GPU (see tests/conftest.py)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+from tests.helpers.interpreter import own_products
+
+__all__ = ["own_products"]
+
+
+def _patched_once(real: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """triton's `_patch_lang` without its repetitions. The interpreter puts its functions in the place of the language's
+    at a launch, takes them back at its end, and looks through the whole language again at every call of a function of a
+    kernel, where everything is in its place already."""
+    done: set[frozenset[int]] = set()
+
+    @functools.cache
+    def languages(function: Any) -> frozenset[int]:
+        return frozenset(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
+
+    def call(function: Any) -> Any:
+        if languages(function) in done:
+            return interpreter._LangPatchScope()
+        done.add(languages(function))
+        scope = real(function)
+        restore = scope.restore
+
+        def restored() -> None:
+            done.clear()
+            restore()
+
+        scope.restore = restored
+        return scope
+
+    return call
+
+
+def _remembered(real: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """triton's `_get_np_dtype`, which makes its whole table at each call; a block has the type of its elements."""
+    known: dict[str, Any] = {}
+
+    def call(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in known:
+            known[name] = real(kind)
+        return known[name]
+
+    return call
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fewer_repetitions() -> Iterator[None]:
+    """Most of the interpreter's time goes to finding out the same again."""
+    with (
+        patch.object(interpreter, "_patch_lang", _patched_once(interpreter._patch_lang)),
+        patch.object(interpreter, "_get_np_dtype", _remembered(interpreter._get_np_dtype)),
+    ):
+        yield

@@ -1,0 +1,87 @@
+"""What an iteration launches outside the models, kernels on: operations at dispatch, no kernel run, at
+W = 4, K = 8, D = 4. Views and allocations launch nothing. Tensor code takes 1,360 for `coupled`, 1,036 for `search` and
+2,670 for `rejection` (tests/engine/iteration/test_operations.py).
+
+Guards: a tensor operation that slips back into the iteration. A target whose bits do not depend on the drafts is given
+the lengths of the prompts, which is one more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.operations import VIEWS
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.engine.checks import kernels as twins
+from dsbd_cli.engine.checks.kernels import HISTORY, VOCABULARY, IterationCase
+from dsbd_cli.engine.iteration import stepper as step_module
+from dsbd_cli.engine.iteration.devices import KERNELS
+from dsbd_cli.engine.protocols import ForestInput
+
+LAYERS = 4
+LAUNCHES = 2 * LAYERS + 4
+MOVES = 2  # one per cache; the toy models have none
+MOST = {"coupled": 16, "search": 16, "rejection": 30}
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that are no views and not of the toy models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Counter[str]()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        name = operation.overloadpacket.__name__
+        if name not in VIEWS and name != "new_empty":
+            self.seen[name] += 1
+        return operation(*arguments, **(named or {}))
+
+
+def forward(model: object, batch: ForestInput, *, logits: bool = True) -> Tensor:
+    given.append(batch.prompt)
+    return torch.empty(*batch.tokens.shape, VOCABULARY, device="meta")
+
+
+given: list[Tensor | None] = []  # prompts
+
+
+@pytest.mark.parametrize("settled", [None, (0, 0, 0)], ids=["fast", "same text"])
+@pytest.mark.parametrize("rule", ["coupled", "search", "rejection"])
+def test_an_iteration_launches_so_little(
+    rule: str, settled: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = MethodConfig.of({"rule": rule, "num_beams": 4, "drafts_per_layer": 8, "depth": LAYERS, "width": "fixed"})
+    sampling = SamplingConfig(max_new_tokens=HISTORY, top_k=0 if rule == "search" else 5)
+    generator = torch.Generator().manual_seed(1)
+    iteration = IterationCase.random(method, sampling, generator, torch.device("meta"), roots=4, lag=2)
+    launches, stepper, state = Launches(), iteration.stepper(KERNELS), iteration.state
+    trunk = state.table.trunk
+
+    class Counted(Exception):  # noqa: N818
+        pass
+
+    def told(*arguments: Any) -> None:
+        raise Counted
+
+    monkeypatch.setattr(step_module, "read_report", told)
+    monkeypatch.setattr(twins._Table, "forward", forward)
+    given.clear()
+    with torch.no_grad(), launches, pytest.raises(Counted):
+        stepper.step(state, replace(iteration.shape, settled=settled))
+    extra = Counter() if settled is None else Counter({"sub": 1})
+    assert launches.seen.total() == LAUNCHES + extra.total(), launches.seen
+    assert launches.seen.total() + MOVES <= MOST[rule]
+    assert set(launches.seen) == {"begin", "candidates", "extend", "walk", "commit", *extra}
+    *drafts, target = given
+    assert drafts == [None] * LAYERS
+    assert target is not None
+    assert (target is trunk) == (settled is None)

@@ -1,0 +1,127 @@
+"""Every kernel of an iteration gives what its tensor function gives: random iterations with ties, impossible tokens,
+NaN, dead beams, exhausted supports, late drafts, an idle row. Numbers of int64 and bool are equal, others to 2e-5.
+
+Guards: an order of ties, a state that is read after it was written, a padded place that is drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dsbd_cli.config.method import MethodConfig
+from dsbd_cli.config.sampling import SamplingConfig
+from dsbd_cli.engine.checks.kernels import HISTORY, KERNELS, IterationCase, kernels
+from dsbd_cli.ops.triton import Kernel, commit, differences, draft, walk
+from tests.ops.triton import DEVICE
+
+# triton's interpreter computes the branches that are not taken too
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+ALL = {"top_k": 6, "top_p": 0.9, "min_p": 0.02, "stop": ("AB",)}
+
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "coupled-plain": ({"rule": "coupled"}, {"top_k": 5}),
+    "coupled-all": ({"rule": "coupled"}, ALL),
+    "coupled-beam": ({"rule": "coupled", "warp_scope": "beam"}, ALL),
+    "coupled-cold": ({"rule": "coupled", "depth": 1}, {"temperature": 0.0, "top_k": 5}),
+    "coupled-whole": ({"rule": "coupled", "depth": 1}, {}),
+    "coupled-W1": ({"rule": "coupled", "num_beams": 1, "drafts_per_layer": 1}, {"top_k": 5, "length_penalty": 0.7}),
+    "coupled-saving": ({"rule": "coupled", "depth": 1, "memory_saving": True}, {"top_k": 5}),
+    "coupled-tokens": ({"rule": "coupled"}, {"top_k": 5, "token_logprobs": True, "top_logprobs": 2}),
+    "search": ({"rule": "search"}, {}),
+    "search-stops": ({"rule": "search", "num_beams": 2}, {"stop": ("AB",), "early_stopping": True}),
+    "search-W16": ({"rule": "search", "num_beams": 16, "drafts_per_layer": 20, "depth": 1}, {}),
+    "rejection": ({"rule": "rejection"}, {"top_k": 5}),
+    "rejection-beam": ({"rule": "rejection", "warp_scope": "beam"}, ALL | {"temperature": 0.7}),
+    "rejection-exhausted": ({"rule": "rejection", "num_beams": 4, "depth": 1}, {"top_k": 2}),
+}
+
+
+def made(method: dict[str, Any], sampling: dict[str, Any]) -> list[Kernel]:
+    shape = {"num_beams": 3, "drafts_per_layer": 4, "depth": 2, "width": "fixed"}
+    return kernels([(MethodConfig.of(shape | method), SamplingConfig(max_new_tokens=HISTORY, **sampling))])
+
+
+def counted(name: str, module: Any, patch: pytest.MonkeyPatch) -> list[int]:
+    """How often an operator was called."""
+    calls: list[int] = []
+    real: Callable[..., Any] = getattr(module, name)
+    patch.setattr(module, name, lambda *arguments: (calls.append(1), real(*arguments))[1])
+    return calls
+
+
+@pytest.fixture
+def once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an iteration leaves is computed once for the same kernels: all kernels are compared over the same cases, and
+    the twin of one may be another's, or the tensor code alone."""
+    made: dict[object, IterationCase] = {}
+    left: dict[object, tuple[torch.Tensor, ...]] = {}
+    random, run = IterationCase.random, IterationCase.run
+
+    def kept(*arguments: Any, **named: Any) -> IterationCase:
+        return made.setdefault(tuple(named.items()), random(*arguments, **named))
+
+    def ran(self: IterationCase, used: frozenset[str]) -> tuple[torch.Tensor, ...]:
+        key = (id(self), used)
+        if key not in left:
+            left[key] = run(self, used)
+        return left[key]
+
+    monkeypatch.setattr(IterationCase, "random", kept)
+    monkeypatch.setattr(IterationCase, "run", ran)
+
+
+@pytest.mark.usefixtures("once")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_iterations_are_those_of_tensor_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = {
+        "draft": counted("extend", draft, monkeypatch),
+        "walk": counted("walk", walk, monkeypatch),
+        "commit": counted("commit", commit, monkeypatch),
+    }
+    with torch.inference_mode():
+        for kernel in made(*SETTINGS[name]):
+            if kernel.name in ran:
+                assert list(differences(kernel, DEVICE, seed=2)) == []
+                assert ran[kernel.name], "the tensor code ran"
+
+
+@pytest.mark.parametrize("name", ["candidates", "move"])
+def test_others_are_those_of_tensor_code(name: str) -> None:
+    (kernel,) = (one for one in KERNELS if one.name == name)
+    assert list(differences(kernel, DEVICE)) == []
+
+
+def test_every_kernel_in_use_has_a_twin() -> None:
+    from dsbd_cli.engine.iteration.devices import KERNELS as NAMES
+
+    assert {kernel.name for kernel in KERNELS} == NAMES
+
+
+@pytest.mark.parametrize("place", ["token", "valid"])
+def test_a_wrong_walk_is_found(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = walk.walk
+
+    def wrong(*arguments: Any) -> None:
+        real(*arguments)
+        out = arguments[9]
+        if place == "token":
+            out[1][:, 0] += 1
+        else:
+            out[3][:, -1] ^= True
+
+    monkeypatch.setattr(walk, "walk", wrong)
+    kernel = next(one for one in made({"rule": "search"}, {}) if one.name == "walk")
+    with torch.inference_mode():
+        assert list(differences(kernel, DEVICE))
+
+
+def test_a_kernel_is_compared_with_what_it_should_give() -> None:
+    kernel = next(one for one in KERNELS if one.name == "candidates")
+    other = dataclasses.replace(kernel, op=lambda logits, count: (kernel.twin(logits, count)[0] + 1, logits))
+    assert "in place of" in next(differences(other, DEVICE))
