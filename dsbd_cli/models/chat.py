@@ -117,5 +117,5 @@ atexit.register(_renderer.close)
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bool) -> str:
-    """As Renderer.render, by the child of this process."""
+    """Render messages as Renderer.render does, by the child of this process."""
     return _renderer.render(tokenizer, messages, opened=opened)

@@ -101,7 +101,7 @@ class Forest:
 
     @property
     def settings(self) -> Any:
-        """What has the checkpoint's `config` and `generation_config`."""
+        """Return the object that has the checkpoint's `config` and `generation_config`."""
         raise NotImplementedError
 
     @property
@@ -245,7 +245,7 @@ class Forest:
             self.copies_prefixes = bool(copies)
 
     def _sees(self, batch: ForestInput) -> Sight | None:
-        """What the layers of a forest's forward may split their keys by; kept for by_parts."""
+        """Return what the layers of a forest's forward may split their keys by, and keep it for by_parts."""
         kernel, prompt, tail = self.attention, batch.prompt, batch.tail
         settled = None if batch.chain else batch.settled
         fast = settled is None

@@ -124,7 +124,7 @@ class Sight:
         return mask is not None and self._key(mask) in self._seen
 
     def served(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor | None:
-        """What the kernel gives; None where there is none for this kind of layer."""
+        """Return the attention that the kernel gives; None where there is none for this kind of layer."""
         from dsbd_cli.ops.triton.attention import attention_fits
 
         if self._heads[self._key(mask)] is not None or not attention_fits(query, key, value):
@@ -180,7 +180,7 @@ class Sight:
         return self._wide[key, queries]
 
     def head_for(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
-        """As `head`, for queries [R, H * G, n, E] and keys [R, H, S, E]."""
+        """Return `head` for queries [R, H * G, n, E] and keys [R, H, S, E]."""
         _, heads, count, dim = query.shape
         return self.head(mask, filled_queries(heads, key.shape[1], count, dim, query.dtype))
 
@@ -461,7 +461,10 @@ def _written_out(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """What the fused kernel does not offer, in float32: [R, H * G, n, E]."""
+    """Compute attention that the fused kernel does not offer, in float32.
+
+    Returns [R, H * G, n, E] in the dtype of the query.
+    """
     rows, heads, count, dim = query.shape
     groups = heads // key.shape[1]
     grouped = query.reshape(rows, key.shape[1], groups, count, dim).to(torch.float32)

@@ -22,7 +22,7 @@ __all__ = ["KVCache", "PlaneSpec", "Write"]
 
 @dataclass(frozen=True, slots=True)
 class PlaneSpec:
-    """What the keys (or the values) of one layer look like, learnt from the first forward."""
+    """Shape, dtype and device of the keys (or the values) of one layer, learnt from the first forward."""
 
     heads: int
     dim: int
@@ -88,7 +88,7 @@ class KVCache:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys, and so of attention scores; known after the first forward."""
+        """Return the dtype of keys, and so of attention scores; known after the first forward."""
         return next(iter(self._plane_specs.values())).dtype
 
     @property

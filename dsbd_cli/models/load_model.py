@@ -80,8 +80,13 @@ def _loaded(spec: ModelSpec, *, anew: bool) -> tuple[Forest, HFCodec]:
 
 @dataclass(frozen=True, slots=True)
 class _Description:
-    """What a checkpoint is. dtype: what it computes in, None where transformers decides. plain: the weights are
-    safetensors files that hold what a forward computes with. tokenizer: module and name of its class, where known."""
+    """Description of a checkpoint.
+
+    Attributes:
+        dtype: what it computes in, None where transformers decides.
+        plain: the weights are safetensors files that hold what a forward computes with.
+        tokenizer: module and name of its class, where known.
+    """
 
     sort: DecoderSpec
     dtype: torch.dtype | None

@@ -288,7 +288,7 @@ def join(place: Place) -> None:
 
 
 def serve(forest: CausalForestModel) -> NoReturn:
-    """What a rank does: call what rank 0 calls, until that is gone."""
+    """Serve as a rank: call what rank 0 calls, until that is gone."""
     while True:
         box: list[Any] = [None]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
@@ -335,7 +335,7 @@ def _sendable(tensor: Tensor) -> Tensor:
 
 
 def _variables(place: Place) -> dict[str, str]:
-    """What transformers reads to bind a rank to its device."""
+    """Return the environment variables that transformers reads to bind a rank to its device."""
     rank = str(place.rank)
     return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(place.spec.tensor_parallel)}
 

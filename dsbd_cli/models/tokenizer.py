@@ -42,7 +42,7 @@ class AddedToken(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """Part of a transformers tokenizer that is used."""
 
     @property
     def all_special_ids(self) -> list[int]: ...
@@ -210,7 +210,7 @@ def _token_bytes(tokenizer: Tokenizer) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _Cover:
-    """What is known of how many bytes of a text its tokens cover.
+    """Bounds on how many bytes of a text its tokens cover.
 
     Attributes:
         longest: bytes that one token covers at most; 0 where there is no bound.
@@ -226,9 +226,9 @@ class _Cover:
 
 
 def _covering(tokenizer: Tokenizer, table: list[bytes]) -> _Cover:
-    """What one token covers, where every byte of a text ends up in a token, or is one that the vocabulary lacks.
+    """Return what one token covers, where every byte of a text ends up in a token, or is one that the vocabulary lacks.
 
-    So it is with byte-level BPE, some of whose vocabularies lack bytes that were not in their training text, and with
+    This holds for byte-level BPE, some of whose vocabularies lack bytes that were not in their training text, and for
     byte fallback. A normalizer may shorten a text (NFC to a quarter), an unknown token may stand for any length, and a
     special token may take the spaces beside it.
     """

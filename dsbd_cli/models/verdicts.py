@@ -95,8 +95,13 @@ def _code() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of a check. varies: why a node's logits may depend on its company; None where they do not. copies: whether they
-    also stay the same where the beginning of the prompt was copied from another row; None where that was not asked."""
+    """Verdict of a check.
+
+    Attributes:
+        varies: why a node's logits may depend on its company; None where they do not.
+        copies: whether they also stay the same where the beginning of the prompt was copied from another row; None
+            where that was not asked.
+    """
 
     varies: str | None
     copies: bool | None = None
@@ -114,8 +119,11 @@ CEILING = 1e-3
 
 
 def limit_for(dtype: torch.dtype, error: float, rounding: Callable[[], float]) -> float:
-    """What an error may be. rounding: measures what padding moves, relative to the spread; called only where a float32
-    model is above the limit of its dtype."""
+    """Return the largest error that is allowed, relative to the spread of the logits.
+
+    rounding: measures what padding moves, relative to the spread. It is called only where a float32 model is above the
+    limit of its dtype.
+    """
     limit = LIMITS[dtype]
     if dtype != torch.float32 or error <= limit:
         return limit

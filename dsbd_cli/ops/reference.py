@@ -1,4 +1,4 @@
-"""What stands between the products of a decoder layer, as tensor functions: norms, gated activation, rotation.
+"""Norms, gated activation and rotation, which stand between the products of a decoder layer, as tensor functions.
 
 They are the specification of the kernels that stand in for them, in triton (layers.py) and in numba. Both round where
 these round: to the dtype of the model after each step, as transformers' modules do. This module needs no triton.

@@ -115,7 +115,7 @@ class TransformersForest(Forest):
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """Of the weights: some models give wider logits."""
+        """Return the dtype of the weights: some models give wider logits."""
         dtype: torch.dtype = self._model.dtype
         return dtype
 

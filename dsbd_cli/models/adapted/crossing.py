@@ -142,7 +142,7 @@ class CrossCache(Cache):
         self.writing, self._reading = None, rows
 
     def view(self, stored: Tensor) -> Tensor:
-        """What the forward under way reads of [R, H, S, E]."""
+        """Return what the forward under way reads of stored [R, H, S, E]: [n, H, S, E] of its n rows."""
         rows = self._reading
         return stored[:rows] if isinstance(rows, int) else stored.index_select(0, rows.to(stored.device))
 

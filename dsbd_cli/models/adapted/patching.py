@@ -133,7 +133,12 @@ class Int8Linear(nn.Module):
 
 @dataclass(slots=True)
 class _Seen:
-    """What calibration saw of one layer. first: the layer that was handed the same tensor before it, or itself."""
+    """Observations of one layer during calibration.
+
+    Attributes:
+        largest: [i] float32, the largest magnitude in each input channel.
+        first: the layer that was handed the same tensor before it, or itself.
+    """
 
     largest: Tensor
     first: nn.Module

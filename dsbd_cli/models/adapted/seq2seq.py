@@ -76,7 +76,7 @@ class Seq2SeqForestModel(TransformersForest):
 
     @property
     def source_name(self) -> str:
-        """What the encoder reads: input_ids, input_features or input_values."""
+        """Return the name of the encoder's input: input_ids, input_features or input_values."""
         name: str = self._model.main_input_name
         return name
 
@@ -319,7 +319,10 @@ class Seq2SeqForestModel(TransformersForest):
         return self._output(last_hidden_state=hidden)
 
     def _probe(self) -> Tensor:
-        """As for other models, after a source."""
+        """Return logits of one token, as for other models, after a source.
+
+        Raises UnsupportedModelError where the source cannot be encoded.
+        """
         self.reserve(1, 2)
         try:
             self.encode([0], [sample_source(self, 8, 0)])

@@ -1,4 +1,4 @@
-"""What a request is to an encoder-decoder model: a source for the encoder, and the tokens that its decoder begins with.
+"""Requests to an encoder-decoder model: a source for the encoder, and the tokens that its decoder begins with.
 
 Tokenizers name languages in several ways. Which one a checkpoint has is asked of the tokenizer, not looked up by the
 name of its architecture.
@@ -93,7 +93,7 @@ class Seq2SeqCodec(HFCodec):
             return self.encode(text if mark is None else f"{mark} {text}")
 
     def _mark(self, language: str | None) -> str | None:
-        """What says the target language before a text; None where the tokenizer has no such mark."""
+        """Return the mark of the target language before a text; None where the tokenizer has no such mark."""
         vocabulary = self._tokenizer.get_vocab() if language is not None and not self._speaks else {}
         return next((mark.format(language) for mark in MARKS if mark.format(language) in vocabulary), None)
 

@@ -115,7 +115,7 @@ class WhisperCodec(Seq2SeqCodec):
         return None, self._start
 
     def token_bytes(self) -> list[bytes]:
-        """As of other codecs; a time adds nothing to the text."""
+        """Return the bytes that each id adds, as other codecs do; a time adds nothing to the text."""
         if self._bytes is None and self.timestamps is not None:
             first = self.timestamps.first
             self._bytes = [b"" if token >= first else one for token, one in enumerate(super().token_bytes())]

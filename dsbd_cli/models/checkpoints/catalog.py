@@ -1,4 +1,4 @@
-"""What names of models there are, what of them is on this machine, and whether two of them fit together."""
+"""Names of models, which of them are on this machine, and whether two of them fit together."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _state(source: str) -> State:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What two models share: tokens that both name alike, and positions (None: no limit)."""
+    """Tokens that two models both name alike, and positions that both have (None: no limit)."""
 
     tokens: int
     positions: int | None
@@ -182,7 +182,10 @@ def add_name(name: str, source: str) -> Path:
 
 
 def _place(name: str, source: str, path: Path) -> str:
-    """What the new name will mean: a hub id, or a folder that exists, as an absolute path."""
+    """Return the meaning of the new name: a hub id, or a folder that exists, as an absolute path.
+
+    Raises UsageError where the name is there already or would mean itself.
+    """
     own = user_aliases()
     if name in own:
         raise UsageError(f"{name} is there already and means {own[name]}: change it in {path}")

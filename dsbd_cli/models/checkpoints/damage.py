@@ -73,8 +73,10 @@ def check_numbers(tensors: Iterable[tuple[str, Tensor]], name: str) -> None:
 
 
 def unsafe_pickle(folder: Path, error: BaseException, name: str) -> ModelError | None:
-    """What to say of a pickle that torch refuses; None where `error` is about something else. torch's own text advises
-    to load it all the same."""
+    """Return the error to raise for a pickle that torch refuses; None where `error` is about something else.
+
+    torch's own text advises to load it all the same.
+    """
     if "weights_only" not in str(error) or any(folder.glob("*.safetensors")):
         return None
     found = ", ".join(sorted(file.name for file in folder.glob("*.bin"))[:3])

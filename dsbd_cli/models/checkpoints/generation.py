@@ -1,4 +1,4 @@
-"""What a checkpoint's generation settings ask for, as far as it changes a text."""
+"""Generation settings of a checkpoint, as far as they change a text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SEARCH = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSettings:
-    """What a decoder's checkpoint says beside its weights.
+    """Settings of a decoder's checkpoint beside its weights.
 
     Attributes:
         architecture: name of the model's class. eos: the config's end tokens. generation: its generation settings.
@@ -65,7 +65,7 @@ class CheckpointSettings:
 
     @property
     def config(self) -> Any:
-        """What of a config is asked for beside a DecoderSpec."""
+        """Return a stand-in for the config, with the fields that are asked for beside a DecoderSpec."""
         found = SimpleNamespace(eos_token_id=self.eos, is_encoder_decoder=False)
         found.get_text_config = lambda decoder: found
         return found
@@ -120,7 +120,7 @@ def unsupported_settings(model: Any) -> tuple[str, ...]:
 
 
 def settings_notes(model: Any) -> tuple[str, ...]:
-    """What a user of a target should know of its generation settings, one sentence each."""
+    """Return what a user of a target should know of its generation settings, one sentence each."""
     notes = []
     if told := unsupported_settings(model):
         notes.append(f"the target's generation settings ask for {', '.join(told)}, which is not supported and not done")

@@ -46,7 +46,10 @@ def unread(config: Any, names: Iterable[str]) -> list[str]:
 
 
 def _weight_names(folder: Path) -> set[str]:
-    """Of weights in safetensors, or with an index beside them; none of broken files, which the loader reports."""
+    """Return the names of weights in safetensors, or in an index beside them.
+
+    Broken files give no names: the loader reports them.
+    """
     names: set[str] = set()
     try:
         for index in folder.glob("*.index.json"):

@@ -213,7 +213,10 @@ def _class(config: Any) -> Any:
 
 
 def load_extractor(folder: Path, spec: ModelSpec) -> Any:
-    """What turns audio into features, in a checkpoint folder."""
+    """Load the feature extractor of a checkpoint folder, which turns audio into features.
+
+    Raises ModelError where it cannot be loaded.
+    """
     from transformers import AutoFeatureExtractor
 
     try:

@@ -32,7 +32,7 @@ SLOTS = 512
 
 @dataclass(frozen=True, slots=True)
 class Company:
-    """What else is there when the text is run.
+    """Surroundings of the text when it is run: other rows and other nodes.
 
     Attributes:
         rows: R. row: which of them holds the text; the others hold other tokens and have other lengths.

@@ -256,7 +256,7 @@ class DecoderForest(Forest):
         ]
 
     def _views(self, batch: ForestInput) -> list[View]:
-        """What the nodes see, by kind of window."""
+        """Return what the nodes see, one view for each kind of window."""
         sight, spec = self._sees(batch), self.decoder.spec
         self._split = sight is not None
         by_paths = sight is not None and sight.kernel is None and not sight.fast and self._by_paths()
@@ -299,7 +299,7 @@ def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _key_of(view: View) -> Hashable:
-    """What of a view a program is bound to."""
+    """Return what of a view a program is bound to."""
     if isinstance(view, PathView):
         return view.settled, _room(view.paths.slots.shape[2]), _room(view.paths.span)
     assert isinstance(view, MaskView)

@@ -27,7 +27,7 @@ __all__ = ["Decoder", "LayerInputs", "MaskView", "PathView", "View"]
 
 
 class View(Protocol):
-    """What the nodes of a forward see in the layers of one kind."""
+    """View that the nodes of a forward have of the keys, in the layers of one kind."""
 
     def attend(
         self,
@@ -92,7 +92,7 @@ class MaskView:
 
 @dataclass(slots=True)
 class LayerInputs:
-    """What the layers of one forward share.
+    """Inputs that the layers of one forward share.
 
     slots: [m] int64 into rows x slots of the planes, where keys and values are written.
     angles: cosines and sines [R, n, E], by kind of rotary positions.

@@ -71,7 +71,7 @@ class LinearisedLlama(LlamaForCausalLM):
         self.post_init()
 
     def generate(self, *arguments: Any, **options: Any) -> Any:
-        """As transformers does, every step a whole text. Raises ValueError for padded texts."""
+        """Generate as transformers does, every step a whole text. Raises ValueError for padded texts."""
         mask = options.get("attention_mask")
         if mask is not None and not mask.all():
             raise ValueError("linearised LLaMA counts its groups from the first place: give texts of one length")

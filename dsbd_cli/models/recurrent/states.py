@@ -311,8 +311,10 @@ class Shift:
 
 
 class LayerMemory:
-    """What one recurrent layer keeps: planes [R, lead + T + 1, ...] of the tail (the last place is for what nobody
-    reads), and tensors [R, ...] of the state. Shapes are learnt from the first forward."""
+    """Memory of one recurrent layer: planes [R, lead + T + 1, ...] of the tail, and tensors [R, ...] of the state.
+
+    The last place of a plane is for what nobody reads. Shapes are learnt from the first forward.
+    """
 
     lead = 0
     wide: frozenset[str] = frozenset()  # planes in the precision of the states
@@ -330,7 +332,7 @@ class LayerMemory:
         yield from self.states.values()
 
     def bytes_of_row(self, window: int) -> int:
-        """Of a row with so many places."""
+        """Return the bytes of a row with so many places."""
         place = sum(math.prod(one.shape[2:]) * one.element_size() for one in self.planes.values())
         state = sum(math.prod(one.shape[1:]) * one.element_size() for one in self.states.values())
         return (self.lead + window + 1) * place + state
@@ -401,7 +403,7 @@ class LayerMemory:
 
     @property
     def places(self) -> Places:
-        """Of the forward under way, on this layer's device."""
+        """Return the places of the forward under way, on this layer's device."""
         assert self.cache.places is not None
         return self.cache.places.on(self.device)
 
@@ -418,7 +420,7 @@ class LayerMemory:
                 shift.join(plane, self.lead)
 
     def fold(self, shift: Shift) -> None:
-        """What joined the trunk goes into the state."""
+        """Take what joined the trunk into the state."""
 
 
 class Convolution(LayerMemory):
@@ -612,7 +614,7 @@ class LinearState(LayerMemory):
         return carried(q, c, held).add_((weight @ u).transpose(1, 2))
 
     def fold(self, shift: Shift) -> None:
-        """What joined the trunk goes into the state; sums of decays begin anew after it."""
+        """Take what joined the trunk into the state; sums of decays begin anew after it."""
         rows = len(shift.base)
         if self.walked:
             self._grow(shift)
@@ -677,8 +679,10 @@ class GroupedState(LinearState):
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, here: Tensor, there: Tensor, near: float | Tensor,
         far: float | Tensor,
     ) -> Tensor:  # fmt: skip
-        """What the tokens of a node's own group give beyond the linear part: k, v [R, S, H, .]; seen [R, n, S]; here
-        [R, n] and there [R, S] positions."""
+        """Return what the tokens of a node's own group give beyond the linear part, [R, n, H, .].
+
+        q: [R, n, H, .]. k, v: [R, S, H, .]. seen: [R, n, S]. here [R, n] and there [R, S]: positions.
+        """
         dtype = self.cache.precision
         q, k, v = (part.to(dtype).transpose(1, 2) for part in (q, k, v))
         within = seen & (here.unsqueeze(2) // self.group == there.unsqueeze(1) // self.group)
@@ -707,7 +711,7 @@ class SelectiveState(LayerMemory):
         return selective_read(steps, inputs, keys, a, places.parent, places.order, held, places.at, out)
 
     def fold(self, shift: Shift) -> None:
-        """What joined the trunk goes into the state."""
+        """Take what joined the trunk into the state."""
         state = self.states["state"][: len(shift.base)]
         dt, u, b = (shift.first(self.planes[name]) for name in ("dt", "u", "b"))
         state[:] = selective_fold(state, dt, u, b, self.a, shift.count)
@@ -825,19 +829,19 @@ class StateCache(ForestCache):
     # what the scans ask
 
     def convolution(self, device: torch.device, taps: int) -> Convolution:
-        """Of the layer under way."""
+        """Return the memory of the convolution in the layer under way."""
         return self._memory(Convolution, lambda: Convolution(self, device, taps))
 
     def linear(self, device: torch.device) -> LinearState:
-        """Of the layer under way."""
+        """Return the memory of the linear state in the layer under way."""
         return self._memory(LinearState, lambda: LinearState(self, device))
 
     def grouped(self, device: torch.device, group: int) -> GroupedState:
-        """Of the layer under way."""
+        """Return the memory of the grouped state in the layer under way."""
         return self._memory(GroupedState, lambda: GroupedState(self, device, group))
 
     def selective(self, device: torch.device) -> SelectiveState:
-        """Of the layer under way; a layer may scan several times, head by head."""
+        """Return the memory of a scan in the layer under way; a layer may scan several times, head by head."""
         self._calls += 1
         return self._memory(SelectiveState, lambda: SelectiveState(self, device), self._calls)
 
@@ -889,7 +893,7 @@ class StateCache(ForestCache):
             self.base.index_copy_(0, places.rows, base)
 
     def reserve(self, rows: int, slots: int, window: int | None = None) -> None:
-        """As ForestCache. window: most slots that a row may hold past its trunk; None: all."""
+        """Reserve as ForestCache does. window: most slots that a row may hold past its trunk; None: all."""
         super().reserve(rows, slots)
         wanted = max(self.window, self.slots if window is None else window)
         if (self.rows, wanted) == (len(self.base), self.window):

@@ -108,7 +108,7 @@ class _Way(Protocol):
         """x [r, i] -> integers [r, i] in 1 .. 255, what one of them is worth [r, 1], outliers [r, k]."""
 
     def multiply(self, levels: Tensor, steps: Tensor, few: Tensor) -> Tensor:
-        """What `levels` gave -> [r, o]."""
+        """Multiply what `levels` gave by the weights: levels [r, i], steps [r, 1], few [r, k] -> [r, o]."""
 
 
 class _Torch:
@@ -243,7 +243,7 @@ def _converted(weights: Sequence[Tensor], kept: Tensor) -> tuple[Tensor, Tensor,
 
 
 class Int8Product(Product):
-    """Of integers; the tensor is made integers once.
+    """Product of integers; the tensor is made integers once.
 
     Attributes:
         outliers: [k] input channels that are multiplied as they are.
@@ -278,7 +278,7 @@ def _kernels() -> list[Kernel]:
 
 @functools.cache
 def _way() -> type[_Torch] | type[_Compiled]:
-    """What serves on this processor. Matrix units are faster for long prompts: they are left to torch."""
+    """Return what serves on this processor. Matrix units are faster for long prompts: they are left to torch."""
     able = {"avx512f", "avx512vnni"} <= features() and "amx-int8" not in features() and team() is not None
     if able and loadable(_kernels, "torch computes products in int8") and _fault(_Compiled) is None:
         return _Compiled
@@ -296,7 +296,7 @@ def int8_missing() -> str | None:
 
 
 def _fault(way: type[_Torch] | type[_Compiled]) -> str | None:
-    """What is wrong with its sums of integers, or None."""
+    """Return what is wrong with the sums of integers of a way; None where they are exact."""
     generator = torch.Generator().manual_seed(0)
     # largest values beside each other: processors without exact 8-bit products saturate there
     weight = LEVELS * (2 * torch.randint(0, 2, (96, 128), generator=generator) - 1)

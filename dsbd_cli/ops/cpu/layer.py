@@ -1,4 +1,4 @@
-"""What stands between the products of a decoder layer, by kernels for the CPU: norms, gated activation, rotation.
+"""Norms, gated activation and rotation, which stand between the products of a decoder layer, by kernels for the CPU.
 
 Each kernel does in one pass what takes five to twenty operations of torch. What they compute is said by
 ops/reference.py. A row is computed by itself, in an order that its width fixes, so its bits do not depend on how many

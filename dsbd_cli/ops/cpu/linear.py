@@ -239,7 +239,7 @@ class Product:
         raise NotImplementedError
 
     def of(self, x: Tensor) -> Tensor:
-        """As `compute`, once for one tensor: it is kept until each layer has asked."""
+        """Return `compute` of x, computed once for one tensor: it is kept until each layer has asked."""
         if len(self.parts) == 1:
             return self.compute(x)
         kept = self._kept  # read once: another thread may change it
@@ -249,7 +249,7 @@ class Product:
 
 
 class PackedProduct(Product):
-    """Of packed weights."""
+    """Product of packed weights."""
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
         """weights: [o, i] of each layer, of one dtype. biases: [o] or None of each."""
@@ -265,7 +265,7 @@ class PackedProduct(Product):
 
     @property
     def weights(self) -> Tensor:
-        """As they are stored."""
+        """Return the weights as they are stored."""
         return self._way.weights
 
     def set_bias(self, bias: Tensor) -> None:
@@ -283,7 +283,7 @@ def _filled(weight: Tensor, multiple: int) -> Tensor:
 
 
 def _way(weight: Tensor) -> type[_Compiled] | type[_Torch] | None:
-    """What serves for such a weight [o, i] here; None where nothing does."""
+    """Return the way that serves for such a weight [o, i] here; None where nothing does."""
     dtype = weight.dtype
     if weight.shape[1] * weight.element_size() % 4 == 0 and _works(_Compiled, dtype):
         return _Compiled

@@ -47,7 +47,7 @@ Results = TypeVar("Results", bound=Tensor | tuple[Tensor, ...])
 
 
 def fields(*names: str) -> tuple[tuple[str, type[ctypes.c_int64]], ...]:
-    """Of a structure of sizes, addresses and strides in bytes."""
+    """Return the fields of a structure of sizes, addresses and strides in bytes, each an int64."""
     return tuple((name, ctypes.c_int64) for name in names)
 
 

@@ -49,7 +49,7 @@ def available() -> bool:
 
 
 def differences(kernel: Kernel, device: torch.device, seed: int = 0) -> Iterator[str]:
-    """What a kernel gives otherwise than its twin, one text per case that differs; nothing where they agree.
+    """Yield what a kernel gives otherwise than its twin, one text per case that differs; nothing where they agree.
 
     Floats may differ by CLOSE; all other numbers must be equal.
 

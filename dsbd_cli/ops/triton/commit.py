@@ -1,5 +1,7 @@
-"""What survives an iteration: `commit` makes the final beams the live ones and orders their slots, one program per
-request; `move` copies the cache slots that change place.
+"""Kernels of what survives an iteration.
+
+`commit` makes the final beams the live ones and orders their slots, one program per request. `move` copies the cache
+slots that change place.
 
 Letters: R requests, W0 roots, W beams, D layers, N nodes, T tail window, S slots of the table, L history, F finished
 hypotheses kept, P planes of a cache.
@@ -280,8 +282,8 @@ def commit(
     drafts: int,
     stopping: bool,
 ) -> None:
-    """What `commit_beams` does: tokens of finished hypotheses, slots.compact, and
-    the live beams of the next iteration.
+    """Do what `commit_beams` does: tokens of finished hypotheses, slots.compact, and the live beams of the next
+    iteration.
 
     live: parent, token, valid, weight, logprob [R, W]. nodes: path, stop_state, root [R, N], path_tokens [R, N, D],
     ancestors [R, N, T]. table: used, trunk, drafted, positions, tokens, which change. beams: history [R, W0, L], and

@@ -1,7 +1,7 @@
-"""What stands between the products of a decoder layer: norms, rotation with the cache's write, gated activation.
+"""Norms, rotation with the cache's write, and gated activation, which stand between the products of a decoder layer.
 
 Every program computes one row, or one head of one row, in an order that is fixed by the width of the row. So its bits
-do not depend on how many rows there are. They compute what their twins do (twins.py).
+do not depend on how many rows there are. They compute what their twins do (ops/reference.py).
 
 Letters: m rows (nodes of all requests), H hidden width, I inner width, Q query heads, K kv heads, E head dim, P planes'
 rows times slots.
@@ -54,7 +54,7 @@ def norm_kernel(x, more, weight, out, summed, width, eps, ADDS: tl.constexpr, ON
 
 @torch.library.custom_op("dsbd::norm", mutates_args=())
 def norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, one_more: bool) -> tuple[Tensor, Tensor]:
-    """As norm_twin."""
+    """Compute norm_twin by a kernel."""
     width = x.shape[-1]
     x = x.contiguous()
     more = None if more is None else more.contiguous()
@@ -98,7 +98,7 @@ def gated_kernel(both, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 @torch.library.custom_op("dsbd::gated", mutates_args=())
 def gated(both: Tensor, gelu: bool) -> Tensor:
-    """As gated_twin."""
+    """Compute gated_twin by a kernel."""
     both = both.contiguous()
     width = both.shape[-1] // 2
     out = both.new_empty(*both.shape[:-1], width)
@@ -183,7 +183,7 @@ def rotate(
     eps: float = 0.0,
     one_more: bool = False,
 ) -> Tensor:
-    """As rotate_twin."""
+    """Compute rotate_twin by a kernel."""
     rows, nodes, width = both.shape
     kv_heads, dim = keys.shape[-2:]
     heads = width // dim - 2 * kv_heads

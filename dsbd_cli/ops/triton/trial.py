@@ -63,7 +63,7 @@ def kernels() -> dict[str, Kernel]:
 
 
 def tried(kernel: Kernel, device: torch.device) -> str | None:
-    """What is wrong with a kernel on a device, in one line; None where it gives what its twin gives."""
+    """Try a kernel on a device. Return what is wrong with it, in one line; None where it gives what its twin gives."""
     try:
         with torch.inference_mode():
             for said in differences(kernel, device):
@@ -127,7 +127,8 @@ def _asked(device: torch.device, command: Sequence[str]) -> dict[str, str]:
 
 
 def _run(command: Sequence[str], last: float) -> tuple[list[tuple[str, str | None]], str | None]:
-    """What another process says of each kernel until the moment `last`, and how it ended if not well."""
+    """Run another process until the moment `last` of time.monotonic, in seconds. Return what it says of each kernel,
+    and how it ended if not well."""
     said: list[tuple[str, str | None]] = []
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         # the same packages as here: some may be known to this process alone, and in another order

@@ -257,7 +257,8 @@ def write_out(sums, dim, narrow, settled, share, whole, out):
 
 @compiled.addressed
 def attend(at):
-    """What tail.attend says, for as many (row, kv head, block of nodes) as no other thread has taken."""
+    """Compute `attend` of ops/cpu/attention.py, for as many (row, kv head, block of nodes) as no other thread has
+    taken."""
     heads, groups, nodes = get_i64(at + HEADS), get_i64(at + GROUPS), get_i64(at + NODES)
     dim, out_dim = get_i64(at + DIM), get_i64(at + OUT_DIM)
     blocks, block = get_i64(at + BLOCKS), get_i64(at + BLOCK)
@@ -355,7 +356,7 @@ def attend(at):
 
 @compiled.addressed
 def list_slots(at):
-    """What tail.Paths says, for as many rows as no other thread has taken."""
+    """List the slots of `Paths` of ops/cpu/attention.py, for as many rows as no other thread has taken."""
     nodes, width = get_i64(at + L_NODES), get_i64(at + L_WIDTH)
     while True:
         row = take(at + L_TAKEN)

@@ -77,7 +77,7 @@ class _Stamped:
         self._stamp = function.stamp
 
     def get_source_stamp(self) -> object:
-        """Of the folder and of the layout of the arguments."""
+        """Return the stamp of the folder and of the layout of the arguments."""
         return self._stamp
 
     @classmethod

@@ -377,8 +377,8 @@ def sight(
     mask: NDArray[np.bool_], slots: NDArray[np.int64], slot_positions: NDArray[np.int64], base: NDArray[np.int64],
     width: int, trash: int,
 ) -> Sight:  # fmt: skip
-    """Of a ForestInput with mask [R, n, S], slots [R, n] and slot_positions [R, S], after trunks of base [R] tokens, in
-    `width` places."""
+    """Return the Sight of a ForestInput with mask [R, n, S], slots [R, n] and slot_positions [R, S], after trunks of
+    base [R] tokens, in `width` places."""
     return Sight._make(_sight(mask, slots, slot_positions, base, width, trash))
 
 
@@ -526,18 +526,20 @@ def _forest(seen, at, depths, base, lead):
 def forest(
     seen: NDArray[np.bool_], at: NDArray[np.int64], depths: NDArray[np.int64], base: NDArray[np.int64], lead: int
 ) -> Plan:
-    """Of nodes in planes [rows, lead + T + 1, ...]. seen, at, depths: as in Sight. base: [R] tokens of the trunk."""
+    """Plan nodes in planes [rows, lead + T + 1, ...]. seen, at, depths: as in Sight. base: [R] tokens of the trunk."""
     return Plan._make((*_forest(seen, at, depths, base, lead), False))
 
 
 def chain(base: NDArray[np.int64], lengths: NDArray[np.int64], count: int, lead: int) -> Plan:
-    """Of tokens that follow the trunk, `lengths` [R] of `count` in each row, in planes [R, lead + count, ...]; they
-    become part of it."""
+    """Plan tokens that follow the trunk, `lengths` [R] of `count` in each row, in planes [R, lead + count, ...].
+
+    They become part of the trunk.
+    """
     return _joined(base, lengths, count, np.tile(lead + np.arange(count), (len(base), 1)), lead)
 
 
 def fold(base: NDArray[np.int64], counts: NDArray[np.int64], joined: NDArray[np.int64], lead: int) -> Plan:
-    """Of a trunk that takes the first `counts` [R] of the places joined [R, m] of the tail, and no node."""
+    """Plan a trunk that takes the first `counts` [R] of the places joined [R, m] of the tail, and no node."""
     return _joined(base, counts, 0, lead + joined, lead)
 
 
@@ -821,9 +823,11 @@ def _silu(x):
 
 @compiled(types.void(_F1, types.int64, _F2, _I1, _I2, _F2, _F1, types.boolean, _F2))
 def convolve(x, step, plane, at, back, weight, bias, smooth, out):
-    """As `scans.convolve`, and silu of it where asked. x: of n nodes, `step` numbers apart. They are stored in a plane
-    [places, C] at [n]; back [J - 1, n] says where what came before them lies there. weight: [C, J]. bias: [C], or [0].
-    out: [n, C]."""
+    """Convolve as `scans.convolve` does, and take silu of it where asked.
+
+    x: of n nodes, `step` numbers apart. They are stored in a plane [places, C] at [n]. back [J - 1, n] says where what
+    came before them lies there. weight: [C, J]. bias: [C], or [0]. out: [n, C].
+    """
     channels, taps = weight.shape
     turned, starts = np.empty((taps, channels), np.float32), np.empty(taps, np.int64)
     for tap in range(taps):

@@ -1,4 +1,4 @@
-"""What kernels of numba lack: vectors of LANES float32 numbers, and tiles of products.
+"""Vectors of LANES float32 numbers, and tiles of products, which kernels of numba lack.
 
 Each operation is one of IEEE 754 or a fixed sequence of them, and nothing here may be reordered (no fastmath). So the
 bits are the same whatever the width of the machine's vectors is. A tile sums from the first input to the last, one sum
@@ -322,7 +322,7 @@ def _tile(kind: str, rows: int) -> Any:
     read_kind, single = (VECTOR, F32) if kind == "float32" else (WHOLES, I32)
 
     def apart(builder: Any, read: Any) -> list[Any]:
-        """What is multiplied of four bytes in each lane, one after another."""
+        """Return what is multiplied of four bytes in each lane, one after another."""
         if kind != "widened":
             return [read]
         halves = builder.shl(read, _whole(16)), builder.and_(read, _whole(-65536))
