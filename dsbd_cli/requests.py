@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out: plain data, no tensors."""
+"""Data that goes into an engine and comes out of it: plain, no tensors."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def quota(root: Path = CGROUPS, own: Path = OWN_CGROUPS) -> float:
 
 
 def _limits(root: Path, own: Path) -> Iterator[float]:
-    """Of the groups of this process and of those around them."""
+    """Yield the limits of this process's groups and of those around them, in processors."""
     for line in _text(own).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
@@ -56,7 +56,10 @@ def _limits(root: Path, own: Path) -> Iterator[float]:
 
 
 def _limit(folder: Path, *, v2: bool) -> Iterator[float]:
-    """Of one group: microseconds of processor time in a period, over the microseconds of the period."""
+    """Yield the limit of one group: microseconds of processor time in a period, over the microseconds of the period.
+
+    Yield nothing where the group has no limit.
+    """
     if v2:
         words = _text(folder / "cpu.max").split()
     else:

@@ -64,7 +64,8 @@ def _tried(source: str) -> str | None:
 
 
 def parser_limits() -> LLParserLimits:
-    """What one grammar may take: to be compiled, and then for each token. llguidance reports what passes them."""
+    """Return limits of what a grammar may take: to be compiled, and then for each token. llguidance reports what passes
+    them."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

@@ -39,7 +39,7 @@ Schema = Mapping[str, object] | bool
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a whole answer must match.
+    """Grammar that a whole answer must match.
 
     Attributes:
         kind: how `text` is to be read.
@@ -143,7 +143,7 @@ def _schema_source(schema: object) -> str:
 
 
 def _fault(source: str) -> str | None:
-    """What llguidance says against a grammar; None where it takes it."""
+    """Say what llguidance has against a grammar; None where it takes it."""
     from llguidance import LLMatcher
 
     wrong, messages = LLMatcher.validate_grammar_with_warnings(source, limits=parser_limits())

@@ -45,7 +45,7 @@ def _check(setting: Setting[object], value: object) -> None:
 
 
 def check_request(sampling: SamplingConfig, rule: str, num_beams: int) -> None:
-    """What a request asks for goes together with the rule and the number of beams. Raises UsageError."""
+    """Check that what a request asks for goes together with the rule and the number of beams. Raises UsageError."""
     if sampling.temperature == 0 and not RULES[rule].cold:
         value = sampling.temperature
         message = f"temperature is 0, which {rule} does not take: use coupled, or search"
@@ -323,7 +323,7 @@ class MethodConfig:
 
     @property
     def exactness(self) -> Exactness:
-        """What the output shares with plain decoding at the same num_beams and seed."""
+        """Say what the output shares with plain decoding at the same num_beams and seed."""
         exactness = RULES[self.rule].exactness
         narrower = (self.depth and self.dynamic) or self.memory_saving
         return "dynamic-width" if narrower and exactness != "lossy" else exactness

@@ -16,7 +16,7 @@ MAX_TOP_LOGPROBS = 20  # as in the OpenAI API
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """What one request asks for.
+    """Settings that one request asks for.
 
     Attributes:
         temperature: divides log-probabilities. 0 is the limit: the most probable pairs are taken, without noise (rules

@@ -95,7 +95,7 @@ def _below(node: Node, root: dict[str, object]) -> Iterator[Node]:
 
 
 def _at(root: object, reference: str) -> object:
-    """What a reference within the schema leads to; None where it leads nowhere, or out of the schema."""
+    """Return what a reference within the schema leads to; None where it leads nowhere, or out of the schema."""
     if not reference.startswith("#"):
         return None
     here = root

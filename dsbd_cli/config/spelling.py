@@ -110,7 +110,7 @@ def help_lines(variants: Iterable[Variant]) -> str:
 
 
 def typed_names(options: Iterable[str]) -> dict[str, str]:
-    """What a field is called on a command line that has these options: `--depth`, or `min of --width`."""
+    """Name each field as on a command line that has these options: `--depth`, or `min of --width`."""
     options = list(options)
     owners: dict[str, tuple[Variant, ...]] = {
         "verify": tuple(RULES.values()),

@@ -98,7 +98,8 @@ FORCED = ("forced_bos_token_id", "forced_eos_token_id")
 
 
 def asked_rules(text: str | None, checkpoint: TokenRules, *, default: str) -> TokenRules:
-    """What a request asks for: `checkpoint` or `none`, then NAME=VALUE that differ from it, joined by commas.
+    """Return the rules that a request asks for: `checkpoint` or `none`, then NAME=VALUE that differ from it, joined by
+    commas.
 
     checkpoint: the target's rules. default: which of BASES a text without one begins from. A value `none` switches a
     rule off; ids of a list are joined by +. Raises UsageError.

@@ -56,7 +56,7 @@ class Setting(Generic[T_co]):
 
     @property
     def expected(self) -> str:
-        """What a value must be, in words."""
+        """Say what a value must be, in words."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         zero = f" ({self.zero})" if self.zero else ""
@@ -67,7 +67,7 @@ class Setting(Generic[T_co]):
 
     @property
     def help(self) -> str:
-        """What it says, what it may be and its default."""
+        """Return what the setting says, what it may be and its default."""
         may = f": {', '.join(self.choices)}" if self.choices else ""
         shown = self.shown or self.default
         return self.text + may + ("" if shown is None or self.required else f" (default: {shown})")
@@ -107,7 +107,7 @@ class Variant:
     make: str = ""
 
     def load(self) -> object:
-        """What `make` names. Raises UsageError."""
+        """Import what `make` names. Raises UsageError."""
         module, _, name = self.make.partition(":")
         try:
             return getattr(import_module(module), name)
@@ -144,7 +144,7 @@ def spelling(settings: Sequence[Setting[object]]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """What a variant fits with: the values of another field that it can be used with, and why."""
+    """Limit of what a variant fits with: the values of another field that it can be used with, and why."""
 
     field: str
     values: tuple[str, ...]

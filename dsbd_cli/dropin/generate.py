@@ -330,7 +330,8 @@ def _check_alone(synced: object) -> None:
 
 
 def _scores(model: Any, sequences: Tensor, mask: Tensor | None, processors: Any, begin: int) -> tuple[Tensor, ...]:
-    """What transformers' own loop keeps of one beam: for every new token the processed logits, [B * n, V] float32 each.
+    """Return what transformers' own loop keeps of one beam: for every new token the processed logits, [B * n, V]
+    float32 each.
 
     sequences: [B * n, T + L]; mask: [B * n, T]; begin: T. One forward over all of it.
     """
@@ -419,8 +420,8 @@ def _output(prompts: Any, found: Sequence[Hypothesis], config: Any, beams: int, 
 
 
 def _fill(config: Any, beams: int) -> int:
-    """What stands behind a sequence that has ended: of beams the first end token where the padding is token 0, as
-    transformers has it."""
+    """Return the token that stands behind a sequence that has ended. Of beams it is the first end token where the
+    padding is token 0, as transformers has it."""
     pad = None if config._pad_token_tensor is None else int(config._pad_token_tensor)
     eos = None if config._eos_token_tensor is None else int(config._eos_token_tensor.flatten()[0])
     if beams > 1:

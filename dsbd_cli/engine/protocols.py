@@ -1,4 +1,5 @@
-"""What the decoding loop asks of a model and of a tokenizer. Pure types: any model that fits may be decoded with.
+"""Protocols of the models and tokenizers that the decoding loop works with. Pure types: any model that fits may be
+decoded with.
 
 Shape letters: R requests (rows), n nodes in one forward, S active cache slots, V vocabulary, T moved slots.
 """
@@ -167,7 +168,7 @@ class ForestModel(Protocol):
 
 @runtime_checkable
 class SourceModel(ForestModel, Protocol):
-    """What a ForestModel of an encoder and a decoder has beside: it reads a source once, and the forest answers it."""
+    """ForestModel of an encoder and a decoder: it reads a source once, and the forest answers it."""
 
     @property
     def max_source(self) -> int | None:
@@ -238,12 +239,14 @@ class SizedCodec(TextCodec, Protocol):
         ...
 
     def encode(self, prompt: str, most: int | None = None) -> list[int]:
-        """As of every codec. most: characters of the prompt, the last ones."""
+        """Return token ids as every codec does. most: characters of the prompt, the last ones."""
         ...
 
     def encode_chat(self, messages: list[dict[str, str]], most: int | None = None) -> list[int]:
-        """As of every codec. most: characters of the conversation's text, the last ones, behind the token that every
-        text begins with."""
+        """Return token ids as every codec does.
+
+        most: characters of the conversation's text, the last ones, behind the token that every text begins with.
+        """
         ...
 
 
@@ -268,7 +271,7 @@ class SourceRequest:
 
 @runtime_checkable
 class SourceCodec(TextCodec, Protocol):
-    """What a TextCodec of a model with an encoder has beside."""
+    """TextCodec of a model with an encoder."""
 
     @property
     def timestamps(self) -> Timestamps | None:
@@ -280,7 +283,7 @@ class SourceCodec(TextCodec, Protocol):
         ...
 
     def source(self, request: Request) -> SourceRequest:
-        """What a request is to encoder and decoder. Raises RowError where it cannot be answered."""
+        """Return what a request is to encoder and decoder. Raises RowError where it cannot be answered."""
         ...
 
     def cut(self, source: Tensor, room: int) -> Tensor | None:

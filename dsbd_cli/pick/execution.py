@@ -104,7 +104,8 @@ class ByExecution:
         self.process.stop()
 
     def _run(self, path: Path, text: str) -> Ran | str:
-        """What a candidate returns, or why it has failed. Raises InvalidRowError for a file that is no database."""
+        """Run a candidate: return its result, or why it failed. Raises InvalidRowError for a file that is no
+        database."""
         try:
             return self.process.run(path, text.strip(), seconds=self.timeout_s)
         except UnreadableDatabaseError as error:

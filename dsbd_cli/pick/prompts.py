@@ -43,7 +43,7 @@ class Prompts:
 
 
 class _Rewarding(Protocol):
-    """What is asked of a reward model."""
+    """Interface that a reward model must have."""
 
     def scores(self, prompt: Asked, texts: Sequence[str]) -> list[float]:
         """One number for each text, the higher the better."""

@@ -50,7 +50,7 @@ class SqlStoppedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a statement returned, as digests: equal ones stand for equal rows. Floats count to six decimals."""
+    """Result of a statement, as digests: equal ones stand for equal rows. Floats count to six decimals."""
 
     ordered: str
     bag: str
@@ -78,7 +78,8 @@ class SqlProcess:
         steps: int | None = None,
         max_rows: int = MAX_ROWS,
     ) -> Ran | str:
-        """What a statement returns, or why it has failed: it is no such statement, writes, or goes past a limit.
+        """Run a statement: return its result, or why it has failed. It fails where it is no such statement, writes, or
+        goes past a limit.
 
         database: a file, or tables. seconds: after which it is ended, whatever it does. steps: of SQLite's virtual
         machine at most. Raises UnreadableDatabaseError, SqlStoppedError, and DsbdError where no process can be started.

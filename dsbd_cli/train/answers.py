@@ -1,4 +1,4 @@
-"""What the target answers to the user's prompts, in a file that a later run goes on with."""
+"""Answers of the target to the user's prompts, in a file that a later run goes on with."""
 
 from __future__ import annotations
 

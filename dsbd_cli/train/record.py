@@ -1,4 +1,4 @@
-"""What stands in a draft's folder beside the draft: what it was made with, and how it did. No tensors."""
+"""Record that stands in a draft's folder beside the draft: what it was made with, and how it did. No tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH = 8  # answers of a step
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the weights follow from, besides device and machine. input: a digest of the prompts' lines."""
+    """Plan that the weights follow from, besides device and machine. input: a digest of the prompts' lines."""
 
     target: str
     layers: int

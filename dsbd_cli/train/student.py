@@ -53,7 +53,9 @@ class StudentShape:
 
 
 def student_shape(spec: ModelSpec, layers: int | None, hidden_size: int | None) -> StudentShape:
-    """What is made of the target of `spec`, from its config alone. None: a quarter of its layers, or two of a Llama.
+    """Work out the draft to be made of the target of `spec`, from its config alone.
+
+    layers None: a quarter of the target's layers, or two of a Llama.
 
     Raises UsageError for sizes that make no draft of it, UnsupportedModelError for a target that no draft is made of.
     """

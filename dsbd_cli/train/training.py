@@ -30,7 +30,7 @@ LOGIT_BYTES = 256 << 20  # of a forward's float32 logits
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What the trained weights follow from, beside the answers. autocast: products in bfloat16."""
+    """Recipe that the trained weights follow from, beside the answers. autocast: products in bfloat16."""
 
     steps: int
     learning_rate: float
@@ -74,7 +74,7 @@ class Training:
         self._keeps = "logits_to_keep" in inspect.signature(type(student).forward).parameters
 
     def moments(self) -> dict[str, Tensor]:
-        """What the optimizer remembers, by name."""
+        """Return what the optimizer remembers, by name."""
         state = self._optimizer.state_dict()["state"]
         return {f"{number}.{name}": tensor for number, some in state.items() for name, tensor in some.items()}
 

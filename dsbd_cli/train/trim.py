@@ -30,7 +30,7 @@ _BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class TrimReport:
-    """What was kept: rows of `vocab_size`, the share of the counted tokens they cover, and bytes of the head."""
+    """Report of what was kept: rows of `vocab_size`, the share of the counted tokens they cover, bytes of the head."""
 
     kept: int
     vocab_size: int

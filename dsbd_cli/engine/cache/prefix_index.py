@@ -68,7 +68,7 @@ class PrefixIndex:
             node = child
 
     def keep(self, row: int, slots: int) -> None:
-        """Of what the row holds, no more than its leading slots."""
+        """Keep, of what the row holds, no more than its leading slots."""
         held = self._held.get(row)
         if held is not None and len(held) * PREFIX_STEP > slots:
             self._put(row, held[: slots // PREFIX_STEP], 0)

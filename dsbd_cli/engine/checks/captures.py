@@ -42,8 +42,8 @@ def prove_captures(engine: Engine) -> None:
 
 
 def captured_otherwise(engine: Engine) -> str | None:
-    """What is wrong with captured iterations of these models and this method; None where a few short requests give the
-    same texts with and without them.
+    """Say what is wrong with captured iterations of these models and this method. Return None where a few short
+    requests give the same texts with and without them.
 
     Two engines of fixed depth are made for it, so that both take the same shapes, and with the kernels of this one.
     """

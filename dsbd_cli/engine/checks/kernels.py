@@ -48,7 +48,7 @@ class _Table:
         self.table, self.device, self.vocab_size = table, table.device, table.shape[1]
 
     def forward(self, batch: ForestInput, *, logits: bool = True) -> Tensor | None:
-        """Of the nodes' tokens."""
+        """Return the logits of the nodes' tokens, [R, n, V]; None where they are not asked for."""
         return self.table[batch.tokens] if logits else None
 
     def move(self, source: Tensor, target: Tensor, trunk: Tensor) -> None:
@@ -83,7 +83,10 @@ class IterationCase:
         rows: int = 3,
         broken: bool = False,
     ) -> IterationCase:
-        """Of random models and beams. roots: W0. lag: slots that the draft has not run. broken: a node has NaN."""
+        """Make a case of random models and beams.
+
+        roots: W0. lag: slots that the draft has not run. broken: a node has NaN.
+        """
         width, shape = method.num_beams, Shape(method.depth, method.drafts_per_layer)
         nodes = shape.nodes(roots)
         window = 16 * (-(-(TAIL + nodes) // 16))
@@ -137,7 +140,7 @@ class IterationCase:
         return cls(method, state, sizes, target.to(device), draft.to(device), Endings(eos, 1, stops))
 
     def stepper(self, used: frozenset[str]) -> Stepper:
-        """What runs the iteration, with these kernels."""
+        """Return the object that runs the iteration, with these kernels."""
         target, draft = (cast(ForestModel, _Table(table)) for table in (self.target, self.draft))
         caches = Caches(target, draft, large_steps=False, moving=lambda: None)
         drafter = BeamDrafter(draft, VOCABULARY)
@@ -145,7 +148,7 @@ class IterationCase:
         return Stepper(caches, drafter, rule, self.endings, PhaseTimer(), kernels=used)
 
     def run(self, used: frozenset[str]) -> tuple[Tensor, ...]:
-        """What an iteration with these kernels leaves, of a copy: numbers that mean nothing are 0."""
+        """Run an iteration with these kernels on a copy, and return what it leaves: numbers that mean nothing are 0."""
         state = copy.deepcopy(self.state)
         report = self.stepper(used).step(state, self.shape)
         beams, finished, table = state.beams, state.finished, state.table

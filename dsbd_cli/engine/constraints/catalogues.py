@@ -72,7 +72,7 @@ def content_hash(path: Path) -> str:
 
 
 def _key(path: Path, codec: TextCodec, compiler: Compiler) -> str:
-    """What the compiled file depends on; "" where the tokenizer cannot say who it is."""
+    """Return a digest of what the compiled file depends on; "" where the tokenizer cannot say who it is."""
     content = content_hash(path)
     fingerprint: str | None = getattr(codec, "fingerprint", None)
     if fingerprint is None:
@@ -169,7 +169,7 @@ def _kept(place: Path, key: str, vocab_size: int, end: int) -> dict[str, Catalog
 
 
 def _fault(one: Catalogue, end: int) -> str | None:
-    """What of a catalogue read from a file is out of range or out of order; None for nothing."""
+    """Say what of a catalogue read from a file is out of range or out of order; None for nothing."""
     keys, count = one.trie.keys, len(one.nodes)
     stride = one.trie.vocab_size + 1
     if not len(keys) or keys[0] != -1 or np.any(keys[1:] <= keys[:-1]):

@@ -53,8 +53,12 @@ def _words(vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """What the states of one grammar share: how many tokens llguidance knows, end tokens, what went wrong, what finds
-    the end of a text, and how many tokens before the limit it is asked to; 0: never."""
+    """State that all states of one grammar share.
+
+    Attributes:
+        size: how many tokens llguidance knows. eos: end tokens. faults: what went wrong.
+        ends: finds the end of a text. led: how many tokens before the limit it is asked to; 0: never.
+    """
 
     size: int
     eos: frozenset[int]
@@ -162,8 +166,8 @@ class GrammarState:
         return self._completion
 
     def fits(self, token: int) -> Tokens | None:
-        """What makes the text whole behind a token, within what is left; None where nothing is known to. Only of a
-        state that is led, and a token that may follow."""
+        """Return the tokens that make the text whole behind a token, within what is left. Return None where nothing is
+        known to. Only for a state that is led, and a token that may follow."""
         if token not in self._fits:
             self._fits[token] = self._fitting(token)
         return self._fits[token]
@@ -370,7 +374,7 @@ class GrammarWalk:
 
 
 class GrammarMasks:
-    """What may follow m nodes; core.probs.LegalTokens."""
+    """Masks of the tokens that may follow m nodes; a core.candidates.LegalTokens."""
 
     def __init__(self, masks: Future[Mask], states: Sequence[GrammarState | None], device: torch.device) -> None:
         """masks: [m, B] int32. states: of the m nodes, None for one without a grammar."""

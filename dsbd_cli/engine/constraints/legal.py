@@ -43,7 +43,7 @@ class NodePaths:
 
     @classmethod
     def of(cls, forest: Forest, beams: Beams, layer: int | None = None) -> NodePaths:
-        """Of one layer; None: of the whole forest."""
+        """Take the nodes of one layer, or of the whole forest where `layer` is None."""
         nodes = forest.flat if layer is None else forest.layers[layer]
         index = torch.arange(nodes.token.shape[1], device=nodes.token.device)
         if layer is not None:
@@ -86,7 +86,7 @@ class Acting(Protocol):
         ...
 
     def of(self, nodes: NodePaths) -> LegalTokens:
-        """What may follow these nodes. Called before the forward that computes their logits is started."""
+        """Return what may follow these nodes. Called before the forward that computes their logits is started."""
         ...
 
 
@@ -94,8 +94,11 @@ class Constraint(Protocol):
     """A kind of constraint, with the tables of all rows."""
 
     def acting(self, starts: Sequence[int | None], generated: int) -> Acting | None:
-        """What it does in an iteration; None where no row is concerned. starts: the state in which each row's request
-        began, None for a free row. generated: tokens that every running row has at least."""
+        """Return what it does in an iteration; None where no row is concerned.
+
+        starts: the state in which each row's request began, None for a free row. generated: tokens that every running
+        row has at least.
+        """
         ...
 
 
@@ -107,7 +110,7 @@ class Legal:
 
     @property
     def key(self) -> Hashable:
-        """What fixes shapes, branches and addresses."""
+        """Return what fixes shapes, branches and addresses."""
         return tuple(one.key for one in self.constraints)
 
     @property
@@ -122,7 +125,7 @@ class Legal:
         return state
 
     def of(self, nodes: NodePaths) -> LegalTokens:
-        """What may follow these nodes."""
+        """Return what may follow these nodes."""
         rules = [one.of(nodes) for one in self.constraints]
         return rules[0] if len(rules) == 1 else _Together(rules)
 

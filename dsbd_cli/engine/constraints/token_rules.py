@@ -99,7 +99,8 @@ class RuleTable:
         return bool(rules.no_repeat_ngram_size) or rules.repetition_penalty != 1
 
     def acting(self, starts: Sequence[int | None], generated: int) -> _Rules | None:
-        """What the rules do in an iteration. generated: tokens that every running row has at least."""
+        """Return what the rules do in an iteration; None where no running row has any. generated: tokens that every
+        running row has at least."""
         pairs = zip(starts, self.rules, strict=True)
         taken = [rules for start, rules in pairs if start is not None and rules.acting]
         if not taken:
@@ -145,7 +146,7 @@ class _Rules:
         return state
 
     def of(self, nodes: NodePaths) -> _AtNodes:
-        """What they say of these nodes."""
+        """Return what the rules say of these nodes."""
         table = self.table
         rows, count = nodes.nodes.token.shape
         generated, length = nodes.generated()

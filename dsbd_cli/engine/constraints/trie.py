@@ -117,7 +117,8 @@ class TrieTable:
         self.keys[start : start + size] = self._empty(start, start + size).to(self._device)
 
     def acting(self, starts: Sequence[int | None], generated: int) -> _Walk | None:
-        """What the tries do in an iteration. generated: tokens that every running row has at least."""
+        """Return what the tries do in an iteration; None where no running row has one. generated: tokens that every
+        running row has at least."""
         mine = {start for start in starts if start is not None and start > FREE}
         if not mine:
             return None

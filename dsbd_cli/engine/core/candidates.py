@@ -63,7 +63,7 @@ class Room:
 
 
 class LegalTokens(Protocol):
-    """What may follow some nodes, m = R * n of them in one row after another; see engine/constraints/legal.py."""
+    """Tokens that may follow some nodes, m = R * n of them, one row after another; see engine/constraints/legal.py."""
 
     def apply(self, logprobs: Tensor, part: slice, total: Tensor) -> None:
         """Change log-probabilities in place, to -inf where a token is illegal. logprobs: [k, V] float32 of the nodes
@@ -141,9 +141,10 @@ def _candidates(logits: Tensor, count: int, own: Tensor | None = None, most: int
 
 
 def _sweep(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a row of a large vocabulary is searched and normalised by, read once: the largest logits of its blocks
-    [n, V // BLOCKS[0]] float32, the largest of all [n, 1] and the log of the sum of exp of what the others are below it
-    [n, 1]. logits [n, V].
+    """Read logits [n, V] of a large vocabulary once, for what a row is searched and normalised by.
+
+    Return the largest logits of its blocks [n, V // BLOCKS[0]] float32, the largest of all [n, 1] and the log of the
+    sum of exp of what the others are below it [n, 1].
 
     On the CPU in parts so small that no memory is taken from the system for them: to touch that the first time takes
     longer than the arithmetic (benchmarks/LOG.md).

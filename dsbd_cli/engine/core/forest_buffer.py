@@ -28,7 +28,8 @@ def warp_tensors(warp: Warp) -> list[Tensor]:
 
 
 def warp_flags(warp: Warp, *, stops: bool, warps: bool) -> list[bool]:
-    """What the host knows of all rows, as kernels take it. stops: there are stop strings; warps: the rule samples."""
+    """Return what the host knows of all rows, as kernels take it. stops: there are stop strings; warps: the rule
+    samples."""
     cuts = [bool(warp.max_top_k), warp.any_top_p, warp.any_min_p, warp.any_cold, warp.scope == "beam"]
     return [stops, *(warps and one for one in cuts)]
 
@@ -135,12 +136,12 @@ class Sheet:
         return 0 if layer == 0 else self.roots + (layer - 1) * self.drafts
 
     def input(self, first: int, count: int) -> ForestInput:
-        """Of a forward over the nodes first .. first + count."""
+        """Return the input of a forward over the nodes first .. first + count."""
         ints, mask = self.tensors[0].narrow(2, first, count), self.tensors[5].narrow(1, first, count)
         return ForestInput(ints[0], ints[7], ints[6], mask, self._positions)
 
     def late(self) -> ForestInput:
-        """Of a forward over the late tokens and the roots."""
+        """Return the input of a forward over the late tokens and the roots."""
         (tokens, positions, slots), mask = self.joined[0].unbind(0), self.joined[1]
         return ForestInput(tokens, positions, slots, mask, self._positions)
 

@@ -77,5 +77,5 @@ class LayerNodes:
 
 
 def at_nodes(value: Tensor, index: Tensor) -> Tensor:
-    """What the nodes `index` [R, m] have in value [R, n, X]: [R, m, X]."""
+    """Gather what the nodes `index` [R, m] have in value [R, n, X]: [R, m, X]."""
     return value.gather(1, index.unsqueeze(-1).expand(-1, -1, value.shape[-1]))

@@ -28,7 +28,7 @@ class RowCounters(NamedTuple):
 
 
 class LayerCounters(NamedTuple):
-    """What happened in a drafted layer of a row.
+    """Counters of a drafted layer of a row.
 
     Attributes:
         reached: 0 where verification stopped above, else 1. drafted: valid nodes, also where it was not reached.

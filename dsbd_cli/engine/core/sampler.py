@@ -50,7 +50,7 @@ class Best(Sampler):
     random = False
 
     def candidates(self, num_beams: int, num_eos: int, warp: Warp, vocab_size: int) -> Room:
-        """As many as transformers looks at: W live ones remain when every end token ranks before them."""
+        """Take as many as transformers looks at: W live ones remain when every end token ranks before them."""
         return Room(min(vocab_size, max(2, 1 + num_eos) * num_beams))
 
     def noise(self, request: DraftRequest) -> Tensor:

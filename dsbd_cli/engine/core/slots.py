@@ -73,7 +73,7 @@ class Layout:
 
     @classmethod
     def of(cls, table: SlotTable, nodes: int, window: int, slots: int) -> Layout:
-        """Of N nodes, a tail window of T slots and S active slots."""
+        """Work out the layout of N nodes, a tail window of T slots and S active slots."""
         trunk = table.trunk.view(-1, 1, 1)
         relative = torch.arange(slots, device=trunk.device) - trunk
         at = node_slots(table, nodes)

@@ -138,7 +138,8 @@ class Batch:
             self.state.table.grow(self._caches.slots)
 
     def reading(self) -> Reading:
-        """What the draft must run before it drafts. The lag is W times a power of two, so that shapes repeat, or 0."""
+        """Say what the draft must run before it drafts. The lag is W times a power of two, so that shapes repeat, or
+        0."""
         if self._caches.draft is None:
             return Reading()
         lag = max((job.used - job.drafted for _, job in self.running), default=0)
@@ -253,5 +254,5 @@ class Batch:
 
 
 def _sources(jobs: Mapping[int, Job]) -> dict[int, Tensor]:
-    """What the encoder reads for each row."""
+    """Return what the encoder reads for each row."""
     return {row: job.source for row, job in jobs.items() if job.source is not None}

@@ -27,7 +27,7 @@ __all__ = ["Encoder"]
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """What requests are checked against. memory: all bytes of the target's device."""
+    """Checks of requests, and what they are checked against. memory: all bytes of the target's device."""
 
     target: ForestModel
     draft: ForestModel | None

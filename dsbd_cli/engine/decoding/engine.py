@@ -47,9 +47,13 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What runs: names, dtypes and devices of the models, for records and reports. told: what the user should know of
-    the target. kernels: names of the kernels in use, where the settings fit them. threads: of the processor. chat: the
-    target has a chat template."""
+    """Names, dtypes and devices of the models that run, for records and reports.
+
+    Attributes:
+        told: what the user should know of the target.
+        kernels: names of the kernels in use, where the settings fit them.
+        threads: of the processor. chat: the target has a chat template.
+    """
 
     target: str
     draft: str | None
@@ -169,7 +173,7 @@ class Engine:
         return Engine(**arguments)
 
     def _arguments(self) -> EngineChanges:
-        """What the constructor was given, with what has been changed since."""
+        """Return what the constructor was given, with what has been changed since."""
         return {
             **self._asked,
             "target": self.target,
@@ -183,14 +187,17 @@ class Engine:
 
     @property
     def exactness(self) -> Exactness:
-        """What the output shares with plain decoding. It is the method's, but for `same-text`: where the target's
-        logits depend on what else is in a forward, rounding can change a text, and only the law is the same."""
+        """Say what the output shares with plain decoding.
+
+        It is the method's, but for `same-text`: where the target's logits depend on what else is in a forward, rounding
+        can change a text, and only the law is the same.
+        """
         promised = self.method.exactness
         return "same-law" if promised == "same-text" and not self.target.invariant else promised
 
     @property
     def footprint(self) -> str:
-        """What a row takes: nodes and logits of its largest iteration, and cache per token."""
+        """Say what a row takes: nodes and logits of its largest iteration, and cache per token."""
         return footprint(self.method, self.models)
 
     @property
@@ -215,7 +222,7 @@ class Engine:
 
     @property
     def stepper(self) -> Stepper:
-        """What runs the iterations."""
+        """Return the object that runs the iterations."""
         return self._stepper
 
     def observe(self, observer: Observer) -> None:
@@ -282,7 +289,10 @@ class Engine:
 
     @torch.inference_mode()
     def _answers(self, source: Source, results: Results[Item]) -> Iterator[Item]:
-        """What `results` gives out while all requests of the source are decoded."""
+        """Decode all requests of the source, and yield what `results` gives out meanwhile.
+
+        Raises UsageError where another run uses this engine.
+        """
         self._refuse_stopped()
         if self._running:
             gc.collect()  # a run that nobody holds any more may wait in a cycle

@@ -39,7 +39,7 @@ class Ended:
 
 
 def ended(finished: Finished, rows: Sequence[int]) -> list[Ended]:
-    """What these rows finished with."""
+    """Return what these rows finished with, one entry each."""
     at = torch.tensor(rows, device=finished.score.device)
     columns = (getattr(finished, item.name)[at].tolist() for item in fields(Ended))
     return [Ended(*row) for row in zip(*columns, strict=True)]

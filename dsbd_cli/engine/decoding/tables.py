@@ -59,5 +59,5 @@ class RequestTables:
 
     @property
     def constraints(self) -> list[Constraint]:
-        """What may limit the tokens that follow a path."""
+        """Return all that may limit the tokens that follow a path."""
         return [self.rules, self.tries.table, self.grammars]

@@ -1,4 +1,4 @@
-"""What a drafter is given and what it returns. A drafter never looks at the target's logits of its own iteration."""
+"""Types that a drafter is given and returns. A drafter never looks at the target's logits of its own iteration."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class DrafterInputs:
-    """What drafters are made from. model: of the draft, None where there is none; grammars: of the rows."""
+    """Inputs that drafters are made from. model: of the draft, None where there is none; grammars: of the rows."""
 
     method: MethodConfig
     model: AnyDraft | None
@@ -162,9 +162,10 @@ class Drafter(Protocol):
         return None
 
     def learn(self, forest: Forest, candidates: Candidates) -> None:
-        """What the target said of the nodes [R, N] that were proposed last. A proposal may go by what was said of its
-        row before its iteration, by nothing that is said in it. What was said before a row's iteration 0 was said of
-        another request.
+        """Learn what the target said of the nodes [R, N] that were proposed last.
+
+        A proposal may go by what was said of its row before its iteration, by nothing that is said in it. What was said
+        before a row's iteration 0 was said of another request.
 
         On a GPU propose and learn are captured as parts of a CUDA graph. At a replay no Python runs: a tensor that is
         kept from one iteration for the next must then be written in place.

@@ -1,4 +1,5 @@
-"""What a grammar leaves, where that is few tokens: keys, punctuation, the values of an enumeration. No draft model.
+"""Drafts of what a grammar leaves, where that is few tokens: keys, punctuation, the values of an enumeration. No draft
+model.
 
 Below a beam every token that may follow is drafted, and below those again, while a layer has room for all of them. If
 that holds for all live beams of a row, then whatever the target draws is a drafted node, so the layer is certain to
@@ -30,7 +31,7 @@ class GrammarSource:
         self._table = table
 
     def states(self, beams: Beams) -> list[list[GrammarState | None]]:
-        """Of every beam, None where it is not live or has no grammar. Reads the device."""
+        """Return the state of every beam, None where it is not live or has no grammar. Reads the device."""
         numbers = torch.where(beams.valid, beams.legal_state, FREE).tolist()
         return [[self._table.at(number) if number < FREE else None for number in row] for row in numbers]
 

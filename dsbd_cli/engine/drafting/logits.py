@@ -53,7 +53,7 @@ class DraftLogits:
         return wide.index_copy_(-1, self.ids, self.values)
 
     def candidates(self, room: Room, legal: LegalTokens | None = None, *, kernel: bool = False) -> Candidates:
-        """As top_candidates of `wide`, but for the last bits of the logits' sum."""
+        """Return top_candidates of `wide`, but for the last bits of the logits' sum."""
         if self.ids is None or room.count >= self.values.shape[-1] or legal is not None:
             return top_candidates(self.wide(), room, legal, kernel=kernel)
         found = top_candidates(self.values, room, kernel=kernel)

@@ -1,4 +1,4 @@
-"""What the target said of the last iteration's nodes, for the drafts of the next one.
+"""Memory of what the target said of the last iteration's nodes, for the drafts of the next one.
 
 Where a layer did not pass, the target has already judged nodes below it. A beam that comes by such a node again has a
 known law there, alternatives included: which tokens enter the best W beside the copies is then no guess. A node is
@@ -24,7 +24,7 @@ class Recall:
     """The best tokens of the nodes of each row, in order of the nodes' keys."""
 
     def __init__(self, forest: Forest, candidates: Candidates) -> None:
-        """Of an iteration: R rows of N nodes."""
+        """Remember an iteration: R rows of N nodes."""
         nodes = forest.flat
         # an absent node may have the path of one that is there, and what it is said to be followed by means nothing
         self._keys, order = torch.where(nodes.valid, nodes.path, ABSENT).sort(1)
@@ -49,7 +49,7 @@ class Recall:
         self._keys, self._tokens, self._logprobs = self._keys[rows], self._tokens[rows], self._logprobs[rows]
 
     def at(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of nodes with these keys [R, n]: which are known [R, n] bool, tokens and log-probabilities [R, n, KEPT]."""
+        """Look up nodes by keys [R, n]: which are known [R, n] bool, tokens and log-probabilities [R, n, KEPT]."""
         place = torch.searchsorted(self._keys, keys.contiguous()).clamp(max=self._keys.shape[1] - 1)
         known = self._keys.gather(1, place) == keys
         return known, _in_order(self._tokens, place), _in_order(self._logprobs, place)

@@ -67,7 +67,7 @@ class RowDraws:
 
 
 def _step_weight(context: DraftContext, candidates: Candidates, log_q: Tensor) -> Tensor:
-    """What a token adds to the running weight: with warp scope `beam` weights are sums of warped logs."""
+    """Return what a token adds to the running weight: with warp scope `beam` weights are sums of warped logs."""
     return log_q if context.sampler.random and context.warp.scope == "beam" else candidates.logprobs
 
 

@@ -1,4 +1,4 @@
-"""What an engine takes from the device it runs on: marks of time, the current stream, captured iterations."""
+"""Services that an engine takes from the device it runs on: marks of time, the current stream, captured iterations."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Live:
 
 @dataclass(slots=True)
 class Verified:
-    """What is kept of one verified layer; none of it is as large as the pool.
+    """Parts of one verified layer that are kept; none of it is as large as the pool.
 
     Attributes:
         live: beams of the next step. draws: countable, passed and accepted, as the rule said.

@@ -43,8 +43,8 @@ def fits_walk(state: BatchState, forest: Forest, candidates: Candidates) -> bool
 def walked(
     state: BatchState, forest: Forest, candidates: Candidates, rule: Rule, endings: Endings, keys: Tensor
 ) -> Walk:
-    """As walk.walk. Updates `state.finished` in place; counters of layers that were not reached are 0, but for what was
-    drafted."""
+    """Do what verify_forest.walk does, with a kernel. Updates `state.finished` in place; counters of layers that were
+    not reached are 0, but for what was drafted."""
     from dsbd_cli.ops.triton import walk as kernel
 
     beams, finished, limits, flat = state.beams, state.finished, state.limits, forest.flat

@@ -78,7 +78,7 @@ class Results(Protocol[Item_co]):
         ...
 
     def ready(self) -> Iterator[Item_co]:
-        """What may go out now."""
+        """Yield what may go out now."""
         ...
 
 

@@ -166,7 +166,7 @@ class BatchState:
         self._refresh()
 
     def _refresh(self) -> None:
-        """What the host knows about the rows' warps."""
+        """Set what the host knows about the rows' warps."""
         live = [item for item in self.sampling if item is not None]
         top_k = [item.top_k for item in live]
         self.warp.max_top_k, self.warp.all_top_k = max(top_k, default=0), bool(top_k) and all(top_k)

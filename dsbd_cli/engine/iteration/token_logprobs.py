@@ -1,5 +1,5 @@
-"""What is recorded of every generated token where a request asks for it: its log-probability, the likeliest tokens at
-its place, and the beam that it was appended to. Nothing of this exists while no row of the batch asks.
+"""Records of every generated token where a request asks for it: its log-probability, the likeliest tokens at its place,
+and the beam that it was appended to. Nothing of this exists while no row of the batch asks.
 
 Letters: R requests, W beams, F finished hypotheses kept, L history length, T likeliest tokens, D drafted layers,
 N nodes, m pairs (parent node, token), C candidates of a node.
@@ -26,7 +26,7 @@ __all__ = ["Marks", "TokenTrace", "token_details"]
 
 @dataclass(slots=True)
 class Marks:
-    """Of each generated token of m sequences.
+    """Marks of each generated token of m sequences.
 
     Attributes:
         logprob: [R, m, L] float32, raw log p(token | before).
@@ -158,7 +158,7 @@ def _paths(forest: Forest) -> Tensor:
 def _marks(
     path: Tensor, tokens: Tensor, candidates: Candidates, best: Candidates | None, before: Tensor, old: Marks
 ) -> Marks:
-    """Of steps from the nodes `path` by `tokens`, [R, m, n] each."""
+    """Return the marks of steps from the nodes `path` by `tokens`, [R, m, n] each."""
     flat = path.flatten(1)
 
     def of(value: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def _wide(index: Tensor, value: Tensor, *, expand: bool = True) -> Tensor:
 def token_details(
     trace: TokenTrace, row: int, rank: int, ids: Sequence[int], sampling: SamplingConfig, token_bytes: Sequence[bytes]
 ) -> tuple[TokenDetail, ...]:
-    """What is recorded of the tokens `ids` of a finished hypothesis. Reads the device."""
+    """Return what is recorded of the tokens `ids` of a finished hypothesis. Reads the device."""
     marks, length = trace.done, len(ids)
     logprob, beam = (value[row, rank, :length].tolist() for value in (marks.logprob, marks.beam))
     top, top_logprob = (value[row, rank, :length].tolist() for value in (marks.top, marks.top_logprob))

@@ -55,7 +55,7 @@ class Walk:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """What the walk looks up of all N nodes: candidates, path keys and stop states [R, N]."""
+    """Facts of all N nodes that the walk looks up: candidates, path keys and stop states [R, N]."""
 
     candidates: Candidates
     path: Tensor

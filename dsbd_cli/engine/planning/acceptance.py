@@ -33,7 +33,7 @@ class Acceptance:
             self.passed = [[0.0] * depth for _ in range(choices)]
 
     def add(self, choice: int, layer: int, reached: float, passed: float) -> None:
-        """What one iteration showed."""
+        """Count what one iteration showed. reached, passed: walks that came to the layer, and that passed it."""
         row = self.reached[choice]
         row[layer] = FADE * row[layer] + reached
         row = self.passed[choice]

@@ -58,7 +58,7 @@ def deepest(method: MethodConfig, steps: int) -> Shape:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a draft model has to run before it drafts.
+    """Work that a draft model has to do before it drafts.
 
     Attributes:
         lag: most slots of a row, past the prompt, that it has not run.
@@ -85,8 +85,8 @@ class Planner:
         return self._configured
 
     def cut(self, shape: Shape, certain: Sequence[Sequence[int]]) -> Shape:
-        """What is worth drafting of a shape where it is known which layers pass. certain: of each running row the sizes
-        of those layers."""
+        """Return what is worth drafting of a shape where it is known which layers pass. certain: of each running row
+        the sizes of those layers."""
         return shape
 
     def observe(
@@ -98,9 +98,12 @@ class Planner:
         reading: Reading = NOTHING,
         steady: bool = True,
     ) -> None:
-        """What an iteration did. layers: counters of every running row; seconds: of the phases draft, target and
-        verify, and `read` where the draft read prompts before; reading: what it read; steady: the three phases are what
-        an iteration of this shape will take again (no capture, no plain run of what will be replayed)."""
+        """Learn from what an iteration did.
+
+        layers: counters of every running row. seconds: of the phases draft, target and verify, and `read` where the
+        draft read prompts before. reading: what it read. steady: the three phases are what an iteration of this shape
+        will take again (no capture, no plain run of what will be replayed).
+        """
 
     def out_of_memory(self, shape: Shape | None, rows: int) -> bool:
         """An iteration of this shape, or what comes before one, did not fit into memory, and the running requests start
@@ -109,8 +112,8 @@ class Planner:
 
 
 class CertainPlanner(Planner):
-    """Of a drafter that knows which layers will pass: as deep as gives the most steps per second, and as wide as these
-    layers are. Seconds: a line fitted to the times of iterations, by the nodes run."""
+    """Planner of a drafter that knows which layers will pass: as deep as gives the most steps per second, and as wide
+    as these layers are. Seconds: a line fitted to the times of iterations, by the nodes run."""
 
     def __init__(self, method: MethodConfig) -> None:
         super().__init__(method)
@@ -118,7 +121,7 @@ class CertainPlanner(Planner):
         self._warm = set[tuple[int, Shape]]()
 
     def cut(self, shape: Shape, certain: Sequence[Sequence[int]]) -> Shape:
-        """What is worth drafting."""
+        """Return what is worth drafting."""
         rest, per_node = self._line.fit()
         if not self._line.weight:
             rest, per_node = UNTIMED, 1.0

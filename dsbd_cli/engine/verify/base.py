@@ -1,5 +1,5 @@
-"""What a verification rule sees of one layer, and what it returns. Pure tensors; the noise is drawn from keys, never
-from a global state.
+"""Types that a verification rule sees of one layer, and that it returns. Pure tensors; the noise is drawn from keys,
+never from a global state.
 
 Letters: R requests, W beams, K drafts per layer, C candidates per beam, M = W*C pairs of the pool.
 """
@@ -109,7 +109,7 @@ class LayerView:
 
 @dataclass(slots=True)
 class LayerDraws:
-    """What one layer yields.
+    """Draws that one layer yields.
 
     Attributes:
         index: [R, W] int64, flat pool index of each live draw, in draw order. valid: [R, W] bool.

@@ -66,7 +66,7 @@ def draft_law_at(view: LayerView, drafts: DraftedLayer) -> Tensor:
 
 
 def at_pool(view: LayerView, drafts: DraftedLayer, log_values: Tensor) -> Tensor:
-    """What the draft's candidates have [R, n, Cq], at the pairs of the target's pool: [R, M] float64, else -inf."""
+    """Move what the draft's candidates have [R, n, Cq] to the pairs of the target's pool: [R, M] float64, else -inf."""
     assert drafts.law is not None
     law = drafts.law
     first = drafts.offset - log_values.shape[1]  # forest index of the first node of that layer

@@ -17,7 +17,7 @@ AnyDraft: TypeAlias = "ForestModel | BridgedDraft"  # a draft with the target's 
 
 
 class TextPieces(Protocol):
-    """What the bridge needs of each tokenizer."""
+    """Interface that the bridge needs of each tokenizer."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -52,5 +52,5 @@ class BridgedDraft:
 
     @property
     def device(self) -> torch.device:
-        """Of the draft model."""
+        """Return the device of the draft model."""
         return self.model.device

@@ -134,7 +134,7 @@ class BridgeDrafter(Drafter):
         return _Prompt(base, piece)
 
     def _texts(self, context: DraftContext) -> list[list[_Draft]]:
-        """What the draft goes on with below each live beam. The iteration's first host read."""
+        """Return what the draft goes on with below each live beam, by rows. It is the iteration's first host read."""
         beams = context.beams
         wide = [number.unsqueeze(1).expand_as(beams.token) for number in (context.iteration, beams.length)]
         parts = (wide[0], beams.valid, beams.weight, wide[1])
